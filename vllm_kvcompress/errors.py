@@ -1,0 +1,17 @@
+"""The errors that users see. Each message says what was expected, what came and what to do."""
+
+
+class KVCompressError(Exception):
+    """Base class of this package's errors."""
+
+
+class ConfigError(KVCompressError, ValueError):
+    """A setting, or a combination of settings, that cannot work. Raised before serving starts."""
+
+
+class UnsupportedError(ConfigError):
+    """A model or a vLLM option that this package does not compress (yet)."""
+
+
+class InvariantError(KVCompressError, RuntimeError):
+    """The books do not balance: a bug in this package, never a user's mistake."""

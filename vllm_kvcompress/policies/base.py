@@ -1,0 +1,117 @@
+"""What a policy sees and what its stages return.
+
+One request and one layer at a time. H = KV heads of this rank, G = query heads per KV head
+(query head h*G + g reads KV head h), n = padded number of entries, D = head size,
+w = observed queries. Entries are in position order; a head's valid entries come first.
+
+    |<------------- n_h entries of full blocks ------------->|<-- t tail entries -->|
+     may be kept or evicted                                    always kept
+                                    |<------ the last w entries: their queries ---->|
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LayerView:
+    """One request's cache in one layer at a compression event.
+
+    Attributes:
+        keys: [H, n, D] cached (rotated) keys of the full blocks, padded on the right.
+        values: [H, n, D], likewise.
+        lengths: [H] int64, resident tokens per head among `keys`; multiples of `block_size`.
+        tail_keys: [H, t, D] keys of the partial last block; these entries are always kept.
+        tail_values: [H, t, D], likewise.
+        queries: [w, H*G, D] rotated queries of the last w tokens, oldest first; w may be
+            smaller than the policy asked for (a short prompt or chunk), and 0.
+        scale: softmax scale of the model's attention.
+        layer: which layer this is, among the compressed ones.
+        num_layers: compressed layers of the model.
+        block_size: tokens of a page.
+        output_weight: [H*G, D, M] o_proj split by query head (None unless needed).
+        output_gram: [H*G, D, D] fp32, W W^T per query head (None unless needed).
+    """
+
+    keys: Tensor
+    values: Tensor
+    lengths: Tensor
+    tail_keys: Tensor
+    tail_values: Tensor
+    queries: Tensor
+    scale: float
+    layer: int
+    num_layers: int
+    block_size: int
+    output_weight: Tensor | None = None
+    output_gram: Tensor | None = None
+
+    @property
+    def num_tail(self) -> int:
+        return int(self.tail_keys.shape[1])
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the engine has to hand to a pipeline besides keys and values.
+
+    Attributes:
+        window_size: how many of the last queries the scorer observes (0: none).
+        output_weight: the exact o_proj weight, per query head.
+        output_gram: the Gram matrix of the o_proj weight, per query head.
+    """
+
+    window_size: int = 0
+    output_weight: bool = False
+    output_gram: bool = False
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What one layer keeps.
+
+    Attributes:
+        page_counts: [H] int64, pages per head; the sum is the layer's page budget.
+        kept_indices: [sum(page_counts) * block_size] int64 indices into a head's entries,
+            head after head, in position order within a head.
+    """
+
+    page_counts: Tensor
+    kept_indices: Tensor
+
+
+class Scorer(Protocol):
+    """Importance of each entry; higher is kept.
+
+    `kind` is one of mass, perturbation, geometric, positional; `scope` is head or layer (layer:
+    one score for all heads); `cross_head` says that scores of different heads are comparable.
+    """
+
+    kind: str
+    scope: str
+    cross_head: bool
+    needs: Needs
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32 scores; padding entries may hold anything."""
+        ...
+
+
+class Allocator(Protocol):
+    """Pages per layer (known before any layer runs) and per head (may depend on scores)."""
+
+    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+        """Pages of each layer: at most `capacity[l]`, in sum `num_blocks * num_heads * layers`.
+
+        `capacity[l]` is the number of pages that layer l holds now, over all its heads.
+        """
+        ...
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64 pages of each head: sum `total`, each between `floor` and its length."""
+        ...
