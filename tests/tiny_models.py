@@ -1,0 +1,72 @@
+"""Tiny random models of the families that are served, with a word-level tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 256
+
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+
+FAMILIES = {
+    "llama": {"model_type": "llama"},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "qwen2": {"model_type": "qwen2"},
+    "qwen3": {"model_type": "qwen3"},
+    # Full and sliding-window layers in one model.
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "query_pre_attn_scalar": 32,
+    },
+}
+
+
+def build(family: str, directory: Path, **overrides: object) -> Path:
+    """Writes a random model of a family, with its tokenizer, and returns its directory.
+
+    Attention is made sharper than at initialisation, so that which tokens are kept matters.
+    """
+    settings = {**COMMON, **FAMILIES[family], **overrides}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
+    model = AutoModelForCausalLM.from_config(config).to(torch.float32)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data.mul_(8)
+        if name.endswith(("v_proj.weight", "o_proj.weight", "embed_tokens.weight")):
+            parameter.data.mul_(4)
+    target = directory / family
+    model.save_pretrained(target)
+    words = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="w0", eos_token="w1", pad_token="w2", unk_token="w3"
+    ).save_pretrained(target)
+    return target
+
+
+def prompt(num_tokens: int, seed: int) -> list[int]:
+    """Random token ids; the same for the same length and seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCABULARY, (num_tokens,), generator=generator).tolist()

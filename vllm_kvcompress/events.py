@@ -1,0 +1,181 @@
+"""Runs compression events: reads source pages, asks the policy, writes the survivors."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.compressor import compress_layer
+from vllm_kvcompress.ledger import EventPlan
+from vllm_kvcompress.page_tables import PageTables
+from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.query_windows import QueryWindows
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What value-aware policies need of one layer (None where the pipeline does not ask).
+
+    Attributes:
+        output_weight: [num_query_heads, head_size, hidden] o_proj by query head.
+        output_gram: [num_query_heads, head_size, head_size] fp32 W W^T by query head.
+    """
+
+    output_weight: Tensor | None = None
+    output_gram: Tensor | None = None
+
+
+@dataclass
+class Event:
+    """One event of one request, while its step runs.
+
+    Attributes:
+        plan: what the scheduler decided.
+        slot: the request's row in the page tables.
+        blocks: [end_block - first_block (+ 1 if a partial block follows)] int64 block ids.
+        fresh_pages: [K * num_layers * num_heads] int64 pages that take the survivors.
+        layer_pages: pages of each layer afterwards.
+        layer_starts: where each layer's pages begin in `fresh_pages`.
+        seconds: time spent so far.
+        max_kept: pages of the fullest head so far.
+    """
+
+    plan: EventPlan
+    slot: int
+    blocks: Tensor
+    fresh_pages: Tensor
+    layer_pages: list[int]
+    layer_starts: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    max_kept: int = 0
+
+
+class EventRunner:
+    """Compresses requests of one cache group, layer by layer, as the model runs."""
+
+    def __init__(
+        self,
+        tables: PageTables,
+        windows: QueryWindows,
+        pipeline: Pipeline,
+        weights: Sequence[LayerWeights],
+    ) -> None:
+        self.tables = tables
+        self.pool = tables.pool
+        self.windows = windows
+        self.pipeline = pipeline
+        self.weights = weights
+
+    def begin(self, plan: EventPlan, block_row: Tensor) -> Event:
+        """Sets an event up before the model runs.
+
+        Args:
+            plan: the event.
+            block_row: [max_blocks] int32 the request's block ids by logical block.
+        """
+        pool, tables = self.pool, self.tables
+        slot = tables.slots.get(plan.request_id)
+        if slot is None:
+            slot = tables.acquire(plan.request_id)
+        former = tables.layer_pages.get(plan.request_id, [0] * pool.num_layers)
+        num_tail = plan.end_block - plan.first_block
+        capacity = [pages + num_tail * pool.num_heads for pages in former]
+        num_kept = len(plan.fresh_block_ids)
+        layer_pages = self.pipeline.allocator.layer_pages(num_kept, capacity, pool.num_heads)
+        partial = 1 if plan.position % pool.block_size else 0
+        starts = [sum(layer_pages[:layer]) for layer in range(pool.num_layers)]
+        return Event(
+            plan=plan,
+            slot=slot,
+            blocks=block_row[plan.first_block : plan.end_block + partial].to(torch.int64),
+            fresh_pages=pool.fresh_pages(torch.tensor(plan.fresh_block_ids)),
+            layer_pages=layer_pages,
+            layer_starts=starts,
+        )
+
+    def run_layer(self, event: Event, layer: int, scale: float) -> None:
+        """Compresses one layer; called after the layer's attention."""
+        started = time.perf_counter()
+        sources, view = self._view(event, layer, scale)
+        total = event.layer_pages[layer]
+        selection = compress_layer(self.pipeline, view, total)
+        start = event.layer_starts[layer]
+        pages = event.fresh_pages[start : start + total]
+        self._write(view, sources, selection.page_counts, selection.kept_indices, pages)
+        self.tables.replace(layer, event.slot, selection.page_counts, pages)
+        event.max_kept = max(event.max_kept, self._max_kept(selection.page_counts, view, total))
+        event.seconds += time.perf_counter() - started
+
+    def finish(self, event: Event) -> None:
+        """After the last layer: from now on the request's tail starts at the event."""
+        plan = event.plan
+        self.tables.layer_pages[plan.request_id] = event.layer_pages
+        self.tables.begin_tail(event.slot, plan.end_block, event.max_kept)
+        self.windows.release(plan.request_id)
+
+    def _view(self, event: Event, layer: int, scale: float) -> tuple[Tensor, LayerView]:
+        """The layer's source pages [num_heads, pages] and what the policy sees of them."""
+        pool, plan = self.pool, event.plan
+        offset = pool.layer_offsets[layer] + torch.arange(pool.num_heads)
+        tail = event.blocks * pool.pages_per_block + offset[:, None]
+        num_tail = plan.end_block - plan.first_block
+        counts = self.tables.counts[layer, event.slot].to(torch.int64)
+        sources = tail[:, :num_tail]
+        if plan.resident_blocks:
+            # The row holds the kept pages and, behind them, the tail's.
+            width = int(self.tables.tails.max_kept[event.slot]) + num_tail
+            sources = self.tables.table[layer, event.slot, :, :width].to(torch.int64)
+        num_partial = plan.position % pool.block_size
+        weights = self.weights[layer]
+        needs_values = weights.output_weight is not None or weights.output_gram is not None
+        keys = pool.keys(sources).flatten(1, 2)
+        tail_keys = pool.keys(tail[:, num_tail:]).flatten(1, 2)[:, :num_partial]
+        return sources, LayerView(
+            keys=keys,
+            values=pool.values(sources).flatten(1, 2) if needs_values else keys[:, :0],
+            lengths=(counts + num_tail) * pool.block_size,
+            tail_keys=tail_keys,
+            tail_values=pool.values(tail[:, num_tail:]).flatten(1, 2)[:, :num_partial]
+            if needs_values
+            else tail_keys[:, :0],
+            queries=self._queries(plan, layer, keys),
+            scale=scale,
+            layer=layer,
+            num_layers=pool.num_layers,
+            block_size=pool.block_size,
+            output_weight=weights.output_weight,
+            output_gram=weights.output_gram,
+        )
+
+    def _queries(self, plan: EventPlan, layer: int, keys: Tensor) -> Tensor:
+        if not plan.window_size:
+            return keys.new_zeros((0, self.pool.num_heads, self.pool.head_size))
+        return self.windows.read(layer, plan.request_id, plan.position, plan.window_size)
+
+    def _write(
+        self, view: LayerView, sources: Tensor, counts: Tensor, kept: Tensor, pages: Tensor
+    ) -> None:
+        """Gathers the survivors and writes them to fresh pages, head after head."""
+        pool = self.pool
+        size = pool.block_size
+        total = pages.numel()
+        heads = torch.repeat_interleave(counts, output_size=total).repeat_interleave(size)
+        keys = view.keys[heads, kept]
+        if view.values.shape[1]:
+            values = view.values[heads, kept]
+        else:
+            source_values = pool.values(sources).flatten(1, 2)
+            values = source_values[heads, kept]
+        shape = (total, size, pool.head_size)
+        pool.write(pages, keys.view(shape), values.view(shape))
+
+    def _max_kept(self, counts: Tensor, view: LayerView, total: int) -> int:
+        """Pages of the fullest head; off the CPU a bound that needs no synchronisation."""
+        if counts.device.type == "cpu":
+            return int(counts.max())
+        return min(total, view.keys.shape[1] // self.pool.block_size)

@@ -1,0 +1,259 @@
+"""When a request is compressed, down to how many blocks, and what it holds meanwhile.
+
+Pure arithmetic on token positions and block counts. Scheduler and workers derive everything
+from the same rule and the same positions, so they never have to agree after the fact.
+
+    logical tokens   0 ............ c*bs ............ F*bs ... e
+    resident         [ kept blocks ][ full tail blocks ][partial]
+    event at e       sources: kept + tail blocks  ->  K fresh blocks; the partial block stays
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+TRIGGER_PROMPT = "prompt"
+TRIGGER_CHUNK = "chunk"
+TRIGGER_DECODE = "decode"
+
+SKIP_SHORT = "shorter_than_min_tokens"
+SKIP_NOTHING_TO_FREE = "nothing_to_free"
+
+
+@dataclass(frozen=True)
+class CompressionRule:
+    """The user's budget and triggers, in tokens and blocks.
+
+    Attributes:
+        block_size: tokens of a block.
+        fraction: kept fraction of the logical tokens, or None.
+        tokens: kept tokens per head, or None. Exactly one of the two is set.
+        at_prompt_end: compress when the last prompt token has been computed.
+        chunk_tokens: compress at every multiple of this many prompt tokens, at the prompt's
+            end, and after each further so many generated tokens (unless `decode_tokens` says
+            otherwise); a multiple of the block size, or None.
+        decode_tokens: compress after each so many generated tokens, or None.
+        min_tokens: leave requests alone while they have fewer logical tokens.
+        window_size: the last queries that the policy observes at an event.
+    """
+
+    block_size: int
+    fraction: float | None = None
+    tokens: int | None = None
+    at_prompt_end: bool = True
+    chunk_tokens: int | None = None
+    decode_tokens: int | None = None
+    min_tokens: int = 0
+    window_size: int = 0
+
+    def next_position(self, num_prompt_tokens: int, after: int) -> int | None:
+        """First position > `after` (in computed tokens) at which an event may happen."""
+        candidates = []
+        if self.chunk_tokens and after < num_prompt_tokens:
+            boundary = (after // self.chunk_tokens + 1) * self.chunk_tokens
+            candidates.append(min(boundary, num_prompt_tokens))
+        elif self.at_prompt_end and after < num_prompt_tokens:
+            candidates.append(num_prompt_tokens)
+        stride = self.decode_tokens or self.chunk_tokens
+        if stride:
+            generated = max(0, after - num_prompt_tokens)
+            candidates.append(num_prompt_tokens + (generated // stride + 1) * stride)
+        return min(candidates, default=None)
+
+    def is_position(self, num_prompt_tokens: int, position: int) -> bool:
+        """Whether an event may happen when `position` tokens have been computed."""
+        return self.next_position(num_prompt_tokens, position - 1) == position
+
+    def trigger_at(self, num_prompt_tokens: int, position: int) -> str:
+        """Name of the trigger that fires at an event position."""
+        if position == num_prompt_tokens and (self.at_prompt_end or self.chunk_tokens):
+            return TRIGGER_PROMPT if self.at_prompt_end else TRIGGER_CHUNK
+        if position < num_prompt_tokens or not self.decode_tokens:
+            return TRIGGER_CHUNK
+        return TRIGGER_DECODE
+
+    def target_blocks(self, num_prompt_tokens: int, position: int) -> int:
+        """Blocks that the full blocks of a request are to be compressed to.
+
+        A fraction counts from the whole prompt while it is being read (so that its beginning
+        is not squeezed more than its end), and from all tokens so far afterwards.
+        """
+        num_full_blocks = max(num_prompt_tokens, position) // self.block_size
+        if self.fraction is not None:
+            return max(1, math.ceil(round(self.fraction * num_full_blocks, 6)))
+        assert self.tokens is not None
+        return max(1, math.ceil(self.tokens / self.block_size))
+
+    def first_effective_position(self, num_prompt_tokens: int) -> int | None:
+        """First position at which a request with this prompt really is compressed, if any.
+
+        Only positions up to the end of the prompt: what follows is not known yet.
+        """
+        position = self.next_position(num_prompt_tokens, 0)
+        while position is not None and position <= num_prompt_tokens:
+            num_full_blocks = position // self.block_size
+            target = self.target_blocks(num_prompt_tokens, position)
+            if position >= self.min_tokens and target < num_full_blocks:
+                return position
+            position = self.next_position(num_prompt_tokens, position)
+        return None
+
+    def max_prefix_hit(self, num_prompt_tokens: int) -> int:
+        """Longest usable prefix-cache hit, in tokens.
+
+        A hit leaves no queries behind, so the first event's observation window has to be
+        computed anew, and at least one token, so that a step ends at the event.
+        """
+        position = self.first_effective_position(num_prompt_tokens)
+        if position is None:
+            return num_prompt_tokens - 1
+        return max(0, min(num_prompt_tokens - 1, position - max(1, self.window_size)))
+
+    def peak_blocks(self, num_tokens: int) -> int:
+        """Most blocks that a request of up to `num_tokens` tokens ever holds at once."""
+        num_blocks = math.ceil(num_tokens / self.block_size)
+        kept = min(self.target_blocks(num_tokens, num_tokens), num_blocks)
+        peak = num_blocks + kept
+        if self.chunk_tokens:
+            stride = max(self.chunk_tokens, self.decode_tokens or 0)
+            # kept + chunk + fresh; one more chunk while a step's sources are not yet freed
+            bounded = 2 * kept + 2 * math.ceil(stride / self.block_size) + 2
+            peak = min(peak, bounded)
+        return peak
+
+
+@dataclass(frozen=True)
+class EventPlan:
+    """One compression event of one request, as scheduler and workers both see it.
+
+    Attributes:
+        request_id: vLLM's request id.
+        group: vLLM's KV-cache group (models that mix kinds of layers have several).
+        trigger: which trigger fired.
+        position: computed tokens of the request at the end of the step.
+        window_size: queries to observe: the last so many tokens before `position`.
+        first_block: logical blocks [0, first_block) are already compressed.
+        end_block: logical blocks [0, end_block) are compressed afterwards.
+        resident_blocks: fresh blocks of the former event (0: none), freed after this one.
+        fresh_block_ids: the blocks that take the survivors.
+    """
+
+    request_id: str
+    group: int
+    trigger: str
+    position: int
+    window_size: int
+    first_block: int
+    end_block: int
+    resident_blocks: int
+    fresh_block_ids: tuple[int, ...]
+
+    @property
+    def num_source_blocks(self) -> int:
+        """Blocks that the event reads: those of the former event and the full ones since."""
+        return self.resident_blocks + self.end_block - self.first_block
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Which of a request's queries in this step a later event will want to see.
+
+    Attributes:
+        offset: the first such token, counted from the request's first token in the step.
+        position: its position in the request.
+        num_tokens: how many, consecutively.
+    """
+
+    offset: int
+    position: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What workers do in one step besides running the model.
+
+    Attributes:
+        events: the compression events at the end of this step's attention.
+        observations: by request id; only for policies that look at queries.
+    """
+
+    events: tuple[EventPlan, ...] = ()
+    observations: dict[str, Observation] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the rule says at a position: an event down to `num_kept_blocks`, or a reason why not."""
+
+    trigger: str
+    num_kept_blocks: int
+    skipped: str | None = None
+
+
+@dataclass
+class RequestLedger:
+    """The books of one request.
+
+    Attributes:
+        num_prompt_tokens: logical tokens of the prompt.
+        compressed_blocks: logical full blocks that have been compressed (c above).
+        resident_blocks: fresh blocks that hold what is left of them.
+        last_position: position of the last event (0: none yet).
+        first_event_position: position of the first event; later tokens depend on it.
+    """
+
+    num_prompt_tokens: int
+    compressed_blocks: int = 0
+    resident_blocks: int = 0
+    last_position: int = 0
+    first_event_position: int | None = None
+
+    def decide(self, rule: CompressionRule, position: int) -> Decision | None:
+        """What happens when `position` tokens have been computed; None: no trigger fires."""
+        if not rule.is_position(self.num_prompt_tokens, position):
+            return None
+        trigger = rule.trigger_at(self.num_prompt_tokens, position)
+        num_kept = rule.target_blocks(self.num_prompt_tokens, position)
+        if position < rule.min_tokens:
+            return Decision(trigger, num_kept, SKIP_SHORT)
+        if num_kept >= self.resident_blocks + position // rule.block_size - self.compressed_blocks:
+            return Decision(trigger, num_kept, SKIP_NOTHING_TO_FREE)
+        return Decision(trigger, num_kept)
+
+    def observed_window(self, rule: CompressionRule, position: int) -> int:
+        """Queries that an event at `position` observes.
+
+        Never older than the last event (what they attended to is gone), and after the prompt
+        never prompt tokens (a prefix-cache hit would leave them without queries).
+        """
+        oldest = self.last_position
+        if position > self.num_prompt_tokens:
+            oldest = max(oldest, self.num_prompt_tokens)
+        return min(rule.window_size, position - oldest)
+
+    def commit(self, rule: CompressionRule, position: int, num_kept_blocks: int) -> None:
+        """Books an event."""
+        self.compressed_blocks = position // rule.block_size
+        self.resident_blocks = num_kept_blocks
+        self.last_position = position
+        if self.first_event_position is None:
+            self.first_event_position = position
+
+    def observation(self, rule: CompressionRule, start: int, end: int) -> Observation | None:
+        """Which queries of the tokens [start, end) a coming event observes, if any."""
+        if not rule.window_size:
+            return None
+        position = rule.next_position(self.num_prompt_tokens, start)
+        if position is None:
+            return None
+        first = max(start, position - rule.window_size)
+        if first >= end:
+            return None
+        return Observation(first - start, first, min(end, position) - first)
+
+    def resident_tokens(self, rule: CompressionRule, num_tokens: int) -> int:
+        """Resident tokens per head (mean over heads and layers) at `num_tokens` logical ones."""
+        tail = num_tokens - self.compressed_blocks * rule.block_size
+        return self.resident_blocks * rule.block_size + tail

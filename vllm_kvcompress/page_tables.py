@@ -1,0 +1,164 @@
+"""Which pages every compressed request holds, per layer and KV head.
+
+The tables persist from step to step: an event rewrites one request's row in one layer, a new
+block appends one page per layer and head, and everything else stays.
+
+    row of (layer, request, head):  [ kept pages: counts[l, r, h] ][ tail pages, one per block ]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.pages import PagePool
+
+
+@dataclass
+class TailBooks:
+    """Host-side books of the tails, one entry per slot (numpy int64 arrays).
+
+    Attributes:
+        first_block: logical block at which the tail begins.
+        num_pages: tail pages that are in the table already.
+        max_kept: upper bound of the kept pages of any head.
+    """
+
+    first_block: np.ndarray
+    num_pages: np.ndarray
+    max_kept: np.ndarray
+
+
+class PageTables:
+    """Page tables of the compressed requests of one cache group.
+
+    Attributes:
+        pool: the pages.
+        table: [num_layers, slots, num_heads, width] int32 page ids.
+        counts: [num_layers, slots, num_heads] int32 kept pages.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        device = pool.pages.device
+        self.pool = pool
+        self.table = torch.zeros(
+            (pool.num_layers, 0, pool.num_heads, 0), dtype=torch.int32, device=device
+        )
+        self.counts = torch.zeros(
+            (pool.num_layers, 0, pool.num_heads), dtype=torch.int32, device=device
+        )
+        self.tails = TailBooks(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+        self.slots: dict[str, int] = {}
+        self.layer_pages: dict[str, list[int]] = {}
+        self._free_slots: list[int] = []
+
+    def acquire(self, request_id: str) -> int:
+        """A slot for a request that is about to be compressed for the first time."""
+        if not self._free_slots:
+            self._grow(max(8, 2 * self.counts.shape[1]), self.table.shape[3])
+        slot = self._free_slots.pop()
+        self.slots[request_id] = slot
+        self.counts[:, slot] = 0
+        for books in (self.tails.first_block, self.tails.num_pages, self.tails.max_kept):
+            books[slot] = 0
+        return slot
+
+    def release(self, request_id: str) -> None:
+        """Forgets a request that finished or was preempted; unknown ones are ignored."""
+        slot = self.slots.pop(request_id, None)
+        self.layer_pages.pop(request_id, None)
+        if slot is not None:
+            self._free_slots.append(slot)
+
+    def replace(self, layer: int, slot: int, page_counts: Tensor, page_ids: Tensor) -> None:
+        """Sets the kept pages of one request in one layer.
+
+        Args:
+            layer: layer of the group.
+            slot: the request's slot.
+            page_counts: [num_heads] int64.
+            page_ids: [sum(page_counts)] int64, head after head.
+        """
+        total = page_ids.numel()
+        self._reserve(total)
+        heads = torch.repeat_interleave(page_counts, output_size=total)
+        starts = page_counts.cumsum(0) - page_counts
+        columns = torch.arange(total, device=page_ids.device) - starts[heads]
+        self.table[layer, slot, heads, columns] = page_ids.to(torch.int32)
+        self.counts[layer, slot] = page_counts.to(torch.int32)
+
+    def begin_tail(self, slot: int, first_block: int, max_kept: int) -> None:
+        """After an event: the tail starts at `first_block` and its pages are not in the table."""
+        self.tails.first_block[slot] = first_block
+        self.tails.num_pages[slot] = 0
+        self.tails.max_kept[slot] = max_kept
+
+    def extend_tails(self, slots: np.ndarray, block_table: Tensor, num_blocks: np.ndarray) -> None:
+        """Appends the pages of blocks that were added since the last step.
+
+        Args:
+            slots: [R] slots.
+            block_table: [R, max_blocks] int32 block ids by logical block.
+            num_blocks: [R] logical blocks in use, the partial one included.
+        """
+        tails = self.tails
+        have = tails.num_pages[slots]
+        missing = num_blocks - tails.first_block[slots] - have
+        if not missing.any():
+            return
+        rows = np.repeat(np.arange(len(slots)), missing)
+        nth = np.arange(len(rows)) - np.repeat(np.cumsum(missing) - missing, missing)
+        nth += have[rows]
+        self._reserve(int((tails.max_kept[slots] + have + missing).max()))
+        logical = torch.from_numpy(tails.first_block[slots][rows] + nth)
+        blocks = block_table[torch.from_numpy(rows), logical].to(torch.int64)
+        self._append(torch.from_numpy(slots[rows]), blocks, torch.from_numpy(nth))
+        tails.num_pages[slots] += missing
+
+    def _append(self, slots: Tensor, blocks: Tensor, nth: Tensor) -> None:
+        """Writes tail page number `nth[i]` of `slots[i]`, in block `blocks[i]`, in all layers."""
+        pool = self.pool
+        offsets = pool.block_page_offsets().view(pool.num_layers, 1, pool.num_heads)
+        pages = blocks[:, None] * pool.pages_per_block + offsets
+        columns = self.counts[:, slots].to(torch.int64) + nth[:, None]
+        layers = torch.arange(pool.num_layers, device=pages.device)[:, None, None]
+        heads = torch.arange(pool.num_heads, device=pages.device)
+        self.table[layers, slots[:, None], heads, columns] = pages.to(torch.int32)
+
+    def gather(self, slots: np.ndarray, tail_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch's page tables and resident lengths, in the requests' order.
+
+        Args:
+            slots: [R] slots.
+            tail_tokens: [R] int32 resident tokens after the kept pages.
+
+        Returns:
+            [num_layers, R * num_heads, width] int32 page ids (contiguous) and
+            [num_layers, R * num_heads] int32 resident tokens.
+        """
+        index = torch.from_numpy(slots)
+        width = int((self.tails.max_kept[slots] + self.tails.num_pages[slots]).max())
+        table = self.table[:, index, :, :width].flatten(1, 2).contiguous()
+        tokens = self.counts[:, index] * self.pool.block_size + tail_tokens[None, :, None]
+        return table, tokens.flatten(1, 2).contiguous()
+
+    def _reserve(self, width: int) -> None:
+        if width > self.table.shape[3]:
+            self._grow(self.table.shape[1], max(width, 2 * self.table.shape[3]))
+
+    def _grow(self, num_slots: int, width: int) -> None:
+        """Reallocates; rare, since sizes double."""
+        old = self.table.shape[1]
+        table = self.table.new_zeros((self.table.shape[0], num_slots, self.table.shape[2], width))
+        table[:, :old, :, : self.table.shape[3]] = self.table
+        counts = self.counts.new_zeros((self.counts.shape[0], num_slots, self.counts.shape[2]))
+        counts[:, :old] = self.counts
+        self.table, self.counts = table, counts
+        self._free_slots.extend(range(num_slots - 1, old - 1, -1))
+        for name in ("first_block", "num_pages", "max_kept"):
+            books = np.zeros(num_slots, dtype=np.int64)
+            books[:old] = getattr(self.tails, name)
+            setattr(self.tails, name, books)

@@ -1,0 +1,83 @@
+"""The last queries of requests that are about to be compressed.
+
+A window can straddle two prefill chunks, and a decode step brings one query at a time, so
+queries are recorded as they come, in a ring per request and layer: the query of position p
+lies at p modulo the window size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.ledger import Observation
+
+
+class QueryWindows:
+    """Rings of queries, one slot per observed request.
+
+    Attributes:
+        window_size: queries per ring.
+        ring: [num_layers, slots, window_size, num_query_heads, head_size], allocated at first use.
+    """
+
+    def __init__(self, num_layers: int, window_size: int) -> None:
+        self.num_layers = num_layers
+        self.window_size = window_size
+        self.ring: Tensor | None = None
+        self.slots: dict[str, int] = {}
+        self._free_slots: list[int] = []
+
+    def locate(self, rows: list[tuple[str, int, Observation]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Where this step's observed queries come from and go to.
+
+        Args:
+            rows: request id, the request's first token in the batch, and what to observe of it.
+
+        Returns:
+            token [T] int64 in the batch, slot [T], place in the ring [T].
+        """
+        tokens, slots, places = [], [], []
+        for request_id, first_token, seen in rows:
+            nth = torch.arange(seen.num_tokens)
+            tokens.append(first_token + seen.offset + nth)
+            slots.append(torch.full_like(nth, self._slot(request_id)))
+            places.append((seen.position + nth) % self.window_size)
+        return torch.cat(tokens), torch.cat(slots), torch.cat(places)
+
+    def record(self, layer: int, queries: Tensor, where: tuple[Tensor, Tensor, Tensor]) -> None:
+        """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings."""
+        tokens, slots, places = where
+        self._reserve(queries)
+        assert self.ring is not None
+        self.ring[layer, slots, places] = queries[tokens]
+
+    def read(self, layer: int, request_id: str, position: int, num_queries: int) -> Tensor:
+        """[num_queries, num_query_heads, head_size]: the last queries before `position`."""
+        assert self.ring is not None
+        places = torch.arange(position - num_queries, position) % self.window_size
+        return self.ring[layer, self.slots[request_id], places]
+
+    def release(self, request_id: str) -> None:
+        """Frees a request's ring; unknown requests are ignored."""
+        slot = self.slots.pop(request_id, None)
+        if slot is not None:
+            self._free_slots.append(slot)
+
+    def _slot(self, request_id: str) -> int:
+        if request_id not in self.slots:
+            free = self._free_slots
+            self.slots[request_id] = free.pop() if free else len(self.slots)
+        return self.slots[request_id]
+
+    def _reserve(self, queries: Tensor) -> None:
+        """Makes room for every slot handed out; at least eight at a time."""
+        have = 0 if self.ring is None else self.ring.shape[1]
+        need = len(self.slots) + len(self._free_slots)
+        if need <= have:
+            return
+        size = (self.num_layers, max(8, 2 * need), self.window_size, *queries.shape[1:])
+        ring = queries.new_zeros(size)
+        if self.ring is not None:
+            ring[:, :have] = self.ring
+        self.ring = ring

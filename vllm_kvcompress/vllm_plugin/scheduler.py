@@ -1,0 +1,170 @@
+"""Schedulers that plan compression events and report what they did."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.ledger import EventPlan, Observation, StepPlan
+from vllm_kvcompress.stats import EventRecord, StepStats
+from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.metrics.stats import SchedulerStats
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+
+class CompressionMixin:
+    """Adds to a scheduler: chunk ends at event positions, plans for the workers, statistics.
+
+    Without compressed layers (no policy, or a budget of 1.0) every method only calls `super()`.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        coordinator = self.kv_cache_manager.coordinator
+        self.compressed_managers = [
+            manager
+            for manager in coordinator.single_type_managers
+            if isinstance(manager, CompressedBlockManager)
+        ]
+        self._step_stats = StepStats()
+        if not self.compressed_managers:
+            return
+        self.rule = self.compressed_managers[0].rule
+        self.policy_name = self.compressed_managers[0].kv_cache_spec.settings.policy
+        if compat.ends_chunks_for_mamba(self):
+            raise UnsupportedError(
+                "--kv-policy does not work together with Mamba prefix caching ('align' mode): "
+                "both decide where prefill chunks end; add --no-enable-prefix-caching."
+            )
+        compat.enable_chunk_ends(self)
+        compat.limit_prefix_caching(coordinator, self._cacheable_tokens)
+
+    def schedule(self, *args, **kwargs) -> SchedulerOutput:
+        """vLLM's schedule, with the step's plan attached when there is anything to do."""
+        output = super().schedule(*args, **kwargs)
+        if self.compressed_managers:
+            plan = self._step_plan(output)
+            if plan.events or plan.observations:
+                compat.attach_plan(output, plan)
+        return output
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        """Ends a prefill chunk at the next event position.
+
+        Chunks that would run past it are those of resumed requests, whose generated tokens
+        are computed anew together with the prompt, and those of the chunk trigger.
+        """
+        if not self.compressed_managers:
+            return super()._mamba_block_aligned_split(
+                request,
+                num_new_tokens,
+                num_new_local_computed_tokens,
+                num_external_computed_tokens,
+            )
+        start = (
+            request.num_computed_tokens
+            + num_new_local_computed_tokens
+            + num_external_computed_tokens
+        )
+        position = self.rule.next_position(request.num_prompt_tokens, start)
+        if position is None:
+            return num_new_tokens
+        return min(num_new_tokens, position - start)
+
+    def _preempt_request(self, request: Request, *args, **kwargs) -> None:
+        """A preempted request drops everything, and computes every event's queries anew."""
+        if any(m.cacheable_tokens(request.request_id) for m in self.compressed_managers):
+            request.skip_reading_prefix_cache = True
+        super()._preempt_request(request, *args, **kwargs)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ):
+        """Books the events that the workers ran."""
+        plan = compat.attached_plan(scheduler_output)
+        if plan is not None and plan.events:
+            seconds = compat.attached_seconds(model_runner_output)
+            self._step_stats.events += self._records(plan.events, seconds)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def make_stats(self, *args, **kwargs) -> SchedulerStats | None:
+        """vLLM's statistics, with ours in the field that reaches the API process."""
+        stats = super().make_stats(*args, **kwargs)
+        if stats is None or not self.compressed_managers:
+            return stats
+        step = self._step_stats
+        self._step_stats = StepStats()
+        manager = self.compressed_managers[0]
+        step.skipped = dict(manager.skipped)
+        manager.skipped.clear()
+        for request in self.running:
+            ledger = manager.ledgers.get(request.request_id)
+            if ledger is not None:
+                step.logical_tokens += request.num_computed_tokens
+                step.resident_tokens += ledger.resident_tokens(
+                    self.rule, request.num_computed_tokens
+                )
+        compat.attach_stats(stats, step.to_dict())
+        return stats
+
+    def _cacheable_tokens(self, request_id: str) -> int | None:
+        return self.compressed_managers[0].cacheable_tokens(request_id)
+
+    def _step_plan(self, output: SchedulerOutput) -> StepPlan:
+        """The events and observations of the requests that are in this step."""
+        scheduled = output.num_scheduled_tokens
+        events: list[EventPlan] = []
+        for manager in self.compressed_managers:
+            events += [plan for rid, plan in manager.plans.items() if rid in scheduled]
+            manager.plans.clear()
+        observations: dict[str, Observation] = {}
+        if self.rule.window_size:
+            ledgers = self.compressed_managers[0].ledgers
+            for request_id, num_tokens in scheduled.items():
+                end = self.requests[request_id].num_computed_tokens
+                seen = ledgers[request_id].observation(self.rule, end - num_tokens, end)
+                if seen is not None:
+                    observations[request_id] = seen
+        return StepPlan(tuple(events), observations)
+
+    def _records(self, events: tuple[EventPlan, ...], seconds: dict[str, float]):
+        """One record per request: blocks of all groups, tokens of the first."""
+        block_size = self.rule.block_size
+        records: dict[str, EventRecord] = {}
+        for plan in events:
+            record = records.get(plan.request_id)
+            if record is None:
+                record = records[plan.request_id] = EventRecord(
+                    policy=self.policy_name,
+                    trigger=plan.trigger,
+                    source_tokens=plan.num_source_blocks * block_size,
+                    resident_tokens=len(plan.fresh_block_ids) * block_size,
+                    blocks_freed=0,
+                    blocks_written=0,
+                    seconds=seconds.get(plan.request_id, 0.0),
+                )
+            record.blocks_freed += plan.num_source_blocks
+            record.blocks_written += len(plan.fresh_block_ids)
+        return list(records.values())
+
+
+class CompressionScheduler(CompressionMixin, Scheduler):
+    """For engines without asynchronous scheduling (the CPU build)."""
+
+
+class AsyncCompressionScheduler(CompressionMixin, AsyncScheduler):
+    """For engines with asynchronous scheduling (CUDA)."""

@@ -1,0 +1,55 @@
+"""Workers that run the scheduler's plans."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.attention.cpu import CompressedCPUAttentionBackend
+from vllm_kvcompress.vllm_plugin.attention.registration import use_cpu_backend
+from vllm_kvcompress.vllm_plugin.refusals import check_engine
+from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class CompressionCPUWorker(CPUWorker):
+    """vLLM's CPU worker, with compressed attention when the settings ask for it."""
+
+    def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        self.state: WorkerState | None = None
+        settings = check_engine(vllm_config)
+        if settings is not None and settings.compresses:
+            self.state = WorkerState(vllm_config, settings)
+            CompressedCPUAttentionBackend.state = self.state
+            use_cpu_backend()
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        """Allocates the cache, then lays our page view over it."""
+        super().initialize_from_config(kv_cache_config)
+        if self.state is not None:
+            self.state.bind(self.model_runner, kv_cache_config)
+
+    def execute_model(self, scheduler_output: SchedulerOutput):
+        """Runs a step with its plan."""
+        if self.state is None:
+            return super().execute_model(scheduler_output)
+        self.state.begin_step(scheduler_output)
+        output = super().execute_model(scheduler_output)
+        self.state.end_step()
+        if output is not None:
+            compat.attach_seconds(output, self.state.take_seconds())
+        return output
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None):
+        """Samples, and sends event durations back with the tokens."""
+        output = super().sample_tokens(grammar_output)
+        if self.state is not None and output is not None:
+            compat.attach_seconds(output, self.state.take_seconds())
+        return output
