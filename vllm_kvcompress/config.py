@@ -1,0 +1,297 @@
+"""The user's settings: what to compress with, how far, and when.
+
+They come from flags, from a YAML file or from vLLM's `--additional-config`, always through
+`Settings.from_dict`, and travel to every process as a plain dictionary. No torch, no vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, cast
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.ledger import CompressionRule
+
+Scalar = str | int | float | bool
+TriggerKind = Literal["prompt", "chunk", "decode"]
+
+SETTINGS_KEY = "kvcompress"  # our section of --additional-config and of YAML files
+NO_POLICY = "none"
+DEFAULT_CHUNK_TOKENS = 1024
+DEFAULT_MIN_TOKENS = 64  # two blocks of the CPU default; shorter requests free next to nothing
+
+_TRIGGER_HELP = 'use "prompt", "chunk", "chunk:N" or "decode:N", joined by commas'
+
+
+@dataclass(frozen=True)
+class Trigger:
+    """When a request is compressed.
+
+    Attributes:
+        kind: prompt (once, when the prompt has been read), chunk (after every so many prompt
+            tokens, so that memory stays bounded), decode (after every so many generated tokens).
+        every: tokens between two events; None for prompt.
+    """
+
+    kind: TriggerKind
+    every: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind == "prompt":
+            if self.every is not None:
+                raise ConfigError(
+                    f'trigger "{self}": a prompt ends only once, so it takes no number; use '
+                    f'"prompt", or "decode:{self.every}" to compress while generating.'
+                )
+        elif not isinstance(self.every, int) or self.every < 1:
+            raise ConfigError(
+                f'trigger "{self}": "{self.kind}" needs the number of tokens between two events, '
+                f'a positive integer; write for example "{self.kind}:256".'
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """One trigger from its text, such as `decode:256`.
+
+        Raises:
+            ConfigError: no such trigger, or a number that is missing, unwanted or wrong.
+        """
+        kind, _, number = text.strip().partition(":")
+        if kind == "pressure":
+            raise ConfigError(
+                f'trigger "{text.strip()}": compressing under memory pressure is not available '
+                f'yet; {_TRIGGER_HELP} ("chunk" bounds memory most tightly).'
+            )
+        if kind not in ("prompt", "chunk", "decode"):
+            raise ConfigError(f'unknown trigger "{text.strip()}"; {_TRIGGER_HELP}.')
+        if not number:
+            default = DEFAULT_CHUNK_TOKENS if kind == "chunk" else None
+            return cls(cast(TriggerKind, kind), default)
+        if not re.fullmatch(r"[0-9]+", number):
+            raise ConfigError(
+                f'trigger "{text.strip()}": expected a number of tokens after the colon, found '
+                f'"{number}"; write for example "decode:256".'
+            )
+        return cls(cast(TriggerKind, kind), int(number))
+
+    def __str__(self) -> str:
+        return self.kind if self.every is None else f"{self.kind}:{self.every}"
+
+
+def parse_triggers(value: object) -> tuple[Trigger, ...]:
+    """Triggers from `"prompt,decode:256"` or from a list of such texts.
+
+    Raises:
+        ConfigError: none given, one of them wrong, or one kind given twice.
+    """
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise ConfigError(f"trigger: expected text, found {value!r}; {_TRIGGER_HELP}.")
+    triggers = tuple(Trigger.parse(part) for part in parts)
+    kinds = [trigger.kind for trigger in triggers]
+    if len(set(kinds)) < len(kinds):
+        raise ConfigError(
+            f'trigger "{",".join(parts)}" names one kind twice, which has no meaning; '
+            f"{_TRIGGER_HELP}."
+        )
+    return triggers
+
+
+def parse_budget(value: object) -> float | int:
+    """A budget from a flag's text or from YAML or JSON.
+
+    Returns:
+        A float in (0, 1], the kept fraction of the prompt; or an int, the kept tokens per head
+        (in the mean over heads and layers).
+
+    Raises:
+        ConfigError: no number, not above zero, not finite, or ambiguous.
+    """
+    number = _number(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise ConfigError(
+            f"budget: expected a number, found {value!r}; give a fraction of the prompt such as "
+            "0.25, or tokens per head such as 2048."
+        )
+    if not math.isfinite(number) or number <= 0:
+        raise ConfigError(
+            f"budget {value}: expected a positive, finite number, since something has to be kept; "
+            "give a fraction of the prompt such as 0.25, or tokens per head such as 2048."
+        )
+    if isinstance(number, int) and number == 1:
+        raise ConfigError(
+            'budget 1 could mean "the whole prompt" or "one token"; write 1.0 to keep everything, '
+            "or tokens per head such as 2048."
+        )
+    if isinstance(number, float) and number > 1:
+        raise ConfigError(
+            f"budget {value}: a fraction cannot exceed 1.0; write a whole number without a point "
+            "for tokens per head, such as 2048."
+        )
+    return number
+
+
+def _number(text: str) -> float | int | str:
+    """An int or a float if the text is one, else the text itself."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides how requests are compressed; see `from_dict` for the keys.
+
+    Attributes:
+        policy: parts joined by `+`, such as `adakv+criticalkv`; `none` serves stock vLLM.
+        budget: kept fraction of the prompt (float), or kept tokens per head (int).
+        triggers: when requests are compressed.
+        params: overrides of the policy's parameters, by name.
+        profile: path of the head profile or pattern file, for policies that need one.
+        min_tokens: requests with fewer logical tokens are left alone.
+    """
+
+    policy: str
+    budget: float | int
+    triggers: tuple[Trigger, ...] = (Trigger("prompt"),)
+    params: dict[str, Scalar] = field(default_factory=dict, hash=False)
+    profile: str | None = None
+    min_tokens: int = DEFAULT_MIN_TOKENS
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, str) or not self.policy:
+            raise ConfigError(
+                f"policy: expected a name, found {self.policy!r}; "
+                "`vllm-kvcompress policies` lists them."
+            )
+        object.__setattr__(self, "budget", parse_budget(self.budget))
+        if not self.triggers:
+            raise ConfigError(f"trigger: expected at least one; {_TRIGGER_HELP}.")
+        if self.profile is not None and not isinstance(self.profile, str):
+            raise ConfigError(
+                f"profile: expected the path of a file, found {self.profile!r}; "
+                "`vllm-kvcompress profile` makes one."
+            )
+        if not _is_count(self.min_tokens):
+            raise ConfigError(
+                f"min_tokens: expected a number of tokens, at least 0, found "
+                f"{self.min_tokens!r}; leave it out for {DEFAULT_MIN_TOKENS}."
+            )
+        _check_params(self.params)
+
+    @classmethod
+    def from_dict(cls, values: object) -> Self:
+        """Settings from a section of YAML or of `--additional-config`.
+
+        Args:
+            values: `policy` and `budget`, and optionally `trigger` (text or a list), `params`,
+                `profile` and `min_tokens`.
+
+        Raises:
+            ConfigError: an unknown or missing key, or a value that cannot work.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(
+                f"{SETTINGS_KEY}: expected a section with policy and budget, found {values!r}."
+            )
+        given = {str(key).replace("-", "_"): v for key, v in values.items() if v is not None}
+        unknown = sorted(given.keys() - _KEYS)
+        if unknown:
+            raise ConfigError(
+                f"{SETTINGS_KEY}: unknown setting {', '.join(unknown)}; "
+                f"valid ones are {', '.join(sorted(_KEYS))}."
+            )
+        missing = sorted({"policy", "budget"} - given.keys())
+        if missing:
+            raise ConfigError(
+                f"{SETTINGS_KEY}: {' and '.join(missing)} missing; say what to compress with "
+                "and how far, such as policy: adakv+criticalkv and budget: 0.25."
+            )
+        arguments: dict[str, Any] = dict(given)
+        if "trigger" in arguments:
+            arguments["triggers"] = parse_triggers(arguments.pop("trigger"))
+        if "params" in arguments and not isinstance(arguments["params"], Mapping):
+            raise ConfigError(
+                f"params: expected names with values, found {arguments['params']!r}; "
+                "write for example params: {window_size: 64}."
+            )
+        arguments["params"] = dict(arguments.get("params", {}))
+        return cls(**arguments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able form; `from_dict` of it gives equal settings. Defaults are left out."""
+        values: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
+        values["trigger"] = self.trigger
+        if self.params:
+            values["params"] = dict(self.params)
+        if self.profile is not None:
+            values["profile"] = self.profile
+        if self.min_tokens != DEFAULT_MIN_TOKENS:
+            values["min_tokens"] = self.min_tokens
+        return values
+
+    @property
+    def trigger(self) -> str:
+        """The triggers as text, joined by commas."""
+        return ",".join(str(trigger) for trigger in self.triggers)
+
+    @property
+    def compresses(self) -> bool:
+        """False when every request is to be served exactly as stock vLLM would."""
+        keeps_all = isinstance(self.budget, float) and self.budget >= 1.0
+        return self.policy != NO_POLICY and not keeps_all
+
+    def rule(self, block_size: int, window_size: int) -> CompressionRule:
+        """The budget and triggers in tokens and blocks.
+
+        Args:
+            block_size: tokens of a block; chunks are rounded up to whole blocks.
+            window_size: the last queries that the policy observes.
+        """
+        every = {trigger.kind: trigger.every for trigger in self.triggers}
+        chunk_tokens = every.get("chunk")
+        if chunk_tokens is not None:
+            chunk_tokens = math.ceil(chunk_tokens / block_size) * block_size
+        is_fraction = isinstance(self.budget, float)
+        return CompressionRule(
+            block_size=block_size,
+            fraction=self.budget if is_fraction else None,
+            tokens=None if is_fraction else int(self.budget),
+            at_prompt_end="prompt" in every,
+            chunk_tokens=chunk_tokens,
+            decode_tokens=every.get("decode"),
+            min_tokens=self.min_tokens,
+            window_size=window_size,
+        )
+
+    def num_kept_blocks(self, num_full_blocks: int, block_size: int) -> int:
+        """Blocks that `num_full_blocks` blocks are compressed to: at least 1, at most all."""
+        num_tokens = num_full_blocks * block_size
+        target = self.rule(block_size, window_size=0).target_blocks(num_tokens, num_tokens)
+        return min(num_full_blocks, target)
+
+
+_KEYS = frozenset({"policy", "budget", "trigger", "params", "profile", "min_tokens"})
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _check_params(params: Mapping[str, object]) -> None:
+    """Raises ConfigError unless every parameter is a finite scalar under a text name."""
+    for name, value in params.items():
+        finite = not isinstance(value, float) or math.isfinite(value)
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
+            raise ConfigError(
+                f"parameter {name}: expected text, a number or true/false, found {value!r}; "
+                "`vllm-kvcompress policies` lists the parameters."
+            )
+        if not finite:
+            raise ConfigError(f"parameter {name}: expected a finite number, found {value!r}.")

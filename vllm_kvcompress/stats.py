@@ -1,0 +1,67 @@
+"""What a scheduler step did, on its way to /metrics: ints, floats, texts and lists. No torch.
+
+The engine core fills a `StepStats` per step; as a dictionary it survives pickle, JSON and
+msgpack, which is how it reaches the API process (`vllm_plugin/compat.py`), where
+`vllm_plugin/stat_logger.py` hands it to the collectors of `metrics.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+
+@dataclass
+class EventRecord:
+    """One compression event of one request.
+
+    Attributes:
+        policy: the policy's name, as the user gave it.
+        trigger: prompt, chunk or decode.
+        source_tokens: tokens per head that the event read (mean over heads and layers).
+        resident_tokens: tokens per head that it kept (mean over heads and layers).
+        blocks_freed: KV-cache blocks handed back to vLLM's allocator.
+        blocks_written: fresh blocks that took the survivors.
+        seconds: time the worker spent on the event, over all layers.
+    """
+
+    policy: str
+    trigger: str
+    source_tokens: int
+    resident_tokens: int
+    blocks_freed: int
+    blocks_written: int
+    seconds: float
+
+
+@dataclass
+class StepStats:
+    """What one scheduler step did, and what the running requests hold after it.
+
+    Attributes:
+        events: the events that ran.
+        skipped: events that a trigger called for but that were left out, by reason.
+        logical_tokens: computed tokens of the running requests.
+        resident_tokens: of those, tokens per head that are still in the cache.
+    """
+
+    events: list[EventRecord] = field(default_factory=list)
+    skipped: dict[str, int] = field(default_factory=dict)
+    logical_tokens: int = 0
+    resident_tokens: int = 0
+
+    @property
+    def compression_ratio(self) -> float:
+        """Logical over resident tokens; 1.0 when nothing runs or nothing was compressed."""
+        return self.logical_tokens / self.resident_tokens if self.resident_tokens else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain containers only: safe for JSON and msgpack."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_dict`."""
+        events = [EventRecord(**event) for event in values["events"]]
+        return cls(**{**values, "events": events})
