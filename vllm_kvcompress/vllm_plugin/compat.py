@@ -5,6 +5,7 @@ Written against vLLM 0.32. When vLLM changes, this is the file to read first.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ SUPPORTED_VLLM = "0.32"
 _PACKAGE = "vllm_kvcompress.vllm_plugin"
 _PLAN_ATTRIBUTE = "kvcompress_plan"
 _SECONDS_ATTRIBUTE = "kvcompress_seconds"
+_STATS_PREFIX = "kvcompress:"
 
 
 def check_vllm_version() -> None:
@@ -89,12 +91,23 @@ def attached_plan(scheduler_output: Any) -> StepPlan | None:
 
 
 def attach_stats(scheduler_stats: Any, stats: dict[str, Any]) -> None:
-    """Puts our statistics where they reach the API process.
+    """Puts our statistics where they reach the API process and no logger of vLLM trips over them.
 
-    `SchedulerStats` is decoded field by field there, and this field is a plain dict that vLLM
-    itself only reads when a KV connector is configured (which we refuse).
+    `SchedulerStats` is decoded field by field there, so only existing fields survive. The
+    obvious one, `kv_connector_stats`, makes vLLM's `LoggingStatLogger` fail an assertion when no
+    connector is configured. The stages of `num_kv_fetch_reqs_by_stage`, text to int, are only
+    ever looked up by known names, or summed: an unknown one that counts 0 is passed over.
     """
-    scheduler_stats.kv_connector_stats = stats
+    key = _STATS_PREFIX + json.dumps(stats, separators=(",", ":"))
+    scheduler_stats.num_kv_fetch_reqs_by_stage[key] = 0
+
+
+def attached_stats(scheduler_stats: Any) -> dict[str, Any] | None:
+    """The inverse of `attach_stats`, in the API process; None when nothing was attached."""
+    for key in scheduler_stats.num_kv_fetch_reqs_by_stage:
+        if key.startswith(_STATS_PREFIX):
+            return json.loads(key.removeprefix(_STATS_PREFIX))
+    return None
 
 
 # --- worker ------------------------------------------------------------------------------
