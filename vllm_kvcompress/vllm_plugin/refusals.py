@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-SETTINGS_KEY = "kvcompress"
 _OFF = "or serve without --kv-policy"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -128,7 +129,7 @@ class WorkerState:
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
         self.vllm_config = vllm_config
         self.settings = settings
-        self.pipeline: Pipeline = resolve(settings.policy, settings.params, settings.profile_path)
+        self.pipeline: Pipeline = resolve(settings.policy, settings.params, Path(settings.profile) if settings.profile else None)
         self.groups: dict[int, GroupState] = {}
         self._model_runner = None
         self._plan: StepPlan | None = None

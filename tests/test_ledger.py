@@ -1,0 +1,144 @@
+"""When requests are compressed: properties, and a plain loop as oracle for the positions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvcompress.ledger import (
+    SKIP_NOTHING_TO_FREE,
+    SKIP_SHORT,
+    CompressionRule,
+    RequestLedger,
+)
+
+BLOCK = 16
+
+rules = st.builds(
+    CompressionRule,
+    block_size=st.just(BLOCK),
+    fraction=st.floats(0.05, 0.9),
+    at_prompt_end=st.booleans(),
+    chunk_tokens=st.sampled_from([None, BLOCK, 4 * BLOCK]),
+    decode_tokens=st.sampled_from([None, 1, 5, 3 * BLOCK]),
+    min_tokens=st.integers(0, 100),
+    window_size=st.sampled_from([0, 1, 32]),
+)
+
+
+def positions_by_hand(rule: CompressionRule, prompt: int, end: int) -> list[int]:
+    """Every position up to `end` at which some trigger fires, token by token."""
+    found = []
+    for position in range(1, end + 1):
+        fires = False
+        if position == prompt and (rule.at_prompt_end or rule.chunk_tokens):
+            fires = True
+        if position < prompt and rule.chunk_tokens and position % rule.chunk_tokens == 0:
+            fires = True
+        stride = rule.decode_tokens or rule.chunk_tokens
+        if position > prompt and stride and (position - prompt) % stride == 0:
+            fires = True
+        if fires:
+            found.append(position)
+    return found
+
+
+@given(rule=rules, prompt=st.integers(1, 300))
+def test_positions_match_a_plain_loop(rule: CompressionRule, prompt: int) -> None:
+    expected = positions_by_hand(rule, prompt, prompt + 100)
+    found, position = [], rule.next_position(prompt, 0)
+    while position is not None and position <= prompt + 100:
+        found.append(position)
+        position = rule.next_position(prompt, position)
+    assert found == expected
+    assert [p for p in range(1, prompt + 101) if rule.is_position(prompt, p)] == expected
+
+
+@given(rule=rules, prompt=st.integers(1, 2000), generated=st.integers(0, 300))
+def test_a_request_never_holds_more_than_the_peak(
+    rule: CompressionRule, prompt: int, generated: int
+) -> None:
+    """Walks a request through its events with the chunks that the scheduler would give it."""
+    ledger = RequestLedger(prompt)
+    end, computed = prompt + generated, 0
+    peak = rule.peak_blocks(end)
+    while computed < end:
+        limit = computed + 4 * BLOCK if computed < prompt else computed + 1
+        position = rule.next_position(prompt, computed)
+        step_end = min(limit, end, position if position is not None else limit)
+        if computed < prompt:
+            step_end = min(step_end, prompt)
+        held = ledger.resident_blocks + math.ceil(step_end / BLOCK) - ledger.compressed_blocks
+        decision = ledger.decide(rule, step_end)
+        if decision is not None and not decision.skipped:
+            sources = held - (1 if step_end % BLOCK else 0)
+            assert decision.num_kept_blocks < sources
+            held += decision.num_kept_blocks
+            ledger.commit(rule, step_end, decision.num_kept_blocks)
+        assert held <= peak
+        computed = step_end
+    assert ledger.resident_tokens(rule, end) <= end
+
+
+@given(rule=rules, prompt=st.integers(1, 600))
+def test_a_prefix_hit_leaves_the_observation_window(rule: CompressionRule, prompt: int) -> None:
+    hit = rule.max_prefix_hit(prompt)
+    assert 0 <= hit < prompt
+    first = rule.first_effective_position(prompt)
+    if first is not None:
+        assert hit <= max(0, first - max(1, rule.window_size))
+
+
+@given(rule=rules, prompt=st.integers(1, 400), start=st.integers(0, 400), step=st.integers(1, 99))
+def test_observed_queries_cover_every_window(
+    rule: CompressionRule, prompt: int, start: int, step: int
+) -> None:
+    """Chunked anyhow, the queries that an event reads have been recorded before."""
+    ledger = RequestLedger(prompt)
+    recorded: set[int] = set()
+    computed = min(start, rule.max_prefix_hit(prompt))
+    while computed < prompt + 60:
+        position = rule.next_position(prompt, computed)
+        end = min(computed + step, position if position is not None else computed + step)
+        seen = ledger.observation(rule, computed, end)
+        if seen is not None:
+            assert seen.position == computed + seen.offset
+            recorded |= set(range(seen.position, seen.position + seen.num_tokens))
+        decision = ledger.decide(rule, end)
+        if decision is not None and not decision.skipped:
+            window = ledger.observed_window(rule, end)
+            assert set(range(end - window, end)) <= recorded
+            ledger.commit(rule, end, decision.num_kept_blocks)
+        computed = end
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"), [(40, SKIP_SHORT), (63, SKIP_SHORT), (70, None), (64, None)]
+)
+def test_short_prompts_are_left_alone(prompt: int, reason: str | None) -> None:
+    rule = CompressionRule(BLOCK, fraction=0.5, min_tokens=64)
+    decision = RequestLedger(prompt).decide(rule, prompt)
+    assert decision is not None
+    assert decision.skipped == reason
+
+
+def test_a_budget_above_the_prompt_frees_nothing() -> None:
+    rule = CompressionRule(BLOCK, tokens=1000)
+    decision = RequestLedger(500).decide(rule, 500)
+    assert decision is not None
+    assert decision.skipped == SKIP_NOTHING_TO_FREE
+    assert rule.max_prefix_hit(500) == 499
+
+
+@pytest.mark.parametrize(("blocks", "kept"), [(1, 1), (4, 1), (5, 2), (8, 2), (100, 25), (101, 26)])
+def test_a_quarter_is_rounded_up_to_whole_blocks(blocks: int, kept: int) -> None:
+    rule = CompressionRule(BLOCK, fraction=0.25)
+    assert rule.target_blocks(blocks * BLOCK + 3, blocks * BLOCK + 3) == kept
+
+
+def test_a_fraction_that_is_not_exact_in_binary_rounds_as_on_paper() -> None:
+    rule = CompressionRule(BLOCK, fraction=0.1)
+    assert rule.target_blocks(30 * BLOCK, 30 * BLOCK) == 3
