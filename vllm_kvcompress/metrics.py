@@ -1,0 +1,157 @@
+"""What compression did, for Prometheus.
+
+Useful PromQL, beside vLLM's own `vllm:` metrics:
+
+    kvcompress_compression_ratio
+    rate(kvcompress_resident_tokens_total[5m]) / rate(kvcompress_source_tokens_total[5m])
+    rate(kvcompress_blocks_freed_total[5m]) - rate(kvcompress_blocks_written_total[5m])
+    histogram_quantile(0.99, sum by (le) (rate(kvcompress_event_seconds_bucket[5m])))
+    sum by (reason) (rate(kvcompress_skipped_total[5m]))
+"""
+
+from __future__ import annotations
+
+import functools
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from vllm_kvcompress import __version__
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.ledger import SKIP_NOTHING_TO_FREE, SKIP_SHORT
+from vllm_kvcompress.stats import EventRecord, StepStats
+
+_LABELS = ["model_name", "engine"]  # as vLLM's own metrics
+_FRACTION_BUCKETS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0]
+_SECONDS_BUCKETS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
+
+
+class CompressionMetrics:
+    """The collectors of one registry.
+
+    With several API server processes each step's statistics reach exactly one of them, so
+    counters and histograms add up over processes, and of a gauge the latest value counts.
+
+    Args:
+        registry: where the collectors are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.compression_ratio = self._gauge(
+            "kvcompress_compression_ratio",
+            "Logical tokens of the running requests divided by the tokens per KV head (mean over "
+            "heads and layers) that are resident in the KV cache for them. 1 = nothing is "
+            "compressed or nothing runs; 4 = a quarter is resident.",
+        )
+        self.info = self._gauge(
+            "kvcompress_info",
+            "Always 1. The compression settings of this server and the version of vllm-kvcompress "
+            "are in the labels; budget is a fraction of the prompt (with a decimal point) or "
+            "tokens per KV head.",
+            ["policy", "budget", "trigger", "version"],
+        )
+        self.events = self._counter(
+            "kvcompress_events",
+            "Number of compression events: one request compressed once, in all layers, by policy "
+            "and by what triggered it (prompt, chunk or decode).",
+            ["policy", "trigger"],
+        )
+        self.source_tokens = self._counter(
+            "kvcompress_source_tokens",
+            "Tokens per KV head (mean over heads and layers) that compression events read; the "
+            "partial last block of a request takes no part.",
+        )
+        self.resident_tokens = self._counter(
+            "kvcompress_resident_tokens",
+            "Tokens per KV head (mean over heads and layers) that compression events kept, out of "
+            "kvcompress_source_tokens_total.",
+        )
+        self.blocks_freed = self._counter(
+            "kvcompress_blocks_freed",
+            "KV cache blocks that compression events handed back to vLLM's allocator.",
+        )
+        self.blocks_written = self._counter(
+            "kvcompress_blocks_written",
+            "Fresh KV cache blocks that compression events allocated and filled with what they "
+            "kept. Freed minus written = blocks gained.",
+        )
+        self.skipped = self._counter(
+            "kvcompress_skipped",
+            "Number of compression events that a trigger called for but that were left out, by "
+            f"reason: {SKIP_SHORT} = fewer logical tokens than min_tokens; "
+            f"{SKIP_NOTHING_TO_FREE} = the budget is no smaller than what the request holds.",
+            ["reason"],
+        )
+        self.kept_fraction = self._histogram(
+            "kvcompress_kept_fraction",
+            "Fraction of its source tokens that a compression event kept, per event; between 0 "
+            "and 1.",
+            _FRACTION_BUCKETS,
+        )
+        self.event_seconds = self._histogram(
+            "kvcompress_event_seconds",
+            "Seconds that a compression event took in the worker: scoring, selecting and writing, "
+            "summed over layers, on the first rank.",
+            _SECONDS_BUCKETS,
+        )
+
+    def start(self, settings: Settings, model_name: str, engine: str) -> None:
+        """Shows the settings, and every series at its starting value, from the first scrape on."""
+        labels = (model_name, engine)
+        self.info.labels(
+            *labels, settings.policy, str(settings.budget), settings.trigger, __version__
+        ).set(1)
+        self.compression_ratio.labels(*labels).set(1)
+        for trigger in settings.triggers:
+            self.events.labels(*labels, settings.policy, trigger.kind)
+        for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE):
+            self.skipped.labels(*labels, reason)
+        for counter in (
+            self.source_tokens,
+            self.resident_tokens,
+            self.blocks_freed,
+            self.blocks_written,
+        ):
+            counter.labels(*labels)
+        self.kept_fraction.labels(*labels)
+        self.event_seconds.labels(*labels)
+
+    def observe(self, stats: StepStats, model_name: str, engine: str) -> None:
+        """Adds one step of one engine."""
+        labels = (model_name, engine)
+        self.compression_ratio.labels(*labels).set(stats.compression_ratio)
+        for reason, count in stats.skipped.items():
+            self.skipped.labels(*labels, reason).inc(count)
+        for event in stats.events:
+            self._observe_event(event, labels)
+
+    def _observe_event(self, event: EventRecord, labels: tuple[str, str]) -> None:
+        self.events.labels(*labels, event.policy, event.trigger).inc()
+        self.source_tokens.labels(*labels).inc(event.source_tokens)
+        self.resident_tokens.labels(*labels).inc(event.resident_tokens)
+        self.blocks_freed.labels(*labels).inc(event.blocks_freed)
+        self.blocks_written.labels(*labels).inc(event.blocks_written)
+        self.kept_fraction.labels(*labels).observe(event.resident_tokens / event.source_tokens)
+        self.event_seconds.labels(*labels).observe(event.seconds)
+
+    def _counter(self, name: str, text: str, extra_labels: list[str] | None = None) -> Counter:
+        labels = _LABELS + (extra_labels or [])
+        return Counter(name, text, labelnames=labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, extra_labels: list[str] | None = None) -> Gauge:
+        return Gauge(
+            name,
+            text,
+            labelnames=_LABELS + (extra_labels or []),
+            registry=self._registry,
+            multiprocess_mode="mostrecent",
+        )
+
+    def _histogram(self, name: str, text: str, buckets: list[float]) -> Histogram:
+        return Histogram(name, text, labelnames=_LABELS, registry=self._registry, buckets=buckets)
+
+
+@functools.cache
+def process_metrics() -> CompressionMetrics:
+    """The collectors behind this process's /metrics, registered at the first call."""
+    return CompressionMetrics(REGISTRY)
