@@ -1,0 +1,187 @@
+"""Runs the real engine in a process of its own and reports what it did, step by step.
+
+    python -m tests.engine.engine_process SCENARIO.json REPORT.json
+
+The engine core runs inside this process, so that the books of scheduler and worker can be
+compared after every step. A scenario is a dictionary:
+
+    model: directory            engine: keyword arguments of vllm.LLM
+    settings: our settings, or null for stock vLLM
+    phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?}
+    record_kept: report the kept indices of every event
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+PLUGIN = "vllm_kvcompress.vllm_plugin"
+
+
+def build_engine(scenario: dict[str, Any]) -> Any:
+    """A vLLM engine in this process, stock or with compression."""
+    from vllm import LLM
+
+    arguments = {
+        "enforce_eager": True,
+        "block_size": 32,
+        "max_model_len": 2048,
+        "dtype": "float32",
+        "disable_log_stats": False,
+        **scenario["engine"],
+    }
+    if scenario.get("settings"):
+        arguments |= {
+            "additional_config": {"kvcompress": scenario["settings"]},
+            "scheduler_cls": f"{PLUGIN}.scheduler.CompressionScheduler",
+            "worker_cls": f"{PLUGIN}.worker.CompressionCPUWorker",
+        }
+    return LLM(scenario["model"], **arguments).llm_engine
+
+
+class Books:
+    """Compares what scheduler, block pool and worker believe."""
+
+    def __init__(self, engine: Any) -> None:
+        core = engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.pool = core.scheduler.kv_cache_manager.block_pool
+        self.managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
+        self.worker = core.model_executor.driver_worker.worker
+
+    def check(self) -> None:
+        """free + owned = pool, fresh blocks have one owner, pages lie in their owner's blocks."""
+        owners: Counter[int] = Counter()
+        for manager in self.managers:
+            for request_id in set(manager.req_to_blocks) | set(getattr(manager, "_resident", ())):
+                owners.update(self.owned(manager, request_id))
+        for block_id, count in owners.items():
+            assert self.pool.blocks[block_id].ref_cnt == count, (block_id, count)
+        total = self.pool.get_num_free_blocks() + len(owners) + 1
+        assert total == self.pool.num_gpu_blocks, (total, self.pool.num_gpu_blocks)
+        for manager in getattr(self.scheduler, "compressed_managers", ()):
+            self.check_pages(manager, owners)
+
+    @staticmethod
+    def owned(manager: Any, request_id: str) -> list[int]:
+        blocks = [b for b in manager.req_to_blocks.get(request_id, ()) if not b.is_null]
+        blocks += getattr(manager, "_resident", {}).get(request_id, [])
+        if request_id in getattr(manager, "_incoming", {}):
+            blocks += manager._incoming[request_id][1]
+        return [block.block_id for block in blocks]
+
+    def check_pages(self, manager: Any, owners: Counter[int]) -> None:
+        tables = self.worker.state.groups[manager.kv_cache_group_id].tables
+        for request_id, slot in tables.slots.items():
+            if request_id not in manager.req_to_blocks:
+                continue  # finished in this step; the worker hears of it with the next
+            mine = set(self.owned(manager, request_id))
+            seen: set[int] = set()
+            num_tail = int(tables.tails.num_pages[slot])
+            for layer in range(tables.pool.num_layers):
+                for head in range(tables.pool.num_heads):
+                    count = int(tables.counts[layer, slot, head])
+                    pages = tables.table[layer, slot, head, : count + num_tail].tolist()
+                    assert len(set(pages)) == len(pages)
+                    assert not seen & set(pages), "a page belongs to two heads"
+                    seen |= set(pages)
+            blocks = {page // tables.pool.pages_per_block for page in seen}
+            assert blocks <= mine, (request_id, blocks - mine)
+            incoming = manager._incoming.get(request_id)
+            for block in manager._resident.get(request_id, []) + (incoming[1] if incoming else []):
+                assert owners[block.block_id] == 1
+                assert block.block_hash is None, "a compressed block is in the prefix cache"
+
+
+def record_kept(report: dict[str, Any]) -> None:
+    """Reports every layer's selection, in the order of the events."""
+    from vllm_kvcompress import events
+
+    compress = events.compress_layer
+
+    def recording(pipeline: Any, view: Any, total: int) -> Any:
+        selection = compress(pipeline, view, total)
+        report["kept"].append(
+            {
+                "layer": view.layer,
+                "counts": selection.page_counts.tolist(),
+                "kept": selection.kept_indices.tolist(),
+                "num_queries": view.queries.shape[0],
+            }
+        )
+        return selection
+
+    events.compress_layer = recording
+
+
+def run_phase(engine: Any, books: Books, requests: list[dict], report: dict[str, Any]) -> None:
+    """Feeds a phase's requests at their steps and runs until all have ended."""
+    from vllm import SamplingParams
+
+    waiting = sorted(requests, key=lambda r: r.get("at_step", 0))
+    aborts = {r["id"]: r["abort_at_step"] for r in requests if "abort_at_step" in r}
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and waiting[0].get("at_step", 0) <= step:
+            request = waiting.pop(0)
+            params = SamplingParams(
+                temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=5
+            )
+            engine.add_request(request["id"], {"prompt_token_ids": request["prompt"]}, params)
+        for request_id in [r for r, at in aborts.items() if at == step]:
+            engine.abort_request([request_id])
+        for output in engine.step():
+            if output.finished:
+                choice = output.outputs[0]
+                report["outputs"][output.request_id] = {
+                    "tokens": list(choice.token_ids),
+                    "logprobs": [
+                        {str(t): lp.logprob for t, lp in position.items()}
+                        for position in choice.logprobs
+                    ],
+                    "cached": output.num_cached_tokens,
+                }
+        books.check()
+        report["usage"].append(books.pool.get_usage())
+        held = {}
+        for manager in getattr(books.scheduler, "compressed_managers", ()):
+            for request_id in manager.req_to_blocks:
+                held[request_id] = manager.num_blocks_held(request_id)
+        report["held"].append(held)
+        step += 1
+        assert step < 5000, "the engine does not come to an end"
+
+
+def main(scenario_path: str, report_path: str) -> None:
+    scenario = json.loads(Path(scenario_path).read_text())
+    report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "stats": []}
+    if scenario.get("record_kept"):
+        record_kept(report)
+    engine = build_engine(scenario)
+    books = Books(engine)
+    report["preemptions"] = 0
+    preempt = books.scheduler._preempt_request
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        report["preemptions"] += 1
+        return preempt(*args, **kwargs)
+
+    books.scheduler._preempt_request = counting
+    for phase in scenario["phases"]:
+        run_phase(engine, books, phase, report)
+    report["num_blocks"] = books.pool.num_gpu_blocks
+    report["free_at_end"] = books.pool.get_num_free_blocks()
+    Path(report_path).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,76 @@
+"""Decoding by hand: Hugging Face's Llama with, per layer and KV head, only the kept tokens.
+
+Shares no code with the package: the prompt is computed densely, and every later token attends
+to the kept prompt tokens, the prompt's last partial block and the tokens generated so far.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+
+class KeptTokensDecoder:
+    """A Llama that forgets chosen tokens of its prompt once it has read it.
+
+    Args:
+        model: directory of the model.
+        prompt: token ids.
+        kept: kept[layer][head] = positions, among the first `num_full` tokens, that stay.
+        num_full: tokens of the prompt's full blocks; those behind them always stay.
+    """
+
+    def __init__(
+        self, model: str, prompt: list[int], kept: list[list[list[int]]], num_full: int
+    ) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.config = self.model.config
+        self.num_tokens = len(prompt)
+        cache = DynamicCache()
+        with torch.no_grad():
+            output = self.model(torch.tensor([prompt]), past_key_values=cache)
+        self.first_logits = output.logits[0, -1]
+        self.keys: list[list[Tensor]] = []
+        self.values: list[list[Tensor]] = []
+        for layer in range(self.config.num_hidden_layers):
+            keys, values = cache.layers[layer].keys[0], cache.layers[layer].values[0]
+            positions = [
+                [*kept[layer][head], *range(num_full, len(prompt))]
+                for head in range(self.config.num_key_value_heads)
+            ]
+            self.keys.append([keys[h, p] for h, p in enumerate(positions)])
+            self.values.append([values[h, p] for h, p in enumerate(positions)])
+
+    @torch.no_grad()
+    def step(self, token: int) -> Tensor:
+        """Appends a token and returns the logits after it, [vocabulary]."""
+        inner = self.model.model
+        hidden = inner.embed_tokens(torch.tensor([[token]]))
+        position = torch.tensor([[self.num_tokens]])
+        rotary = inner.rotary_emb(hidden, position)
+        for index, layer in enumerate(inner.layers):
+            normed = layer.input_layernorm(hidden)
+            hidden = hidden + self._attend(index, layer.self_attn, normed, rotary)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        self.num_tokens += 1
+        return self.model.lm_head(inner.norm(hidden))[0, 0]
+
+    def _attend(self, index: int, attention, hidden: Tensor, rotary) -> Tensor:
+        size = self.config.head_dim
+        shape = (1, 1, -1, size)
+        query = attention.q_proj(hidden).view(shape).transpose(1, 2)
+        key = attention.k_proj(hidden).view(shape).transpose(1, 2)
+        value = attention.v_proj(hidden).view(shape).transpose(1, 2)
+        query, key = apply_rotary_pos_emb(query, key, *rotary)
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        heads = []
+        for head in range(self.config.num_key_value_heads):
+            keys = torch.cat([self.keys[index][head], key[0, head]])
+            values = torch.cat([self.values[index][head], value[0, head]])
+            self.keys[index][head], self.values[index][head] = keys, values
+            for member in range(head * group, (head + 1) * group):
+                logits = keys @ query[0, member, 0] / size**0.5
+                heads.append(torch.softmax(logits, 0) @ values)
+        return attention.o_proj(torch.cat(heads)[None, None])

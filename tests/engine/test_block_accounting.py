@@ -1,0 +1,119 @@
+"""Blocks: what a compressed request holds, what it gives back, and that nothing is lost.
+
+The scenario runner compares the books of scheduler, block pool and worker after every step.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Run, request
+from tests.tiny_models import prompt
+
+BLOCK = 32
+QUARTER = {"policy": "adakv", "budget": 0.25}
+
+
+def last_held(report: dict[str, Any], name: str) -> int:
+    """Blocks that a request held in its last step."""
+    return [held[name] for held in report["held"] if name in held][-1]
+
+
+@pytest.mark.parametrize("num_tokens", [1000, 1024, 1500])
+def test_a_quarter_leaves_a_quarter_of_the_blocks(
+    llama: str, run_engine: Run, num_tokens: int
+) -> None:
+    report = run_engine(llama, [[request("a", prompt(num_tokens, 1), 8)]], settings=QUARTER)
+    kept = math.ceil(0.25 * (num_tokens // BLOCK))
+    tail = math.ceil((num_tokens + 8) / BLOCK) - num_tokens // BLOCK
+    assert last_held(report, "a") == kept + tail
+    usage = [value for value in report["usage"] if value > 0]
+    assert usage[-1] == pytest.approx((kept + tail) / (report["num_blocks"] - 1))
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def test_freed_blocks_are_reused_by_waiting_requests(llama: str, run_engine: Run) -> None:
+    """A pool for one whole prompt serves four compressed ones side by side."""
+    requests = [request(f"r{i}", prompt(1000, seed=i), 60) for i in range(4)]
+    report = run_engine(llama, [requests], settings=QUARTER, num_gpu_blocks_override=90)
+    assert max(len(held) for held in report["held"]) == 4
+    assert all(len(output["tokens"]) == 60 for output in report["outputs"].values())
+    assert report["preemptions"] == 0
+
+
+def test_a_second_request_hits_the_prefix_that_was_compressed(llama: str, run_engine: Run) -> None:
+    """The window of 32 queries is computed anew; all blocks before it come from the cache."""
+    tokens = prompt(1000, seed=3)
+    report = run_engine(
+        llama,
+        [[request("first", tokens)], [request("second", tokens)], [request("third", tokens)]],
+        settings=QUARTER,
+    )
+    first, second, third = (report["outputs"][name] for name in ("first", "second", "third"))
+    assert first["cached"] == 0
+    assert second["cached"] == third["cached"] == (1000 - 32) // BLOCK * BLOCK
+    assert first["tokens"] == second["tokens"] == third["tokens"]
+
+
+def test_compressed_tokens_never_enter_the_prefix_cache(llama: str, run_engine: Run) -> None:
+    """A second turn hits the first prompt's blocks, not those of the compressed answer."""
+    tokens = prompt(640, seed=4)
+    first = run_engine(llama, [[request("a", tokens, 100)]], settings=QUARTER)
+    history = tokens + first["outputs"]["a"]["tokens"]
+    report = run_engine(
+        llama,
+        [[request("a", tokens, 100)], [request("b", history + prompt(50, seed=5))]],
+        settings=QUARTER,
+    )
+    assert report["outputs"]["a"]["tokens"] == first["outputs"]["a"]["tokens"]
+    assert report["outputs"]["b"]["cached"] == 640
+
+
+def test_preempted_requests_resume_and_say_the_same(llama: str, run_engine: Run) -> None:
+    """A pool too small for all: preempted requests recompute, with the same outputs."""
+    requests = [request(f"r{i}", prompt(300 + 7 * i, seed=i), 250) for i in range(6)]
+    roomy = run_engine(llama, [requests], settings=QUARTER)
+    tight = run_engine(
+        llama, [requests], settings=QUARTER, num_gpu_blocks_override=60, max_model_len=640
+    )
+    assert roomy["preemptions"] == 0
+    assert tight["preemptions"] > 0
+    for name, output in roomy["outputs"].items():
+        assert tight["outputs"][name]["tokens"] == output["tokens"], name
+    assert tight["free_at_end"] == tight["num_blocks"] - 1
+
+
+def test_aborts_at_every_stage_give_all_blocks_back(llama: str, run_engine: Run) -> None:
+    """Aborted while waiting, while its prompt is read, at its event, and while it decodes."""
+    requests = [request(f"r{i}", prompt(900, seed=i), 40, abort_at_step=i) for i in range(8)] + [
+        request("stays", prompt(700, seed=99), 40)
+    ]
+    report = run_engine(llama, [requests], settings=QUARTER)
+    assert len(report["outputs"]["stays"]["tokens"]) == 40
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def test_a_prompt_four_times_the_pool_is_served_with_chunk(llama: str, run_engine: Run) -> None:
+    """40 blocks hold 1,280 tokens; the prompt has 5,200."""
+    settings = {"policy": "snapkv", "budget": 256, "trigger": "chunk:256"}
+    report = run_engine(
+        llama,
+        [[request("a", prompt(5200, seed=7), 300), request("b", prompt(3000, seed=8), 30)]],
+        settings=settings,
+        num_gpu_blocks_override=41,
+        max_model_len=5600,
+    )
+    assert len(report["outputs"]["a"]["tokens"]) == 300
+    assert len(report["outputs"]["b"]["tokens"]) == 30
+    assert max(max(held.values(), default=0) for held in report["held"]) <= 40
+
+
+def test_decode_trigger_keeps_a_long_answer_small(llama: str, run_engine: Run) -> None:
+    settings = {"policy": "snapkv", "budget": 128, "trigger": "prompt,decode:64"}
+    report = run_engine(llama, [[request("a", prompt(500, seed=7), 900)]], settings=settings)
+    assert len(report["outputs"]["a"]["tokens"]) == 900
+    # 4 kept blocks, 64 tokens since, one partial block, and 4 fresh ones at an event
+    assert max(held["a"] for held in report["held"][60:]) <= 4 + 2 + 1 + 4
