@@ -129,7 +129,9 @@ class WorkerState:
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
         self.vllm_config = vllm_config
         self.settings = settings
-        self.pipeline: Pipeline = resolve(settings.policy, settings.params, Path(settings.profile) if settings.profile else None)
+        self.pipeline: Pipeline = resolve(
+            settings.policy, settings.params, Path(settings.profile) if settings.profile else None
+        )
         self.groups: dict[int, GroupState] = {}
         self._model_runner = None
         self._plan: StepPlan | None = None

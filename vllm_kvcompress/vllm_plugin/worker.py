@@ -19,11 +19,17 @@ if TYPE_CHECKING:
 
 
 class CompressionCPUWorker(CPUWorker):
-    """vLLM's CPU worker, with compressed attention when the settings ask for it."""
+    """vLLM's CPU worker, with compressed attention when the settings ask for it.
+
+    Attributes:
+        state: what it knows about compressed requests; None when nothing is compressed.
+        last_event_seconds: by request id, the durations of the last step's events.
+    """
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         self.state: WorkerState | None = None
+        self.last_event_seconds: dict[str, float] = {}
         settings = check_engine(vllm_config)
         if settings is not None and settings.compresses:
             self.state = WorkerState(vllm_config, settings)
@@ -44,12 +50,16 @@ class CompressionCPUWorker(CPUWorker):
         output = super().execute_model(scheduler_output)
         self.state.end_step()
         if output is not None:
-            compat.attach_seconds(output, self.state.take_seconds())
+            self._attach_seconds(output)
         return output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None):
         """Samples, and sends event durations back with the tokens."""
         output = super().sample_tokens(grammar_output)
         if self.state is not None and output is not None:
-            compat.attach_seconds(output, self.state.take_seconds())
+            self._attach_seconds(output)
         return output
+
+    def _attach_seconds(self, output) -> None:
+        self.last_event_seconds = self.state.take_seconds()
+        compat.attach_seconds(output, self.last_event_seconds)

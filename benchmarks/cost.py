@@ -1,0 +1,223 @@
+"""What compression costs and saves on this machine, as ratios against stock vLLM.
+
+    python benchmarks/cost.py [--prompt 4096] [--decode 64] [--repeats 5] [--out FILE.json]
+
+One process per engine (stock, off, and one per policy), all alive at once, measured in turns,
+so that a slow minute of the machine hits all of them. Medians of the repetitions. The model has
+random weights: times do not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+PLUGIN = "vllm_kvcompress.vllm_plugin"
+POLICIES = [
+    "streamingllm",
+    "knorm",
+    "keydiff",
+    "tova",
+    "h2o",
+    "snapkv",
+    "pyramidkv",
+    "adakv",
+    "adakv+criticalkv",
+    "adakv+criticalkv:l2",
+]
+
+
+def write_model(directory: str, shape: dict[str, int]) -> None:
+    """A random Llama of the given shape, without tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1024, max_position_embeddings=65536, tie_word_embeddings=True, **shape
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+
+
+def settings_of(name: str) -> dict[str, Any] | None:
+    """Our settings for an engine's name; None: stock vLLM."""
+    if name == "stock":
+        return None
+    if name == "off":
+        return {"policy": "none", "budget": 1.0}
+    if name == "budget-1.0":
+        return {"policy": "snapkv", "budget": 1.0}
+    policy, _, norm = name.partition(":")
+    settings: dict[str, Any] = {"policy": policy, "budget": 0.25}
+    if norm:
+        settings["params"] = {"norm": norm}
+    return settings
+
+
+def build_engine(name: str, model: str, options: argparse.Namespace) -> Any:
+    """The vLLM engine of one configuration, inside this process."""
+    from vllm import LLM
+
+    settings = settings_of(name)
+    arguments: dict[str, Any] = {}
+    if settings is not None:
+        arguments = {
+            "additional_config": {"kvcompress": settings},
+            "scheduler_cls": f"{PLUGIN}.scheduler.CompressionScheduler",
+            "worker_cls": f"{PLUGIN}.worker.CompressionCPUWorker",
+        }
+    length = 2 * options.prompt + options.decode + 64
+    return LLM(
+        model,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        enforce_eager=True,
+        block_size=32,
+        max_model_len=length,
+        max_num_batched_tokens=options.prompt,
+        num_gpu_blocks_override=options.requests * length // 32 + 2,
+        enable_prefix_caching=False,
+        **arguments,
+    )
+
+
+def run_once(engine: Any, options: argparse.Namespace, seed: int) -> dict[str, float]:
+    """Serves a batch once: seconds until every first token, per decode step, and of events."""
+    import torch
+    from vllm import SamplingParams
+
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(options.requests):
+        tokens = torch.randint(1024, (options.prompt,), generator=generator).tolist()
+        engine.add_request(
+            str(number),
+            {"prompt_token_ids": tokens},
+            SamplingParams(
+                temperature=0, max_tokens=options.decode, ignore_eos=True, detokenize=False
+            ),
+        )
+    worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+    started, prefill, steps, events = time.perf_counter(), 0.0, [], 0.0
+    while engine.has_unfinished_requests():
+        step_started = time.perf_counter()
+        outputs = engine.step()
+        now = time.perf_counter()
+        seconds = getattr(worker, "last_event_seconds", {})
+        if seconds:
+            events += sum(seconds.values())
+            worker.last_event_seconds = {}
+        if all(len(output.outputs[0].token_ids) > 1 for output in outputs) and outputs:
+            steps.append(now - step_started)
+        else:
+            prefill = now - started
+    total = time.perf_counter() - started
+    return {
+        "prefill": prefill - events,
+        "step": statistics.median(steps),
+        "event": events,
+        "throughput": options.requests * (options.prompt + options.decode) / total,
+    }
+
+
+def serve(name: str, model: str, options: argparse.Namespace, pipe: Connection) -> None:
+    """One engine's process: builds, warms up, then measures on demand."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    engine = build_engine(name, model, options).llm_engine
+    run_once(engine, options, seed=0)
+    pipe.send("ready")
+    while (seed := pipe.recv()) is not None:
+        pipe.send(run_once(engine, options, seed))
+
+
+def measure(names: list[str], options: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Every engine `--repeats` times, in turns; engines are started a few at a time."""
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    shape = {
+        "hidden_size": options.hidden,
+        "intermediate_size": 3 * options.hidden,
+        "num_hidden_layers": options.layers,
+        "num_attention_heads": options.heads,
+        "num_key_value_heads": options.kv_heads,
+        "head_dim": options.head_dim,
+    }
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as model:
+        write_model(model, shape)
+        engines = {}
+        for name in tqdm(names, desc="starting engines"):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(name, model, options, there))
+            process.start()
+            assert here.recv() == "ready"
+            engines[name] = (process, here)
+        for repeat in tqdm(range(1, options.repeats + 1), desc="repetitions"):
+            for name, (_, pipe) in engines.items():
+                pipe.send(repeat)
+                samples[name].append(pipe.recv())
+        for process, pipe in engines.values():
+            pipe.send(None)
+            process.join(timeout=60)
+    return samples
+
+
+def ratios(samples: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Medians over the repetitions, each as a ratio against stock of the same repetition."""
+    table = {}
+    stock = samples["stock"]
+    for name, runs in samples.items():
+        pairs = list(zip(runs, stock, strict=True))
+        table[name] = {
+            "throughput": statistics.median(r["throughput"] / s["throughput"] for r, s in pairs),
+            "step": statistics.median(r["step"] / s["step"] for r, s in pairs),
+            "event_share": statistics.median(r["event"] / r["prefill"] for r in runs),
+            "event_ms": 1000 * statistics.median(r["event"] for r in runs),
+            "prefill_ms": 1000 * statistics.median(r["prefill"] for r in runs),
+            "step_ms": 1000 * statistics.median(r["step"] for r in runs),
+        }
+    return table
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens")
+    parser.add_argument("--decode", type=int, default=64, help="generated tokens")
+    parser.add_argument("--requests", type=int, default=2, help="requests side by side")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--kv-heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--out", type=Path, help="also write the figures here, as JSON")
+    options = parser.parse_args()
+    names = ["stock", "off", "budget-1.0", *options.policies.split(",")]
+    table = ratios(measure(names, options))
+    header = f"{'engine':24}{'throughput':>12}{'decode step':>13}{'event':>10}{'of prefill':>12}"
+    print(header)
+    for name, row in table.items():
+        print(
+            f"{name:24}{row['throughput']:>11.3f}x{row['step']:>12.3f}x"
+            f"{row['event_ms']:>8.1f}ms{100 * row['event_share']:>11.2f}%"
+        )
+    if options.out:
+        figures = {"options": {k: str(v) for k, v in vars(options).items()}, "ratios": table}
+        options.out.write_text(json.dumps(figures, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Page tables against dictionaries of lists, through random sequences of what a worker does."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.ledger import Observation
+from vllm_kvcompress.page_tables import PageTables
+from vllm_kvcompress.pages import PagePool, known_packings
+from vllm_kvcompress.query_windows import QueryWindows
+
+LAYERS, HEADS, SIZE = 2, 3, 4
+
+
+def make_tables() -> PageTables:
+    packing = known_packings(SIZE, 2)[0]
+    pool = PagePool(
+        pages=torch.zeros(0, 2 * SIZE * 2),
+        pages_per_block=LAYERS * HEADS,
+        layer_offsets=torch.tensor([0, HEADS]),
+        num_heads=HEADS,
+        key_packing=packing,
+        value_packing=packing,
+    )
+    return PageTables(pool)
+
+
+class Model:
+    """What the tables should hold, as plain lists."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, list[list[list[int]]]] = {}
+        self.first_block: dict[str, int] = {}
+        self.blocks: dict[str, list[int]] = {}
+
+    def row(self, name: str, layer: int, head: int) -> list[int]:
+        tail = self.blocks[name][self.first_block[name] :]
+        pages = [block * LAYERS * HEADS + layer * HEADS + head for block in tail]
+        return self.kept[name][layer][head] + pages
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
+    tables, model, fresh = make_tables(), Model(), 1000
+    names = [f"r{i}" for i in range(12)]
+    for _ in range(data.draw(st.integers(1, 25))):
+        name = data.draw(st.sampled_from(names))
+        action = data.draw(st.sampled_from(["event", "grow", "release"]))
+        if action == "release":
+            tables.release(name)
+            for books in (model.kept, model.first_block, model.blocks):
+                books.pop(name, None)
+        elif action == "event":
+            if name not in model.kept:
+                tables.acquire(name)
+                model.blocks[name] = [7, 8]
+            slot, kept, most = tables.slots[name], [], 0
+            for layer in range(LAYERS):
+                counts = data.draw(st.lists(st.integers(0, 5), min_size=HEADS, max_size=HEADS))
+                pages = list(range(fresh, fresh + sum(counts)))
+                fresh += sum(counts)
+                tables.replace(layer, slot, torch.tensor(counts), torch.tensor(pages).long())
+                kept.append([[pages.pop(0) for _ in range(count)] for count in counts])
+                most = max(most, *counts)
+            model.kept[name] = kept
+            model.first_block[name] = len(model.blocks[name]) - 1
+            tables.begin_tail(slot, model.first_block[name], most)
+        elif name in model.kept:
+            for _ in range(data.draw(st.integers(0, 3))):
+                model.blocks[name].append(fresh)
+                fresh += 1
+        check(tables, model)
+
+
+def check(tables: PageTables, model: Model) -> None:
+    """One step over all requests that the tables know."""
+    names = sorted(model.kept)
+    assert set(tables.slots) == set(names)
+    if not names:
+        return
+    width = max(len(model.blocks[name]) for name in names)
+    block_table = torch.tensor(
+        [model.blocks[n] + [0] * (width - len(model.blocks[n])) for n in names]
+    )
+    slots = np.array([tables.slots[name] for name in names])
+    num_blocks = np.array([len(model.blocks[name]) for name in names])
+    tables.extend_tails(slots, block_table.int(), num_blocks)
+    tail_tokens = torch.arange(1, len(names) + 1, dtype=torch.int32)
+    table, seq_lens = tables.gather(slots, tail_tokens)
+    for layer in range(LAYERS):
+        for i, name in enumerate(names):
+            for head in range(HEADS):
+                row = model.row(name, layer, head)
+                assert table[layer, i * HEADS + head, : len(row)].tolist() == row
+                expected = len(model.kept[name][layer][head]) * SIZE + i + 1
+                assert int(seq_lens[layer, i * HEADS + head]) == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_query_windows_return_the_last_queries(data: st.DataObject) -> None:
+    """Requests advance by random chunks; each window equals a slice of all its queries."""
+    window = data.draw(st.integers(1, 6))
+    windows = QueryWindows(num_layers=LAYERS, window_size=window)
+    history: dict[str, list[float]] = {f"r{i}": [] for i in range(10)}
+    for _ in range(data.draw(st.integers(1, 12))):
+        chosen = data.draw(st.lists(st.sampled_from(sorted(history)), unique=True, min_size=1))
+        rows, batch = [], []
+        for name in chosen:
+            start, num = len(history[name]), data.draw(st.integers(1, 8))
+            values = [1000.0 * int(name[1:]) + start + i for i in range(num)]
+            seen = min(num, window)
+            rows.append((name, len(batch), Observation(num - seen, start + num - seen, seen)))
+            history[name] += values
+            batch += values
+        queries = torch.tensor(batch).view(-1, 1, 1)
+        where = windows.locate(rows)
+        for layer in range(LAYERS):
+            windows.record(layer, queries + 0.5 * layer, where)
+        for name in chosen:
+            num = min(window, len(history[name]))
+            for layer in range(LAYERS):
+                read = windows.read(layer, name, len(history[name]), num).flatten().tolist()
+                assert read == [value + 0.5 * layer for value in history[name][-num:]]
+        if data.draw(st.booleans()):
+            gone = data.draw(st.sampled_from(sorted(history)))
+            windows.release(gone)
+            history[gone] = []
