@@ -210,8 +210,9 @@ class Settings:
         missing = sorted({"policy", "budget"} - given.keys())
         if missing:
             raise ConfigError(
-                f"{SETTINGS_KEY}: {' and '.join(missing)} missing; say what to compress with "
-                "and how far, such as policy: adakv+criticalkv and budget: 0.25."
+                f"{SETTINGS_KEY}: {' and '.join(missing)} missing; say what to compress with and "
+                "how far, such as --kv-policy adakv+criticalkv --kv-budget 0.25, or the same as "
+                "policy and budget in YAML."
             )
         arguments: dict[str, Any] = dict(given)
         if "trigger" in arguments:

@@ -1,0 +1,1 @@
+"""The command line: `vllm-kvcompress serve`, `policies`, `profile`, `train-reference`, `doctor`."""

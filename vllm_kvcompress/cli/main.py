@@ -1,0 +1,76 @@
+"""Entry point of the `vllm-kvcompress` command.
+
+Only the module of the command that was asked for is imported, so `--help` needs neither vLLM
+nor torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from vllm_kvcompress import __version__
+from vllm_kvcompress.errors import ConfigError
+
+PROGRAM = "vllm-kvcompress"
+EXIT_REFUSED = 2
+
+# Each module of this package has `add_parser(subparsers)`, which sets `func(arguments) -> int`.
+_COMMANDS = {
+    "serve": "serve a model with vLLM and a compressed KV cache",
+    "policies": "list policies and their parameters, or explain one",
+    "profile": "measure a model's heads for headkv and duoattention",
+    "train-reference": "train the small reference model that ships with the repository",
+    "doctor": "check this installation, and what serve would refuse",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        argv: arguments without the program's name; None takes them from the process.
+
+    Returns:
+        The exit status: 0, or 2 when settings were refused (with one line on stderr).
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(arguments[0] if arguments else "")
+    namespace, rest = parser.parse_known_args(arguments)
+    if namespace.command is None:
+        parser.print_help()
+        return EXIT_REFUSED
+    if rest and not namespace.takes_any_option:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if namespace.takes_any_option:
+        namespace.rest = arguments[1:]
+    run = cast(Callable[[argparse.Namespace], int], namespace.func)
+    try:
+        return run(namespace)
+    except ConfigError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+
+
+def _parser(wanted: str) -> argparse.ArgumentParser:
+    """The parser; only the wanted command's own options are in it."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Compresses the paged KV cache of vLLM while it serves."
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.set_defaults(takes_any_option=False)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, text in _COMMANDS.items():
+        if name == wanted:
+            module = importlib.import_module(f"vllm_kvcompress.cli.{name.replace('-', '_')}")
+            module.add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""`vllm-kvcompress serve`: `vllm serve` plus the options that switch compression on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import sys
+from typing import Any
+
+from vllm_kvcompress.cli.vllm_command import ServeRequest, read_request
+from vllm_kvcompress.config import SETTINGS_KEY, Scalar, Settings
+from vllm_kvcompress.errors import ConfigError
+
+HELP = "serve a model with vLLM and a compressed KV cache"
+_DESCRIPTION = """\
+Serves MODEL with vLLM's OpenAI-compatible server, and compresses its KV cache.
+All options of `vllm serve` are accepted besides the ones of this group.
+Without --kv-policy, or with --kv-policy none, this is stock vLLM.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the command; its arguments are parsed here, since most are vLLM's."""
+    parser = subparsers.add_parser("serve", help=HELP, add_help=False)
+    parser.set_defaults(func=run, takes_any_option=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serves until it is stopped, or prints the plain vLLM command."""
+    namespace, rest = parse_options(arguments.rest)
+    if namespace.help is not None:
+        return _print_help(namespace.help)
+    request = sort_out(namespace, rest)
+    if namespace.print_vllm_command:
+        # vLLM logs to stdout, where the command goes.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    from vllm_kvcompress.cli import launch
+
+    command = launch.vllm_command(request)
+    if namespace.print_vllm_command:
+        print(shlex.join(["vllm", *command]))
+        return 0
+    if request.settings is not None:
+        print(f"vllm-kvcompress: {_summary(request.settings)}", file=sys.stderr, flush=True)
+    launch.serve(command)
+    return 0
+
+
+def parse_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and everything else in its order."""
+    return options_parser().parse_known_args(_dashed(arguments))
+
+
+def options_parser() -> argparse.ArgumentParser:
+    """Our own options; everything else is left for vLLM."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-kvcompress serve",
+        usage="%(prog)s [MODEL] [--kv-policy P --kv-budget B] [any `vllm serve` option]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    group = parser.add_argument_group("KV cache compression")
+    group.add_argument(
+        "--kv-policy",
+        metavar="P",
+        help="what to keep: parts joined by +, such as adakv+criticalkv "
+        "(`vllm-kvcompress policies` lists them); none: stock vLLM",
+    )
+    group.add_argument(
+        "--kv-budget",
+        metavar="B",
+        help="how much to keep: a fraction of the prompt such as 0.25 (1.0: all), or tokens per "
+        "KV head such as 2048, in the mean over heads and layers",
+    )
+    group.add_argument(
+        "--kv-trigger",
+        metavar="T",
+        help="when: prompt (default: when the prompt has been read), chunk or chunk:N (while it "
+        "is being read, so that memory stays bounded), decode:N (every N generated tokens); "
+        "joined by commas",
+    )
+    group.add_argument(
+        "--kv-param",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a parameter of the policy, such as window_size=64; may be repeated",
+    )
+    group.add_argument(
+        "--kv-profile",
+        metavar="FILE",
+        help="head profile for headkv, or pattern file for duoattention "
+        "(`vllm-kvcompress profile` makes one)",
+    )
+    group.add_argument(
+        "--kv-min-tokens",
+        metavar="N",
+        help="leave requests alone while they have fewer tokens than this (default 64)",
+    )
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
+        "params, profile, min_tokens); the command line wins, setting by setting",
+    )
+    group.add_argument(
+        "--print-vllm-command",
+        action="store_true",
+        help="print the equivalent plain `vllm serve` command, and stop",
+    )
+    parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
+    """What the user asked for, after every check that needs no model.
+
+    Raises:
+        ConfigError: something in it cannot work.
+    """
+    if len(namespace.config) > 1:
+        raise ConfigError(
+            f"--config given {len(namespace.config)} times, which of them counts is unclear; "
+            "merge the files."
+        )
+    flags: dict[str, object] = {
+        "policy": namespace.kv_policy,
+        "budget": namespace.kv_budget,
+        "trigger": namespace.kv_trigger,
+        "profile": namespace.kv_profile,
+        "min_tokens": _count(namespace.kv_min_tokens),
+        "params": dict(map(_param, namespace.kv_param)) or None,
+    }
+    given = {key: value for key, value in flags.items() if value is not None}
+    yaml_path = namespace.config[0] if namespace.config else None
+    request = read_request(given, yaml_path, rest)
+    if request.settings is not None:
+        _check(request.settings)
+    return request
+
+
+def _check(settings: Settings) -> None:
+    """Refuses what needs neither vLLM nor a model to be seen as wrong."""
+    if settings.profile is not None and not os.path.isfile(settings.profile):
+        raise ConfigError(
+            f"profile {settings.profile}: no such file; make one with `vllm-kvcompress profile`."
+        )
+    plugins = os.environ.get("VLLM_PLUGINS")
+    if plugins is not None and SETTINGS_KEY not in plugins.split(","):
+        raise ConfigError(
+            f"VLLM_PLUGINS={plugins} keeps vLLM from loading this plugin; add {SETTINGS_KEY} to "
+            "it, or unset it."
+        )
+    from vllm_kvcompress.policies import resolve
+
+    resolve(settings.policy, settings.params, settings.profile)
+
+
+def _dashed(arguments: list[str]) -> list[str]:
+    """Our options with dashes where the user wrote underscores, as vLLM allows."""
+    result = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if name.startswith(("--kv_", "--kv-", "--print_", "--print-")):
+            name = name.replace("_", "-")
+        result.append(name + equals + value)
+    return result
+
+
+def _param(text: str) -> tuple[str, Scalar]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ConfigError(
+            f"--kv-param {text}: expected NAME=VALUE; write for example --kv-param window_size=64."
+        )
+    try:
+        parsed = json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+    return name, parsed if isinstance(parsed, int | float | bool) else value
+
+
+def _count(text: str | None) -> int | None:
+    if text is None:
+        return None
+    if not text.isdecimal():
+        raise ConfigError(
+            f"--kv-min-tokens {text}: expected a number of tokens, at least 0; leave it out for "
+            "the default."
+        )
+    return int(text)
+
+
+def _summary(settings: Settings) -> str:
+    if not settings.compresses:
+        return f"policy {settings.policy} with budget 1.0 keeps everything: stock vLLM"
+    if isinstance(settings.budget, float):
+        budget = f"{settings.budget:g} of each prompt"
+        gain = f"; a compressed prompt holds about {1 / settings.budget:.3g} times fewer blocks"
+    else:
+        budget = f"{settings.budget} tokens per KV head"
+        gain = ""
+    return f"policy {settings.policy}, budget {budget}, trigger {settings.trigger}{gain}"
+
+
+def _print_help(keyword: str) -> int:
+    """Our group, then vLLM's help; `--help=Group` is vLLM's alone."""
+    if keyword.lower() == "kvcompress":
+        print(options_parser().format_help())
+        return 0
+    if not keyword:
+        print(options_parser().format_help())
+        print("options of vllm serve:\n", flush=True)
+    from vllm_kvcompress.cli import launch
+
+    launch.print_vllm_help(keyword)
+    return 0

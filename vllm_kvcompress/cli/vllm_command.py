@@ -1,0 +1,245 @@
+"""Turns our options, a YAML file and vLLM's options into one plain `vllm serve` command.
+
+Precedence, weakest first: what we fill in, the YAML file, the command line. Our own settings are
+merged key by key over YAML and over a `kvcompress` section of `--additional-config`; vLLM itself
+would replace the whole dictionary.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vllm_kvcompress.config import NO_POLICY, SETTINGS_KEY, Settings
+from vllm_kvcompress.errors import ConfigError
+
+_ADDITIONAL = "--additional-config"
+
+
+@dataclass(frozen=True)
+class ServeRequest:
+    """What the user asked for, sorted out.
+
+    Attributes:
+        settings: how to compress; None serves stock vLLM.
+        vllm_arguments: the arguments of `vllm serve` that came from the user: the model first if
+            it is known, then YAML's, then the command line's.
+        additional_config: the user's own `--additional-config`, without our section.
+    """
+
+    settings: Settings | None
+    vllm_arguments: list[str]
+    additional_config: dict[str, Any] = field(default_factory=dict)
+
+    def command(self, plugin_options: Mapping[str, str]) -> list[str]:
+        """The arguments of `vllm`, from `serve` on.
+
+        Args:
+            plugin_options: options of vLLM, by name without dashes, that switch compression on.
+
+        Raises:
+            ConfigError: the user gave one of those options another value.
+        """
+        arguments = ["serve", *self.vllm_arguments]
+        additional = dict(self.additional_config)
+        if self.settings is not None:
+            additional[SETTINGS_KEY] = self.settings.to_dict()
+            for name, value in plugin_options.items():
+                arguments += self._plugin_option(name, value)
+        if additional:
+            arguments += [_ADDITIONAL, json.dumps(additional)]
+        return arguments
+
+    def _plugin_option(self, name: str, value: str) -> list[str]:
+        given = option_values(self.vllm_arguments, f"--{name}")
+        if not given:
+            return [f"--{name}", value]
+        if name != "block-size" and given[-1] != value:
+            raise ConfigError(
+                f"--{name} {given[-1]} takes the place where compression attaches to vLLM "
+                f"({value}); leave it out, or serve without --kv-policy."
+            )
+        return []
+
+
+def read_request(
+    flags: Mapping[str, object], yaml_path: str | None, vllm_arguments: Sequence[str]
+) -> ServeRequest:
+    """Merges command line and YAML.
+
+    Args:
+        flags: our settings on the command line, by their key in `Settings.from_dict`.
+        yaml_path: the file given with `--config`, if any.
+        vllm_arguments: the command line without our flags and `--config`.
+
+    Raises:
+        ConfigError: the file cannot be read, or settings are wrong.
+    """
+    document = _read_yaml(yaml_path) if yaml_path is not None else {}
+    yaml_section = _section(document.pop(SETTINGS_KEY, None), yaml_path)
+    yaml_additional: Any = {}
+    for key in ("additional-config", "additional_config"):
+        yaml_additional = document.pop(key, yaml_additional)
+    cli_additional, dotted, rest = _take_additional(vllm_arguments)
+    additional = dict(yaml_additional or {}) if cli_additional is None else cli_additional
+    sections = [_section(dict(yaml_additional or {}).get(SETTINGS_KEY), yaml_path), yaml_section]
+    if cli_additional is not None:
+        sections.append(_section(cli_additional.get(SETTINGS_KEY), _ADDITIONAL))
+    additional.pop(SETTINGS_KEY, None)
+    sections.append(_section(dotted.pop(SETTINGS_KEY, None), _ADDITIONAL))
+    settings = _settings([*sections, dict(flags)])
+    arguments = _with_yaml(document, rest)
+    return ServeRequest(settings, arguments, _deep_update(additional, dotted))
+
+
+def _settings(sections: list[dict[str, Any]]) -> Settings | None:
+    """The settings from several sections, later ones over earlier ones; None for no policy."""
+    merged: dict[str, Any] = {}
+    for section in sections:
+        params = {**merged.get("params", {}), **section.get("params", {})}
+        merged.update(section)
+        if params:
+            merged["params"] = params
+    if merged.get("policy") == NO_POLICY or not merged:
+        return None
+    return Settings.from_dict(merged)
+
+
+def _section(value: object, source: str | None) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(
+            f"{source}: expected settings under {SETTINGS_KEY}, such as policy and budget, found "
+            f"{value!r}."
+        )
+    section = {str(key).replace("-", "_"): item for key, item in value.items()}
+    if not isinstance(section.get("params", {}), Mapping):
+        raise ConfigError(
+            f"{source}: expected names with values under params, found {section['params']!r}."
+        )
+    return section
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(Path(path).read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path}: cannot be read ({error}); check the path.") from None
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"--config {path}: not valid YAML ({reason}).") from None
+    if document is None:
+        return {}
+    if not isinstance(document, dict):
+        raise ConfigError(
+            f"--config {path}: expected options of vllm serve and a {SETTINGS_KEY} section, "
+            f"found {type(document).__name__}."
+        )
+    return document
+
+
+def _with_yaml(document: dict[str, Any], arguments: list[str]) -> list[str]:
+    """YAML's options in front of the command line's, the model first."""
+    model = document.pop("model", None)
+    if arguments and not arguments[0].startswith("-"):
+        return [arguments[0], *_yaml_arguments(document), *arguments[1:]]
+    head = [str(model)] if model is not None else []
+    return [*head, *_yaml_arguments(document), *arguments]
+
+
+def _yaml_arguments(document: Mapping[str, Any]) -> list[str]:
+    """YAML options as vLLM would turn them into arguments."""
+    arguments: list[str] = []
+    for key, value in document.items():
+        name = f"--{str(key).replace('_', '-')}"
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            arguments.append(name if value else f"--no-{name[2:]}")
+        elif isinstance(value, list):
+            arguments += [name, *map(str, value)] if value else []
+        elif isinstance(value, dict):
+            arguments += [name, json.dumps(value)]
+        else:
+            arguments += [name, str(value)]
+    return arguments
+
+
+def option_values(arguments: Sequence[str], name: str) -> list[str]:
+    """Values given for an option, as `--name value` or `--name=value`, with - or _."""
+    return [value for _, option, value in _options(arguments) if option == name]
+
+
+def _options(arguments: Sequence[str]) -> list[tuple[int, str, str]]:
+    """(index, name, value) of every argument that looks like an option."""
+    found = []
+    for index, argument in enumerate(arguments):
+        if not argument.startswith("--"):
+            continue
+        name, equals, value = argument.partition("=")
+        path = re.match(r"--[^.]*", name)
+        assert path is not None
+        name = path.group().replace("_", "-") + name[path.end() :]
+        if not equals:
+            value = arguments[index + 1] if index + 1 < len(arguments) else ""
+        found.append((index, name, value))
+    return found
+
+
+def _take_additional(
+    arguments: Sequence[str],
+) -> tuple[dict[str, Any] | None, dict[str, Any], list[str]]:
+    """Takes `--additional-config JSON` and `--additional-config.key value` out.
+
+    Returns:
+        The JSON's dictionary (None: not given), the dotted keys as one, and what is left.
+    """
+    whole: dict[str, Any] | None = None
+    dotted: dict[str, Any] = {}
+    taken: set[int] = set()
+    for index, name, value in _options(arguments):
+        if name != _ADDITIONAL and not name.startswith(f"{_ADDITIONAL}."):
+            continue
+        taken |= {index} if "=" in arguments[index] else {index, index + 1}
+        if name == _ADDITIONAL:
+            whole = _json_object(value)
+        else:
+            keys = name.removeprefix(f"{_ADDITIONAL}.").split(".")
+            nested: Any = _json_or_text(value)
+            for key in reversed(keys):
+                nested = {key: nested}
+            dotted = _deep_update(dotted, nested)
+    return whole, dotted, [a for index, a in enumerate(arguments) if index not in taken]
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{_ADDITIONAL}: not valid JSON ({error}); found {text!r}.") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{_ADDITIONAL}: expected a JSON object, found {text!r}.")
+    return value
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _deep_update(base: dict[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in update.items():
+        former = result.get(key)
+        both = isinstance(former, dict) and isinstance(value, Mapping)
+        result[key] = _deep_update(former, value) if both else value  # type: ignore[arg-type]
+    return result
