@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvcompress.config import (
+    DEFAULT_CHUNK_TOKENS,
+    DEFAULT_MIN_TOKENS,
+    Settings,
+    Trigger,
+    parse_budget,
+    parse_triggers,
+)
+from vllm_kvcompress.errors import ConfigError
+
+BUDGETS = st.one_of(
+    st.floats(min_value=1e-4, max_value=1.0, exclude_min=True),
+    st.integers(min_value=2, max_value=10**6),
+)
+TRIGGERS = st.lists(
+    st.one_of(
+        st.just(Trigger("prompt")),
+        st.builds(Trigger, st.just("chunk"), st.integers(1, 10**5)),
+        st.builds(Trigger, st.just("decode"), st.integers(1, 10**5)),
+    ),
+    min_size=1,
+    max_size=3,
+    unique_by=lambda trigger: trigger.kind,
+).map(tuple)
+SCALARS = st.one_of(
+    st.integers(),
+    st.booleans(),
+    st.text(max_size=5),
+    st.floats(allow_nan=False).filter(math.isfinite),
+)
+SETTINGS = st.builds(
+    Settings,
+    policy=st.sampled_from(["snapkv", "adakv+criticalkv"]),
+    budget=BUDGETS,
+    triggers=TRIGGERS,
+    params=st.dictionaries(st.text(min_size=1, max_size=8), SCALARS, max_size=3),
+    profile=st.one_of(st.none(), st.just("heads.json")),
+    min_tokens=st.integers(0, 10**4),
+)
+
+
+@given(SETTINGS)
+def test_settings_survive_a_dictionary_json_and_pickle(settings: Settings) -> None:
+    through_json = json.loads(json.dumps(settings.to_dict()))
+    assert Settings.from_dict(through_json) == settings
+    assert pickle.loads(pickle.dumps(settings)) == settings
+    assert hash(Settings.from_dict(through_json)) == hash(settings)
+
+
+@pytest.mark.parametrize(
+    ("given_value", "expected"),
+    [("0.25", 0.25), ("2048", 2048), ("1.0", 1.0), (0.25, 0.25), (1.0, 1.0), (2048, 2048)],
+)
+def test_budget_is_a_fraction_or_tokens(given_value: object, expected: float | int) -> None:
+    budget = parse_budget(given_value)
+    assert budget == expected
+    assert type(budget) is type(expected)
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        ("1", "could mean"),
+        (1, "could mean"),
+        ("0", "positive"),
+        ("0.0", "positive"),
+        ("-3", "positive"),
+        ("nan", "finite"),
+        ("inf", "finite"),
+        (math.nan, "finite"),
+        ("2048.0", "without a point"),
+        ("a quarter", "expected a number"),
+        ("", "expected a number"),
+        (True, "expected a number"),
+        (None, "expected a number"),
+        ([0.25], "expected a number"),
+    ],
+)
+def test_budgets_that_mean_nothing_are_refused(value: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        parse_budget(value)
+    assert "\n" not in str(caught.value)
+
+
+@given(BUDGETS, st.integers(0, 5000), st.sampled_from([16, 32, 128]))
+def test_kept_blocks_are_the_budget_rounded_up(
+    budget: float | int, num_full_blocks: int, block_size: int
+) -> None:
+    kept = Settings("snapkv", budget).num_kept_blocks(num_full_blocks, block_size)
+    # Counting up by hand: the fewest blocks that hold the budget.
+    wanted_tokens = budget * num_full_blocks * block_size if isinstance(budget, float) else budget
+    fewest = 1
+    while fewest * block_size < wanted_tokens * (1 - 1e-4) - 1e-3:
+        fewest += 1
+    at_most = min(num_full_blocks, fewest + 1)
+    assert min(num_full_blocks, fewest) <= kept <= at_most
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_full_blocks", "expected"),
+    [
+        (0.25, 16, 4),
+        (0.25, 17, 5),
+        (0.25, 1, 1),
+        (0.25, 0, 0),
+        (1.0, 17, 17),
+        (0.1, 30, 3),  # 0.1 * 30 is 3.0000000000000004 in floats when summed
+        (0.07, 100, 7),  # 0.07 * 100 is 7.000000000000001
+        (0.001, 16, 1),
+        (64, 16, 2),
+        (65, 16, 3),
+        (2, 16, 1),
+        (10**6, 16, 16),
+    ],
+)
+def test_kept_blocks(budget: float | int, num_full_blocks: int, expected: int) -> None:
+    assert Settings("snapkv", budget).num_kept_blocks(num_full_blocks, block_size=32) == expected
+
+
+def test_triggers_combine_with_commas() -> None:
+    triggers = parse_triggers("prompt, chunk,decode:256")
+    assert triggers == (
+        Trigger("prompt"),
+        Trigger("chunk", DEFAULT_CHUNK_TOKENS),
+        Trigger("decode", 256),
+    )
+    assert parse_triggers(["prompt", "decode:256"]) == (triggers[0], triggers[2])
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("pressure:0.9", "not available yet"),
+        ("pressure", "not available yet"),
+        ("sometimes", 'unknown trigger "sometimes"'),
+        ("", 'unknown trigger ""'),
+        ("prompt:3", "no number"),
+        ("decode", "needs the number of tokens"),
+        ("decode:0", "needs the number of tokens"),
+        ("decode:-5", "expected a number of tokens"),
+        ("decode:2.5", "expected a number of tokens"),
+        ("decode:x", "expected a number of tokens"),
+        ("decode:1,decode:2", "twice"),
+        (7, "expected text"),
+    ],
+)
+def test_triggers_that_mean_nothing_are_refused(text: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        parse_triggers(text)
+
+
+def test_no_trigger_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least one"):
+        Settings.from_dict({"policy": "snapkv", "budget": 0.5, "trigger": []})
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"policy": "snapkv", "budget": 0.5, "bugdet": 1}, "unknown setting bugdet.*budget, min_"),
+        ({"policy": "snapkv"}, "budget missing"),
+        ({"budget": 0.5}, "policy missing"),
+        ({"policy": None, "budget": 0.5}, "policy missing"),
+        ({}, "budget and policy missing"),
+        ("snapkv", "expected a section"),
+        ({"policy": "", "budget": 0.5}, "policy: expected a name"),
+        ({"policy": 3, "budget": 0.5}, "policy: expected a name"),
+        ({"policy": "snapkv", "budget": 0.5, "params": [1]}, "params: expected names"),
+        ({"policy": "snapkv", "budget": 0.5, "params": {"a": [1]}}, "parameter a: expected"),
+        ({"policy": "snapkv", "budget": 0.5, "params": {"a": math.nan}}, "finite"),
+        ({"policy": "snapkv", "budget": 0.5, "profile": 3}, "profile: expected the path"),
+        ({"policy": "snapkv", "budget": 0.5, "min_tokens": -1}, "min_tokens: expected"),
+        ({"policy": "snapkv", "budget": 0.5, "min_tokens": True}, "min_tokens: expected"),
+        ({"policy": "snapkv", "budget": 0.5, "min_tokens": 1.5}, "min_tokens: expected"),
+    ],
+)
+def test_wrong_sections_are_refused_in_one_sentence(values: object, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason) as caught:
+        Settings.from_dict(values)
+    assert "\n" not in str(caught.value)
+
+
+def test_dashes_in_keys_and_missing_values_are_understood() -> None:
+    settings = Settings.from_dict(
+        {"policy": "snapkv", "budget": "0.5", "min-tokens": 7, "profile": None, "params": None}
+    )
+    assert settings.min_tokens == 7
+    assert settings.profile is None
+    assert settings.params == {}
+
+
+def test_only_a_policy_and_a_budget_below_the_whole_prompt_compress() -> None:
+    assert Settings("snapkv", 0.999).compresses
+    assert Settings("snapkv", 10**9).compresses
+    assert not Settings("snapkv", 1.0).compresses
+    assert not Settings("none", 0.25).compresses
+
+
+def test_rule_rounds_chunks_up_to_whole_blocks() -> None:
+    settings = Settings("snapkv", 0.25, parse_triggers("chunk:100,decode:70"))
+    rule = settings.rule(block_size=32, window_size=5)
+    assert (rule.chunk_tokens, rule.decode_tokens, rule.at_prompt_end) == (128, 70, False)
+    assert (rule.fraction, rule.tokens, rule.window_size) == (0.25, None, 5)
+    assert (rule.block_size, rule.min_tokens) == (32, DEFAULT_MIN_TOKENS)
+    tokens = Settings("snapkv", 300).rule(block_size=16, window_size=0)
+    assert (tokens.fraction, tokens.tokens, tokens.at_prompt_end) == (None, 300, True)
+    assert (tokens.chunk_tokens, tokens.decode_tokens) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "module", ["vllm_kvcompress.config", "vllm_kvcompress.stats", "vllm_kvcompress.metrics"]
+)
+def test_settings_and_statistics_need_neither_torch_nor_vllm(module: str) -> None:
+    code = f"import sys, {module}; print([m for m in ('torch', 'vllm') if m in sys.modules])"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert output.stdout.strip() == "[]"
