@@ -178,4 +178,4 @@ class EventRunner:
         """Pages of the fullest head; off the CPU a bound that needs no synchronisation."""
         if counts.device.type == "cpu":
             return int(counts.max())
-        return min(total, view.keys.shape[1] // self.pool.block_size)
+        return min(total, int(view.keys.shape[1]) // self.pool.block_size)

@@ -9,12 +9,15 @@ block appends one page per layer and head, and everything else stays.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.pages import PagePool
+
+Books = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass
@@ -27,9 +30,9 @@ class TailBooks:
         max_kept: upper bound of the kept pages of any head.
     """
 
-    first_block: np.ndarray
-    num_pages: np.ndarray
-    max_kept: np.ndarray
+    first_block: Books
+    num_pages: Books
+    max_kept: Books
 
 
 class PageTables:
@@ -96,7 +99,7 @@ class PageTables:
         self.tails.num_pages[slot] = 0
         self.tails.max_kept[slot] = max_kept
 
-    def extend_tails(self, slots: np.ndarray, block_table: Tensor, num_blocks: np.ndarray) -> None:
+    def extend_tails(self, slots: Books, block_table: Tensor, num_blocks: Books) -> None:
         """Appends the pages of blocks that were added since the last step.
 
         Args:
@@ -109,7 +112,7 @@ class PageTables:
         missing = num_blocks - tails.first_block[slots] - have
         if not missing.any():
             return
-        rows = np.repeat(np.arange(len(slots)), missing)
+        rows: Books = np.repeat(np.arange(len(slots)), missing)
         nth = np.arange(len(rows)) - np.repeat(np.cumsum(missing) - missing, missing)
         nth += have[rows]
         self._reserve(int((tails.max_kept[slots] + have + missing).max()))
@@ -128,7 +131,7 @@ class PageTables:
         heads = torch.arange(pool.num_heads, device=pages.device)
         self.table[layers, slots[:, None], heads, columns] = pages.to(torch.int32)
 
-    def gather(self, slots: np.ndarray, tail_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, slots: Books, tail_tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The batch's page tables and resident lengths, in the requests' order.
 
         Args:
@@ -159,6 +162,6 @@ class PageTables:
         self.table, self.counts = table, counts
         self._free_slots.extend(range(num_slots - 1, old - 1, -1))
         for name in ("first_block", "num_pages", "max_kept"):
-            books = np.zeros(num_slots, dtype=np.int64)
+            books: Books = np.zeros(num_slots, dtype=np.int64)
             books[:old] = getattr(self.tails, name)
             setattr(self.tails, name, books)

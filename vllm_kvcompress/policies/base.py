@@ -92,10 +92,17 @@ class Scorer(Protocol):
     one score for all heads); `cross_head` says that scores of different heads are comparable.
     """
 
-    kind: str
-    scope: str
-    cross_head: bool
-    needs: Needs
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def scope(self) -> str: ...
+
+    @property
+    def cross_head(self) -> bool: ...
+
+    @property
+    def needs(self) -> Needs: ...
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 scores; padding entries may hold anything."""
@@ -103,7 +110,13 @@ class Scorer(Protocol):
 
 
 class Allocator(Protocol):
-    """Pages per layer (known before any layer runs) and per head (may depend on scores)."""
+    """Pages per layer (known before any layer runs) and per head (may depend on scores).
+
+    `layer_dependent` says that layers get different budgets.
+    """
+
+    @property
+    def layer_dependent(self) -> bool: ...
 
     def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
         """Pages of each layer: at most `capacity[l]`, in sum `num_blocks * num_heads * layers`.

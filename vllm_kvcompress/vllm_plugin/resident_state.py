@@ -228,6 +228,7 @@ class WorkerState:
             num_layers=len(layers),
             num_kv_heads=spec.num_kv_heads,
             num_query_heads=layers[0].impl.num_heads,
+            block_size=spec.block_size,
             tp_rank=parallel.rank % parallel.tensor_parallel_size,
             tp_size=parallel.tensor_parallel_size,
         )

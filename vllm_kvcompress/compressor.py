@@ -1,0 +1,44 @@
+"""One request, one layer: score, allocate, select."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.policies.pipeline import Pipeline
+
+
+def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Selection:
+    """Decides what every head of a layer keeps.
+
+    Args:
+        pipeline: the policy, bound to the model.
+        view: the layer.
+        total_pages: pages that the layer keeps over all heads; at most what it has.
+
+    Returns:
+        Page counts and kept entries, in position order within each head.
+    """
+    scores = pipeline.scorer.score(view)
+    floor = _protected_pages(pipeline, view, total_pages)
+    page_counts = pipeline.allocator.head_pages(view, scores, total_pages, floor)
+    kept = page_counts * view.block_size
+    mask = pipeline.selector.select(view, scores, kept, pipeline.protection)
+    return Selection(page_counts, _flat_indices(mask, total_pages * view.block_size))
+
+
+def _protected_pages(pipeline: Pipeline, view: LayerView, total_pages: int) -> int:
+    """Pages that the protected entries of a head need, at most an equal share."""
+    protection = pipeline.protection
+    recent = max(0, protection.num_recent - view.num_tail)
+    pages = math.ceil((protection.num_sinks + recent) / view.block_size)
+    return min(pages, total_pages // len(view.lengths))
+
+
+def _flat_indices(mask: Tensor, num_kept: int) -> Tensor:
+    """[H, n] bool with `num_kept` set -> [num_kept] int64 places within the heads."""
+    flat = torch.nonzero_static(mask.flatten(), size=num_kept)[:, 0]
+    return flat % mask.shape[1]

@@ -1,0 +1,9 @@
+"""Policies: what to keep of a request's cache, as a pipeline of small parts.
+
+score -> adjust -> allocate -> select; see `docs/writing-a-policy.md`.
+"""
+
+from vllm_kvcompress.policies.pipeline import Pipeline
+from vllm_kvcompress.policies.registry import PolicyInfo, all_policies, describe, resolve
+
+__all__ = ["Pipeline", "PolicyInfo", "all_policies", "describe", "resolve"]

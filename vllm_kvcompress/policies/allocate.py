@@ -1,0 +1,256 @@
+"""How many pages each layer and each head gets.
+
+A layer's total is fixed before any layer runs, so that each can be compressed as soon as it has
+been computed; the division among a layer's heads may look at scores. Totals are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.scores_torch import valid_entries
+from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
+from vllm_kvcompress.policies.ranking import apportion, top_entries
+
+
+def spread(
+    shares: Sequence[float], total: int, capacity: Sequence[int], floor: Sequence[int] | None = None
+) -> list[int]:
+    """`total` pages divided among layers in proportion to shares, within bounds, exactly."""
+    caps = torch.tensor(capacity)
+    least = torch.zeros_like(caps) if floor is None else torch.tensor(floor)
+    least = torch.minimum(least, caps)
+    if int(least.sum()) > total:
+        least = torch.zeros_like(caps)
+    weights = torch.tensor(shares, dtype=torch.float64)
+    return [int(n) for n in apportion(weights, total, least, caps, max(capacity))]
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """The same for every layer and head; also what the other allocators start from.
+
+    Attributes:
+        skip_layers: the first layers keep everything, at the expense of the others, as long as
+            these keep at least half of a uniform budget.
+    """
+
+    layer_dependent: ClassVar[bool] = False
+
+    skip_layers: int = 0
+
+    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+        """Pages of each layer."""
+        total = num_blocks * num_heads * len(capacity)
+        skipped = self._num_skipped(num_blocks, capacity, num_heads)
+        floor = [*capacity[:skipped], *([0] * (len(capacity) - skipped))]
+        return spread([1.0] * len(capacity), total, capacity, floor)
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64 pages of each head."""
+        return divide(view, torch.ones_like(view.lengths, dtype=torch.float32), total, floor)
+
+    def _num_skipped(self, num_blocks: int, capacity: list[int], num_heads: int) -> int:
+        total = num_blocks * num_heads * len(capacity)
+        for skipped in range(min(self.skip_layers, len(capacity) - 1), 0, -1):
+            left = total - sum(capacity[:skipped])
+            if left * 2 >= num_blocks * num_heads * (len(capacity) - skipped):
+                return skipped
+        return 0
+
+
+def divide(view: LayerView, shares: Tensor, total: int, floor: int) -> Tensor:
+    """A layer's pages divided among its heads by shares, each at least `floor` where it fits."""
+    cap = torch.div(view.lengths, view.block_size, rounding_mode="floor")
+    num_heads = view.lengths.numel()
+    least = torch.full_like(cap, min(floor, total // num_heads))
+    largest = view.keys.shape[1] // view.block_size
+    return apportion(shares, total, torch.minimum(least, cap), cap, largest)
+
+
+@dataclass(frozen=True)
+class Pyramid:
+    """PyramidKV (arXiv 2406.02069): budgets fall linearly from the first layer to the last.
+
+    Attributes:
+        window_size: the observation window, which every layer keeps.
+        beta: how steep; the last layer's budget beyond the window is 1/beta of the mean.
+    """
+
+    layer_dependent: ClassVar[bool] = True
+
+    window_size: int = 32
+    beta: float = 20.0
+    block_size: int = 0
+
+    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+        """Pages of each layer, in whole pages per head."""
+        num_layers = len(capacity)
+        if num_layers == 1:
+            return [num_blocks * num_heads]
+        per_head = [pages // num_heads for pages in capacity]
+        window = self.window_size / self.block_size
+        mean = num_blocks - window
+        shares = [1.0] * num_layers
+        if mean > 0:
+            low = mean / self.beta
+            high = 2 * mean - low
+            room = min(per_head) - window
+            if high >= room:
+                high, low = room, 2 * mean - room
+            step = (high - low) / (num_layers - 1)
+            shares = [window + high - layer * step for layer in range(num_layers)]
+        units = spread(shares, num_blocks * num_layers, per_head, [1] * num_layers)
+        return [pages * num_heads for pages in units]
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64, the same for every head."""
+        return divide(view, torch.ones_like(view.lengths, dtype=torch.float32), total, floor)
+
+
+@dataclass(frozen=True)
+class Ada:
+    """AdaKV (arXiv 2407.11550): heads get budgets by how many of a layer's best tokens are theirs.
+
+    With c the mean selectable budget of a head and m_h its tokens among the layer's top H*c:
+    `blend` gives (1 - phi) * m_h + phi * c, `floor` first gives every head its best phi * c.
+
+    Attributes:
+        safeguard: phi.
+        mode: blend (the authors' code) or floor (kvpress, CriticalKV's code).
+        protection: entries that do not compete.
+    """
+
+    layer_dependent: ClassVar[bool] = False
+
+    safeguard: float = 0.2
+    mode: str = "blend"
+    protection: Protection = NOTHING_PROTECTED
+
+    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+        """The same for every layer."""
+        return Uniform().layer_pages(num_blocks, capacity, num_heads)
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64 pages of each head."""
+        num_heads, num_entries = scores.shape
+        mean = total * view.block_size // num_heads
+        protected = self.protection.mask(view, view.lengths.clamp_max(mean))
+        valid = valid_entries(view.lengths, num_entries)
+        num_protected = protected.sum(dim=1)
+        selectable = (total * view.block_size - num_protected.sum()).clamp_min(0)
+        share = selectable / num_heads
+        candidates = scores.masked_fill(protected, float("-inf"))
+        if self.mode == "floor":
+            least = (self.safeguard * share).floor().to(torch.int64).expand(num_heads)
+            best = top_entries(candidates, valid & ~protected, least)
+            candidates = candidates.masked_fill(best, float("inf"))
+        open_entries = (valid & ~protected).flatten()[None]
+        won = top_entries(candidates.flatten()[None], open_entries, selectable[None])
+        won_per_head = won.view(num_heads, num_entries).sum(dim=1).float()
+        if self.mode == "blend":
+            won_per_head = (1 - self.safeguard) * won_per_head + self.safeguard * share
+        return divide(view, won_per_head + num_protected, total, floor)
+
+
+@dataclass(frozen=True)
+class HeadTable:
+    """HeadKV (arXiv 2410.19258): a pool of all heads' budgets divided by measured importance.
+
+    Of the mean budget c a share 1/beta goes to the pool, which is divided by the heads' scores;
+    the rest everyone gets alike. What a full head cannot take stays in its layer.
+
+    Attributes:
+        table: importance by layer and KV head, summing to 1; empty until bound to a model.
+        beta: 1/beta of every budget is pooled.
+    """
+
+    layer_dependent: ClassVar[bool] = True
+
+    table: tuple[tuple[float, ...], ...] = ()
+    beta: float = 1.01
+
+    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+        """Pages of each layer: the sum of its heads'."""
+        shares = [sum(self._share(layer, num_blocks)) for layer in range(len(capacity))]
+        total = num_blocks * num_heads * len(capacity)
+        return spread(shares, total, capacity, [num_heads] * len(capacity))
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64 pages of each head."""
+        shares = self._share(view.layer, total / view.lengths.numel())
+        return divide(view, torch.tensor(shares, device=scores.device), total, floor)
+
+    def _share(self, layer: int, mean_pages: float) -> list[float]:
+        """Ideal pages of a layer's heads, not yet whole."""
+        pooled = mean_pages / self.beta
+        pool = pooled * len(self.table) * len(self.table[0])
+        return [score * pool + mean_pages - pooled for score in self.table[layer]]
+
+
+@dataclass(frozen=True)
+class RetrievalHeads:
+    """DuoAttention (arXiv 2410.10819): some heads keep everything, the others sinks and recent.
+
+    How many heads can keep everything follows from the budget; those with the highest gates do.
+
+    Attributes:
+        gates: by layer and KV head; empty until bound to a model.
+        num_streaming: tokens that a streaming head keeps (sinks and recent ones).
+        block_size: tokens of a page.
+    """
+
+    layer_dependent: ClassVar[bool] = True
+
+    gates: tuple[tuple[float, ...], ...] = ()
+    num_streaming: int = 384
+    block_size: int = 0
+
+    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+        """Pages of each layer: full for its retrieval heads, a few for the others."""
+        ranked = sorted(
+            (
+                (gate, -layer, -head)
+                for layer, row in enumerate(self.gates)
+                for head, gate in enumerate(row)
+            ),
+            reverse=True,
+        )
+        per_head = [pages // num_heads for pages in capacity]
+        few = [min(self._few, pages) for pages in per_head]
+        pages = [num * num_heads for num in few]
+        total = num_blocks * num_heads * len(capacity)
+        left = total - sum(pages)
+        for _, minus_layer, _ in ranked:
+            layer = -minus_layer
+            if left < (more := per_head[layer] - few[layer]):
+                break
+            pages[layer] += more
+            left -= more
+        if left >= 0:
+            return spread([float(n) for n in pages], total, capacity, pages)
+        return spread([1.0] * len(pages), total, capacity)
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64 pages of each head."""
+        gates = torch.tensor(self.gates[view.layer], device=scores.device)
+        cap = torch.div(view.lengths, view.block_size, rounding_mode="floor")
+        num_heads, full = cap.numel(), view.keys.shape[1] // view.block_size
+        few = min(self._few, full, total // num_heads)
+        num_full = (total - few * num_heads) // max(1, full - few) if full > few else 0
+        order = gates.argsort(descending=True, stable=True)
+        rank = torch.empty_like(order)
+        rank[order] = torch.arange(num_heads, device=order.device)
+        least = torch.where(rank < num_full, cap, torch.minimum(cap, torch.full_like(cap, few)))
+        return apportion(gates + 1e-3, total, least, cap, full)
+
+    @property
+    def _few(self) -> int:
+        return math.ceil(self.num_streaming / self.block_size)

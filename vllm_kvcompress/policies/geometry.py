@@ -1,0 +1,46 @@
+"""Scores from the keys alone: KeyDiff (arXiv 2504.15364) and key norms (arXiv 2406.11430)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels import keydiff_scores
+from vllm_kvcompress.policies.base import LayerView, Needs
+
+
+@dataclass(frozen=True)
+class KeyDiff:
+    """Minus the cosine to an anchor of all keys: unusual keys are kept.
+
+    Attributes:
+        anchor: mean_normalized, mean_raw, median or pairwise.
+    """
+
+    kind: ClassVar[str] = "geometric"
+    scope: ClassVar[str] = "head"
+    cross_head: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs()
+
+    anchor: str = "mean_normalized"
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32 in [-1, 1] (times the entries for pairwise)."""
+        return keydiff_scores(view.keys, view.lengths, self.anchor)
+
+
+@dataclass(frozen=True)
+class KeyNorm:
+    """Minus the Euclidean norm of the key: keys of low norm draw the attention."""
+
+    kind: ClassVar[str] = "geometric"
+    scope: ClassVar[str] = "head"
+    cross_head: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs()
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32; in fp32 because most norms tie in 16 bits."""
+        return -torch.linalg.vector_norm(view.keys, dim=2, dtype=torch.float32)

@@ -1,0 +1,75 @@
+"""Parameters of policies: declared once, checked in one place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvcompress.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A setting of a policy.
+
+    Attributes:
+        name: as users write it.
+        default: its type is the parameter's type.
+        meaning: a few words.
+        minimum, maximum: bounds of numbers, or None.
+        choices: valid texts, or empty.
+    """
+
+    name: str
+    default: int | float | str
+    meaning: str
+    minimum: float | None = None
+    maximum: float | None = None
+    choices: tuple[str, ...] = ()
+
+    def check(self, value: object) -> int | float | str:
+        """The value in the parameter's type.
+
+        Raises:
+            ConfigError: of another type, out of bounds or not among the choices.
+        """
+        if isinstance(self.default, str):
+            if value not in self.choices:
+                raise ConfigError(
+                    f"{self.name}: expected one of {', '.join(self.choices)}, found {value!r}."
+                )
+            return str(value)
+        whole = isinstance(self.default, int)
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        if not numeric or not math.isfinite(value) or (whole and value != int(value)):  # type: ignore[arg-type,call-overload]
+            kind = "a whole number" if whole else "a number"
+            raise ConfigError(f"{self.name}: expected {kind}, found {value!r}.")
+        number: float = float(value)  # type: ignore[arg-type]
+        low = -math.inf if self.minimum is None else self.minimum
+        high = math.inf if self.maximum is None else self.maximum
+        if not low <= number <= high:
+            raise ConfigError(
+                f"{self.name}: expected at least {low:g} and at most {high:g}, found {value!r}."
+            )
+        return int(number) if whole else number
+
+
+def check_parameters(
+    policy: str, parameters: Sequence[Parameter], given: Mapping[str, object]
+) -> dict[str, Any]:
+    """Defaults with the given values over them.
+
+    Raises:
+        ConfigError: an unknown parameter, or a value that does not fit.
+    """
+    known = {parameter.name: parameter for parameter in parameters}
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        valid = f"valid are {', '.join(known)}" if known else "it has none"
+        raise ConfigError(f"{policy} has no parameter {', '.join(unknown)}; {valid}.")
+    return {
+        name: parameter.check(given.get(name, parameter.default))
+        for name, parameter in known.items()
+    }

@@ -1,0 +1,85 @@
+"""A policy, resolved: the parts that score, allocate, select, and what they need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_kvcompress.policies.base import Allocator, Needs, Scorer
+from vllm_kvcompress.policies.profiles import HeadProfile, bind_profile
+from vllm_kvcompress.policies.protect import Protection
+from vllm_kvcompress.policies.select import Selector
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What a policy string stands for.
+
+    Attributes:
+        name: the string, parts in canonical order.
+        scorer: importance of entries.
+        allocator: pages per layer and head.
+        selector: entries per head.
+        protection: entries that are kept whatever their score.
+        params: the parameters in effect, by name.
+        profile: measured heads, for policies that need them.
+    """
+
+    name: str
+    scorer: Scorer
+    allocator: Allocator
+    selector: Selector
+    protection: Protection
+    params: Mapping[str, Any] = field(default_factory=dict)
+    profile: HeadProfile | None = None
+
+    @property
+    def needs(self) -> Needs:
+        """What the engine has to hand over besides keys."""
+        score, select = self.scorer.needs, self.selector.needs
+        return Needs(
+            window_size=max(score.window_size, select.window_size),
+            output_weight=score.output_weight or select.output_weight,
+            output_gram=score.output_gram or select.output_gram,
+        )
+
+    @property
+    def layer_dependent(self) -> bool:
+        """Whether layers get different budgets."""
+        return self.allocator.layer_dependent
+
+    def bind(
+        self,
+        num_layers: int,
+        num_kv_heads: int,
+        num_query_heads: int,
+        block_size: int,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+    ) -> Pipeline:
+        """The same policy for one model and one rank's heads.
+
+        Args:
+            num_layers: compressed layers.
+            num_kv_heads: KV heads of this rank.
+            num_query_heads: query heads of this rank.
+            block_size: tokens of a page.
+            tp_rank: which part of the heads this rank has.
+            tp_size: tensor-parallel size.
+
+        Raises:
+            ConfigError: the profile is of another model.
+        """
+        changes: dict[str, Any] = {}
+        if hasattr(self.allocator, "block_size"):
+            changes["block_size"] = block_size
+        if self.profile is not None:
+            name, table = bind_profile(
+                self.profile, num_layers, num_kv_heads, num_query_heads, tp_rank, tp_size
+            )
+            changes[name] = table
+        if not changes:
+            return self
+        allocator: Any = self.allocator
+        return replace(self, allocator=replace(allocator, **changes))

@@ -1,0 +1,26 @@
+"""Scores from positions alone: StreamingLLM (arXiv 2309.17453), DuoAttention (2410.10819)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.policies.base import LayerView, Needs
+
+
+@dataclass(frozen=True)
+class Recency:
+    """The later the better; with protected sinks this is StreamingLLM."""
+
+    kind: ClassVar[str] = "positional"
+    scope: ClassVar[str] = "head"
+    cross_head: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs()
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32 place in the sequence (exact below 2**24 entries)."""
+        nth = torch.arange(view.keys.shape[1], device=view.keys.device, dtype=torch.float32)
+        return nth.expand(view.keys.shape[0], -1)

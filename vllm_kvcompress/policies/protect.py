@@ -1,0 +1,58 @@
+"""Entries that are kept whatever their score: the first tokens and the most recent ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.scores_torch import valid_entries
+from vllm_kvcompress.policies.base import LayerView
+
+
+@dataclass(frozen=True)
+class Protection:
+    """How many tokens at either end stay.
+
+    Attributes:
+        num_sinks: tokens at the beginning.
+        num_recent: tokens at the end.
+        recent_fraction: instead, a fraction of what the head keeps.
+    """
+
+    num_sinks: int = 0
+    num_recent: int = 0
+    recent_fraction: float = 0.0
+
+    def bounds(self, view: LayerView, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """[H] protected sinks and recent entries among the full blocks.
+
+        The partial last block is recent and kept anyway. When sinks and recent tokens exceed
+        what a head keeps, first the recent ones shrink, then the sinks (methods: small budgets).
+
+        Args:
+            view: the layer.
+            kept: [H] int64 entries of the full blocks that each head is to keep.
+        """
+        tail = view.num_tail
+        recent = torch.full_like(kept, self.num_recent)
+        if self.recent_fraction:
+            recent = ((kept + tail) * self.recent_fraction).floor().to(torch.int64)
+        recent = (recent - tail).clamp_min(0)
+        least = 0 if tail or not (self.num_recent or self.recent_fraction) else 1
+        recent = torch.minimum(recent, (kept - self.num_sinks).clamp_min(least))
+        recent = torch.minimum(recent, kept)
+        sinks = torch.minimum(torch.full_like(kept, self.num_sinks), kept - recent)
+        return sinks, recent
+
+    def mask(self, view: LayerView, kept: Tensor) -> Tensor:
+        """[H, n] bool: the protected entries."""
+        sinks, recent = self.bounds(view, kept)
+        nth = torch.arange(view.keys.shape[1], device=kept.device)
+        first = nth < sinks[:, None]
+        last = nth >= (view.lengths - recent)[:, None]
+        return (first | last) & valid_entries(view.lengths, view.keys.shape[1])
+
+
+NOTHING_PROTECTED = Protection()

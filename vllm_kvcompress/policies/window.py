@@ -1,0 +1,87 @@
+"""Scores from the attention of the last queries.
+
+SnapKV (arXiv 2404.14469), H2O (arXiv 2306.14048) with the accumulated attention of a stated
+window of queries, TOVA (arXiv 2401.06104).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from vllm_kvcompress.kernels import max_or_mean_pool, window_mass
+from vllm_kvcompress.policies.base import LayerView, Needs
+
+
+@dataclass(frozen=True)
+class WindowMass:
+    """Mean attention mass that a window of last queries puts on each entry, then pooled.
+
+    Attributes:
+        window_size: queries observed.
+        kernel_size: width of the pooling over neighbouring tokens; 1: none.
+        pooling: max or mean.
+    """
+
+    kind: ClassVar[str] = "mass"
+    scope: ClassVar[str] = "head"
+    cross_head: ClassVar[bool] = True
+
+    window_size: int = 32
+    kernel_size: int = 7
+    pooling: str = "max"
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries."""
+        return Needs(window_size=self.window_size)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32 pooled mass; the group is averaged before pooling.
+
+        Pooling runs over the columns left of the window, so that the window's own mass does not
+        leak into its neighbours.
+        """
+        mass = window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale)
+        if self.kernel_size <= 1:
+            return mass
+        num_window = max(0, view.queries.shape[0] - view.num_tail)
+        nth = _from_the_end(view)
+        in_window = nth < num_window
+        empty = float("-inf") if self.pooling == "max" else 0.0
+        left = mass.masked_fill(in_window, empty)
+        pooled = max_or_mean_pool(left, self.kernel_size, self.pooling)
+        return pooled.masked_fill(in_window, 0.0).where(~in_window, mass)
+
+
+def _from_the_end(view: LayerView) -> Tensor:
+    """[H, n] how many valid entries follow; negative for padding."""
+    import torch
+
+    nth = torch.arange(view.keys.shape[1], device=view.keys.device)
+    return (view.lengths - 1)[:, None] - nth
+
+
+@dataclass(frozen=True)
+class LastQueryMass:
+    """Attention of the last query, averaged over all query heads of the layer (TOVA).
+
+    All heads of a layer keep the same entries. Under tensor parallelism the average is over the
+    rank's own heads, so ranks may keep different entries.
+    """
+
+    kind: ClassVar[str] = "mass"
+    scope: ClassVar[str] = "layer"
+    cross_head: ClassVar[bool] = False
+
+    @property
+    def needs(self) -> Needs:
+        """The last query."""
+        return Needs(window_size=1)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32, the same row for every head."""
+        mass = window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale)
+        return mass.mean(dim=0, keepdim=True).expand_as(mass)
