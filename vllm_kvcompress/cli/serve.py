@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.cli.vllm_command import ServeRequest, read_request
@@ -159,7 +160,8 @@ def _check(settings: Settings) -> None:
         )
     from vllm_kvcompress.policies import resolve
 
-    resolve(settings.policy, settings.params, settings.profile)
+    profile = None if settings.profile is None else Path(settings.profile)
+    resolve(settings.policy, settings.params, profile)
 
 
 def _dashed(arguments: list[str]) -> list[str]:

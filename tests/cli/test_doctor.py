@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_models
+from vllm_kvcompress import __version__
+from vllm_kvcompress.cli import doctor
+from vllm_kvcompress.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """vLLM sets variables for its workers while it builds its configuration."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_report_names_versions_entry_points_and_classes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["doctor"]) == 0
+    report = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    report = {name: value.strip() for name, value in report.items()}
+    assert report["vllm-kvcompress"] == __version__
+    assert report["torch"] == metadata.version("torch")
+    assert report["vllm"].startswith("0.32.")
+    assert report["entry point vllm.general_plugins"].endswith(":register")
+    assert report["entry point vllm.stat_logger_plugins"].endswith(":CompressionStatLogger")
+    assert report["--scheduler-cls"].endswith("CompressionScheduler")
+
+
+def test_a_filter_that_hides_the_plugin_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    assert main(["doctor"]) == 1
+    assert "problem: add kvcompress to it" in capsys.readouterr().out
+
+
+def test_a_missing_compiler_and_plugin_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    assert "install it" in doctor._compiler().problem
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    assert "install the package again" in doctor._entry_point("vllm.general_plugins").problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "verdict"),
+    [
+        ("--kv-policy snapkv --kv-budget 0.25", "would accept this"),
+        ("--kv-policy snapkv --kv-budget 0", "positive"),
+        ("--kv-policy snapkv --kv-budget 0.25 --kv-cache-dtype fp8", "quantized"),
+        ("--kv-policy snapkv --kv-budget 0.25 --pipeline-parallel-size 2", "pipeline parallelism"),
+        ("--kv-policy snapkv --kv-budget 1.0 --pipeline-parallel-size 2", "would accept this"),
+    ],
+)
+def test_says_what_serve_would_say(
+    arguments: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_models.build("llama", tmp_path)
+    status = main(["doctor", str(model), *arguments.split()])
+    text = capsys.readouterr().out
+    assert verdict in text
+    assert status == (0 if verdict == "would accept this" else 1)

@@ -1,0 +1,162 @@
+"""`vllm-kvcompress policies`: what there is to choose from, and what a policy string means."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm_kvcompress.policies import PolicyInfo
+    from vllm_kvcompress.policies.parameters import Parameter
+
+_STAGES = ("score", "protect", "allocate", "select")
+_UNIFORM = "the same for every layer and head"
+_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of a resolved pipeline.
+
+    Attributes:
+        name: score, protect, allocate or select.
+        does: what happens.
+        part: which part of the policy string decides it; empty for the default.
+    """
+
+    name: str
+    does: str
+    part: str
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "policies", help="list policies and their parameters, or explain one"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(func=_run_list)
+    actions = parser.add_subparsers(metavar="ACTION")
+    explain = actions.add_parser("explain", help="show what a policy string does, stage by stage")
+    explain.add_argument("policy", metavar="POLICY", help="such as adakv+criticalkv")
+    # SUPPRESS: `policies --json explain P` must not be undone by this one's default.
+    explain.add_argument(
+        "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON"
+    )
+    explain.set_defaults(func=_run_explain)
+
+
+def _run_list(arguments: argparse.Namespace) -> int:
+    from vllm_kvcompress.policies import all_policies
+
+    infos = all_policies()
+    if arguments.json:
+        print(json.dumps([_as_json(info) for info in infos], indent=2))
+        return 0
+    print("Policies (--kv-policy NAME); add modifiers with +, such as adakv+criticalkv\n")
+    print("\n\n".join(_described(info) for info in infos if not info.modifies))
+    print("\nModifiers\n")
+    print("\n\n".join(_described(info) for info in infos if info.modifies))
+    return 0
+
+
+def _run_explain(arguments: argparse.Namespace) -> int:
+    from vllm_kvcompress.policies import describe
+
+    parts = describe(arguments.policy)
+    stages = pipeline_stages(parts)
+    if arguments.json:
+        print(json.dumps(_explained_json(parts, stages), indent=2))
+        return 0
+    print("+".join(part.name for part in parts))
+    print("\nstages")
+    print(_table([(s.name, s.part or "(default)", s.does) for s in stages]))
+    rows = [(p.name, str(p.default), _meaning(p)) for part in parts for p in part.parameters]
+    if rows:
+        print("\nparameters, with defaults (--kv-param NAME=VALUE)")
+        print(_table(rows))
+    for part in parts:
+        if part.profile is not None:
+            print(f"\n{part.name} needs a {part.profile} file: --kv-profile FILE")
+    print("\npapers")
+    print(_table([(part.name, part.paper) for part in parts]))
+    return 0
+
+
+def pipeline_stages(parts: Sequence[PolicyInfo]) -> list[Stage]:
+    """The stages in order; a modifier replaces those of the policy that it goes on."""
+    decided = {"allocate": Stage("allocate", _UNIFORM, "")}
+    for part in parts:
+        for name, does in part.stages.items():
+            decided[name] = Stage(name, does, part.name)
+    order = [name for name in _STAGES if name in decided]
+    return [decided[name] for name in [*order, *(decided.keys() - set(order))]]
+
+
+def _described(info: PolicyInfo) -> str:
+    lines = [f"{info.name}  {info.summary}", f"  {info.paper}"]
+    if info.modifies:
+        lines.append(f"  goes on {', '.join(info.modifies)}")
+    if info.profile is not None:
+        lines.append(f"  needs a {info.profile} file (--kv-profile FILE)")
+    rows = [(p.name, str(p.default), _meaning(p)) for p in info.parameters]
+    return "\n".join([*lines, *([_table(rows, indent="    ")] if rows else [])])
+
+
+def _meaning(parameter: Parameter) -> str:
+    """The meaning with the valid values, unless it names them itself."""
+    missing = [choice for choice in parameter.choices if choice not in parameter.meaning]
+    if missing:
+        return f"{parameter.meaning} ({', '.join(parameter.choices)})"
+    low, high = parameter.minimum, parameter.maximum
+    if low is not None and high is not None:
+        return f"{parameter.meaning} ({low:g} to {high:g})"
+    return parameter.meaning if low is None else f"{parameter.meaning} (at least {low:g})"
+
+
+def _table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
+    """Rows in columns; the last column is wrapped."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    return "\n".join(line for row in rows for line in _wrapped_row(row, widths, indent))
+
+
+def _wrapped_row(row: tuple[str, ...], widths: list[int], indent: str) -> Iterator[str]:
+    head = indent + "".join(f"{cell:<{width}}  " for cell, width in zip(row, widths, strict=False))
+    for index, text in enumerate(textwrap.wrap(row[-1], max(30, _WIDTH - len(head)))):
+        yield (head if index == 0 else " " * len(head)) + text
+
+
+def _as_json(info: PolicyInfo) -> dict[str, Any]:
+    return {
+        "name": info.name,
+        "kind": "modifier" if info.modifies else "policy",
+        "summary": info.summary,
+        "paper": info.paper,
+        "stages": dict(info.stages),
+        "parameters": [_parameter_json(parameter) for parameter in info.parameters],
+        "modifies": list(info.modifies),
+        "profile": info.profile,
+    }
+
+
+def _parameter_json(parameter: Parameter) -> dict[str, Any]:
+    return {
+        "name": parameter.name,
+        "default": parameter.default,
+        "meaning": parameter.meaning,
+        "minimum": parameter.minimum,
+        "maximum": parameter.maximum,
+        "choices": list(parameter.choices),
+    }
+
+
+def _explained_json(parts: Sequence[PolicyInfo], stages: Sequence[Stage]) -> dict[str, Any]:
+    return {
+        "policy": "+".join(part.name for part in parts),
+        "stages": [{"stage": s.name, "part": s.part, "does": s.does} for s in stages],
+        "parts": [_as_json(part) for part in parts],
+    }
