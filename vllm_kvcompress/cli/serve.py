@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.cli.vllm_command import ServeRequest, read_request
-from vllm_kvcompress.config import SETTINGS_KEY, Scalar, Settings
+from vllm_kvcompress.config import DEFAULT_MIN_TOKENS, SETTINGS_KEY, Scalar, Settings
 from vllm_kvcompress.errors import ConfigError
 
 HELP = "serve a model with vLLM and a compressed KV cache"
@@ -100,7 +100,8 @@ def options_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--kv-min-tokens",
         metavar="N",
-        help="leave requests alone while they have fewer tokens than this (default 64)",
+        help="leave requests alone while they have fewer tokens than this "
+        f"(default {DEFAULT_MIN_TOKENS})",
     )
     group.add_argument(
         "--config",

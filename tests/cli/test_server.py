@@ -1,0 +1,127 @@
+"""A compressed server as its users see it: the official client, /metrics, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests import tiny_models
+from tests.cli.server_process import OUR_SERVE, serving
+from tests.cli.test_server_metrics import scraped
+
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}w9"
+PROMPT_TOKENS = 1000
+FULL_BLOCKS = PROMPT_TOKENS // 32
+KEPT_BLOCKS = -(-FULL_BLOCKS // 4)
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("server")
+    model = tiny_models.build("llama", folder)
+    config = folder / "serve.yaml"
+    config.write_text(
+        f"model: {model}\nserved-model-name: tiny\nmax-model-len: 2048\ndtype: float32\n"
+        "enforce-eager: true\nkvcompress: {policy: adakv+criticalkv, budget: 0.5}\n"
+    )
+    arguments = ["serve", f"--config={config}", "--kv-budget", "0.25"]
+    arguments += ["--chat-template", CHAT_TEMPLATE]
+    with serving(OUR_SERVE, arguments, folder / "server.log") as address:
+        yield address
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def completed(client: openai.OpenAI, seed: int) -> str:
+    answer = client.completions.create(
+        model="tiny",
+        prompt=tiny_models.prompt(PROMPT_TOKENS, seed),
+        max_tokens=8,
+        temperature=0,
+    )
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens == PROMPT_TOKENS
+    return answer.choices[0].text
+
+
+def test_streamed_chat_says_what_unstreamed_chat_says(client: openai.OpenAI) -> None:
+    content = " ".join(f"w{token}" for token in tiny_models.prompt(500, seed=1))
+    messages = [{"role": "user", "content": content}]
+    settings = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
+    whole = client.chat.completions.create(**settings).choices[0].message.content
+    chunks = client.chat.completions.create(**settings, stream=True)
+    streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert whole
+    assert streamed == whole
+
+
+def test_a_prompt_is_one_event_and_the_command_line_budget_counts(
+    address: str, client: openai.OpenAI
+) -> None:
+    before = scraped(address)
+    completed(client, seed=2)
+    after = scraped(address)
+    gained = {name: after[name] - before[name] for name in after}
+    assert gained["kvcompress_events_total"] == 1
+    assert gained["kvcompress_source_tokens_total"] == 32 * FULL_BLOCKS
+    assert gained["kvcompress_resident_tokens_total"] == 32 * KEPT_BLOCKS
+    assert gained["kvcompress_blocks_freed_total"] == FULL_BLOCKS
+    assert gained["kvcompress_blocks_written_total"] == KEPT_BLOCKS
+    assert gained["kvcompress_kept_fraction_count"] == 1
+    assert gained["kvcompress_event_seconds_sum"] > 0
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reason"), [(20, "shorter_than_min_tokens"), (64, None), (31 + 64, None)]
+)
+def test_short_prompts_are_left_alone_and_counted(
+    address: str, client: openai.OpenAI, num_tokens: int, reason: str | None
+) -> None:
+    before = scraped(address)
+    client.completions.create(
+        model="tiny", prompt=tiny_models.prompt(num_tokens, seed=3), max_tokens=2
+    )
+    after = scraped(address)
+    events = after["kvcompress_events_total"] - before["kvcompress_events_total"]
+    assert events == (0 if reason else 1)
+    if reason:
+        name = f"kvcompress_skipped_total{{{reason}}}"
+        assert after[name] - before[name] == 1
+
+
+def test_a_bad_request_harms_no_other(client: openai.OpenAI) -> None:
+    expected = completed(client, seed=4)
+    answers: list[str] = []
+    other = threading.Thread(target=lambda: answers.append(completed(client, seed=4)))
+    other.start()
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(
+            model="tiny", prompt=tiny_models.prompt(2100, seed=5), max_tokens=8
+        )
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model="tiny", prompt=[5, 6], max_tokens=8, temperature=-1)
+    other.join()
+    assert answers == [expected]
+    assert completed(client, seed=4) == expected
+
+
+def test_what_the_engine_cannot_do_is_refused_in_one_line(tmp_path: Path) -> None:
+    model = tiny_models.build("llama", tmp_path)
+    arguments = ["serve", str(model), "--kv-policy", "snapkv", "--kv-budget", "0.25"]
+    arguments += ["--pipeline-parallel-size", "2"]
+    command = [sys.executable, "-c", OUR_SERVE, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    refusal = done.stderr.splitlines()[-1]
+    assert refusal.startswith("vllm-kvcompress: error: pipeline parallelism")
