@@ -31,11 +31,11 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
 
 
 def _protected_pages(pipeline: Pipeline, view: LayerView, total_pages: int) -> int:
-    """Pages that the protected entries of a head need, at most an equal share."""
+    """Pages that the protected entries of a head need, at least 1 and at most an equal share."""
     protection = pipeline.protection
     recent = max(0, protection.num_recent - view.num_tail)
     pages = math.ceil((protection.num_sinks + recent) / view.block_size)
-    return min(pages, total_pages // len(view.lengths))
+    return min(max(1, pages), total_pages // len(view.lengths))
 
 
 def _flat_indices(mask: Tensor, num_kept: int) -> Tensor:

@@ -86,7 +86,9 @@ class EventRunner:
         num_tail = plan.end_block - plan.first_block
         capacity = [pages + num_tail * pool.num_heads for pages in former]
         num_kept = len(plan.fresh_block_ids)
-        layer_pages = self.pipeline.allocator.layer_pages(num_kept, capacity, pool.num_heads)
+        layer_pages = self.pipeline.allocator.layer_pages(
+            num_kept, capacity, pool.num_heads, plan.end_block
+        )
         partial = 1 if plan.position % pool.block_size else 0
         starts = [sum(layer_pages[:layer]) for layer in range(pool.num_layers)]
         return Event(

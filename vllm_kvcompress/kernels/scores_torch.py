@@ -5,11 +5,16 @@ H = KV heads, G = query heads per KV head, D = head size, n = entries, w = queri
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-TILE_ELEMENTS = 1 << 23  # largest temporary, in elements (32 MiB of fp32)
+TILE_ELEMENTS = 1 << 21  # largest temporary, in elements (8 MiB of fp32)
+L1_TILE_ELEMENTS = 1 << 19  # projected values, so that they stay in a core's cache
+HIDDEN = -1e30  # a logit of no weight; unlike -inf it gives no NaN where everything is hidden
 
 
 def valid_entries(lengths: Tensor, num_entries: int) -> Tensor:
@@ -23,8 +28,11 @@ def window_mass(
     """Mean attention of the last queries to each entry (SnapKV's observation window).
 
     A softmax over everything that a query sees: the valid entries, the tail, and among the last
-    w of these (the window itself) only those not after the query. One head at a time, in tiles
-    of at most `TILE_ELEMENTS` logits.
+    w of these (the window itself) only those not after the query. Queries from before all of
+    these (possible once earlier events have dropped entries) count as zero.
+
+    One head at a time: its keys in fp32, and logits in tiles of at most `TILE_ELEMENTS` (or of
+    one query's group, if that is more).
 
     Args:
         keys: [H, n, D] keys, padded on the right.
@@ -37,35 +45,78 @@ def window_mass(
         [H, n] fp32, mean over the window and the group; at most 1 in sum. Zeros if w is 0.
     """
     num_heads, num_entries, head_size = keys.shape
-    num_queries, num_tail = queries.shape[0], tail_keys.shape[1]
+    num_queries = queries.shape[0]
     mass = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=keys.device)
-    if num_queries == 0:
+    if num_queries == 0 or num_entries == 0:
         return mass
     group = queries.shape[1] // num_heads
-    grouped = queries.view(num_queries, num_heads, group, head_size).transpose(0, 1)
-    order = _entry_order(lengths, num_entries, num_tail)
-    rows = max(1, TILE_ELEMENTS // (group * (num_entries + num_tail)))
+    grouped = queries.reshape(num_queries, num_heads, group, head_size).transpose(0, 1)
+    columns = _WindowColumns.of(lengths, num_entries, tail_keys.shape[1], num_queries)
+    valid = valid_entries(lengths, num_entries)
+    tile = max(1, TILE_ELEMENTS // (group * (num_entries + tail_keys.shape[1])))
     for head in range(num_heads):
-        visible_keys = torch.cat([keys[head], tail_keys[head]]).float().t()
-        total = lengths[head] + num_tail
-        for start in range(0, num_queries, rows):
-            tile = grouped[head, start : start + rows].float()
-            logits = (tile.flatten(0, 1) @ visible_keys).mul_(scale).unflatten(0, (-1, group))
-            # Query i sees the first total - (w - 1 - i) entries in position order.
-            nth = torch.arange(start, start + tile.shape[0], device=keys.device)
-            hidden = order[head] >= (total - (num_queries - 1 - nth))[:, None]
-            logits.masked_fill_(hidden[:, None], float("-inf"))
-            mass[head] += torch.softmax(logits, dim=2)[..., :num_entries].sum(dim=(0, 1))
+        head_keys = torch.cat([_finite(keys[head], valid[head]), tail_keys[head]])
+        head_keys = torch.cat([head_keys, head_keys[columns.places[head]]]).float().t()
+        for start in range(0, num_queries, tile):
+            rows = slice(start, start + tile)
+            mine = grouped[head, rows].float().flatten(0, 1)
+            logits = torch.addmm(columns.bias[head], mine, head_keys, alpha=scale)
+            window = logits.unflatten(0, (-1, group))[..., num_entries + tail_keys.shape[1] :]
+            window.masked_fill_(columns.hidden[head, rows, None], HIDDEN)
+            seeing = columns.seeing[head, rows].repeat_interleave(group)
+            sums = seeing @ torch.softmax(logits, dim=1)
+            mass[head] += columns.fold(head, sums)
     return mass / (num_queries * group)
 
 
-def _entry_order(lengths: Tensor, num_entries: int, num_tail: int) -> Tensor:
-    """[H, n + t] each entry's place in its head's sequence; padding is placed beyond any."""
-    device = lengths.device
-    body = torch.arange(num_entries, device=device).expand(lengths.numel(), -1)
-    body = torch.where(valid_entries(lengths, num_entries), body, torch.iinfo(torch.int64).max)
-    tail = lengths[:, None] + torch.arange(num_tail, device=device)
-    return torch.cat([body, tail], dim=1)
+@dataclass(frozen=True)
+class _WindowColumns:
+    """Where the last w - 1 visible entries are: only these need a causal mask.
+
+    They are appended to the keys as columns of their own, and hidden at their usual places, so
+    that the mask is [w, w - 1] and not [w, n].
+
+    Attributes:
+        places: [H, w - 1] index into entries and tail together.
+        bias: [H, n + t + w - 1] added to logits: hides padding and the places above.
+        hidden: [H, w, w - 1] bool: not yet there when the query was asked.
+        seeing: [H, w] fp32, 0 for a query that sees nothing.
+        num_entries: n.
+    """
+
+    places: Tensor
+    bias: Tensor
+    hidden: Tensor
+    seeing: Tensor
+    num_entries: int
+
+    @classmethod
+    def of(
+        cls, lengths: Tensor, num_entries: int, num_tail: int, num_queries: int
+    ) -> _WindowColumns:
+        device = lengths.device
+        total = (lengths + num_tail)[:, None]
+        nth = total - torch.arange(num_queries - 1, 0, -1, device=device)
+        exists = nth >= 0
+        places = torch.where(nth < lengths[:, None], nth, nth - lengths[:, None] + num_entries)
+        places = places.clamp_min(0)
+        bias = torch.zeros(lengths.numel(), num_entries + num_tail + num_queries - 1, device=device)
+        bias[:, :num_entries].masked_fill_(~valid_entries(lengths, num_entries), HIDDEN)
+        # Entries that do not exist all share place 0, which is then one of the window's own.
+        bias.scatter_(1, places, HIDDEN)
+        query = torch.arange(num_queries, device=device)
+        after = torch.arange(num_queries - 1, device=device) >= query[:, None]
+        hidden = after | ~exists[:, None]
+        seeing = (total - (num_queries - 1 - query) > 0).float()
+        return cls(places, bias, hidden, seeing, num_entries)
+
+    def fold(self, head: int, sums: Tensor) -> Tensor:
+        """[n + t + w - 1] column sums -> [n], the window's columns at their places."""
+        num_own = self.places.shape[1]
+        whole = sums[: sums.numel() - num_own]
+        if num_own:
+            whole = whole.scatter_add(0, self.places[head], sums[sums.numel() - num_own :])
+        return whole[: self.num_entries]
 
 
 def max_or_mean_pool(scores: Tensor, kernel_size: int, mode: str) -> Tensor:
@@ -97,20 +148,24 @@ def value_norms_l1(values: Tensor, output_weight: Tensor) -> Tensor:
         [H, n] fp32.
     """
     num_heads, num_entries, head_size = values.shape
-    group = output_weight.shape[0] // num_heads
-    width = output_weight.shape[2]
+    group, width = output_weight.shape[0] // num_heads, output_weight.shape[2]
     weight = output_weight.view(num_heads, group, head_size, width)
-    norms = torch.empty(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    rows = max(1, min(num_entries, TILE_ELEMENTS // 8 // width))
+    norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
+    rows = max(1, min(num_entries, L1_TILE_ELEMENTS // width))
+    # Sums of 16-bit numbers are accumulated in fp32 but returned in 16 bits, which is several
+    # times faster than a sum in fp32; over short stretches the rounding averages out.
+    stretch = math.gcd(width, 128)
+    projected = values.new_empty(rows, width)
     for head in range(num_heads):
         for start in range(0, num_entries, rows):
             tile = values[head, start : start + rows]
-            total = torch.zeros(tile.shape[0], dtype=torch.float32, device=values.device)
+            out = projected[: tile.shape[0]]
             for member in range(group):
-                projected = tile @ weight[head, member]
-                total += torch.linalg.vector_norm(projected, ord=1, dim=1, dtype=torch.float32)
-            norms[head, start : start + rows] = total / group
-    return norms
+                torch.mm(tile, weight[head, member], out=out).abs_()
+                norms[head, start : start + rows] += (
+                    out.unflatten(1, (-1, stretch)).sum(2).sum(1, dtype=torch.float32)
+                )
+    return norms / group
 
 
 def value_norms_l2(values: Tensor, output_gram: Tensor) -> Tensor:
@@ -148,19 +203,36 @@ def keydiff_scores(keys: Tensor, lengths: Tensor, anchor: str) -> Tensor:
     Returns:
         [H, n] fp32; 0 for a zero key or a zero anchor.
     """
-    valid = valid_entries(lengths, keys.shape[1])[..., None]
-    wide = keys.float().masked_fill_(~valid, 0.0)
-    norms = torch.linalg.vector_norm(wide, dim=2, keepdim=True)
-    unit = wide / norms.clamp_min(1e-8)
+    num_heads, num_entries, head_size = keys.shape
+    rows = max(1, TILE_ELEMENTS // (num_heads * head_size))
+    valid = valid_entries(lengths, num_entries)
+    norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
+    inverse = torch.where(valid, norms.clamp_min(1e-8).reciprocal(), 0.0)
     count = lengths[:, None].clamp_min(1).float()
-    if anchor == "mean_raw":
-        centre = wide.sum(dim=1) / count
-    elif anchor == "median":
-        centre = wide.masked_fill(~valid, float("nan")).nanmedian(dim=1).values
+    tiles = [slice(start, start + rows) for start in range(0, num_entries, rows)]
+    if anchor == "median":
+        centre = torch.stack([_median(keys[h], valid[h]) for h in range(num_heads)])
     else:
-        centre = unit.sum(dim=1) / count
-    dots = (unit @ centre[:, :, None])[..., 0]
-    if anchor == "pairwise":
-        return -dots * count
-    length = torch.linalg.vector_norm(centre, dim=1, keepdim=True)
-    return -dots / length.clamp_min(1e-8)
+        weight = valid.float() if anchor == "mean_raw" else inverse
+        centre = torch.zeros(num_heads, 1, head_size, device=keys.device)
+        for tile in tiles:
+            centre += weight[:, None, tile] @ _finite(keys[:, tile], valid[:, tile]).float()
+        centre = centre[:, 0] / count
+    length = torch.linalg.vector_norm(centre, dim=1, keepdim=True).clamp_min(1e-8)
+    dots = torch.empty(num_heads, num_entries, dtype=torch.float32, device=keys.device)
+    for tile in tiles:
+        dots[:, tile] = (_finite(keys[:, tile], valid[:, tile]).float() @ centre[:, :, None])[
+            ..., 0
+        ]
+    dots *= inverse
+    return -dots * count if anchor == "pairwise" else -dots / length
+
+
+def _finite(keys: Tensor, valid: Tensor) -> Tensor:
+    """Keys with zeros for padding, which may hold anything."""
+    return keys.masked_fill(~valid[..., None], 0.0)
+
+
+def _median(keys: Tensor, valid: Tensor) -> Tensor:
+    """[D] median of each coordinate over the valid keys (the lower one of two)."""
+    return keys.float().masked_fill_(~valid[:, None], float("nan")).nanmedian(dim=0).values

@@ -7,7 +7,6 @@ been computed; the division among a layer's heads may look at scores. Totals are
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,20 +16,8 @@ from torch import Tensor
 from vllm_kvcompress.kernels.scores_torch import valid_entries
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
-from vllm_kvcompress.policies.ranking import apportion, top_entries
-
-
-def spread(
-    shares: Sequence[float], total: int, capacity: Sequence[int], floor: Sequence[int] | None = None
-) -> list[int]:
-    """`total` pages divided among layers in proportion to shares, within bounds, exactly."""
-    caps = torch.tensor(capacity)
-    least = torch.zeros_like(caps) if floor is None else torch.tensor(floor)
-    least = torch.minimum(least, caps)
-    if int(least.sum()) > total:
-        least = torch.zeros_like(caps)
-    weights = torch.tensor(shares, dtype=torch.float64)
-    return [int(n) for n in apportion(weights, total, least, caps, max(capacity))]
+from vllm_kvcompress.policies.ranking import top_entries
+from vllm_kvcompress.policies.rounding import apportion, spread
 
 
 @dataclass(frozen=True)
@@ -46,7 +33,9 @@ class Uniform:
 
     skip_layers: int = 0
 
-    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
         """Pages of each layer."""
         total = num_blocks * num_heads * len(capacity)
         skipped = self._num_skipped(num_blocks, capacity, num_heads)
@@ -69,10 +58,8 @@ class Uniform:
 def divide(view: LayerView, shares: Tensor, total: int, floor: int) -> Tensor:
     """A layer's pages divided among its heads by shares, each at least `floor` where it fits."""
     cap = torch.div(view.lengths, view.block_size, rounding_mode="floor")
-    num_heads = view.lengths.numel()
-    least = torch.full_like(cap, min(floor, total // num_heads))
-    largest = view.keys.shape[1] // view.block_size
-    return apportion(shares, total, torch.minimum(least, cap), cap, largest)
+    least = torch.full_like(cap, min(floor, total // cap.numel()))
+    return apportion(shares, total, torch.minimum(least, cap), cap)
 
 
 @dataclass(frozen=True)
@@ -90,7 +77,9 @@ class Pyramid:
     beta: float = 20.0
     block_size: int = 0
 
-    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
         """Pages of each layer, in whole pages per head."""
         num_layers = len(capacity)
         if num_layers == 1:
@@ -102,8 +91,8 @@ class Pyramid:
         if mean > 0:
             low = mean / self.beta
             high = 2 * mean - low
-            room = min(per_head) - window
-            if high >= room:
+            room = max(per_head) - window
+            if high > room:
                 high, low = room, 2 * mean - room
             step = (high - low) / (num_layers - 1)
             shares = [window + high - layer * step for layer in range(num_layers)]
@@ -134,7 +123,9 @@ class Ada:
     mode: str = "blend"
     protection: Protection = NOTHING_PROTECTED
 
-    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
         """The same for every layer."""
         return Uniform().layer_pages(num_blocks, capacity, num_heads)
 
@@ -164,42 +155,60 @@ class Ada:
 class HeadTable:
     """HeadKV (arXiv 2410.19258): a pool of all heads' budgets divided by measured importance.
 
-    Of the mean budget c a share 1/beta goes to the pool, which is divided by the heads' scores;
-    the rest everyone gets alike. What a full head cannot take stays in its layer.
+    With c the mean budget beyond the window, every head gets the window, c - c / beta, and of
+    the pool of all c / beta a share by its score. What a full head cannot take stays in its layer.
 
     Attributes:
         table: importance by layer and KV head, summing to 1; empty until bound to a model.
         beta: 1/beta of every budget is pooled.
+        window_size: tokens of the observation window, which every head keeps.
+        block_size: tokens of a page.
     """
 
     layer_dependent: ClassVar[bool] = True
 
     table: tuple[tuple[float, ...], ...] = ()
     beta: float = 1.01
+    window_size: int = 32
+    block_size: int = 0
 
-    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
         """Pages of each layer: the sum of its heads'."""
-        shares = [sum(self._share(layer, num_blocks)) for layer in range(len(capacity))]
+        window = self._window(num_blocks)
+        mean = num_blocks - window
+        shares = [
+            sum(window + mean * part for part in self._parts(layer))
+            for layer in range(len(capacity))
+        ]
         total = num_blocks * num_heads * len(capacity)
         return spread(shares, total, capacity, [num_heads] * len(capacity))
 
     def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
         """[H] int64 pages of each head."""
-        shares = self._share(view.layer, total / view.lengths.numel())
+        parts = self._parts(view.layer)
+        window = self._window(total / len(parts))
+        # The mean of all layers that gives this layer its total.
+        mean = (total - window * len(parts)) / sum(parts)
+        shares = [window + mean * part for part in parts]
         return divide(view, torch.tensor(shares, device=scores.device), total, floor)
 
-    def _share(self, layer: int, mean_pages: float) -> list[float]:
-        """Ideal pages of a layer's heads, not yet whole."""
-        pooled = mean_pages / self.beta
-        pool = pooled * len(self.table) * len(self.table[0])
-        return [score * pool + mean_pages - pooled for score in self.table[layer]]
+    def _window(self, mean_pages: float) -> float:
+        return min(self.window_size / self.block_size, mean_pages)
+
+    def _parts(self, layer: int) -> list[float]:
+        """By head, its budget beyond the window as a multiple of the mean."""
+        num_all = len(self.table) * len(self.table[0])
+        return [1 - 1 / self.beta + score * num_all / self.beta for score in self.table[layer]]
 
 
 @dataclass(frozen=True)
 class RetrievalHeads:
     """DuoAttention (arXiv 2410.10819): some heads keep everything, the others sinks and recent.
 
-    How many heads can keep everything follows from the budget; those with the highest gates do.
+    How many heads can keep everything follows from the budget; those with the highest gates do,
+    and the one after them keeps what is left.
 
     Attributes:
         gates: by layer and KV head; empty until bound to a model.
@@ -213,44 +222,45 @@ class RetrievalHeads:
     num_streaming: int = 384
     block_size: int = 0
 
-    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
-        """Pages of each layer: full for its retrieval heads, a few for the others."""
-        ranked = sorted(
-            (
-                (gate, -layer, -head)
-                for layer, row in enumerate(self.gates)
-                for head, gate in enumerate(row)
-            ),
-            reverse=True,
-        )
-        per_head = [pages // num_heads for pages in capacity]
-        few = [min(self._few, pages) for pages in per_head]
-        pages = [num * num_heads for num in few]
-        total = num_blocks * num_heads * len(capacity)
-        left = total - sum(pages)
-        for _, minus_layer, _ in ranked:
-            layer = -minus_layer
-            if left < (more := per_head[layer] - few[layer]):
-                break
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
+        """Pages of each layer: everything for its retrieval heads, a few for the others.
+
+        A head that keeps everything has `num_logical_blocks` pages.
+        """
+        full = num_logical_blocks or max(capacity) // num_heads
+        few = min(self._few, num_blocks)
+        pages = [few * num_heads] * len(capacity)
+        left = num_blocks * num_heads * len(capacity) - sum(pages)
+        for layer in self._layers_by_gate():
+            more = min(left, max(0, full - few))
             pages[layer] += more
             left -= more
-        if left >= 0:
-            return spread([float(n) for n in pages], total, capacity, pages)
-        return spread([1.0] * len(pages), total, capacity)
+        shares = [float(count) for count in pages]
+        within = [min(count, most) for count, most in zip(pages, capacity, strict=True)]
+        return spread(shares, sum(pages) + left, capacity, within)
 
     def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
-        """[H] int64 pages of each head."""
-        gates = torch.tensor(self.gates[view.layer], device=scores.device)
+        """[H] int64 pages of each head: a few for all, then by gate up to everything."""
         cap = torch.div(view.lengths, view.block_size, rounding_mode="floor")
-        num_heads, full = cap.numel(), view.keys.shape[1] // view.block_size
-        few = min(self._few, full, total // num_heads)
-        num_full = (total - few * num_heads) // max(1, full - few) if full > few else 0
-        order = gates.argsort(descending=True, stable=True)
-        rank = torch.empty_like(order)
-        rank[order] = torch.arange(num_heads, device=order.device)
-        least = torch.where(rank < num_full, cap, torch.minimum(cap, torch.full_like(cap, few)))
-        return apportion(gates + 1e-3, total, least, cap, full)
+        few = torch.full_like(cap, min(self._few, total // cap.numel()))
+        least = torch.minimum(few, cap)
+        order = torch.tensor(self._heads_by_gate(view.layer), device=cap.device)
+        room = (cap - least)[order]
+        before = room.cumsum(0) - room
+        more = (total - least.sum() - before).clamp_min(0).minimum(room)
+        return least.index_add(0, order, more)
 
     @property
     def _few(self) -> int:
         return math.ceil(self.num_streaming / self.block_size)
+
+    def _heads_by_gate(self, layer: int) -> list[int]:
+        row = self.gates[layer]
+        return sorted(range(len(row)), key=lambda head: -row[head])
+
+    def _layers_by_gate(self) -> list[int]:
+        """Layer of each head, from the highest gate to the lowest."""
+        gates = [(-gate, layer) for layer, row in enumerate(self.gates) for gate in row]
+        return [layer for _, layer in sorted(gates)]

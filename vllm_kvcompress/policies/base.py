@@ -118,10 +118,17 @@ class Allocator(Protocol):
     @property
     def layer_dependent(self) -> bool: ...
 
-    def layer_pages(self, num_blocks: int, capacity: list[int], num_heads: int) -> list[int]:
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
         """Pages of each layer: at most `capacity[l]`, in sum `num_blocks * num_heads * layers`.
 
-        `capacity[l]` is the number of pages that layer l holds now, over all its heads.
+        Args:
+            num_blocks: fresh blocks of the event; one is a page for every layer and head.
+            capacity: pages that each layer holds now, over all its heads.
+            num_heads: KV heads of this rank.
+            num_logical_blocks: full blocks of the request's tokens, kept or not; 0 if nothing
+                was compressed before.
         """
         ...
 

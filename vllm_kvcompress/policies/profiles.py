@@ -124,14 +124,15 @@ def bind_profile(
     if profile.kind == DUOATTENTION:
         return "gates", tuple(rows)
     group = num_query_heads // num_kv_heads
+    powered = [[max(0.0, score) ** profile.temperature for score in row] for row in rows]
     means = [
-        [sum(row[h * group : (h + 1) * group]) / group for h in range(num_kv_heads)] for row in rows
+        [sum(row[h * group : (h + 1) * group]) / group for h in range(num_kv_heads)]
+        for row in powered
     ]
-    powered = [[max(0.0, mean) ** profile.temperature for mean in row] for row in means]
-    total = sum(map(sum, powered))
+    total = sum(map(sum, means))
     if total <= 0:
         return "table", tuple((1.0 / (num_layers * num_kv_heads),) * num_kv_heads for _ in rows)
-    return "table", tuple(tuple(value / total for value in row) for row in powered)
+    return "table", tuple(tuple(value / total for value in row) for row in means)
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -38,7 +38,7 @@ class Protection:
         tail = view.num_tail
         recent = torch.full_like(kept, self.num_recent)
         if self.recent_fraction:
-            recent = ((kept + tail) * self.recent_fraction).floor().to(torch.int64)
+            recent = ((kept + tail).double() * self.recent_fraction).floor().to(torch.int64)
         recent = (recent - tail).clamp_min(0)
         least = 0 if tail or not (self.num_recent or self.recent_fraction) else 1
         recent = torch.minimum(recent, (kept - self.num_sinks).clamp_min(least))

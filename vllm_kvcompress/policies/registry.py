@@ -80,7 +80,8 @@ def _adakv(values: Values, profile: HeadProfile | None) -> Pipeline:
 
 
 def _headkv(values: Values, profile: HeadProfile | None) -> Pipeline:
-    return replace(_snapkv(values, profile), allocator=HeadTable(beta=values["beta"]))
+    allocator = HeadTable(beta=values["beta"], window_size=values["window_size"])
+    return replace(_snapkv(values, profile), allocator=allocator)
 
 
 def _h2o(values: Values, profile: HeadProfile | None) -> Pipeline:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels import max_or_mean_pool, window_mass
@@ -48,18 +49,15 @@ class WindowMass:
         if self.kernel_size <= 1:
             return mass
         num_window = max(0, view.queries.shape[0] - view.num_tail)
-        nth = _from_the_end(view)
-        in_window = nth < num_window
+        in_window = _num_following(view) < num_window
         empty = float("-inf") if self.pooling == "max" else 0.0
         left = mass.masked_fill(in_window, empty)
         pooled = max_or_mean_pool(left, self.kernel_size, self.pooling)
-        return pooled.masked_fill(in_window, 0.0).where(~in_window, mass)
+        return torch.where(in_window, mass, pooled)
 
 
-def _from_the_end(view: LayerView) -> Tensor:
+def _num_following(view: LayerView) -> Tensor:
     """[H, n] how many valid entries follow; negative for padding."""
-    import torch
-
     nth = torch.arange(view.keys.shape[1], device=view.keys.device)
     return (view.lengths - 1)[:, None] - nth
 
