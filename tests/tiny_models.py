@@ -18,7 +18,7 @@ COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 32,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -44,7 +44,8 @@ FAMILIES = {
 def build(family: str, directory: Path, **overrides: object) -> Path:
     """Writes a random model of a family, with its tokenizer, and returns its directory.
 
-    Attention is made sharper than at initialisation, so that which tokens are kept matters.
+    Attention is made sharper than at initialisation, so that which tokens are kept matters, and
+    in half of the heads diffuse, so that heads deserve different budgets.
     """
     settings = {**COMMON, **FAMILIES[family], **overrides}
     torch.manual_seed(0)
@@ -53,6 +54,8 @@ def build(family: str, directory: Path, **overrides: object) -> Path:
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
             parameter.data.mul_(8)
+        if name.endswith("q_proj.weight"):
+            parameter.data[: parameter.shape[0] // 2].mul_(0.1)
         if name.endswith(("v_proj.weight", "o_proj.weight", "embed_tokens.weight")):
             parameter.data.mul_(4)
     target = directory / family

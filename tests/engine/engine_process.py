@@ -155,7 +155,8 @@ def run_phase(engine: Any, books: Books, requests: list[dict], report: dict[str,
         held = {}
         for manager in getattr(books.scheduler, "compressed_managers", ()):
             for request_id in manager.req_to_blocks:
-                held[request_id] = manager.num_blocks_held(request_id)
+                name = request_id.rpartition("-")[0]  # vLLM appends a random suffix
+                held[name] = manager.num_blocks_held(request_id)
         report["held"].append(held)
         step += 1
         assert step < 5000, "the engine does not come to an end"

@@ -116,4 +116,4 @@ def test_decode_trigger_keeps_a_long_answer_small(llama: str, run_engine: Run) -
     report = run_engine(llama, [[request("a", prompt(500, seed=7), 900)]], settings=settings)
     assert len(report["outputs"]["a"]["tokens"]) == 900
     # 4 kept blocks, 64 tokens since, one partial block, and 4 fresh ones at an event
-    assert max(held["a"] for held in report["held"][60:]) <= 4 + 2 + 1 + 4
+    assert max(held["a"] for held in report["held"][60:] if "a" in held) <= 4 + 2 + 1 + 4

@@ -1,0 +1,92 @@
+"""The shipped model answers, its tokenizer round-trips, and training really learns."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vllm_kvcompress.reference.evaluate import HELD_OUT_SEED, evaluate, prompt_ids
+from vllm_kvcompress.reference.tasks import FAMILIES, generate_sample
+from vllm_kvcompress.reference.tokenizer import BOS, build_tokenizer
+from vllm_kvcompress.reference.train import (
+    IGNORED,
+    Recipe,
+    answer_loss,
+    build_model,
+    make_batch,
+    recall_sequence,
+    train,
+)
+
+SHIPPED = Path(__file__).parents[2] / "models" / "reference"
+
+
+@pytest.fixture(scope="module")
+def shipped() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(SHIPPED).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(SHIPPED)
+
+
+def test_the_shipped_model_answers_held_out_questions(shipped: Any) -> None:
+    """20 questions of each family with contexts of 1,024 tokens; at least 95% right."""
+    scores = evaluate(shipped, num_tokens=1024, num_samples=20)
+    assert scores["mean"] >= 0.95, scores
+
+
+def test_the_recorded_accuracy_meets_the_requirement() -> None:
+    report = json.loads((SHIPPED / "reference.json").read_text())
+    assert report["accuracy"]["1024"]["mean"] >= 0.95
+    weights = sum(f.stat().st_size for f in SHIPPED.iterdir())
+    assert weights < 20e6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_chat_renders_to_the_training_layout(tokenizer: Any, family: str) -> None:
+    sample = generate_sample(family, 128, HELD_OUT_SEED)
+    messages = [{"role": "user", "content": f"{sample.context}\n{sample.question}"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == prompt_ids(sample)
+    assert prompt_ids(sample)[0] == BOS
+
+
+def test_words_survive_the_tokenizer() -> None:
+    tokenizer = build_tokenizer()
+    text = "find k3 k5 . v7 w100 n63 f0 x255"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == len(text.split())
+    assert tokenizer.decode(ids) == text
+    assert tokenizer("unheard-of")["input_ids"] == [tokenizer.unk_token_id]
+
+
+def test_loss_is_on_answers_only() -> None:
+    """Every label is the token at its own place, and contexts and questions have none."""
+    ids, labels = recall_sequence("multikey", 128, random.Random(1))
+    words = build_tokenizer().convert_ids_to_tokens(ids)
+    labelled = [word for word, label in zip(words, labels, strict=True) if label != IGNORED]
+    assert all(label in (IGNORED, token) for token, label in zip(ids, labels, strict=True))
+    assert set(word[0] for word in labelled) <= set("kvw<")
+    first_question = words.index("find")
+    assert all(label == IGNORED for label in labels[: first_question + 3])
+
+
+def test_a_few_steps_reduce_the_loss() -> None:
+    recipe = Recipe(minutes=0.12, tokens_per_step=1024)
+    ids, labels, _ = make_batch(64, 0.0, recipe, random.Random(5))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        before, _ = answer_loss(build_model(), ids, labels)
+        after, _ = answer_loss(train(recipe), ids, labels)
+    assert float(after) < float(before) - 0.2

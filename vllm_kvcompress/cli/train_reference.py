@@ -1,0 +1,54 @@
+"""`vllm-kvcompress train-reference`: trains the reference model and says how well it answers."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Adds the subcommand."""
+    parser = subparsers.add_parser(
+        "train-reference",
+        help="train the small reference model on synthetic retrieval tasks",
+        description="Trains a small Llama on synthetic retrieval tasks in RULER's families, "
+        "saves it for vLLM, and prints its accuracy on held-out questions.",
+    )
+    parser.add_argument("--out", type=Path, default=Path("reference-model"), help="directory")
+    parser.add_argument("--minutes", type=float, default=40.0, help="training time")
+    parser.add_argument("--max-length", type=int, default=2048, help="longest context, in tokens")
+    parser.add_argument("--questions", type=int, default=50, help="held-out, per family and length")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="torch device, such as cpu or cuda")
+    parser.set_defaults(func=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, saves, evaluates; exit status 1 if the model does not answer well enough."""
+    from tqdm import tqdm
+
+    from vllm_kvcompress.reference import publish
+    from vllm_kvcompress.reference.train import Progress, Recipe, train
+
+    recipe = Recipe(
+        minutes=args.minutes, max_length=args.max_length, seed=args.seed, device=args.device
+    )
+    with tqdm(total=round(60 * args.minutes), unit="s", desc="training") as bar:
+
+        def show(progress: Progress) -> None:
+            accuracy = min(progress.accuracy.values(), default=0.0)
+            bar.n = min(bar.total, round(progress.seconds))
+            bar.set_postfix_str(
+                f"{progress.length} tokens, loss {progress.loss:.3f}, worst family {accuracy:.2f}"
+            )
+
+        model = train(recipe, show)
+    facts = {"minutes": args.minutes, "seed": args.seed, "device": args.device}
+    report = publish.publish(model.cpu(), args.out, facts, args.questions)
+    for length, scores in report["accuracy"].items():
+        row = "  ".join(f"{name} {100 * value:.1f}%" for name, value in scores.items())
+        print(f"{length} tokens: {row}")
+    reached = report["accuracy"][str(publish.REQUIRED_LENGTH)]["mean"]
+    print(f"held-out questions at {publish.REQUIRED_LENGTH} tokens: {100 * reached:.1f}% right")
+    return 0 if reached >= publish.REQUIRED_ACCURACY else 1
