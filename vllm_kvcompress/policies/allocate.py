@@ -29,9 +29,12 @@ class Uniform:
             these keep at least half of a uniform budget.
     """
 
-    layer_dependent: ClassVar[bool] = False
-
     skip_layers: int = 0
+
+    @property
+    def layer_dependent(self) -> bool:
+        """Whether some layers are skipped."""
+        return self.skip_layers > 0
 
     def layer_pages(
         self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0

@@ -1,0 +1,131 @@
+"""Random caches for policy tests, and profile files that fit them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vllm_kvcompress.policies import Pipeline, resolve
+from vllm_kvcompress.policies.base import LayerView
+
+HEAD_SIZE = 8
+HIDDEN_SIZE = 24
+NUM_LAYERS = 3
+NUM_KV_HEADS = 2
+
+# Small windows, so that prompts of a few pages have something to select.
+POLICIES: dict[str, dict[str, object]] = {
+    "streamingllm": {},
+    "knorm": {},
+    "keydiff": {},
+    "keydiff+window": {"recent_fraction": 0.3, "anchor": "mean_raw"},
+    "tova": {},
+    "h2o": {"window_size": 9},
+    "snapkv": {"window_size": 5},
+    "pyramidkv": {"window_size": 5, "beta": 3.0},
+    "adakv": {"window_size": 5},
+    "headkv": {"window_size": 5},
+    "duoattention": {},
+    "snapkv+criticalkv": {"window_size": 5},
+    "adakv+criticalkv": {"window_size": 5, "safeguard_mode": "floor", "norm": "l2"},
+    "headkv+criticalkv": {"window_size": 5, "pooling": "mean", "alpha": 0.3},
+    "pyramidkv+criticalkv": {"window_size": 6, "kernel_size": 3},
+    "h2o+criticalkv": {"window_size": 9, "norm": "l2"},
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer of one request.
+
+    Attributes:
+        pages: pages of each KV head.
+        tail: tokens in the partial last block.
+        block_size: tokens of a page.
+        group: query heads per KV head.
+        layer: which layer.
+        seed: of the numbers.
+    """
+
+    pages: tuple[int, ...]
+    tail: int = 0
+    block_size: int = 4
+    group: int = 2
+    layer: int = 1
+    seed: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        return [count * self.block_size for count in self.pages]
+
+
+def make_view(shape: Shape, num_queries: int, dtype: torch.dtype = torch.float32) -> LayerView:
+    """Random keys, values and queries; padding is NaN, so that nobody reads it."""
+    generator = torch.Generator().manual_seed(shape.seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(*size, generator=generator)
+
+    num_heads, width = len(shape.pages), max(shape.lengths)
+    keys, values = normal(num_heads, width, HEAD_SIZE), normal(num_heads, width, HEAD_SIZE)
+    for head, length in enumerate(shape.lengths):
+        keys[head, length:] = values[head, length:] = float("nan")
+    weight = normal(num_heads * shape.group, HEAD_SIZE, HIDDEN_SIZE)
+    # More queries than tokens cannot have been asked.
+    num_queries = min(num_queries, width + shape.tail)
+    return LayerView(
+        keys=keys.to(dtype),
+        values=values.to(dtype),
+        lengths=torch.tensor(shape.lengths),
+        tail_keys=normal(num_heads, shape.tail, HEAD_SIZE).to(dtype),
+        tail_values=normal(num_heads, shape.tail, HEAD_SIZE).to(dtype),
+        queries=(2 * normal(num_queries, num_heads * shape.group, HEAD_SIZE)).to(dtype),
+        scale=HEAD_SIZE**-0.5,
+        layer=shape.layer,
+        num_layers=NUM_LAYERS,
+        block_size=shape.block_size,
+        output_weight=weight.to(dtype),
+        output_gram=weight @ weight.mT,
+    )
+
+
+def headkv_file(directory: Path, num_layers: int, num_heads: int) -> Path:
+    """Scores that differ from head to head, two per head."""
+    generator = torch.Generator().manual_seed(7)
+    scores = torch.rand(num_layers, num_heads, 2, generator=generator).tolist()
+    rows = {f"{la}-{h}": scores[la][h] for la in range(num_layers) for h in range(num_heads)}
+    path = directory / "headkv.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def duoattention_file(
+    directory: Path, num_layers: int, num_heads: int, sinks: int = 2, recent: int = 5
+) -> Path:
+    """Gates that differ from head to head."""
+    gates = torch.rand(num_layers, num_heads, generator=torch.Generator().manual_seed(8)).tolist()
+    path = directory / "full_attention_heads.tsv"
+    path.write_text("\n".join("\t".join(map(str, row)) for row in gates) + "\n")
+    (directory / "config.json").write_text(json.dumps({"sink_size": sinks, "recent_size": recent}))
+    return path
+
+
+def make_pipeline(policy: str, shape: Shape, directory: Path, **params: object) -> Pipeline:
+    """A policy of `POLICIES` with its parameters, bound to the shape's model."""
+    num_heads = len(shape.pages)
+    profile = None
+    if policy.startswith("headkv"):
+        profile = headkv_file(directory, NUM_LAYERS, num_heads * shape.group)
+    elif policy == "duoattention":
+        profile = duoattention_file(directory, NUM_LAYERS, num_heads)
+    pipeline = resolve(policy, {**POLICIES.get(policy, {}), **params}, profile)
+    return pipeline.bind(NUM_LAYERS, num_heads, num_heads * shape.group, shape.block_size)
+
+
+def rows_of(kept: torch.Tensor, counts: Sequence[int], block_size: int) -> list[list[int]]:
+    """A selection's flat indices, head by head."""
+    return [part.tolist() for part in kept.split([count * block_size for count in counts])]

@@ -1,0 +1,341 @@
+"""Every policy again, as plain Python loops over numbers.
+
+Shares no code with the package: no torch beyond reading the inputs, no vectorisation. A head is a
+list of entries in position order; entries of the full blocks come first, then the tail.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_kvcompress.policies.base import LayerView
+
+Vector = list[float]
+
+
+def dot(a: Vector, b: Vector) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def norm(a: Vector) -> float:
+    return math.sqrt(dot(a, a))
+
+
+@dataclass
+class Head:
+    """One KV head of one layer.
+
+    Attributes:
+        keys, values: entries of the full blocks.
+        tail_keys: keys of the partial block.
+        queries: by position of the window, the group's query vectors, oldest first.
+        weights: by member of the group, W_O rows [D][M].
+        scale: softmax scale.
+    """
+
+    keys: list[Vector]
+    values: list[Vector]
+    tail_keys: list[Vector]
+    queries: list[list[Vector]]
+    weights: list[list[Vector]]
+    scale: float
+
+    @property
+    def size(self) -> int:
+        return len(self.keys)
+
+    @property
+    def num_tail(self) -> int:
+        return len(self.tail_keys)
+
+
+def heads_of(view: LayerView) -> list[Head]:
+    num_heads = view.keys.shape[0]
+    group = view.queries.shape[1] // num_heads
+    heads = []
+    for h in range(num_heads):
+        size = int(view.lengths[h])
+        own = range(h * group, (h + 1) * group)
+        assert view.output_weight is not None
+        heads.append(
+            Head(
+                keys=view.keys[h, :size].double().tolist(),
+                values=view.values[h, :size].double().tolist(),
+                tail_keys=view.tail_keys[h].double().tolist(),
+                queries=[[row[q].double().tolist() for q in own] for row in view.queries],
+                weights=[view.output_weight[q].double().tolist() for q in own],
+                scale=view.scale,
+            )
+        )
+    return heads
+
+
+# --- scores -----------------------------------------------------------------------------------
+
+
+def mass(head: Head) -> Vector:
+    """Mean attention of the window's queries to each entry of the full blocks."""
+    everything = head.keys + head.tail_keys
+    window = len(head.queries)
+    total = [0.0] * head.size
+    for i, members in enumerate(head.queries):
+        visible = len(everything) - (window - 1 - i)
+        if visible <= 0:
+            continue
+        for query in members:
+            logits = [head.scale * dot(query, key) for key in everything[:visible]]
+            top = max(logits)
+            exps = [math.exp(logit - top) for logit in logits]
+            whole = sum(exps)
+            for j in range(min(visible, head.size)):
+                total[j] += exps[j] / whole
+    count = window * len(head.queries[0]) if head.queries else 1
+    return [value / count for value in total]
+
+
+def pooled(head: Head, raw: Vector, kernel: int, how: str) -> Vector:
+    """Pools the columns left of the window; the window's own keep their mass."""
+    left = max(0, head.size - max(0, len(head.queries) - head.num_tail))
+    half = kernel // 2
+    out = list(raw)
+    for j in range(left):
+        around = [raw[i] for i in range(max(0, j - half), min(left, j + half + 1))]
+        out[j] = max(around) if how == "max" else sum(around) / kernel
+    return out
+
+
+def keydiff(head: Head, anchor: str) -> Vector:
+    keys, size = head.keys, head.size
+    unit = [[x / norm(k) for x in k] if norm(k) else k for k in keys]
+    if anchor == "pairwise":
+        return [-sum(dot(a, b) for b in unit) for a in unit]
+    columns = range(len(keys[0]))
+    if anchor == "mean_normalized":
+        centre = [sum(k[c] for k in unit) / size for c in columns]
+    elif anchor == "mean_raw":
+        centre = [sum(k[c] for k in keys) / size for c in columns]
+    else:
+        centre = [sorted(k[c] for k in keys)[(size - 1) // 2] for c in columns]
+    length = norm(centre)
+    return [-dot(centre, u) / length if length else 0.0 for u in unit]
+
+
+def value_norms(head: Head, how: str) -> Vector:
+    out = []
+    for value in head.values:
+        total = 0.0
+        for weight in head.weights:
+            columns = range(len(weight[0]))
+            projected = [sum(value[d] * weight[d][m] for d in range(len(value))) for m in columns]
+            total += sum(map(abs, projected)) if how == "l1" else norm(projected)
+        out.append(total / len(head.weights))
+    return out
+
+
+def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Vector]:
+    base = policy.split("+")[0]
+    if base in ("streamingllm", "duoattention"):
+        return [[float(j) for j in range(head.size)] for head in heads]
+    if base == "knorm":
+        return [[-norm(key) for key in head.keys] for head in heads]
+    if base == "keydiff":
+        return [keydiff(head, params["anchor"]) for head in heads]
+    masses = [mass(head) for head in heads]
+    if base == "h2o":
+        return masses
+    if base == "tova":
+        # A head that is shorter than another has nothing to say about the rest.
+        width = max(len(row) for row in masses)
+        mean = [sum(row[j] for row in masses if j < len(row)) / len(masses) for j in range(width)]
+        return [mean[: head.size] for head in heads]
+    return [
+        pooled(head, row, params["kernel_size"], params["pooling"])
+        for head, row in zip(heads, masses, strict=True)
+    ]
+
+
+# --- protection -------------------------------------------------------------------------------
+
+
+def protected(head: Head, kept: int, sinks: int, recent: int, share: float) -> set[int]:
+    """The entries of a head that stay, when `kept` of its full-block entries do."""
+    if share:
+        recent = math.floor((kept + head.num_tail) * share)
+    wanted = recent > 0 or share > 0
+    recent = max(0, recent - head.num_tail)  # the tail is recent and stays anyway
+    if sinks + recent > kept:
+        least = 1 if wanted and not head.num_tail else 0
+        recent = min(recent, max(least, kept - sinks), kept)
+        sinks = min(sinks, kept - recent)
+    return {j for j in range(head.size) if j < sinks or j >= head.size - recent}
+
+
+def protection_of(policy: str, params: dict[str, Any]) -> tuple[int, int, float]:
+    base = policy.split("+")[0]
+    if base == "streamingllm":
+        return params["num_sinks"], 0, 0.0
+    if base == "duoattention":
+        return params["sinks"], 0, 0.0
+    if base in ("knorm", "tova"):
+        return 0, 0, 0.0
+    if base == "keydiff":
+        return 0, 0, params["recent_fraction"] if "window" in policy else 0.0
+    if base == "h2o":
+        return 0, 0, params["recent_fraction"]
+    return 0, params["window_size"], 0.0
+
+
+# --- allocation -------------------------------------------------------------------------------
+
+
+def divide(shares: Vector, total: int, floors: list[int], caps: list[int]) -> list[int]:
+    """min(max(m * share, floor), cap) with m found by bisection, then largest remainders."""
+    whole = sum(shares)
+    weights = [s / whole + 1e-9 if whole else 1.0 for s in shares]
+
+    def ideal(multiple: float) -> Vector:
+        return [
+            min(max(multiple * w, lo), hi) for w, lo, hi in zip(weights, floors, caps, strict=True)
+        ]
+
+    low, high = 0.0, 1e15
+    for _ in range(300):
+        middle = (low + high) / 2
+        if sum(ideal(middle)) < total:
+            low = middle
+        else:
+            high = middle
+    exact = ideal(high)
+    pages = [math.floor(x + 1e-6) for x in exact]
+    while sum(pages) < total:
+        best = None
+        for h in range(len(pages)):
+            rest = round((exact[h] - pages[h]) * 1e6)
+            if pages[h] < caps[h] and (best is None or rest > best[0]):
+                best = (rest, h)
+        assert best is not None
+        pages[best[1]] += 1
+        exact[best[1]] -= 1e9  # once each
+    return pages
+
+
+def ada_shares(
+    heads: list[Head], scores: list[Vector], total_tokens: int, params: dict[str, Any]
+) -> Vector:
+    count = len(heads)
+    fixed = [
+        protected(head, min(head.size, total_tokens // count), 0, params["window_size"], 0.0)
+        for head in heads
+    ]
+    selectable = total_tokens - sum(map(len, fixed))
+    mean = selectable / count
+    ranked = [
+        sorted(
+            (j for j in range(head.size) if j not in fixed[h]),
+            key=lambda j, h=h: (scores[h][j], j),
+            reverse=True,
+        )
+        for h, head in enumerate(heads)
+    ]
+    phi, won = params["safeguard"], [0] * count
+    if params["safeguard_mode"] == "floor":
+        won = [min(math.floor(phi * mean), len(order)) for order in ranked]
+    rest = [(scores[h][j], h, j) for h, order in enumerate(ranked) for j in order[won[h] :]]
+    for _, h, _ in sorted(rest, reverse=True)[: selectable - sum(won)]:
+        won[h] += 1
+    if params["safeguard_mode"] == "blend":
+        return [(1 - phi) * w + phi * mean + len(f) for w, f in zip(won, fixed, strict=True)]
+    return [float(w + len(f)) for w, f in zip(won, fixed, strict=True)]
+
+
+def duo_pages(gates: Vector, few: int, caps: list[int], total: int) -> list[int]:
+    """A few pages for everyone, then heads by gate up to everything."""
+    few = min(few, total // len(caps))
+    pages = [min(few, cap) for cap in caps]
+    order = sorted(range(len(caps)), key=lambda h: (-gates[h], h))
+    for h in order:
+        while pages[h] < caps[h] and sum(pages) < total:
+            pages[h] += 1
+    return pages
+
+
+def headkv_shares(
+    table: list[Vector], layer: int, total: int, beta: float, window_pages: float
+) -> Vector:
+    """b = window + s * pool + c - c / beta, c such that the layer's heads sum to its total."""
+    num_heads, num_all = len(table[layer]), len(table) * len(table[layer])
+    window_pages = min(window_pages, total / num_heads)
+
+    def shares(c: float) -> Vector:
+        pool = c / beta * num_all
+        return [window_pages + score * pool + c - c / beta for score in table[layer]]
+
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(shares(middle)) < total else (low, middle)
+    return shares(high)
+
+
+# --- selection --------------------------------------------------------------------------------
+
+
+def best(candidates: list[int], score: Vector, count: int) -> list[int]:
+    """The `count` highest; of equals, the later."""
+    return sorted(candidates, key=lambda j: (score[j], j), reverse=True)[:count]
+
+
+def select(
+    head: Head, score: Vector, kept: int, stay: set[int], critical: dict[str, Any] | None
+) -> list[int]:
+    candidates = [j for j in range(head.size) if j not in stay]
+    budget = kept - len(stay)
+    if critical is None:
+        return sorted([*stay, *best(candidates, score, budget)])
+    first = best(candidates, score, math.floor(critical["alpha"] * budget))
+    nu = value_norms(head, critical["norm"])
+    weighted = [(s + critical["epsilon"]) * v for s, v in zip(score, nu, strict=True)]
+    others = [j for j in candidates if j not in first]
+    second = best(others, weighted, budget - len(first))
+    return sorted([*stay, *first, *second])
+
+
+def compress(
+    policy: str, view: LayerView, total: int, params: dict[str, Any], profile: Any = None
+) -> tuple[list[int], list[list[int]]]:
+    """Pages per head, and kept entries per head in position order.
+
+    Args:
+        policy: the policy string.
+        view: the layer.
+        total: pages of the layer.
+        params: every parameter of the policy (for duoattention also `sinks` and `few`).
+        profile: table of the layer's and other heads' values by layer and KV head.
+    """
+    heads, size = heads_of(view), view.block_size
+    base = policy.split("+")[0]
+    scores = scores_of(policy, heads, params)
+    sinks, recent, share = protection_of(policy, params)
+    caps = [head.size // size for head in heads]
+    need = math.ceil((sinks + max(0, recent - view.tail_keys.shape[1])) / size)
+    floor = min(max(1, need), total // len(heads))
+    floors = [min(floor, cap) for cap in caps]
+    if base == "duoattention":
+        counts = duo_pages(profile[view.layer], params["few"], caps, total)
+    elif base == "adakv":
+        shares = ada_shares(heads, scores, total * size, params)
+        counts = divide(shares, total, floors, caps)
+    elif base == "headkv":
+        window = params["window_size"] / size
+        shares = headkv_shares(profile, view.layer, total, params["beta"], window)
+        counts = divide(shares, total, floors, caps)
+    else:
+        counts = divide([1.0] * len(heads), total, floors, caps)
+    critical = params if "criticalkv" in policy else None
+    kept = []
+    for head, score, count in zip(heads, scores, counts, strict=True):
+        stay = protected(head, count * size, sinks, recent, share)
+        kept.append(select(head, score, count * size, stay, critical))
+    return counts, kept

@@ -1,0 +1,273 @@
+"""Budgets of layers and heads."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
+from vllm_kvcompress.policies.allocate import Ada, HeadTable, Pyramid, RetrievalHeads, Uniform
+from vllm_kvcompress.policies.base import Allocator, LayerView
+from vllm_kvcompress.policies.protect import Protection
+
+EQUAL_TABLE = ((1 / 8,) * 2,) * 4
+TABLE = ((0.3, 0.1), (0.05, 0.05), (0.25, 0.15), (0.1, 0.0))
+GATES = ((0.9, 0.1), (0.2, 0.3), (1.0, 0.8), (0.0, 0.05))
+ALLOCATORS: list[Allocator] = [
+    Uniform(),
+    Uniform(skip_layers=2),
+    Pyramid(window_size=8, beta=20.0, block_size=4),
+    Pyramid(window_size=64, beta=3.0, block_size=16),
+    Ada(),
+    HeadTable(table=TABLE, block_size=4),
+    HeadTable(table=EQUAL_TABLE, beta=2.0, block_size=4),
+    RetrievalHeads(gates=GATES, num_streaming=10, block_size=4),
+    RetrievalHeads(gates=GATES, num_streaming=400, block_size=4),
+]
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS, ids=str)
+@given(num_full=st.integers(1, 40), data=st.data())
+def test_layer_totals_are_exact_through_any_events(
+    allocator: Allocator, num_full: int, data: st.DataObject
+) -> None:
+    """Event after event, each with more tokens and another budget."""
+    num_heads, num_layers = 2, 4
+    capacity, logical, resident = [num_full * num_heads] * num_layers, num_full, num_full
+    for _ in range(3):
+        num_blocks = data.draw(st.integers(1, resident))
+        pages = allocator.layer_pages(num_blocks, capacity, num_heads, logical)
+        assert all(isinstance(count, int) for count in pages)
+        assert sum(pages) == num_blocks * num_heads * num_layers
+        assert all(0 <= count <= most for count, most in zip(pages, capacity, strict=True))
+        more = data.draw(st.integers(0, 9))
+        capacity = [count + more * num_heads for count in pages]
+        logical, resident = logical + more, num_blocks + more
+
+
+@pytest.mark.parametrize("allocator", ALLOCATORS, ids=str)
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=2, max_size=2).filter(any),
+    floor=st.integers(0, 5),
+    layer=st.integers(0, 3),
+    data=st.data(),
+)
+def test_head_totals_are_exact(
+    allocator: Allocator, counts: list[int], floor: int, layer: int, data: st.DataObject
+) -> None:
+    shape = Shape(pages=tuple(counts), layer=layer)
+    if getattr(allocator, "block_size", 4) == 16:
+        shape = Shape(pages=tuple(counts), layer=layer, block_size=16)
+    view = make_view(shape, 0)
+    scores = torch.rand(2, view.keys.shape[1], generator=torch.Generator().manual_seed(layer))
+    total = data.draw(st.integers(0, sum(counts)))
+    pages = allocator.head_pages(view, scores, total, floor)
+    assert pages.dtype == torch.int64
+    assert int(pages.sum()) == total
+    least = [min(floor, total // 2, count) for count in counts]
+    for low, page, high in zip(least, pages.tolist(), counts, strict=True):
+        assert 0 <= page <= high
+        if not isinstance(allocator, RetrievalHeads):
+            assert page >= low
+
+
+# --- uniform and skipped layers ---------------------------------------------------------------
+
+
+def test_skipped_layers_keep_everything_and_the_others_pay() -> None:
+    pages = Uniform(skip_layers=2).layer_pages(20, [80] * 8, 2)
+    assert pages == [80, 80, 27, 27, 27, 27, 26, 26]
+    assert sum(pages) == 20 * 2 * 8
+
+
+def test_fewer_layers_are_skipped_where_the_others_would_starve() -> None:
+    assert Uniform(skip_layers=2).layer_pages(3, [200] * 4, 2) == [6, 6, 6, 6]
+    # Two whole layers would leave 2 pages for each of the others, less than half of 12.
+    assert Uniform(skip_layers=2).layer_pages(6, [22] * 4, 2) == [22, 9, 9, 8]
+
+
+# --- pyramid ----------------------------------------------------------------------------------
+
+
+@given(num_blocks=st.integers(1, 60), extra=st.integers(0, 200), beta=st.floats(1, 50))
+def test_pyramid_never_rises(num_blocks: int, extra: int, beta: float) -> None:
+    full = num_blocks + extra
+    pages = Pyramid(window_size=8, beta=beta, block_size=4).layer_pages(num_blocks, [full] * 6, 1)
+    assert pages == sorted(pages, reverse=True)
+
+
+def test_pyramid_is_the_paper_s_line() -> None:
+    """c = 30 - 2 = 28, min = 28 / 7 = 4, max = 2 * 28 - 4 = 52; from 54 to 6 pages in 4 steps."""
+    pyramid = Pyramid(window_size=8, beta=7.0, block_size=4)
+    assert pyramid.layer_pages(30, [200 * 3] * 5, 3) == [162, 126, 90, 54, 18]
+
+
+def test_pyramid_stops_at_the_prompt() -> None:
+    """max = n - w = 38, min = 2 * 28 - 38 = 18: from 40 to 20 pages."""
+    pyramid = Pyramid(window_size=8, beta=7.0, block_size=4)
+    assert pyramid.layer_pages(30, [40] * 5, 1) == [40, 35, 30, 25, 20]
+
+
+@given(num_blocks=st.integers(1, 40))
+def test_pyramid_without_slope_is_uniform(num_blocks: int) -> None:
+    pyramid = Pyramid(window_size=8, beta=1.0, block_size=4)
+    assert pyramid.layer_pages(num_blocks, [90] * 5, 2) == [2 * num_blocks] * 5
+
+
+def test_pyramid_of_one_layer() -> None:
+    assert Pyramid(block_size=4).layer_pages(3, [9], 1) == [3]
+
+
+# --- ada --------------------------------------------------------------------------------------
+
+
+def ada_view(num_heads: int = 4, pages: int = 12) -> tuple[LayerView, torch.Tensor]:
+    view = make_view(Shape(pages=(pages,) * num_heads), 0)
+    scores = torch.rand(num_heads, pages * 4, generator=torch.Generator().manual_seed(6))
+    return view, scores * torch.arange(1, num_heads + 1)[:, None]
+
+
+@pytest.mark.parametrize("mode", ["blend", "floor"])
+def test_equal_heads_get_equal_budgets(mode: str) -> None:
+    view, scores = ada_view()
+    pages = Ada(mode=mode).head_pages(view, scores[:1].expand_as(scores), 20, 0)
+    assert pages.tolist() == [5, 5, 5, 5]
+
+
+@pytest.mark.parametrize("mode", ["blend", "floor"])
+def test_a_full_safeguard_is_uniform(mode: str) -> None:
+    view, scores = ada_view()
+    assert Ada(1.0, mode).head_pages(view, scores, 20, 0).tolist() == [5, 5, 5, 5]
+
+
+@pytest.mark.parametrize("mode", ["blend", "floor"])
+@given(phi=st.floats(0, 1), total=st.integers(4, 48))
+def test_the_safeguard_holds_to_the_page(mode: str, phi: float, total: int) -> None:
+    view, scores = ada_view()
+    pages = Ada(phi, mode).head_pages(view, scores, total, 0)
+    assert int(pages.min()) * 4 > phi * total - 4 - 1
+
+
+@given(total=st.integers(4, 48), seed=st.integers(0, 99))
+def test_ada_keeps_at_least_the_mass_of_uniform_to_the_page(total: int, seed: int) -> None:
+    view, _ = ada_view()
+    scores = torch.rand(4, 48, generator=torch.Generator().manual_seed(seed))
+    scores *= torch.tensor([1.0, 2.0, 5.0, 9.0])[:, None]
+
+    def mass(allocator: Allocator) -> float:
+        pages = allocator.head_pages(view, scores, total, 0).tolist()
+        ranked = scores.sort(dim=1, descending=True).values
+        return sum(float(row[: count * 4].sum()) for row, count in zip(ranked, pages, strict=True))
+
+    # Rounding moves less than a page per head, each token at most the highest score.
+    assert mass(Ada(0.0, "floor")) >= mass(Uniform()) - 4 * 4 * 9.0 / 2
+
+
+def test_heads_with_the_best_entries_get_more() -> None:
+    view, scores = ada_view()
+    pages = Ada(0.2, "blend").head_pages(view, scores, 20, 1).tolist()
+    assert pages == sorted(pages)
+    assert pages[-1] > pages[0]
+
+
+def test_protected_entries_do_not_compete() -> None:
+    """Heads that differ only in their windows stay equal, unless these compete."""
+    view, scores = ada_view()
+    scores = scores[:1].expand_as(scores).clone()
+    scores[0, -8:] = 9.0
+    protection = Protection(num_recent=8)
+    assert Ada(0.0, "floor", protection).head_pages(view, scores, 20, 2).tolist() == [5] * 4
+    assert int(Ada(0.0, "floor").head_pages(view, scores, 20, 2)[0]) > 5
+
+
+# --- headkv -----------------------------------------------------------------------------------
+
+
+def all_pages(allocator: Allocator, num_blocks: int, full: int) -> list[list[int]]:
+    """Pages of every layer and head at a first event of 4 layers with 2 heads."""
+    layers = allocator.layer_pages(num_blocks, [full * 2] * 4, 2, full)
+    rows = []
+    for layer, total in enumerate(layers):
+        view = make_view(Shape(pages=(full, full), layer=layer), 0)
+        rows.append(allocator.head_pages(view, torch.zeros(2, full * 4), total, 0).tolist())
+    return rows
+
+
+def test_headkv_is_the_formula() -> None:
+    """Window 2 pages, c = 20, pool = 20 / 2 * 8 = 80 pages, everyone 10: 12 + score * 80."""
+    allocator = HeadTable(table=TABLE, beta=2.0, window_size=8, block_size=4)
+    assert all_pages(allocator, 22, 100) == [[36, 20], [16, 16], [32, 24], [20, 12]]
+
+
+def test_headkv_hands_on_what_full_heads_cannot_hold() -> None:
+    allocator = HeadTable(table=TABLE, beta=2.0, window_size=8, block_size=4)
+    rows = all_pages(allocator, 22, 30)
+    assert sum(map(sum, rows)) == 22 * 8
+    assert rows[0] == [30, 26]
+
+
+@given(num_blocks=st.integers(1, 50), beta=st.floats(1, 100))
+def test_headkv_of_equal_heads_is_uniform(num_blocks: int, beta: float) -> None:
+    allocator = HeadTable(table=EQUAL_TABLE, beta=beta, window_size=8, block_size=4)
+    assert all_pages(allocator, num_blocks, 50) == [[num_blocks] * 2] * 4
+
+
+def test_headkv_without_a_pool_is_uniform() -> None:
+    allocator = HeadTable(table=TABLE, beta=1e9, window_size=8, block_size=4)
+    assert all_pages(allocator, 10, 50) == [[10, 10]] * 4
+
+
+# --- duoattention -----------------------------------------------------------------------------
+
+
+def duo(few_tokens: int = 10) -> RetrievalHeads:
+    return RetrievalHeads(gates=GATES, num_streaming=few_tokens, block_size=4)
+
+
+def test_duo_gives_everything_to_the_highest_gates() -> None:
+    """3 pages for all; (10 - 3) * 8 = 56 more: two heads take 20 - 3, the third 17, then 5."""
+    assert all_pages(duo(), 10, 20) == [[20, 3], [3, 8], [20, 20], [3, 3]]
+
+
+def test_duo_with_room_for_all_keeps_all() -> None:
+    assert all_pages(duo(), 20, 20) == [[20, 20]] * 4
+
+
+def test_duo_without_room_for_retrieval_heads_streams_all() -> None:
+    assert all_pages(duo(), 3, 20) == [[3, 3]] * 4
+    assert all_pages(duo(few_tokens=400), 3, 20) == [[3, 3]] * 4
+
+
+def test_duo_retrieval_heads_stay_whole_from_event_to_event() -> None:
+    """The same heads, longer by what was generated, with a budget that grows as they do."""
+    allocator, pages = duo(), [[20, 3], [3, 3], [20, 20], [3, 3]]
+    capacity = [sum(row) + 4 * 2 for row in pages]
+    num_blocks = (3 * 24 + 5 * 3) // 8 + 1
+    layers = allocator.layer_pages(num_blocks, capacity, 2, 24)
+    assert layers[2] == 48
+    assert layers[0] >= 27
+    view = make_view(Shape(pages=(24, 7), layer=0), 0)
+    head_pages = allocator.head_pages(view, torch.zeros(2, 96), layers[0], 0)
+    assert int(head_pages[0]) == 24
+
+
+@given(num_blocks=st.integers(1, 30))
+def test_duo_streaming_heads_keep_what_they_need(num_blocks: int) -> None:
+    few = min(math.ceil(10 / 4), num_blocks)
+    assert all(count >= few for row in all_pages(duo(), num_blocks, 30) for count in row)
+
+
+# --- all of them, in a pipeline ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_layers_differ_only_where_announced(policy: str, tmp_path: Path) -> None:
+    pipeline = make_pipeline(policy, Shape(pages=(30, 30)), tmp_path)
+    pages = pipeline.allocator.layer_pages(10, [60] * 3, 2, 30)
+    assert sum(pages) == 60
+    assert (pages != [20, 20, 20]) <= pipeline.layer_dependent

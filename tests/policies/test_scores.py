@@ -1,0 +1,217 @@
+"""Scores: the properties that the methods promise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.policies import oracles
+from tests.policies.cases import HEAD_SIZE, Shape, make_view
+from vllm_kvcompress.kernels import (
+    keydiff_scores,
+    max_or_mean_pool,
+    scores_torch,
+    value_norms_l1,
+    value_norms_l2,
+    window_mass,
+)
+from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.geometry import KeyNorm
+from vllm_kvcompress.policies.window import LastQueryMass, WindowMass
+
+shapes = st.builds(
+    Shape,
+    pages=st.lists(st.integers(1, 5), min_size=1, max_size=3).map(tuple),
+    tail=st.integers(0, 3),
+    group=st.sampled_from([1, 2, 4]),
+    seed=st.integers(0, 1000),
+)
+
+
+def mass_of(view: LayerView) -> torch.Tensor:
+    return window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale)
+
+
+def own(rows: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
+    """Scores without padding."""
+    return [row[:length] for row, length in zip(rows, shape.lengths, strict=True)]
+
+
+@given(shape=shapes, window=st.integers(1, 12))
+def test_window_mass_is_that_of_the_loop(shape: Shape, window: int) -> None:
+    view = make_view(shape, window)
+    for row, head in zip(own(mass_of(view), shape), oracles.heads_of(view), strict=True):
+        assert torch.allclose(row.double(), torch.tensor(oracles.mass(head)).double(), atol=1e-6)
+
+
+@given(shape=shapes, window=st.integers(1, 12))
+def test_mass_is_at_most_one(shape: Shape, window: int) -> None:
+    rows = own(mass_of(make_view(shape, window)), shape)
+    assert all(float(row.sum()) <= 1 + 1e-5 and float(row.min()) >= 0 for row in rows)
+
+
+def test_mass_of_everything_visible_is_one() -> None:
+    """Without a tail nothing else can have the attention."""
+    shape = Shape(pages=(4, 4), tail=0)
+    rows = mass_of(make_view(shape, 6))
+    assert torch.allclose(rows.sum(dim=1), torch.ones(2), atol=1e-5)
+
+
+def test_tiles_do_not_change_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = make_view(Shape(pages=(5, 3), tail=3), 11)
+    whole = mass_of(view)
+    monkeypatch.setattr(scores_torch, "TILE_ELEMENTS", 1)
+    assert torch.allclose(mass_of(view)[0], whole[0], atol=1e-6)
+    assert torch.allclose(mass_of(view)[1, :12], whole[1, :12], atol=1e-6)
+
+
+def test_no_tensor_holds_the_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With small tiles, softmax never sees more than a tile's logits."""
+    shape, window = Shape(pages=(16, 16), tail=1, group=2), 24
+    monkeypatch.setattr(scores_torch, "TILE_ELEMENTS", 512)
+    sizes: list[int] = []
+    softmax = torch.softmax
+
+    def watched(logits: torch.Tensor, dim: int) -> torch.Tensor:
+        sizes.append(logits.numel())
+        return softmax(logits, dim=dim)
+
+    monkeypatch.setattr(torch, "softmax", watched)
+    mass_of(make_view(shape, window))
+    assert max(sizes) <= 512 + 8 * window
+    assert max(sizes) < 2 * window * 65 // 4
+
+
+def test_zero_queries_give_zero_mass() -> None:
+    assert not mass_of(make_view(Shape(pages=(2, 2)), 0)).any()
+
+
+@pytest.mark.parametrize("pooling", ["max", "mean"])
+@pytest.mark.parametrize("kernel", [1, 3, 7])
+@pytest.mark.parametrize("tail", [0, 3])
+def test_pooling_stops_at_the_window(pooling: str, kernel: int, tail: int) -> None:
+    view = make_view(Shape(pages=(6, 3), tail=tail), 5)
+    rows = WindowMass(5, kernel, pooling).score(view)
+    for row, head in zip(own(rows, Shape(pages=(6, 3))), oracles.heads_of(view), strict=True):
+        expected = oracles.pooled(head, oracles.mass(head), kernel, pooling)
+        assert torch.allclose(row.double(), torch.tensor(expected).double(), atol=1e-6)
+
+
+@given(kernel=st.sampled_from([3, 5, 7]), size=st.integers(1, 12), seed=st.integers(0, 99))
+def test_max_pooling_never_lowers_a_score(kernel: int, size: int, seed: int) -> None:
+    scores = torch.rand(2, size, generator=torch.Generator().manual_seed(seed))
+    assert bool((max_or_mean_pool(scores, kernel, "max") >= scores).all())
+
+
+@given(shape=shapes)
+def test_tova_scores_all_heads_alike(shape: Shape) -> None:
+    scores = LastQueryMass().score(make_view(Shape((4, 4), shape.tail, group=shape.group), 1))
+    assert torch.equal(scores[0], scores[1])
+
+
+def test_tova_is_the_mean_of_all_query_heads() -> None:
+    view = make_view(Shape(pages=(4, 4), tail=2, group=4), 1)
+    rows = [oracles.mass(head) for head in oracles.heads_of(view)]
+    expected = [(a + b) / 2 for a, b in zip(*rows, strict=True)]
+    assert torch.allclose(LastQueryMass().score(view)[0], torch.tensor(expected), atol=1e-6)
+
+
+@pytest.mark.parametrize("anchor", ["mean_normalized", "mean_raw", "median", "pairwise"])
+def test_keydiff_is_that_of_the_loop(anchor: str) -> None:
+    shape = Shape(pages=(5, 2))
+    view = make_view(shape, 0)
+    rows = own(keydiff_scores(view.keys, view.lengths, anchor), shape)
+    for row, head in zip(rows, oracles.heads_of(view), strict=True):
+        expected = torch.tensor(oracles.keydiff(head, anchor))
+        assert torch.allclose(row.double(), expected.double(), atol=1e-5)
+
+
+@given(seed=st.integers(0, 999))
+def test_pairwise_ranks_as_the_mean_of_unit_keys(seed: int) -> None:
+    view = make_view(Shape(pages=(6,), seed=seed), 0)
+    orders = [
+        keydiff_scores(view.keys, view.lengths, anchor).argsort(dim=1)
+        for anchor in ("pairwise", "mean_normalized")
+    ]
+    assert torch.equal(*orders)
+
+
+@pytest.mark.parametrize("anchor", ["mean_normalized", "pairwise"])
+def test_keydiff_ignores_key_lengths(anchor: str) -> None:
+    view = make_view(Shape(pages=(6, 6)), 0)
+    factors = torch.rand(2, 24, 1, generator=torch.Generator().manual_seed(1)) + 0.1
+    plain = keydiff_scores(view.keys, view.lengths, anchor)
+    assert torch.allclose(
+        keydiff_scores(view.keys * factors, view.lengths, anchor), plain, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("anchor", ["mean_normalized", "mean_raw", "pairwise"])
+def test_keydiff_ignores_a_common_rotation(anchor: str) -> None:
+    view = make_view(Shape(pages=(6, 6)), 0)
+    random = torch.randn(HEAD_SIZE, HEAD_SIZE, generator=torch.Generator().manual_seed(2))
+    rotation = torch.linalg.qr(random).Q
+    plain = keydiff_scores(view.keys, view.lengths, anchor)
+    rotated = keydiff_scores(view.keys @ rotation, view.lengths, anchor)
+    assert torch.allclose(rotated, plain, atol=1e-4)
+
+
+@pytest.mark.parametrize("anchor", ["mean_normalized", "mean_raw", "median", "pairwise"])
+def test_keydiff_of_zero_keys_is_zero(anchor: str) -> None:
+    keys = torch.zeros(1, 8, HEAD_SIZE)
+    assert not keydiff_scores(keys, torch.tensor([8]), anchor).any()
+    keys[0, 0] = 1.0
+    assert float(keydiff_scores(keys, torch.tensor([8]), anchor)[0, 5]) == 0
+
+
+def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = make_view(Shape(pages=(5, 5)), 0)
+    assert view.output_weight is not None
+    assert view.output_gram is not None
+
+    def everything() -> list[torch.Tensor]:
+        assert view.output_weight is not None
+        assert view.output_gram is not None
+        return [
+            keydiff_scores(view.keys, view.lengths, "mean_normalized"),
+            keydiff_scores(view.keys, view.lengths, "mean_raw"),
+            value_norms_l1(view.values, view.output_weight),
+            value_norms_l2(view.values, view.output_gram),
+        ]
+
+    whole = everything()
+    for name in ("TILE_ELEMENTS", "L1_TILE_ELEMENTS"):
+        monkeypatch.setattr(scores_torch, name, 3 * 24)
+    for a, b in zip(everything(), whole, strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_key_norms_ignore_rotation() -> None:
+    view = make_view(Shape(pages=(6, 6)), 0)
+    random = torch.randn(HEAD_SIZE, HEAD_SIZE, generator=torch.Generator().manual_seed(3))
+    rotated = make_view(Shape(pages=(6, 6)), 0)
+    rotated.keys.copy_(view.keys @ torch.linalg.qr(random).Q)
+    assert torch.allclose(KeyNorm().score(rotated), KeyNorm().score(view), atol=1e-5)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_value_norms_are_those_of_the_loop(group: int) -> None:
+    view = make_view(Shape(pages=(3, 3), group=group), 1)
+    assert view.output_weight is not None
+    assert view.output_gram is not None
+    l1 = value_norms_l1(view.values, view.output_weight)
+    l2 = value_norms_l2(view.values, view.output_gram)
+    for h, head in enumerate(oracles.heads_of(view)):
+        for rows, how in ((l1, "l1"), (l2, "l2")):
+            expected = torch.tensor(oracles.value_norms(head, how))
+            assert torch.allclose(rows[h], expected, rtol=1e-4)
+
+
+def test_sixteen_bit_value_norms_are_within_half_a_percent() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2, 40, 64, generator=generator).bfloat16()
+    weight = torch.randn(4, 64, 512, generator=generator).bfloat16()
+    exact = value_norms_l1(values.double(), weight.double())
+    assert torch.allclose(value_norms_l1(values, weight), exact.float(), rtol=5e-3)
