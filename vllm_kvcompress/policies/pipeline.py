@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.base import Allocator, Needs, Scorer
 from vllm_kvcompress.policies.profiles import HeadProfile, bind_profile
 from vllm_kvcompress.policies.protect import Protection
@@ -48,6 +49,20 @@ class Pipeline:
     def layer_dependent(self) -> bool:
         """Whether layers get different budgets."""
         return self.allocator.layer_dependent
+
+    def check_budget(self, num_tokens: int) -> None:
+        """Refuses a budget, in tokens per head, that the protected tokens alone would use up.
+
+        Raises:
+            ConfigError: says how many tokens are protected.
+        """
+        num_protected = self.protection.num_sinks + self.protection.num_recent
+        if num_protected > num_tokens:
+            raise ConfigError(
+                f"a budget of {num_tokens} tokens leaves {self.name} nothing to choose, since it "
+                f"always keeps {num_protected} (first tokens and recent ones); give a budget of "
+                f"more than {num_protected}."
+            )
 
     def bind(
         self,

@@ -77,7 +77,7 @@ def load_duoattention(path: Path) -> HeadProfile:
     table = path / "full_attention_heads.tsv" if path.is_dir() else path
     try:
         lines = [line.split() for line in table.read_text().splitlines() if line.strip()]
-        rows = tuple(tuple(min(1.0, max(0.0, float(v))) for v in line) for line in lines)
+        rows = tuple(tuple(float(gate) for gate in line) for line in lines)
     except OSError as error:
         raise ConfigError(f"{table}: cannot be read ({error.strerror}); {_HOW}.") from None
     except ValueError as error:
@@ -90,12 +90,15 @@ def load_duoattention(path: Path) -> HeadProfile:
     sizes = _json(table.parent / "config.json")
     try:
         sinks, recent = int(sizes["sink_size"]), int(sizes["recent_size"])
+        if min(sinks, recent) < 0:
+            raise ValueError
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            f"{table.parent / 'config.json'}: expected sink_size and recent_size, found "
-            f"{sorted(sizes)}; {_HOW}."
+            f"{table.parent / 'config.json'}: expected sink_size and recent_size, in tokens, "
+            f"found {sizes}; {_HOW}."
         ) from None
-    return HeadProfile(DUOATTENTION, rows, num_sinks=sinks, num_recent=recent)
+    clipped = tuple(tuple(min(1.0, max(0.0, gate)) for gate in row) for row in rows)
+    return HeadProfile(DUOATTENTION, clipped, num_sinks=sinks, num_recent=recent)
 
 
 def bind_profile(

@@ -296,7 +296,7 @@ _MODIFIERS["window"] = (
         "Keeps a share of the budget for the most recent tokens.",
         {"protect": "the most recent recent_fraction of the budget"},
         (Parameter("recent_fraction", 0.1, "part of the budget for recent tokens", 0.0, 1.0),),
-        modifies=("keydiff",),
+        modifies=("keydiff", "knorm", "tova"),
     ),
     _window,
 )
@@ -322,10 +322,10 @@ def describe(policy: str) -> tuple[PolicyInfo, ...]:
             )
     bases = [part for part in parts if part in _POLICIES]
     if len(bases) != 1:
+        why = "a modifier needs something to modify" if not bases else _why_not_both(bases)
         raise ConfigError(
-            f'policy "{policy}": expected one policy and any modifiers, found '
-            f"{len(bases)} policies, of which each decides what to keep on its own; "
-            f"policies are {', '.join(_POLICIES)}."
+            f'policy "{policy}": expected one policy and any modifiers, found {len(bases)} '
+            f"policies, and {why}; choose one of {', '.join(bases or _POLICIES)}."
         )
     modifiers = [part for part in parts if part in _MODIFIERS]
     if len(set(modifiers)) < len(modifiers):
@@ -340,7 +340,27 @@ def describe(policy: str) -> tuple[PolicyInfo, ...]:
     return (_POLICIES[bases[0]][0], *(_MODIFIERS[name][0] for name in modifiers))
 
 
+def _why_not_both(bases: list[str]) -> str:
+    """Why the first two policies do not go together."""
+    first, second = bases[:2]
+    pair = {first, second}
+    if first == second:
+        return "the same one twice changes nothing"
+    if len(pair & {"adakv", "headkv", "duoattention"}) == 2:
+        return f"{first} and {second} both decide how much each head keeps"
+    if "pyramidkv" in pair and pair & {"headkv", "duoattention"}:
+        return f"{first} and {second} both decide how much each layer keeps"
+    if "adakv" in pair and (others := pair & {"knorm", "streamingllm", "tova", "keydiff"}):
+        return (
+            "adakv divides by attention mass, which can be compared between heads, as the scores "
+            f"of {others.pop()} cannot"
+        )
+    return f"{first} and {second} each decide on their own what to keep"
+
+
 def _why_not(modifier: str, base: str) -> str:
+    if modifier == "criticalkv" and base == "tova":
+        return "criticalkv chooses inside each head, and tova keeps the same entries in all heads"
     if modifier == "criticalkv":
         return (
             f"criticalkv weighs attention mass with value norms, and the scores of {base} are "
@@ -353,6 +373,8 @@ def resolve(
     policy: str, params: Mapping[str, object] | None = None, profile: Path | None = None
 ) -> Pipeline:
     """The pipeline that a policy string stands for.
+
+    Bind it to the model's layers and heads with `Pipeline.bind` before use.
 
     Args:
         policy: a policy and modifiers joined by `+`, such as `adakv+criticalkv`.

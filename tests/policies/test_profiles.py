@@ -1,0 +1,138 @@
+"""Profile files: the published formats, checked against the model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.policies.cases import duoattention_file, headkv_file
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies import resolve
+from vllm_kvcompress.policies.allocate import HeadTable, RetrievalHeads
+from vllm_kvcompress.policies.profiles import bind_profile, load_duoattention, load_headkv
+
+
+def write(path: Path, content: object) -> Path:
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def test_headkv_scores_are_means(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.json", {"0-0": [0.2, 0.4], "0-1": [1], "1-1": [0.5], "1-0": [0, 1]})
+    assert load_headkv(path, 1.0).rows == ((pytest.approx(0.3), 1.0), (0.5, 0.5))
+
+
+def test_headkv_means_over_the_group_sum_to_one(tmp_path: Path) -> None:
+    scores = {f"{layer}-{head}": [layer + head] for layer in range(2) for head in range(4)}
+    profile = load_headkv(write(tmp_path / "p.json", scores), 1.0)
+    name, table = bind_profile(profile, 2, 2, 4, 0, 1)
+    assert name == "table"
+    assert table == (
+        (pytest.approx(0.5 / 8), pytest.approx(2.5 / 8)),
+        (pytest.approx(1.5 / 8), pytest.approx(3.5 / 8)),
+    )
+
+
+def test_headkv_temperature_sharpens(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.json", {"0-0": [1], "0-1": [3]})
+    assert bind_profile(load_headkv(path, 2.0), 1, 2, 2, 0, 1)[1] == ((0.1, 0.9),)
+
+
+def test_headkv_without_any_score_is_uniform(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.json", {"0-0": [0], "0-1": [0]})
+    assert bind_profile(load_headkv(path, 1.0), 1, 2, 2, 0, 1)[1] == ((0.5, 0.5),)
+
+
+def test_each_rank_takes_its_own_heads(tmp_path: Path) -> None:
+    scores = {f"0-{head}": [head] for head in range(8)}
+    profile = load_headkv(write(tmp_path / "p.json", scores), 1.0)
+    ranks = [bind_profile(profile, 1, 2, 4, rank, 2)[1][0] for rank in range(2)]
+    assert ranks[0] == (pytest.approx(0.5 / 3), pytest.approx(2.5 / 3))
+    assert ranks[1] == (pytest.approx(4.5 / 11), pytest.approx(6.5 / 11))
+    path = duoattention_file(tmp_path, 1, 4)
+    gates = load_duoattention(path)
+    both = [bind_profile(gates, 1, 2, 4, rank, 2)[1][0] for rank in range(2)]
+    assert both[0] + both[1] == gates.rows[0]
+
+
+def test_duoattention_reads_a_directory_and_clips_gates(tmp_path: Path) -> None:
+    write(tmp_path / "full_attention_heads.tsv", "1.2\t-0.5\n\n0.25\t0.5\n")
+    write(tmp_path / "config.json", {"sink_size": 64, "recent_size": 128, "more": 1})
+    for path in (tmp_path, tmp_path / "full_attention_heads.tsv"):
+        profile = load_duoattention(path)
+        assert profile.rows == ((1.0, 0.0), (0.25, 0.5))
+        assert (profile.num_sinks, profile.num_recent) == (64, 128)
+
+
+def test_pipelines_are_bound_to_the_model(tmp_path: Path) -> None:
+    headkv = resolve("headkv", {}, headkv_file(tmp_path, 3, 4)).bind(3, 2, 4, 16).allocator
+    assert isinstance(headkv, HeadTable)
+    assert headkv.block_size == 16
+    assert sum(map(sum, headkv.table)) == pytest.approx(1)
+    duo = resolve("duoattention", {}, duoattention_file(tmp_path, 3, 2)).bind(3, 2, 4, 16)
+    assert isinstance(duo.allocator, RetrievalHeads)
+    assert duo.allocator.num_streaming == 7
+    assert len(duo.allocator.gates) == 3
+    assert duo.protection.num_sinks == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("{", "expected JSON"),
+        ([1, 2], "expected a JSON object, found list"),
+        ({}, "expected every head of every layer, found 0"),
+        ({"0": [1.0]}, "expected \"layer-head\": \\[scores\\], found '0'"),
+        ({"0-0": 1.0}, "expected \"layer-head\": \\[scores\\], found '0-0': 1.0"),
+        ({"0-0": []}, "expected \"layer-head\": \\[scores\\], found '0-0': \\[\\]"),
+        ({"0-0": ["a"]}, "found '0-0'"),
+        ({"0-0": [1], "1-1": [1]}, "found 2 of 2 x 2"),
+        ({"0-0": [1], "-1-0": [1]}, "found '-1-0'"),
+        ('{"0-0": [NaN]}', "expected finite numbers"),
+    ],
+)
+def test_headkv_files_that_are_refused(tmp_path: Path, content: object, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load_headkv(write(tmp_path / "p.json", content), 1.0)
+
+
+def test_files_that_do_not_exist_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_headkv(tmp_path / "none.json", 1.0)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_duoattention(tmp_path / "none.tsv")
+
+
+@pytest.mark.parametrize(
+    ("table", "sizes", "sentence"),
+    [
+        ("", {"sink_size": 1, "recent_size": 1}, "one gate per KV head"),
+        ("0.1\t0.2\n0.3\n", {"sink_size": 1, "recent_size": 1}, "one gate per KV head"),
+        ("0.1\tx\n", {"sink_size": 1, "recent_size": 1}, "expected gates as numbers"),
+        ("nan\t0.2\n", {"sink_size": 1, "recent_size": 1}, "expected finite numbers"),
+        ("0.1\t0.2\n", {"sink_size": 1}, "expected sink_size and recent_size"),
+        ("0.1\t0.2\n", {"sink_size": -1, "recent_size": 1}, "expected sink_size and recent_size"),
+        ("0.1\t0.2\n", None, "config.json: cannot be read"),
+    ],
+)
+def test_duoattention_files_that_are_refused(
+    tmp_path: Path, table: str, sizes: object, sentence: str
+) -> None:
+    write(tmp_path / "full_attention_heads.tsv", table)
+    if sizes is not None:
+        write(tmp_path / "config.json", sizes)
+    with pytest.raises(ConfigError, match=sentence):
+        load_duoattention(tmp_path)
+
+
+def test_profiles_of_other_models_are_refused(tmp_path: Path) -> None:
+    headkv = resolve("headkv", {}, headkv_file(tmp_path, 3, 4))
+    with pytest.raises(ConfigError, match="has 3 layers of 4 query heads, the model has 2 of 4"):
+        headkv.bind(2, 2, 4, 16)
+    with pytest.raises(ConfigError, match="has 3 layers of 4 query heads, the model has 3 of 8"):
+        headkv.bind(3, 2, 4, 16, tp_rank=0, tp_size=2)
+    duo = resolve("duoattention", {}, duoattention_file(tmp_path, 3, 2))
+    with pytest.raises(ConfigError, match="has 3 layers of 2 KV heads, the model has 3 of 4"):
+        duo.bind(3, 4, 8, 16)

@@ -1,0 +1,158 @@
+"""Policy strings, parameters and what is refused, each with its sentence."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.policies.cases import POLICIES, Shape, headkv_file, make_pipeline
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies import all_policies, describe, resolve
+from vllm_kvcompress.policies.base import Needs
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_resolves_under_its_name(policy: str, tmp_path: Path) -> None:
+    pipeline = make_pipeline(policy, Shape(pages=(2, 2)), tmp_path)
+    assert pipeline.name == policy
+    names = {p.name for info in describe(policy) for p in info.parameters}
+    assert set(pipeline.params) == names
+
+
+def test_the_matrix_covers_every_policy_and_modifier() -> None:
+    tested = {part for policy in POLICIES for part in policy.split("+")}
+    assert tested == {info.name for info in all_policies()}
+
+
+def test_criticalkv_is_tested_on_all_that_it_modifies() -> None:
+    valid = next(info for info in all_policies() if info.name == "criticalkv").modifies
+    assert {f"{base}+criticalkv" for base in valid} <= set(POLICIES)
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    assert resolve("adakv+criticalkv").params == {
+        "window_size": 32,
+        "kernel_size": 7,
+        "pooling": "max",
+        "safeguard": 0.2,
+        "safeguard_mode": "blend",
+        "alpha": 0.5,
+        "epsilon": 1e-4,
+        "norm": "l1",
+    }
+    assert resolve("pyramidkv").params["beta"] == 20
+    assert resolve("h2o").params == {"window_size": 256, "recent_fraction": 0.5}
+    assert resolve("streamingllm").params == {"num_sinks": 4}
+    assert resolve("keydiff").params == {"anchor": "mean_normalized"}
+    assert resolve("keydiff+window").params["recent_fraction"] == 0.1
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "needs"),
+    [
+        ("streamingllm", {}, Needs()),
+        ("keydiff", {}, Needs()),
+        ("tova", {}, Needs(window_size=1)),
+        ("snapkv", {"window_size": 64}, Needs(window_size=64)),
+        ("h2o", {}, Needs(window_size=256)),
+        ("snapkv+criticalkv", {}, Needs(window_size=32, output_weight=True)),
+        ("snapkv+criticalkv", {"norm": "l2"}, Needs(window_size=32, output_gram=True)),
+    ],
+)
+def test_needs(policy: str, params: dict[str, object], needs: Needs) -> None:
+    assert resolve(policy, params).needs == needs
+
+
+@pytest.mark.parametrize(
+    ("policy", "sentence"),
+    [
+        ("snapkw", 'unknown policy "snapkw".*policies are streamingllm, .*modifiers are critical'),
+        ("snapkv+", 'unknown policy ""'),
+        ("criticalkv", "found 0 policies, and a modifier needs something to modify; choose one of"),
+        ("snapkv+snapkv", "the same one twice"),
+        ("adakv+headkv", "both decide how much each head keeps; choose one of adakv, headkv"),
+        ("duoattention+adakv", "both decide how much each head keeps"),
+        ("pyramidkv+headkv", "both decide how much each layer keeps"),
+        ("knorm+adakv", "compared between heads, as the scores of knorm cannot"),
+        ("adakv+tova", "compared between heads, as the scores of tova cannot"),
+        ("adakv+keydiff", "compared between heads, as the scores of keydiff cannot"),
+        ("snapkv+h2o", "snapkv and h2o each decide on their own what to keep"),
+        ("snapkv+criticalkv+criticalkv", "a modifier is named twice; once is enough"),
+        ("keydiff+criticalkv", "scores of keydiff are no attention mass.*goes with snapkv, adakv"),
+        ("knorm+criticalkv", "scores of knorm are no attention mass"),
+        ("streamingllm+criticalkv", "scores of streamingllm are no attention mass"),
+        ("duoattention+criticalkv", "scores of duoattention are no attention mass"),
+        ("tova+criticalkv", "tova keeps the same entries in all heads"),
+        ("snapkv+window", "already says which recent tokens it keeps; window goes with keydiff"),
+    ],
+)
+def test_combinations_that_are_refused(policy: str, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as refused:
+        resolve(policy)
+    assert str(refused.value).endswith(".")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "params", "sentence"),
+    [
+        ("snapkv", {"window": 3}, "snapkv has no parameter window; valid are window_size, kernel"),
+        ("tova", {"window_size": 3}, "tova has no parameter window_size; it has none"),
+        ("streamingllm", {"kernel_size": 3}, "no parameter kernel_size; valid are num_sinks"),
+        ("snapkv", {"window_size": 0}, "window_size: expected at least 1 .* found 0"),
+        ("snapkv", {"window_size": 2.5}, "window_size: expected a whole number, found 2.5"),
+        ("snapkv", {"window_size": True}, "window_size: expected a whole number, found True"),
+        ("snapkv", {"window_size": "many"}, "window_size: expected a whole number, found 'many'"),
+        ("snapkv", {"kernel_size": 6}, "kernel_size: expected an odd number.*found 6; use 7"),
+        ("snapkv", {"pooling": "min"}, "pooling: expected one of max, mean, found 'min'"),
+        ("adakv", {"safeguard": 1.5}, "safeguard: expected at least 0 and at most 1, found 1.5"),
+        ("adakv", {"safeguard": float("nan")}, "safeguard: expected a number, found nan"),
+        ("adakv", {"safeguard_mode": "none"}, "expected one of blend, floor, found 'none'"),
+        ("pyramidkv", {"beta": 0.5}, "beta: expected at least 1 "),
+        ("snapkv+criticalkv", {"alpha": -0.1}, "alpha: expected at least 0 and at most 1"),
+        ("snapkv+criticalkv", {"norm": "l3"}, "norm: expected one of l1, l2, found 'l3'"),
+        ("keydiff", {"anchor": "first"}, "anchor: expected one of mean_normalized, mean_raw, med"),
+    ],
+)
+def test_parameters_that_are_refused(policy: str, params: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        resolve(policy, params)
+
+
+def test_whole_numbers_may_be_written_as_floats() -> None:
+    assert resolve("snapkv", {"window_size": 64.0}).params["window_size"] == 64
+    assert resolve("adakv", {"safeguard": 1}).params["safeguard"] == 1.0
+
+
+def test_spaces_around_parts_do_not_matter() -> None:
+    assert resolve("adakv + criticalkv").name == "adakv+criticalkv"
+
+
+def test_policies_that_need_a_profile_say_how_to_make_one() -> None:
+    for policy in ("headkv", "headkv+criticalkv", "duoattention"):
+        with pytest.raises(ConfigError, match="vllm-kvcompress profile MODEL --kind"):
+            resolve(policy)
+
+
+def test_policies_that_read_no_profile_refuse_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"snapkv .* reads no profile; leave --kv-profile out"):
+        resolve("snapkv", None, headkv_file(tmp_path, 1, 2))
+
+
+def test_budgets_below_what_is_protected_are_refused() -> None:
+    resolve("snapkv").check_budget(33)
+    resolve("h2o").check_budget(1)
+    with pytest.raises(ConfigError, match=r"always keeps 32 .* budget of more than 32"):
+        resolve("snapkv").check_budget(31)
+
+
+def test_every_policy_is_described() -> None:
+    for info in all_policies():
+        assert re.search(r"arXiv \d{4}\.\d{5}$", info.paper)
+        assert info.summary.endswith(".")
+        assert info.stages
+        for parameter in info.parameters:
+            assert parameter.meaning
+            assert parameter.check(parameter.default) == parameter.default
