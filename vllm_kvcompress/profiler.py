@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies.profiles import DUOATTENTION, HEADKV
 
 CUE_WORDS = 3
 CONTENT_WORDS = 6
@@ -155,7 +154,6 @@ def needle_mass(attention: torch.Tensor, prompt: NeedlePrompt) -> list[float]:
     return [float(mass) for mass in attention[:, :, needle].sum(dim=2).mean(dim=1)]
 
 
-@torch.inference_mode()
 def _asked_attention(model: Any, prompt: NeedlePrompt) -> list[torch.Tensor]:
     """By layer, [query heads, asking tokens, tokens] fp32.
 
@@ -164,12 +162,12 @@ def _asked_attention(model: Any, prompt: NeedlePrompt) -> list[torch.Tensor]:
     """
     tokens = torch.tensor([prompt.tokens[:-1]], device=model.device)
     cache = None
-    for begin in range(0, prompt.asked, CHUNK_TOKENS):
-        chunk = tokens[:, begin : min(begin + CHUNK_TOKENS, prompt.asked)]
-        cache = model(chunk, past_key_values=cache, use_cache=True).past_key_values
-    last = model(
-        tokens[:, prompt.asked :], past_key_values=cache, use_cache=True, output_attentions=True
-    )
+    with torch.inference_mode():
+        for begin in range(0, prompt.asked, CHUNK_TOKENS):
+            chunk = tokens[:, begin : min(begin + CHUNK_TOKENS, prompt.asked)]
+            cache = model(chunk, past_key_values=cache, use_cache=True).past_key_values
+        asking = tokens[:, prompt.asked :]
+        last = model(asking, past_key_values=cache, use_cache=True, output_attentions=True)
     if not last.attentions or any(layer is None for layer in last.attentions):
         raise ConfigError(
             f"{type(model).__name__} does not hand out its attention, which profiles are measured "
@@ -244,6 +242,3 @@ def write_duoattention(
     path.write_text("".join("\t".join(f"{gate:.6f}" for gate in row) + "\n" for row in gates))
     settings = {"sink_size": sizes.num_sinks, "recent_size": sizes.num_recent}
     (path.parent / "config.json").write_text(json.dumps(settings) + "\n")
-
-
-KINDS = (HEADKV, DUOATTENTION)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 TILE_ELEMENTS = 1 << 21  # largest temporary, in elements (8 MiB of fp32)
-L1_TILE_ELEMENTS = 1 << 19  # projected values, so that they stay in a core's cache
 HIDDEN = -1e30  # a logit of no weight; unlike -inf it gives no NaN where everything is hidden
 
 
@@ -151,7 +150,7 @@ def value_norms_l1(values: Tensor, output_weight: Tensor) -> Tensor:
     group, width = output_weight.shape[0] // num_heads, output_weight.shape[2]
     weight = output_weight.view(num_heads, group, head_size, width)
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    rows = max(1, min(num_entries, L1_TILE_ELEMENTS // width))
+    rows = max(1, min(num_entries, TILE_ELEMENTS // width))
     # Sums of 16-bit numbers are accumulated in fp32 but returned in 16 bits, which is several
     # times faster than a sum in fp32; over short stretches the rounding averages out.
     stretch = math.gcd(width, 128)
@@ -162,9 +161,8 @@ def value_norms_l1(values: Tensor, output_weight: Tensor) -> Tensor:
             out = projected[: tile.shape[0]]
             for member in range(group):
                 torch.mm(tile, weight[head, member], out=out).abs_()
-                norms[head, start : start + rows] += (
-                    out.unflatten(1, (-1, stretch)).sum(2).sum(1, dtype=torch.float32)
-                )
+                partial = out.unflatten(1, (stretch, -1)).sum(1)
+                norms[head, start : start + rows] += partial.sum(1, dtype=torch.float32)
     return norms / group
 
 
