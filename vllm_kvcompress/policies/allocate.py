@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -18,6 +19,12 @@ from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
 from vllm_kvcompress.policies.ranking import top_entries
 from vllm_kvcompress.policies.rounding import apportion, spread
+
+
+@lru_cache(maxsize=1024)
+def _on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A layer's settings as a tensor, copied once: a copy to a GPU waits for it."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -194,16 +201,17 @@ class HeadTable:
         window = self._window(total / len(parts))
         # The mean of all layers that gives this layer its total.
         mean = (total - window * len(parts)) / sum(parts)
-        shares = [window + mean * part for part in parts]
-        return divide(view, torch.tensor(shares, device=scores.device), total, floor)
+        shares = window + mean * _on_device(parts, torch.float64, scores.device)
+        return divide(view, shares, total, floor)
 
     def _window(self, mean_pages: float) -> float:
         return min(self.window_size / self.block_size, mean_pages)
 
-    def _parts(self, layer: int) -> list[float]:
+    def _parts(self, layer: int) -> tuple[float, ...]:
         """By head, its budget beyond the window as a multiple of the mean."""
         num_all = len(self.table) * len(self.table[0])
-        return [1 - 1 / self.beta + score * num_all / self.beta for score in self.table[layer]]
+        even = 1 - 1 / self.beta
+        return tuple(even + score * num_all / self.beta for score in self.table[layer])
 
 
 @dataclass(frozen=True)
@@ -249,7 +257,7 @@ class RetrievalHeads:
         cap = torch.div(view.lengths, view.block_size, rounding_mode="floor")
         few = torch.full_like(cap, min(self._few, total // cap.numel()))
         least = torch.minimum(few, cap)
-        order = torch.tensor(self._heads_by_gate(view.layer), device=cap.device)
+        order = _on_device(self._heads_by_gate(view.layer), torch.int64, cap.device)
         room = (cap - least)[order]
         before = room.cumsum(0) - room
         more = (total - least.sum() - before).clamp_min(0).minimum(room)
@@ -259,9 +267,9 @@ class RetrievalHeads:
     def _few(self) -> int:
         return math.ceil(self.num_streaming / self.block_size)
 
-    def _heads_by_gate(self, layer: int) -> list[int]:
+    def _heads_by_gate(self, layer: int) -> tuple[int, ...]:
         row = self.gates[layer]
-        return sorted(range(len(row)), key=lambda head: -row[head])
+        return tuple(sorted(range(len(row)), key=lambda head: -row[head]))
 
     def _layers_by_gate(self) -> list[int]:
         """Layer of each head, from the highest gate to the lowest."""

@@ -1,0 +1,305 @@
+"""The closed list of policies and modifiers: what each is made of, and what users read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies import profiles
+from vllm_kvcompress.policies.allocate import Ada, HeadTable, Pyramid, RetrievalHeads, Uniform
+from vllm_kvcompress.policies.geometry import KeyDiff, KeyNorm
+from vllm_kvcompress.policies.parameters import Parameter
+from vllm_kvcompress.policies.pipeline import Pipeline
+from vllm_kvcompress.policies.position import Recency
+from vllm_kvcompress.policies.profiles import HeadProfile
+from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
+from vllm_kvcompress.policies.select import TopScores, TwoStage
+from vllm_kvcompress.policies.window import LastQueryMass, WindowMass
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    """What users read about a policy or modifier.
+
+    Attributes:
+        name: as written in a policy string.
+        paper: title and arXiv number.
+        summary: one sentence.
+        stages: what it does in each stage of the pipeline.
+        parameters: what can be set.
+        modifies: for modifiers, the policies that they go on; empty for policies.
+        profile: kind of profile file it needs, or None.
+    """
+
+    name: str
+    paper: str
+    summary: str
+    stages: Mapping[str, str]
+    parameters: tuple[Parameter, ...] = ()
+    modifies: tuple[str, ...] = ()
+    profile: str | None = None
+
+
+WINDOW = Parameter("window_size", 32, "last queries observed, and kept", minimum=1)
+KERNEL = Parameter("kernel_size", 7, "width of the pooling over neighbours; odd", minimum=1)
+POOLING = Parameter("pooling", "max", "how neighbours are pooled", choices=("max", "mean"))
+SNAPKV_PARAMETERS = (WINDOW, KERNEL, POOLING)
+SNAPKV_STAGES = {
+    "score": "mean attention of the last window_size queries, pooled over neighbouring tokens",
+    "protect": "the last window_size tokens",
+    "allocate": "the same for every layer and head",
+    "select": "highest score",
+}
+
+
+def _snapkv(values: Values, profile: HeadProfile | None) -> Pipeline:
+    if values["kernel_size"] % 2 == 0:
+        raise ConfigError(
+            f"kernel_size: expected an odd number, so that pooling is centred, found "
+            f"{values['kernel_size']}; use {values['kernel_size'] + 1}."
+        )
+    protection = Protection(num_recent=values["window_size"])
+    scorer = WindowMass(values["window_size"], values["kernel_size"], values["pooling"])
+    return Pipeline("", scorer, Uniform(), TopScores(), protection)
+
+
+def _pyramidkv(values: Values, profile: HeadProfile | None) -> Pipeline:
+    allocator = Pyramid(window_size=values["window_size"], beta=values["beta"])
+    return replace(_snapkv(values, profile), allocator=allocator)
+
+
+def _adakv(values: Values, profile: HeadProfile | None) -> Pipeline:
+    base = _snapkv(values, profile)
+    allocator = Ada(values["safeguard"], values["safeguard_mode"], base.protection)
+    return replace(base, allocator=allocator)
+
+
+def _headkv(values: Values, profile: HeadProfile | None) -> Pipeline:
+    allocator = HeadTable(beta=values["beta"], window_size=values["window_size"])
+    return replace(_snapkv(values, profile), allocator=allocator)
+
+
+def _h2o(values: Values, profile: HeadProfile | None) -> Pipeline:
+    protection = Protection(recent_fraction=values["recent_fraction"])
+    scorer = WindowMass(values["window_size"], kernel_size=1)
+    return Pipeline("", scorer, Uniform(), TopScores(), protection)
+
+
+def _tova(values: Values, profile: HeadProfile | None) -> Pipeline:
+    return Pipeline("", LastQueryMass(), Uniform(), TopScores(), NOTHING_PROTECTED)
+
+
+def _keydiff(values: Values, profile: HeadProfile | None) -> Pipeline:
+    return Pipeline("", KeyDiff(values["anchor"]), Uniform(), TopScores(), NOTHING_PROTECTED)
+
+
+def _knorm(values: Values, profile: HeadProfile | None) -> Pipeline:
+    allocator = Uniform(skip_layers=values["skip_layers"])
+    return Pipeline("", KeyNorm(), allocator, TopScores(), NOTHING_PROTECTED)
+
+
+def _streamingllm(values: Values, profile: HeadProfile | None) -> Pipeline:
+    protection = Protection(num_sinks=values["num_sinks"])
+    return Pipeline("", Recency(), Uniform(), TopScores(), protection)
+
+
+def _duoattention(values: Values, profile: HeadProfile | None) -> Pipeline:
+    assert profile is not None
+    protection = Protection(num_sinks=profile.num_sinks)
+    allocator = RetrievalHeads(num_streaming=profile.num_sinks + profile.num_recent)
+    return Pipeline("", Recency(), allocator, TopScores(), protection)
+
+
+def _criticalkv(base: Pipeline, values: Values) -> Pipeline:
+    return replace(base, selector=TwoStage(values["alpha"], values["epsilon"], values["norm"]))
+
+
+def _window(base: Pipeline, values: Values) -> Pipeline:
+    return replace(base, protection=Protection(recent_fraction=values["recent_fraction"]))
+
+
+POLICIES: dict[str, tuple[PolicyInfo, Callable[[Values, HeadProfile | None], Pipeline]]] = {}
+MODIFIERS: dict[str, tuple[PolicyInfo, Callable[[Pipeline, Values], Pipeline]]] = {}
+
+
+def _policy(build: Callable[[Values, HeadProfile | None], Pipeline], info: PolicyInfo) -> None:
+    POLICIES[info.name] = (info, build)
+
+
+def _modifier(build: Callable[[Pipeline, Values], Pipeline], info: PolicyInfo) -> None:
+    MODIFIERS[info.name] = (info, build)
+
+
+_policy(
+    _streamingllm,
+    PolicyInfo(
+        "streamingllm",
+        "Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453",
+        "The first tokens and the most recent ones; positions stay the true ones.",
+        {"score": "position", "protect": "the first num_sinks tokens", "select": "most recent"},
+        (Parameter("num_sinks", 4, "first tokens kept", minimum=0),),
+    ),
+)
+_policy(
+    _knorm,
+    PolicyInfo(
+        "knorm",
+        "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430",
+        "Keys of low norm.",
+        {
+            "score": "minus the key's norm",
+            "allocate": "the first skip_layers layers whole if the others keep half a uniform "
+            "budget, else uniform",
+            "select": "highest score",
+        },
+        (Parameter("skip_layers", 2, "first layers left whole where possible", minimum=0),),
+    ),
+)
+_policy(
+    _keydiff,
+    PolicyInfo(
+        "keydiff",
+        "KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364",
+        "Keys unlike the average key; needs no queries.",
+        {"score": "minus the cosine to the anchor", "select": "highest score"},
+        (
+            Parameter(
+                "anchor",
+                "mean_normalized",
+                "what keys are compared with",
+                choices=("mean_normalized", "mean_raw", "median", "pairwise"),
+            ),
+        ),
+    ),
+)
+_policy(
+    _tova,
+    PolicyInfo(
+        "tova",
+        "Transformers are Multi-State RNNs, arXiv 2401.06104",
+        "What the last query attends to, the same for all heads of a layer.",
+        {"score": "last query's attention, mean over the layer's heads", "select": "highest score"},
+    ),
+)
+_policy(
+    _h2o,
+    PolicyInfo(
+        "h2o",
+        "H2O: Heavy-Hitter Oracle for Efficient Generative Inference, arXiv 2306.14048",
+        "Heavy hitters of the last window_size queries, and recent tokens.",
+        {
+            "score": "attention accumulated over the last window_size queries",
+            "protect": "the most recent recent_fraction of the budget",
+            "allocate": "the same for every layer and head",
+            "select": "highest score",
+        },
+        (
+            Parameter("window_size", 256, "last queries whose attention is accumulated", minimum=1),
+            Parameter("recent_fraction", 0.5, "part of the budget for recent tokens", 0.0, 1.0),
+        ),
+    ),
+)
+_policy(
+    _snapkv,
+    PolicyInfo(
+        "snapkv",
+        "SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469",
+        "What the last queries attend to.",
+        SNAPKV_STAGES,
+        SNAPKV_PARAMETERS,
+    ),
+)
+_policy(
+    _pyramidkv,
+    PolicyInfo(
+        "pyramidkv",
+        "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, "
+        "arXiv 2406.02069",
+        "SnapKV with larger budgets in the first layers.",
+        {**SNAPKV_STAGES, "allocate": "falls linearly from the first layer to the last"},
+        (*SNAPKV_PARAMETERS, Parameter("beta", 20.0, "steepness of the pyramid", 1.0)),
+    ),
+)
+_policy(
+    _adakv,
+    PolicyInfo(
+        "adakv",
+        "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv 2407.11550",
+        "SnapKV with budgets per head: heads that spread their attention keep more.",
+        {**SNAPKV_STAGES, "allocate": "by each head's share of the layer's highest scores"},
+        (
+            *SNAPKV_PARAMETERS,
+            Parameter("safeguard", 0.2, "part of the budget shared out evenly", 0.0, 1.0),
+            Parameter(
+                "safeguard_mode",
+                "blend",
+                "blend (the authors' code) or floor (kvpress)",
+                choices=("blend", "floor"),
+            ),
+        ),
+    ),
+)
+_policy(
+    _headkv,
+    PolicyInfo(
+        "headkv",
+        "Not All Heads Matter: A Head-Level KV Cache Compression Method, arXiv 2410.19258",
+        "SnapKV with budgets per head from a measured table.",
+        {**SNAPKV_STAGES, "allocate": "by the heads' importance in the profile"},
+        (
+            *SNAPKV_PARAMETERS,
+            Parameter("beta", 1.01, "1/beta of every budget is pooled", 1.0),
+            Parameter("temperature", 1.0, "scores are raised to this power", 0.0),
+        ),
+        profile=profiles.HEADKV,
+    ),
+)
+_policy(
+    _duoattention,
+    PolicyInfo(
+        "duoattention",
+        "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, "
+        "arXiv 2410.10819",
+        "Retrieval heads keep everything, the others sinks and recent tokens.",
+        {
+            "score": "position",
+            "protect": "the pattern's first sink_size tokens",
+            "allocate": "heads with the highest gates whole, as many as the budget allows",
+            "select": "most recent",
+        },
+        profile=profiles.DUOATTENTION,
+    ),
+)
+_modifier(
+    _criticalkv,
+    PolicyInfo(
+        "criticalkv",
+        "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, "
+        "arXiv 2502.03805",
+        "Half of each head's budget by score, half by score times the value's projected norm.",
+        {"select": "two stages: highest score, then (score + epsilon) * ||v W_O||"},
+        (
+            Parameter("alpha", 0.5, "part of the budget chosen by score alone", 0.0, 1.0),
+            Parameter("epsilon", 1e-4, "added to the score in the second stage", 0.0),
+            Parameter(
+                "norm", "l1", "l1 (exact, reads W_O) or l2 (Gram matrix)", choices=("l1", "l2")
+            ),
+        ),
+        modifies=("snapkv", "adakv", "headkv", "pyramidkv", "h2o"),
+    ),
+)
+_modifier(
+    _window,
+    PolicyInfo(
+        "window",
+        "KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364",
+        "Keeps a share of the budget for the most recent tokens.",
+        {"protect": "the most recent recent_fraction of the budget"},
+        (Parameter("recent_fraction", 0.1, "part of the budget for recent tokens", 0.0, 1.0),),
+        modifies=("keydiff", "knorm", "tova"),
+    ),
+)
