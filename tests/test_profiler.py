@@ -203,3 +203,9 @@ def test_settings_that_are_refused(arguments: list[str], sentence: str, tmp_path
         run_command(
             str(tmp_path), "--kind", "duoattention", "--out", str(tmp_path / "x"), *arguments
         )
+
+
+def test_a_directory_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none")
+    with pytest.raises(ConfigError, match="expected a model's directory, found none there"):
+        run_command(missing, "--kind", "headkv", "--out", str(tmp_path / "x"))

@@ -204,6 +204,12 @@ def test_headkv_is_the_formula() -> None:
     assert all_pages(allocator, 22, 100) == [[36, 20], [16, 16], [32, 24], [20, 12]]
 
 
+def test_headkv_pools_what_lies_beyond_the_window() -> None:
+    """Window 10 pages, c = 12: layers of score 0.4 get 20 + 2 * 6 + 0.4 * 48 = 51.2 pages."""
+    allocator = HeadTable(table=TABLE, beta=2.0, window_size=40, block_size=4)
+    assert allocator.layer_pages(22, [200] * 4, 2) == [51, 37, 51, 37]
+
+
 def test_headkv_hands_on_what_full_heads_cannot_hold() -> None:
     allocator = HeadTable(table=TABLE, beta=2.0, window_size=8, block_size=4)
     rows = all_pages(allocator, 22, 30)

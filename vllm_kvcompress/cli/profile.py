@@ -84,6 +84,8 @@ def _load(name: str) -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    if name.startswith((".", "/")) and not Path(name).is_dir():
+        raise ConfigError(f"{name}: expected a model's directory, found none there.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
