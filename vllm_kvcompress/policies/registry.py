@@ -64,8 +64,8 @@ def _why_not_both(bases: list[str]) -> str:
         return f"{first} and {second} both decide how much each layer keeps"
     if "adakv" in pair and (others := pair & {"knorm", "streamingllm", "tova", "keydiff"}):
         return (
-            "adakv divides by attention mass, which can be compared between heads, as the scores "
-            f"of {others.pop()} cannot"
+            "adakv divides a layer's budget by each head's attention mass, which "
+            f"{others.pop()} does not score"
         )
     return f"{first} and {second} each decide on their own what to keep"
 
