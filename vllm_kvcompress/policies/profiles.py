@@ -111,6 +111,8 @@ def bind_profile(
 ) -> tuple[str, tuple[tuple[float, ...], ...]]:
     """A profile's values for one rank's KV heads, and the allocator field they belong in.
 
+    Ranks have equal budgets, each for its own heads, so importance is relative to the rank's sum.
+
     Raises:
         ConfigError: the profile has other layers or heads than the model.
     """
