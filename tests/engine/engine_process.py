@@ -56,7 +56,9 @@ class Books:
         self.scheduler = core.scheduler
         self.pool = core.scheduler.kv_cache_manager.block_pool
         self.managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
-        self.worker = core.model_executor.driver_worker.worker
+        # With several ranks the workers are processes of their own.
+        driver = getattr(core.model_executor, "driver_worker", None)
+        self.worker = getattr(driver, "worker", None)
 
     def check(self) -> None:
         """free + owned = pool, fresh blocks have one owner, pages lie in their owner's blocks."""
@@ -69,7 +71,8 @@ class Books:
         total = self.pool.get_num_free_blocks() + len(owners) + 1
         assert total == self.pool.num_gpu_blocks, (total, self.pool.num_gpu_blocks)
         for manager in getattr(self.scheduler, "compressed_managers", ()):
-            self.check_pages(manager, owners)
+            if self.worker is not None:
+                self.check_pages(manager, owners)
 
     @staticmethod
     def owned(manager: Any, request_id: str) -> list[int]:

@@ -3,10 +3,10 @@
 | family | context | question | answer |
 |---|---|---|---|
 | single | noise with one fact `k3 v7 w9` | find k3 | k3 v7 w9 |
-| multikey | facts only | find k3 | k3 v7 w9 |
-| multivalue | `k3 v7` and, far from it, `k3 w9`, among others | gather k3 | k3 v7 k3 w9 |
-| multiquery | facts only | find k3 k5 | k3 v7 w9 k5 v1 w2 |
-| tracking | chains `x5 x2`, `x2 x8`, `x8 v4`, shuffled | trace x5 | x5 x2 x8 v4 |
+| multikey | 4 to 64 such facts in noise | find k3 | k3 v7 w9 |
+| multivalue | `k3 v7` and elsewhere `k3 w9`, among others, in noise | gather k3 | k3 v7 k3 w9 |
+| multiquery | 4 to 64 facts in noise | find k3 k5 | k3 v7 w9 k5 v1 w2 |
+| tracking | chains `x5 x2`, `x2 x8`, `x8 v4`, shuffled, in noise | trace x5 | x5 x2 x8 v4 |
 | frequent | words, three of them often | count | the three, most frequent first |
 """
 
@@ -19,17 +19,18 @@ from dataclasses import dataclass
 
 FAMILIES = ("single", "multikey", "multivalue", "multiquery", "tracking", "frequent")
 
-KEYS = tuple(f"k{i}" for i in range(256))
-FIRST_VALUES = tuple(f"v{i}" for i in range(128))
-SECOND_VALUES = tuple(f"w{i}" for i in range(128))
-VARIABLES = tuple(f"x{i}" for i in range(256))
-COUNTED = tuple(f"f{i}" for i in range(128))
-NOISE = tuple(f"n{i}" for i in range(64))
+KEYS = tuple(f"k{i}" for i in range(64))
+FIRST_VALUES = tuple(f"v{i}" for i in range(32))
+SECOND_VALUES = tuple(f"w{i}" for i in range(32))
+VARIABLES = tuple(f"x{i}" for i in range(64))
+COUNTED = tuple(f"f{i}" for i in range(32))
+NOISE = tuple(f"n{i}" for i in range(16))
 STOP = "."
 ASK = ("find", "gather", "trace", "count")
 VOCABULARY = (*ASK, STOP, *KEYS, *FIRST_VALUES, *SECOND_VALUES, *VARIABLES, *COUNTED, *NOISE)
 
 FREQUENT_SHARES = (0.32, 0.18, 0.09)
+MAX_FACTS = 64
 CHAIN_HOPS = 3
 
 
@@ -39,7 +40,7 @@ class Sample:
 
     Attributes:
         family: one of FAMILIES.
-        context: words, separated by spaces.
+        context: words, separated by spaces; exactly as many as were asked for.
         question: a few words.
         answer: the full expected reply.
         answers: the words that the reply has to contain.
@@ -97,44 +98,56 @@ def _flatten(groups: list[list[str]]) -> list[str]:
     return [word for group in groups for word in group]
 
 
+def _num_facts(num_tokens: int, words_each: int, rng: random.Random) -> int:
+    """How many facts: up to MAX_FACTS, and at least half of the context is noise if it is long."""
+    most = min(MAX_FACTS, max(4, num_tokens // (2 * words_each)))
+    return rng.randint(min(4, most), max(4, most))
+
+
+def _in_noise(groups: list[list[str]], num_tokens: int, rng: random.Random) -> list[str]:
+    """Groups in order, with noise words strewn between them, `num_tokens` words in all."""
+    num_noise = num_tokens - sum(map(len, groups))
+    places = sorted(rng.randint(0, len(groups)) for _ in range(num_noise))
+    gaps: list[list[str]] = [[] for _ in range(len(groups) + 1)]
+    for place in places:
+        gaps[place].append(rng.choice(NOISE))
+    return _flatten([part for pair in zip(gaps, [*groups, []], strict=True) for part in pair])
+
+
 def _find(fact: list[str]) -> tuple[list[str], list[str]]:
     return ["find", fact[0]], fact[:3]
 
 
 def _single(num_tokens: int, rng: random.Random) -> Scene:
     facts = _facts(1, rng)
-    words = [rng.choice(NOISE) for _ in range(num_tokens - 4)]
-    place = rng.randrange(len(words) + 1)
-    return Scene(words[:place] + facts[0] + words[place:], [_find(facts[0])])
+    return Scene(_in_noise(facts, num_tokens, rng), [_find(facts[0])])
 
 
 def _multikey(num_tokens: int, rng: random.Random) -> Scene:
-    facts = _facts(min(len(KEYS), num_tokens // 4), rng)
-    return Scene(_flatten(facts), [_find(fact) for fact in facts])
+    facts = _facts(_num_facts(num_tokens, 4, rng), rng)
+    return Scene(_in_noise(facts, num_tokens, rng), [_find(fact) for fact in facts])
 
 
 def _multivalue(num_tokens: int, rng: random.Random) -> Scene:
-    keys = rng.sample(KEYS, min(len(KEYS), num_tokens // 6))
+    keys = rng.sample(KEYS, _num_facts(num_tokens, 6, rng))
     pairs = [(key, rng.choice(FIRST_VALUES), rng.choice(SECOND_VALUES)) for key in keys]
     groups = [[key, value, STOP] for key, *values in pairs for value in values]
     rng.shuffle(groups)
     questions = [(["gather", key], [key, first, key, second]) for key, first, second in pairs]
-    return Scene(_flatten(groups), questions)
+    return Scene(_in_noise(groups, num_tokens, rng), questions)
 
 
 def _multiquery(num_tokens: int, rng: random.Random) -> Scene:
-    facts = _facts(min(len(KEYS), num_tokens // 4), rng)
-    rng.shuffle(facts)
+    facts = _facts(_num_facts(num_tokens, 4, rng), rng)
     questions = []
-    for start in range(0, len(facts) - 1, 2):
-        pair = rng.sample(facts, 2)
-        questions.append((["find", pair[0][0], pair[1][0]], pair[0][:3] + pair[1][:3]))
-        del start
-    return Scene(_flatten(facts), questions)
+    for _ in range(len(facts) // 2):
+        first, second = rng.sample(facts, 2)
+        questions.append((["find", first[0], second[0]], first[:3] + second[:3]))
+    return Scene(_in_noise(facts, num_tokens, rng), questions)
 
 
 def _tracking(num_tokens: int, rng: random.Random) -> Scene:
-    num_chains = max(1, min(len(VARIABLES) // CHAIN_HOPS, num_tokens // (3 * CHAIN_HOPS)))
+    num_chains = max(2, _num_facts(num_tokens, 4, rng) // CHAIN_HOPS)
     names = rng.sample(VARIABLES, CHAIN_HOPS * num_chains)
     groups, questions = [], []
     for start in range(0, len(names), CHAIN_HOPS):
@@ -142,7 +155,7 @@ def _tracking(num_tokens: int, rng: random.Random) -> Scene:
         groups += [[a, b, STOP] for a, b in itertools.pairwise(chain)]
         questions.append((["trace", chain[0]], chain))
     rng.shuffle(groups)
-    return Scene(_flatten(groups), questions)
+    return Scene(_in_noise(groups, num_tokens, rng), questions)
 
 
 def _frequent(num_tokens: int, rng: random.Random) -> Scene:

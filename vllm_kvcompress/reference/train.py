@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vllm_kvcompress.reference.initialise import ROPE_THETA, plant_induction
 from vllm_kvcompress.reference.tasks import FAMILIES, generate_scene
 from vllm_kvcompress.reference.tokenizer import ANSWER, BOS, EOS, SPECIAL, WORDS, encode
 
 IGNORED = -100
 MAX_QUESTIONS = 24
+RECALL = tuple(family for family in FAMILIES if family != "frequent")
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class Recipe:
         first_length: context tokens of the first stage.
         tokens_per_step: tokens of a batch.
         learning_rate: peak, after 100 steps of warm-up; falls to a tenth in the last fifth.
-        promote_at: accuracy (whole answers) at which contexts double.
+        promote_at: accuracy of answer tokens, in every recall family, at which contexts double.
         seed: of data and weights.
         device: torch device.
     """
@@ -42,7 +45,7 @@ class Recipe:
     max_length: int = 2048
     first_length: int = 64
     tokens_per_step: int = 4096
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     promote_at: float = 0.97
     seed: int = 0
     device: str = "cpu"
@@ -72,19 +75,23 @@ def build_model() -> Any:
         num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=4096,
-        rope_theta=10000.0,
+        rope_theta=ROPE_THETA,
         tie_word_embeddings=True,  # what is copied is what is said
-        initializer_range=0.06,  # attention that starts sharper learns to look back sooner
+        initializer_range=0.05,
         bos_token_id=BOS,
         eos_token_id=EOS,
         pad_token_id=0,
         attn_implementation="sdpa",
     )
-    return LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
+    plant_induction(model, seed=0)
+    return model
 
 
 def recall_sequence(family: str, length: int, rng: random.Random) -> tuple[list[int], list[int]]:
     """Ids and labels of one context and many questions about it."""
+    if family == "frequent":
+        length = max(length, 128)  # shares mean nothing in a few words
     scene = generate_scene(family, rng.randint(length // 2, length), rng)
     ids = [BOS, *encode(scene.words)]
     labels = [IGNORED] * len(ids)
@@ -98,17 +105,21 @@ def recall_sequence(family: str, length: int, rng: random.Random) -> tuple[list[
 
 
 def copy_sequence(length: int, rng: random.Random) -> tuple[list[int], list[int]]:
-    """Short random segments, repeated at random distances; loss on the repeats."""
-    low, high = len(SPECIAL), len(WORDS)
+    """Short segments of words that occur nowhere else, repeated at random distances.
+
+    Loss is on the repeats, except for their first words, which nothing announces.
+    """
+    unused = list(range(len(SPECIAL), len(WORDS)))
+    rng.shuffle(unused)
     ids, labels = [BOS], [IGNORED]
     segments: list[list[int]] = []
     while len(ids) < length:
-        if segments and rng.random() < 0.6:
+        if segments and (rng.random() < 0.6 or len(unused) < 8):
             segment = rng.choice(segments)
             ids += segment
             labels += [IGNORED, *segment[1:]]
         else:
-            segment = [rng.randrange(low, high) for _ in range(rng.randint(4, 12))]
+            segment = [unused.pop() for _ in range(rng.randint(3, 8))]
             segments.append(segment)
             ids += segment
             labels += [IGNORED] * len(segment)
@@ -116,16 +127,24 @@ def copy_sequence(length: int, rng: random.Random) -> tuple[list[int], list[int]
 
 
 def make_batch(
-    length: int, copying: float, recipe: Recipe, rng: random.Random
+    length: int,
+    copying: float,
+    recipe: Recipe,
+    rng: random.Random,
+    accuracy: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor, list[str]]:
-    """[B, T] ids and labels, padded, and each row's family ("copy" for copying)."""
+    """[B, T] ids and labels, padded, and each row's family ("copy" for copying).
+
+    Families that are answered badly are asked more often.
+    """
+    weights = [max(0.1, 1.05 - accuracy.get(family, 0.0)) for family in FAMILIES]
     rows, families = [], []
     for _ in range(max(4, recipe.tokens_per_step // (length + 120))):
         if rng.random() < copying:
-            rows.append(copy_sequence(length, rng))
+            rows.append(copy_sequence(max(64, length), rng))
             families.append("copy")
         else:
-            family = rng.choice(FAMILIES)
+            (family,) = rng.choices(FAMILIES, weights)
             rows.append(recall_sequence(family, length, rng))
             families.append(family)
     width = max(len(ids) for ids, _ in rows)
@@ -138,19 +157,24 @@ def make_batch(
 
 
 def answer_loss(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean loss over answer tokens, and [B] the share of them that is right, per row."""
+    """Loss over answer tokens, rows weighing alike, and [B] the share that is right, per row.
+
+    Families with one short answer per row count as much as those with many long ones.
+    """
     hidden = model.model(ids).last_hidden_state[:, :-1]
     targets = labels[:, 1:]
     wanted = targets != IGNORED
     logits = model.lm_head(hidden[wanted]).float()
-    loss = functional.cross_entropy(logits, targets[wanted])
+    per_row = wanted.sum(1).clamp_min(1)
+    losses = functional.cross_entropy(logits, targets[wanted], reduction="none")
+    loss = (losses / per_row[wanted.nonzero()[:, 0]]).sum() / len(ids)
     right = torch.zeros_like(targets, dtype=torch.float32)
     right[wanted] = (logits.argmax(1) == targets[wanted]).float()
-    return loss, right.sum(1) / wanted.sum(1).clamp_min(1)
+    return loss, right.sum(1) / per_row
 
 
 def train(recipe: Recipe, on_step: Callable[[Progress], None] = lambda progress: None) -> Any:
-    """Trains until the time is up; contexts double when the slowest family keeps up.
+    """Trains until the time is up; contexts double when the slowest recall keeps up.
 
     Args:
         recipe: how.
@@ -169,11 +193,14 @@ def train(recipe: Recipe, on_step: Callable[[Progress], None] = lambda progress:
     started = time.monotonic()
     steps_at_length = 0
     while progress.seconds < 60 * recipe.minutes:
-        copying = 0.5 if progress.length <= recipe.first_length else 0.05
-        ids, labels, families = make_batch(_some_length(progress, rng), copying, recipe, rng)
+        copying = 0.3 if progress.length < 128 else 0.05
+        length = _some_length(progress, rng)
+        ids, labels, families = make_batch(length, copying, recipe, rng, progress.accuracy)
         for group in optimizer.param_groups:
             group["lr"] = _learning_rate(recipe, progress)
-        with torch.autocast(recipe.device, dtype=torch.bfloat16):
+        # Half precision pays only where attention is long.
+        half = progress.length >= 512
+        with torch.autocast(recipe.device, dtype=torch.bfloat16, enabled=half):
             loss, right = answer_loss(model, ids.to(recipe.device), labels.to(recipe.device))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
@@ -186,10 +213,9 @@ def train(recipe: Recipe, on_step: Callable[[Progress], None] = lambda progress:
         progress.loss = float(loss.detach())
         progress.seconds = time.monotonic() - started
         steps_at_length += 1
-        slowest = min(progress.accuracy.get(family, 0.0) for family in FAMILIES)
-        mean = sum(progress.accuracy.get(family, 0.0) for family in FAMILIES) / len(FAMILIES)
-        ready = slowest >= recipe.promote_at - 0.05 and mean >= recipe.promote_at
-        if ready and steps_at_length >= 20 and progress.length < recipe.max_length:
+        recall = [progress.accuracy.get(family, 0.0) for family in RECALL]
+        ready = min(recall) >= recipe.promote_at and steps_at_length >= 20
+        if ready and progress.length < recipe.max_length:
             progress.length *= 2
             steps_at_length = 0
         on_step(progress)
@@ -198,7 +224,8 @@ def train(recipe: Recipe, on_step: Callable[[Progress], None] = lambda progress:
 
 def _some_length(progress: Progress, rng: random.Random) -> int:
     """Mostly the current length; sometimes a shorter one, so that it is not forgotten."""
-    return progress.length if rng.random() < 0.8 else max(64, progress.length // 4)
+    shorter = max(64, progress.length // 4)
+    return progress.length if rng.random() < 0.8 else shorter
 
 
 def _learning_rate(recipe: Recipe, progress: Progress) -> float:

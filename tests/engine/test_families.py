@@ -1,0 +1,88 @@
+"""The families that are served: compressed, identical at budget 1.0, and hitting the cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny_models
+from tests.engine.conftest import Run, request
+from tests.tiny_models import prompt
+
+LONG, SHORT = prompt(1000, seed=1), prompt(50, seed=2)
+
+
+def phases() -> list[list[dict[str, Any]]]:
+    return [
+        [request("long", LONG, 24), request("short", SHORT, 24)],
+        [request("again", LONG, 24)],
+        [request("once-more", LONG, 24)],
+    ]
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma3"])
+def test_family(model_directory: Path, run_engine: Run, family: str) -> None:
+    """adakv+criticalkv finds each family's queries, heads and output projection."""
+    model = str(tiny_models.build(family, model_directory))
+    stock = run_engine(model, phases())
+    settings = {"policy": "adakv+criticalkv", "budget": 0.25}
+    whole = run_engine(model, phases(), settings={**settings, "budget": 1.0})
+    quarter = run_engine(model, phases(), settings=settings, record_kept=True)
+    for name, output in stock["outputs"].items():
+        assert whole["outputs"][name]["tokens"] == output["tokens"], name
+    outputs = quarter["outputs"]
+    assert outputs["short"]["tokens"] == stock["outputs"]["short"]["tokens"]
+    assert outputs["long"]["tokens"] != stock["outputs"]["long"]["tokens"]
+    assert outputs["again"]["tokens"] == outputs["long"]["tokens"]
+    assert outputs["once-more"]["tokens"] == outputs["long"]["tokens"]
+    assert outputs["once-more"]["cached"] == (1000 - 32) // 32 * 32
+    num_compressed = 2 if family == "gemma3" else 3
+    events = [record["layer"] for record in quarter["kept"]]
+    assert events == list(range(num_compressed)) * 3
+    assert quarter["free_at_end"] == quarter["num_blocks"] - 1
+
+
+def test_bfloat16_pages_are_read_in_the_kernels_own_order(llama: str, run_engine: Run) -> None:
+    """A budget of all but one block changes next to nothing, whatever the kernel's packing.
+
+    Compressing with a wrong idea of the packing destroys keys; then the first tokens differ.
+    """
+    phases = [[request("a", prompt(640, seed=1), 8)]]
+    stock = run_engine(llama, phases, dtype="bfloat16")
+    report = run_engine(
+        llama,
+        phases,
+        settings={"policy": "snapkv", "budget": 608},
+        dtype="bfloat16",
+        record_kept=True,
+    )
+    assert len(report["kept"]) == 3
+    found, expected = (r["outputs"]["a"]["logprobs"][1] for r in (report, stock))
+    shared = set(found) & set(expected)
+    assert len(shared) >= 4
+    for token in shared:
+        assert found[token] == pytest.approx(expected[token], abs=0.15)
+
+
+def test_two_ranks_say_what_one_says(llama: str, run_engine: Run) -> None:
+    """Tensor parallel: each rank compresses its own heads and frees the same blocks."""
+    phases = [
+        [request("a", prompt(900, seed=1), 24), request("b", prompt(300, seed=2), 24)],
+        [request("again", prompt(900, seed=1), 24)],
+    ]
+    settings = {"policy": "snapkv", "budget": 0.25}
+    one = run_engine(llama, phases, settings=settings)
+    two = run_engine(
+        llama,
+        phases,
+        settings=settings,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    for name in ("a", "b", "again"):
+        assert two["outputs"][name]["tokens"] == one["outputs"][name]["tokens"], name
+    assert two["held"] == one["held"]
+    assert two["outputs"]["again"]["cached"] == one["outputs"]["again"]["cached"] > 0
