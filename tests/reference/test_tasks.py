@@ -31,7 +31,8 @@ def answer_by_reading(sample: Sample) -> list[str]:
             chain.append(words[places[0] + 1])
         return chain
     assert verb == "count"
-    return [word for word, _ in Counter(w for w in words if w != ".").most_common(3)]
+    kinds = [[w for w in words if w.startswith(kind)] for kind in "fgh"]
+    return [Counter(kind).most_common(1)[0][0] for kind in kinds]
 
 
 @given(sample=samples)
@@ -42,9 +43,9 @@ def test_reading_the_context_gives_the_answer(sample: Sample) -> None:
 
 
 @given(family=st.sampled_from(FAMILIES), length=st.integers(64, 1200), seed=st.integers(0, 10_000))
-def test_contexts_are_long_but_never_too_long(family: str, length: int, seed: int) -> None:
+def test_contexts_are_as_long_as_was_asked(family: str, length: int, seed: int) -> None:
     sample = generate_sample(family, length, seed)
-    assert len(sample.context.split()) <= length
+    assert len(sample.context.split()) == length
     assert sample == generate_sample(family, length, seed)
     assert sample != generate_sample(family, length, seed + 1)
 

@@ -7,7 +7,6 @@ import json
 import os
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.cli.vllm_command import ServeRequest, read_request
@@ -159,10 +158,9 @@ def _check(settings: Settings) -> None:
             f"VLLM_PLUGINS={plugins} keeps vLLM from loading this plugin; add {SETTINGS_KEY} to "
             "it, or unset it."
         )
-    from vllm_kvcompress.policies import resolve
+    from vllm_kvcompress.policies import resolve_settings
 
-    profile = None if settings.profile is None else Path(settings.profile)
-    resolve(settings.policy, settings.params, profile)
+    resolve_settings(settings)
 
 
 def _dashed(arguments: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ def add_parser(subparsers: Any) -> None:
         "saves it for vLLM, and prints its accuracy on held-out questions.",
     )
     parser.add_argument("--out", type=Path, default=Path("reference-model"), help="directory")
-    parser.add_argument("--minutes", type=float, default=40.0, help="training time")
+    parser.add_argument("--minutes", type=float, default=30.0, help="training time")
     parser.add_argument("--max-length", type=int, default=2048, help="longest context, in tokens")
     parser.add_argument("--questions", type=int, default=50, help="held-out, per family and length")
     parser.add_argument("--seed", type=int, default=0)

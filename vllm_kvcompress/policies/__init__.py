@@ -5,6 +5,6 @@ score -> adjust -> allocate -> select; see `docs/writing-a-policy.md`.
 
 from vllm_kvcompress.policies.pipeline import Pipeline
 from vllm_kvcompress.policies.presets import PolicyInfo
-from vllm_kvcompress.policies.registry import all_policies, describe, resolve
+from vllm_kvcompress.policies.registry import all_policies, describe, resolve, resolve_settings
 
-__all__ = ["Pipeline", "PolicyInfo", "all_policies", "describe", "resolve"]
+__all__ = ["Pipeline", "PolicyInfo", "all_policies", "describe", "resolve", "resolve_settings"]

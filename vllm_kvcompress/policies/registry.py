@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import profiles
 from vllm_kvcompress.policies.parameters import check_parameters
@@ -105,6 +106,19 @@ def resolve(
         pipeline = MODIFIERS[info.name][1](pipeline, values)
     name = "+".join(info.name for info in infos)
     return replace(pipeline, name=name, params=values, profile=heads)
+
+
+def resolve_settings(settings: Settings) -> Pipeline:
+    """The pipeline of a user's settings.
+
+    Raises:
+        ConfigError: as `resolve`, or a budget that protected tokens alone would use up.
+    """
+    profile = None if settings.profile is None else Path(settings.profile)
+    pipeline = resolve(settings.policy, settings.params, profile)
+    if isinstance(settings.budget, int):
+        pipeline.check_budget(settings.budget)
+    return pipeline
 
 
 def _load_profile(info: PolicyInfo, path: Path | None, values: Values) -> HeadProfile | None:

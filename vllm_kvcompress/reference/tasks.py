@@ -7,7 +7,7 @@
 | multivalue | `k3 v7` and elsewhere `k3 w9`, among others, in noise | gather k3 | k3 v7 k3 w9 |
 | multiquery | 4 to 64 facts in noise | find k3 k5 | k3 v7 w9 k5 v1 w2 |
 | tracking | chains `x5 x2`, `x2 x8`, `x8 v4`, shuffled, in noise | trace x5 | x5 x2 x8 v4 |
-| frequent | words, three of them often | count | the three, most frequent first |
+| frequent | words f, g and h, one of each kind often | count | those: f3 g7 h1 |
 """
 
 from __future__ import annotations
@@ -23,13 +23,24 @@ KEYS = tuple(f"k{i}" for i in range(64))
 FIRST_VALUES = tuple(f"v{i}" for i in range(32))
 SECOND_VALUES = tuple(f"w{i}" for i in range(32))
 VARIABLES = tuple(f"x{i}" for i in range(64))
-COUNTED = tuple(f"f{i}" for i in range(32))
+COUNTED = tuple(tuple(f"{kind}{i}" for i in range(24)) for kind in "fgh")
 NOISE = tuple(f"n{i}" for i in range(16))
 STOP = "."
 ASK = ("find", "gather", "trace", "count")
-VOCABULARY = (*ASK, STOP, *KEYS, *FIRST_VALUES, *SECOND_VALUES, *VARIABLES, *COUNTED, *NOISE)
+VOCABULARY = (
+    *ASK,
+    STOP,
+    *KEYS,
+    *FIRST_VALUES,
+    *SECOND_VALUES,
+    *VARIABLES,
+    *COUNTED[0],
+    *COUNTED[1],
+    *COUNTED[2],
+    *NOISE,
+)
 
-FREQUENT_SHARES = (0.32, 0.18, 0.09)
+FREQUENT_SHARE = 0.4
 MAX_FACTS = 64
 CHAIN_HOPS = 3
 
@@ -159,15 +170,14 @@ def _tracking(num_tokens: int, rng: random.Random) -> Scene:
 
 
 def _frequent(num_tokens: int, rng: random.Random) -> Scene:
-    often = rng.sample(COUNTED, len(FREQUENT_SHARES))
-    rare = [word for word in COUNTED if word not in often]
-    words = _flatten(
-        [
-            [word] * int(share * num_tokens)
-            for word, share in zip(often, FREQUENT_SHARES, strict=True)
-        ]
-    )
-    words += [rng.choice(rare) for _ in range(num_tokens - len(words))]
+    often, words = [], []
+    for kind, names in enumerate(COUNTED):
+        num_words = num_tokens // 3 + (kind < num_tokens % 3)
+        often.append(rng.choice(names))
+        rare = [name for name in names if name != often[-1]]
+        num_often = int(FREQUENT_SHARE * num_words)
+        words += [often[-1]] * num_often
+        words += [rng.choice(rare) for _ in range(num_words - num_often)]
     rng.shuffle(words)
     return Scene(words, [(["count"], often)])
 

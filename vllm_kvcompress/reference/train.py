@@ -41,12 +41,12 @@ class Recipe:
         device: torch device.
     """
 
-    minutes: float = 40.0
+    minutes: float = 30.0
     max_length: int = 2048
     first_length: int = 64
     tokens_per_step: int = 4096
     learning_rate: float = 1e-3
-    promote_at: float = 0.97
+    promote_at: float = 0.95
     seed: int = 0
     device: str = "cpu"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,7 +15,7 @@ from vllm_kvcompress.events import Event, EventRunner, LayerWeights
 from vllm_kvcompress.ledger import StepPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.pages import PagePool, flat_pages
-from vllm_kvcompress.policies import Pipeline, resolve
+from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.query_windows import QueryWindows
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
@@ -129,9 +128,7 @@ class WorkerState:
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
         self.vllm_config = vllm_config
         self.settings = settings
-        self.pipeline: Pipeline = resolve(
-            settings.policy, settings.params, Path(settings.profile) if settings.profile else None
-        )
+        self.pipeline: Pipeline = resolve_settings(settings)
         self.groups: dict[int, GroupState] = {}
         self._model_runner = None
         self._plan: StepPlan | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
+
+logger = init_logger(__name__)
 
 
 class CompressionMixin:
@@ -46,6 +49,23 @@ class CompressionMixin:
             )
         compat.enable_chunk_ends(self)
         compat.limit_prefix_caching(coordinator, self._cacheable_tokens)
+        self._announce()
+
+    def _announce(self) -> None:
+        """One line at start-up: what is compressed, and what that means for capacity."""
+        settings = self.compressed_managers[0].kv_cache_spec.settings
+        longest = self.max_model_len // self.rule.block_size
+        kept = min(longest, self.rule.target_blocks(self.max_model_len, self.max_model_len))
+        logger.info(
+            "KV cache compressed with %s, budget %s, trigger %s: a prompt of %d tokens keeps "
+            "%d of %d blocks.",
+            settings.policy,
+            settings.budget,
+            settings.trigger,
+            self.max_model_len,
+            kept,
+            longest,
+        )
 
     def schedule(self, *args, **kwargs) -> SchedulerOutput:
         """vLLM's schedule, with the step's plan attached when there is anything to do."""
