@@ -24,7 +24,7 @@ def sorted_out(*arguments: str) -> ServeRequest:
 @pytest.fixture
 def any_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Policies have tests of their own."""
-    monkeypatch.setattr("vllm_kvcompress.policies.resolve", lambda *arguments: None)
+    monkeypatch.setattr("vllm_kvcompress.policies.resolve_settings", lambda settings: None)
 
 
 @pytest.mark.usefixtures("any_policy")

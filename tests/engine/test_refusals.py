@@ -22,7 +22,7 @@ MLA = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
-    "n_routed_experts": None,
+    "n_routed_experts": 4,
     "first_k_dense_replace": 2,
     "q_lora_rank": None,
     "kv_lora_rank": 64,

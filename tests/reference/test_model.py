@@ -64,7 +64,7 @@ def test_a_chat_renders_to_the_training_layout(tokenizer: Any, family: str) -> N
 
 def test_words_survive_the_tokenizer() -> None:
     tokenizer = build_tokenizer()
-    text = "find k3 k5 . v7 w100 n63 f0 x255"
+    text = "find k3 k5 . v7 w31 n15 f0 x63"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(ids) == len(text.split())
     assert tokenizer.decode(ids) == text
@@ -86,7 +86,8 @@ def test_a_few_steps_reduce_the_loss() -> None:
     recipe = Recipe(minutes=0.12, tokens_per_step=1024)
     ids, labels, _ = make_batch(64, 0.0, recipe, random.Random(5))
     torch.manual_seed(0)
+    trained = train(recipe)
     with torch.no_grad():
         before, _ = answer_loss(build_model(), ids, labels)
-        after, _ = answer_loss(train(recipe), ids, labels)
+        after, _ = answer_loss(trained, ids, labels)
     assert float(after) < float(before) - 0.2
