@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
 
 
 class CompressionMixin:
