@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +10,7 @@ from vllm_kvcompress.ledger import Observation
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.pages import PagePool, known_packings
 from vllm_kvcompress.query_windows import QueryWindows
+from vllm_kvcompress.resident_batch import ResidentBatches
 
 LAYERS, HEADS, SIZE = 2, 3, 4
 
@@ -46,6 +46,7 @@ class Model:
 @given(data=st.data())
 def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
     tables, model, fresh = make_tables(), Model(), 1000
+    batches = ResidentBatches(tables)
     names = [f"r{i}" for i in range(12)]
     for _ in range(data.draw(st.integers(1, 25))):
         name = data.draw(st.sampled_from(names))
@@ -73,31 +74,35 @@ def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
             for _ in range(data.draw(st.integers(0, 3))):
                 model.blocks[name].append(fresh)
                 fresh += 1
-        check(tables, model)
+        order = data.draw(st.permutations(sorted({*model.kept, "whole"})))
+        for _ in range(data.draw(st.integers(0, 2))):
+            check(batches, model, order)
 
 
-def check(tables: PageTables, model: Model) -> None:
-    """One step over all requests that the tables know."""
-    names = sorted(model.kept)
-    assert set(tables.slots) == set(names)
-    if not names:
+def check(batches: ResidentBatches, model: Model, order: list[str]) -> None:
+    """One step of a batch in this order; the request "whole" is not compressed."""
+    assert set(batches.tables.slots) == set(model.kept)
+    blocks = {"whole": [3], **model.blocks}
+    width = max(len(blocks[name]) for name in order)
+    block_table = torch.tensor([blocks[n] + [0] * (width - len(blocks[n])) for n in order])
+    # Somewhere in the last block, at another place for each request.
+    tokens = [(len(blocks[name]) - 1) * SIZE + 1 + i % SIZE for i, name in enumerate(order)]
+    batch = batches.read(list(order), torch.tensor(tokens).int(), block_table.int())
+    if not model.kept:
+        assert batch is None
         return
-    width = max(len(model.blocks[name]) for name in names)
-    block_table = torch.tensor(
-        [model.blocks[n] + [0] * (width - len(model.blocks[n])) for n in names]
-    )
-    slots = np.array([tables.slots[name] for name in names])
-    num_blocks = np.array([len(model.blocks[name]) for name in names])
-    tables.extend_tails(slots, block_table.int(), num_blocks)
-    tail_tokens = torch.arange(1, len(names) + 1, dtype=torch.int32)
-    table, seq_lens = tables.gather(slots, tail_tokens)
-    for layer in range(LAYERS):
-        for i, name in enumerate(names):
+    assert batch is not None
+    assert batch.whole.tolist() == [order.index("whole")]
+    for i, row_number in enumerate(batch.rows.tolist()):
+        name = order[row_number]
+        tail_tokens = tokens[row_number] - model.first_block[name] * SIZE
+        for layer in range(LAYERS):
             for head in range(HEADS):
                 row = model.row(name, layer, head)
-                assert table[layer, i * HEADS + head, : len(row)].tolist() == row
-                expected = len(model.kept[name][layer][head]) * SIZE + i + 1
-                assert int(seq_lens[layer, i * HEADS + head]) == expected
+                assert batch.page_table[layer, i * HEADS + head, : len(row)].tolist() == row
+                expected = len(model.kept[name][layer][head]) * SIZE + tail_tokens
+                assert int(batch.seq_lens[layer, i * HEADS + head]) == expected
+    assert batch.alike == all(torch.equal(row, batch.seq_lens[0]) for row in batch.seq_lens)
 
 
 @settings(max_examples=40, deadline=None)

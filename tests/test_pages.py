@@ -23,6 +23,16 @@ def test_packings_are_permutations(block_size: int, head_size: int) -> None:
         assert torch.equal(packing.to_rows(packed), rows)
 
 
+@pytest.mark.parametrize(("block_size", "head_size"), SIZES)
+def test_single_rows_are_those_of_the_page(block_size: int, head_size: int) -> None:
+    rows = torch.arange(3 * block_size * head_size).view(3, block_size, head_size)
+    pages, tokens = torch.tensor([2, 0, 2, 1]), torch.tensor([0, block_size - 1, 3, 1])
+    for packing in known_packings(block_size, head_size):
+        taken = packing.take_rows(packing.from_rows(rows), pages, tokens)
+        for row, page, token in zip(taken, pages.tolist(), tokens.tolist(), strict=True):
+            assert torch.equal(row, rows[page, token])
+
+
 def test_amx_offsets_are_those_that_were_seen() -> None:
     """Key element (t, d) at (t//16, d//2, t%16, d%2); value at (d//16, t//2, d%16, t%2)."""
     size, dim = 32, 64

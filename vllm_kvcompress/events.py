@@ -171,8 +171,7 @@ class EventRunner:
         if view.values.shape[1]:
             values = view.values[heads, kept]
         else:
-            source_values = pool.values(sources).flatten(1, 2)
-            values = source_values[heads, kept]
+            values = pool.take_values(sources[heads, kept // size], kept % size)
         shape = (total, size, pool.head_size)
         pool.write(pages, keys.view(shape), values.view(shape))
 

@@ -42,6 +42,7 @@ class PageTables:
         pool: the pages.
         table: [num_layers, slots, num_heads, width] int32 page ids.
         counts: [num_layers, slots, num_heads] int32 kept pages.
+        version: changes whenever a row does.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -57,11 +58,13 @@ class PageTables:
         self.slots: dict[str, int] = {}
         self.layer_pages: dict[str, list[int]] = {}
         self._free_slots: list[int] = []
+        self.version = 0
 
     def acquire(self, request_id: str) -> int:
         """A slot for a request that is about to be compressed for the first time."""
         if not self._free_slots:
             self._grow(max(8, 2 * self.counts.shape[1]), self.table.shape[3])
+        self.version += 1
         slot = self._free_slots.pop()
         self.slots[request_id] = slot
         self.counts[:, slot] = 0
@@ -74,6 +77,7 @@ class PageTables:
         slot = self.slots.pop(request_id, None)
         self.layer_pages.pop(request_id, None)
         if slot is not None:
+            self.version += 1
             self._free_slots.append(slot)
 
     def replace(self, layer: int, slot: int, page_counts: Tensor, page_ids: Tensor) -> None:
@@ -85,6 +89,7 @@ class PageTables:
             page_counts: [num_heads] int64.
             page_ids: [sum(page_counts)] int64, head after head.
         """
+        self.version += 1
         total = page_ids.numel()
         self._reserve(total)
         heads = torch.repeat_interleave(page_counts, output_size=total)
@@ -95,23 +100,31 @@ class PageTables:
 
     def begin_tail(self, slot: int, first_block: int, max_kept: int) -> None:
         """After an event: the tail starts at `first_block` and its pages are not in the table."""
+        self.version += 1
         self.tails.first_block[slot] = first_block
         self.tails.num_pages[slot] = 0
         self.tails.max_kept[slot] = max_kept
 
-    def extend_tails(self, slots: Books, block_table: Tensor, num_blocks: Books) -> None:
+    def tail_limits(self, slots: Books) -> Books:
+        """[R] logical tokens up to which each request's tail pages are in the table."""
+        tails = self.tails
+        limits: Books = (tails.first_block[slots] + tails.num_pages[slots]) * self.pool.block_size
+        return limits
+
+    def extend_tails(self, slots: Books, block_table: Tensor, num_tokens: Books) -> None:
         """Appends the pages of blocks that were added since the last step.
 
         Args:
             slots: [R] slots.
             block_table: [R, max_blocks] int32 block ids by logical block.
-            num_blocks: [R] logical blocks in use, the partial one included.
+            num_tokens: [R] logical tokens, at least up to the tail's first block.
         """
-        tails = self.tails
+        tails, size = self.tails, self.pool.block_size
         have = tails.num_pages[slots]
-        missing = num_blocks - tails.first_block[slots] - have
+        missing = -(-num_tokens // size) - tails.first_block[slots] - have
         if not missing.any():
             return
+        self.version += 1
         rows: Books = np.repeat(np.arange(len(slots)), missing)
         nth = np.arange(len(rows)) - np.repeat(np.cumsum(missing) - missing, missing)
         nth += have[rows]
@@ -131,22 +144,22 @@ class PageTables:
         heads = torch.arange(pool.num_heads, device=pages.device)
         self.table[layers, slots[:, None], heads, columns] = pages.to(torch.int32)
 
-    def gather(self, slots: Books, tail_tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def gather(self, slots: Books) -> tuple[Tensor, Tensor]:
         """The batch's page tables and resident lengths, in the requests' order.
 
         Args:
             slots: [R] slots.
-            tail_tokens: [R] int32 resident tokens after the kept pages.
 
         Returns:
-            [num_layers, R * num_heads, width] int32 page ids (contiguous) and
-            [num_layers, R * num_heads] int32 resident tokens.
+            [num_layers, R * num_heads, width] int32 page ids (contiguous), and
+            [num_layers, R, num_heads] int32: resident minus logical tokens.
         """
         index = torch.from_numpy(slots)
         width = int((self.tails.max_kept[slots] + self.tails.num_pages[slots]).max())
         table = self.table[:, index, :, :width].flatten(1, 2).contiguous()
-        tokens = self.counts[:, index] * self.pool.block_size + tail_tokens[None, :, None]
-        return table, tokens.flatten(1, 2).contiguous()
+        first = torch.from_numpy(self.tails.first_block[slots]).to(torch.int32)
+        kept = self.counts[:, index] - first[None, :, None]
+        return table, kept * self.pool.block_size
 
     def _reserve(self, width: int) -> None:
         if width > self.table.shape[3]:

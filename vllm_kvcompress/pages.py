@@ -47,6 +47,16 @@ class Packing:
         rows = packed.unflatten(-1, self.shape).permute(*range(len(lead)), *axes)
         return rows.reshape(*lead, self.block_size, self.head_size)
 
+    def take_rows(self, packed: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
+        """[P, block_size * head_size] pages -> [N, head_size] rows, by page and token within it."""
+        axes = [1 + a for a in self.token_axes + self.dim_axes]
+        rows = packed.unflatten(-1, self.shape).permute(0, *axes)
+        places: list[Tensor] = []
+        for axis in reversed(self.token_axes):
+            places.insert(0, tokens % self.shape[axis])
+            tokens = tokens // self.shape[axis]
+        return rows[(pages, *places)].reshape(-1, self.head_size)
+
     def from_rows(self, rows: Tensor) -> Tensor:
         """[..., block_size, head_size] rows -> [..., block_size * head_size] page elements."""
         lead = rows.shape[:-2]
@@ -140,6 +150,11 @@ class PagePool:
         """[...] page ids -> [..., block_size, head_size] values (a copy)."""
         half = self.pages.shape[1] // 2
         return self.value_packing.to_rows(self.pages[page_ids, half:])
+
+    def take_values(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
+        """[N] page ids and tokens within them -> [N, head_size] values (a copy)."""
+        half = self.pages.shape[1] // 2
+        return self.value_packing.take_rows(self.pages[:, half:], page_ids, tokens)
 
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
         """Writes whole pages: [P] page ids, [P, block_size, head_size] keys and values."""

@@ -62,7 +62,7 @@ def test_mass_of_everything_visible_is_one() -> None:
 def test_tiles_do_not_change_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     view = make_view(Shape(pages=(5, 3), tail=3), 11)
     whole = mass_of(view)
-    monkeypatch.setattr(scores_torch, "TILE_ELEMENTS", 1)
+    monkeypatch.setattr(scores_torch, "TILE_BYTES", 1)
     assert torch.allclose(mass_of(view)[0], whole[0], atol=1e-6)
     assert torch.allclose(mass_of(view)[1, :12], whole[1, :12], atol=1e-6)
 
@@ -70,18 +70,30 @@ def test_tiles_do_not_change_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_tensor_holds_the_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small tiles, softmax never sees more than a tile's logits."""
     shape, window = Shape(pages=(16, 16), tail=1, group=2), 24
-    monkeypatch.setattr(scores_torch, "TILE_ELEMENTS", 512)
+    monkeypatch.setattr(scores_torch, "TILE_BYTES", 4 * 512)
     sizes: list[int] = []
     softmax = torch.softmax
 
-    def watched(logits: torch.Tensor, dim: int) -> torch.Tensor:
+    def watched(logits: torch.Tensor, dim: int, out: torch.Tensor) -> torch.Tensor:
         sizes.append(logits.numel())
-        return softmax(logits, dim=dim)
+        return softmax(logits, dim=dim, out=out)
 
     monkeypatch.setattr(torch, "softmax", watched)
     mass_of(make_view(shape, window))
     assert max(sizes) <= 512 + 8 * window
     assert max(sizes) < 2 * window * 65 // 4
+
+
+def test_sixteen_bit_inputs_lose_nothing_on_the_way() -> None:
+    """Products of bf16 numbers are exact in fp32, and the process keeps its own precision."""
+    view = make_view(Shape(pages=(5, 3), tail=3), 11)
+    rounded = [t.bfloat16() for t in (view.keys, view.tail_keys, view.queries)]
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    narrow = window_mass(rounded[0], view.lengths, rounded[1], rounded[2], view.scale)
+    wide = [t.double().float() for t in rounded]
+    expected = window_mass(wide[0], view.lengths, wide[1], wide[2], view.scale)
+    assert torch.allclose(narrow[0], expected[0], atol=1e-6)
+    assert torch.backends.mkldnn.matmul.fp32_precision == before
 
 
 def test_zero_queries_give_zero_mass() -> None:
@@ -182,7 +194,7 @@ def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) 
         ]
 
     whole = everything()
-    monkeypatch.setattr(scores_torch, "TILE_ELEMENTS", 3 * 24)
+    monkeypatch.setattr(scores_torch, "TILE_BYTES", 4 * 3 * 24)
     for a, b in zip(everything(), whole, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 

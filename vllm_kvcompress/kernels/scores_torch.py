@@ -6,19 +6,42 @@ H = KV heads, G = query heads per KV head, D = head size, n = entries, w = queri
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-TILE_ELEMENTS = 1 << 21  # largest temporary, in elements (8 MiB of fp32)
+TILE_BYTES = 1 << 23  # largest temporary; reused, since fresh memory costs more than the work
 HIDDEN = -1e30  # a logit of no weight; unlike -inf it gives no NaN where everything is hidden
 
 
 def valid_entries(lengths: Tensor, num_entries: int) -> Tensor:
     """[H, n] bool: entries below each head's length."""
     return torch.arange(num_entries, device=lengths.device) < lengths[:, None]
+
+
+@contextmanager
+def exact_bf16_products(dtype: torch.dtype) -> Iterator[None]:
+    """Lets fp32 matrix products on the CPU use its bf16 units, where nothing is lost by it.
+
+    Tensors that were widened from bf16 convert back without loss, and sums stay fp32: the same
+    result several times faster, which bf16 tensors cannot ask for on the CPU (their products are
+    rounded to bf16). For any other `dtype` nothing changes.
+
+    Args:
+        dtype: what both factors were before they were widened.
+    """
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if dtype == torch.bfloat16:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def window_mass(
@@ -30,7 +53,7 @@ def window_mass(
     w of these (the window itself) only those not after the query. Queries from before all of
     these (possible once earlier events have dropped entries) count as zero.
 
-    One head at a time: its keys in fp32, and logits in tiles of at most `TILE_ELEMENTS` (or of
+    One head at a time: its keys in fp32, and logits in tiles of at most `TILE_BYTES` (or of
     one query's group, if that is more).
 
     Args:
@@ -52,18 +75,24 @@ def window_mass(
     grouped = queries.reshape(num_queries, num_heads, group, head_size).transpose(0, 1)
     columns = _WindowColumns.of(lengths, num_entries, tail_keys.shape[1], num_queries)
     valid = valid_entries(lengths, num_entries)
-    tile = max(1, TILE_ELEMENTS // (group * (num_entries + tail_keys.shape[1])))
+    num_seen = num_entries + tail_keys.shape[1]
+    num_columns = columns.bias.shape[1]
+    tile = min(num_queries, max(1, TILE_BYTES // (4 * group * num_columns)))
+    logits, weights = mass.new_empty(2, tile * group, num_columns)
+    exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
     for head in range(num_heads):
         head_keys = torch.cat([_finite(keys[head], valid[head]), tail_keys[head]])
         head_keys = torch.cat([head_keys, head_keys[columns.places[head]]]).float().t()
         for start in range(0, num_queries, tile):
             rows = slice(start, start + tile)
             mine = grouped[head, rows].float().flatten(0, 1)
-            logits = torch.addmm(columns.bias[head], mine, head_keys, alpha=scale)
-            window = logits.unflatten(0, (-1, group))[..., num_entries + tail_keys.shape[1] :]
+            out = logits[: mine.shape[0]]
+            with exact_bf16_products(exact):
+                torch.addmm(columns.bias[head], mine, head_keys, alpha=scale, out=out)
+            window = out.unflatten(0, (-1, group))[..., num_seen:]
             window.masked_fill_(columns.hidden[head, rows, None], HIDDEN)
             seeing = columns.seeing[head, rows].repeat_interleave(group)
-            sums = seeing @ torch.softmax(logits, dim=1)
+            sums = seeing @ torch.softmax(out, dim=1, out=weights[: mine.shape[0]])
             mass[head] += columns.fold(head, sums)
     return mass / (num_queries * group)
 
@@ -150,7 +179,7 @@ def value_norms_l1(values: Tensor, output_weight: Tensor) -> Tensor:
     group, width = output_weight.shape[0] // num_heads, output_weight.shape[2]
     weight = output_weight.view(num_heads, group, head_size, width)
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    rows = max(1, min(num_entries, TILE_ELEMENTS // width))
+    rows = max(1, min(num_entries, TILE_BYTES // (width * values.element_size())))
     # Sums of 16-bit numbers are accumulated in fp32 but returned in 16 bits, which is several
     # times faster than a sum in fp32; over short stretches the rounding averages out.
     stretch = math.gcd(width, 128)
@@ -161,7 +190,7 @@ def value_norms_l1(values: Tensor, output_weight: Tensor) -> Tensor:
             out = projected[: tile.shape[0]]
             for member in range(group):
                 torch.mm(tile, weight[head, member], out=out).abs_()
-                partial = out.unflatten(1, (stretch, -1)).sum(1)
+                partial = out.unflatten(1, (-1, stretch)).sum(2)
                 norms[head, start : start + rows] += partial.sum(1, dtype=torch.float32)
     return norms / group
 
@@ -180,7 +209,7 @@ def value_norms_l2(values: Tensor, output_gram: Tensor) -> Tensor:
     group = output_gram.shape[0] // num_heads
     gram = output_gram.view(num_heads, group, head_size, head_size)
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    rows = max(1, TILE_ELEMENTS // max(1, num_heads * head_size))
+    rows = max(1, TILE_BYTES // max(1, 4 * num_heads * head_size))
     for start in range(0, num_entries, rows):
         tile = values[:, start : start + rows].float()
         for member in range(group):
@@ -202,7 +231,7 @@ def keydiff_scores(keys: Tensor, lengths: Tensor, anchor: str) -> Tensor:
         [H, n] fp32; 0 for a zero key or a zero anchor.
     """
     num_heads, num_entries, head_size = keys.shape
-    rows = max(1, TILE_ELEMENTS // (num_heads * head_size))
+    rows = max(1, TILE_BYTES // (4 * num_heads * head_size))
     valid = valid_entries(lengths, num_entries)
     norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
     inverse = torch.where(valid, norms.clamp_min(1e-8).reciprocal(), 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +16,7 @@ from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.pages import PagePool, flat_pages
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.query_windows import QueryWindows
+from vllm_kvcompress.resident_batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
@@ -25,23 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-
-@dataclass
-class ResidentBatch:
-    """The compressed requests of a batch, as attention needs them.
-
-    Attributes:
-        rows: [R] int64 rows of the batch that are compressed, and the rest of them in `whole`.
-        whole: [W] int64.
-        page_table: [num_layers, R * num_heads, width] int32.
-        seq_lens: [num_layers, R * num_heads] int32 resident tokens.
-    """
-
-    rows: Tensor
-    whole: Tensor
-    page_table: Tensor
-    seq_lens: Tensor
 
 
 @dataclass
@@ -66,6 +49,7 @@ class GroupState:
         self.group = group
         self.runner = runner
         self.layer_index = layer_index
+        self.batches = ResidentBatches(runner.tables)
 
     @property
     def tables(self) -> PageTables:
@@ -81,7 +65,9 @@ class GroupState:
         self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
     ) -> GroupStep:
         """Everything that the layers of the group share in this step."""
-        step = GroupStep(batch=self._batch(request_ids, common))
+        step = GroupStep(
+            batch=self.batches.read(request_ids, common.seq_lens, common.block_table_tensor)
+        )
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
         for event in plan.events:
             if event.group == self.group:
@@ -93,27 +79,6 @@ class GroupState:
                 [(rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()]
             )
         return step
-
-    def _batch(
-        self, request_ids: list[str], common: CommonAttentionMetadata
-    ) -> ResidentBatch | None:
-        slots = self.tables.slots
-        if not slots:
-            return None
-        slot_of_row = np.array([slots.get(rid, -1) for rid in request_ids], dtype=np.int64)
-        compressed = slot_of_row >= 0
-        if not compressed.any():
-            return None
-        rows = torch.from_numpy(np.flatnonzero(compressed))
-        whole = torch.from_numpy(np.flatnonzero(~compressed))
-        row_slots = slot_of_row[compressed]
-        block_size = self.tables.pool.block_size
-        logical = common.seq_lens[rows]
-        num_blocks = ((logical + block_size - 1) // block_size).numpy().astype(np.int64)
-        self.tables.extend_tails(row_slots, common.block_table_tensor[rows], num_blocks)
-        first = torch.from_numpy(self.tables.tails.first_block[row_slots]).to(torch.int32)
-        table, seq_lens = self.tables.gather(row_slots, logical - first * block_size)
-        return ResidentBatch(rows, whole, table, seq_lens)
 
 
 class WorkerState:

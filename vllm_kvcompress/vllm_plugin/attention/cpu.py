@@ -22,7 +22,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvcompress.pages import Packing, PagePool, find_packing
-from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, ResidentBatch, WorkerState
+from vllm_kvcompress.resident_batch import ResidentBatch
+from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, WorkerState
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible
 
 if TYPE_CHECKING:
@@ -124,21 +125,19 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     def _ragged(self, batch: ResidentBatch, common: CommonAttentionMetadata) -> Subset:
         """Compressed requests: a sequence per (request, head), in that order."""
         num_heads = self.num_kv_heads
-        starts = common.query_start_loc.to(torch.int64)
-        lengths = (starts[1:] - starts[:-1])[batch.rows]
-        sequence_lengths = lengths.repeat_interleave(num_heads)
-        query_start_loc = _start_locations(sequence_lengths)
-        all_decode = common.max_query_len == 1 and batch.whole.numel() == 0
         index = None
-        if not all_decode:
-            tokens, sequence = _flat_tokens(
-                starts[:-1][batch.rows].repeat_interleave(num_heads), sequence_lengths
-            )
+        if common.max_query_len == 1 and batch.whole.numel() == 0:
+            query_start_loc = torch.arange(batch.seq_lens.shape[1] + 1, dtype=torch.int32)
+        else:
+            starts = common.query_start_loc.to(torch.int64)
+            lengths = (starts[1:] - starts[:-1])[batch.rows].repeat_interleave(num_heads)
+            query_start_loc = _start_locations(lengths)
+            first_tokens = starts[:-1][batch.rows].repeat_interleave(num_heads)
+            tokens, sequence = _flat_tokens(first_tokens, lengths)
             index = tokens * num_heads + sequence % num_heads
-        same = bool((batch.seq_lens == batch.seq_lens[:1]).all())
         schedules = [
             self._schedule(seq_lens, query_start_loc, self.num_heads // num_heads, 1)
-            for seq_lens in batch.seq_lens[: 1 if same else None]
+            for seq_lens in batch.seq_lens[: 1 if batch.alike else None]
         ]
         return Subset(index, query_start_loc, schedules)
 
