@@ -22,7 +22,7 @@ class LayerWeights:
     """What value-aware policies need of one layer (None where the pipeline does not ask).
 
     Attributes:
-        output_weight: [num_query_heads, head_size, hidden] o_proj by query head.
+        output_weight: [num_heads, head_size, group, hidden] o_proj by KV head and its group.
         output_gram: [num_query_heads, head_size, head_size] fp32 W W^T by query head.
     """
 

@@ -74,7 +74,8 @@ def make_view(shape: Shape, num_queries: int, dtype: torch.dtype = torch.float32
     keys, values = normal(num_heads, width, HEAD_SIZE), normal(num_heads, width, HEAD_SIZE)
     for head, length in enumerate(shape.lengths):
         keys[head, length:] = values[head, length:] = float("nan")
-    weight = normal(num_heads * shape.group, HEAD_SIZE, HIDDEN_SIZE)
+    weight = normal(num_heads, HEAD_SIZE, shape.group, HIDDEN_SIZE)
+    by_query_head = weight.transpose(1, 2).flatten(0, 1)
     # More queries than tokens cannot have been asked.
     num_queries = min(num_queries, width + shape.tail)
     return LayerView(
@@ -89,7 +90,7 @@ def make_view(shape: Shape, num_queries: int, dtype: torch.dtype = torch.float32
         num_layers=NUM_LAYERS,
         block_size=shape.block_size,
         output_weight=weight.to(dtype),
-        output_gram=weight @ weight.mT,
+        output_gram=by_query_head @ by_query_head.mT,
     )
 
 

@@ -65,7 +65,7 @@ def heads_of(view: LayerView) -> list[Head]:
                 values=view.values[h, :size].double().tolist(),
                 tail_keys=view.tail_keys[h].double().tolist(),
                 queries=[[row[q].double().tolist() for q in own] for row in view.queries],
-                weights=[view.output_weight[q].double().tolist() for q in own],
+                weights=[view.output_weight[h, :, g].double().tolist() for g in range(group)],
                 scale=view.scale,
             )
         )

@@ -195,6 +195,7 @@ def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) 
 
     whole = everything()
     monkeypatch.setattr(scores_torch, "TILE_BYTES", 4 * 3 * 24)
+    monkeypatch.setattr(scores_torch, "FEWEST_ROWS", 1)
     for a, b in zip(everything(), whole, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
@@ -223,6 +224,6 @@ def test_value_norms_are_those_of_the_loop(group: int) -> None:
 def test_sixteen_bit_value_norms_are_within_half_a_percent() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2, 40, 64, generator=generator).bfloat16()
-    weight = torch.randn(4, 64, 4096, generator=generator).bfloat16()
+    weight = torch.randn(2, 64, 2, 4096, generator=generator).bfloat16()
     exact = value_norms_l1(values.double(), weight.double())
     assert torch.allclose(value_norms_l1(values, weight), exact.float(), rtol=5e-3)

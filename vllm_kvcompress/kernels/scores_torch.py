@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 TILE_BYTES = 1 << 23  # largest temporary; reused, since fresh memory costs more than the work
+FEWEST_ROWS = 512  # of a matrix product whose other factor is large: it is packed every time
 HIDDEN = -1e30  # a logit of no weight; unlike -inf it gives no NaN where everything is hidden
 
 
@@ -166,32 +167,32 @@ def max_or_mean_pool(scores: Tensor, kernel_size: int, mode: str) -> Tensor:
 def value_norms_l1(values: Tensor, output_weight: Tensor) -> Tensor:
     """Mean over the group of ||v W_O||_1 per entry (CriticalKV, arXiv 2502.03805, Alg. 1).
 
-    The projected values are never stored: entries go in tiles.
+    The projected values are never stored: entries go in tiles, a group's heads side by side.
 
     Args:
         values: [H, n, D].
-        output_weight: [H * G, D, M] o_proj by query head.
+        output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h * G + g.
 
     Returns:
         [H, n] fp32.
     """
-    num_heads, num_entries, head_size = values.shape
-    group, width = output_weight.shape[0] // num_heads, output_weight.shape[2]
-    weight = output_weight.view(num_heads, group, head_size, width)
-    norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    rows = max(1, min(num_entries, TILE_BYTES // (width * values.element_size())))
+    num_heads, num_entries, _ = values.shape
+    group = output_weight.shape[2]
+    weight = output_weight.flatten(2)
+    width = weight.shape[2]
+    norms = torch.empty(num_heads, num_entries, dtype=torch.float32, device=values.device)
+    rows = min(num_entries, max(FEWEST_ROWS, TILE_BYTES // (width * values.element_size())))
     # Sums of 16-bit numbers are accumulated in fp32 but returned in 16 bits, which is several
-    # times faster than a sum in fp32; over short stretches the rounding averages out.
-    stretch = math.gcd(width, 128)
+    # times faster than a sum in fp32; over several stretches the rounding averages out.
+    stretch = math.gcd(width, 1024)
     projected = values.new_empty(rows, width)
     for head in range(num_heads):
         for start in range(0, num_entries, rows):
             tile = values[head, start : start + rows]
             out = projected[: tile.shape[0]]
-            for member in range(group):
-                torch.mm(tile, weight[head, member], out=out).abs_()
-                partial = out.unflatten(1, (-1, stretch)).sum(2)
-                norms[head, start : start + rows] += partial.sum(1, dtype=torch.float32)
+            torch.mm(tile, weight[head], out=out).abs_()
+            partial = out.unflatten(1, (-1, stretch)).sum(2)
+            norms[head, start : start + rows] = partial.sum(1, dtype=torch.float32)
     return norms / group
 
 

@@ -34,7 +34,7 @@ class LayerView:
         layer: which layer this is, among the compressed ones.
         num_layers: compressed layers of the model.
         block_size: tokens of a page.
-        output_weight: [H*G, D, M] o_proj split by query head (None unless needed).
+        output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h*G + g (None unless needed).
         output_gram: [H*G, D, D] fp32, W W^T per query head (None unless needed).
     """
 
@@ -62,7 +62,7 @@ class Needs:
 
     Attributes:
         window_size: how many of the last queries the scorer observes (0: none).
-        output_weight: the exact o_proj weight, per query head.
+        output_weight: the exact o_proj weight, by head.
         output_gram: the Gram matrix of the o_proj weight, per query head.
     """
 

@@ -208,11 +208,12 @@ class WorkerState:
         flat = compat.output_projection(
             self._model_runner.model, layer.layer_name, impl.num_heads * impl.head_size
         )
-        weight = flat.t().reshape(impl.num_heads, impl.head_size, -1).contiguous()
+        weight = flat.t().reshape(impl.num_heads, impl.head_size, -1)
         if needs.output_gram:
             wide = weight.float()
             return LayerWeights(output_gram=wide @ wide.transpose(1, 2))
-        return LayerWeights(output_weight=weight)
+        groups = weight.unflatten(0, (impl.num_kv_heads, -1))
+        return LayerWeights(output_weight=groups.transpose(1, 2).contiguous())
 
 
 def check_layer(layer) -> None:
