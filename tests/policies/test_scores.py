@@ -189,7 +189,7 @@ def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) 
         return [
             keydiff_scores(view.keys, view.lengths, "mean_normalized"),
             keydiff_scores(view.keys, view.lengths, "mean_raw"),
-            value_norms_l1(view.values, view.output_weight),
+            value_norms_l1(view.values, view.output_weight, all_of(view)),
             value_norms_l2(view.values, view.output_gram),
         ]
 
@@ -213,7 +213,7 @@ def test_value_norms_are_those_of_the_loop(group: int) -> None:
     view = make_view(Shape(pages=(3, 3), group=group), 1)
     assert view.output_weight is not None
     assert view.output_gram is not None
-    l1 = value_norms_l1(view.values, view.output_weight)
+    l1 = value_norms_l1(view.values, view.output_weight, all_of(view))
     l2 = value_norms_l2(view.values, view.output_gram)
     for h, head in enumerate(oracles.heads_of(view)):
         for rows, how in ((l1, "l1"), (l2, "l2")):
@@ -225,5 +225,20 @@ def test_sixteen_bit_value_norms_are_within_half_a_percent() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2, 40, 64, generator=generator).bfloat16()
     weight = torch.randn(2, 64, 2, 4096, generator=generator).bfloat16()
-    exact = value_norms_l1(values.double(), weight.double())
-    assert torch.allclose(value_norms_l1(values, weight), exact.float(), rtol=5e-3)
+    everything = torch.ones(2, 40, dtype=torch.bool)
+    exact = value_norms_l1(values.double(), weight.double(), everything)
+    norms = value_norms_l1(values, weight, everything)
+    assert torch.allclose(norms, exact.float(), rtol=5e-3)
+
+
+def test_unwanted_value_norms_are_left_out() -> None:
+    view = make_view(Shape(pages=(3, 3)), 1)
+    assert view.output_weight is not None
+    wanted = torch.rand(2, 12, generator=torch.Generator().manual_seed(5)) < 0.5
+    some = value_norms_l1(view.values, view.output_weight, wanted)
+    whole = value_norms_l1(view.values, view.output_weight, all_of(view))
+    assert torch.allclose(some, whole * wanted, atol=1e-5)
+
+
+def all_of(view: LayerView) -> torch.Tensor:
+    return torch.ones(view.values.shape[:2], dtype=torch.bool)

@@ -164,7 +164,7 @@ def max_or_mean_pool(scores: Tensor, kernel_size: int, mode: str) -> Tensor:
     return functional.avg_pool1d(scores[None], kernel_size, 1, padding)[0]
 
 
-def value_norms_l1(values: Tensor, output_weight: Tensor) -> Tensor:
+def value_norms_l1(values: Tensor, output_weight: Tensor, wanted: Tensor) -> Tensor:
     """Mean over the group of ||v W_O||_1 per entry (CriticalKV, arXiv 2502.03805, Alg. 1).
 
     The projected values are never stored: entries go in tiles, a group's heads side by side.
@@ -172,28 +172,35 @@ def value_norms_l1(values: Tensor, output_weight: Tensor) -> Tensor:
     Args:
         values: [H, n, D].
         output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h * G + g.
+        wanted: [H, n] bool; the norms of other entries may be left out.
 
     Returns:
-        [H, n] fp32.
+        [H, n] fp32; 0 where left out.
     """
     num_heads, num_entries, _ = values.shape
     group = output_weight.shape[2]
     weight = output_weight.flatten(2)
     width = weight.shape[2]
-    norms = torch.empty(num_heads, num_entries, dtype=torch.float32, device=values.device)
+    norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
     rows = min(num_entries, max(FEWEST_ROWS, TILE_BYTES // (width * values.element_size())))
     # Sums of 16-bit numbers are accumulated in fp32 but returned in 16 bits, which is several
     # times faster than a sum in fp32; over several stretches the rounding averages out.
     stretch = math.gcd(width, 1024)
     projected = values.new_empty(rows, width)
     for head in range(num_heads):
-        for start in range(0, num_entries, rows):
-            tile = values[head, start : start + rows]
-            out = projected[: tile.shape[0]]
-            torch.mm(tile, weight[head], out=out).abs_()
+        for places in _some_entries(wanted[head]).split(rows):
+            out = projected[: places.numel()]
+            torch.mm(values[head, places], weight[head], out=out).abs_()
             partial = out.unflatten(1, (-1, stretch)).sum(2)
-            norms[head, start : start + rows] = partial.sum(1, dtype=torch.float32)
+            norms[head, places] = partial.sum(1, dtype=torch.float32)
     return norms / group
+
+
+def _some_entries(wanted: Tensor) -> Tensor:
+    """Places of the wanted ones; of all where counting them would wait for a device."""
+    if wanted.device.type == "cpu":
+        return wanted.nonzero()[:, 0]
+    return torch.arange(wanted.numel(), device=wanted.device)
 
 
 def value_norms_l2(values: Tensor, output_gram: Tensor) -> Tensor:

@@ -79,12 +79,12 @@ class TwoStage:
         first_stage = num_protected + (budget * self.alpha).floor().to(torch.int64)
         sure = scores.masked_fill(protected, float("inf"))
         chosen = top_entries(sure, valid, torch.minimum(first_stage, kept))
-        weighted = (scores + self.epsilon) * self._value_norms(view)
+        weighted = (scores + self.epsilon) * self._value_norms(view, valid & ~chosen)
         return top_entries(weighted.masked_fill(chosen, float("inf")), valid, kept)
 
-    def _value_norms(self, view: LayerView) -> Tensor:
+    def _value_norms(self, view: LayerView, open_entries: Tensor) -> Tensor:
         if self.norm == "l1":
             assert view.output_weight is not None
-            return value_norms_l1(view.values, view.output_weight)
+            return value_norms_l1(view.values, view.output_weight, open_entries)
         assert view.output_gram is not None
         return value_norms_l2(view.values, view.output_gram)
