@@ -13,5 +13,9 @@ class UnsupportedError(ConfigError):
     """A model or a vLLM option that this package does not compress (yet)."""
 
 
+class EngineError(KVCompressError, RuntimeError):
+    """An engine that this package started ended, or refused what it was asked."""
+
+
 class InvariantError(KVCompressError, RuntimeError):
     """The books do not balance: a bug in this package, never a user's mistake."""

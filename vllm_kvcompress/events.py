@@ -43,6 +43,7 @@ class Event:
         layer_starts: where each layer's pages begin in `fresh_pages`.
         seconds: time spent so far.
         max_kept: pages of the fullest head so far.
+        page_counts: [num_heads] int64 of every layer so far.
     """
 
     plan: EventPlan
@@ -53,6 +54,7 @@ class Event:
     layer_starts: list[int] = field(default_factory=list)
     seconds: float = 0.0
     max_kept: int = 0
+    page_counts: list[Tensor] = field(default_factory=list)
 
 
 class EventRunner:
@@ -110,6 +112,7 @@ class EventRunner:
         pages = event.fresh_pages[start : start + total]
         self._write(view, sources, selection.page_counts, selection.kept_indices, pages)
         self.tables.replace(layer, event.slot, selection.page_counts, pages)
+        event.page_counts.append(selection.page_counts)
         event.max_kept = max(event.max_kept, self._max_kept(selection.page_counts, view, total))
         event.seconds += time.perf_counter() - started
 

@@ -197,7 +197,8 @@ class RequestLedger:
     """The books of one request.
 
     Attributes:
-        num_prompt_tokens: logical tokens of the prompt.
+        num_prompt_tokens: logical tokens of the prompt; of its context, where the request names
+            one that is compressed before the rest is read (the rest then counts as generated).
         compressed_blocks: logical full blocks that have been compressed (c above).
         resident_blocks: fresh blocks that hold what is left of them.
         last_position: position of the last event (0: none yet).

@@ -163,6 +163,7 @@ def test_printed_command_is_understood_by_vllm(capsys: pytest.CaptureFixture[str
     assert namespace.block_size == 32
     assert namespace.scheduler_cls.endswith("CompressionScheduler")
     assert namespace.worker_cls.endswith("CompressionCPUWorker")
+    assert namespace.logits_processors == ["vllm_kvcompress.vllm_plugin.requests:RequestCheck"]
     assert namespace.additional_config == {
         "theirs": "it's",
         "kvcompress": {"policy": "snapkv", "budget": 0.25, "trigger": "prompt"},

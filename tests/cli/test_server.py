@@ -115,6 +115,22 @@ def test_a_bad_request_harms_no_other(client: openai.OpenAI) -> None:
     assert completed(client, seed=4) == expected
 
 
+def test_a_request_may_name_its_context(address: str, client: openai.OpenAI) -> None:
+    """Through the API, the event compresses the context alone; nonsense is a 400."""
+    before = scraped(address)
+    settings = {"model": "tiny", "prompt": tiny_models.prompt(PROMPT_TOKENS, seed=6)}
+    client.completions.create(
+        **settings, max_tokens=4, extra_body={"vllm_xargs": {"kv_context_tokens": 640}}
+    )
+    after = scraped(address)
+    name = "kvcompress_source_tokens_total"
+    assert after[name] - before[name] == 640
+    with pytest.raises(openai.BadRequestError, match="kv_context_tokens: expected at least 1"):
+        client.completions.create(
+            **settings, max_tokens=4, extra_body={"vllm_xargs": {"kv_context_tokens": -3}}
+        )
+
+
 def test_what_the_engine_cannot_do_is_refused_in_one_line(tmp_path: Path) -> None:
     model = tiny_models.build("llama", tmp_path)
     arguments = ["serve", str(model), "--kv-policy", "snapkv", "--kv-budget", "0.25"]

@@ -68,6 +68,24 @@ def test_another_worker_or_scheduler_is_refused(name: str) -> None:
         request.command(PLUGIN)
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], ["--logits-processors", "our.Check"]),
+        (["--logits-processors", "a.A", "b.B"], ["--logits-processors", "our.Check", "a.A", "b.B"]),
+        (["--logits_processors=a.A"], ["--logits-processors", "our.Check", "a.A"]),
+    ],
+)
+def test_our_request_check_joins_the_users_logits_processors(
+    given: list[str], expected: list[str]
+) -> None:
+    options = {"logits-processors": "our.Check"}
+    command = read_request(FLAGS, None, ["m", *given]).command(options)
+    start = command.index("--logits-processors")
+    assert command[start : start + len(expected)] == expected
+    assert command.count("--logits-processors") == 1
+
+
 def test_our_own_classes_may_be_given(tmp_path: Path) -> None:
     command = read_request(FLAGS, None, ["m", "--worker-cls=our.Worker"]).command(PLUGIN)
     assert option_values(command, "--worker-cls") == ["our.Worker"]

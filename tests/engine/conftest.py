@@ -71,7 +71,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def request(
-    name: str, prompt_tokens: list[int], max_tokens: int = 16, **more: int
+    name: str, prompt_tokens: list[int], max_tokens: int = 16, **more: Any
 ) -> dict[str, Any]:
     """A request of a scenario."""
     return {"id": name, "prompt": prompt_tokens, "max_tokens": max_tokens, **more}

@@ -7,7 +7,7 @@ compared after every step. A scenario is a dictionary:
 
     model: directory            engine: keyword arguments of vllm.LLM
     settings: our settings, or null for stock vLLM
-    phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?}
+    phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?, xargs?}
     record_kept: report the kept indices of every event
 """
 
@@ -137,7 +137,11 @@ def run_phase(engine: Any, books: Books, requests: list[dict], report: dict[str,
         while waiting and waiting[0].get("at_step", 0) <= step:
             request = waiting.pop(0)
             params = SamplingParams(
-                temperature=0, max_tokens=request["max_tokens"], ignore_eos=True, logprobs=5
+                temperature=0,
+                max_tokens=request["max_tokens"],
+                ignore_eos=True,
+                logprobs=5,
+                extra_args=request.get("xargs"),
             )
             engine.add_request(request["id"], {"prompt_token_ids": request["prompt"]}, params)
         for request_id in [r for r, at in aborts.items() if at == step]:

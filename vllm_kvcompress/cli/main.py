@@ -13,15 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from vllm_kvcompress import __version__
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, EngineError
 
 PROGRAM = "vllm-kvcompress"
+EXIT_FAILED = 1
 EXIT_REFUSED = 2
 
 # Each module of this package has `add_parser(subparsers)`, which sets `func(arguments) -> int`.
 _COMMANDS = {
     "serve": "serve a model with vLLM and a compressed KV cache",
     "policies": "list policies and their parameters, or explain one",
+    "eval": "measure what policies cost in quality, on a model, at budgets",
     "profile": "measure a model's heads for headkv and duoattention",
     "train-reference": "train the small reference model that ships with the repository",
     "doctor": "check this installation, and what serve would refuse",
@@ -35,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None takes them from the process.
 
     Returns:
-        The exit status: 0, or 2 when settings were refused (with one line on stderr).
+        The exit status: 0, or 2 when settings were refused (with one line on stderr), or 1 when
+        an engine ended.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(arguments[0] if arguments else "")
@@ -53,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_REFUSED
+    except EngineError as error:
+        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _parser(wanted: str) -> argparse.ArgumentParser:

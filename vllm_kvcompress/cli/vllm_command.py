@@ -20,6 +20,7 @@ from vllm_kvcompress.config import NO_POLICY, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError
 
 _ADDITIONAL = "--additional-config"
+_LIST_OPTION = "logits-processors"  # takes several values: ours joins the user's
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,10 @@ class ServeRequest:
         if self.settings is not None:
             additional[SETTINGS_KEY] = self.settings.to_dict()
             for name, value in plugin_options.items():
-                arguments += self._plugin_option(name, value)
+                if name == _LIST_OPTION:
+                    arguments = _add_to_list(arguments, f"--{name}", value)
+                else:
+                    arguments += self._plugin_option(name, value)
         if additional:
             arguments += [_ADDITIONAL, json.dumps(additional)]
         return arguments
@@ -191,6 +195,15 @@ def _options(arguments: Sequence[str]) -> list[tuple[int, str, str]]:
             value = arguments[index + 1] if index + 1 < len(arguments) else ""
         found.append((index, name, value))
     return found
+
+
+def _add_to_list(arguments: list[str], name: str, value: str) -> list[str]:
+    """Puts a value in front of those of an option that takes several; the last one counts."""
+    for index, option, given in reversed(_options(arguments)):
+        if option == name:
+            rest = [given] if "=" in arguments[index] else []
+            return [*arguments[:index], name, value, *rest, *arguments[index + 1 :]]
+    return [*arguments, name, value]
 
 
 def _take_additional(

@@ -7,7 +7,7 @@ are null in it, and the blocks that hold what was kept are booked beside it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -32,6 +32,8 @@ class CompressedBlockManager(FullAttentionManager):
         ledgers: by request id, for requests that hold blocks or wait for their first.
         plans: events planned since the scheduler last took them, by request id.
         skipped: events that a trigger called for but the rule left out, by reason.
+        context_end: tells, by request id and prompt length, where the prompt ends that is
+            compressed as a whole; the scheduler sets it.
     """
 
     def __init__(self, kv_cache_spec: CompressedAttentionSpec, **kwargs) -> None:
@@ -40,6 +42,7 @@ class CompressedBlockManager(FullAttentionManager):
         self.ledgers: dict[str, RequestLedger] = {}
         self.plans: dict[str, EventPlan] = {}
         self.skipped: Counter[str] = Counter()
+        self.context_end: Callable[[str, int], int] = lambda _, num_prompt_tokens: num_prompt_tokens
         self._resident: dict[str, list[KVCacheBlock]] = {}
         self._incoming: dict[str, tuple[EventPlan, list[KVCacheBlock]]] = {}
 
@@ -140,7 +143,9 @@ class CompressedBlockManager(FullAttentionManager):
         vLLM calls this before every allocation; it is also where the prompt's length is learnt.
         """
         if num_prompt_tokens is not None and request_id not in self.ledgers:
-            self.ledgers[request_id] = RequestLedger(num_prompt_tokens)
+            self.ledgers[request_id] = RequestLedger(
+                self.context_end(request_id, num_prompt_tokens)
+            )
         incoming = self._incoming.get(request_id)
         if incoming is not None and incoming[0].position <= processed_computed_tokens:
             self._retire_sources(request_id)

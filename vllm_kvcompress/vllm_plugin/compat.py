@@ -41,6 +41,7 @@ def plugin_class_paths() -> dict[str, str]:
         return {
             "scheduler_cls": f"{_PACKAGE}.scheduler.CompressionScheduler",
             "worker_cls": f"{_PACKAGE}.worker.CompressionCPUWorker",
+            "logits_processors": f"{_PACKAGE}.requests:RequestCheck",
         }
     raise UnsupportedError(
         "vllm-kvcompress compresses on the CPU build of vLLM; this build is for "

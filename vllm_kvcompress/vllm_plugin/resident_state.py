@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -99,6 +99,7 @@ class WorkerState:
         self._plan: StepPlan | None = None
         self._steps: list[tuple[GroupState, GroupStep]] = []
         self._seconds: dict[str, float] = {}
+        self._watched: list[dict[str, Any]] | None = None
 
     @property
     def window_size(self) -> int:
@@ -154,12 +155,23 @@ class WorkerState:
                 state.runner.finish(event)
                 request_id = event.plan.request_id
                 self._seconds[request_id] = self._seconds.get(request_id, 0.0) + event.seconds
+                if self._watched is not None:
+                    self._watched.append(_described(event, state.tables.pool.block_size))
         self._plan, self._steps = None, []
 
     def take_seconds(self) -> dict[str, float]:
         """Event durations since the last call, by request id."""
         seconds, self._seconds = self._seconds, {}
         return seconds
+
+    def watch_events(self) -> None:
+        """From now on remembers what events kept, for `take_watched_events`."""
+        self._watched = []
+
+    def take_watched_events(self) -> list[dict[str, Any]]:
+        """The events since the last call: position, and tokens kept by layer and head."""
+        watched, self._watched = self._watched or [], []
+        return watched
 
     def group_of(self, layer_names: list[str]) -> int | None:
         """The compressed group that holds these layers, if any."""
@@ -214,6 +226,17 @@ class WorkerState:
             return LayerWeights(output_gram=wide @ wide.transpose(1, 2))
         groups = weight.unflatten(0, (impl.num_kv_heads, -1))
         return LayerWeights(output_weight=groups.transpose(1, 2).contiguous())
+
+
+def _described(event: Event, block_size: int) -> dict[str, Any]:
+    """What an event did, as plain numbers."""
+    return {
+        "request_id": event.plan.request_id,
+        "group": event.plan.group,
+        "position": event.plan.position,
+        "compressed_tokens": event.plan.end_block * block_size,
+        "kept_tokens": [(counts * block_size).tolist() for counts in event.page_counts],
+    }
 
 
 def check_layer(layer) -> None:

@@ -13,6 +13,7 @@ from vllm_kvcompress.ledger import EventPlan, Observation, StepPlan
 from vllm_kvcompress.stats import EventRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
+from vllm_kvcompress.vllm_plugin.requests import context_tokens
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -49,6 +50,8 @@ class CompressionMixin:
             )
         compat.enable_chunk_ends(self)
         compat.limit_prefix_caching(coordinator, self._cacheable_tokens)
+        for manager in self.compressed_managers:
+            manager.context_end = self._context_end
         self._announce()
 
     def _announce(self) -> None:
@@ -100,10 +103,21 @@ class CompressionMixin:
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        position = self.rule.next_position(request.num_prompt_tokens, start)
+        context_end = self._context_end(request.request_id, request.num_prompt_tokens)
+        position = self.rule.next_position(context_end, start)
         if position is None:
             return num_new_tokens
         return min(num_new_tokens, position - start)
+
+    def add_request(self, request: Request) -> None:
+        """Queues a request.
+
+        One that names its context reads no prefix cache: a hit may end behind the context, in
+        blocks that an ordinary request with the same prompt has left there.
+        """
+        if self.compressed_managers and _named_context(request) is not None:
+            request.skip_reading_prefix_cache = True
+        super().add_request(request)
 
     def _preempt_request(self, request: Request, *args, **kwargs) -> None:
         """A preempted request drops everything, and computes every event's queries anew."""
@@ -140,6 +154,11 @@ class CompressionMixin:
                 )
         compat.attach_stats(stats, step.to_dict())
         return stats
+
+    def _context_end(self, request_id: str, num_prompt_tokens: int) -> int:
+        """Where the prompt ends that is compressed as a whole."""
+        named = _named_context(self.requests[request_id])
+        return num_prompt_tokens if named is None else min(named, num_prompt_tokens)
 
     def _cacheable_tokens(self, request_id: str) -> int | None:
         return self.compressed_managers[0].cacheable_tokens(request_id)
@@ -180,6 +199,12 @@ class CompressionMixin:
             record.blocks_freed += plan.num_source_blocks
             record.blocks_written += len(plan.fresh_block_ids)
         return list(records.values())
+
+
+def _named_context(request: Request) -> int | None:
+    """The context that the request names; its form was checked at admission."""
+    params = request.sampling_params
+    return None if params is None else context_tokens(params.extra_args)
 
 
 class CompressionScheduler(CompressionMixin, Scheduler):

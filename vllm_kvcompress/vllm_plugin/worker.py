@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -59,6 +59,15 @@ class CompressionCPUWorker(CPUWorker):
         if self.state is not None and output is not None:
             self._attach_seconds(output)
         return output
+
+    def watch_events(self) -> None:
+        """Called through `collective_rpc`: remembers what each event keeps, from now on."""
+        if self.state is not None:
+            self.state.watch_events()
+
+    def take_watched_events(self) -> list[dict[str, Any]]:
+        """Called through `collective_rpc`: the events since the last call, as plain numbers."""
+        return [] if self.state is None else self.state.take_watched_events()
 
     def _attach_seconds(self, output) -> None:
         self.last_event_seconds = self.state.take_seconds()

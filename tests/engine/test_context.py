@@ -1,0 +1,86 @@
+"""A request may name its context: that is compressed before the rest of the prompt is read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.engine.conftest import Run, request
+from tests.engine.oracle import KeptTokensDecoder
+from tests.engine.test_compressed_attention import kept_positions
+from tests.tiny_models import prompt
+from vllm_kvcompress.vllm_plugin.requests import context_tokens
+
+CONTEXT, QUESTION = 700, 45
+SETTINGS = {"policy": "adakv+criticalkv", "budget": 0.25}
+
+
+def test_the_question_attends_to_the_compressed_context(llama: str, run_engine: Run) -> None:
+    """Logprobs of every token equal those of a model that kept only the survivors.
+
+    The same prompt was served before without a named context, so that the prefix cache holds
+    blocks behind the context, which must not be used.
+    """
+    tokens = prompt(CONTEXT + QUESTION, seed=1)
+    named = {"kv_context_tokens": CONTEXT}
+    report = run_engine(
+        llama,
+        [[request("plain", tokens, 4)], [request("named", tokens, 40, xargs=named)]],
+        settings=SETTINGS,
+        record_kept=True,
+        max_num_batched_tokens=300,
+    )
+    kept = kept_positions(report["kept"][3:], num_layers=3)
+    assert sum(map(len, kept[0])) == 2 * 32 * 6, "a quarter of the context's 21 blocks"
+    decoder = KeptTokensDecoder(llama, tokens[:CONTEXT], kept, CONTEXT // 32 * 32)
+    for token in tokens[CONTEXT:]:
+        logits = decoder.step(token)
+    output = report["outputs"]["named"]
+    assert output["cached"] == 0
+    for token, logprobs in zip(output["tokens"], output["logprobs"], strict=True):
+        expected = torch.log_softmax(logits, 0)
+        for candidate, logprob in logprobs.items():
+            assert float(expected[int(candidate)]) == pytest.approx(logprob, abs=2e-3)
+        logits = decoder.step(token)
+
+
+@pytest.mark.parametrize("trigger", ["prompt", "chunk:256", "prompt,decode:16"])
+def test_named_contexts_in_a_batch(llama: str, run_engine: Run, trigger: str) -> None:
+    """Alone as together with ordinary requests; the whole prompt as context changes nothing."""
+    settings = {**SETTINGS, "trigger": trigger}
+    tokens = prompt(1000, seed=2)
+
+    def requests() -> list[dict]:
+        named = [
+            request(f"n{end}", tokens, 40, xargs={"kv_context_tokens": end}, at_step=i)
+            for i, end in enumerate((300, 960, 1000, 5000))
+        ]
+        return [request("plain", tokens, 40), *named]
+
+    alone = run_engine(llama, [[{**r, "at_step": 0}] for r in requests()], settings=settings)
+    together = run_engine(llama, [requests()], settings=settings, max_num_batched_tokens=210)
+    for name, output in alone["outputs"].items():
+        assert together["outputs"][name]["tokens"] == output["tokens"], name
+    plain = alone["outputs"]["plain"]["tokens"]
+    assert alone["outputs"]["n1000"]["tokens"] == plain
+    assert alone["outputs"]["n5000"]["tokens"] == plain
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"kv_context_tokens": 0}, "expected at least 1, found 0"),
+        ({"kv_context_tokens": 2.5}, "expected a whole number of tokens, found 2.5"),
+        ({"kv_context_tokens": "10"}, "expected a whole number of tokens, found '10'"),
+        ({"kv_contextt": 10}, "kv_contextt: not known; a request may set kv_context_tokens only"),
+    ],
+)
+def test_wrong_values_are_refused(extra: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message.replace("(", "[(]")):
+        context_tokens(extra)
+
+
+def test_what_is_not_ours_is_passed_over() -> None:
+    assert context_tokens(None) is None
+    assert context_tokens({"theirs": "x", "kv_transfer_params": {}}) is None
+    assert context_tokens({"kv_context_tokens": 10.0}) == 10

@@ -1,0 +1,132 @@
+"""`vllm-kvcompress eval` on the reference model, through real engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.server_process import ROOT
+from vllm_kvcompress.cli.main import main
+
+MODEL = str(ROOT / "models" / "reference")
+ENGINE = ["--engine", "enforce_eager=true", "--engine", "max_model_len=2048"]
+SAMPLES, LENGTH, BLOCK = 3, 512, 32
+TASKS = ("words/single", "words/multikey")
+
+
+def evaluate(folder: Path, *more: str) -> int:
+    arguments = ["eval", MODEL, "--tasks", ",".join(TASKS), "--lengths", str(LENGTH)]
+    arguments += ["--samples", str(SAMPLES), "--policies", "full,adakv", "--budgets", "0.25"]
+    return main([*arguments, "--out", str(folder), *ENGINE, *more])
+
+
+def read(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
+    results = json.loads((folder / "results.json").read_text())
+    rows = {f"{row['setup']}/{row['mode']}": row for row in results["rows"]}
+    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    return rows, answers
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("eval")
+    assert evaluate(folder) == 0
+    return folder
+
+
+def test_every_setup_and_mode_has_a_row(finished: Path) -> None:
+    rows, answers = read(finished)
+    assert set(rows) == {
+        "full/query-aware",
+        "adakv@0.25/query-agnostic",
+        "adakv@0.25/query-aware",
+    }
+    assert len(answers) == 3 * SAMPLES * len(TASKS)
+    full = rows["full/query-aware"]
+    assert full["score"] >= 0.95
+    assert full["agreement"] == 1.0
+    assert full["kept"] == 1.0
+    for row in rows.values():
+        assert set(row["tasks"]) == {f"{task}@{LENGTH}" for task in TASKS}
+        assert row["first_token_ms"] > row["token_ms"] > 0
+
+
+def test_a_quarter_of_the_blocks_is_resident(finished: Path) -> None:
+    """Query-agnostic, only the context's full blocks were compressed: the question stays."""
+    rows, answers = read(finished)
+    for answer in answers:
+        if answer["setup"] == "full":
+            assert answer["resident_tokens"] == answer["prompt_tokens"]
+            continue
+        agnostic = answer["mode"] == "query-agnostic"
+        # <bos>, the context; and behind it the question of two words, and <answer>
+        assert answer["prompt_tokens"] == 1 + LENGTH + 3
+        compressed = (LENGTH + 1 if agnostic else answer["prompt_tokens"]) // BLOCK * BLOCK
+        kept = -(-compressed // BLOCK // 4) * BLOCK
+        tail = answer["prompt_tokens"] - compressed
+        assert answer["resident_tokens"] == pytest.approx(kept + tail)
+        assert len(answer["kept_tokens"]) == 4
+        assert {len(heads) for heads in answer["kept_tokens"]} == {4}
+    heads = rows["adakv@0.25/query-aware"]["kept_tokens"]
+    assert len({round(tokens) for layer in heads for tokens in layer}) > 1, "adakv is not uniform"
+
+
+def test_a_run_that_was_killed_goes_on(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers that were there stay as they are, the cut-off line is asked again."""
+    lines = (finished / "answers.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "plan.json").write_bytes((finished / "plan.json").read_bytes())
+    (tmp_path / "answers.jsonl").write_text("".join(lines[:14]) + lines[14][:40])
+    assert evaluate(tmp_path) == 0
+    assert "adakv@0.25" in capsys.readouterr().out
+    _, before = read(finished)
+    _, after = read(tmp_path)
+    assert after[:14] == before[:14]
+
+    def said(answers: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+        return [(a["setup"], a["mode"], a["item"], a["tokens"], a["score"]) for a in answers]
+
+    assert said(after) == said(before)
+
+
+def test_a_finished_run_starts_no_engine(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_kvcompress.evaluation import runner
+
+    monkeypatch.delattr(runner, "Engine")
+    assert evaluate(finished) == 0
+
+
+def test_answers_to_other_questions_are_not_mixed(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(finished, "--seed", "3") == 2
+    assert "holds answers of another evaluation (other questions)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "", "--policies", "snapkv"], "nothing to ask"),
+        (["--tasks", "words", "--policies", "snapvk"], "snapvk"),
+        (["--tasks", "words", "--budgets", "0"], "expected a positive, finite number"),
+        (["--tasks", "words", "--budgets", "0.5,0.5"], "remove the doubles"),
+        (["--tasks", "words", "--lengths", "many"], "expected numbers of tokens"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    assert main(["eval", MODEL, "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_engine_that_does_not_start_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(tmp_path, "--engine", "max_model_len=999999") == 1
+    assert "the engine ended" in capsys.readouterr().err

@@ -1,0 +1,84 @@
+"""Where questions come from, and how they become prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests import tiny_models
+from tests.cli.server_process import ROOT
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.evaluation.items import generate, load
+from vllm_kvcompress.evaluation.prompts import split_prompt
+from vllm_kvcompress.reference.tasks import FAMILIES
+
+
+def test_built_in_questions_follow_from_the_seed() -> None:
+    items = generate("words", [64, 128], 2, seed=5)
+    assert items == generate("words", [64, 128], 2, seed=5)
+    assert items != generate("words", [64, 128], 2, seed=6)
+    assert [item.task for item in items] == [f"words/{f}" for f in FAMILIES for _ in range(4)]
+    assert [item.length for item in items[:4]] == [64, 64, 128, 128]
+    assert generate("words/single", [64], 2, seed=5) == items[:2]
+
+
+@pytest.mark.parametrize("task", ["wrods", "words/none", "single"])
+def test_unknown_tasks_are_refused_with_the_known_ones(task: str) -> None:
+    with pytest.raises(ConfigError, match="no such task; known are words, words/single"):
+        generate(task, [64], 1, seed=0)
+
+
+def test_too_short_contexts_are_refused() -> None:
+    with pytest.raises(ConfigError, match="expected at least 64, got 10"):
+        generate("words", [10], 1, seed=0)
+
+
+def test_own_questions(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(
+        '{"context": "c", "question": "q", "answers": "a"}\n\n'
+        '{"context": "c", "question": "r", "answers": ["a", "b"], "metric": "f1", '
+        '"max_tokens": 5}\n'
+    )
+    first, second = load(path, "exact_match", 64)
+    assert (first.task, first.answers, first.metric, first.max_tokens) == (
+        "mine",
+        ("a",),
+        "exact_match",
+        64,
+    )
+    assert (second.answers, second.metric, second.max_tokens) == (("a", "b"), "f1", 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no questions"),
+        ("{", "line 1: not valid JSON"),
+        ('{"context": "c"}', 'line 1: expected an object with "context", "question"'),
+        ('\n{"context": "c", "question": "q", "answers": 3}', "line 2: .answers.: expected a text"),
+        ('{"context": "c", "question": "q", "answers": "a", "metric": "x"}', "known are exact_mat"),
+    ],
+)
+def test_wrong_data_is_refused_by_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load(path, "exact_match", 64)
+
+
+def test_the_parts_of_a_prompt_are_the_chat_that_a_server_would_render() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "reference")
+    context, question = "k1 v2 w3 . n1", "find k1"
+    head, rest = split_prompt(tokenizer, context, question)
+    message = [{"role": "user", "content": f"{context}\n{question}"}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    assert head + rest == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(rest).split() == ["find", "k1", "<answer>"]
+
+
+def test_without_a_chat_template_the_parts_follow_each_other(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_models.build("llama", tmp_path))
+    assert split_prompt(tokenizer, "w5 w6", "w7") == ([5, 6], [7])

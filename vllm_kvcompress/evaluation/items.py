@@ -1,0 +1,123 @@
+"""Questions about contexts, and where they come from. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.evaluation.metrics import METRICS
+from vllm_kvcompress.reference import tasks
+
+WORDS = "words"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question about one context.
+
+    Attributes:
+        task: the task's name, for the tables.
+        length: nominal tokens of the context, for the tables; 0 where none was asked for.
+        context: what may be compressed before the question is known.
+        question: what follows it.
+        answers: references; what they mean is the metric's.
+        metric: a name in METRICS.
+        max_tokens: of the reply.
+    """
+
+    task: str
+    length: int
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    metric: str
+    max_tokens: int
+
+
+def generate(task: str, lengths: Sequence[int], num_samples: int, seed: int) -> list[Item]:
+    """Questions of a built-in task; the same for the same arguments.
+
+    `words` is the word-level variant of RULER's families, for the reference model; a single
+    family is `words/FAMILY`.
+
+    Raises:
+        ConfigError: no such task, or a length that it does not work with.
+    """
+    name, _, family = task.partition("/")
+    families = (family,) if family else tasks.FAMILIES
+    if name != WORDS or not set(families) <= set(tasks.FAMILIES):
+        known = ", ".join([WORDS, *(f"{WORDS}/{name}" for name in tasks.FAMILIES)])
+        raise ConfigError(f"--tasks {task}: no such task; known are {known}.")
+    return [
+        _word_item(family, length, seed + number)
+        for family in families
+        for length in lengths
+        for number in range(num_samples)
+    ]
+
+
+def _word_item(family: str, length: int, seed: int) -> Item:
+    try:
+        sample = tasks.generate_sample(family, length, seed)
+    except ValueError as error:
+        raise ConfigError(f"--lengths {length}: {error}.") from None
+    return Item(
+        task=f"{WORDS}/{family}",
+        length=length,
+        context=sample.context,
+        question=sample.question,
+        answers=sample.answers,
+        metric="contains_all",
+        max_tokens=16,
+    )
+
+
+def load(path: Path, metric: str, max_tokens: int) -> list[Item]:
+    """A user's questions: JSON lines of `{"context", "question", "answers"}`.
+
+    `answers` is a text or a list of texts, any of which is right; `metric` and `max_tokens` may
+    be given per line.
+
+    Raises:
+        ConfigError: names the file, the line and what is wrong with it.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--data {path}: cannot be read ({error}); check the path.") from None
+    items = [
+        _user_item(path, number, line, metric, max_tokens)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not items:
+        raise ConfigError(f"--data {path}: no questions in it; expected one JSON object a line.")
+    return items
+
+
+def _user_item(path: Path, number: int, line: str, metric: str, max_tokens: int) -> Item:
+    place = f"--data {path}, line {number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: not valid JSON ({error}).") from None
+    if not isinstance(row, dict) or not {"context", "question", "answers"} <= row.keys():
+        raise ConfigError(f'{place}: expected an object with "context", "question" and "answers".')
+    answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
+    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):
+        raise ConfigError(f'{place}: "answers": expected a text or a list of texts.')
+    name = row.get("metric", metric)
+    if name not in METRICS:
+        raise ConfigError(f'{place}: "metric" {name!r}: known are {", ".join(METRICS)}.')
+    return Item(
+        task=path.stem,
+        length=0,
+        context=str(row["context"]),
+        question=str(row["question"]),
+        answers=tuple(answers),
+        metric=name,
+        max_tokens=int(row.get("max_tokens", max_tokens)),
+    )

@@ -1,0 +1,77 @@
+"""Answers, summed up: one row per setup and mode, beside the full cache."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from statistics import fmean, median
+from typing import Any
+
+from vllm_kvcompress.evaluation.setups import FULL
+
+
+def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row per setup and mode, in the order in which they first appear.
+
+    Returns:
+        Per row: `setup`, `mode`, `score` (mean over tasks and lengths of the mean score, in
+        [0, 1]), `tasks` (the same by task and length), `agreement` (share of greedy tokens that
+        equal the full cache's, position by position), `kept` (resident over prompt tokens),
+        `first_token_ms` and `token_ms` (medians), `kept_tokens` (mean by layer and KV head).
+    """
+    full = {answer["item"]: answer["tokens"] for answer in answers if answer["setup"] == FULL}
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for answer in answers:
+        groups[answer["setup"], answer["mode"]].append(answer)
+    return [_row(setup, mode, group, full) for (setup, mode), group in groups.items()]
+
+
+def _row(
+    setup: str, mode: str, answers: list[dict[str, Any]], full: dict[int, list[int]]
+) -> dict[str, Any]:
+    tasks: dict[str, list[float]] = defaultdict(list)
+    for answer in answers:
+        name = f"{answer['task']}@{answer['length']}" if answer["length"] else answer["task"]
+        tasks[name].append(answer["score"])
+    means = {name: fmean(scores) for name, scores in tasks.items()}
+    further = [answer["token_seconds"] for answer in answers if answer["token_seconds"]]
+    return {
+        "setup": setup,
+        "mode": mode,
+        "questions": len(answers),
+        "score": fmean(means.values()),
+        "tasks": means,
+        "agreement": fmean(agreement(a["tokens"], full[a["item"]]) for a in answers),
+        "kept": fmean(a["resident_tokens"] / a["prompt_tokens"] for a in answers),
+        "first_token_ms": 1000 * median(a["first_token_seconds"] for a in answers),
+        "token_ms": 1000 * median(further) if further else None,
+        "kept_tokens": _mean_heads([a["kept_tokens"] for a in answers if a["kept_tokens"]]),
+    }
+
+
+def agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
+    """Share of positions at which two replies say the same, of the longer one's length."""
+    longest = max(len(tokens), len(reference))
+    if not longest:
+        return 1.0
+    return sum(a == b for a, b in zip(tokens, reference, strict=False)) / longest
+
+
+def _mean_heads(kept: list[list[list[int]]]) -> list[list[float]]:
+    """Mean over answers of [layers][heads] tokens."""
+    return [
+        [fmean(heads) for heads in zip(*layers, strict=True)] for layers in zip(*kept, strict=True)
+    ]
+
+
+def text_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for a terminal: scores and agreement in percent."""
+    lines = [f"{'setup':28}{'mode':16}{'kept':>7}{'score':>8}{'agree':>8}{'ttft':>10}{'token':>9}"]
+    for row in rows:
+        mode = "" if row["setup"] == FULL else row["mode"]
+        token = f"{row['token_ms']:.1f}ms" if row["token_ms"] is not None else "-"
+        lines.append(
+            f"{row['setup']:28}{mode:16}{100 * row['kept']:>6.1f}%{100 * row['score']:>7.1f}%"
+            f"{100 * row['agreement']:>7.1f}%{row['first_token_ms']:>8.1f}ms{token:>9}"
+        )
+    return "\n".join(lines)
