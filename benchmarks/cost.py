@@ -14,6 +14,8 @@ import argparse
 import json
 import multiprocessing
 import os
+import platform
+import re
 import statistics
 import sys
 import tempfile
@@ -191,6 +193,20 @@ def ratios(samples: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, fl
     return table
 
 
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
+    from importlib.metadata import version
+
+    cpu = Path("/proc/cpuinfo").read_text()
+    model = re.search(r"model name\s*:\s*(.*)", cpu)
+    return {
+        "cpu": model.group(1) if model else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "amx": "amx_bf16" in cpu,
+        "torch": version("torch"),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens")
@@ -215,8 +231,9 @@ def main() -> int:
             f"{row['event_ms']:>8.1f}ms{100 * row['event_share']:>11.2f}%"
         )
     if options.out:
-        figures = {"options": {k: str(v) for k, v in vars(options).items()}, "ratios": table}
-        options.out.write_text(json.dumps(figures, indent=2))
+        settings = {k: v for k, v in vars(options).items() if k != "out"}
+        figures = {"machine": machine(), "options": settings, "ratios": table}
+        options.out.write_text(json.dumps(figures, indent=2) + "\n")
     return 0
 
 
