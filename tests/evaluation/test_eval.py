@@ -130,3 +130,27 @@ def test_an_engine_that_does_not_start_is_reported(
 ) -> None:
     assert evaluate(tmp_path, "--engine", "max_model_len=999999") == 1
     assert "the engine ended" in capsys.readouterr().err
+
+
+def test_a_recommendation_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With any loss allowed the first budget is enough, and no other is tried."""
+    arguments = [
+        "recommend",
+        MODEL,
+        "--tasks",
+        "words/single",
+        "--samples",
+        "2",
+        "--lengths",
+        "256",
+    ]
+    arguments += ["--policies", "snapkv", "--budgets", "0.25,0.5", "--mode", "aware"]
+    arguments += ["--max-loss", "99%", "--out", str(tmp_path), *ENGINE]
+    assert main(arguments) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1].strip() == (
+        f"vllm-kvcompress serve {MODEL} --kv-policy snapkv --kv-budget 0.25"
+    )
+    rows, _ = read(tmp_path)
+    assert set(rows) == {"full/query-aware", "snapkv@0.25/query-aware"}
+    assert (tmp_path / "report.html").exists()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.config import parse_budget
 from vllm_kvcompress.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vllm_kvcompress.evaluation.runner import Plan
 
 
 def add_parser(subparsers: Any) -> None:
@@ -17,8 +21,15 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "eval", help="measure what policies cost in quality, through the serving engine"
     )
+    add_options(parser)
+    parser.set_defaults(func=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What is asked, of which settings, and how the engine is built."""
     parser.add_argument("model", metavar="MODEL", help="Hugging Face name or directory")
-    parser.add_argument(
+    asked = parser.add_argument_group("questions")
+    asked.add_argument(
         "--tasks",
         type=_list,
         default=[],
@@ -26,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         help="words (the word-level variant of RULER's families, for the reference model), or "
         "single families such as words/multikey",
     )
-    parser.add_argument(
+    asked.add_argument(
         "--data",
         type=Path,
         action="append",
@@ -34,22 +45,28 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="JSON lines of {context, question, answers}",
     )
-    parser.add_argument("--metric", default="exact_match", help="of --data (exact_match)")
-    parser.add_argument("--max-tokens", type=int, default=64, help="of replies to --data (64)")
-    parser.add_argument(
+    asked.add_argument("--metric", default="exact_match", help="of --data (exact_match)")
+    asked.add_argument("--max-tokens", type=int, default=64, help="of replies to --data (64)")
+    asked.add_argument(
         "--lengths", type=_list, default=["1024"], metavar="N,...", help="tokens of contexts (1024)"
     )
-    parser.add_argument("--samples", type=int, default=10, help="per task and length (10)")
-    parser.add_argument("--policies", type=_list, default=["adakv+criticalkv"], metavar="P,...")
-    parser.add_argument("--budgets", type=_list, default=["0.25"], metavar="B,...")
-    parser.add_argument(
+    asked.add_argument("--samples", type=int, default=10, help="per task and length (10)")
+    asked.add_argument("--seed", type=int, default=2_000_000, help="of the questions (2000000)")
+    compared = parser.add_argument_group("settings to compare, besides the full cache")
+    compared.add_argument(
+        "--policies", type=_list, default=["adakv+criticalkv"], metavar="P,...", help="policies"
+    )
+    compared.add_argument(
+        "--budgets", type=_list, default=["0.25"], metavar="B,...", help="of each policy (0.25)"
+    )
+    compared.add_argument(
         "--mode",
         choices=("aware", "agnostic", "both"),
         default="both",
         help="compress the context together with the question, or before it is known (both)",
     )
-    parser.add_argument("--kv-trigger", help="of all policies (prompt)")
-    parser.add_argument("--kv-profile", help="for headkv and duoattention")
+    compared.add_argument("--kv-trigger", metavar="T", help="of all policies (prompt)")
+    compared.add_argument("--kv-profile", metavar="FILE", help="for headkv and duoattention")
     parser.add_argument(
         "--engine",
         type=_engine_option,
@@ -58,31 +75,42 @@ def add_parser(subparsers: Any) -> None:
         metavar="KEY=VALUE",
         help="a keyword argument of vllm.LLM, such as max_model_len=4096",
     )
-    parser.add_argument("--seed", type=int, default=2_000_000, help="of the questions (2000000)")
     parser.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="DIR",
-        help="takes answers.jsonl and results.json; a run that was stopped goes on from there",
+        help="takes answers.jsonl, results.json, results.md and report.html; a run that was "
+        "stopped goes on from there",
     )
-    parser.set_defaults(func=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluates, prints a table and writes `results.json`.
+    """Evaluates, prints a table and writes `results.json` and `report.html`.
 
     Raises:
         ConfigError: a setting that cannot work.
         EngineError: an engine ended.
     """
     from vllm_kvcompress.evaluation import runner
+
+    plan = plan_of(arguments)
+    write_results(plan, arguments.out, runner.run(plan, arguments.out, progress_bar))
+    return 0
+
+
+def plan_of(arguments: argparse.Namespace) -> Plan:
+    """What the options ask for.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+    from vllm_kvcompress.evaluation.runner import Plan
     from vllm_kvcompress.evaluation.setups import MODES, setups_of
-    from vllm_kvcompress.evaluation.summary import summarize, text_table
 
     params = {"trigger": arguments.kv_trigger, "profile": arguments.kv_profile}
     budgets = [parse_budget(text) for text in arguments.budgets]
-    plan = runner.Plan(
+    return Plan(
         model=arguments.model,
         items=_items(arguments),
         setups=setups_of(arguments.policies, budgets, params),
@@ -90,11 +118,29 @@ def run(arguments: argparse.Namespace) -> int:
         params=params,
         engine=dict(arguments.engine),
     )
-    rows = summarize(runner.run(plan, arguments.out, _progress_bar))
+
+
+def write_results(plan: Plan, folder: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Prints the table, writes `results.json`, `.md` and `report.html`; returns the rows."""
+    from vllm_kvcompress.evaluation.summary import markdown_table, summarize, text_table
+
+    rows = summarize(answers)
     results = {**plan.answers_key(), "rows": rows}
-    (arguments.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    (folder / "results.md").write_text(markdown_table(rows))
     print(text_table(rows))
-    return 0
+    if _has_matplotlib():
+        from vllm_kvcompress.evaluation.report import html_report
+
+        (folder / "report.html").write_text(html_report(plan.model, rows))
+        print(f"report: {folder / 'report.html'}")
+    else:
+        print("no report.html: it needs matplotlib (pip install 'vllm-kvcompress[report]')")
+    return rows
+
+
+def _has_matplotlib() -> bool:
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def _items(arguments: argparse.Namespace) -> list[Any]:
@@ -116,7 +162,7 @@ def _items(arguments: argparse.Namespace) -> list[Any]:
     return found
 
 
-def _progress_bar(num_done: int, num_all: int) -> Callable[[str], None]:
+def progress_bar(num_done: int, num_all: int) -> Callable[[str], None]:
     from tqdm import tqdm
 
     bar = tqdm(total=num_all, initial=num_done, unit="question")

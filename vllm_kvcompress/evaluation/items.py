@@ -26,6 +26,7 @@ class Item:
         answers: references; what they mean is the metric's.
         metric: a name in METRICS.
         max_tokens: of the reply.
+        depth: where in the context the one needle lies, from 0 to 1; None where there is none.
     """
 
     task: str
@@ -35,6 +36,7 @@ class Item:
     answers: tuple[str, ...]
     metric: str
     max_tokens: int
+    depth: float | None = None
 
 
 def generate(task: str, lengths: Sequence[int], num_samples: int, seed: int) -> list[Item]:
@@ -72,7 +74,14 @@ def _word_item(family: str, length: int, seed: int) -> Item:
         answers=sample.answers,
         metric="contains_all",
         max_tokens=16,
+        depth=_depth(sample) if family in ("single", "multikey") else None,
     )
+
+
+def _depth(sample: tasks.Sample) -> float:
+    """Where the fact that is asked for begins."""
+    words = sample.context.split()
+    return words.index(sample.question.split()[-1]) / len(words)
 
 
 def load(path: Path, metric: str, max_tokens: int) -> list[Item]:

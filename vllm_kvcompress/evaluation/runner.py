@@ -119,6 +119,7 @@ def _answer(
     return {
         "task": item.task,
         "length": item.length,
+        "depth": item.depth,
         "score": METRICS[item.metric](reply.text, item.answers),
         **vars(reply),
         "resident_tokens": reply.resident_tokens,

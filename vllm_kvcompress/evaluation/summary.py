@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from statistics import fmean, median
 from typing import Any
 
-from vllm_kvcompress.evaluation.setups import FULL
+from vllm_kvcompress.evaluation.setups import AGNOSTIC, AWARE, FULL
+
+DEPTHS = 5  # parts of a context in the map of needle depths
 
 
 def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -17,7 +19,8 @@ def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         Per row: `setup`, `mode`, `score` (mean over tasks and lengths of the mean score, in
         [0, 1]), `tasks` (the same by task and length), `agreement` (share of greedy tokens that
         equal the full cache's, position by position), `kept` (resident over prompt tokens),
-        `first_token_ms` and `token_ms` (medians), `kept_tokens` (mean by layer and KV head).
+        `first_token_ms` and `token_ms` (medians), `kept_tokens` (mean by layer and KV head),
+        `depths` (mean score by length and depth of the needle, where questions have one).
     """
     full = {answer["item"]: answer["tokens"] for answer in answers if answer["setup"] == FULL}
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -46,6 +49,20 @@ def _row(
         "first_token_ms": 1000 * median(a["first_token_seconds"] for a in answers),
         "token_ms": 1000 * median(further) if further else None,
         "kept_tokens": _mean_heads([a["kept_tokens"] for a in answers if a["kept_tokens"]]),
+        "depths": _depths(answers),
+    }
+
+
+def _depths(answers: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
+    """Mean score by length, in DEPTHS equal parts of the context; None where nothing was asked."""
+    found: dict[int, list[list[float]]] = defaultdict(lambda: [[] for _ in range(DEPTHS)])
+    for answer in answers:
+        if answer["depth"] is not None:
+            part = min(DEPTHS - 1, int(answer["depth"] * DEPTHS))
+            found[answer["length"]][part].append(answer["score"])
+    return {
+        str(length): [fmean(part) if part else None for part in found[length]]
+        for length in sorted(found)
     }
 
 
@@ -62,6 +79,32 @@ def _mean_heads(kept: list[list[list[int]]]) -> list[list[float]]:
     return [
         [fmean(heads) for heads in zip(*layers, strict=True)] for layers in zip(*kept, strict=True)
     ]
+
+
+def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line per setup: kept tokens and score, query-aware and query-agnostic, in percent."""
+    by_setup: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        by_setup.setdefault(row["setup"], {})[row["mode"]] = row
+    lines = [
+        f"| setup | kept | {AWARE} | agreement | {AGNOSTIC} | agreement |",
+        "|---|---|---|---|---|---|",
+    ]
+    for setup, modes in by_setup.items():
+        kept = fmean(row["kept"] for row in modes.values())
+        cells = [f"`{setup}`", f"{100 * kept:.1f}%"]
+        for mode in (AWARE, AGNOSTIC):
+            found = modes.get(AWARE if setup == FULL else mode)
+            cells += ["-", "-"] if found is None else [_percent(found, n) for n in _SHARES]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+_SHARES = ("score", "agreement")
+
+
+def _percent(row: dict[str, Any], name: str) -> str:
+    return f"{100 * row[name]:.1f}%"
 
 
 def text_table(rows: Sequence[dict[str, Any]]) -> str:

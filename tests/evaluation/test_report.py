@@ -1,0 +1,131 @@
+"""The HTML report: what it says, and how it looks in a real browser."""
+
+from __future__ import annotations
+
+import html
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllm_kvcompress.evaluation.recommendation import cheapest, rounds
+from vllm_kvcompress.evaluation.report import html_report
+from vllm_kvcompress.evaluation.setups import AGNOSTIC, AWARE, FULL, setups_of
+from vllm_kvcompress.evaluation.summary import markdown_table, summarize, text_table
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+PHONE = 390  # CSS pixels
+
+
+def answers() -> list[dict[str, Any]]:
+    """Two policies at two budgets, with scores that follow from the budget."""
+    found = []
+    for setup, kept in [
+        (FULL, 1.0),
+        ("snapkv@0.1", 0.1),
+        ("snapkv@0.5", 0.5),
+        ("a<b>@0.1", 0.1),
+        ("a<b>@0.5", 0.5),
+    ]:
+        for mode in (AWARE,) if setup == FULL else (AWARE, AGNOSTIC):
+            for item in range(6):
+                right = kept == 1 or (kept == 0.5 and (mode == AWARE or item % 2))
+                found.append(
+                    {
+                        "setup": setup,
+                        "mode": mode,
+                        "item": item,
+                        "task": ("one", "two")[item // 3],
+                        "length": 100,
+                        "depth": item / 6,
+                        "score": float(right),
+                        "tokens": [1, 2] if right else [1, 3],
+                        "prompt_tokens": 100,
+                        "resident_tokens": 100 * kept,
+                        "first_token_seconds": 0.01,
+                        "token_seconds": 0.001,
+                        "kept_tokens": [] if kept == 1 else [[8, 16], [4, 20]],
+                    }
+                )
+    return found
+
+
+@pytest.fixture(scope="module")
+def page() -> str:
+    return html_report("my <model>", summarize(answers()))
+
+
+def test_rows_sum_up_what_was_answered() -> None:
+    rows = {(row["setup"], row["mode"]): row for row in summarize(answers())}
+    half = rows["snapkv@0.5", AGNOSTIC]
+    assert half["questions"] == 6
+    assert half["tasks"] == {"one@100": pytest.approx(1 / 3), "two@100": pytest.approx(2 / 3)}
+    assert half["score"] == pytest.approx(0.5)
+    assert half["agreement"] == pytest.approx(0.75)
+    assert half["kept"] == 0.5
+    assert half["kept_tokens"] == [[8, 16], [4, 20]]
+    assert half["depths"] == {"100": [0.5, 0, 1, 0, 1]}
+    assert rows[FULL, AWARE]["agreement"] == 1
+    line = next(line for line in text_table(list(rows.values())).splitlines() if "0.5" in line)
+    table = markdown_table(list(rows.values())).splitlines()
+    assert table[2] == "| `full` | 100.0% | 100.0% | 100.0% | 100.0% | 100.0% |"
+    assert table[4] == "| `snapkv@0.5` | 50.0% | 100.0% | 100.0% | 50.0% | 75.0% |"
+    assert line.split() == ["snapkv@0.5", AWARE, "50.0%", "100.0%", "100.0%", "10.0ms", "1.0ms"]
+
+
+def test_the_page_needs_nothing_else(page: str) -> None:
+    assert "<script" not in page
+    outside = re.findall(r'(?:src|href)="([^"#][^"]*)"', page)
+    assert [link for link in outside if not link.startswith("data:")] == []
+    assert "my &lt;model&gt;" in page
+    assert "a&lt;b&gt;@0.1" in page
+    assert page.count("<svg") == 3
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_phone_shows_it_without_scrolling_sideways(page: str, tmp_path: Path) -> None:
+    """In a frame as wide as a phone; tables scroll inside their own box."""
+    assert CHROMIUM is not None
+    frame = tmp_path / "phone.html"
+    frame.write_text(
+        f'<iframe id=f width={PHONE} height=800 srcdoc="{html.escape(page, quote=True)}"></iframe>'
+        "<script>onload = () => { const page = f.contentDocument.documentElement;"
+        "const plots = [...page.querySelectorAll('svg')].map(p => Math.round("
+        "p.getBoundingClientRect().width));"
+        "document.title = [page.scrollWidth <= page.clientWidth, plots].join(' '); }</script>"
+    )
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=5000"]
+    done = subprocess.run(
+        [*command, "--dump-dom", frame.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    title = re.search("<title>(.*?)</title>", done.stdout)
+    assert title is not None
+    fits, plots = title.group(1).split(" ")
+    assert fits == "true"
+    widths = [int(width) for width in plots.split(",")]
+    assert len(widths) == 3
+    assert all(PHONE * 0.8 < width <= PHONE for width in widths)
+
+
+@pytest.mark.parametrize(
+    ("max_loss", "expected"), [(0.0, None), (0.4, None), (0.5, "snapkv@0.5"), (1.0, "snapkv@0.1")]
+)
+def test_the_cheapest_setting_that_is_good_enough(max_loss: float, expected: str | None) -> None:
+    """Both modes have to be: query-agnostic, half the budget scores 50% of the full cache."""
+    assert cheapest(summarize(answers()), max_loss) == expected
+
+
+def test_budgets_are_tried_from_the_smallest_on() -> None:
+    setups = setups_of(["snapkv", "keydiff"], [0.5, 256, 0.1], {})
+    names = [[setup.name for setup in tried] for tried in rounds(setups)]
+    assert names[0] == [FULL, "snapkv@0.1", "keydiff@0.1"]
+    assert [len(tried) for tried in names] == [3, 5, 7]
+    assert "snapkv@256" not in names[1]

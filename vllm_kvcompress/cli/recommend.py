@@ -1,0 +1,77 @@
+"""`vllm-kvcompress recommend`: the cheapest setting that loses little enough."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from dataclasses import replace
+from typing import Any
+
+from vllm_kvcompress.cli.eval import add_options, plan_of, progress_bar, write_results
+from vllm_kvcompress.errors import ConfigError
+
+_POLICIES = ["snapkv", "adakv", "adakv+criticalkv", "keydiff"]
+_BUDGETS = ["0.1", "0.15", "0.25", "0.35", "0.5", "0.7"]
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "recommend", help="find the cheapest setting whose loss of quality is small enough"
+    )
+    add_options(parser)
+    parser.add_argument(
+        "--max-loss",
+        type=_share,
+        default=0.01,
+        metavar="SHARE",
+        help="of the score, against the full cache and in every mode: 1%% or 0.01 (1%%)",
+    )
+    parser.set_defaults(func=run, policies=_POLICIES, budgets=_BUDGETS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Tries budgets from the smallest on, until a policy loses no more than it may.
+
+    Returns:
+        0, or 1 when no setting is good enough.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+        EngineError: an engine ended.
+    """
+    from vllm_kvcompress.evaluation import runner
+    from vllm_kvcompress.evaluation.recommendation import cheapest, rounds
+
+    plan = plan_of(arguments)
+    rows: list[dict[str, Any]] = []
+    for setups in rounds(plan.setups):
+        tried = replace(plan, setups=setups)
+        rows = write_results(tried, arguments.out, runner.run(tried, arguments.out, progress_bar))
+        best = cheapest(rows, arguments.max_loss)
+        if best is not None:
+            policy, _, budget = best.rpartition("@")
+            command = ["vllm-kvcompress", "serve", plan.model, "--kv-policy", policy]
+            command += ["--kv-budget", budget]
+            for name in ("kv_trigger", "kv_profile"):
+                if getattr(arguments, name):
+                    command += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
+            print(f"{best} loses at most {100 * arguments.max_loss:g}% of the score; serve it with")
+            print(f"    {shlex.join(command)}")
+            return 0
+    print(
+        f"no setting that was tried stays within {100 * arguments.max_loss:g}%; nothing to advise"
+    )
+    return 1
+
+
+def _share(text: str) -> float:
+    """A share from `1%` or `0.01`."""
+    number = text.removesuffix("%")
+    try:
+        share = float(number) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1:
+        raise ConfigError(f"--max-loss {text}: expected a share such as 1% or 0.01.")
+    return share
