@@ -33,6 +33,9 @@ POLICIES: dict[str, dict[str, object]] = {
     "snapkv+criticalkv": {"window_size": 5},
     "adakv+criticalkv": {"window_size": 5, "safeguard_mode": "floor", "norm": "l2"},
     "headkv+criticalkv": {"window_size": 5, "pooling": "mean", "alpha": 0.3},
+    "pyramidkv+adakv": {"window_size": 5, "beta": 3.0},
+    "h2o+adakv": {"window_size": 9},
+    "pyramidkv+adakv+criticalkv": {"window_size": 5, "beta": 3.0},
     "pyramidkv+criticalkv": {"window_size": 6, "kernel_size": 3},
     "h2o+criticalkv": {"window_size": 9, "norm": "l2"},
 }

@@ -222,13 +222,14 @@ def divide(shares: Vector, total: int, floors: list[int], caps: list[int]) -> li
 
 
 def ada_shares(
-    heads: list[Head], scores: list[Vector], total_tokens: int, params: dict[str, Any]
+    heads: list[Head],
+    scores: list[Vector],
+    total_tokens: int,
+    protection: tuple[int, int, float],
+    params: dict[str, Any],
 ) -> Vector:
     count = len(heads)
-    fixed = [
-        protected(head, min(head.size, total_tokens // count), 0, params["window_size"], 0.0)
-        for head in heads
-    ]
+    fixed = [protected(head, min(head.size, total_tokens // count), *protection) for head in heads]
     selectable = total_tokens - sum(map(len, fixed))
     mean = selectable / count
     ranked = [
@@ -324,8 +325,8 @@ def compress(
     floors = [min(floor, cap) for cap in caps]
     if base == "duoattention":
         counts = duo_pages(profile[view.layer], params["few"], caps, total)
-    elif base == "adakv":
-        shares = ada_shares(heads, scores, total * size, params)
+    elif "adakv" in policy.split("+"):
+        shares = ada_shares(heads, scores, total * size, (sinks, recent, share), params)
         counts = divide(shares, total, floors, caps)
     elif base == "headkv":
         window = params["window_size"] / size

@@ -49,6 +49,18 @@ def test_defaults_are_those_of_the_papers() -> None:
     assert resolve("keydiff+window").params["recent_fraction"] == 0.1
 
 
+def test_adakv_divides_what_pyramidkv_gives_to_each_layer() -> None:
+    plain, divided = (
+        resolve(policy).bind(5, 2, 4, block_size=4)
+        for policy in ("pyramidkv", "pyramidkv+adakv+criticalkv")
+    )
+    pages = divided.allocator.layer_pages(30, [200] * 5, 2)
+    assert pages == plain.allocator.layer_pages(30, [200] * 5, 2)
+    assert pages[0] > pages[-1]
+    assert divided.layer_dependent
+    assert not resolve("h2o+adakv").layer_dependent
+
+
 @pytest.mark.parametrize(
     ("policy", "params", "needs"),
     [
@@ -68,7 +80,10 @@ def test_needs(policy: str, params: dict[str, object], needs: Needs) -> None:
 @pytest.mark.parametrize(
     ("policy", "sentence"),
     [
-        ("snapkw", 'unknown policy "snapkw".*policies are streamingllm, .*modifiers are critical'),
+        (
+            "snapkw",
+            'unknown policy "snapkw".*policies are streamingllm, .*modifiers are adakv, critical',
+        ),
         ("snapkv+", 'unknown policy ""'),
         ("criticalkv", "found 0 policies, and a modifier needs something to modify; choose one of"),
         ("snapkv+snapkv", "the same one twice"),

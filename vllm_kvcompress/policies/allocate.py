@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.scores_torch import valid_entries
-from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.base import Allocator, LayerView
 from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
 from vllm_kvcompress.policies.ranking import top_entries
 from vllm_kvcompress.policies.rounding import apportion, spread
@@ -125,19 +125,24 @@ class Ada:
         safeguard: phi.
         mode: blend (the authors' code) or floor (kvpress, CriticalKV's code).
         protection: entries that do not compete.
+        layers: divides the budget among the layers.
     """
-
-    layer_dependent: ClassVar[bool] = False
 
     safeguard: float = 0.2
     mode: str = "blend"
     protection: Protection = NOTHING_PROTECTED
+    layers: Allocator = Uniform()
+
+    @property
+    def layer_dependent(self) -> bool:
+        """As what divides the budget among the layers."""
+        return self.layers.layer_dependent
 
     def layer_pages(
         self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
     ) -> list[int]:
-        """The same for every layer."""
-        return Uniform().layer_pages(num_blocks, capacity, num_heads)
+        """As what divides the budget among the layers."""
+        return self.layers.layer_pages(num_blocks, capacity, num_heads, num_logical_blocks)
 
     def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
         """[H] int64 pages of each head."""

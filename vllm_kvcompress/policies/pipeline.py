@@ -86,9 +86,7 @@ class Pipeline:
         Raises:
             ConfigError: the profile is of another model.
         """
-        changes: dict[str, Any] = {}
-        if hasattr(self.allocator, "block_size"):
-            changes["block_size"] = block_size
+        changes = _for_block_size(self.allocator, block_size)
         if self.profile is not None:
             name, table = bind_profile(
                 self.profile, num_layers, num_kv_heads, num_query_heads, tp_rank, tp_size
@@ -98,3 +96,14 @@ class Pipeline:
             return self
         allocator: Any = self.allocator
         return replace(self, allocator=replace(allocator, **changes))
+
+
+def _for_block_size(allocator: Any, block_size: int) -> dict[str, Any]:
+    """What changes in an allocator, and in one inside it, once a page's tokens are known."""
+    changes: dict[str, Any] = {}
+    if hasattr(allocator, "block_size"):
+        changes["block_size"] = block_size
+    inner = getattr(allocator, "layers", None)
+    if inner is not None and (inside := _for_block_size(inner, block_size)):
+        changes["layers"] = replace(inner, **inside)
+    return changes

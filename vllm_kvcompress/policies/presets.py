@@ -47,6 +47,15 @@ class PolicyInfo:
 WINDOW = Parameter("window_size", 32, "last queries observed, and kept", minimum=1)
 KERNEL = Parameter("kernel_size", 7, "width of the pooling over neighbours; odd", minimum=1)
 POOLING = Parameter("pooling", "max", "how neighbours are pooled", choices=("max", "mean"))
+ADA_PARAMETERS = (
+    Parameter("safeguard", 0.2, "part of the budget shared out evenly", 0.0, 1.0),
+    Parameter(
+        "safeguard_mode",
+        "blend",
+        "blend (the authors' code) or floor (kvpress)",
+        choices=("blend", "floor"),
+    ),
+)
 SNAPKV_PARAMETERS = (WINDOW, KERNEL, POOLING)
 SNAPKV_STAGES = {
     "score": "mean attention of the last window_size queries, pooled over neighbouring tokens",
@@ -112,6 +121,14 @@ def _duoattention(values: Values, profile: HeadProfile | None) -> Pipeline:
     protection = Protection(num_sinks=profile.num_sinks)
     allocator = RetrievalHeads(num_streaming=profile.num_sinks + profile.num_recent)
     return Pipeline("", Recency(), allocator, TopScores(), protection)
+
+
+def _divided_by_scores(base: Pipeline, values: Values) -> Pipeline:
+    """AdaKV's division among heads, on top of what the base gives to each layer."""
+    allocator = Ada(
+        values["safeguard"], values["safeguard_mode"], base.protection, layers=base.allocator
+    )
+    return replace(base, allocator=allocator)
 
 
 def _criticalkv(base: Pipeline, values: Values) -> Pipeline:
@@ -231,16 +248,7 @@ _policy(
         "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv 2407.11550",
         "SnapKV with budgets per head: heads that spread their attention keep more.",
         {**SNAPKV_STAGES, "allocate": "by each head's share of the layer's highest scores"},
-        (
-            *SNAPKV_PARAMETERS,
-            Parameter("safeguard", 0.2, "part of the budget shared out evenly", 0.0, 1.0),
-            Parameter(
-                "safeguard_mode",
-                "blend",
-                "blend (the authors' code) or floor (kvpress)",
-                choices=("blend", "floor"),
-            ),
-        ),
+        (*SNAPKV_PARAMETERS, *ADA_PARAMETERS),
     ),
 )
 _policy(
@@ -272,6 +280,18 @@ _policy(
             "select": "most recent",
         },
         profile=profiles.DUOATTENTION,
+    ),
+)
+_modifier(
+    _divided_by_scores,
+    PolicyInfo(
+        "adakv",
+        "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv 2407.11550",
+        "Budgets per head on top of another policy's scores and layers.",
+        {"allocate": "layers as the policy has it; heads by their share of the layer's "
+            "highest scores"},
+        ADA_PARAMETERS,
+        modifies=("pyramidkv", "h2o"),
     ),
 )
 _modifier(

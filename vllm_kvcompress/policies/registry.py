@@ -33,14 +33,14 @@ def describe(policy: str) -> tuple[PolicyInfo, ...]:
                 f'unknown policy "{part}" in "{policy}"; policies are {", ".join(POLICIES)}; '
                 f"modifiers are {', '.join(MODIFIERS)}."
             )
-    bases = [part for part in parts if part in POLICIES]
+    bases = [part for part in parts if part in POLICIES and not _modifies_another(part, parts)]
     if len(bases) != 1:
         why = "a modifier needs something to modify" if not bases else _why_not_both(bases)
         raise ConfigError(
             f'policy "{policy}": expected one policy and any modifiers, found {len(bases)} '
             f"policies, and {why}; choose one of {', '.join(bases or POLICIES)}."
         )
-    modifiers = [part for part in parts if part in MODIFIERS]
+    modifiers = [part for part in parts if part in MODIFIERS and part not in bases]
     if len(set(modifiers)) < len(modifiers):
         raise ConfigError(f'policy "{policy}": a modifier is named twice; once is enough.')
     for name in modifiers:
@@ -51,6 +51,11 @@ def describe(policy: str) -> tuple[PolicyInfo, ...]:
                 f"{name} goes with {', '.join(valid)}."
             )
     return (POLICIES[bases[0]][0], *(MODIFIERS[name][0] for name in modifiers))
+
+
+def _modifies_another(part: str, parts: list[str]) -> bool:
+    """Whether a name that is both policy and modifier is the modifier here (pyramidkv+adakv)."""
+    return part in MODIFIERS and any(other in MODIFIERS[part][0].modifies for other in parts)
 
 
 def _why_not_both(bases: list[str]) -> str:
