@@ -288,8 +288,10 @@ _modifier(
         "adakv",
         "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv 2407.11550",
         "Budgets per head on top of another policy's scores and layers.",
-        {"allocate": "layers as the policy has it; heads by their share of the layer's "
-            "highest scores"},
+        {
+            "allocate": "layers as the policy has it; heads by their share of the layer's "
+            "highest scores"
+        },
         ADA_PARAMETERS,
         modifies=("pyramidkv", "h2o"),
     ),
