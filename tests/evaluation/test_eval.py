@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,11 +94,19 @@ def test_a_run_that_was_killed_goes_on(
     assert said(after) == said(before)
 
 
-def test_a_finished_run_starts_no_engine(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_run_starts_no_engine(
+    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor does one that asks for less, and it shows what was asked for only."""
     from vllm_kvcompress.evaluation import runner
 
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
     monkeypatch.delattr(runner, "Engine")
-    assert evaluate(finished) == 0
+    assert evaluate(folder) == 0
+    assert read(folder) == read(finished)
+    assert evaluate(folder, "--mode", "agnostic") == 0
+    assert set(read(folder)[0]) == {"full/query-aware", "adakv@0.25/query-agnostic"}
 
 
 def test_answers_to_other_questions_are_not_mixed(

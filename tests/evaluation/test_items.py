@@ -60,6 +60,7 @@ def test_own_questions(tmp_path: Path) -> None:
         ('{"context": "c"}', 'line 1: expected an object with "context", "question"'),
         ('\n{"context": "c", "question": "q", "answers": 3}', "line 2: .answers.: expected a text"),
         ('{"context": "c", "question": "q", "answers": "a", "metric": "x"}', "known are exact_mat"),
+        ('{"context": "c", "question": "q", "answers": "a", "max_tokens": 0}', "at least 1"),
     ],
 )
 def test_wrong_data_is_refused_by_line(tmp_path: Path, text: str, message: str) -> None:

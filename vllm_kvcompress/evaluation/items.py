@@ -118,6 +118,9 @@ def _user_item(path: Path, number: int, line: str, metric: str, max_tokens: int)
     answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):
         raise ConfigError(f'{place}: "answers": expected a text or a list of texts.')
+    most = row.get("max_tokens", max_tokens)
+    if not isinstance(most, int) or most < 1:
+        raise ConfigError(f'{place}: "max_tokens" {most!r}: expected at least 1.')
     name = row.get("metric", metric)
     if name not in METRICS:
         raise ConfigError(f'{place}: "metric" {name!r}: known are {", ".join(METRICS)}.')
@@ -128,5 +131,5 @@ def _user_item(path: Path, number: int, line: str, metric: str, max_tokens: int)
         question=str(row["question"]),
         answers=tuple(answers),
         metric=name,
-        max_tokens=int(row.get("max_tokens", max_tokens)),
+        max_tokens=most,
     )

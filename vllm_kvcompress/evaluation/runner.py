@@ -100,7 +100,8 @@ def run(
                     answers.append(answer)
                     advance(f"{setup.name}, {mode}")
     order = {setup.name: place for place, setup in enumerate(plan.setups)}
-    wanted = [answer for answer in answers if answer["setup"] in order]
+    modes = {setup.name: setup.modes(plan.modes) for setup in plan.setups}
+    wanted = [answer for answer in answers if answer["mode"] in modes.get(answer["setup"], ())]
     return sorted(wanted, key=lambda a: (order[a["setup"]], a["mode"], a["item"]))
 
 
