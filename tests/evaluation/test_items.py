@@ -24,9 +24,11 @@ def test_built_in_questions_follow_from_the_seed() -> None:
     assert generate("words/single", [64], 2, seed=5) == items[:2]
 
 
-@pytest.mark.parametrize("task", ["wrods", "words/none", "single"])
+@pytest.mark.parametrize("task", ["wrods", "words/none", "single", "ruler/single"])
 def test_unknown_tasks_are_refused_with_the_known_ones(task: str) -> None:
-    with pytest.raises(ConfigError, match="no such task; known are words, words/single"):
+    with pytest.raises(
+        ConfigError, match=r"no such task; known are words, words/single.* ruler, ruler/"
+    ):
         generate(task, [64], 1, seed=0)
 
 
@@ -78,6 +80,12 @@ def test_the_parts_of_a_prompt_are_the_chat_that_a_server_would_render() -> None
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert head + rest == tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(rest).split() == ["find", "k1", "<answer>"]
+
+
+def test_a_reply_goes_on_from_its_beginning() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "reference")
+    _, rest = split_prompt(tokenizer, "k1 v2 w3 .", "find k1", " k1 v2")
+    assert tokenizer.decode(rest).split() == ["find", "k1", "<answer>", "k1", "v2"]
 
 
 def test_without_a_chat_template_the_parts_follow_each_other(tmp_path: Path) -> None:

@@ -34,8 +34,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_list,
         default=[],
         metavar="T,...",
-        help="words (the word-level variant of RULER's families, for the reference model), or "
-        "single families such as words/multikey",
+        help="ruler (RULER's 13 tasks), words (a word-level variant of its families, for the "
+        "reference model), or single ones such as ruler/niah_single_2 or words/multikey",
     )
     asked.add_argument(
         "--data",
@@ -155,11 +155,21 @@ def _items(arguments: argparse.Namespace) -> list[Any]:
         raise ConfigError("--samples and --max-tokens: expected at least 1.")
     lengths = [_count(text) for text in arguments.lengths]
     found: list[Any] = []
+    count = None
+    if any(task.partition("/")[0] == items.RULER for task in arguments.tasks):
+        count = _token_counter(arguments.model)
     for task in arguments.tasks:
-        found += items.generate(task, lengths, arguments.samples, arguments.seed)
+        found += items.generate(task, lengths, arguments.samples, arguments.seed, count)
     for path in arguments.data:
         found += items.load(path, arguments.metric, arguments.max_tokens)
     return found
+
+
+def _token_counter(model: str) -> Callable[[str], int]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return lambda text: len(tokenizer(text)["input_ids"])
 
 
 def progress_bar(num_done: int, num_all: int) -> Callable[[str], None]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.evaluation import ruler
 from vllm_kvcompress.evaluation.metrics import METRICS
 from vllm_kvcompress.reference import tasks
 
-WORDS = "words"
+WORDS, RULER = "words", "ruler"
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class Item:
         answers: references; what they mean is the metric's.
         metric: a name in METRICS.
         max_tokens: of the reply.
+        answer_prefix: how the reply begins; the model goes on from there.
         depth: where in the context the one needle lies, from 0 to 1; None where there is none.
     """
 
@@ -36,29 +38,72 @@ class Item:
     answers: tuple[str, ...]
     metric: str
     max_tokens: int
+    answer_prefix: str = ""
     depth: float | None = None
 
 
-def generate(task: str, lengths: Sequence[int], num_samples: int, seed: int) -> list[Item]:
+def generate(
+    task: str,
+    lengths: Sequence[int],
+    num_samples: int,
+    seed: int,
+    count_tokens: Callable[[str], int] | None = None,
+) -> list[Item]:
     """Questions of a built-in task; the same for the same arguments.
 
-    `words` is the word-level variant of RULER's families, for the reference model; a single
-    family is `words/FAMILY`.
+    `ruler` is RULER's 13 tasks; `words` the word-level variant of its families, for the reference
+    model; a single one is `ruler/TASK` or `words/FAMILY`.
+
+    Args:
+        task: the task.
+        lengths: tokens of the context (words) or of prompt and reply together (ruler).
+        num_samples: questions per task and length.
+        seed: of the first question; the others follow.
+        count_tokens: of a text; needed for `ruler`.
 
     Raises:
         ConfigError: no such task, or a length that it does not work with.
     """
-    name, _, family = task.partition("/")
-    families = (family,) if family else tasks.FAMILIES
-    if name != WORDS or not set(families) <= set(tasks.FAMILIES):
-        known = ", ".join([WORDS, *(f"{WORDS}/{name}" for name in tasks.FAMILIES)])
-        raise ConfigError(f"--tasks {task}: no such task; known are {known}.")
+    suite, _, one = task.partition("/")
+    members: dict[str, Sequence[str]] = {WORDS: tasks.FAMILIES, RULER: tuple(ruler.TASKS)}
+    chosen = (one,) if one else members.get(suite, ())
+    if suite not in members or not set(chosen) <= set(members[suite]):
+        known = [name for group in members for name in (group, *_members(group, members[group]))]
+        raise ConfigError(f"--tasks {task}: no such task; known are {', '.join(known)}.")
+
+    def item(name: str, length: int, number: int) -> Item:
+        if suite == WORDS:
+            return _word_item(name, length, seed + number)
+        assert count_tokens is not None
+        return _ruler_item(name, length, seed + number, count_tokens)
+
     return [
-        _word_item(family, length, seed + number)
-        for family in families
+        item(name, length, number)
+        for name in chosen
         for length in lengths
         for number in range(num_samples)
     ]
+
+
+def _members(suite: str, names: Sequence[str]) -> list[str]:
+    return [f"{suite}/{name}" for name in names]
+
+
+def _ruler_item(name: str, length: int, seed: int, count_tokens: Callable[[str], int]) -> Item:
+    prompt = ruler.generate(name, length, seed, count_tokens)
+    if prompt is None:
+        raise ConfigError(f"--lengths {length}: too short for {RULER}/{name}; give more tokens.")
+    return Item(
+        task=f"{RULER}/{name}",
+        length=length,
+        context=prompt.context,
+        question=prompt.question,
+        answers=prompt.answers,
+        metric=f"contains_{prompt.match}",
+        max_tokens=prompt.max_tokens,
+        answer_prefix=prompt.answer_prefix,
+        depth=prompt.depth,
+    )
 
 
 def _word_item(family: str, length: int, seed: int) -> Item:

@@ -7,7 +7,9 @@ from typing import Any
 _MARK = "\u241e"  # a symbol that stands between the parts while a chat template is rendered
 
 
-def split_prompt(tokenizer: Any, context: str, question: str) -> tuple[list[int], list[int]]:
+def split_prompt(
+    tokenizer: Any, context: str, question: str, answer_prefix: str = ""
+) -> tuple[list[int], list[int]]:
     """Token ids of a prompt, cut between context and question.
 
     The parts are tokenized on their own, so that the context's tokens do not depend on the
@@ -17,6 +19,7 @@ def split_prompt(tokenizer: Any, context: str, question: str) -> tuple[list[int]
         tokenizer: a Hugging Face tokenizer; its chat template is used if it has one.
         context: the first part of the user's message.
         question: the rest of it.
+        answer_prefix: how the reply begins.
     """
     if getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": f"{context}\n{_MARK}{question}"}]
@@ -26,4 +29,5 @@ def split_prompt(tokenizer: Any, context: str, question: str) -> tuple[list[int]
     else:
         head = tokenizer(f"{context}\n")["input_ids"]
         second = question
-    return list(head), list(tokenizer(second, add_special_tokens=False)["input_ids"])
+    rest = tokenizer(f"{second}{answer_prefix}", add_special_tokens=False)["input_ids"]
+    return list(head), list(rest)

@@ -109,7 +109,10 @@ def _prompts(plan: Plan) -> list[tuple[list[int], list[int]]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(plan.model)
-    return [split_prompt(tokenizer, item.context, item.question) for item in plan.items]
+    return [
+        split_prompt(tokenizer, item.context, item.question, item.answer_prefix)
+        for item in plan.items
+    ]
 
 
 def _answer(

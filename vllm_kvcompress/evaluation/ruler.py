@@ -1,0 +1,319 @@
+"""RULER's 13 tasks (arXiv 2404.06654), generated offline with RULER's own prompts. No torch.
+
+Prompts, counts and metrics are those of NVIDIA/RULER (Apache-2.0). Three things cannot be: essays
+and question-answering data are not ours to ship, so haystacks are `haystack.txt`, `qa_1` asks for
+one made-up fact among documents of such facts, and `qa_2` for one that two documents tell together;
+and words come from `words.txt` instead of the wonderwords package.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import string
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+_DEPTHS = 40  # places in a haystack where needles may lie
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One question.
+
+    Attributes:
+        context: everything that comes before the question.
+        question: what is asked.
+        answer_prefix: how the reply begins; the model goes on from there.
+        answers: what the reply has to contain.
+        match: all (share of the answers found) or any.
+        max_tokens: of the reply.
+        depth: where the only needle lies, from 0 to 1, or None.
+    """
+
+    context: str
+    question: str
+    answer_prefix: str
+    answers: tuple[str, ...]
+    match: str
+    max_tokens: int
+    depth: float | None = None
+
+
+Build = Callable[[int, random.Random], Prompt]  # of a size: how many units of filling
+
+
+@dataclass(frozen=True)
+class Needles:
+    """A needle-in-a-haystack task, as RULER's synthetic.yaml names its parts.
+
+    Attributes:
+        haystack: noise (one sentence group, repeated), text, or needles (others like the one).
+        keys: words or uuids.
+        values: numbers or uuids.
+        num_keys, num_values, num_queries: needles with other keys; values per key; keys asked.
+    """
+
+    haystack: str
+    keys: str = "words"
+    values: str = "numbers"
+    num_keys: int = 1
+    num_values: int = 1
+    num_queries: int = 1
+
+    def build(self, size: int, rng: random.Random) -> Prompt:
+        """A prompt with `size` sentences (or needles) of haystack."""
+        num_keys = max(self.num_keys, self.num_queries)
+        keys = _distinct(num_keys, lambda: _key(self.keys, rng))
+        pairs = [(key, self._value(rng)) for key in keys for _ in range(self.num_values)]
+        asked = rng.sample(keys, self.num_queries)
+        answers = tuple(value for key, value in pairs if key in asked)
+        needles = [self._sentence(key, value) for key, value in pairs]
+        filling = self._filling(size, keys, rng)
+        places = sorted(
+            (round(len(filling) * rng.randint(0, _DEPTHS) / _DEPTHS), rng.random(), needle)
+            for needle in needles
+        )
+        text = list(filling)
+        for place, _, needle in reversed(places):
+            text.insert(place, needle)
+        depth = places[0][0] / max(1, len(filling)) if len(places) == 1 else None
+        return self._prompt(text, asked, answers, depth)
+
+    def _prompt(
+        self, text: list[str], asked: list[str], answers: tuple[str, ...], depth: float | None
+    ) -> Prompt:
+        query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
+        one = len(answers) == 1
+        kind = self.values[:-1] if one else self.values
+        some, are, all_the = ("A", "is", "is the") if one else ("Some", "are", "are all the")
+        joint = "\n" if self.haystack in ("noise", "needles") else " "
+        return Prompt(
+            context=f"{some} special magic {kind} {are} hidden within the following text. Make "
+            f"sure to memorize it. I will quiz you about the {kind} afterwards.\n"
+            f"{joint.join(text)}",
+            question=f"What {all_the} special magic {kind} for {query} mentioned in the provided "
+            "text?",
+            answer_prefix=f" The special magic {kind} for {query} mentioned in the provided text "
+            f"{are}",
+            answers=answers,
+            match="all",
+            max_tokens=128,
+            depth=depth,
+        )
+
+    def _sentence(self, key: str, value: str) -> str:
+        return _NEEDLE.format(kind=self.values, key=key, value=value)
+
+    def _value(self, rng: random.Random) -> str:
+        return str(rng.randint(10**6, 10**7 - 1)) if self.values == "numbers" else _uuid(rng)
+
+    def _filling(self, size: int, taken: list[str], rng: random.Random) -> list[str]:
+        if self.haystack == "noise":
+            return [NOISE] * size
+        if self.haystack == "text":
+            sentences = haystack()
+            return [sentences[i % len(sentences)] for i in range(size)]
+        keys = (key for key in iter(lambda: _key(self.keys, rng), "") if key not in taken)
+        return [self._sentence(next(keys), self._value(rng)) for _ in range(size)]
+
+
+def _variable_tracking(size: int, rng: random.Random) -> Prompt:
+    """One chain of four hops in noise; all five names have the value."""
+    names = _distinct(5, lambda: "".join(rng.choices(string.ascii_uppercase, k=5)))
+    value = str(rng.randint(10_000, 99_999))
+    chain = [f"VAR {names[0]} = {value}"]
+    chain += [f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names)]
+    text = [NOISE] * size
+    for place, line in sorted(
+        zip(sorted(rng.randint(0, size) for _ in chain), chain, strict=True),
+        key=lambda placed: placed[0],
+        reverse=True,
+    ):
+        text.insert(place, line)
+    lines = [line for line in text if line != NOISE]
+    if lines != chain:  # equal places were filled from behind: put the chain in order
+        order = iter(chain)
+        text = [line if line == NOISE else next(order) for line in text]
+    return Prompt(
+        context="Memorize and track the chain(s) of variable assignment hidden in the following "
+        "text.\n\n" + "\n".join(text),
+        question=f"Question: Find all variables that are assigned the value {value} in the text "
+        "above.",
+        answer_prefix=" Answer: According to the chain(s) of variable assignment in the text "
+        f"above, {len(names)} variables are assigned the value {value}, they are: ",
+        answers=tuple(names),
+        match="all",
+        max_tokens=30,
+    )
+
+
+def _common_words(size: int, rng: random.Random) -> Prompt:
+    """Ten words thirty times each, `size` others (as far as there are any) three times each."""
+    adjectives, nouns = _words()
+    single = [*adjectives, *nouns]
+    pairs = [f"{adjective}-{noun}" for adjective in adjectives for noun in nouns]
+    rng.shuffle(single)
+    rng.shuffle(pairs)
+    common, others = single[:10], [*single[10:], *pairs][:size]
+    listed = common * 30 + others * 3
+    rng.shuffle(listed)
+    numbered = " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
+    return Prompt(
+        context="Below is a numbered list of words. In these words, some appear more often than "
+        f"others. Memorize the ones that appear most often.\n{numbered}",
+        question="Question: What are the 10 most common words in the above list?",
+        answer_prefix=" Answer: The top 10 words that appear most often in the list are:",
+        answers=tuple(common),
+        match="all",
+        max_tokens=120,
+    )
+
+
+def _frequent_words(size: int, rng: random.Random) -> Prompt:
+    """Coded words whose frequencies fall with the square of their rank; rank one is dots."""
+    coded = _distinct(50, lambda: "".join(rng.choices(string.ascii_lowercase, k=6)))
+    ranked = ["....", *coded]
+    whole = sum(rank**-2.0 for rank in range(1, len(ranked) + 1))
+    # The three that are asked for differ in number even in the shortest text.
+    least = {1: 4, 2: 3, 3: 2}
+    counts = [
+        max(least.get(i, 0), round(size * (i + 1) ** -2.0 / whole)) for i in range(len(ranked))
+    ]
+    text = [word for word, count in zip(ranked, counts, strict=True) for _ in range(count)]
+    rng.shuffle(text)
+    return Prompt(
+        context="Read the following coded text and track the frequency of each coded word. Find "
+        f"the three most frequently appeared coded words. {' '.join(text)}",
+        question="Question: Do not provide any explanation. Please ignore the dots '....'. What "
+        "are the three most frequently appeared words in the above coded text?",
+        answer_prefix=" Answer: According to the coded text above, the three most frequently "
+        "appeared words are:",
+        answers=tuple(coded[:3]),
+        match="all",
+        max_tokens=50,
+    )
+
+
+def _question(hops: int) -> Build:
+    """One fact among documents of such facts, or one that takes two documents to know."""
+
+    def build(size: int, rng: random.Random) -> Prompt:
+        people = _distinct(2 * (size + 1), lambda: _name(rng))
+        towns = [_name(rng) for _ in people]
+        facts = [f"{person} grew up in {town}." for person, town in zip(people, towns, strict=True)]
+        asked = rng.randrange(len(people) // 2)
+        question = f"Where did {people[asked]} grow up?"
+        if hops == 2:
+            pupils = _distinct(len(people), lambda: _name(rng))
+            facts += [f"{b} was taught by {a}." for a, b in zip(people, pupils, strict=True)]
+            question = f"Where did the teacher of {pupils[asked]} grow up?"
+        rng.shuffle(facts)
+        documents = "\n\n".join(f"Document {i}:\n{fact}" for i, fact in enumerate(facts, 1))
+        demand = (
+            "Answer the question based on the given documents. Only give me the answer and do not "
+            "output any other words."
+        )
+        return Prompt(
+            context=f"{demand}\n\nThe following are given documents.\n\n{documents}",
+            question=f"\n{demand}\n\nQuestion: {question}",
+            answer_prefix=" Answer:",
+            answers=(towns[asked],),
+            match="any",
+            max_tokens=32,
+        )
+
+    return build
+
+
+TASKS: dict[str, Build] = {
+    "niah_single_1": Needles("noise").build,
+    "niah_single_2": Needles("text").build,
+    "niah_single_3": Needles("text", values="uuids").build,
+    "niah_multikey_1": Needles("text", num_keys=4).build,
+    "niah_multikey_2": Needles("needles").build,
+    "niah_multikey_3": Needles("needles", keys="uuids", values="uuids").build,
+    "niah_multivalue": Needles("text", num_values=4).build,
+    "niah_multiquery": Needles("text", num_queries=4).build,
+    "vt": _variable_tracking,
+    "cwe": _common_words,
+    "fwe": _frequent_words,
+    "qa_1": _question(hops=1),
+    "qa_2": _question(hops=2),
+}
+
+
+def generate(
+    task: str, num_tokens: int, seed: int, count_tokens: Callable[[str], int]
+) -> Prompt | None:
+    """The longest prompt of a task that fits, with room for the reply.
+
+    Args:
+        task: one of TASKS.
+        num_tokens: of prompt and reply together, as RULER counts them.
+        seed: of everything random; with another length, other words.
+        count_tokens: of a text.
+
+    Returns:
+        None if even the smallest prompt is too long.
+    """
+
+    def build(size: int) -> Prompt:
+        return TASKS[task](size, random.Random(f"{task}/{num_tokens}/{seed}"))
+
+    def fits(size: int) -> bool:
+        prompt = build(size)
+        text = f"{prompt.context}\n{prompt.question}{prompt.answer_prefix}"
+        return count_tokens(text) + prompt.max_tokens <= num_tokens
+
+    least, most = 1, 2
+    if not fits(least):
+        return None
+    while fits(most) and most < num_tokens:
+        least, most = most, 2 * most
+    while most - least > max(1, least // 100):  # to one part in a hundred
+        middle = (least + most) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle)
+    return build(least)
+
+
+@cache
+def haystack() -> list[str]:
+    """Sentences of the text that ships with the package."""
+    text = (Path(__file__).parent / "haystack.txt").read_text()
+    return [f"{sentence.strip().rstrip('.')}." for sentence in text.split(". ") if sentence.strip()]
+
+
+@cache
+def _words() -> tuple[list[str], list[str]]:
+    adjectives, nouns = (Path(__file__).parent / "words.txt").read_text().splitlines()
+    return adjectives.split(), nouns.split()
+
+
+def _key(kind: str, rng: random.Random) -> str:
+    if kind == "uuids":
+        return _uuid(rng)
+    adjectives, nouns = _words()
+    return f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
+
+
+def _uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _name(rng: random.Random) -> str:
+    """A made-up name of three syllables."""
+    return "".join(rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(3)).title()
+
+
+def _distinct(number: int, draw: Callable[[], str]) -> list[str]:
+    """That many different draws, in order."""
+    found: dict[str, None] = {}
+    while len(found) < number:
+        found[draw()] = None
+    return list(found)
