@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.cli.server_process import ROOT
+from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from vllm_kvcompress.cli.main import main
 
 MODEL = str(ROOT / "models" / "reference")
@@ -107,6 +107,34 @@ def test_a_finished_run_starts_no_engine(
     assert read(folder) == read(finished)
     assert evaluate(folder, "--mode", "agnostic") == 0
     assert set(read(folder)[0]) == {"full/query-aware", "adakv@0.25/query-agnostic"}
+
+
+def test_a_running_server_answers_like_an_engine(finished: Path, tmp_path: Path) -> None:
+    """The same questions at the same settings: the same words, and as much resident."""
+    arguments = ["serve", MODEL, "--served-model-name", "reference", "--enforce-eager"]
+    arguments += ["--kv-policy", "adakv", "--kv-budget", "0.25"]
+    with serving(OUR_SERVE, arguments, tmp_path / "server.log") as address:
+        folder = tmp_path / "out"
+        assert evaluate(folder, "--base-url", address, "--served-name", "reference") == 0
+    rows, answers = read(folder)
+    assert set(rows) == {"server/query-aware", "server/query-agnostic"}
+    assert rows["server/query-aware"]["agreement"] is None
+    expected = {(a["mode"], a["item"]): a for a in read(finished)[1] if a["setup"] != "full"}
+    assert len(answers) == len(expected)
+    for answer in answers:
+        engine = expected[answer["mode"], answer["item"]]
+        assert answer["text"].split() == engine["text"].split()
+        assert answer["resident_tokens"] == pytest.approx(engine["resident_tokens"])
+        assert answer["prompt_tokens"] == engine["prompt_tokens"]
+        assert len(answer["tokens"]) >= len(answer["text"].split())
+        assert answer["first_token_seconds"] > answer["token_seconds"] > 0
+
+
+def test_a_server_that_is_not_there_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(tmp_path, "--base-url", "http://127.0.0.1:9") == 1
+    assert "is it a vLLM server?" in capsys.readouterr().err
 
 
 def test_answers_to_other_questions_are_not_mixed(

@@ -76,6 +76,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a keyword argument of vllm.LLM, such as max_model_len=4096",
     )
     parser.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="ask a running server, as it is, instead of starting engines; MODEL is then where the "
+        "tokenizer comes from. Nobody else should use the server meanwhile",
+    )
+    parser.add_argument(
+        "--served-name", metavar="NAME", help="what that server calls the model (MODEL)"
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         required=True,
@@ -106,17 +115,22 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         ConfigError: a setting that cannot work.
     """
     from vllm_kvcompress.evaluation.runner import Plan
-    from vllm_kvcompress.evaluation.setups import MODES, setups_of
+    from vllm_kvcompress.evaluation.setups import MODES, SERVER, Setup, setups_of
 
     params = {"trigger": arguments.kv_trigger, "profile": arguments.kv_profile}
     budgets = [parse_budget(text) for text in arguments.budgets]
+    setups = setups_of(arguments.policies, budgets, params)
+    if arguments.base_url:
+        setups = [Setup(SERVER)]
     return Plan(
         model=arguments.model,
         items=_items(arguments),
-        setups=setups_of(arguments.policies, budgets, params),
+        setups=setups,
         modes=MODES[arguments.mode],
         params=params,
         engine=dict(arguments.engine),
+        base_url=arguments.base_url or "",
+        served_name=arguments.served_name or arguments.model,
     )
 
 

@@ -43,6 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_kvcompress.evaluation import runner
     from vllm_kvcompress.evaluation.recommendation import cheapest, rounds
 
+    if arguments.base_url:
+        raise ConfigError(
+            "--base-url: a running server has one setting, so there is nothing to choose; leave it "
+            "out, or measure the server with `vllm-kvcompress eval`."
+        )
     plan = plan_of(arguments)
     rows: list[dict[str, Any]] = []
     for setups in rounds(plan.setups):

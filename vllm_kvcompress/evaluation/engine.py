@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -43,9 +44,9 @@ class Reply:
         prompt_tokens: of the whole prompt.
         first_token_seconds: until the first token of the reply.
         token_seconds: per further token, in the mean; 0 for a reply of one token.
+        resident_tokens: per head, in the mean, what the prompt holds once it has been read.
         kept_tokens: by compressed layer and KV head, what the last event of the prompt kept of
-            the full blocks; empty where nothing was compressed.
-        compressed_tokens: logical tokens that these are what is left of.
+            the full blocks; empty where nothing was compressed, or nobody can tell.
     """
 
     text: str
@@ -53,15 +54,8 @@ class Reply:
     prompt_tokens: int
     first_token_seconds: float
     token_seconds: float
+    resident_tokens: float
     kept_tokens: list[list[int]] = field(default_factory=list)
-    compressed_tokens: int = 0
-
-    @property
-    def resident_tokens(self) -> float:
-        """Tokens per head, in the mean, that the prompt holds once it has been read."""
-        heads = [tokens for layer in self.kept_tokens for tokens in layer]
-        kept = sum(heads) / len(heads) if heads else 0.0
-        return kept + self.prompt_tokens - self.compressed_tokens
 
 
 class Engine:
@@ -185,13 +179,18 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
     choice, times = output.outputs[0], output.metrics
     further = len(choice.token_ids) - 1
     events = llm.collective_rpc("take_watched_events")[0] if compresses else []
-    events = [event for event in events if event["position"] <= len(prompt)]
+    resident, kept = float(len(prompt)), []
+    for event in events:
+        if event["position"] <= len(prompt):
+            kept = event["kept_tokens"]
+            mean = fmean(tokens for layer in kept for tokens in layer)
+            resident = mean + len(prompt) - event["compressed_tokens"]
     return Reply(
         text=choice.text,
         tokens=list(choice.token_ids),
         prompt_tokens=len(prompt),
         first_token_seconds=times.first_token_latency,
         token_seconds=(times.last_token_ts - times.first_token_ts) / further if further else 0.0,
-        kept_tokens=events[-1]["kept_tokens"] if events else [],
-        compressed_tokens=events[-1]["compressed_tokens"] if events else 0,
+        resident_tokens=resident,
+        kept_tokens=kept,
     )

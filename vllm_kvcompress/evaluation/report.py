@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvcompress.evaluation.setups import AGNOSTIC, AWARE, FULL
-from vllm_kvcompress.evaluation.summary import DEPTHS
+from vllm_kvcompress.evaluation.summary import DEPTHS, percent
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
@@ -76,7 +76,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     mode = "" if row["setup"] == FULL else row["mode"]
     token = "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms"
     texts = [row["setup"], mode]
-    texts += [f"{100 * row[name]:.1f}%" for name in ("kept", "score", "agreement")]
+    texts += [percent(row[name]) for name in ("kept", "score", "agreement")]
     texts += [f"{row['first_token_ms']:.1f} ms", token]
     return [f"<td>{html.escape(text)}</td>" for text in texts]
 

@@ -14,7 +14,8 @@ from vllm_kvcompress.evaluation.engine import Engine, Question
 from vllm_kvcompress.evaluation.items import Item
 from vllm_kvcompress.evaluation.metrics import METRICS
 from vllm_kvcompress.evaluation.prompts import split_prompt
-from vllm_kvcompress.evaluation.setups import AGNOSTIC, Setup
+from vllm_kvcompress.evaluation.server import Server
+from vllm_kvcompress.evaluation.setups import AGNOSTIC, SERVER, Setup
 
 Key = tuple[str, str, int]  # setup, mode, item
 
@@ -32,6 +33,8 @@ class Plan:
         modes: query-aware, query-agnostic, or both.
         params: further settings of ours, the same for all setups (trigger, params, profile).
         engine: further keyword arguments of `vllm.LLM`.
+        base_url: of the server that is asked at the setup `server`.
+        served_name: what that calls the model.
     """
 
     model: str
@@ -40,6 +43,8 @@ class Plan:
     modes: Sequence[str]
     params: dict[str, Any] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    base_url: str = ""
+    served_name: str = ""
 
     def answers_key(self) -> dict[str, Any]:
         """What answers depend on besides the setup: the same plan may go on with them."""
@@ -49,6 +54,7 @@ class Plan:
             "questions": hashlib.sha256(questions).hexdigest(),
             "params": self.params,
             "engine": self.engine,
+            "server": self.base_url,
         }
 
     def open_questions(self, setup: Setup, done: set[Key]) -> list[tuple[str, int]]:
@@ -90,8 +96,7 @@ def run(
         for setup, questions in still_open.items():
             if not questions:
                 continue
-            settings = setup.settings(plan.params)
-            with Engine(plan.model, settings, plan.engine, folder / LOG) as engine:
+            with _engine(plan, setup, folder / LOG) as engine:
                 for mode, number in questions:
                     answer = _answer(engine, plan.items[number], prompts[number], mode)
                     answer = {"setup": setup.name, "mode": mode, "item": number, **answer}
@@ -105,6 +110,12 @@ def run(
     return sorted(wanted, key=lambda a: (order[a["setup"]], a["mode"], a["item"]))
 
 
+def _engine(plan: Plan, setup: Setup, log: Path) -> Engine | Server:
+    if setup.policy == SERVER:
+        return Server(plan.base_url, plan.served_name)
+    return Engine(plan.model, setup.settings(plan.params), plan.engine, log)
+
+
 def _prompts(plan: Plan) -> list[tuple[list[int], list[int]]]:
     from transformers import AutoTokenizer
 
@@ -116,7 +127,7 @@ def _prompts(plan: Plan) -> list[tuple[list[int], list[int]]]:
 
 
 def _answer(
-    engine: Engine, item: Item, prompt: tuple[list[int], list[int]], mode: str
+    engine: Engine | Server, item: Item, prompt: tuple[list[int], list[int]], mode: str
 ) -> dict[str, Any]:
     context, question = prompt
     reply = engine.ask(Question(context, question, item.max_tokens, mode == AGNOSTIC))
@@ -126,7 +137,6 @@ def _answer(
         "depth": item.depth,
         "score": METRICS[item.metric](reply.text, item.answers),
         **vars(reply),
-        "resident_tokens": reply.resident_tokens,
     }
 
 

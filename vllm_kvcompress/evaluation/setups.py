@@ -10,6 +10,7 @@ from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 
 FULL = "full"
+SERVER = "server"
 AWARE = "query-aware"  # context and question are compressed together
 AGNOSTIC = "query-agnostic"  # the context is compressed before the question is read
 MODES = {"aware": (AWARE,), "agnostic": (AGNOSTIC,), "both": (AWARE, AGNOSTIC)}
@@ -20,8 +21,9 @@ class Setup:
     """One engine's settings.
 
     Attributes:
-        policy: a policy string, or `full`: stock vLLM, which is what the others are compared to.
-        budget: kept fraction or tokens; None for `full`.
+        policy: a policy string; or `full`: stock vLLM, which is what the others are compared to;
+            or `server`: whatever a running server does.
+        budget: kept fraction or tokens; None for `full` and `server`.
     """
 
     policy: str

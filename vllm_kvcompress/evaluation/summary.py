@@ -18,9 +18,10 @@ def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Returns:
         Per row: `setup`, `mode`, `score` (mean over tasks and lengths of the mean score, in
         [0, 1]), `tasks` (the same by task and length), `agreement` (share of greedy tokens that
-        equal the full cache's, position by position), `kept` (resident over prompt tokens),
-        `first_token_ms` and `token_ms` (medians), `kept_tokens` (mean by layer and KV head),
-        `depths` (mean score by length and depth of the needle, where questions have one).
+        equal the full cache's, position by position; None without it), `kept` (resident over
+        prompt tokens), `first_token_ms` and `token_ms` (medians), `kept_tokens` (mean by layer
+        and KV head), `depths` (mean score by length and depth of the needle, where questions
+        have one).
     """
     full = {answer["item"]: answer["tokens"] for answer in answers if answer["setup"] == FULL}
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -44,7 +45,9 @@ def _row(
         "questions": len(answers),
         "score": fmean(means.values()),
         "tasks": means,
-        "agreement": fmean(agreement(a["tokens"], full[a["item"]]) for a in answers),
+        "agreement": fmean(agreement(a["tokens"], full[a["item"]]) for a in answers)
+        if full
+        else None,
         "kept": fmean(a["resident_tokens"] / a["prompt_tokens"] for a in answers),
         "first_token_ms": 1000 * median(a["first_token_seconds"] for a in answers),
         "token_ms": 1000 * median(further) if further else None,
@@ -92,10 +95,10 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     ]
     for setup, modes in by_setup.items():
         kept = fmean(row["kept"] for row in modes.values())
-        cells = [f"`{setup}`", f"{100 * kept:.1f}%"]
+        cells = [f"`{setup}`", percent(kept)]
         for mode in (AWARE, AGNOSTIC):
             found = modes.get(AWARE if setup == FULL else mode)
-            cells += ["-", "-"] if found is None else [_percent(found, n) for n in _SHARES]
+            cells += ["-", "-"] if found is None else [percent(found[name]) for name in _SHARES]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -103,8 +106,9 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
 _SHARES = ("score", "agreement")
 
 
-def _percent(row: dict[str, Any], name: str) -> str:
-    return f"{100 * row[name]:.1f}%"
+def percent(share: float | None) -> str:
+    """A share for people to read; "-" for none."""
+    return "-" if share is None else f"{100 * share:.1f}%"
 
 
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -114,7 +118,7 @@ def text_table(rows: Sequence[dict[str, Any]]) -> str:
         mode = "" if row["setup"] == FULL else row["mode"]
         token = f"{row['token_ms']:.1f}ms" if row["token_ms"] is not None else "-"
         lines.append(
-            f"{row['setup']:28}{mode:16}{100 * row['kept']:>6.1f}%{100 * row['score']:>7.1f}%"
-            f"{100 * row['agreement']:>7.1f}%{row['first_token_ms']:>8.1f}ms{token:>9}"
+            f"{row['setup']:28}{mode:16}{percent(row['kept']):>7}{percent(row['score']):>8}"
+            f"{percent(row['agreement']):>8}{row['first_token_ms']:>8.1f}ms{token:>9}"
         )
     return "\n".join(lines)
