@@ -82,7 +82,7 @@ def test_the_page_needs_nothing_else(page: str) -> None:
     assert [link for link in outside if not link.startswith("data:")] == []
     assert "my &lt;model&gt;" in page
     assert "a&lt;b&gt;@0.1" in page
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 2 + 9 + 8, "panels, depths, heads"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
@@ -111,8 +111,9 @@ def test_a_phone_shows_it_without_scrolling_sideways(page: str, tmp_path: Path) 
     fits, plots = title.group(1).split(" ")
     assert fits == "true"
     widths = [int(width) for width in plots.split(",")]
-    assert len(widths) == 3
-    assert all(PHONE * 0.8 < width <= PHONE for width in widths)
+    assert len(widths) == 2 + 9 + 8
+    assert all(PHONE * 0.8 < width <= PHONE for width in widths[:2]), "one panel under the other"
+    assert all(PHONE * 0.4 < width <= PHONE / 2 for width in widths[2:]), "two maps side by side"
 
 
 @pytest.mark.parametrize(
