@@ -147,7 +147,8 @@ def _backend() -> Iterator[Finding]:
         yield Finding("compression", "not available", str(error))
         return
     for option, path in paths.items():
-        module, _, name = path.rpartition(".")
+        # vLLM writes some as module.Class and others as module:Class.
+        module, _, name = path.replace(":", ".").rpartition(".")
         problem = ""
         try:
             getattr(importlib.import_module(module), name)
