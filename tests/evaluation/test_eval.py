@@ -152,6 +152,7 @@ def test_answers_to_other_questions_are_not_mixed(
         (["--tasks", "words", "--budgets", "0"], "expected a positive, finite number"),
         (["--tasks", "words", "--budgets", "0.5,0.5"], "remove the doubles"),
         (["--tasks", "words", "--lengths", "many"], "expected numbers of tokens"),
+        (["--tasks", "words", "--kv-param", "windw_size=8"], "windw_size"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_engine(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvcompress.cli.serve import policy_param
 from vllm_kvcompress.config import parse_budget
 from vllm_kvcompress.errors import ConfigError
 
@@ -66,6 +67,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="compress the context together with the question, or before it is known (both)",
     )
     compared.add_argument("--kv-trigger", metavar="T", help="of all policies (prompt)")
+    compared.add_argument(
+        "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="of all policies"
+    )
     compared.add_argument("--kv-profile", metavar="FILE", help="for headkv and duoattention")
     parser.add_argument(
         "--engine",
@@ -117,7 +121,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     from vllm_kvcompress.evaluation.runner import Plan
     from vllm_kvcompress.evaluation.setups import MODES, SERVER, Setup, setups_of
 
-    params = {"trigger": arguments.kv_trigger, "profile": arguments.kv_profile}
+    params: dict[str, Any] = {"trigger": arguments.kv_trigger, "profile": arguments.kv_profile}
+    params["params"] = dict(map(policy_param, arguments.kv_param))
     budgets = [parse_budget(text) for text in arguments.budgets]
     setups = setups_of(arguments.policies, budgets, params)
     if arguments.base_url:

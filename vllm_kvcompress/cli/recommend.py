@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
             for name in ("kv_trigger", "kv_profile"):
                 if getattr(arguments, name):
                     command += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
+            command += [part for text in arguments.kv_param for part in ("--kv-param", text)]
             print(f"{best} loses at most {100 * arguments.max_loss:g}% of the score; serve it with")
             print(f"    {shlex.join(command)}")
             return 0

@@ -136,7 +136,7 @@ def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
         "trigger": namespace.kv_trigger,
         "profile": namespace.kv_profile,
         "min_tokens": _count(namespace.kv_min_tokens),
-        "params": dict(map(_param, namespace.kv_param)) or None,
+        "params": dict(map(policy_param, namespace.kv_param)) or None,
     }
     given = {key: value for key, value in flags.items() if value is not None}
     yaml_path = namespace.config[0] if namespace.config else None
@@ -174,7 +174,12 @@ def _dashed(arguments: list[str]) -> list[str]:
     return result
 
 
-def _param(text: str) -> tuple[str, Scalar]:
+def policy_param(text: str) -> tuple[str, Scalar]:
+    """A policy's parameter from NAME=VALUE.
+
+    Raises:
+        ConfigError: no name, or no value.
+    """
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise ConfigError(
