@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import platform
+import random
 import re
 import statistics
 import sys
@@ -36,9 +37,12 @@ POLICIES = [
     "snapkv",
     "pyramidkv",
     "adakv",
+    "headkv",
+    "duoattention",
     "adakv+criticalkv",
     "adakv+criticalkv:l2",
 ]
+PROFILES = {"headkv": "headkv.json", "duoattention": "duo/pattern.tsv"}
 
 
 def write_model(directory: str, shape: dict[str, int]) -> None:
@@ -53,7 +57,22 @@ def write_model(directory: str, shape: dict[str, int]) -> None:
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
-def settings_of(name: str) -> dict[str, Any] | None:
+def write_profiles(directory: Path, options: argparse.Namespace) -> None:
+    """Made-up measurements of the model's heads, for the policies that need some."""
+    from vllm_kvcompress import profiler
+
+    draw = random.Random(0)
+    scores = [
+        [[draw.random() for _ in range(4)] for _ in range(options.heads)]
+        for _ in range(options.layers)
+    ]
+    profiler.write_headkv(directory / PROFILES["headkv"], scores)
+    profiler.write_duoattention(
+        directory / PROFILES["duoattention"], scores, options.kv_heads, profiler.StreamingSizes()
+    )
+
+
+def settings_of(name: str, model: str) -> dict[str, Any] | None:
     """Our settings for an engine's name; None: stock vLLM."""
     if name == "stock":
         return None
@@ -65,6 +84,8 @@ def settings_of(name: str) -> dict[str, Any] | None:
     settings: dict[str, Any] = {"policy": policy, "budget": 0.25}
     if norm:
         settings["params"] = {"norm": norm}
+    if policy in PROFILES:
+        settings["profile"] = str(Path(model) / PROFILES[policy])
     return settings
 
 
@@ -72,7 +93,7 @@ def build_engine(name: str, model: str, options: argparse.Namespace) -> Any:
     """The vLLM engine of one configuration, inside this process."""
     from vllm import LLM
 
-    settings = settings_of(name)
+    settings = settings_of(name, model)
     arguments: dict[str, Any] = {}
     if settings is not None:
         arguments = {
@@ -159,6 +180,7 @@ def measure(names: list[str], options: argparse.Namespace) -> dict[str, list[dic
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as model:
         write_model(model, shape)
+        write_profiles(Path(model), options)
         engines = {}
         for name in tqdm(names, desc="starting engines"):
             here, there = context.Pipe()

@@ -20,6 +20,7 @@ TriggerKind = Literal["prompt", "chunk", "decode"]
 
 SETTINGS_KEY = "kvcompress"  # our section of --additional-config and of YAML files
 NO_POLICY = "none"
+CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs
 DEFAULT_CHUNK_TOKENS = 1024
 DEFAULT_MIN_TOKENS = 64  # two blocks of the CPU default; shorter requests free next to nothing
 

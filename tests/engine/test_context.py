@@ -66,6 +66,17 @@ def test_named_contexts_in_a_batch(llama: str, run_engine: Run, trigger: str) ->
     assert alone["outputs"]["n5000"]["tokens"] == plain
 
 
+def test_a_wrong_value_that_nobody_checked_ends_no_engine(llama: str, run_engine: Run) -> None:
+    """Without RequestCheck, as here, it is passed over."""
+    tokens = prompt(300, seed=3)
+    requests = [
+        request("plain", tokens, 8),
+        request("wrong", tokens, 8, xargs={"kv_context_tokens": -1}),
+    ]
+    outputs = run_engine(llama, [requests], settings=SETTINGS)["outputs"]
+    assert outputs["wrong"]["tokens"] == outputs["plain"]["tokens"]
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

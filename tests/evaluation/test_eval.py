@@ -11,6 +11,8 @@ import pytest
 
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from vllm_kvcompress.cli.main import main
+from vllm_kvcompress.errors import EngineError
+from vllm_kvcompress.evaluation.engine import Engine, Question
 
 MODEL = str(ROOT / "models" / "reference")
 ENGINE = ["--engine", "enforce_eager=true", "--engine", "max_model_len=2048"]
@@ -161,6 +163,27 @@ def test_what_cannot_work_is_refused_before_any_engine(
     assert main(["eval", MODEL, "--out", str(tmp_path / "out"), *arguments]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_not_there_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = str(tmp_path / "missing")
+    assert main(["eval", missing, "--tasks", "ruler", "--out", str(tmp_path / "out")]) == 2
+    assert "no tokenizer could be loaded" in capsys.readouterr().err
+
+
+def test_an_engine_that_ends_is_reported(tmp_path: Path) -> None:
+    """Killed between two questions; what it printed goes into the error."""
+    log = tmp_path / "engine.log"
+    options = {"enforce_eager": True, "max_model_len": 512}
+    with Engine(MODEL, None, options, log) as engine:
+        question = Question(context=[1, 5, 6], question=[4], max_tokens=2, agnostic=False)
+        assert len(engine.ask(question).tokens) == 2
+        engine._process.kill()
+        engine._process.join()
+        with pytest.raises(EngineError, match="the engine ended"):
+            engine.ask(question)
 
 
 def test_an_engine_that_does_not_start_is_reported(

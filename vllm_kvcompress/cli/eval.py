@@ -185,9 +185,9 @@ def _items(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _token_counter(model: str) -> Callable[[str], int]:
-    from transformers import AutoTokenizer
+    from vllm_kvcompress.evaluation.prompts import load_tokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     return lambda text: len(tokenizer(text)["input_ids"])
 
 

@@ -12,9 +12,8 @@ from statistics import fmean
 from types import TracebackType
 from typing import Any
 
+from vllm_kvcompress.config import CONTEXT_TOKENS, SETTINGS_KEY
 from vllm_kvcompress.errors import EngineError
-
-CONTEXT_TOKENS = "kv_context_tokens"
 
 
 @dataclass(frozen=True)
@@ -105,13 +104,15 @@ class Engine:
         Raises:
             EngineError: the engine refused the question, or ended.
         """
-        self._pipe.send(vars(question))
-        return Reply(**self._receive())
+        return Reply(**self._receive(question))
 
-    def _receive(self) -> Any:
+    def _receive(self, question: Question | None = None) -> Any:
+        """The child's next word, after a question if there is one."""
         try:
+            if question is not None:
+                self._pipe.send(vars(question))
             kind, value = self._pipe.recv()
-        except EOFError:
+        except (EOFError, ConnectionError):
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
             raise EngineError(f"the engine ended; the end of {self._log}:\n{tail}") from None
         if kind == "error":
@@ -144,7 +145,7 @@ def _answer_questions(
 
 
 def _redirect_output(log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())
@@ -154,7 +155,6 @@ def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any])
     from vllm import LLM
 
     from vllm_kvcompress.cli.distribution import answer_for_vllm
-    from vllm_kvcompress.config import SETTINGS_KEY
     from vllm_kvcompress.vllm_plugin.compat import plugin_class_paths
 
     answer_for_vllm()

@@ -4,7 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_kvcompress.errors import ConfigError
+
 _MARK = "\u241e"  # a symbol that stands between the parts while a chat template is rendered
+
+
+def load_tokenizer(model: str) -> Any:
+    """A model's Hugging Face tokenizer.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{model}: no tokenizer could be loaded: {reason}") from None
 
 
 def split_prompt(

@@ -13,7 +13,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.evaluation.engine import Engine, Question
 from vllm_kvcompress.evaluation.items import Item
 from vllm_kvcompress.evaluation.metrics import METRICS
-from vllm_kvcompress.evaluation.prompts import split_prompt
+from vllm_kvcompress.evaluation.prompts import load_tokenizer, split_prompt
 from vllm_kvcompress.evaluation.server import Server
 from vllm_kvcompress.evaluation.setups import AGNOSTIC, SERVER, Setup
 
@@ -117,9 +117,7 @@ def _engine(plan: Plan, setup: Setup, log: Path) -> Engine | Server:
 
 
 def _prompts(plan: Plan) -> list[tuple[list[int], list[int]]]:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(plan.model)
+    tokenizer = load_tokenizer(plan.model)
     return [
         split_prompt(tokenizer, item.context, item.question, item.answer_prefix)
         for item in plan.items

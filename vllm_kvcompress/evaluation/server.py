@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from vllm_kvcompress.config import CONTEXT_TOKENS
 from vllm_kvcompress.errors import EngineError
-from vllm_kvcompress.evaluation.engine import CONTEXT_TOKENS, Question, Reply
+from vllm_kvcompress.evaluation.engine import Question, Reply
 
 
 class Server:

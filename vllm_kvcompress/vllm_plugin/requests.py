@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
+from vllm_kvcompress.config import CONTEXT_TOKENS
+
 if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
@@ -14,7 +16,6 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 PREFIX = "kv_"
-CONTEXT_TOKENS = "kv_context_tokens"
 
 
 def context_tokens(extra_args: Mapping[str, Any] | None) -> int | None:

@@ -202,9 +202,17 @@ class CompressionMixin:
 
 
 def _named_context(request: Request) -> int | None:
-    """The context that the request names; its form was checked at admission."""
+    """The context that the request names.
+
+    Wrong values were refused at admission; where `RequestCheck` was left out they are passed over,
+    since an error here would end the engine and with it every other request.
+    """
     params = request.sampling_params
-    return None if params is None else context_tokens(params.extra_args)
+    try:
+        return None if params is None else context_tokens(params.extra_args)
+    except ValueError as error:
+        logger.warning("request %s: %s Passed over.", request.request_id, error)
+        return None
 
 
 class CompressionScheduler(CompressionMixin, Scheduler):
