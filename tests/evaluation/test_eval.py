@@ -63,6 +63,8 @@ def test_a_quarter_of_the_blocks_is_resident(finished: Path) -> None:
     for answer in answers:
         if answer["setup"] == "full":
             assert answer["resident_tokens"] == answer["prompt_tokens"]
+            # keys and values of 4 layers, 4 heads of 32, in bfloat16
+            assert answer["resident_bytes"] == answer["prompt_tokens"] * 2 * 4 * 4 * 32 * 2
             continue
         agnostic = answer["mode"] == "query-agnostic"
         # <bos>, the context; and behind it the question of two words, and <answer>

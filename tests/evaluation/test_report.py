@@ -45,6 +45,7 @@ def answers() -> list[dict[str, Any]]:
                         "tokens": [1, 2] if right else [1, 3],
                         "prompt_tokens": 100,
                         "resident_tokens": 100 * kept,
+                        "resident_bytes": 3 * 2**20 * kept,
                         "first_token_seconds": 0.01,
                         "token_seconds": 0.001,
                         "kept_tokens": [] if kept == 1 else [[8, 16], [4, 20]],
@@ -82,6 +83,7 @@ def test_the_page_needs_nothing_else(page: str) -> None:
     assert [link for link in outside if not link.startswith("data:")] == []
     assert "my &lt;model&gt;" in page
     assert "a&lt;b&gt;@0.1" in page
+    assert "<td>1.50 MiB</td>" in page
     assert page.count("<svg") == 2 + 9 + 8, "panels, depths, heads"
 
 

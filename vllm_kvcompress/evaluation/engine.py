@@ -44,6 +44,7 @@ class Reply:
         first_token_seconds: until the first token of the reply.
         token_seconds: per further token, in the mean; 0 for a reply of one token.
         resident_tokens: per head, in the mean, what the prompt holds once it has been read.
+        resident_bytes: the same of all layers and heads; 0 where nobody can tell.
         kept_tokens: by compressed layer and KV head, what the last event of the prompt kept of
             the full blocks; empty where nothing was compressed, or nobody can tell.
     """
@@ -54,6 +55,7 @@ class Reply:
     first_token_seconds: float
     token_seconds: float
     resident_tokens: float
+    resident_bytes: int = 0
     kept_tokens: list[list[int]] = field(default_factory=list)
 
 
@@ -172,6 +174,8 @@ def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any])
 def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
     from vllm import SamplingParams
 
+    from vllm_kvcompress.vllm_plugin.compat import cache_bytes_per_token
+
     prompt = [*question.context, *question.question]
     extra = {CONTEXT_TOKENS: len(question.context)} if question.agnostic else None
     params = SamplingParams(temperature=0, max_tokens=question.max_tokens, extra_args=extra)
@@ -192,5 +196,6 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
         first_token_seconds=times.first_token_latency,
         token_seconds=(times.last_token_ts - times.first_token_ts) / further if further else 0.0,
         resident_tokens=resident,
+        resident_bytes=round(resident * cache_bytes_per_token(llm.llm_engine.vllm_config)),
         kept_tokens=kept,
     )

@@ -26,7 +26,7 @@ figure { margin: 0; }
 .maps { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
 figcaption, p.caption { color: #555; }
 """
-_COLUMNS = ("setup", "mode", "kept", "score", "agreement", "first token", "per token")
+_COLUMNS = ("setup", "mode", "kept", "resident", "score", "agreement", "first token", "per token")
 
 
 def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -75,7 +75,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     mode = "" if row["setup"] == FULL else row["mode"]
     token = "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms"
     texts = [row["setup"], mode]
-    texts += [percent(row[name]) for name in ("kept", "score", "agreement")]
+    resident = f"{row['resident_bytes'] / 2**20:.2f} MiB" if row["resident_bytes"] else ""
+    texts += [percent(row["kept"]), resident, percent(row["score"]), percent(row["agreement"])]
     texts += [f"{row['first_token_ms']:.1f} ms", token]
     return [f"<td>{html.escape(text)}</td>" for text in texts]
 

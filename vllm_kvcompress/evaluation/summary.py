@@ -19,9 +19,9 @@ def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         Per row: `setup`, `mode`, `score` (mean over tasks and lengths of the mean score, in
         [0, 1]), `tasks` (the same by task and length), `agreement` (share of greedy tokens that
         equal the full cache's, position by position; None without it), `kept` (resident over
-        prompt tokens), `first_token_ms` and `token_ms` (medians), `kept_tokens` (mean by layer
-        and KV head), `depths` (mean score by length and depth of the needle, where questions
-        have one).
+        prompt tokens), `resident_bytes` (mean; 0 if unknown), `first_token_ms` and `token_ms`
+        (medians), `kept_tokens` (mean by layer and KV head), `depths` (mean score by length and
+        depth of the needle, where questions have one).
     """
     full = {answer["item"]: answer["tokens"] for answer in answers if answer["setup"] == FULL}
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -49,6 +49,7 @@ def _row(
         if full
         else None,
         "kept": fmean(a["resident_tokens"] / a["prompt_tokens"] for a in answers),
+        "resident_bytes": fmean(a["resident_bytes"] for a in answers),
         "first_token_ms": 1000 * median(a["first_token_seconds"] for a in answers),
         "token_ms": 1000 * median(further) if further else None,
         "kept_tokens": _mean_heads([a["kept_tokens"] for a in answers if a["kept_tokens"]]),

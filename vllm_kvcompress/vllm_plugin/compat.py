@@ -49,6 +49,14 @@ def plugin_class_paths() -> dict[str, str]:
     )
 
 
+def cache_bytes_per_token(vllm_config: Any) -> int:
+    """Bytes that a token takes in the KV cache, all ranks together, as if no layer had a window."""
+    model = vllm_config.model_config
+    num_heads = model.get_total_num_kv_heads()
+    num_layers = model.get_total_num_hidden_layers()
+    return 2 * num_layers * num_heads * model.get_head_size() * model.dtype.itemsize
+
+
 # --- scheduler ---------------------------------------------------------------------------
 
 
