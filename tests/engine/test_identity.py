@@ -47,3 +47,14 @@ def test_outputs_are_those_of_stock_vllm(
         assert report["outputs"][name]["cached"] == expected["cached"], name
         first, expected_first = (o["logprobs"][0] for o in (report["outputs"][name], expected))
         assert first == pytest.approx(expected_first, abs=1e-5)
+
+
+def test_the_first_prompt_may_be_short_in_bf16(llama: str, run_engine: Run) -> None:
+    """vLLM's bf16 attention ends a process that was not allowed to use AMX, where there is AMX."""
+    report = run_engine(
+        llama,
+        [[request("short", prompt(4, seed=1), 4)]],
+        settings={"policy": "snapkv", "budget": 0.25},
+        dtype="bfloat16",
+    )
+    assert len(report["outputs"]["short"]["tokens"]) == 4

@@ -115,6 +115,7 @@ class Engine:
                 self._pipe.send(vars(question))
             kind, value = self._pipe.recv()
         except (EOFError, ConnectionError):
+            self._process.join(timeout=30)  # its last words are written while it ends
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
             raise EngineError(f"the engine ended; the end of {self._log}:\n{tail}") from None
         if kind == "error":
@@ -157,9 +158,10 @@ def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any])
     from vllm import LLM
 
     from vllm_kvcompress.cli.distribution import answer_for_vllm
-    from vllm_kvcompress.vllm_plugin.compat import plugin_class_paths
+    from vllm_kvcompress.vllm_plugin.compat import allow_amx, plugin_class_paths
 
     answer_for_vllm()
+    allow_amx()  # our worker sees to it, stock vLLM's does not
     arguments: dict[str, Any] = {"disable_log_stats": False, "block_size": 32, **options}
     if settings is not None:
         paths: dict[str, Any] = dict(plugin_class_paths())

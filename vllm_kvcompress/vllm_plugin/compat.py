@@ -57,6 +57,17 @@ def cache_bytes_per_token(vllm_config: Any) -> int:
     return 2 * num_layers * num_heads * model.get_head_size() * model.dtype.itemsize
 
 
+def allow_amx() -> None:
+    """Asks Linux to let this process use AMX tiles, where the CPU has them.
+
+    vLLM's bf16 attention for CPUs uses them without asking. A process whose first prompt is so
+    short that no matrix product of torch's has asked before is then ended by SIGILL.
+    """
+    import torch
+
+    torch.cpu._init_amx()
+
+
 # --- scheduler ---------------------------------------------------------------------------
 
 

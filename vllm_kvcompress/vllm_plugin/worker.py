@@ -28,6 +28,7 @@ class CompressionCPUWorker(CPUWorker):
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
+        compat.allow_amx()
         self.state: WorkerState | None = None
         self.last_event_seconds: dict[str, float] = {}
         settings = check_engine(vllm_config)
