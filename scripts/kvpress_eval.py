@@ -95,7 +95,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     items: list[Item] = generate("words", [512, 1024], options.samples, SEED)
-    prompts = [split_prompt(tokenizer, item.context, item.question) for item in items]
+    prompts = [split_prompt(tokenizer, item) for item in items]
     rows = []
     runs = [("full", AWARE), *((name, mode) for name in PRESSES for mode in (AWARE, AGNOSTIC))]
     for name, mode in tqdm(runs, unit="setting"):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.attention_loss import AttentionLoss
 from vllm_kvcompress.compressor import compress_layer
 from vllm_kvcompress.ledger import EventPlan
 from vllm_kvcompress.page_tables import PageTables
@@ -58,7 +59,11 @@ class Event:
 
 
 class EventRunner:
-    """Compresses requests of one cache group, layer by layer, as the model runs."""
+    """Compresses requests of one cache group, layer by layer, as the model runs.
+
+    Attributes:
+        loss: measures what later attention loses; None: nobody asked.
+    """
 
     def __init__(
         self,
@@ -72,6 +77,7 @@ class EventRunner:
         self.windows = windows
         self.pipeline = pipeline
         self.weights = weights
+        self.loss: AttentionLoss | None = None
 
     def begin(self, plan: EventPlan, block_row: Tensor) -> Event:
         """Sets an event up before the model runs.
@@ -111,6 +117,11 @@ class EventRunner:
         start = event.layer_starts[layer]
         pages = event.fresh_pages[start : start + total]
         self._write(view, sources, selection.page_counts, selection.kept_indices, pages)
+        event.seconds += time.perf_counter() - started
+        if self.loss is not None:
+            values = self.pool.values(sources).flatten(1, 2)
+            self.loss.evict(event.plan, layer, event.slot, view, values, selection)
+        started = time.perf_counter()
         self.tables.replace(layer, event.slot, selection.page_counts, pages)
         event.page_counts.append(selection.page_counts)
         event.max_kept = max(event.max_kept, self._max_kept(selection.page_counts, view, total))

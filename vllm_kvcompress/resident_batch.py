@@ -18,6 +18,7 @@ class ResidentBatch:
     Attributes:
         rows: [R] int64 rows of the batch that are compressed, and the rest of them in `whole`.
         whole: [W] int64.
+        slots: [R] the requests' rows in the page tables.
         page_table: [num_layers, R * num_heads, width] int32.
         seq_lens: [num_layers, R * num_heads] int32 resident tokens.
         alike: whether these are the same in every layer.
@@ -25,6 +26,7 @@ class ResidentBatch:
 
     rows: Tensor
     whole: Tensor
+    slots: Books
     page_table: Tensor
     seq_lens: Tensor
     alike: bool
@@ -79,7 +81,14 @@ class ResidentBatches:
             self._gathered = self._gather(num_tokens, block_table[self._rows])
         known = self._gathered
         resident = (known.excess + logical[:, None]).flatten(1)
-        return ResidentBatch(self._rows, self._whole, known.page_table, resident, known.alike)
+        return ResidentBatch(
+            rows=self._rows,
+            whole=self._whole,
+            slots=self._slots,
+            page_table=known.page_table,
+            seq_lens=resident,
+            alike=known.alike,
+        )
 
     def _find(self, request_ids: list[str]) -> None:
         """Which rows are compressed."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,30 @@ def test_a_quarter_of_the_blocks_is_resident(finished: Path) -> None:
         assert {len(heads) for heads in answer["kept_tokens"]} == {4}
     heads = rows["adakv@0.25/query-aware"]["kept_tokens"]
     assert len({round(tokens) for layer in heads for tokens in layer}) > 1, "adakv is not uniform"
+
+
+def test_attention_loses_what_evicted_tokens_would_have_given(finished: Path) -> None:
+    """By layer and query head; where all weight is on resident tokens, the engine is exact."""
+    rows, answers = read(finished)
+    exact = 0
+    for answer in answers:
+        errors, masses = answer["attention_error"], answer["attention_mass"]
+        if answer["setup"] == "full":
+            assert errors == masses == []
+            continue
+        assert [len(layer) for layer in errors] == [len(layer) for layer in masses] == [8] * 4
+        for error, mass in zip(chain(*errors), chain(*masses), strict=True):
+            assert 0 < mass <= 1.00001
+            if mass > 0.9999:
+                exact += 1
+                assert error < 0.02, "bfloat16"
+    assert exact > 10
+    for row in rows.values():
+        if row["setup"] == "full":
+            assert row["attention_mass"] is None
+        else:
+            assert 0.3 < row["attention_mass"] < 1
+            assert 0 < row["attention_error"] < 1
 
 
 def test_a_run_that_was_killed_goes_on(

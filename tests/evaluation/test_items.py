@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -10,9 +11,22 @@ from transformers import AutoTokenizer
 from tests import tiny_models
 from tests.cli.server_process import ROOT
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.evaluation.items import generate, load
+from vllm_kvcompress.evaluation.items import Item, generate, load
 from vllm_kvcompress.evaluation.prompts import split_prompt
 from vllm_kvcompress.reference.tasks import FAMILIES
+
+
+def item(context: str, question: str, max_tokens: int = 8, **more: Any) -> Item:
+    return Item(
+        task="t",
+        length=0,
+        context=context,
+        question=question,
+        answers=("a",),
+        metric="f1",
+        max_tokens=max_tokens,
+        **more,
+    )
 
 
 def test_built_in_questions_follow_from_the_seed() -> None:
@@ -75,7 +89,7 @@ def test_wrong_data_is_refused_by_line(tmp_path: Path, text: str, message: str) 
 def test_the_parts_of_a_prompt_are_the_chat_that_a_server_would_render() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "reference")
     context, question = "k1 v2 w3 . n1", "find k1"
-    head, rest = split_prompt(tokenizer, context, question)
+    head, rest = split_prompt(tokenizer, item(context, question))
     message = [{"role": "user", "content": f"{context}\n{question}"}]
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
     assert head + rest == tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -84,10 +98,27 @@ def test_the_parts_of_a_prompt_are_the_chat_that_a_server_would_render() -> None
 
 def test_a_reply_goes_on_from_its_beginning() -> None:
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "reference")
-    _, rest = split_prompt(tokenizer, "k1 v2 w3 .", "find k1", " k1 v2")
+    _, rest = split_prompt(tokenizer, item("k1 v2 w3 .", "find k1", answer_prefix=" k1 v2"))
     assert tokenizer.decode(rest).split() == ["find", "k1", "<answer>", "k1", "v2"]
 
 
 def test_without_a_chat_template_the_parts_follow_each_other(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_models.build("llama", tmp_path))
-    assert split_prompt(tokenizer, "w5 w6", "w7") == ([5, 6], [7])
+    assert split_prompt(tokenizer, item("w5 w6", "w7")) == ([5, 6], [7])
+
+
+def test_the_middle_of_a_long_context_is_left_out_where_allowed(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_models.build("llama", tmp_path))
+    long = item("w1 w2 w3 w4 w5 w6 w7", "w8 w9", max_tokens=4, may_cut=True)
+    assert split_prompt(tokenizer, long, 13) == ([1, 2, 3, 4, 5, 6, 7], [8, 9])
+    assert split_prompt(tokenizer, long, 10) == ([1, 2, 6, 7], [8, 9])
+    assert split_prompt(tokenizer, long, 6) == ([], [8, 9])
+    whole = item("w1 w2 w3 w4 w5 w6 w7", "w8 w9", max_tokens=4)
+    assert len(split_prompt(tokenizer, whole, 10)[0]) == 7
+
+
+def test_a_chat_template_is_left_out_where_the_item_says_so() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "models" / "reference")
+    bare = item("k1 v2 w3 .", "find k1", separator="", chat=False)
+    head, rest = split_prompt(tokenizer, bare)
+    assert tokenizer.decode(head + rest).split() == ["k1", "v2", "w3", ".", "find", "k1"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_kvcompress.evaluation.metrics import METRICS
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.evaluation.metrics import METRICS, check_metric
 from vllm_kvcompress.evaluation.summary import agreement
 
 
@@ -22,10 +23,34 @@ from vllm_kvcompress.evaluation.summary import agreement
         ("contains_any", "yesterday", ["yes", "no"], 0.0),
         ("f1", "a red car", ["red house", "car"], 2 / 3),
         ("f1", "", ["red"], 0.0),
+        # LCS by sentence of the answer: "the cat sat" 3 + "it slept" 2 of 6 and 6 words.
+        ("rouge_l", "it slept. the cat sat there", ["The cat sat. It slept well."], 5 / 6),
+        ("rouge_l", "", ["red"], 0.0),
+        ("code_similarity", "\n# no\nabcd\nrest", ["abxd"], 0.75),
+        ("code_similarity", "# only comments", ["abcd"], 0.0),
+        ("classification", "Type: City", ["City", "City", "Other"], 1.0),
+        ("classification", "City or Other", ["City", "City", "Other"], 0.5),
+        ("classification", "Other city", ["Other city", "Other", "Other city"], 1.0),
+        ("classification", "Other", ["City", "City", "Other"], 0.0),
+        ("number", "Paragraph 3", ["Paragraph 3"], 1.0),
+        ("number", "3 or 30", ["Paragraph 3"], 0.5),
+        ("number", "none", ["3"], 0.0),
+        ("first_line_f1", "\nred\nblue", ["red"], 1.0),
+        ("first_line_classification", "City\nOther", ["City", "City", "Other"], 1.0),
+        ("first_line_rouge_l", "red\nblue", ["red"], 1.0),
     ],
 )
 def test_metric(metric: str, reply: str, answers: list[str], expected: float) -> None:
     assert METRICS[metric](reply, answers) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("metric", ["rouge_l", "first_line_rouge_l", "code_similarity"])
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, metric: str) -> None:
+    check_metric(metric, "--metric")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package .*vllm-kvcompress\[longbench\]"):
+        check_metric(metric, "--metric")
+    check_metric("f1", "--metric")
 
 
 @pytest.mark.parametrize(

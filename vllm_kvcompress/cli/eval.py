@@ -35,8 +35,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=_list,
         default=[],
         metavar="T,...",
-        help="ruler (RULER's 13 tasks), words (a word-level variant of its families, for the "
-        "reference model), or single ones such as ruler/niah_single_2 or words/multikey",
+        help="ruler (RULER's 13 tasks), longbench (its 16 English tasks), words (a word-level "
+        "variant of RULER's families, for the reference model), or single ones such as "
+        "ruler/niah_single_2, longbench/qasper or words/multikey",
     )
     asked.add_argument(
         "--data",
@@ -45,6 +46,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="JSON lines of {context, question, answers}",
+    )
+    asked.add_argument(
+        "--longbench-data",
+        type=Path,
+        metavar="DIR",
+        help="LongBench's published files, one TASK.jsonl per task",
     )
     asked.add_argument("--metric", default="exact_match", help="of --data (exact_match)")
     asked.add_argument("--max-tokens", type=int, default=64, help="of replies to --data (64)")
@@ -164,12 +171,11 @@ def _has_matplotlib() -> bool:
 
 def _items(arguments: argparse.Namespace) -> list[Any]:
     from vllm_kvcompress.evaluation import items
-    from vllm_kvcompress.evaluation.metrics import METRICS
+    from vllm_kvcompress.evaluation.metrics import check_metric
 
     if not arguments.tasks and not arguments.data:
         raise ConfigError("nothing to ask: give --tasks, or questions of your own with --data.")
-    if arguments.metric not in METRICS:
-        raise ConfigError(f"--metric {arguments.metric}: known are {', '.join(METRICS)}.")
+    check_metric(arguments.metric, "--metric")
     if arguments.samples < 1 or arguments.max_tokens < 1:
         raise ConfigError("--samples and --max-tokens: expected at least 1.")
     lengths = [_count(text) for text in arguments.lengths]
@@ -178,6 +184,9 @@ def _items(arguments: argparse.Namespace) -> list[Any]:
     if any(task.partition("/")[0] == items.RULER for task in arguments.tasks):
         count = _token_counter(arguments.model)
     for task in arguments.tasks:
+        if items.split_task(task)[0] == items.LONGBENCH:
+            found += items.load_longbench(task, arguments.longbench_data, arguments.samples)
+            continue
         found += items.generate(task, lengths, arguments.samples, arguments.seed, count)
     for path in arguments.data:
         found += items.load(path, arguments.metric, arguments.max_tokens)

@@ -47,6 +47,8 @@ class Reply:
         resident_bytes: the same of all layers and heads; 0 where nobody can tell.
         kept_tokens: by compressed layer and KV head, what the last event of the prompt kept of
             the full blocks; empty where nothing was compressed, or nobody can tell.
+        attention_error, attention_mass: by layer and query head, what `AttentionLoss.take` says of
+            the queries after the first event; empty likewise.
     """
 
     text: str
@@ -57,6 +59,8 @@ class Reply:
     resident_tokens: float
     resident_bytes: int = 0
     kept_tokens: list[list[int]] = field(default_factory=list)
+    attention_error: list[list[float]] = field(default_factory=list)
+    attention_mass: list[list[float]] = field(default_factory=list)
 
 
 class Engine:
@@ -169,7 +173,7 @@ def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any])
         arguments |= {**paths, "additional_config": {SETTINGS_KEY: settings}}
     llm = LLM(model, **arguments)
     if settings is not None:
-        llm.collective_rpc("watch_events")
+        llm.collective_rpc("watch")
     return llm
 
 
@@ -184,9 +188,13 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
     output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
     choice, times = output.outputs[0], output.metrics
     further = len(choice.token_ids) - 1
-    events = llm.collective_rpc("take_watched_events")[0] if compresses else []
+    watched = llm.collective_rpc("take_watched")[0] if compresses else {}
+    watching = [
+        sum(spent for position, spent in watched.get("seconds", ()) if before(position))
+        for before in (len(prompt).__ge__, len(prompt).__lt__)
+    ]
     resident, kept = float(len(prompt)), []
-    for event in events:
+    for event in watched.get("events", ()):
         if event["position"] <= len(prompt):
             kept = event["kept_tokens"]
             mean = fmean(tokens for layer in kept for tokens in layer)
@@ -195,9 +203,17 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
         text=choice.text,
         tokens=list(choice.token_ids),
         prompt_tokens=len(prompt),
-        first_token_seconds=times.first_token_latency,
-        token_seconds=(times.last_token_ts - times.first_token_ts) / further if further else 0.0,
+        first_token_seconds=times.first_token_latency - watching[0],
+        token_seconds=(times.last_token_ts - times.first_token_ts - watching[1]) / further
+        if further
+        else 0.0,
         resident_tokens=resident,
         resident_bytes=round(resident * cache_bytes_per_token(llm.llm_engine.vllm_config)),
         kept_tokens=kept,
+        attention_error=_rounded(watched.get("errors", [])),
+        attention_mass=_rounded(watched.get("masses", [])),
     )
+
+
+def _rounded(rows: list[list[float]]) -> list[list[float]]:
+    return [[round(value, 5) for value in row] for row in rows]

@@ -8,11 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.evaluation import ruler
-from vllm_kvcompress.evaluation.metrics import METRICS
+from vllm_kvcompress.evaluation import longbench, ruler
+from vllm_kvcompress.evaluation.metrics import check_metric
 from vllm_kvcompress.reference import tasks
 
-WORDS, RULER = "words", "ruler"
+WORDS, RULER, LONGBENCH = "words", "ruler", "longbench"
+_MEMBERS: dict[str, tuple[str, ...]] = {
+    WORDS: tuple(tasks.FAMILIES),
+    RULER: tuple(ruler.TASKS),
+    LONGBENCH: tuple(longbench.TASKS),
+}
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,9 @@ class Item:
         max_tokens: of the reply.
         answer_prefix: how the reply begins; the model goes on from there.
         depth: where in the context the one needle lies, from 0 to 1; None where there is none.
+        separator: between context and question.
+        chat: whether a chat model's template goes around them.
+        may_cut: take tokens out of the middle of a context that is too long for the model.
     """
 
     task: str
@@ -40,6 +48,9 @@ class Item:
     max_tokens: int
     answer_prefix: str = ""
     depth: float | None = None
+    separator: str = "\n"
+    chat: bool = True
+    may_cut: bool = False
 
 
 def generate(
@@ -49,13 +60,13 @@ def generate(
     seed: int,
     count_tokens: Callable[[str], int] | None = None,
 ) -> list[Item]:
-    """Questions of a built-in task; the same for the same arguments.
+    """Questions of a generated task; the same for the same arguments.
 
     `ruler` is RULER's 13 tasks; `words` the word-level variant of its families, for the reference
     model; a single one is `ruler/TASK` or `words/FAMILY`.
 
     Args:
-        task: the task.
+        task: the task or suite.
         lengths: tokens of the context (words) or of prompt and reply together (ruler).
         num_samples: questions per task and length.
         seed: of the first question; the others follow.
@@ -64,12 +75,7 @@ def generate(
     Raises:
         ConfigError: no such task, or a length that it does not work with.
     """
-    suite, _, one = task.partition("/")
-    members: dict[str, Sequence[str]] = {WORDS: tasks.FAMILIES, RULER: tuple(ruler.TASKS)}
-    chosen = (one,) if one else members.get(suite, ())
-    if suite not in members or not set(chosen) <= set(members[suite]):
-        known = [name for group in members for name in (group, *_members(group, members[group]))]
-        raise ConfigError(f"--tasks {task}: no such task; known are {', '.join(known)}.")
+    suite, chosen = split_task(task)
 
     def item(name: str, length: int, number: int) -> Item:
         if suite == WORDS:
@@ -85,8 +91,61 @@ def generate(
     ]
 
 
-def _members(suite: str, names: Sequence[str]) -> list[str]:
-    return [f"{suite}/{name}" for name in names]
+def split_task(task: str) -> tuple[str, tuple[str, ...]]:
+    """A suite, and which of its tasks: `ruler` is all of them, `ruler/vt` one.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    suite, _, one = task.partition("/")
+    chosen = (one,) if one else _MEMBERS.get(suite, ())
+    if suite not in _MEMBERS or not set(chosen) <= set(_MEMBERS[suite]):
+        known = [
+            name
+            for group, names in _MEMBERS.items()
+            for name in (group, *(f"{group}/{member}" for member in names))
+        ]
+        raise ConfigError(f"--tasks {task}: no such task; known are {', '.join(known)}.")
+    return suite, chosen
+
+
+def load_longbench(task: str, folder: Path | None, num_samples: int) -> list[Item]:
+    """Questions of `longbench`, or of `longbench/TASK`, from the published files.
+
+    Args:
+        task: the task or suite.
+        folder: holds one TASK.jsonl per task.
+        num_samples: the first so many per task.
+
+    Raises:
+        ConfigError: no folder was given, a file is missing or not in the published format, or a
+            metric's library is not installed.
+    """
+    suite, chosen = split_task(task)
+    if folder is None:
+        raise ConfigError(
+            f"--tasks {task}: give --longbench-data, the folder with LongBench's published files."
+        )
+    found = []
+    for name in chosen:
+        about = longbench.TASKS[name]
+        check_metric(about.metric, f"--tasks {suite}/{name}: metric")
+        found += [
+            Item(
+                task=f"{suite}/{name}",
+                length=0,
+                context=prompt.context,
+                question=prompt.question,
+                answers=prompt.answers,
+                metric=about.metric,
+                max_tokens=about.max_tokens,
+                separator="",
+                chat=about.chat,
+                may_cut=True,
+            )
+            for prompt in longbench.load(name, folder, num_samples)
+        ]
+    return found
 
 
 def _ruler_item(name: str, length: int, seed: int, count_tokens: Callable[[str], int]) -> Item:
@@ -167,8 +226,7 @@ def _user_item(path: Path, number: int, line: str, metric: str, max_tokens: int)
     if not isinstance(most, int) or most < 1:
         raise ConfigError(f'{place}: "max_tokens" {most!r}: expected at least 1.')
     name = row.get("metric", metric)
-    if name not in METRICS:
-        raise ConfigError(f'{place}: "metric" {name!r}: known are {", ".join(METRICS)}.')
+    check_metric(name, f'{place}: "metric"')
     return Item(
         task=path.stem,
         length=0,

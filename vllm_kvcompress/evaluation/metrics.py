@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Sequence
+
+from vllm_kvcompress.errors import ConfigError
 
 Metric = Callable[[str, Sequence[str]], float]
 
@@ -37,6 +40,54 @@ def f1(reply: str, answers: Sequence[str]) -> float:
     return max(_f1(normalize(reply), normalize(answer)) for answer in answers)
 
 
+def rouge_l(reply: str, answers: Sequence[str]) -> float:
+    """Best ROUGE-L F1 of the reply against an answer, summary level.
+
+    Sentences end at full stops, as in the `rouge` package that LongBench published its scores
+    with; single replies differ from those by up to 0.1, means by less than 0.01.
+    """
+    from rouge_score.rouge_scorer import RougeScorer
+
+    scorer = RougeScorer(["rougeLsum"])
+    said = reply.replace(".", "\n")
+    scores = [scorer.score(answer.replace(".", "\n"), said) for answer in answers]
+    return float(max(score["rougeLsum"].fmeasure for score in scores))
+
+
+def code_similarity(reply: str, answers: Sequence[str]) -> float:
+    """Best edit similarity of the reply's first line of code (LongBench), to whole percents."""
+    from rapidfuzz import fuzz
+
+    lines = reply.lstrip("\n").split("\n")
+    code = next((line for line in lines if not re.search(r"`|#|//", line)), "")
+    return max(round(fuzz.ratio(code, answer)) / 100 for answer in answers)
+
+
+def classification(reply: str, answers: Sequence[str]) -> float:
+    """The right class's share of the classes that the reply names (LongBench).
+
+    Args:
+        reply: what was said.
+        answers: the right class, then all classes; those that are part of the right one's name
+            do not count as named.
+    """
+    right, *classes = answers
+    named = [name for name in classes if name in reply and (name == right or name not in right)]
+    return 1 / len(named) if right in named else 0.0
+
+
+def number(reply: str, answers: Sequence[str]) -> float:
+    """Share of the reply's numbers that are the first number of an answer (LongBench), at best."""
+    said = re.findall(r"\d+", reply)
+    wanted = [re.findall(r"\d+", answer)[0] for answer in answers]
+    return max((said.count(right) / len(said) for right in wanted), default=0.0) if said else 0.0
+
+
+def first_line(metric: Metric) -> Metric:
+    """The metric of the reply's first line (LongBench, where prompts show several examples)."""
+    return lambda reply, answers: metric(reply.lstrip("\n").split("\n")[0], answers)
+
+
 def _occurs(answer: str, reply: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(answer.lower())}(?!\w)", reply.lower()) is not None
 
@@ -51,4 +102,33 @@ METRICS: dict[str, Metric] = {
     "contains_all": contains_all,
     "contains_any": contains_any,
     "f1": f1,
+    "rouge_l": rouge_l,
+    "code_similarity": code_similarity,
+    "classification": classification,
+    "number": number,
+    "first_line_f1": first_line(f1),
+    "first_line_rouge_l": first_line(rouge_l),
+    "first_line_classification": first_line(classification),
 }
+
+_LIBRARIES = {"rouge_l": "rouge_score", "code_similarity": "rapidfuzz"}
+
+
+def check_metric(name: str, where: str) -> None:
+    """Refuses metrics that are not known, or whose library is not installed.
+
+    Args:
+        name: a name in METRICS.
+        where: what asked for it, for the message.
+
+    Raises:
+        ConfigError: names the metrics that there are, or what to install.
+    """
+    if name not in METRICS:
+        raise ConfigError(f"{where} {name!r}: known are {', '.join(METRICS)}.")
+    library = _LIBRARIES.get(name.removeprefix("first_line_"))
+    if library and importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"{where} {name!r} needs the package {library}; "
+            "pip install 'vllm-kvcompress[longbench]'."
+        )

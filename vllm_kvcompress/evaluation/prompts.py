@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.evaluation.items import Item
 
 _MARK = "\u241e"  # a symbol that stands between the parts while a chat template is rendered
 
@@ -24,8 +25,23 @@ def load_tokenizer(model: str) -> Any:
         raise ConfigError(f"{model}: no tokenizer could be loaded: {reason}") from None
 
 
+def longest_prompt(model: str) -> int | None:
+    """Tokens that a model was made for, replies included; None where its files do not say.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model}: {str(error).strip().splitlines()[0]}") from None
+    return getattr(config, "max_position_embeddings", None)
+
+
 def split_prompt(
-    tokenizer: Any, context: str, question: str, answer_prefix: str = ""
+    tokenizer: Any, item: Item, longest: int | None = None
 ) -> tuple[list[int], list[int]]:
     """Token ids of a prompt, cut between context and question.
 
@@ -34,17 +50,28 @@ def split_prompt(
 
     Args:
         tokenizer: a Hugging Face tokenizer; its chat template is used if it has one.
-        context: the first part of the user's message.
-        question: the rest of it.
-        answer_prefix: how the reply begins.
+        item: what is asked.
+        longest: tokens of prompt and reply together; beyond it, the middle of the context is
+            left out where the item allows it (LongBench's rule).
     """
-    if getattr(tokenizer, "chat_template", None):
-        message = [{"role": "user", "content": f"{context}\n{_MARK}{question}"}]
+    before = f"{item.context}{item.separator}"
+    if item.chat and getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": f"{before}{_MARK}{item.question}"}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
         first, _, second = text.partition(_MARK)
         head = tokenizer(first, add_special_tokens=False)["input_ids"]
     else:
-        head = tokenizer(f"{context}\n")["input_ids"]
-        second = question
-    rest = tokenizer(f"{second}{answer_prefix}", add_special_tokens=False)["input_ids"]
+        head = tokenizer(before)["input_ids"]
+        second = item.question
+    rest = tokenizer(f"{second}{item.answer_prefix}", add_special_tokens=False)["input_ids"]
+    if item.may_cut and longest is not None:
+        head = _cut_middle(head, longest - item.max_tokens - len(rest))
     return list(head), list(rest)
+
+
+def _cut_middle(tokens: list[int], room: int) -> list[int]:
+    """At most `room` tokens: the first half and the last."""
+    if len(tokens) <= room:
+        return tokens
+    half = max(0, room) // 2
+    return tokens[:half] + tokens[len(tokens) - half :]

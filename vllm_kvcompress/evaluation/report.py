@@ -26,7 +26,10 @@ figure { margin: 0; }
 .maps { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
 figcaption, p.caption { color: #555; }
 """
-_COLUMNS = ("setup", "mode", "kept", "resident", "score", "agreement", "first token", "per token")
+_COLUMNS = (
+    *("setup", "mode", "kept", "resident", "score", "agreement", "attention mass"),
+    *("attention error", "first token", "per token"),
+)
 
 
 def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -48,6 +51,9 @@ def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
     if any(row["kept_tokens"] for row in compressed):
         parts.append("<h2>Tokens kept per layer and KV head</h2>")
         parts.append(_heads(compressed))
+    if any(row["head_errors"] for row in compressed):
+        parts.append("<h2>What attention loses per layer and query head</h2>")
+        parts.append(_losses(compressed))
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -77,6 +83,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     texts = [row["setup"], mode]
     resident = f"{row['resident_bytes'] / 2**20:.2f} MiB" if row["resident_bytes"] else ""
     texts += [percent(row["kept"]), resident, percent(row["score"]), percent(row["agreement"])]
+    texts += [percent(row["attention_mass"]), percent(row["attention_error"])]
     texts += [f"{row['first_token_ms']:.1f} ms", token]
     return [f"<td>{html.escape(text)}</td>" for text in texts]
 
@@ -140,17 +147,42 @@ def _heads(rows: Sequence[dict[str, Any]]) -> str:
         if not tokens:
             continue
         mean = sum(map(sum, tokens)) / sum(map(len, tokens))
-        figure, axis = _plot(2.2, 1.4)
         share = [[head / mean for head in layer] for layer in tokens]
-        axis.imshow(share, vmin=0, vmax=2, cmap="viridis", aspect="auto")
-        axis.set_xticks([])
-        axis.set_yticks([])
-        pictures.append(_map(row, f"<br>mean {mean:.0f} tokens", _svg(figure)))
+        pictures.append(_map(row, f"<br>mean {mean:.0f} tokens", _head_map(share, 2, "viridis")))
     caption = (
         "Mean over questions; rows are layers, columns heads; from dark, none, over green, the "
         "mean, to yellow, twice the mean."
     )
     return f'<p class="caption">{caption}</p><div class="maps">{"".join(pictures)}</div>'
+
+
+def _losses(rows: Sequence[dict[str, Any]]) -> str:
+    """One small map per setup and mode: relative error of attention outputs."""
+    pictures = [
+        _map(
+            row,
+            f"<br>mass {percent(row['attention_mass'])}, error {percent(row['attention_error'])}",
+            _head_map(row["head_errors"], 1, "magma_r"),
+        )
+        for row in rows
+        if row["head_errors"]
+    ]
+    caption = (
+        "Relative error of attention outputs, for queries after the first event, against what "
+        "the same queries get from evicted and resident tokens together; rows are layers, columns "
+        "query heads; from light, 0, to dark, 1 and more. Mass: share of the attention weights "
+        "that lies on resident tokens."
+    )
+    return f'<p class="caption">{caption}</p><div class="maps">{"".join(pictures)}</div>'
+
+
+def _head_map(values: Sequence[Sequence[float]], most: float, colours: str) -> str:
+    """A heat map of layers by heads, from 0 to `most`."""
+    figure, axis = _plot(2.2, 1.4)
+    axis.imshow(values, vmin=0, vmax=most, cmap=colours, aspect="auto")
+    axis.set_xticks([])
+    axis.set_yticks([])
+    return _svg(figure)
 
 
 def _map(row: dict[str, Any], more: str, picture: str) -> str:

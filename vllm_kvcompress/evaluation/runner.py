@@ -13,7 +13,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.evaluation.engine import Engine, Question
 from vllm_kvcompress.evaluation.items import Item
 from vllm_kvcompress.evaluation.metrics import METRICS
-from vllm_kvcompress.evaluation.prompts import load_tokenizer, split_prompt
+from vllm_kvcompress.evaluation.prompts import load_tokenizer, longest_prompt, split_prompt
 from vllm_kvcompress.evaluation.server import Server
 from vllm_kvcompress.evaluation.setups import AGNOSTIC, SERVER, Setup
 
@@ -118,10 +118,10 @@ def _engine(plan: Plan, setup: Setup, log: Path) -> Engine | Server:
 
 def _prompts(plan: Plan) -> list[tuple[list[int], list[int]]]:
     tokenizer = load_tokenizer(plan.model)
-    return [
-        split_prompt(tokenizer, item.context, item.question, item.answer_prefix)
-        for item in plan.items
-    ]
+    longest = plan.engine.get("max_model_len")
+    if longest is None and any(item.may_cut for item in plan.items):
+        longest = longest_prompt(plan.model)
+    return [split_prompt(tokenizer, item, longest) for item in plan.items]
 
 
 def _answer(

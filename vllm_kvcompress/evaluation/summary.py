@@ -20,8 +20,11 @@ def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         [0, 1]), `tasks` (the same by task and length), `agreement` (share of greedy tokens that
         equal the full cache's, position by position; None without it), `kept` (resident over
         prompt tokens), `resident_bytes` (mean; 0 if unknown), `first_token_ms` and `token_ms`
-        (medians), `kept_tokens` (mean by layer and KV head), `depths` (mean score by length and
-        depth of the needle, where questions have one).
+        (medians), `kept_tokens` (mean by layer and KV head), `attention_error` and
+        `attention_mass` (relative error of attention outputs and share of the attention weights
+        that lies on resident tokens, mean over layers and query heads; None where nothing was
+        compressed) and `head_errors`, `head_masses` (the same by layer and query head), `depths`
+        (mean score by length and depth of the needle, where questions have one).
     """
     full = {answer["item"]: answer["tokens"] for answer in answers if answer["setup"] == FULL}
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -38,6 +41,8 @@ def _row(
         name = f"{answer['task']}@{answer['length']}" if answer["length"] else answer["task"]
         tasks[name].append(answer["score"])
     means = {name: fmean(scores) for name, scores in tasks.items()}
+    errors = _mean_heads([a["attention_error"] for a in answers if a["attention_error"]])
+    masses = _mean_heads([a["attention_mass"] for a in answers if a["attention_mass"]])
     further = [answer["token_seconds"] for answer in answers if answer["token_seconds"]]
     return {
         "setup": setup,
@@ -53,6 +58,10 @@ def _row(
         "first_token_ms": 1000 * median(a["first_token_seconds"] for a in answers),
         "token_ms": 1000 * median(further) if further else None,
         "kept_tokens": _mean_heads([a["kept_tokens"] for a in answers if a["kept_tokens"]]),
+        "attention_error": _mean(errors),
+        "attention_mass": _mean(masses),
+        "head_errors": errors,
+        "head_masses": masses,
         "depths": _depths(answers),
     }
 
@@ -78,33 +87,41 @@ def agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
     return sum(a == b for a, b in zip(tokens, reference, strict=False)) / longest
 
 
-def _mean_heads(kept: list[list[list[int]]]) -> list[list[float]]:
-    """Mean over answers of [layers][heads] tokens."""
+def _mean_heads(maps: list[list[list[float]]]) -> list[list[float]]:
+    """Mean over answers of [layers][heads]."""
     return [
-        [fmean(heads) for heads in zip(*layers, strict=True)] for layers in zip(*kept, strict=True)
+        [fmean(heads) for heads in zip(*layers, strict=True)] for layers in zip(*maps, strict=True)
     ]
+
+
+def _mean(heads: list[list[float]]) -> float | None:
+    return fmean(map(fmean, heads)) if heads else None
 
 
 def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line per setup: kept tokens and score, query-aware and query-agnostic, in percent."""
+    """A line per setup: kept tokens, and what was lost in either mode, in percent."""
     by_setup: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         by_setup.setdefault(row["setup"], {})[row["mode"]] = row
-    lines = [
-        f"| setup | kept | {AWARE} | agreement | {AGNOSTIC} | agreement |",
-        "|---|---|---|---|---|---|",
-    ]
+    columns = [f"{mode}{what}" for mode in (AWARE, AGNOSTIC) for what in _SHARES.values()]
+    lines = [f"| setup | kept | {' | '.join(columns)} |", "|---" * (2 + len(columns)) + "|"]
     for setup, modes in by_setup.items():
         kept = fmean(row["kept"] for row in modes.values())
         cells = [f"`{setup}`", percent(kept)]
         for mode in (AWARE, AGNOSTIC):
             found = modes.get(AWARE if setup == FULL else mode)
-            cells += ["-", "-"] if found is None else [percent(found[name]) for name in _SHARES]
+            cells += [percent(found[name] if found else None) for name in _SHARES]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-_SHARES = ("score", "agreement")
+# Rows' entries for tables, and what is written behind the mode's name.
+_SHARES = {
+    "score": "",
+    "agreement": ": agreement",
+    "attention_mass": ": mass",
+    "attention_error": ": error",
+}
 
 
 def percent(share: float | None) -> str:
@@ -113,13 +130,17 @@ def percent(share: float | None) -> str:
 
 
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for a terminal: scores and agreement in percent."""
-    lines = [f"{'setup':28}{'mode':16}{'kept':>7}{'score':>8}{'agree':>8}{'ttft':>10}{'token':>9}"]
+    """The rows for a terminal: shares in percent."""
+    lines = [
+        f"{'setup':28}{'mode':16}{'kept':>7}{'score':>8}{'agree':>8}{'mass':>8}{'error':>8}"
+        f"{'ttft':>10}{'token':>9}"
+    ]
     for row in rows:
         mode = "" if row["setup"] == FULL else row["mode"]
         token = f"{row['token_ms']:.1f}ms" if row["token_ms"] is not None else "-"
         lines.append(
             f"{row['setup']:28}{mode:16}{percent(row['kept']):>7}{percent(row['score']):>8}"
-            f"{percent(row['agreement']):>8}{row['first_token_ms']:>8.1f}ms{token:>9}"
+            f"{percent(row['agreement']):>8}{percent(row['attention_mass']):>8}"
+            f"{percent(row['attention_error']):>8}{row['first_token_ms']:>8.1f}ms{token:>9}"
         )
     return "\n".join(lines)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.attention_loss import AttentionLoss
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.events import Event, EventRunner, LayerWeights
@@ -45,10 +46,13 @@ class GroupStep:
 class GroupState:
     """One cache group of compressed layers, in one worker."""
 
-    def __init__(self, group: int, runner: EventRunner, layer_index: dict[str, int]) -> None:
+    def __init__(
+        self, group: int, runner: EventRunner, layer_index: dict[str, int], softcap: float
+    ) -> None:
         self.group = group
         self.runner = runner
         self.layer_index = layer_index
+        self.softcap = softcap
         self.batches = ResidentBatches(runner.tables)
 
     @property
@@ -164,14 +168,30 @@ class WorkerState:
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    def watch_events(self) -> None:
-        """From now on remembers what events kept, for `take_watched_events`."""
+    def watch(self) -> None:
+        """From now on remembers what events kept, and measures what attention loses by it."""
         self._watched = []
+        for group in self.groups.values():
+            group.runner.loss = AttentionLoss(group.tables.pool, group.softcap)
 
-    def take_watched_events(self) -> list[dict[str, Any]]:
-        """The events since the last call: position, and tokens kept by layer and head."""
+    def take_watched(self) -> dict[str, Any]:
+        """What was seen since the last call, as plain numbers.
+
+        Returns:
+            `events` (position, and tokens kept by layer and head); `errors` and `masses` by layer
+            and query head, as in `AttentionLoss.take`; `seconds` that measuring took, as pairs of
+            the position after a step and its time.
+        """
         watched, self._watched = self._watched or [], []
-        return watched
+        losses = [group.runner.loss for group in self.groups.values() if group.runner.loss]
+        seconds = [pair for loss in losses for pair in loss.seconds.items()]
+        taken = [loss.take() for loss in losses]
+        return {
+            "events": watched,
+            "errors": [layer for errors, _ in taken for layer in errors],
+            "masses": [layer for _, masses in taken for layer in masses],
+            "seconds": seconds,
+        }
 
     def group_of(self, layer_names: list[str]) -> int | None:
         """The compressed group that holds these layers, if any."""
@@ -210,7 +230,7 @@ class WorkerState:
         weights = [self._weights(layer) for layer in layers]
         runner = EventRunner(PageTables(pool), windows, pipeline, weights)
         index = {name: i for i, name in enumerate(group.layer_names)}
-        return GroupState(number, runner, index)
+        return GroupState(number, runner, index, layers[0].impl.logits_soft_cap or 0.0)
 
     def _weights(self, layer) -> LayerWeights:
         needs = self.pipeline.needs

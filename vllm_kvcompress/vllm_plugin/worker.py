@@ -61,14 +61,14 @@ class CompressionCPUWorker(CPUWorker):
             self._attach_seconds(output)
         return output
 
-    def watch_events(self) -> None:
-        """Called through `collective_rpc`: remembers what each event keeps, from now on."""
+    def watch(self) -> None:
+        """Called through `collective_rpc`: see `WorkerState.watch`."""
         if self.state is not None:
-            self.state.watch_events()
+            self.state.watch()
 
-    def take_watched_events(self) -> list[dict[str, Any]]:
-        """Called through `collective_rpc`: the events since the last call, as plain numbers."""
-        return [] if self.state is None else self.state.take_watched_events()
+    def take_watched(self) -> dict[str, Any]:
+        """Called through `collective_rpc`: see `WorkerState.take_watched`; empty when off."""
+        return {} if self.state is None else self.state.take_watched()
 
     def _attach_seconds(self, output) -> None:
         self.last_event_seconds = self.state.take_seconds()

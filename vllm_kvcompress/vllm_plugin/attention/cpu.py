@@ -227,6 +227,16 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
             self._ragged(attn_metadata, index, group.tables.pool, query, output)
             if attn_metadata.whole is not None:
                 self._whole(attn_metadata, query, kv_cache, output)
+            if group.runner.loss is not None:
+                group.runner.loss.observe(
+                    index,
+                    step.batch,
+                    attn_metadata.query_start_loc,
+                    attn_metadata.seq_lens,
+                    query.view(-1, self.num_heads, self.head_size),
+                    output.view(-1, self.num_heads, self.head_size),
+                    self.scale,
+                )
         if step.observed is not None:
             group.runner.windows.record(index, query[:num_tokens], step.observed)
         for event in step.events:

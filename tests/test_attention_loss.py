@@ -1,0 +1,136 @@
+"""What attention loses, against dictionaries of all tokens that were ever there."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vllm_kvcompress.attention_loss import AttentionLoss
+from vllm_kvcompress.ledger import EventPlan
+from vllm_kvcompress.pages import PagePool, known_packings
+from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.resident_batch import ResidentBatch
+
+HEADS, GROUP, SIZE, DIM, TOKENS = 2, 2, 4, 8, 19
+SCALE, QUERIES = 0.5, 3
+FIRST_KEPT = [[0, 2, 5, 7], [1, 2, 3, 6]]  # of tokens 0..7
+SECOND_KEPT = [[0, 5, 7, 8, 9, 12, 14, 15], [2, 6, 9, 13]]  # of what the first event left
+
+
+def make_pool() -> PagePool:
+    packing = known_packings(SIZE, DIM)[0]
+    return PagePool(
+        pages=torch.full((64, 2 * SIZE * DIM), float("nan")),
+        pages_per_block=HEADS,
+        layer_offsets=torch.tensor([0]),
+        num_heads=HEADS,
+        key_packing=packing,
+        value_packing=packing,
+    )
+
+
+def run_event(
+    loss: AttentionLoss,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    sources: list[list[int]],
+    kept: list[list[int]],
+    plan: EventPlan,
+) -> None:
+    """`sources` and `kept` are token numbers by head."""
+    width = max(map(len, sources))
+    padded = torch.tensor([row + [0] * (width - len(row)) for row in sources])
+    rows = torch.arange(HEADS)[:, None]
+    view = LayerView(
+        keys=keys[rows, padded],
+        values=keys[:, :0],
+        lengths=torch.tensor([len(row) for row in sources]),
+        tail_keys=keys[:, :0],
+        tail_values=keys[:, :0],
+        queries=torch.zeros(0, HEADS * GROUP, DIM),
+        scale=SCALE,
+        layer=0,
+        num_layers=1,
+        block_size=SIZE,
+    )
+    places = [sources[head].index(token) for head in range(HEADS) for token in kept[head]]
+    counts = torch.tensor([len(row) // SIZE for row in kept])
+    loss.evict(plan, 0, 0, view, values[rows, padded], Selection(counts, torch.tensor(places)))
+
+
+def event_plan(first_block: int, end_block: int, resident: int) -> EventPlan:
+    return EventPlan(
+        request_id="r",
+        group=0,
+        trigger="prompt",
+        position=end_block * SIZE,
+        first_block=first_block,
+        end_block=end_block,
+        resident_blocks=resident,
+        fresh_block_ids=(9,),
+        window_size=0,
+    )
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_losses_are_those_of_plain_loops(softcap: float) -> None:
+    """Two events, the second of which evicts of what the first kept; then a chunk of queries."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, HEADS, TOKENS, DIM)
+    queries, outputs = torch.randn(2, QUERIES, HEADS * GROUP, DIM)
+    loss = AttentionLoss(make_pool(), softcap)
+    everything = [list(range(8))] * HEADS
+    run_event(loss, keys, values, everything, FIRST_KEPT, event_plan(0, 2, 0))
+    second = [row + list(range(8, 16)) for row in FIRST_KEPT]
+    run_event(loss, keys, values, second, SECOND_KEPT, event_plan(2, 4, 1))
+
+    resident = [row + list(range(16, TOKENS)) for row in SECOND_KEPT]
+    table = torch.zeros(1, HEADS, 3, dtype=torch.int32)
+    for head, tokens in enumerate(resident):
+        for page in range(math.ceil(len(tokens) / SIZE)):
+            table[0, head, page] = number = 10 * (head + 1) + page
+            some = tokens[page * SIZE : (page + 1) * SIZE]
+            packed = loss.pool.pages[number].view(2, SIZE, DIM)
+            packed[0, : len(some)], packed[1, : len(some)] = keys[head, some], values[head, some]
+    batch = ResidentBatch(
+        rows=torch.tensor([1]),
+        whole=torch.tensor([0]),
+        slots=torch.tensor([0]).numpy(),
+        page_table=table,
+        seq_lens=torch.tensor([[len(row) for row in resident]], dtype=torch.int32),
+        alike=False,
+    )
+    # Another request's two tokens come first in the batch.
+    pad = torch.full((2, HEADS * GROUP, DIM), float("nan"))
+    starts, positions = torch.tensor([0, 2, 5]), torch.tensor([2, TOKENS])
+    loss.observe(
+        0, batch, starts, positions, torch.cat((pad, queries)), torch.cat((pad, outputs)), SCALE
+    )
+
+    errors, masses = loss.take()
+    for number in range(HEADS * GROUP):
+        head = number // GROUP
+        error = mass = 0.0
+        for nth in range(QUERIES):
+            query = queries[nth, number].tolist()
+            weights = {}
+            for token in range(TOKENS - QUERIES + nth + 1):
+                dot = sum(a * b for a, b in zip(query, keys[head, token].tolist(), strict=True))
+                logit = SCALE * dot
+                weights[token] = math.exp(
+                    softcap * math.tanh(logit / softcap) if softcap else logit
+                )
+            total = sum(weights.values())
+            exact = [
+                sum(w * float(values[head, token, dim]) for token, w in weights.items()) / total
+                for dim in range(DIM)
+            ]
+            wrong = [float(o) - e for o, e in zip(outputs[nth, number], exact, strict=True)]
+            error += math.hypot(*wrong) / math.hypot(*exact) / QUERIES
+            kept = sum(w for token, w in weights.items() if token in resident[head])
+            mass += kept / total / QUERIES
+        assert errors[0][number] == pytest.approx(error, rel=1e-4)
+        assert masses[0][number] == pytest.approx(mass, rel=1e-4)
+    assert loss.take() == ([], [])
