@@ -57,7 +57,7 @@ def run_event(
     )
     places = [sources[head].index(token) for head in range(HEADS) for token in kept[head]]
     counts = torch.tensor([len(row) // SIZE for row in kept])
-    loss.evict(plan, 0, 0, view, values[rows, padded], Selection(counts, torch.tensor(places)))
+    loss.compress(plan, 0, 0, view, values[rows, padded], Selection(counts, torch.tensor(places)))
 
 
 def event_plan(first_block: int, end_block: int, resident: int) -> EventPlan:

@@ -1,8 +1,8 @@
-"""What attention loses to compression: the outputs and weights of evicted entries, measured.
+"""What attention loses to compression: its outputs against those of the whole cache, measured.
 
-For measuring only, one request after the other. Evicted entries are copied aside at every event;
-each later query then attends to resident and evicted entries alike, in fp32, and what it gets is
-compared with what the engine's kernel gave it.
+For measuring only, one request after the other. Keys and values are copied aside, as they were
+computed, before an event evicts or merges them; each later query then attends to all of them in
+fp32, and what it gets is compared with what the engine gave it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,17 @@ MOST_QUERIES = 64  # of one step: its last ones, so that a long chunk does not t
 
 
 @dataclass
-class _Evicted:
-    """[num_heads, n, head_size] entries, of which `valid` says which are real."""
+class _Originals:
+    """The tokens that events have compressed, by logical position.
+
+    Attributes:
+        keys, values: [num_heads, n, head_size] fp32.
+        kept: [num_heads, n] bool: still resident, as themselves or merged with others.
+    """
 
     keys: Tensor
     values: Tensor
-    valid: Tensor
-
-    def joined(self, more: _Evicted) -> _Evicted:
-        """These and more."""
-        return _Evicted(
-            torch.cat((self.keys, more.keys), dim=1),
-            torch.cat((self.values, more.values), dim=1),
-            torch.cat((self.valid, more.valid), dim=1),
-        )
+    kept: Tensor
 
 
 @dataclass
@@ -53,20 +50,14 @@ class AttentionLoss:
     softcap: float = 0.0
     num_queries: int = 0
     seconds: dict[int, float] = field(default_factory=dict)
-    _evicted: dict[tuple[int, int], _Evicted] = field(default_factory=dict)
+    _originals: dict[tuple[int, int], _Originals] = field(default_factory=dict)
     _errors: list[Tensor] = field(default_factory=list)
     _masses: list[Tensor] = field(default_factory=list)
 
-    def evict(
-        self,
-        plan: EventPlan,
-        layer: int,
-        slot: int,
-        view: LayerView,
-        values: Tensor,
-        kept: Selection,
+    def compress(
+        self, plan: EventPlan, layer: int, slot: int, view: LayerView, values: Tensor, to: Selection
     ) -> None:
-        """Copies aside what an event does not keep.
+        """Copies aside what an event reads for the first time, and books what it keeps.
 
         Args:
             plan: the event.
@@ -74,22 +65,28 @@ class AttentionLoss:
             slot: the request's row in the page tables.
             view: what the event saw.
             values: [num_heads, n, head_size] beside the view's keys.
-            kept: what it keeps.
+            to: what it keeps.
         """
         started = time.perf_counter()
-        num_heads, num_entries, _ = view.keys.shape
-        heads = torch.repeat_interleave(kept.page_counts * view.block_size)
-        gone = torch.arange(num_entries) < view.lengths[:, None]
-        gone[heads, kept.kept_indices] = False
-        most = int(gone.sum(dim=1).max())
-        order = gone.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :most]
+        size, num_heads = view.block_size, view.keys.shape[0]
+        before, end = plan.first_block * size, plan.end_block * size
         rows = torch.arange(num_heads)[:, None]
-        evicted = _Evicted(
-            view.keys[rows, order].float(), values[rows, order].float(), gone[rows, order]
-        )
+        new = (view.lengths - (end - before))[:, None] + torch.arange(end - before)
+        keys, values = view.keys[rows, new].float(), values[rows, new].float()
+        # The logical position of every entry that the event saw.
+        positions = torch.zeros(view.keys.shape[:2], dtype=torch.int64)
+        positions[rows, new] = torch.arange(before, end)
         if plan.resident_blocks:
-            evicted = self._evicted[layer, slot].joined(evicted)
-        self._evicted[layer, slot] = evicted
+            former = self._originals[layer, slot]
+            keys = torch.cat((former.keys, keys), dim=1)
+            values = torch.cat((former.values, values), dim=1)
+            heads, places = former.kept.nonzero(as_tuple=True)
+            nth = former.kept.cumsum(dim=1)[heads, places] - 1
+            positions[heads, nth] = places
+        kept = torch.zeros(num_heads, end, dtype=torch.bool)
+        heads = torch.repeat_interleave(to.page_counts * size)
+        kept[heads, positions[heads, to.kept_indices]] = True
+        self._originals[layer, slot] = _Originals(keys, values, kept)
         self._spend(plan.position, started)
 
     def observe(
@@ -102,7 +99,7 @@ class AttentionLoss:
         outputs: Tensor,
         scale: float,
     ) -> None:
-        """Compares a step's outputs of the compressed requests with those of the full cache.
+        """Compares a step's outputs of the compressed requests with those of the whole cache.
 
         Args:
             layer: of the group.
@@ -117,18 +114,21 @@ class AttentionLoss:
             begin, end = int(starts[row]), int(starts[row + 1])
             begin = max(begin, end - MOST_QUERIES)
             mine = slice(nth * self.pool.num_heads, (nth + 1) * self.pool.num_heads)
-            pages, lengths = batch.page_table[layer, mine], batch.seq_lens[layer, mine]
-            exact, mass = self._full(layer, int(slot), pages, lengths, queries[begin:end], scale)
-            got = outputs[begin:end].float()
-            error = (got - exact).norm(dim=-1) / exact.norm(dim=-1)
+            originals = self._originals[layer, int(slot)]
+            num_tokens = int(positions[row])
+            cache = self._whole_cache(
+                originals, batch.page_table[layer, mine], batch.seq_lens[layer, mine], num_tokens
+            )
+            exact, mass = self._attend(queries[begin:end].float() * scale, *cache)
+            error = (outputs[begin:end].float() - exact).norm(dim=-1) / exact.norm(dim=-1)
             self._add(layer, error, mass)
-            self._spend(int(positions[row]), started)
+            self._spend(num_tokens, started)
 
     def take(self) -> tuple[list[list[float]], list[list[float]]]:
         """Mean relative error and retained mass since the last call, by layer and query head.
 
-        The error is |o - o_full| / |o_full|, the mass the share of the full cache's attention
-        weights that lies on resident entries. Empty lists where no query was seen.
+        The error is |o - o_full| / |o_full|, the mass the share of the whole cache's attention
+        weights that lies on tokens which were not evicted. Empty lists where no query was seen.
         """
         count, self.num_queries = max(1, self.num_queries), 0
         errors = [(layer / count).tolist() for layer in self._errors]
@@ -149,31 +149,43 @@ class AttentionLoss:
         self._errors[layer] += error.sum(dim=0)
         self._masses[layer] += mass.sum(dim=0)
 
-    def _full(
-        self, layer: int, slot: int, pages: Tensor, lengths: Tensor, queries: Tensor, scale: float
+    def _whole_cache(
+        self, originals: _Originals, pages: Tensor, lengths: Tensor, num_tokens: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values [num_heads, num_tokens, head_size] and which of them are resident."""
+        num_tail = num_tokens - originals.keys.shape[1]
+        rows = torch.arange(len(lengths))[:, None]
+        # The tail lies at the end of each head's resident entries.
+        tail = (lengths - num_tail)[:, None].long() + torch.arange(num_tail)
+        keys, values = (
+            read(pages.long()).flatten(1, 2)[rows, tail].float()
+            for read in (self.pool.keys, self.pool.values)
+        )
+        here = torch.ones(len(lengths), num_tail, dtype=torch.bool)
+        return (
+            torch.cat((originals.keys, keys), dim=1),
+            torch.cat((originals.values, values), dim=1),
+            torch.cat((originals.kept, here), dim=1),
+        )
+
+    def _attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, kept: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Attention to resident and evicted entries, and the share of the resident ones.
+        """Attention of the last tokens' queries, and the share of its weights on kept tokens.
 
         Returns:
-            [m, num_query_heads, head_size] fp32 and [m, num_query_heads].
+            [m, num_query_heads, head_size] and [m, num_query_heads].
         """
         num_queries, num_query_heads, _ = queries.shape
-        pages = pages.long()
-        keys = self.pool.keys(pages).flatten(1, 2).float()
-        values = self.pool.values(pages).flatten(1, 2).float()
-        width = keys.shape[1]
-        # The step's own tokens lie at the end of each head's entries: causal among themselves.
-        seen = lengths[:, None] - torch.arange(num_queries - 1, -1, -1)
-        visible = torch.arange(width) < seen[:, :, None]
-        values = values.masked_fill(torch.arange(width)[:, None] >= lengths[:, None, None], 0)
-        gone = self._evicted[layer, slot]
-        visible = torch.cat((visible, gone.valid[:, None].expand(-1, num_queries, -1)), dim=2)
-        grouped = queries.float().unflatten(1, (len(lengths), -1)).permute(1, 2, 0, 3)
-        logits = scale * grouped @ torch.cat((keys, gone.keys), dim=1)[:, None].transpose(2, 3)
+        num_tokens = keys.shape[1]
+        last = num_tokens - torch.arange(num_queries, 0, -1)
+        hidden = torch.arange(num_tokens) > last[:, None]
+        grouped = queries.unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
+        logits = grouped @ keys[:, None].transpose(2, 3)
         if self.softcap:
             logits = self.softcap * torch.tanh(logits / self.softcap)
-        weights = logits.masked_fill(~visible[:, None], -torch.inf).softmax(dim=-1)
-        outputs = weights @ torch.cat((values, gone.values), dim=1)[:, None]
-        mass = weights[..., :width].sum(dim=-1)
+        weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        outputs = weights @ values[:, None]
+        mass = (weights * kept[:, None, None]).sum(dim=-1)
         shape = (num_queries, num_query_heads)
         return outputs.permute(2, 0, 1, 3).reshape(*shape, -1), mass.permute(2, 0, 1).reshape(shape)

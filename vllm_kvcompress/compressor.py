@@ -1,4 +1,4 @@
-"""One request, one layer: score, allocate, select."""
+"""One request, one layer: score, allocate, select, merge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
     page_counts = pipeline.allocator.head_pages(view, scores, total_pages, floor)
     kept = page_counts * view.block_size
     mask = pipeline.selector.select(view, scores, kept, pipeline.protection)
-    return Selection(page_counts, _flat_indices(mask, total_pages * view.block_size))
+    indices = _flat_indices(mask, total_pages * view.block_size)
+    if pipeline.merger is None:
+        return Selection(page_counts, indices)
+    return Selection(page_counts, indices, pipeline.merger.merge(view, scores, mask))
 
 
 def _protected_pages(pipeline: Pipeline, view: LayerView, total_pages: int) -> int:

@@ -249,12 +249,13 @@ class Settings:
         keeps_all = isinstance(self.budget, float) and self.budget >= 1.0
         return self.policy != NO_POLICY and not keeps_all
 
-    def rule(self, block_size: int, window_size: int) -> CompressionRule:
+    def rule(self, block_size: int, window_size: int, least_blocks: int = 1) -> CompressionRule:
         """The budget and triggers in tokens and blocks.
 
         Args:
             block_size: tokens of a block; chunks are rounded up to whole blocks.
             window_size: the last queries that the policy observes.
+            least_blocks: that an event leaves.
         """
         every = {trigger.kind: trigger.every for trigger in self.triggers}
         chunk_tokens = every.get("chunk")
@@ -270,6 +271,7 @@ class Settings:
             decode_tokens=every.get("decode"),
             min_tokens=self.min_tokens,
             window_size=window_size,
+            least_blocks=least_blocks,
         )
 
     def num_kept_blocks(self, num_full_blocks: int, block_size: int) -> int:

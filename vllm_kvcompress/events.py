@@ -14,7 +14,8 @@ from vllm_kvcompress.compressor import compress_layer
 from vllm_kvcompress.ledger import EventPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.policies.rounding import spread
 from vllm_kvcompress.query_windows import QueryWindows
 
 
@@ -40,7 +41,7 @@ class Event:
         slot: the request's row in the page tables.
         blocks: [end_block - first_block (+ 1 if a partial block follows)] int64 block ids.
         fresh_pages: [K * num_layers * num_heads] int64 pages that take the survivors.
-        layer_pages: pages of each layer afterwards.
+        layer_pages: pages of each layer afterwards, the state's not counted.
         layer_starts: where each layer's pages begin in `fresh_pages`.
         seconds: time spent so far.
         max_kept: pages of the fullest head so far.
@@ -91,14 +92,10 @@ class EventRunner:
         if slot is None:
             slot = tables.acquire(plan.request_id)
         former = tables.layer_pages.get(plan.request_id, [0] * pool.num_layers)
-        num_tail = plan.end_block - plan.first_block
-        capacity = [pages + num_tail * pool.num_heads for pages in former]
-        num_kept = len(plan.fresh_block_ids)
-        layer_pages = self.pipeline.allocator.layer_pages(
-            num_kept, capacity, pool.num_heads, plan.end_block
-        )
+        layer_pages = self._layer_pages(plan, former)
         partial = 1 if plan.position % pool.block_size else 0
-        starts = [sum(layer_pages[:layer]) for layer in range(pool.num_layers)]
+        stride = self.num_state_pages
+        starts = [sum(layer_pages[:layer]) + layer * stride for layer in range(pool.num_layers)]
         return Event(
             plan=plan,
             slot=slot,
@@ -108,6 +105,25 @@ class EventRunner:
             layer_starts=starts,
         )
 
+    @property
+    def num_state_pages(self) -> int:
+        """Pages per layer for what the policy carries from event to event."""
+        return int(self.tables.state.shape[2])
+
+    def _layer_pages(self, plan: EventPlan, former: list[int]) -> list[int]:
+        """Pages for entries in each layer: the allocator's division, less those of the state."""
+        pool, reserved = self.pool, self.num_state_pages
+        num_tail = plan.end_block - plan.first_block
+        capacity = [pages + num_tail * pool.num_heads + reserved for pages in former]
+        pages = self.pipeline.allocator.layer_pages(
+            len(plan.fresh_block_ids), capacity, pool.num_heads, plan.end_block
+        )
+        least = pool.num_heads + reserved
+        if reserved and min(pages) < least:
+            shares = [float(count) for count in pages]
+            pages = spread(shares, sum(pages), capacity, [least] * len(pages))
+        return [count - reserved for count in pages]
+
     def run_layer(self, event: Event, layer: int, scale: float) -> None:
         """Compresses one layer; called after the layer's attention."""
         started = time.perf_counter()
@@ -115,12 +131,14 @@ class EventRunner:
         total = event.layer_pages[layer]
         selection = compress_layer(self.pipeline, view, total)
         start = event.layer_starts[layer]
-        pages = event.fresh_pages[start : start + total]
-        self._write(view, sources, selection.page_counts, selection.kept_indices, pages)
+        pages = event.fresh_pages[start : start + total + self.num_state_pages]
+        self._write(view, sources, selection, pages[:total])
+        if selection.merged.state is not None:
+            self.pool.write_floats(pages[total:], selection.merged.state.flatten())
         event.seconds += time.perf_counter() - started
         if self.loss is not None:
             values = self.pool.values(sources).flatten(1, 2)
-            self.loss.evict(event.plan, layer, event.slot, view, values, selection)
+            self.loss.compress(event.plan, layer, event.slot, view, values, selection)
         started = time.perf_counter()
         self.tables.replace(layer, event.slot, selection.page_counts, pages)
         event.page_counts.append(selection.page_counts)
@@ -148,7 +166,7 @@ class EventRunner:
             sources = self.tables.table[layer, event.slot, :, :width].to(torch.int64)
         num_partial = plan.position % pool.block_size
         weights = self.weights[layer]
-        needs_values = weights.output_weight is not None or weights.output_gram is not None
+        needs_values = self.pipeline.needs.any_values
         keys = pool.keys(sources).flatten(1, 2)
         tail_keys = pool.keys(tail[:, num_tail:]).flatten(1, 2)[:, :num_partial]
         return sources, LayerView(
@@ -166,24 +184,37 @@ class EventRunner:
             block_size=pool.block_size,
             output_weight=weights.output_weight,
             output_gram=weights.output_gram,
+            state=self._state(plan, layer, event.slot),
         )
+
+    def _state(self, plan: EventPlan, layer: int, slot: int) -> Tensor | None:
+        """[num_heads, s] what the former event carried on, if there was one."""
+        if not plan.resident_blocks or not self.num_state_pages:
+            return None
+        return self.carried(self.tables.state[layer, slot])
+
+    def carried(self, pages: Tensor) -> Tensor:
+        """[..., num_heads, s] fp32 numbers in state pages [..., state_pages]."""
+        assert self.pipeline.merger is not None
+        num_heads = self.pool.num_heads
+        size = self.pipeline.merger.state_size(self.pool.head_size)
+        return self.pool.floats(pages)[..., : num_heads * size].unflatten(-1, (num_heads, size))
 
     def _queries(self, plan: EventPlan, layer: int, keys: Tensor) -> Tensor:
         if not plan.window_size:
             return keys.new_zeros((0, self.pool.num_heads, self.pool.head_size))
         return self.windows.read(layer, plan.request_id, plan.position, plan.window_size)
 
-    def _write(
-        self, view: LayerView, sources: Tensor, counts: Tensor, kept: Tensor, pages: Tensor
-    ) -> None:
+    def _write(self, view: LayerView, sources: Tensor, selection: Selection, pages: Tensor) -> None:
         """Gathers the survivors and writes them to fresh pages, head after head."""
-        pool = self.pool
-        size = pool.block_size
+        pool, merged = self.pool, selection.merged
+        size, kept = pool.block_size, selection.kept_indices
         total = pages.numel()
-        heads = torch.repeat_interleave(counts, output_size=total).repeat_interleave(size)
-        keys = view.keys[heads, kept]
+        heads = torch.repeat_interleave(selection.page_counts, output_size=total)
+        heads = heads.repeat_interleave(size)
+        keys = (view.keys if merged.keys is None else merged.keys)[heads, kept]
         if view.values.shape[1]:
-            values = view.values[heads, kept]
+            values = (view.values if merged.values is None else merged.values)[heads, kept]
         else:
             values = pool.take_values(sources[heads, kept // size], kept % size)
         shape = (total, size, pool.head_size)

@@ -36,6 +36,8 @@ class CompressionRule:
         decode_tokens: compress after each so many generated tokens, or None.
         min_tokens: leave requests alone while they have fewer logical tokens.
         window_size: the last queries that the policy observes at an event.
+        least_blocks: what an event leaves at least: one page per layer and head, and room for
+            what the policy carries on.
     """
 
     block_size: int
@@ -46,6 +48,7 @@ class CompressionRule:
     decode_tokens: int | None = None
     min_tokens: int = 0
     window_size: int = 0
+    least_blocks: int = 1
 
     def next_position(self, num_prompt_tokens: int, after: int) -> int | None:
         """First position > `after` (in computed tokens) at which an event may happen."""
@@ -81,9 +84,11 @@ class CompressionRule:
         """
         num_full_blocks = max(num_prompt_tokens, position) // self.block_size
         if self.fraction is not None:
-            return max(1, math.ceil(round(self.fraction * num_full_blocks, 6)))
-        assert self.tokens is not None
-        return max(1, math.ceil(self.tokens / self.block_size))
+            wanted = math.ceil(round(self.fraction * num_full_blocks, 6))
+        else:
+            assert self.tokens is not None
+            wanted = math.ceil(self.tokens / self.block_size)
+        return max(self.least_blocks, wanted)
 
     def first_effective_position(self, num_prompt_tokens: int) -> int | None:
         """First position at which a request with this prompt really is compressed, if any.

@@ -42,12 +42,16 @@ class PageTables:
         pool: the pages.
         table: [num_layers, slots, num_heads, width] int32 page ids.
         counts: [num_layers, slots, num_heads] int32 kept pages.
+        state: [num_layers, slots, state_pages] int64 pages that hold what the policy carries.
         version: changes whenever a row does.
     """
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(self, pool: PagePool, state_pages: int = 0) -> None:
         device = pool.pages.device
         self.pool = pool
+        self.state = torch.zeros(
+            (pool.num_layers, 0, state_pages), dtype=torch.int64, device=device
+        )
         self.table = torch.zeros(
             (pool.num_layers, 0, pool.num_heads, 0), dtype=torch.int32, device=device
         )
@@ -87,10 +91,12 @@ class PageTables:
             layer: layer of the group.
             slot: the request's slot.
             page_counts: [num_heads] int64.
-            page_ids: [sum(page_counts)] int64, head after head.
+            page_ids: [sum(page_counts) + state_pages] int64, head after head, then the state's.
         """
         self.version += 1
-        total = page_ids.numel()
+        total = page_ids.numel() - self.state.shape[2]
+        self.state[layer, slot] = page_ids[total:]
+        page_ids = page_ids[:total]
         self._reserve(total)
         heads = torch.repeat_interleave(page_counts, output_size=total)
         starts = page_counts.cumsum(0) - page_counts
@@ -172,7 +178,9 @@ class PageTables:
         table[:, :old, :, : self.table.shape[3]] = self.table
         counts = self.counts.new_zeros((self.counts.shape[0], num_slots, self.counts.shape[2]))
         counts[:, :old] = self.counts
-        self.table, self.counts = table, counts
+        state = self.state.new_zeros((self.state.shape[0], num_slots, self.state.shape[2]))
+        state[:, :old] = self.state
+        self.table, self.counts, self.state = table, counts, state
         self._free_slots.extend(range(num_slots - 1, old - 1, -1))
         for name in ("first_block", "num_pages", "max_kept"):
             books: Books = np.zeros(num_slots, dtype=np.int64)

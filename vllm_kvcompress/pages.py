@@ -156,6 +156,21 @@ class PagePool:
         half = self.pages.shape[1] // 2
         return self.value_packing.take_rows(self.pages[:, half:], page_ids, tokens)
 
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return int(self.pages.shape[1] * self.pages.element_size())
+
+    def floats(self, page_ids: Tensor) -> Tensor:
+        """[..., P] pages that hold fp32 numbers -> [..., numbers] (a copy)."""
+        return self.pages[page_ids].flatten(-2).view(torch.float32)
+
+    def write_floats(self, page_ids: Tensor, numbers: Tensor) -> None:
+        """Writes fp32 numbers [m] into whole pages [P], the rest as zeros."""
+        room = page_ids.numel() * self.page_bytes // 4
+        padded = torch.nn.functional.pad(numbers, (0, room - numbers.numel()))
+        self.pages[page_ids] = padded.view(self.pages.dtype).view(page_ids.numel(), -1)
+
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
         """Writes whole pages: [P] page ids, [P, block_size, head_size] keys and values."""
         half = self.pages.shape[1] // 2

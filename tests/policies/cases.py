@@ -38,6 +38,14 @@ POLICIES: dict[str, dict[str, object]] = {
     "pyramidkv+adakv+criticalkv": {"window_size": 5, "beta": 3.0},
     "pyramidkv+criticalkv": {"window_size": 6, "kernel_size": 3},
     "h2o+criticalkv": {"window_size": 9, "norm": "l2"},
+    "snapkv+obcache": {"window_size": 5},
+    "h2o+obcache": {"window_size": 9, "variant": "key"},
+    "d2o": {"window_size": 9, "num_sinks": 2},
+    "streamingllm+cam": {"num_targets": 5, "merge_window": 9},
+    "h2o+cam": {"window_size": 9, "num_targets": 5, "merge_window": 9, "draw": "expected"},
+    "momentkv": {"window_size": 5},
+    "snapkv+momentfix": {"window_size": 5},
+    "pyramidkv+adakv+momentfix": {"window_size": 5, "beta": 3.0},
 }
 
 

@@ -29,7 +29,7 @@ class Head:
 
     Attributes:
         keys, values: entries of the full blocks.
-        tail_keys: keys of the partial block.
+        tail_keys, tail_values: entries of the partial block.
         queries: by position of the window, the group's query vectors, oldest first.
         weights: by member of the group, W_O rows [D][M].
         scale: softmax scale.
@@ -38,6 +38,7 @@ class Head:
     keys: list[Vector]
     values: list[Vector]
     tail_keys: list[Vector]
+    tail_values: list[Vector]
     queries: list[list[Vector]]
     weights: list[list[Vector]]
     scale: float
@@ -64,6 +65,7 @@ def heads_of(view: LayerView) -> list[Head]:
                 keys=view.keys[h, :size].double().tolist(),
                 values=view.values[h, :size].double().tolist(),
                 tail_keys=view.tail_keys[h].double().tolist(),
+                tail_values=view.tail_values[h].double().tolist(),
                 queries=[[row[q].double().tolist() for q in own] for row in view.queries],
                 weights=[view.output_weight[h, :, g].double().tolist() for g in range(group)],
                 scale=view.scale,
@@ -93,6 +95,36 @@ def mass(head: Head) -> Vector:
                 total[j] += exps[j] / whole
     count = window * len(head.queries[0]) if head.queries else 1
     return [value / count for value in total]
+
+
+def perturbation(head: Head, variant: str) -> Vector:
+    """OBCache: squared change of the window's outputs, summed over queries and group."""
+    keys, values = head.keys + head.tail_keys, head.values + head.tail_values
+    window, columns = len(head.queries), range(len(values[0]))
+    total = [0.0] * head.size
+    for i, members in enumerate(head.queries):
+        visible = len(keys) - (window - 1 - i)
+        if visible <= 0:
+            continue
+        for query in members:
+            logits = [head.scale * dot(query, key) for key in keys[:visible]]
+            exps = [math.exp(logit - max(logits)) for logit in logits]
+            weights = [value / sum(exps) for value in exps]
+            out = [sum(w * values[j][c] for j, w in enumerate(weights)) for c in columns]
+            for j in range(min(visible, head.size)):
+                value, from_key = values[j], [values[j][c] - out[c] for c in columns]
+                change = {
+                    "value": value,
+                    "key": [logits[j] * x for x in from_key],
+                    "joint": [x + logits[j] * y for x, y in zip(value, from_key, strict=True)],
+                }[variant]
+                total[j] += weights[j] ** 2 * dot(change, change)
+    return total
+
+
+def chunk_means(scores: Vector, size: int) -> Vector:
+    chunks = [scores[start : start + size] for start in range(0, len(scores), size)]
+    return [sum(chunk) / len(chunk) for chunk in chunks for _ in chunk]
 
 
 def pooled(head: Head, raw: Vector, kernel: int, how: str) -> Vector:
@@ -142,8 +174,16 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
         return [[-norm(key) for key in head.keys] for head in heads]
     if base == "keydiff":
         return [keydiff(head, params["anchor"]) for head in heads]
+    if "obcache" in policy:
+        changes = [perturbation(head, params["variant"]) for head in heads]
+        if base == "h2o":
+            return changes
+        return [
+            pooled(head, row, params["kernel_size"], params["pooling"])
+            for head, row in zip(heads, changes, strict=True)
+        ]
     masses = [mass(head) for head in heads]
-    if base == "h2o":
+    if base in ("h2o", "d2o", "momentkv"):
         return masses
     if base == "tova":
         # A head that is shorter than another has nothing to say about the rest.
@@ -184,6 +224,10 @@ def protection_of(policy: str, params: dict[str, Any]) -> tuple[int, int, float]
         return 0, 0, params["recent_fraction"] if "window" in policy else 0.0
     if base == "h2o":
         return 0, 0, params["recent_fraction"]
+    if base == "d2o":
+        return params["num_sinks"], 0, params["recent_fraction"]
+    if base == "momentkv":
+        return params["num_sinks"], params["window_size"], 0.0
     return 0, params["window_size"], 0.0
 
 
@@ -325,7 +369,7 @@ def compress(
     floors = [min(floor, cap) for cap in caps]
     if base == "duoattention":
         counts = duo_pages(profile[view.layer], params["few"], caps, total)
-    elif "adakv" in policy.split("+"):
+    elif "adakv" in policy.split("+") or base == "momentkv":
         shares = ada_shares(heads, scores, total * size, (sinks, recent, share), params)
         counts = divide(shares, total, floors, caps)
     elif base == "headkv":
@@ -335,6 +379,14 @@ def compress(
     else:
         counts = divide([1.0] * len(heads), total, floors, caps)
     critical = params if "criticalkv" in policy else None
+    if base == "momentkv":
+        # Nothing was evicted before: the residual is the value itself.
+        scores = [
+            chunk_means(
+                [s * norm(v) for s, v in zip(row, head.values, strict=True)], params["chunk_size"]
+            )
+            for head, row in zip(heads, scores, strict=True)
+        ]
     kept = []
     for head, score, count in zip(heads, scores, counts, strict=True):
         stay = protected(head, count * size, sinks, recent, share)

@@ -165,7 +165,7 @@ def test_budgets_below_what_is_protected_are_refused() -> None:
 
 def test_every_policy_is_described() -> None:
     for info in all_policies():
-        assert re.search(r"arXiv \d{4}\.\d{5}$", info.paper)
+        assert re.search(r"(arXiv \d{4}\.\d{5}|ICML 2024)$", info.paper)
         assert info.summary.endswith(".")
         assert info.stages
         for parameter in info.parameters:

@@ -169,9 +169,9 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
     ]
     caption = (
         "Relative error of attention outputs, for queries after the first event, against what "
-        "the same queries get from evicted and resident tokens together; rows are layers, columns "
+        "the same queries get from the whole cache; rows are layers, columns "
         "query heads; from light, 0, to dark, 1 and more. Mass: share of the attention weights "
-        "that lies on resident tokens."
+        "on tokens that were not evicted."
     )
     return f'<p class="caption">{caption}</p><div class="maps">{"".join(pictures)}</div>'
 

@@ -22,7 +22,7 @@ def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         prompt tokens), `resident_bytes` (mean; 0 if unknown), `first_token_ms` and `token_ms`
         (medians), `kept_tokens` (mean by layer and KV head), `attention_error` and
         `attention_mass` (relative error of attention outputs and share of the attention weights
-        that lies on resident tokens, mean over layers and query heads; None where nothing was
+        on tokens that were not evicted, mean over layers and query heads; None where nothing was
         compressed) and `head_errors`, `head_masses` (the same by layer and query head), `depths`
         (mean score by length and depth of the needle, where questions have one).
     """

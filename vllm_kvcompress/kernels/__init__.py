@@ -1,5 +1,13 @@
 """Tensor kernels of the policies: one name each, whatever the device."""
 
+from vllm_kvcompress.kernels.attention_torch import attention_with_lse
+from vllm_kvcompress.kernels.moments_torch import (
+    add_to_moments,
+    correct_with_moments,
+    moment_residuals,
+    moment_size,
+)
+from vllm_kvcompress.kernels.perturbation_torch import window_perturbation
 from vllm_kvcompress.kernels.scores_torch import (
     keydiff_scores,
     max_or_mean_pool,
@@ -8,4 +16,16 @@ from vllm_kvcompress.kernels.scores_torch import (
     window_mass,
 )
 
-__all__ = ["keydiff_scores", "max_or_mean_pool", "value_norms_l1", "value_norms_l2", "window_mass"]
+__all__ = [
+    "add_to_moments",
+    "attention_with_lse",
+    "correct_with_moments",
+    "keydiff_scores",
+    "max_or_mean_pool",
+    "moment_residuals",
+    "moment_size",
+    "value_norms_l1",
+    "value_norms_l2",
+    "window_mass",
+    "window_perturbation",
+]

@@ -74,7 +74,7 @@ def window_mass(
         return mass
     group = queries.shape[1] // num_heads
     grouped = queries.reshape(num_queries, num_heads, group, head_size).transpose(0, 1)
-    columns = _WindowColumns.of(lengths, num_entries, tail_keys.shape[1], num_queries)
+    columns = WindowColumns.of(lengths, num_entries, tail_keys.shape[1], num_queries)
     valid = valid_entries(lengths, num_entries)
     num_seen = num_entries + tail_keys.shape[1]
     num_columns = columns.bias.shape[1]
@@ -82,7 +82,7 @@ def window_mass(
     logits, weights = mass.new_empty(2, tile * group, num_columns)
     exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
     for head in range(num_heads):
-        head_keys = torch.cat([_finite(keys[head], valid[head]), tail_keys[head]])
+        head_keys = torch.cat([finite(keys[head], valid[head]), tail_keys[head]])
         head_keys = torch.cat([head_keys, head_keys[columns.places[head]]]).float().t()
         for start in range(0, num_queries, tile):
             rows = slice(start, start + tile)
@@ -99,7 +99,7 @@ def window_mass(
 
 
 @dataclass(frozen=True)
-class _WindowColumns:
+class WindowColumns:
     """Where the last w - 1 visible entries are: only these need a causal mask.
 
     They are appended to the keys as columns of their own, and hidden at their usual places, so
@@ -122,7 +122,7 @@ class _WindowColumns:
     @classmethod
     def of(
         cls, lengths: Tensor, num_entries: int, num_tail: int, num_queries: int
-    ) -> _WindowColumns:
+    ) -> WindowColumns:
         device = lengths.device
         total = (lengths + num_tail)[:, None]
         nth = total - torch.arange(num_queries - 1, 0, -1, device=device)
@@ -251,19 +251,17 @@ def keydiff_scores(keys: Tensor, lengths: Tensor, anchor: str) -> Tensor:
         weight = valid.float() if anchor == "mean_raw" else inverse
         centre = torch.zeros(num_heads, 1, head_size, device=keys.device)
         for tile in tiles:
-            centre += weight[:, None, tile] @ _finite(keys[:, tile], valid[:, tile]).float()
+            centre += weight[:, None, tile] @ finite(keys[:, tile], valid[:, tile]).float()
         centre = centre[:, 0] / count
     length = torch.linalg.vector_norm(centre, dim=1, keepdim=True).clamp_min(1e-8)
     dots = torch.empty(num_heads, num_entries, dtype=torch.float32, device=keys.device)
     for tile in tiles:
-        dots[:, tile] = (_finite(keys[:, tile], valid[:, tile]).float() @ centre[:, :, None])[
-            ..., 0
-        ]
+        dots[:, tile] = (finite(keys[:, tile], valid[:, tile]).float() @ centre[:, :, None])[..., 0]
     dots *= inverse
     return -dots * count if anchor == "pairwise" else -dots / length
 
 
-def _finite(keys: Tensor, valid: Tensor) -> Tensor:
+def finite(keys: Tensor, valid: Tensor) -> Tensor:
     """Keys with zeros for padding, which may hold anything."""
     return keys.masked_fill(~valid[..., None], 0.0)
 

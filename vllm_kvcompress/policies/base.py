@@ -11,7 +11,7 @@ w = observed queries. Entries are in position order; a head's valid entries come
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -36,6 +36,8 @@ class LayerView:
         block_size: tokens of a page.
         output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h*G + g (None unless needed).
         output_gram: [H*G, D, D] fp32, W W^T per query head (None unless needed).
+        state: [H, s] fp32, what the policy's merger left at the former event (None: no former
+            event, or nothing is carried).
     """
 
     keys: Tensor
@@ -50,6 +52,7 @@ class LayerView:
     block_size: int
     output_weight: Tensor | None = None
     output_gram: Tensor | None = None
+    state: Tensor | None = None
 
     @property
     def num_tail(self) -> int:
@@ -64,11 +67,30 @@ class Needs:
         window_size: how many of the last queries the scorer observes (0: none).
         output_weight: the exact o_proj weight, by head.
         output_gram: the Gram matrix of the o_proj weight, per query head.
+        values: the values; implied by the two above.
+        plain_logits: attention logits without soft-capping, which the formulas leave out.
     """
 
     window_size: int = 0
     output_weight: bool = False
     output_gram: bool = False
+    values: bool = False
+    plain_logits: bool = False
+
+    def joined(self, other: Needs) -> Needs:
+        """What either of two parts needs."""
+        return Needs(
+            window_size=max(self.window_size, other.window_size),
+            output_weight=self.output_weight or other.output_weight,
+            output_gram=self.output_gram or other.output_gram,
+            values=self.values or other.values,
+            plain_logits=self.plain_logits or other.plain_logits,
+        )
+
+    @property
+    def any_values(self) -> bool:
+        """Whether values have to be read."""
+        return self.values or self.output_weight or self.output_gram
 
 
 @dataclass(frozen=True)
@@ -79,10 +101,47 @@ class Selection:
         page_counts: [H] int64, pages per head; the sum is the layer's page budget.
         kept_indices: [sum(page_counts) * block_size] int64 indices into a head's entries,
             head after head, in position order within a head.
+        merged: what a merger made of the entries.
     """
 
     page_counts: Tensor
     kept_indices: Tensor
+    merged: Merged = field(default_factory=lambda: Merged())
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What becomes of evicted entries: they change kept ones, or a state, or nothing.
+
+    Attributes:
+        keys, values: [H, n, D] instead of the view's, or None where these stay as they are.
+        state: [H, s] fp32, carried to the next event in the request's own blocks.
+    """
+
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    state: Tensor | None = None
+
+
+class Merger(Protocol):
+    """Puts something in the place of what is evicted.
+
+    `corrects` says that later attention outputs are corrected from the state (MomentKV).
+    """
+
+    @property
+    def needs(self) -> Needs: ...
+
+    @property
+    def corrects(self) -> bool: ...
+
+    def state_size(self, head_size: int) -> int:
+        """fp32 numbers per KV head that are carried from event to event."""
+        ...
+
+    def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
+        """What becomes of the valid entries that are not `kept` ([H, n] bool)."""
+        ...
 
 
 class Scorer(Protocol):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies.base import Allocator, Needs, Scorer
+from vllm_kvcompress.policies.base import Allocator, Merger, Needs, Scorer
 from vllm_kvcompress.policies.profiles import HeadProfile, bind_profile
 from vllm_kvcompress.policies.protect import Protection
 from vllm_kvcompress.policies.select import Selector
@@ -23,6 +24,7 @@ class Pipeline:
         allocator: pages per layer and head.
         selector: entries per head.
         protection: entries that are kept whatever their score.
+        merger: what becomes of the others; None: nothing.
         params: the parameters in effect, by name.
         profile: measured heads, for policies that need them.
     """
@@ -32,18 +34,31 @@ class Pipeline:
     allocator: Allocator
     selector: Selector
     protection: Protection
+    merger: Merger | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     profile: HeadProfile | None = None
 
     @property
     def needs(self) -> Needs:
         """What the engine has to hand over besides keys."""
-        score, select = self.scorer.needs, self.selector.needs
-        return Needs(
-            window_size=max(score.window_size, select.window_size),
-            output_weight=score.output_weight or select.output_weight,
-            output_gram=score.output_gram or select.output_gram,
-        )
+        needs = self.scorer.needs.joined(self.selector.needs)
+        return needs if self.merger is None else needs.joined(self.merger.needs)
+
+    @property
+    def corrects(self) -> bool:
+        """Whether attention outputs are corrected after an event."""
+        return self.merger is not None and self.merger.corrects
+
+    def state_pages(self, num_heads: int, head_size: int, page_bytes: int) -> int:
+        """Pages per layer that a request's carried state takes out of its budget.
+
+        Args:
+            num_heads: KV heads of this rank.
+            head_size: numbers of a key.
+            page_bytes: of a page.
+        """
+        size = 0 if self.merger is None else self.merger.state_size(head_size)
+        return math.ceil(4 * size * num_heads / page_bytes)
 
     @property
     def layer_dependent(self) -> bool:

@@ -1,4 +1,7 @@
-"""The closed list of policies and modifiers: what each is made of, and what users read of it."""
+"""The closed list of policies and modifiers: what each is made of, and what users read of it.
+
+Here those that evict; `presets_merging` adds those that put something in the place of the evicted.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from vllm_kvcompress.policies.position import Recency
 from vllm_kvcompress.policies.profiles import HeadProfile
 from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
 from vllm_kvcompress.policies.select import TopScores, TwoStage
-from vllm_kvcompress.policies.window import LastQueryMass, WindowMass
+from vllm_kvcompress.policies.window import LastQueryMass, Perturbation, WindowMass
 
 Values = Mapping[str, Any]
 
@@ -135,6 +138,15 @@ def _criticalkv(base: Pipeline, values: Values) -> Pipeline:
     return replace(base, selector=TwoStage(values["alpha"], values["epsilon"], values["norm"]))
 
 
+def _perturbation(base: Pipeline, values: Values) -> Pipeline:
+    observed = base.scorer
+    assert isinstance(observed, WindowMass)
+    scorer = Perturbation(
+        observed.window_size, observed.kernel_size, observed.pooling, values["variant"]
+    )
+    return replace(base, scorer=scorer)
+
+
 def _window(base: Pipeline, values: Values) -> Pipeline:
     return replace(base, protection=Protection(recent_fraction=values["recent_fraction"]))
 
@@ -143,15 +155,17 @@ POLICIES: dict[str, tuple[PolicyInfo, Callable[[Values, HeadProfile | None], Pip
 MODIFIERS: dict[str, tuple[PolicyInfo, Callable[[Pipeline, Values], Pipeline]]] = {}
 
 
-def _policy(build: Callable[[Values, HeadProfile | None], Pipeline], info: PolicyInfo) -> None:
+def add_policy(build: Callable[[Values, HeadProfile | None], Pipeline], info: PolicyInfo) -> None:
+    """Makes a policy known."""
     POLICIES[info.name] = (info, build)
 
 
-def _modifier(build: Callable[[Pipeline, Values], Pipeline], info: PolicyInfo) -> None:
+def add_modifier(build: Callable[[Pipeline, Values], Pipeline], info: PolicyInfo) -> None:
+    """Makes a modifier known."""
     MODIFIERS[info.name] = (info, build)
 
 
-_policy(
+add_policy(
     _streamingllm,
     PolicyInfo(
         "streamingllm",
@@ -161,7 +175,7 @@ _policy(
         (Parameter("num_sinks", 4, "first tokens kept", minimum=0),),
     ),
 )
-_policy(
+add_policy(
     _knorm,
     PolicyInfo(
         "knorm",
@@ -176,7 +190,7 @@ _policy(
         (Parameter("skip_layers", 2, "first layers left whole where possible", minimum=0),),
     ),
 )
-_policy(
+add_policy(
     _keydiff,
     PolicyInfo(
         "keydiff",
@@ -193,7 +207,7 @@ _policy(
         ),
     ),
 )
-_policy(
+add_policy(
     _tova,
     PolicyInfo(
         "tova",
@@ -202,7 +216,7 @@ _policy(
         {"score": "last query's attention, mean over the layer's heads", "select": "highest score"},
     ),
 )
-_policy(
+add_policy(
     _h2o,
     PolicyInfo(
         "h2o",
@@ -220,7 +234,7 @@ _policy(
         ),
     ),
 )
-_policy(
+add_policy(
     _snapkv,
     PolicyInfo(
         "snapkv",
@@ -230,7 +244,7 @@ _policy(
         SNAPKV_PARAMETERS,
     ),
 )
-_policy(
+add_policy(
     _pyramidkv,
     PolicyInfo(
         "pyramidkv",
@@ -241,7 +255,7 @@ _policy(
         (*SNAPKV_PARAMETERS, Parameter("beta", 20.0, "steepness of the pyramid", 1.0)),
     ),
 )
-_policy(
+add_policy(
     _adakv,
     PolicyInfo(
         "adakv",
@@ -251,7 +265,7 @@ _policy(
         (*SNAPKV_PARAMETERS, *ADA_PARAMETERS),
     ),
 )
-_policy(
+add_policy(
     _headkv,
     PolicyInfo(
         "headkv",
@@ -266,7 +280,7 @@ _policy(
         profile=profiles.HEADKV,
     ),
 )
-_policy(
+add_policy(
     _duoattention,
     PolicyInfo(
         "duoattention",
@@ -282,7 +296,7 @@ _policy(
         profile=profiles.DUOATTENTION,
     ),
 )
-_modifier(
+add_modifier(
     _divided_by_scores,
     PolicyInfo(
         "adakv",
@@ -296,7 +310,7 @@ _modifier(
         modifies=("pyramidkv", "h2o"),
     ),
 )
-_modifier(
+add_modifier(
     _criticalkv,
     PolicyInfo(
         "criticalkv",
@@ -314,7 +328,7 @@ _modifier(
         modifies=("snapkv", "adakv", "headkv", "pyramidkv", "h2o"),
     ),
 )
-_modifier(
+add_modifier(
     _window,
     PolicyInfo(
         "window",
@@ -323,5 +337,24 @@ _modifier(
         {"protect": "the most recent recent_fraction of the budget"},
         (Parameter("recent_fraction", 0.1, "part of the budget for recent tokens", 0.0, 1.0),),
         modifies=("keydiff", "knorm", "tova"),
+    ),
+)
+add_modifier(
+    _perturbation,
+    PolicyInfo(
+        "obcache",
+        "OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM Inference, "
+        "arXiv 2510.07651",
+        "Entries without which the observed queries' attention outputs would change most.",
+        {"score": "squared change of the window's attention outputs, instead of their attention"},
+        (
+            Parameter(
+                "variant",
+                "joint",
+                "what is pruned of an entry: its value, its key, or both",
+                choices=("joint", "value", "key"),
+            ),
+        ),
+        modifies=("snapkv", "h2o"),
     ),
 )

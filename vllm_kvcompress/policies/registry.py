@@ -12,6 +12,7 @@ from vllm_kvcompress.policies import profiles
 from vllm_kvcompress.policies.parameters import check_parameters
 from vllm_kvcompress.policies.pipeline import Pipeline
 from vllm_kvcompress.policies.presets import MODIFIERS, POLICIES, PolicyInfo, Values
+from vllm_kvcompress.policies.presets_merging import MERGERS
 from vllm_kvcompress.policies.profiles import HeadProfile
 
 
@@ -50,7 +51,23 @@ def describe(policy: str) -> tuple[PolicyInfo, ...]:
                 f'policy "{policy}": {_why_not(name, bases[0])}; '
                 f"{name} goes with {', '.join(valid)}."
             )
+    _refuse_pairs(policy, [bases[0], *modifiers])
     return (POLICIES[bases[0]][0], *(MODIFIERS[name][0] for name in modifiers))
+
+
+def _refuse_pairs(policy: str, parts: list[str]) -> None:
+    """Refuses parts that each fit their base but not each other."""
+    mergers = [part for part in parts if part in MERGERS]
+    if len(mergers) > 1:
+        raise ConfigError(
+            f'policy "{policy}": {" and ".join(mergers)} would both make something of the same '
+            "evicted tokens, and count them twice; leave one out."
+        )
+    if {"obcache", "criticalkv"} <= set(parts):
+        raise ConfigError(
+            f'policy "{policy}": obcache and criticalkv both weigh attention with values; leave '
+            "one out."
+        )
 
 
 def _modifies_another(part: str, parts: list[str]) -> bool:
@@ -79,11 +96,19 @@ def _why_not_both(bases: list[str]) -> str:
 def _why_not(modifier: str, base: str) -> str:
     if modifier == "criticalkv" and base == "tova":
         return "criticalkv chooses inside each head, and tova keeps the same entries in all heads"
+    if modifier == "criticalkv" and base == "momentkv":
+        return "momentkv already weighs attention with values"
     if modifier == "criticalkv":
         return (
             f"criticalkv weighs attention mass with value norms, and the scores of {base} are "
             "no attention mass per head"
         )
+    if modifier == "obcache":
+        return f"obcache takes the place of the scores of snapkv or h2o, which {base} is not"
+    if base in MERGERS:
+        return f"{base} already makes something of the evicted tokens, which would be counted twice"
+    if modifier == "cam":
+        return f"cam was made for policies whose kept tokens move on, and {base} is none of them"
     return f"{base} already says which recent tokens it keeps"
 
 

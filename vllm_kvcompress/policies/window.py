@@ -1,7 +1,7 @@
 """Scores from the attention of the last queries.
 
 SnapKV (arXiv 2404.14469), H2O (arXiv 2306.14048) with the accumulated attention of a stated
-window of queries, TOVA (arXiv 2401.06104).
+window of queries, TOVA (arXiv 2401.06104), OBCache (arXiv 2510.07651).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import max_or_mean_pool, window_mass
+from vllm_kvcompress.kernels import max_or_mean_pool, window_mass, window_perturbation
 from vllm_kvcompress.policies.base import LayerView, Needs
 
 
@@ -40,20 +40,63 @@ class WindowMass:
         return Needs(window_size=self.window_size)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32 pooled mass; the group is averaged before pooling.
-
-        Pooling runs over the columns left of the window, so that the window's own mass does not
-        leak into its neighbours.
-        """
+        """[H, n] fp32 pooled mass; the group is averaged before pooling."""
         mass = window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale)
-        if self.kernel_size <= 1:
-            return mass
-        num_window = max(0, view.queries.shape[0] - view.num_tail)
-        in_window = _num_following(view) < num_window
-        empty = float("-inf") if self.pooling == "max" else 0.0
-        left = mass.masked_fill(in_window, empty)
-        pooled = max_or_mean_pool(left, self.kernel_size, self.pooling)
-        return torch.where(in_window, mass, pooled)
+        return pool_left_of_window(view, mass, self.kernel_size, self.pooling)
+
+
+@dataclass(frozen=True)
+class Perturbation:
+    """OBCache: how much the window's attention outputs would change without an entry.
+
+    Attributes:
+        window_size: queries observed.
+        kernel_size: width of the pooling over neighbouring tokens; 1: none.
+        pooling: max or mean.
+        variant: joint, value or key; what is pruned of the entry.
+    """
+
+    kind: ClassVar[str] = "perturbation"
+    scope: ClassVar[str] = "head"
+    cross_head: ClassVar[bool] = True
+
+    window_size: int = 32
+    kernel_size: int = 7
+    pooling: str = "max"
+    variant: str = "joint"
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries, and values."""
+        return Needs(window_size=self.window_size, values=True, plain_logits=True)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32 pooled perturbations; the group is summed before pooling."""
+        raw = window_perturbation(
+            view.keys,
+            view.values,
+            view.lengths,
+            view.tail_keys,
+            view.tail_values,
+            view.queries,
+            view.scale,
+            self.variant,
+        )
+        return pool_left_of_window(view, raw, self.kernel_size, self.pooling)
+
+
+def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling: str) -> Tensor:
+    """[H, n] scores pooled over neighbours, over the columns left of the window.
+
+    The window's own scores stay, and do not leak into their neighbours.
+    """
+    if kernel_size <= 1:
+        return raw
+    num_window = max(0, view.queries.shape[0] - view.num_tail)
+    in_window = _num_following(view) < num_window
+    empty = float("-inf") if pooling == "max" else 0.0
+    pooled = max_or_mean_pool(raw.masked_fill(in_window, empty), kernel_size, pooling)
+    return torch.where(in_window, raw, pooled)
 
 
 def _num_following(view: LayerView) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 
 @dataclass
@@ -109,6 +110,25 @@ class WorkerState:
     def window_size(self) -> int:
         """Queries that the policy observes at an event."""
         return self.pipeline.needs.window_size
+
+    def least_blocks(self, spec: AttentionSpec) -> int:
+        """Blocks that an event has to leave: a page per layer and head beside the policy's state.
+
+        Raises:
+            UnsupportedError: a budget in tokens that is smaller.
+        """
+        page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+        state = self.pipeline.state_pages(spec.num_kv_heads, spec.head_size, page_bytes)
+        blocks = 1 + math.ceil(state / spec.num_kv_heads)
+        budget = self.settings.budget
+        if isinstance(budget, int) and budget < (blocks - 1) * spec.block_size + 1:
+            raise UnsupportedError(
+                f"{self.pipeline.name} carries {state} pages of {spec.block_size} tokens per layer "
+                f"from event to event, for {spec.num_kv_heads} KV heads; they count in the budget, "
+                f"which {budget} tokens cannot hold. Give at least "
+                f"{blocks * spec.block_size} tokens."
+            )
+        return blocks
 
     def bind(self, model_runner, kv_cache_config: KVCacheConfig) -> None:
         """Lays page views over the allocated cache, once it exists."""
@@ -206,6 +226,7 @@ class WorkerState:
         layers = compat.attention_layers(self.vllm_config, group.layer_names)
         for layer in layers:
             check_layer(layer)
+            check_logits(layer, self.pipeline)
         spec = group.kv_cache_spec
         pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
         key_packing, value_packing = probe_packings(layers[0], spec)
@@ -228,7 +249,8 @@ class WorkerState:
         )
         windows = QueryWindows(len(layers), self.window_size)
         weights = [self._weights(layer) for layer in layers]
-        runner = EventRunner(PageTables(pool), windows, pipeline, weights)
+        state_pages = pipeline.state_pages(pool.num_heads, pool.head_size, pool.page_bytes)
+        runner = EventRunner(PageTables(pool, state_pages), windows, pipeline, weights)
         index = {name: i for i, name in enumerate(group.layer_names)}
         return GroupState(number, runner, index, layers[0].impl.logits_soft_cap or 0.0)
 
@@ -257,6 +279,19 @@ def _described(event: Event, block_size: int) -> dict[str, Any]:
         "compressed_tokens": event.plan.end_block * block_size,
         "kept_tokens": [(counts * block_size).tolist() for counts in event.page_counts],
     }
+
+
+def check_logits(layer, pipeline: Pipeline) -> None:
+    """Refuses policies whose formulas leave out what this layer does to its logits.
+
+    Raises:
+        UnsupportedError: names the policy.
+    """
+    if pipeline.needs.plain_logits and layer.impl.logits_soft_cap:
+        raise UnsupportedError(
+            f"{layer.layer_name} caps its attention logits, which the formulas of "
+            f"{pipeline.name} leave out; use another policy, such as adakv."
+        )
 
 
 def check_layer(layer) -> None:

@@ -23,23 +23,25 @@ class CompressedAttentionSpec(FullAttentionSpec):
     Attributes:
         settings: the user's settings.
         window_size: queries that the policy observes at an event.
+        least_blocks: blocks that an event leaves at least.
     """
 
     settings: Settings
     window_size: int
+    least_blocks: int
 
     @classmethod
     def from_full_attention(
-        cls, spec: FullAttentionSpec, settings: Settings, window_size: int
+        cls, spec: FullAttentionSpec, settings: Settings, window_size: int, least_blocks: int
     ) -> Self:
         """The same layer, compressed."""
         fields = {name: getattr(spec, name) for name in type(spec).__dataclass_fields__}
-        return cls(**fields, settings=settings, window_size=window_size)
+        return cls(**fields, settings=settings, window_size=window_size, least_blocks=least_blocks)
 
     @cached_property
     def rule(self) -> CompressionRule:
         """When requests are compressed, for this spec's block size."""
-        return self.settings.rule(self.block_size, self.window_size)
+        return self.settings.rule(self.block_size, self.window_size, self.least_blocks)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:

@@ -21,6 +21,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_kvcompress.corrected_attention import QueryGroup, corrected_attention, query_groups
+from vllm_kvcompress.events import EventRunner
 from vllm_kvcompress.pages import Packing, PagePool, find_packing
 from vllm_kvcompress.resident_batch import ResidentBatch
 from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, WorkerState
@@ -48,10 +50,14 @@ class Subset:
 
 @dataclass
 class CompressedCPUMetadata(CPUAttentionMetadata):
-    """vLLM's metadata, plus what compression does in this step (None: nothing)."""
+    """vLLM's metadata, plus what compression does in this step (None: nothing).
+
+    Compressed requests are in `ragged`, or in `corrected` if the policy corrects outputs.
+    """
 
     step: GroupStep | None = None
     ragged: Subset | None = None
+    corrected: list[QueryGroup] | None = None
     whole: Subset | None = None
 
 
@@ -75,7 +81,7 @@ class CompressedCPUAttentionBackend(CPUAttentionBackend):
         if not is_compressible(spec):
             return spec
         return CompressedAttentionSpec.from_full_attention(
-            spec, cls.state.settings, cls.state.window_size
+            spec, cls.state.settings, cls.state.window_size, cls.state.least_blocks(spec)
         )
 
     @staticmethod
@@ -108,6 +114,7 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 return metadata
             return CompressedCPUMetadata(**vars(metadata), step=step)
         common = common_attn_metadata
+        corrects = state.pipeline.corrects
         return CompressedCPUMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -118,7 +125,8 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
             step=step,
-            ragged=self._ragged(step.batch, common),
+            ragged=None if corrects else self._ragged(step.batch, common),
+            corrected=query_groups(step.batch, common.query_start_loc) if corrects else None,
             whole=self._whole(step.batch, common),
         )
 
@@ -224,7 +232,10 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
         index = group.layer_index[layer.layer_name]
         num_tokens = attn_metadata.num_actual_tokens
         if step.batch is not None:
-            self._ragged(attn_metadata, index, group.tables.pool, query, output)
+            if attn_metadata.corrected is not None:
+                self._corrected(attn_metadata, index, group.runner, query, output)
+            else:
+                self._ragged(attn_metadata, index, group.tables.pool, query, output)
             if attn_metadata.whole is not None:
                 self._whole(attn_metadata, query, kv_cache, output)
             if group.runner.loss is not None:
@@ -256,6 +267,17 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
         self._attend(
             rows, out_rows, cache, subset, batch.seq_lens[layer], batch.page_table[layer], schedule
         )
+
+    def _corrected(
+        self, metadata: CompressedCPUMetadata, layer: int, runner: EventRunner, query, output
+    ) -> None:
+        """Attention of the compressed requests under a policy that corrects outputs."""
+        shape = (-1, self.num_heads, self.head_size)
+        rows, out_rows = query.view(shape), output.view(shape)
+        for group in metadata.corrected:
+            out_rows[group.tokens] = corrected_attention(
+                runner, layer, metadata.step.batch, group, rows, self.scale
+            )
 
     def _whole(self, metadata: CompressedCPUMetadata, query, kv_cache: Tensor, output) -> None:
         """Attention of the uncompressed requests of a mixed batch."""

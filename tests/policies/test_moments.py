@@ -1,0 +1,164 @@
+"""MomentKV's state, score and correction, against plain loops and where they are exact."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_kvcompress.kernels import (
+    add_to_moments,
+    attention_with_lse,
+    correct_with_moments,
+    moment_residuals,
+    moment_size,
+)
+
+DIM, SCALE = 5, 0.4
+
+
+def normal(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def nothing(num_heads: int = 1) -> torch.Tensor:
+    return torch.zeros(num_heads, moment_size(DIM))
+
+
+def state_of(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The moments of these entries, all evicted at once."""
+    return add_to_moments(
+        nothing(len(keys)), keys, values, torch.ones(keys.shape[:2], dtype=torch.bool)
+    )
+
+
+def attend(query: list[float], keys: list[list[float]], values: list[list[float]]) -> list[float]:
+    logits = [SCALE * sum(a * b for a, b in zip(query, key, strict=True)) for key in keys]
+    weights = [math.exp(logit) for logit in logits]
+    total = sum(weights)
+    return [
+        sum(w * value[d] for w, value in zip(weights, values, strict=True)) / total
+        for d in range(len(values[0]))
+    ]
+
+
+def corrected(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, state: torch.Tensor
+) -> torch.Tensor:
+    """[S, G, m, D] with [S, n, D] resident entries."""
+    lengths = torch.full((len(keys),), keys.shape[1])
+    outputs, lse = attention_with_lse(queries, keys, values, lengths, SCALE)
+    return correct_with_moments(outputs, lse, queries, state, SCALE)
+
+
+def test_the_state_is_what_loops_sum_up() -> None:
+    keys, values = normal(2, 9, DIM), normal(2, 9, DIM, seed=1)
+    evicted = torch.rand(2, 9, generator=torch.Generator().manual_seed(2)) < 0.6
+    state = add_to_moments(nothing(2), keys, values, evicted)
+    for head in range(2):
+        some = [j for j in range(9) if evicted[head, j]]
+        mean_key = [sum(float(keys[head, j, d]) for j in some) / len(some) for d in range(DIM)]
+        mean_value = [sum(float(values[head, j, d]) for j in some) / len(some) for d in range(DIM)]
+        # The paper's S = sum v (k - mean k)^T, which is the same.
+        cross = [
+            sum(float(values[head, j, a]) * (float(keys[head, j, b]) - mean_key[b]) for j in some)
+            for a in range(DIM)
+            for b in range(DIM)
+        ]
+        expected = [float(len(some)), *mean_key, *mean_value, *cross]
+        assert state[head].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batches=st.lists(st.integers(0, 2), min_size=12, max_size=12), seed=st.integers(0, 99))
+def test_one_batch_is_any_sequence_of_batches(batches: list[int], seed: int) -> None:
+    """Entries of NaN that are not evicted do not matter."""
+    keys, values = 3 * normal(1, 12, DIM, seed=seed) + 5, normal(1, 12, DIM, seed=seed + 1)
+    state = nothing()
+    for batch in range(3):
+        evicted = torch.tensor([[number == batch for number in batches]])
+        hidden = ~evicted[..., None]
+        nan = float("nan")
+        state = add_to_moments(
+            state, keys.masked_fill(hidden, nan), values.masked_fill(hidden, nan), evicted
+        )
+    assert torch.allclose(state, state_of(keys, values), atol=1e-3)
+
+
+def test_residuals_are_what_the_moments_do_not_foretell() -> None:
+    state = state_of(normal(1, 6, DIM, seed=3), normal(1, 6, DIM, seed=4))
+    keys, values = normal(1, 4, DIM, seed=5), normal(1, 4, DIM, seed=6)
+    found = moment_residuals(state, keys, values, SCALE)[0].tolist()
+    mean = state[0, 1 + DIM : 1 + 2 * DIM].tolist()
+    cross = state[0, 1 + 2 * DIM :].view(DIM, DIM).tolist()
+    for j in range(4):
+        key, value = keys[0, j].tolist(), values[0, j].tolist()
+        rest = [
+            value[a] - mean[a] - SCALE / 6 * sum(cross[a][b] * key[b] for b in range(DIM))
+            for a in range(DIM)
+        ]
+        assert found[j] == pytest.approx(math.hypot(*rest), rel=1e-4)
+    whole = moment_residuals(nothing(), keys, values, SCALE)[0].tolist()
+    assert whole == pytest.approx([math.hypot(*v) for v in values[0].tolist()], rel=1e-5)
+
+
+def test_attention_and_its_log_sum_exp() -> None:
+    """Sequences of different lengths, causal among the last queries, padding of NaN."""
+    lengths = [7, 3, 5]
+    keys, values = normal(3, 9, DIM), normal(3, 9, DIM, seed=1)
+    queries = normal(3, 2, 3, DIM, seed=2)
+    for row, length in enumerate(lengths):
+        keys[row, length:] = values[row, length:] = float("nan")
+    outputs, lse = attention_with_lse(queries, keys, values, torch.tensor(lengths), SCALE)
+    assert lse.dtype == torch.float32
+    for row, length in enumerate(lengths):
+        for member in range(2):
+            for nth in range(3):
+                seen = length - 2 + nth
+                query = queries[row, member, nth].tolist()
+                some = keys[row, :seen].tolist()
+                expected = attend(query, some, values[row, :seen].tolist())
+                assert outputs[row, member, nth].tolist() == pytest.approx(expected, abs=1e-5)
+                total = sum(
+                    math.exp(SCALE * sum(a * b for a, b in zip(query, key, strict=True)))
+                    for key in some
+                )
+                assert float(lse[row, member, nth]) == pytest.approx(math.log(total), abs=1e-5)
+
+
+def test_nothing_evicted_is_plain_attention() -> None:
+    keys, values, queries = normal(2, 6, DIM), normal(2, 6, DIM, seed=1), normal(2, 2, 1, DIM)
+    plain, _ = attention_with_lse(queries, keys, values, torch.tensor([6, 6]), SCALE)
+    assert torch.equal(corrected(queries, keys, values, nothing(2)), plain)
+
+
+@pytest.mark.parametrize("case", ["one", "equal keys"])
+def test_the_correction_is_exact(case: str) -> None:
+    """With one evicted entry, or evicted entries of equal keys, it is attention to everything."""
+    keys, values = normal(1, 8, DIM), normal(1, 8, DIM, seed=1)
+    num_evicted = 1
+    if case == "equal keys":
+        num_evicted = 4
+        keys[0, :4] = keys[0, 0].clone()
+    queries = normal(1, 3, 2, DIM, seed=2)
+    state = state_of(keys[:, :num_evicted], values[:, :num_evicted])
+    found = corrected(queries[:, :, 1:], keys[:, num_evicted:], values[:, num_evicted:], state)
+    for member in range(3):
+        expected = attend(queries[0, member, 1].tolist(), keys[0].tolist(), values[0].tolist())
+        assert found[0, member, 0].tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_equal_evicted_values_are_estimated_exactly_and_weighed_too_little() -> None:
+    """The estimate is the value; by convexity the evicted weight is at least what is assumed."""
+    keys, values = 2 * normal(1, 9, DIM), normal(1, 9, DIM, seed=1)
+    values[0, :5] = 1.0
+    values[0, 5:] = 0.0
+    queries = normal(1, 1, 1, DIM, seed=2)
+    state = state_of(keys[:, :5], values[:, :5])
+    share = corrected(queries, keys[:, 5:], values[:, 5:], state)[0, 0, 0].tolist()
+    exact = attend(queries[0, 0, 0].tolist(), keys[0].tolist(), values[0].tolist())
+    assert share == pytest.approx([share[0]] * DIM, abs=1e-6)
+    assert 0 < share[0] <= exact[0] + 1e-6

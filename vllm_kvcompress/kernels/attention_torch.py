@@ -1,0 +1,60 @@
+"""Attention over gathered entries, with the log-sum-exp as a second output, in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TILE_BYTES = 1 << 26  # of the mask of one call
+
+
+def attention_with_lse(
+    queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention of sequences of different lengths, causal among the last m entries.
+
+    Args:
+        queries: [S, G, m, D] of the last m entries of each sequence.
+        keys, values: [S, n, D], padded on the right with anything.
+        lengths: [S] valid entries, the m last included.
+        scale: softmax scale.
+
+    Returns:
+        [S, G, m, D] in the queries' type, and [S, G, m] fp32 natural log-sum-exp.
+    """
+    num_sequences, group, num_queries, _ = queries.shape
+    nth = torch.arange(keys.shape[1], device=keys.device)
+    values = values.masked_fill((nth >= lengths[:, None])[..., None], 0)
+    keys = keys.masked_fill((nth >= lengths[:, None])[..., None], 0)
+    outputs = torch.empty_like(queries)
+    lse = queries.new_empty((num_sequences, group, num_queries), dtype=torch.float32)
+    tile = max(1, TILE_BYTES // (4 * num_sequences * keys.shape[1]))
+    after = torch.arange(num_queries - 1, -1, -1, device=keys.device)
+    for start in range(0, num_queries, tile):
+        part = slice(start, start + tile)
+        hidden = nth >= (lengths[:, None] - after[part])[..., None]
+        outputs[:, :, part], lse[:, :, part] = _attend(
+            queries[:, :, part], keys, values, hidden[:, None], scale
+        )
+    return outputs, lse
+
+
+def _attend(
+    queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One call: hidden [S, 1, m, n] bool."""
+    group = queries.shape[1]
+    if queries.device.type == "cpu":
+        bias = torch.zeros(hidden.shape, dtype=queries.dtype).masked_fill_(hidden, -torch.inf)
+        outputs, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries,
+            keys[:, None].expand(-1, group, -1, -1),
+            values[:, None].expand(-1, group, -1, -1),
+            attn_mask=bias,
+            scale=scale,
+        )
+        return outputs, lse
+    logits = scale * queries.float() @ keys[:, None].float().transpose(2, 3)
+    logits = logits.masked_fill(hidden, -torch.inf)
+    lse = logits.logsumexp(dim=-1)
+    return (logits.softmax(dim=-1) @ values[:, None].float()).to(queries.dtype), lse

@@ -1,0 +1,156 @@
+"""Evicted entries merged into kept ones: CaM (values), D2O (keys and values)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels import window_mass
+from vllm_kvcompress.kernels.scores_torch import TILE_BYTES, finite, valid_entries
+from vllm_kvcompress.policies.base import LayerView, Merged, Needs
+
+
+@dataclass(frozen=True)
+class CacheMerging:
+    """CaM: an evicted value goes, with some probability, to the next kept entries.
+
+    With the mean mass A of the window, an evicted entry i and the next m kept ones T:
+    p = clip(A_i / mean of A over T, 0, 1), and v_t += M v_i / |T| with M drawn from Bernoulli(p).
+    Keys are dropped. Where no kept entry follows, the value is lost.
+
+    Attributes:
+        num_targets: m.
+        window_size: queries whose attention is averaged.
+        draw: random (the draw depends on layer, head and position alone) or expected (M = p).
+    """
+
+    corrects: ClassVar[bool] = False
+
+    num_targets: int = 32
+    window_size: int = 256
+    draw: str = "random"
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries, and values."""
+        return Needs(window_size=self.window_size, values=True)
+
+    def state_size(self, head_size: int) -> int:
+        """Nothing is carried."""
+        return 0
+
+    def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
+        """Values with those of evicted entries added."""
+        mass = window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale)
+        valid = valid_entries(view.lengths, view.keys.shape[1])
+        evicted = valid & ~kept
+        # Kept entries are numbered; an evicted one's targets are the numbers [first, last).
+        number = kept.cumsum(dim=1)
+        first = number
+        last = torch.minimum(first + self.num_targets, number[:, -1:])
+        count = last - first
+        sums = _running_sums((mass * kept).double(), number, kept)
+        mean = (sums.gather(1, last) - sums.gather(1, first)) / count.clamp_min(1)
+        share = torch.where(mean > 0, mass / mean, (mass > 0).double()).clamp(0, 1)
+        if self.draw == "random":
+            share = (_uniform(view) < share).double()
+        share = share.masked_fill(~evicted | (count == 0), 0) / count.clamp_min(1)
+        added = share[..., None] * finite_values(view).double()
+        # What reaches a number: everything whose range has begun and not ended.
+        size = added.shape[1] + 1
+        steps = added.new_zeros(added.shape[0], size, added.shape[2])
+        wide = (-1, -1, added.shape[2])
+        steps = steps.scatter_add(1, first[..., None].expand(*wide), added)
+        steps = steps.scatter_add(1, last[..., None].expand(*wide), -added)
+        received = steps.cumsum(dim=1).gather(1, (number - 1).clamp_min(0)[..., None].expand(*wide))
+        values = finite_values(view).double() + received * kept[..., None]
+        return Merged(values=values.to(view.values.dtype))
+
+
+@dataclass(frozen=True)
+class SimilarKeys:
+    """D2O: an evicted entry goes to the kept entry of the most similar key, if similar enough.
+
+    Similar enough is a cosine of at least theta, which starts as the mean of the evicted entries'
+    best cosines and at each further event moves half way to theirs. A kept entry becomes the mean
+    of itself, of weight 1, and of what came, of weights as their cosines; keys and values alike.
+
+    Attributes:
+        skip_layers: first layers, in which nothing is merged.
+    """
+
+    corrects: ClassVar[bool] = False
+    needs: ClassVar[Needs] = Needs(values=True)
+
+    skip_layers: int = 2
+
+    def state_size(self, head_size: int) -> int:
+        """theta."""
+        return 1
+
+    def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
+        """Keys and values with evicted ones merged in, and theta."""
+        num_heads = kept.shape[0]
+        if view.layer < self.skip_layers:
+            return Merged(state=torch.zeros(num_heads, 1, device=view.keys.device))
+        valid = valid_entries(view.lengths, view.keys.shape[1])
+        evicted = valid & ~kept
+        best, target = _most_similar(finite(view.keys, valid), kept)
+        mean = (best * evicted).sum(dim=1) / evicted.sum(dim=1).clamp_min(1)
+        theta = mean if view.state is None else (view.state[:, 0] + mean) / 2
+        weight = best.masked_fill(~evicted | (best < theta[:, None]), 0).clamp_min(0)
+        total = 1 + torch.zeros_like(weight).scatter_add(1, target, weight)
+
+        def merged(entries: Tensor) -> Tensor:
+            wide = finite(entries, valid).float()
+            index = target[..., None].expand_as(wide)
+            sums = wide.scatter_add(1, index, weight[..., None] * wide)
+            return (sums / total[..., None]).to(entries.dtype)
+
+        return Merged(merged(view.keys), merged(view.values), theta[:, None])
+
+
+def finite_values(view: LayerView) -> Tensor:
+    """[H, n, D] values, zero for padding."""
+    return finite(view.values, valid_entries(view.lengths, view.keys.shape[1]))
+
+
+def _running_sums(mass: Tensor, number: Tensor, kept: Tensor) -> Tensor:
+    """[H, n + 1]: at place i the mass of the first i kept entries."""
+    sums = mass.new_zeros(mass.shape[0], mass.shape[1] + 1)
+    return sums.scatter_add(1, number * kept, mass * kept).cumsum(dim=1)
+
+
+def _uniform(view: LayerView) -> Tensor:
+    """[H, n] numbers in [0, 1) that depend on layer, head and place alone (splitmix64's mixing)."""
+    num_heads, num_entries = view.keys.shape[:2]
+    head = torch.arange(num_heads, device=view.keys.device)[:, None]
+    place = torch.arange(num_entries, device=view.keys.device)
+    bits = (view.layer * 1_000_003 + head) * 4_294_967_311 + place + 1
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    bits = (bits ^ ((bits >> 31) & ((1 << 33) - 1))) & ((1 << 52) - 1)
+    return bits.double() / (1 << 52)
+
+
+def _most_similar(keys: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """For every entry the highest cosine to a kept one, and which; the earlier of equals.
+
+    Returns:
+        [H, n] fp32 and [H, n] int64. Tiles of entries: never [n, n].
+    """
+    num_heads, num_entries, _ = keys.shape
+    norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32, keepdim=True)
+    unit = keys.float() / norms.clamp_min(1e-8)
+    best = unit.new_empty(num_heads, num_entries)
+    target = torch.empty(num_heads, num_entries, dtype=torch.int64, device=keys.device)
+    rows = max(1, TILE_BYTES // (4 * num_heads * num_entries))
+    for start in range(0, num_entries, rows):
+        part = slice(start, start + rows)
+        cosines = unit[:, part] @ unit.transpose(1, 2)
+        cosines = cosines.masked_fill(~kept[:, None], float("-inf"))
+        best[:, part], target[:, part] = cosines.max(dim=2)
+    return best, target

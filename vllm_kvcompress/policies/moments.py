@@ -1,0 +1,79 @@
+"""MomentKV (arXiv 2606.01563): evicted entries live on as the moments of their keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels import add_to_moments, moment_residuals, moment_size
+from vllm_kvcompress.kernels.scores_torch import valid_entries
+from vllm_kvcompress.policies.base import LayerView, Merged, Needs
+from vllm_kvcompress.policies.protect import Protection
+from vllm_kvcompress.policies.ranking import top_entries
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Adds evicted entries to the state from which attention outputs are corrected."""
+
+    needs: ClassVar[Needs] = Needs(values=True, plain_logits=True)
+    corrects: ClassVar[bool] = True
+
+    def state_size(self, head_size: int) -> int:
+        """n_e, the mean key and value, and their cross moments."""
+        return moment_size(head_size)
+
+    def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
+        """The new state; entries stay as they are."""
+        evicted = valid_entries(view.lengths, view.keys.shape[1]) & ~kept
+        return Merged(state=add_to_moments(state_of(view), view.keys, view.values, evicted))
+
+
+@dataclass(frozen=True)
+class MomentResiduals:
+    """Keeps entries with mass on what the moments do not foretell: alpha |r|, by chunks.
+
+    r_j = v_j - mean v - (scale / n_e) X k_j, or v_j where nothing was evicted yet. Scores are
+    averaged over aligned chunks of entries.
+
+    Attributes:
+        chunk_size: entries of a chunk.
+    """
+
+    needs: ClassVar[Needs] = Needs(values=True, plain_logits=True)
+
+    chunk_size: int = 4
+
+    def select(
+        self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
+    ) -> Tensor:
+        """[H, n] bool with `kept[h]` set in row h."""
+        valid = valid_entries(view.lengths, view.keys.shape[1])
+        residuals = moment_residuals(state_of(view), view.keys, view.values, view.scale)
+        weighted = chunk_means(scores * residuals, valid, self.chunk_size)
+        first = weighted.masked_fill(protection.mask(view, kept), float("inf"))
+        return top_entries(first, valid, kept)
+
+
+def state_of(view: LayerView) -> Tensor:
+    """The moments so far; nothing yet at a first event."""
+    if view.state is not None:
+        return view.state
+    num_heads, _, head_size = view.keys.shape
+    size = moment_size(head_size)
+    return torch.zeros(num_heads, size, dtype=torch.float32, device=view.keys.device)
+
+
+def chunk_means(scores: Tensor, valid: Tensor, chunk_size: int) -> Tensor:
+    """[H, n] every valid entry's score replaced by the mean of its aligned chunk's valid ones."""
+    num_heads, num_entries = scores.shape
+    chunk = torch.arange(num_entries, device=scores.device) // chunk_size
+    index = chunk.expand(num_heads, -1)
+    num_chunks = (num_entries + chunk_size - 1) // chunk_size
+    sums = scores.new_zeros(num_heads, num_chunks)
+    sums = sums.scatter_add(1, index, scores.masked_fill(~valid, 0))
+    counts = torch.zeros_like(sums).scatter_add(1, index, valid.to(scores.dtype))
+    return (sums / counts.clamp_min(1)).gather(1, index)
