@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,8 +11,10 @@ from typing import Any
 import pytest
 
 from tests import tiny_models
+from tests.engine import engine_process
+from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES
 
-ROOT = Path(__file__).parents[2]
+TIMEOUT = 240  # seconds for a scenario
 
 Run = Callable[..., dict[str, Any]]
 
@@ -55,16 +55,22 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
                 }
             )
         )
-        result = subprocess.run(
-            [sys.executable, "-m", "tests.engine.engine_process", str(scenario), str(report)],
-            cwd=ROOT,
-            env={**os.environ, **(environment or {})},
-            capture_output=True,
-            text=True,
-            timeout=240,
+        log = directory / "log"
+        # Forked from a process that has imported vLLM already: half of an engine's start.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([*ENGINE_MODULES, engine_process.__name__])
+        process = context.Process(
+            target=engine_process.run,
+            args=(str(scenario), str(report), str(log), environment or {}),
         )
+        process.start()
+        process.join(TIMEOUT)
+        if process.is_alive():
+            process.kill()
+            process.join()
         if not report.exists():
-            pytest.fail(f"the engine ended with {result.returncode}:\n{result.stderr[-6000:]}")
+            end = log.read_text(errors="replace")[-6000:]
+            pytest.fail(f"the engine ended with {process.exitcode}:\n{end}")
         return json.loads(report.read_text())
 
     return run

@@ -1,7 +1,5 @@
 """Runs the real engine in a process of its own and reports what it did, step by step.
 
-    python -m tests.engine.engine_process SCENARIO.json REPORT.json
-
 The engine core runs inside this process, so that the books of scheduler and worker can be
 compared after every step. A scenario is a dictionary:
 
@@ -113,12 +111,15 @@ def record_kept(report: dict[str, Any]) -> None:
 
     def recording(pipeline: Any, view: Any, total: int) -> Any:
         selection = compress(pipeline, view, total)
+        state = selection.merged.state
         report["kept"].append(
             {
                 "layer": view.layer,
                 "counts": selection.page_counts.tolist(),
                 "kept": selection.kept_indices.tolist(),
                 "num_queries": view.queries.shape[0],
+                "source": view.lengths.tolist(),
+                "state": None if state is None else state[:, 0].tolist(),
             }
         )
         return selection
@@ -169,7 +170,12 @@ def run_phase(engine: Any, books: Books, requests: list[dict], report: dict[str,
         assert step < 5000, "the engine does not come to an end"
 
 
-def main(scenario_path: str, report_path: str) -> None:
+def run(scenario_path: str, report_path: str, log_path: str, environment: dict[str, str]) -> None:
+    """The process: runs a scenario, writes its report, and what it prints into a log."""
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    os.environ.update(environment)
     scenario = json.loads(Path(scenario_path).read_text())
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "stats": []}
     if scenario.get("record_kept"):
@@ -189,7 +195,3 @@ def main(scenario_path: str, report_path: str) -> None:
     report["num_blocks"] = books.pool.num_gpu_blocks
     report["free_at_end"] = books.pool.get_num_free_blocks()
     Path(report_path).write_text(json.dumps(report))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

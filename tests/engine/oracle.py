@@ -20,10 +20,16 @@ class KeptTokensDecoder:
         prompt: token ids.
         kept: kept[layer][head] = positions, among the first `num_full` tokens, that stay.
         num_full: tokens of the prompt's full blocks; those behind them always stay.
+        corrects: estimate what forgotten tokens would have added, as MomentKV does.
     """
 
     def __init__(
-        self, model: str, prompt: list[int], kept: list[list[list[int]]], num_full: int
+        self,
+        model: str,
+        prompt: list[int],
+        kept: list[list[list[int]]],
+        num_full: int,
+        corrects: bool = False,
     ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.config = self.model.config
@@ -34,6 +40,8 @@ class KeptTokensDecoder:
         self.first_logits = output.logits[0, -1]
         self.keys: list[list[Tensor]] = []
         self.values: list[list[Tensor]] = []
+        self.gone_keys: list[list[Tensor]] = []
+        self.gone_values: list[list[Tensor]] = []
         for layer in range(self.config.num_hidden_layers):
             keys, values = cache.layers[layer].keys[0], cache.layers[layer].values[0]
             positions = [
@@ -42,6 +50,9 @@ class KeptTokensDecoder:
             ]
             self.keys.append([keys[h, p] for h, p in enumerate(positions)])
             self.values.append([values[h, p] for h, p in enumerate(positions)])
+            gone = [sorted(set(range(len(prompt))) - set(p)) if corrects else [] for p in positions]
+            self.gone_keys.append([keys[h, p] for h, p in enumerate(gone)])
+            self.gone_values.append([values[h, p] for h, p in enumerate(gone)])
 
     @torch.no_grad()
     def step(self, token: int) -> Tensor:
@@ -72,5 +83,18 @@ class KeptTokensDecoder:
             self.keys[index][head], self.values[index][head] = keys, values
             for member in range(head * group, (head + 1) * group):
                 logits = keys @ query[0, member, 0] / size**0.5
-                heads.append(torch.softmax(logits, 0) @ values)
+                output = torch.softmax(logits, 0) @ values
+                gone = self.gone_keys[index][head], self.gone_values[index][head]
+                heads.append(_corrected(output, logits, query[0, member, 0] / size**0.5, *gone))
         return attention.o_proj(torch.cat(heads)[None, None])
+
+
+def _corrected(output: Tensor, logits: Tensor, query: Tensor, keys: Tensor, values: Tensor):
+    """Adds the forgotten tokens' estimated share; `query` is scaled already."""
+    if not len(keys):
+        return output
+    estimate = values.mean(0)
+    for key, value in zip(keys, values, strict=True):
+        estimate = estimate + (value - values.mean(0)) * ((key - keys.mean(0)) @ query) / len(keys)
+    here, there = logits.exp().sum(), len(keys) * (query @ keys.mean(0)).exp()
+    return (here * output + there * estimate) / (here + there)

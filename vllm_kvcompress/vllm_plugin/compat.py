@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 SUPPORTED_VLLM = "0.32"
+# What an engine imports; loading it once serves several engines that are forked from there.
+ENGINE_MODULES = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+)
 _PACKAGE = "vllm_kvcompress.vllm_plugin"
 _PLAN_ATTRIBUTE = "kvcompress_plan"
 _SECONDS_ATTRIBUTE = "kvcompress_seconds"

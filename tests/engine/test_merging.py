@@ -1,0 +1,114 @@
+"""What is put in the place of evicted tokens, through the real engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.conftest import Run, request
+from tests.engine.oracle import KeptTokensDecoder
+from tests.engine.test_compressed_attention import kept_positions
+from tests.tiny_models import prompt
+
+BLOCK, HEADS, LAYERS = 32, 2, 3
+CONTEXT, QUESTION = 700, 45
+# Per head n_e, two means and their cross moments, in fp32, in pages of K and V.
+HEAD_SIZE = 32
+NUMBERS = HEADS * (1 + 2 * HEAD_SIZE + HEAD_SIZE**2)
+STATE_PAGES = -(-NUMBERS // (2 * BLOCK * HEAD_SIZE))
+
+
+@pytest.mark.parametrize("policy", ["momentkv", "pyramidkv+adakv+momentfix"])
+def test_every_query_after_an_event_is_corrected(llama: str, run_engine: Run, policy: str) -> None:
+    """The question's, in chunks behind a compressed context, and every generated token's."""
+    tokens = prompt(CONTEXT + QUESTION, seed=1)
+    report = run_engine(
+        llama,
+        [[request("a", tokens, 40, xargs={"kv_context_tokens": CONTEXT})]],
+        settings={"policy": policy, "budget": 0.5},
+        record_kept=True,
+        max_num_batched_tokens=300,
+    )
+    kept = kept_positions(report["kept"], LAYERS)
+    decoder = KeptTokensDecoder(
+        llama, tokens[:CONTEXT], kept, CONTEXT // BLOCK * BLOCK, corrects=True
+    )
+    for token in tokens[CONTEXT:]:
+        logits = decoder.step(token)
+    output = report["outputs"]["a"]
+    for token, logprobs in zip(output["tokens"], output["logprobs"], strict=True):
+        expected = torch.log_softmax(logits, 0)
+        for candidate, logprob in logprobs.items():
+            assert float(expected[int(candidate)]) == pytest.approx(logprob, abs=2e-3)
+        logits = decoder.step(token)
+
+
+@pytest.mark.parametrize("trigger", ["prompt,decode:64", "chunk:256"])
+def test_moments_add_up_from_event_to_event(llama: str, run_engine: Run, trigger: str) -> None:
+    """Each head's count is what it has evicted so far; the state's pages count in the budget."""
+    report = run_engine(
+        llama,
+        [[request("a", prompt(1000, seed=1), 140)]],
+        settings={"policy": "snapkv+momentfix", "budget": 0.25, "trigger": trigger},
+        record_kept=True,
+    )
+    events = [report["kept"][i : i + LAYERS] for i in range(0, len(report["kept"]), LAYERS)]
+    assert len(events) >= 3
+    evicted = [[0] * HEADS for _ in range(LAYERS)]
+    for event in events:
+        for layer, record in enumerate(event):
+            for head, (count, source) in enumerate(
+                zip(record["counts"], record["source"], strict=True)
+            ):
+                evicted[layer][head] += source - count * BLOCK
+            assert record["state"] == evicted[layer]
+            # A quarter of the prompt's 31 blocks while it is read, then of all there are.
+            blocks = (sum(record["counts"]) + STATE_PAGES) / HEADS
+            assert blocks in (8, 9)
+
+
+@pytest.mark.parametrize(
+    ("policy", "trigger"),
+    [("momentkv", "chunk:256"), ("d2o", "prompt,decode:32"), ("h2o+cam", "prompt,decode:32")],
+)
+def test_a_batch_is_its_requests(llama: str, run_engine: Run, policy: str, trigger: str) -> None:
+    """Alone as together, with an uncompressed one among them."""
+    settings = {"policy": policy, "budget": 0.5, "trigger": trigger, "min_tokens": 200}
+
+    def requests() -> list[dict[str, Any]]:
+        sizes = (1000, 90, 640, 700)
+        return [
+            request(f"r{size}", prompt(size, seed=size), 48, at_step=2 * i)
+            for i, size in enumerate(sizes)
+        ]
+
+    alone = run_engine(llama, [[{**r, "at_step": 0}] for r in requests()], settings=settings)
+    together = run_engine(llama, [requests()], settings=settings, max_num_batched_tokens=256)
+    for name, output in alone["outputs"].items():
+        assert together["outputs"][name]["tokens"] == output["tokens"], name
+
+
+def test_merging_changes_what_eviction_alone_would_say(llama: str, run_engine: Run) -> None:
+    """h2o+cam keeps the same entries; what the evicted leave behind shows in the logprobs."""
+
+    def first_logprobs(policy: str) -> dict[str, float]:
+        report = run_engine(
+            llama,
+            [[request("a", prompt(1000, seed=1), 2)]],
+            settings={"policy": policy, "budget": 0.25},
+        )
+        return report["outputs"]["a"]["logprobs"][1]
+
+    plain, merged = first_logprobs("h2o"), first_logprobs("h2o+cam")
+    assert any(abs(merged.get(token, 0.0) - value) > 1e-4 for token, value in plain.items())
+
+
+def test_a_budget_without_room_for_the_state_is_refused(llama: str, run_engine: Run) -> None:
+    with pytest.raises(pytest.fail.Exception, match="they count in the budget, which 32 tokens"):
+        run_engine(
+            llama,
+            [[request("a", prompt(300, seed=1), 2)]],
+            settings={"policy": "snapkv+momentfix", "budget": 32, "params": {"window_size": 8}},
+        )
