@@ -42,6 +42,7 @@ class Event:
         blocks: [end_block - first_block (+ 1 if a partial block follows)] int64 block ids.
         fresh_pages: [K * num_layers * num_heads] int64 pages that take the survivors.
         layer_pages: pages of each layer afterwards, the state's not counted.
+        state_pages: pages of each layer for what the policy carries.
         layer_starts: where each layer's pages begin in `fresh_pages`.
         seconds: time spent so far.
         max_kept: pages of the fullest head so far.
@@ -53,6 +54,7 @@ class Event:
     blocks: Tensor
     fresh_pages: Tensor
     layer_pages: list[int]
+    state_pages: int = 0
     layer_starts: list[int] = field(default_factory=list)
     seconds: float = 0.0
     max_kept: int = 0
@@ -92,27 +94,32 @@ class EventRunner:
         if slot is None:
             slot = tables.acquire(plan.request_id)
         former = tables.layer_pages.get(plan.request_id, [0] * pool.num_layers)
-        layer_pages = self._layer_pages(plan, former)
+        num_kept = len(plan.fresh_block_ids)
+        state_pages = self.pipeline.state_pages(
+            num_kept * pool.num_heads,
+            pool.num_heads,
+            pool.head_size,
+            pool.block_size,
+            pool.page_bytes,
+        )
+        layer_pages = self._layer_pages(plan, former, state_pages)
         partial = 1 if plan.position % pool.block_size else 0
-        stride = self.num_state_pages
-        starts = [sum(layer_pages[:layer]) + layer * stride for layer in range(pool.num_layers)]
+        starts = [
+            sum(layer_pages[:layer]) + layer * state_pages for layer in range(pool.num_layers)
+        ]
         return Event(
             plan=plan,
             slot=slot,
             blocks=block_row[plan.first_block : plan.end_block + partial].to(torch.int64),
             fresh_pages=pool.fresh_pages(torch.tensor(plan.fresh_block_ids)),
             layer_pages=layer_pages,
+            state_pages=state_pages,
             layer_starts=starts,
         )
 
-    @property
-    def num_state_pages(self) -> int:
-        """Pages per layer for what the policy carries from event to event."""
-        return int(self.tables.state.shape[2])
-
-    def _layer_pages(self, plan: EventPlan, former: list[int]) -> list[int]:
+    def _layer_pages(self, plan: EventPlan, former: list[int], reserved: int) -> list[int]:
         """Pages for entries in each layer: the allocator's division, less those of the state."""
-        pool, reserved = self.pool, self.num_state_pages
+        pool = self.pool
         num_tail = plan.end_block - plan.first_block
         capacity = [pages + num_tail * pool.num_heads + reserved for pages in former]
         pages = self.pipeline.allocator.layer_pages(
@@ -131,10 +138,10 @@ class EventRunner:
         total = event.layer_pages[layer]
         selection = compress_layer(self.pipeline, view, total)
         start = event.layer_starts[layer]
-        pages = event.fresh_pages[start : start + total + self.num_state_pages]
-        self._write(view, sources, selection, pages[:total])
-        if selection.merged.state is not None:
-            self.pool.write_floats(pages[total:], selection.merged.state.flatten())
+        pages = event.fresh_pages[start : start + total]
+        self._write(view, sources, selection, pages)
+        if event.state_pages:
+            self._write_state(event, layer, selection)
         event.seconds += time.perf_counter() - started
         if self.loss is not None:
             values = self.pool.values(sources).flatten(1, 2)
@@ -184,21 +191,62 @@ class EventRunner:
             block_size=pool.block_size,
             output_weight=weights.output_weight,
             output_gram=weights.output_gram,
-            state=self._state(plan, layer, event.slot),
+            state=self._state(event, layer),
+            bias=self._bias(event, layer, keys.shape[1]),
         )
 
-    def _state(self, plan: EventPlan, layer: int, slot: int) -> Tensor | None:
-        """[num_heads, s] what the former event carried on, if there was one."""
-        if not plan.resident_blocks or not self.num_state_pages:
-            return None
-        return self.carried(self.tables.state[layer, slot])
-
     def carried(self, pages: Tensor) -> Tensor:
-        """[..., num_heads, s] fp32 numbers in state pages [..., state_pages]."""
-        assert self.pipeline.merger is not None
-        num_heads = self.pool.num_heads
-        size = self.pipeline.merger.state_size(self.pool.head_size)
-        return self.pool.floats(pages)[..., : num_heads * size].unflatten(-1, (num_heads, size))
+        """[..., num_heads, s] fp32 numbers per head in state pages [..., state_pages]."""
+        num_heads, size = self.pool.num_heads, self._state_size
+        numbers = self.pool.floats(pages)[..., : num_heads * size]
+        return numbers.unflatten(-1, (num_heads, size))
+
+    def entry_bias(self, layer: int, slots: Tensor, width: int) -> Tensor:
+        """[R, num_heads, width] fp32 bias of the kept entries of requests, 0 behind them.
+
+        In a layer's state pages the biases follow the numbers per head, head after head.
+        """
+        pool = self.pool
+        numbers = pool.floats(self.tables.state[layer, slots])[
+            :, pool.num_heads * self._state_size :
+        ]
+        counts = self.tables.counts[layer, slots].long() * pool.block_size
+        first = counts.cumsum(dim=1) - counts
+        nth = torch.arange(width, device=numbers.device)
+        places = (first[..., None] + nth).clamp_max(numbers.shape[1] - 1)
+        found = numbers.gather(1, places.flatten(1)).view(places.shape)
+        return found.masked_fill(nth >= counts[..., None], 0)
+
+    @property
+    def _state_size(self) -> int:
+        merger = self.pipeline.merger
+        return 0 if merger is None else merger.state_size(self.pool.head_size)
+
+    def _state(self, event: Event, layer: int) -> Tensor | None:
+        """[num_heads, s] what the former event carried on, if there was one."""
+        if not event.plan.resident_blocks or not self._state_size:
+            return None
+        return self.carried(self.tables.state[layer, event.slot])
+
+    def _bias(self, event: Event, layer: int, width: int) -> Tensor | None:
+        """[num_heads, width] biases of what the former event kept; None where there are none."""
+        if not event.plan.resident_blocks or not self.pipeline.weighs_entries:
+            return None
+        return self.entry_bias(layer, torch.tensor([event.slot]), width)[0]
+
+    def _write_state(self, event: Event, layer: int, selection: Selection) -> None:
+        """Writes what the policy carries behind the layer's entries."""
+        merged, pool = selection.merged, self.pool
+        start = event.layer_starts[layer] + event.layer_pages[layer]
+        pages = event.fresh_pages[start : start + event.state_pages]
+        numbers = [] if merged.state is None else [merged.state.flatten()]
+        if merged.bias is not None:
+            total = event.layer_pages[layer]
+            heads = torch.repeat_interleave(selection.page_counts, output_size=total)
+            heads = heads.repeat_interleave(pool.block_size)
+            numbers.append(merged.bias[heads, selection.kept_indices])
+        pool.write_floats(pages, torch.cat(numbers).float())
+        self.tables.replace_state(layer, event.slot, pages)
 
     def _queries(self, plan: EventPlan, layer: int, keys: Tensor) -> Tensor:
         if not plan.window_size:

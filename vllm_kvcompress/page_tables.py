@@ -42,16 +42,14 @@ class PageTables:
         pool: the pages.
         table: [num_layers, slots, num_heads, width] int32 page ids.
         counts: [num_layers, slots, num_heads] int32 kept pages.
-        state: [num_layers, slots, state_pages] int64 pages that hold what the policy carries.
+        state: [num_layers, slots, width] int64 pages that hold what the policy carries.
         version: changes whenever a row does.
     """
 
-    def __init__(self, pool: PagePool, state_pages: int = 0) -> None:
+    def __init__(self, pool: PagePool) -> None:
         device = pool.pages.device
         self.pool = pool
-        self.state = torch.zeros(
-            (pool.num_layers, 0, state_pages), dtype=torch.int64, device=device
-        )
+        self.state = torch.zeros((pool.num_layers, 0, 0), dtype=torch.int64, device=device)
         self.table = torch.zeros(
             (pool.num_layers, 0, pool.num_heads, 0), dtype=torch.int32, device=device
         )
@@ -91,18 +89,23 @@ class PageTables:
             layer: layer of the group.
             slot: the request's slot.
             page_counts: [num_heads] int64.
-            page_ids: [sum(page_counts) + state_pages] int64, head after head, then the state's.
+            page_ids: [sum(page_counts)] int64, head after head.
         """
         self.version += 1
-        total = page_ids.numel() - self.state.shape[2]
-        self.state[layer, slot] = page_ids[total:]
-        page_ids = page_ids[:total]
+        total = page_ids.numel()
         self._reserve(total)
         heads = torch.repeat_interleave(page_counts, output_size=total)
         starts = page_counts.cumsum(0) - page_counts
         columns = torch.arange(total, device=page_ids.device) - starts[heads]
         self.table[layer, slot, heads, columns] = page_ids.to(torch.int32)
         self.counts[layer, slot] = page_counts.to(torch.int32)
+
+    def replace_state(self, layer: int, slot: int, page_ids: Tensor) -> None:
+        """Sets the pages that hold what the policy carries for one request in one layer."""
+        missing = page_ids.numel() - self.state.shape[2]
+        if missing > 0:
+            self.state = torch.nn.functional.pad(self.state, (0, missing))
+        self.state[layer, slot, : page_ids.numel()] = page_ids
 
     def begin_tail(self, slot: int, first_block: int, max_kept: int) -> None:
         """After an event: the tail starts at `first_block` and its pages are not in the table."""

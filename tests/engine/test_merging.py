@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from tests import tiny_models
 from tests.engine.conftest import Run, request
 from tests.engine.oracle import KeptTokensDecoder
 from tests.engine.test_compressed_attention import kept_positions
@@ -18,6 +21,19 @@ CONTEXT, QUESTION = 700, 45
 HEAD_SIZE = 32
 NUMBERS = HEADS * (1 + 2 * HEAD_SIZE + HEAD_SIZE**2)
 STATE_PAGES = -(-NUMBERS // (2 * BLOCK * HEAD_SIZE))
+
+
+@pytest.fixture(scope="module")
+def equal_keys(model_directory: Path) -> str:
+    """A model whose key projections are zero: attention is the mean of all values."""
+    directory = model_directory / "equal-keys"
+    directory.mkdir()
+    path = tiny_models.build("llama", directory)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data.zero_()
+    model.save_pretrained(path)
+    return str(path)
 
 
 @pytest.mark.parametrize("policy", ["momentkv", "pyramidkv+adakv+momentfix"])
@@ -105,8 +121,34 @@ def test_merging_changes_what_eviction_alone_would_say(llama: str, run_engine: R
     assert any(abs(merged.get(token, 0.0) - value) > 1e-4 for token, value in plain.items())
 
 
+@pytest.mark.parametrize(
+    ("policy", "trigger"),
+    [
+        ("kvmerger", "prompt,decode:32"),
+        ("asymkv", "chunk:256"),
+        ("kvslimmer", "prompt,decode:32"),
+        ("momentkv", "chunk:256"),
+    ],
+)
+def test_equal_keys_leave_no_trace(
+    equal_keys: str, run_engine: Run, policy: str, trigger: str
+) -> None:
+    """On a model whose keys are all equal, a quarter of the cache says what the whole one says."""
+    tokens = prompt(700, seed=1)
+    whole = run_engine(equal_keys, [[request("a", tokens, 80)]])["outputs"]["a"]
+    found = run_engine(
+        equal_keys,
+        [[request("a", tokens, 80)]],
+        settings={"policy": policy, "budget": 0.25, "trigger": trigger},
+    )["outputs"]["a"]
+    assert found["tokens"] == whole["tokens"]
+    for expected, logprobs in zip(whole["logprobs"], found["logprobs"], strict=True):
+        for token, logprob in logprobs.items():
+            assert expected.get(token, logprob) == pytest.approx(logprob, abs=1e-3)
+
+
 def test_a_budget_without_room_for_the_state_is_refused(llama: str, run_engine: Run) -> None:
-    with pytest.raises(pytest.fail.Exception, match="they count in the budget, which 32 tokens"):
+    with pytest.raises(pytest.fail.Exception, match="counts in the budget, which 32 tokens"):
         run_engine(
             llama,
             [[request("a", prompt(300, seed=1), 2)]],

@@ -183,7 +183,7 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
             for head, row in zip(heads, changes, strict=True)
         ]
     masses = [mass(head) for head in heads]
-    if base in ("h2o", "d2o", "momentkv"):
+    if base in ("h2o", "d2o", "momentkv", *LINKING):
         return masses
     if base == "tova":
         # A head that is shorter than another has nothing to say about the rest.
@@ -226,6 +226,10 @@ def protection_of(policy: str, params: dict[str, Any]) -> tuple[int, int, float]
         return 0, 0, params["recent_fraction"]
     if base == "d2o":
         return params["num_sinks"], 0, params["recent_fraction"]
+    if base == "kvmerger":
+        return 0, 0, params["recent_fraction"]
+    if base in ("asymkv", "kvslimmer"):
+        return params["num_sinks"], 0, 0.0
     if base == "momentkv":
         return params["num_sinks"], params["window_size"], 0.0
     return 0, params["window_size"], 0.0
@@ -324,6 +328,37 @@ def headkv_shares(
     return shares(high)
 
 
+# --- links ------------------------------------------------------------------------------------
+
+LINKING = ("kvmerger", "asymkv", "kvslimmer")
+
+
+def links(
+    policy: str, head: Head, masses: Vector, kept: int, stay: set[int], params: dict[str, Any]
+) -> set[int]:
+    """Entries that join the one before them; every entry stands for one token."""
+    if policy == "kvmerger":
+        open_entries = [j for j in range(head.size) if j not in stay]
+        heavy = best(open_entries, masses, math.floor(params["heavy_fraction"] * kept))
+        free = set(open_entries) - set(heavy)
+        able = [j for j in free if j - 1 in free and j % params["max_set"]]
+        score = [0.0] * head.size
+        for j in able:
+            a, b = head.keys[j], head.keys[j - 1]
+            score[j] = dot(a, b) / (norm(a) * norm(b))
+        if params["budget_mode"] == "threshold":
+            able = [j for j in able if score[j] > params["threshold"]]
+    else:
+        sinks = min(params["num_sinks"], kept - 1)
+        able = list(range(sinks + 1, head.size))
+        score = [-math.inf] * head.size
+        for j in able:
+            pair = 2 * (masses[j] + masses[j - 1])
+            # i counts the pair's first entry, behind the sinks.
+            score[j] = -math.log(pair) + (j - sinks) * math.log(512) / 4096 if pair else math.inf
+    return set(best(able, score, head.size - kept))
+
+
 # --- selection --------------------------------------------------------------------------------
 
 
@@ -390,5 +425,11 @@ def compress(
     kept = []
     for head, score, count in zip(heads, scores, counts, strict=True):
         stay = protected(head, count * size, sinks, recent, share)
+        if base in LINKING:
+            joined = links(base, head, score, count * size, stay, params)
+            first = [j for j in range(head.size) if j not in joined and j not in stay]
+            num_open = count * size - len(stay)
+            kept.append(sorted([*stay, *best(first, score, num_open)]))
+            continue
         kept.append(select(head, score, count * size, stay, critical))
     return counts, kept

@@ -9,7 +9,12 @@ TILE_BYTES = 1 << 26  # of the mask of one call
 
 
 def attention_with_lse(
-    queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention of sequences of different lengths, causal among the last m entries.
 
@@ -18,6 +23,7 @@ def attention_with_lse(
         keys, values: [S, n, D], padded on the right with anything.
         lengths: [S] valid entries, the m last included.
         scale: softmax scale.
+        bias: [S, n] fp32 added to the logits of each entry; None: nothing.
 
     Returns:
         [S, G, m, D] in the queries' type, and [S, G, m] fp32 natural log-sum-exp.
@@ -33,28 +39,29 @@ def attention_with_lse(
     for start in range(0, num_queries, tile):
         part = slice(start, start + tile)
         hidden = nth >= (lengths[:, None] - after[part])[..., None]
+        added = torch.zeros(hidden.shape, device=keys.device) if bias is None else bias[:, None]
+        added = added.masked_fill(hidden, -torch.inf)[:, None]
         outputs[:, :, part], lse[:, :, part] = _attend(
-            queries[:, :, part], keys, values, hidden[:, None], scale
+            queries[:, :, part], keys, values, added, scale
         )
     return outputs, lse
 
 
 def _attend(
-    queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, scale: float
+    queries: Tensor, keys: Tensor, values: Tensor, added: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """One call: hidden [S, 1, m, n] bool."""
+    """One call; `added` [S, 1, m, n] fp32 to the logits."""
     group = queries.shape[1]
     if queries.device.type == "cpu":
-        bias = torch.zeros(hidden.shape, dtype=queries.dtype).masked_fill_(hidden, -torch.inf)
         outputs, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries,
             keys[:, None].expand(-1, group, -1, -1),
             values[:, None].expand(-1, group, -1, -1),
-            attn_mask=bias,
+            attn_mask=added if queries.dtype == torch.float32 else added.to(queries.dtype),
             scale=scale,
         )
         return outputs, lse
     logits = scale * queries.float() @ keys[:, None].float().transpose(2, 3)
-    logits = logits.masked_fill(hidden, -torch.inf)
+    logits = logits + added
     lse = logits.logsumexp(dim=-1)
     return (logits.softmax(dim=-1) @ values[:, None].float()).to(queries.dtype), lse

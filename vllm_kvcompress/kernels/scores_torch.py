@@ -46,7 +46,12 @@ def exact_bf16_products(dtype: torch.dtype) -> Iterator[None]:
 
 
 def window_mass(
-    keys: Tensor, lengths: Tensor, tail_keys: Tensor, queries: Tensor, scale: float
+    keys: Tensor,
+    lengths: Tensor,
+    tail_keys: Tensor,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Mean attention of the last queries to each entry (SnapKV's observation window).
 
@@ -63,6 +68,7 @@ def window_mass(
         tail_keys: [H, t, D] keys behind the valid entries.
         queries: [w, H * G, D] last queries, oldest first.
         scale: softmax scale.
+        bias: [H, n] fp32 added to the entries' logits; None: nothing.
 
     Returns:
         [H, n] fp32, mean over the window and the group; at most 1 in sum. Zeros if w is 0.
@@ -74,7 +80,7 @@ def window_mass(
         return mass
     group = queries.shape[1] // num_heads
     grouped = queries.reshape(num_queries, num_heads, group, head_size).transpose(0, 1)
-    columns = WindowColumns.of(lengths, num_entries, tail_keys.shape[1], num_queries)
+    columns = WindowColumns.of(lengths, num_entries, tail_keys.shape[1], num_queries, bias)
     valid = valid_entries(lengths, num_entries)
     num_seen = num_entries + tail_keys.shape[1]
     num_columns = columns.bias.shape[1]
@@ -121,8 +127,14 @@ class WindowColumns:
 
     @classmethod
     def of(
-        cls, lengths: Tensor, num_entries: int, num_tail: int, num_queries: int
+        cls,
+        lengths: Tensor,
+        num_entries: int,
+        num_tail: int,
+        num_queries: int,
+        entry_bias: Tensor | None = None,
     ) -> WindowColumns:
+        """For [H] lengths, and a bias [H, n] of the entries, if they have one."""
         device = lengths.device
         total = (lengths + num_tail)[:, None]
         nth = total - torch.arange(num_queries - 1, 0, -1, device=device)
@@ -130,6 +142,9 @@ class WindowColumns:
         places = torch.where(nth < lengths[:, None], nth, nth - lengths[:, None] + num_entries)
         places = places.clamp_min(0)
         bias = torch.zeros(lengths.numel(), num_entries + num_tail + num_queries - 1, device=device)
+        if entry_bias is not None:
+            bias[:, :num_entries] = entry_bias
+            bias[:, num_entries + num_tail :] = bias.gather(1, places)
         bias[:, :num_entries].masked_fill_(~valid_entries(lengths, num_entries), HIDDEN)
         # Entries that do not exist all share place 0, which is then one of the window's own.
         bias.scatter_(1, places, HIDDEN)

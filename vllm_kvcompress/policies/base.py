@@ -38,6 +38,8 @@ class LayerView:
         output_gram: [H*G, D, D] fp32, W W^T per query head (None unless needed).
         state: [H, s] fp32, what the policy's merger left at the former event (None: no former
             event, or nothing is carried).
+        bias: [H, n] fp32, added to the attention logits of each entry: the logarithm of how many
+            tokens it stands for (None: one each). The tail's entries stand for one each.
     """
 
     keys: Tensor
@@ -53,6 +55,7 @@ class LayerView:
     output_weight: Tensor | None = None
     output_gram: Tensor | None = None
     state: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def num_tail(self) -> int:
@@ -116,17 +119,21 @@ class Merged:
     Attributes:
         keys, values: [H, n, D] instead of the view's, or None where these stay as they are.
         state: [H, s] fp32, carried to the next event in the request's own blocks.
+        bias: [H, n] fp32 instead of the view's, likewise carried; only from mergers that
+            weigh entries.
     """
 
     keys: Tensor | None = None
     values: Tensor | None = None
     state: Tensor | None = None
+    bias: Tensor | None = None
 
 
 class Merger(Protocol):
     """Puts something in the place of what is evicted.
 
-    `corrects` says that later attention outputs are corrected from the state (MomentKV).
+    `corrects` says that later attention outputs are corrected from the state (MomentKV),
+    `weighs_entries` that kept entries get a bias on their logits.
     """
 
     @property
@@ -134,6 +141,9 @@ class Merger(Protocol):
 
     @property
     def corrects(self) -> bool: ...
+
+    @property
+    def weighs_entries(self) -> bool: ...
 
     def state_size(self, head_size: int) -> int:
         """fp32 numbers per KV head that are carried from event to event."""

@@ -28,6 +28,7 @@ class CacheMerging:
     """
 
     corrects: ClassVar[bool] = False
+    weighs_entries: ClassVar[bool] = False
 
     num_targets: int = 32
     window_size: int = 256
@@ -83,6 +84,7 @@ class SimilarKeys:
     """
 
     corrects: ClassVar[bool] = False
+    weighs_entries: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs(values=True)
 
     skip_layers: int = 2

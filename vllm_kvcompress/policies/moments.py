@@ -21,6 +21,7 @@ class Moments:
 
     needs: ClassVar[Needs] = Needs(values=True, plain_logits=True)
     corrects: ClassVar[bool] = True
+    weighs_entries: ClassVar[bool] = False
 
     def state_size(self, head_size: int) -> int:
         """n_e, the mean key and value, and their cross moments."""

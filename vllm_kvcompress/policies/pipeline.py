@@ -49,16 +49,44 @@ class Pipeline:
         """Whether attention outputs are corrected after an event."""
         return self.merger is not None and self.merger.corrects
 
-    def state_pages(self, num_heads: int, head_size: int, page_bytes: int) -> int:
-        """Pages per layer that a request's carried state takes out of its budget.
+    @property
+    def gathers(self) -> bool:
+        """Whether attention needs more than ordinary kernels give: a bias, or the log-sum-exp."""
+        return self.corrects or self.weighs_entries
+
+    @property
+    def weighs_entries(self) -> bool:
+        """Whether kept entries have a bias on their attention logits."""
+        return self.merger is not None and self.merger.weighs_entries
+
+    def state_pages(
+        self, num_pages: int, num_heads: int, head_size: int, block_size: int, page_bytes: int
+    ) -> int:
+        """How many of a layer's pages a request's carried state takes.
 
         Args:
+            num_pages: of the layer in the mean, the state's included.
             num_heads: KV heads of this rank.
             head_size: numbers of a key.
+            block_size: tokens of a page.
             page_bytes: of a page.
         """
-        size = 0 if self.merger is None else self.merger.state_size(head_size)
-        return math.ceil(4 * size * num_heads / page_bytes)
+        if self.merger is None:
+            return 0
+        numbers = self.merger.state_size(head_size) * num_heads
+        if self.merger.weighs_entries:
+            numbers += num_pages * block_size
+        return math.ceil(4 * numbers / page_bytes)
+
+    def least_blocks(self, num_heads: int, head_size: int, block_size: int, page_bytes: int) -> int:
+        """Blocks that hold the state and a page for every layer and head; as `state_pages`."""
+        blocks = 1
+        while True:
+            pages = blocks * num_heads
+            state = self.state_pages(pages, num_heads, head_size, block_size, page_bytes)
+            if pages - state >= num_heads:
+                return blocks
+            blocks += 1
 
     @property
     def layer_dependent(self) -> bool:

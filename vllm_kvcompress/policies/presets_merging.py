@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vllm_kvcompress.policies.allocate import Ada, Uniform
+from vllm_kvcompress.policies.key_weights import AsymProxy, Gaussian, Slimmer
+from vllm_kvcompress.policies.links import CosineLinks, GroupMerger, Groups, KeyWeights, LightLinks
 from vllm_kvcompress.policies.merge import CacheMerging, SimilarKeys
 from vllm_kvcompress.policies.moments import MomentResiduals, Moments
 from vllm_kvcompress.policies.parameters import Parameter
@@ -23,12 +25,23 @@ from vllm_kvcompress.policies.protect import Protection
 from vllm_kvcompress.policies.select import TopScores
 from vllm_kvcompress.policies.window import WindowMass
 
-MERGERS = ("cam", "d2o", "momentkv", "momentfix")
+MERGERS = ("kvmerger", "asymkv", "kvslimmer", "cam", "d2o", "momentkv", "momentfix")
 MOMENTKV_PAPER = (
     "MomentKV: Closing the Directional Gap in KV Cache Eviction for Long-Context Inference, "
     "arXiv 2606.01563"
 )
 EVICTING = tuple(POLICIES)
+PAIR_STAGES = {
+    "score": "mean attention of the last window_size queries",
+    "protect": "the first num_sinks tokens",
+    "allocate": "the same for every layer and head",
+    "select": "links of the lightest neighbours, later ones first",
+    "merge": "a group's keys by their weights, values by how many tokens they stand for",
+}
+PAIR_PARAMETERS = (
+    Parameter("window_size", 512, "last queries whose attention is averaged", minimum=1),
+    Parameter("num_sinks", 32, "first tokens kept", minimum=0),
+)
 
 
 def _d2o(values: Values, profile: HeadProfile | None) -> Pipeline:
@@ -52,6 +65,43 @@ def _momentkv(values: Values, profile: HeadProfile | None) -> Pipeline:
         protection,
         merger=Moments(),
     )
+
+
+def _kvmerger(values: Values, profile: HeadProfile | None) -> Pipeline:
+    links = CosineLinks(
+        recent_fraction=values["recent_fraction"],
+        heavy_fraction=values["heavy_fraction"],
+        min_cosine=-1.0 if values["budget_mode"] == "topk_links" else values["threshold"],
+        max_set=values["max_set"],
+    )
+    return Pipeline(
+        "",
+        WindowMass(values["window_size"], kernel_size=1),
+        Uniform(),
+        Groups(links),
+        Protection(recent_fraction=values["recent_fraction"]),
+        merger=GroupMerger(links, Gaussian(), values["value_mode"], values_like_keys=True),
+    )
+
+
+def _pairs(values: Values, weights: KeyWeights) -> Pipeline:
+    links = LightLinks(values["num_sinks"])
+    return Pipeline(
+        "",
+        WindowMass(values["window_size"], kernel_size=1),
+        Uniform(),
+        Groups(links),
+        Protection(num_sinks=values["num_sinks"]),
+        merger=GroupMerger(links, weights),
+    )
+
+
+def _asymkv(values: Values, profile: HeadProfile | None) -> Pipeline:
+    return _pairs(values, AsymProxy())
+
+
+def _kvslimmer(values: Values, profile: HeadProfile | None) -> Pipeline:
+    return _pairs(values, Slimmer(values["variant"]))
 
 
 def _cam(base: Pipeline, values: Values) -> Pipeline:
@@ -105,6 +155,74 @@ add_policy(
             Parameter("num_sinks", 1, "first tokens kept", minimum=0),
             Parameter("chunk_size", 4, "neighbours that share a score", minimum=1),
             *ADA_PARAMETERS,
+        ),
+    ),
+)
+add_policy(
+    _kvmerger,
+    PolicyInfo(
+        "kvmerger",
+        "Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on Long-Context Tasks, "
+        "arXiv 2407.08454",
+        "Neighbours of similar keys become one entry that stands for all of them.",
+        {
+            "score": "attention accumulated over the last window_size queries",
+            "protect": "recent tokens, and those of the highest score",
+            "allocate": "the same for every layer and head",
+            "select": "links of the highest cosine between neighbouring keys",
+            "merge": "a group's keys and values, weighted by closeness to its heaviest token",
+        },
+        (
+            Parameter("window_size", 256, "last queries whose attention is accumulated", minimum=1),
+            Parameter("recent_fraction", 0.34, "part of the budget for recent tokens", 0.0, 1.0),
+            Parameter("heavy_fraction", 0.24, "part of the budget for heavy tokens", 0.0, 1.0),
+            Parameter(
+                "budget_mode",
+                "topk_links",
+                "merge the most similar neighbours until the budget is met, or only those above "
+                "the threshold, and evict the rest",
+                choices=("topk_links", "threshold"),
+            ),
+            Parameter("threshold", 0.75, "least cosine in threshold mode", -1.0, 1.0),
+            Parameter("max_set", 64, "tokens that may become one, at most", minimum=1),
+            Parameter(
+                "value_mode",
+                "lossless",
+                "mean of values and a bias for their number (lossless), without it (mean), or the "
+                "mean times their number (paper)",
+                choices=("lossless", "mean", "paper"),
+            ),
+        ),
+    ),
+)
+add_policy(
+    _asymkv,
+    PolicyInfo(
+        "asymkv",
+        "Homogeneous Keys, Heterogeneous Values: Exploiting Local KV Cache Asymmetry for "
+        "Long-Context LLMs, arXiv 2506.05410",
+        "Light neighbours become one entry; keys weighted by a proxy of the gradients, which a "
+        "server does not have.",
+        PAIR_STAGES,
+        PAIR_PARAMETERS,
+    ),
+)
+add_policy(
+    _kvslimmer,
+    PolicyInfo(
+        "kvslimmer",
+        "KVSlimmer: Theoretical Insights and Practical Optimizations for Asymmetric KV Merging, "
+        "arXiv 2603.00907",
+        "AsymKV's pairs; keys weighted by the diagonal and mixed terms of the Hessian.",
+        PAIR_STAGES,
+        (
+            *PAIR_PARAMETERS,
+            Parameter(
+                "variant",
+                "paper",
+                "Eq. 33, or what the authors' code computes",
+                choices=("paper", "code"),
+            ),
         ),
     ),
 )

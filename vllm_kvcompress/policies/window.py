@@ -41,7 +41,9 @@ class WindowMass:
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 pooled mass; the group is averaged before pooling."""
-        mass = window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale)
+        mass = window_mass(
+            view.keys, view.lengths, view.tail_keys, view.queries, view.scale, view.bias
+        )
         return pool_left_of_window(view, mass, self.kernel_size, self.pooling)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -118,15 +117,15 @@ class WorkerState:
             UnsupportedError: a budget in tokens that is smaller.
         """
         page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
-        state = self.pipeline.state_pages(spec.num_kv_heads, spec.head_size, page_bytes)
-        blocks = 1 + math.ceil(state / spec.num_kv_heads)
+        blocks = self.pipeline.least_blocks(
+            spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes
+        )
         budget = self.settings.budget
-        if isinstance(budget, int) and budget < (blocks - 1) * spec.block_size + 1:
+        if isinstance(budget, int) and budget <= (blocks - 1) * spec.block_size:
             raise UnsupportedError(
-                f"{self.pipeline.name} carries {state} pages of {spec.block_size} tokens per layer "
-                f"from event to event, for {spec.num_kv_heads} KV heads; they count in the budget, "
-                f"which {budget} tokens cannot hold. Give at least "
-                f"{blocks * spec.block_size} tokens."
+                f"what {self.pipeline.name} carries from event to event counts in the budget, "
+                f"which {budget} tokens cannot hold beside a block of tokens per head; give at "
+                f"least {blocks * spec.block_size}."
             )
         return blocks
 
@@ -249,8 +248,7 @@ class WorkerState:
         )
         windows = QueryWindows(len(layers), self.window_size)
         weights = [self._weights(layer) for layer in layers]
-        state_pages = pipeline.state_pages(pool.num_heads, pool.head_size, pool.page_bytes)
-        runner = EventRunner(PageTables(pool, state_pages), windows, pipeline, weights)
+        runner = EventRunner(PageTables(pool), windows, pipeline, weights)
         index = {name: i for i, name in enumerate(group.layer_names)}
         return GroupState(number, runner, index, layers[0].impl.logits_soft_cap or 0.0)
 

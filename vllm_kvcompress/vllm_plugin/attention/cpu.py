@@ -21,8 +21,8 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_kvcompress.corrected_attention import QueryGroup, corrected_attention, query_groups
 from vllm_kvcompress.events import EventRunner
+from vllm_kvcompress.gathered_attention import QueryGroup, gathered_attention, query_groups
 from vllm_kvcompress.pages import Packing, PagePool, find_packing
 from vllm_kvcompress.resident_batch import ResidentBatch
 from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, WorkerState
@@ -52,12 +52,13 @@ class Subset:
 class CompressedCPUMetadata(CPUAttentionMetadata):
     """vLLM's metadata, plus what compression does in this step (None: nothing).
 
-    Compressed requests are in `ragged`, or in `corrected` if the policy corrects outputs.
+    Compressed requests are in `ragged`, or in `gathered` if the policy's attention needs more than
+    vLLM's kernel gives.
     """
 
     step: GroupStep | None = None
     ragged: Subset | None = None
-    corrected: list[QueryGroup] | None = None
+    gathered: list[QueryGroup] | None = None
     whole: Subset | None = None
 
 
@@ -114,7 +115,7 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 return metadata
             return CompressedCPUMetadata(**vars(metadata), step=step)
         common = common_attn_metadata
-        corrects = state.pipeline.corrects
+        gathers = state.pipeline.gathers
         return CompressedCPUMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -125,8 +126,8 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
             step=step,
-            ragged=None if corrects else self._ragged(step.batch, common),
-            corrected=query_groups(step.batch, common.query_start_loc) if corrects else None,
+            ragged=None if gathers else self._ragged(step.batch, common),
+            gathered=query_groups(step.batch, common.query_start_loc) if gathers else None,
             whole=self._whole(step.batch, common),
         )
 
@@ -232,8 +233,8 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
         index = group.layer_index[layer.layer_name]
         num_tokens = attn_metadata.num_actual_tokens
         if step.batch is not None:
-            if attn_metadata.corrected is not None:
-                self._corrected(attn_metadata, index, group.runner, query, output)
+            if attn_metadata.gathered is not None:
+                self._gathered(attn_metadata, index, group.runner, query, output)
             else:
                 self._ragged(attn_metadata, index, group.tables.pool, query, output)
             if attn_metadata.whole is not None:
@@ -268,14 +269,14 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
             rows, out_rows, cache, subset, batch.seq_lens[layer], batch.page_table[layer], schedule
         )
 
-    def _corrected(
+    def _gathered(
         self, metadata: CompressedCPUMetadata, layer: int, runner: EventRunner, query, output
     ) -> None:
-        """Attention of the compressed requests under a policy that corrects outputs."""
+        """Attention of the compressed requests with a bias per entry, or corrected outputs."""
         shape = (-1, self.num_heads, self.head_size)
         rows, out_rows = query.view(shape), output.view(shape)
-        for group in metadata.corrected:
-            out_rows[group.tokens] = corrected_attention(
+        for group in metadata.gathered:
+            out_rows[group.tokens] = gathered_attention(
                 runner, layer, metadata.step.batch, group, rows, self.scale
             )
 

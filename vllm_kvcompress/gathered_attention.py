@@ -1,4 +1,8 @@
-"""Attention of compressed requests whose outputs are corrected for what was evicted."""
+"""Attention of compressed requests that ordinary kernels do not give, over gathered pages.
+
+With a bias per entry, for those that stand for several tokens, and with outputs that are corrected
+for what was evicted, which takes the log-sum-exp.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,7 @@ def query_groups(batch: ResidentBatch, starts: Tensor) -> list[QueryGroup]:
     return groups
 
 
-def corrected_attention(
+def gathered_attention(
     runner: EventRunner,
     layer: int,
     batch: ResidentBatch,
@@ -50,10 +54,10 @@ def corrected_attention(
     queries: Tensor,
     scale: float,
 ) -> Tensor:
-    """Outputs for the group's queries: of the resident entries, corrected by the moments.
+    """Outputs for the group's queries, as the policy has them.
 
     Args:
-        runner: holds the pages and the moments.
+        runner: holds the pages, and what the policy carries.
         layer: of the cache group.
         batch: the compressed requests.
         group: some of them.
@@ -71,8 +75,12 @@ def corrected_attention(
     mine = queries[group.tokens].unflatten(2, (num_heads, -1))
     mine = mine.permute(0, 2, 3, 1, 4).flatten(0, 1)
     keys, values = (read(pages).flatten(1, 2) for read in (pool.keys, pool.values))
-    outputs, lse = attention_with_lse(mine, keys, values, lengths, scale)
     slots = torch.from_numpy(batch.slots)[group.requests]
-    state = runner.carried(runner.tables.state[layer, slots]).flatten(0, 1)
-    outputs = correct_with_moments(outputs, lse, mine, state, scale)
+    bias = None
+    if runner.pipeline.weighs_entries:
+        bias = runner.entry_bias(layer, slots, keys.shape[1]).flatten(0, 1)
+    outputs, lse = attention_with_lse(mine, keys, values, lengths, scale, bias)
+    if runner.pipeline.corrects:
+        state = runner.carried(runner.tables.state[layer, slots]).flatten(0, 1)
+        outputs = correct_with_moments(outputs, lse, mine, state, scale)
     return outputs.unflatten(0, (-1, num_heads)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,0 +1,257 @@
+"""Merged neighbours: weights against plain loops, and what must hold of groups."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.policies import oracles
+from tests.policies.cases import Shape, make_pipeline, make_view
+from vllm_kvcompress.compressor import compress_layer
+from vllm_kvcompress.kernels import attention_with_lse
+from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.policies.key_weights import AsymProxy, Gaussian, Slimmer
+from vllm_kvcompress.policies.links import GroupSums, neighbour_cosines, tokens_of
+
+POLICIES = ["kvmerger", "asymkv", "kvslimmer"]
+SHAPE = Shape((9, 6), tail=3)
+
+
+def weigh(
+    weights: Any, view: LayerView, mass: torch.Tensor, groups: list[list[int]]
+) -> list[list[float]]:
+    """Normalised weights of the groups of the only head."""
+    link = torch.zeros(view.keys.shape[:2], dtype=torch.bool)
+    for group in groups:
+        link[0, group[1:]] = True
+    found = weights.weigh(view, mass, GroupSums.of(view, link), tokens_of(view))[0].tolist()
+    return [[found[j] / sum(found[i] for i in group) for j in group] for group in groups]
+
+
+def random_case(seed: int, scale: float = 0.1) -> tuple[LayerView, torch.Tensor]:
+    view = make_view(Shape((3,), seed=seed), 1)
+    return view, scale * torch.rand(1, 12, generator=torch.Generator().manual_seed(seed))
+
+
+GROUPS = [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9], [10], [11]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gaussian_weights(seed: int) -> None:
+    view, mass = random_case(seed)
+    found = weigh(Gaussian(), view, mass, GROUPS)
+    keys = view.keys[0].double().tolist()
+    for group, weights in zip(GROUPS, found, strict=True):
+        pivot = max(group, key=lambda j: float(mass[0, j]))
+        distances = [math.dist(keys[pivot], keys[j]) for j in group]
+        mean = sum(distances) / len(group)
+        near = [math.exp(-((d / mean) ** 2)) if mean else 1.0 for d in distances]
+        assert weights == pytest.approx([g / sum(near) for g in near], abs=1e-5)
+
+
+def residuals(view: LayerView, mass: torch.Tensor) -> tuple[list[float], list[list[float]]]:
+    values, total = view.values[0].double().tolist(), float(mass.double().sum())
+    alpha = [float(m) / total for m in mass[0]]
+    out = [sum(a * v[d] for a, v in zip(alpha, values, strict=True)) for d in range(len(values[0]))]
+    return alpha, [[x - o for x, o in zip(v, out, strict=True)] for v in values]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_asymkv_s_proxy_weights(seed: int) -> None:
+    view, mass = random_case(seed)
+    alpha, rest = residuals(view, mass)
+    for group, weights in zip(GROUPS, weigh(AsymProxy(), view, mass, GROUPS), strict=True):
+        raw = [(alpha[j] * oracles.norm(rest[j])) ** 2 for j in group]
+        assert weights == pytest.approx([w / sum(raw) for w in raw], abs=1e-5)
+
+
+@pytest.mark.parametrize("variant", ["paper", "code"])
+@pytest.mark.parametrize("seed", range(5))
+def test_kvslimmer_s_weights(seed: int, variant: str) -> None:
+    view, mass = random_case(seed)
+    alpha, rest = residuals(view, mass)
+    size = [oracles.norm(r) if variant == "paper" else sum(map(abs, r)) for r in rest]
+
+    def cross(i: int, j: int) -> float:
+        both = [a + b for a, b in zip(rest[i], rest[j], strict=True)]
+        return (
+            alpha[i] * alpha[j] * (oracles.norm(both) if variant == "paper" else size[i] + size[j])
+        )
+
+    for group, weights in zip(GROUPS, weigh(Slimmer(variant), view, mass, GROUPS), strict=True):
+        own = {j: alpha[j] * (1 - 2 * alpha[j]) * size[j] for j in group}
+        raw = [own[j] - sum(cross(i, j) for i in group if i != j) for j in group]
+        safe = max(alpha[j] for j in group) < 0.5 and sum(alpha[j] for j in group) < 0.5
+        if not safe or sum(raw) <= 1e-6 * sum(map(abs, own.values())):
+            raw = [alpha[j] * size[j] for j in group]
+        raw = [max(0.0, w) for w in raw]
+        assert weights == pytest.approx([w / sum(raw) for w in raw], abs=1e-4)
+
+
+def test_kvslimmer_of_a_pair_is_the_paper_s_equation() -> None:
+    """Eq. 33, with the norms of the Hessian's terms."""
+    view, mass = random_case(1)
+    alpha, rest = residuals(view, mass)
+    (a1, a2), (r1, r2) = alpha[1:3], rest[1:3]
+    c11 = oracles.norm([a1 * (1 - 2 * a1) * x for x in r1])
+    c22 = oracles.norm([a2 * (1 - 2 * a2) * x for x in r2])
+    c12 = oracles.norm([-a1 * a2 * (x + y) for x, y in zip(r1, r2, strict=True)])
+    whole = c11 + c22 - 2 * c12
+    found = weigh(Slimmer(), view, mass, [[1, 2]])[0]
+    assert found == pytest.approx([(c11 - c12) / whole, (c22 - c12) / whole], abs=1e-5)
+
+
+def test_equal_mass_and_residuals_weigh_one_half() -> None:
+    view, mass = random_case(2)
+    values = view.values.clone()
+    values[0, 2] = values[0, 1]
+    mass[0, 1:3] = 0.01
+    found = weigh(Slimmer(), replace(view, values=values), mass, [[1, 2]])[0]
+    assert found == pytest.approx([0.5, 0.5], abs=1e-5)
+
+
+def test_little_mass_weighs_by_mass_and_residual() -> None:
+    view, mass = random_case(3)
+    mass[0, 1], mass[0, 2] = 1e-6, 3e-6
+    alpha, rest = residuals(view, mass)
+    found = weigh(Slimmer(), view, mass, [[1, 2]])[0]
+    raw = [alpha[j] * oracles.norm(rest[j]) for j in (1, 2)]
+    assert found == pytest.approx([w / sum(raw) for w in raw], abs=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["paper", "code"])
+@pytest.mark.parametrize(
+    "case", ["one holds all", "half", "no mass", "no residual", "huge", "tiny"]
+)
+def test_no_input_gives_anything_but_weights(case: str, variant: str) -> None:
+    """The ladder: mass of one half and more, residuals of zero, and groups of every size."""
+    view, mass = random_case(4)
+    values = view.values.clone()
+    if case == "one holds all":
+        mass.zero_()
+        mass[0, 2] = 1.0
+    elif case == "half":
+        mass.zero_()
+        mass[0, 1:3] = 0.5
+    elif case == "no mass":
+        mass.zero_()
+    elif case == "no residual":
+        values[:] = 1.0
+    elif case == "huge":
+        values *= 1e18
+    else:
+        mass *= 1e-30
+    view = replace(view, values=values)
+    everything = [[0], [1, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11]]
+    for group in weigh(Slimmer(variant), view, mass, everything):
+        assert all(0 <= weight <= 1 for weight in group)
+        assert sum(group) == pytest.approx(1, abs=1e-5)
+
+
+def kept_of(selection: Selection, view: LayerView, head: int) -> list[int]:
+    counts = (selection.page_counts * view.block_size).tolist()
+    start = sum(counts[:head])
+    return selection.kept_indices[start : start + counts[head]].tolist()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("total", [3, 7, 12])
+def test_tokens_add_up_to_those_that_were_there(policy: str, total: int, tmp_path: Path) -> None:
+    """Also when merged entries merge again."""
+    pipeline = make_pipeline(policy, SHAPE, tmp_path)
+    view = make_view(SHAPE, pipeline.needs.window_size)
+    before = torch.randint(1, 6, view.keys.shape[:2], generator=torch.Generator().manual_seed(1))
+    view = replace(view, bias=before.float().log())
+    selection = compress_layer(pipeline, view, total)
+    assert selection.merged.bias is not None
+    for head, length in enumerate(view.lengths.tolist()):
+        after = selection.merged.bias[head, kept_of(selection, view, head)].exp()
+        assert float(after.sum()) == pytest.approx(float(before[head, :length].sum()), rel=1e-4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equal_keys_merge_without_a_trace(policy: str, tmp_path: Path) -> None:
+    """Attention over what is left equals attention to everything, twice in a row."""
+    shape = Shape((12,), group=1)
+    room = {"max_set": 64} if policy == "kvmerger" else {}
+    pipeline = make_pipeline(policy, shape, tmp_path, **room)
+    view = make_view(shape, pipeline.needs.window_size)
+    keys = view.keys.clone()
+    keys[:] = keys[0, 0].clone()
+    view = replace(view, keys=keys)
+    query = torch.randn(1, 1, 1, keys.shape[2], generator=torch.Generator().manual_seed(3))
+
+    def attend(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        length = torch.tensor([keys.shape[1]])
+        return attention_with_lse(query, keys, values, length, view.scale, bias)[0]
+
+    expected = attend(view.keys, view.values, None)
+    for total in (7, 3):
+        selection = compress_layer(pipeline, view, total)
+        kept, merged = kept_of(selection, view, 0), selection.merged
+        assert merged.keys is not None
+        assert merged.values is not None
+        assert merged.bias is not None
+        view = replace(
+            view,
+            keys=merged.keys[:, kept],
+            values=merged.values[:, kept],
+            bias=merged.bias[:, kept],
+            lengths=torch.tensor([len(kept)]),
+        )
+        found = attend(view.keys, view.values, view.bias)
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["mean", "paper"])
+def test_other_value_modes_carry_no_bias(mode: str, tmp_path: Path) -> None:
+    pipeline = make_pipeline("kvmerger", SHAPE, tmp_path, value_mode=mode)
+    assert not pipeline.weighs_entries
+    view = make_view(SHAPE, pipeline.needs.window_size)
+    merged = compress_layer(pipeline, view, 7).merged
+    lossless = compress_layer(make_pipeline("kvmerger", SHAPE, tmp_path), view, 7).merged
+    assert merged.bias is None
+    assert merged.values is not None
+    assert lossless.values is not None
+    assert lossless.bias is not None
+    factor = lossless.bias.exp() if mode == "paper" else torch.ones_like(lossless.bias)
+    valid = torch.arange(view.keys.shape[1]) < view.lengths[:, None]
+    expected = lossless.values * factor[..., None]
+    assert torch.allclose(merged.values[valid], expected[valid], atol=1e-4)
+
+
+def test_nothing_is_similar_enough_at_a_threshold_of_one(tmp_path: Path) -> None:
+    """Then the lightest entries are evicted, and the others stay as they are."""
+    pipeline = make_pipeline("kvmerger", SHAPE, tmp_path, budget_mode="threshold", threshold=1.0)
+    view = make_view(SHAPE, pipeline.needs.window_size)
+    selection = compress_layer(pipeline, view, 7)
+    merged = selection.merged
+    assert merged.keys is not None
+    assert merged.bias is not None
+    for head in range(2):
+        kept = kept_of(selection, view, head)
+        assert torch.equal(merged.keys[head, kept], view.keys[head, kept])
+        assert not merged.bias[head, kept].any()
+
+
+def test_cosines_of_neighbours() -> None:
+    keys = torch.tensor([[[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [0.0, 0.0], [1.0, 1.0]]])
+    assert neighbour_cosines(keys)[0].tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0, 0.0])
+
+
+def test_single_entries_stay_to_the_bit(tmp_path: Path) -> None:
+    pipeline = make_pipeline("kvslimmer", SHAPE, tmp_path)
+    view = make_view(SHAPE, pipeline.needs.window_size, torch.bfloat16)
+    merged = compress_layer(pipeline, view, 14).merged
+    assert merged.keys is not None
+    assert merged.bias is not None
+    alone = merged.bias[0] == 0
+    alone &= torch.nn.functional.pad(merged.bias[0, 1:] == 0, (0, 1), value=True)
+    assert alone.any()
+    same = (merged.keys[0] == view.keys[0]).all(dim=1)
+    assert same[:3].all(), "sinks"
