@@ -80,8 +80,9 @@ def settings_of(name: str, model: str) -> dict[str, Any] | None:
         return {"policy": "none", "budget": 1.0}
     if name == "budget-1.0":
         return {"policy": "snapkv", "budget": 1.0}
+    name, _, budget = name.partition("@")
     policy, _, norm = name.partition(":")
-    settings: dict[str, Any] = {"policy": policy, "budget": 0.25}
+    settings: dict[str, Any] = {"policy": policy, "budget": int(budget) if budget else 0.25}
     if norm:
         settings["params"] = {"norm": norm}
     if policy in PROFILES:

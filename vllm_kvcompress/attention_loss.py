@@ -7,7 +7,6 @@ fp32, and what it gets is compared with what the engine gave it.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import torch
@@ -43,13 +42,11 @@ class AttentionLoss:
         pool: the pages of one cache group.
         softcap: of the attention logits; 0: none.
         num_queries: queries seen, in the first layer.
-        seconds: what measuring took, by the position after a step's last token.
     """
 
     pool: PagePool
     softcap: float = 0.0
     num_queries: int = 0
-    seconds: dict[int, float] = field(default_factory=dict)
     _originals: dict[tuple[int, int], _Originals] = field(default_factory=dict)
     _errors: list[Tensor] = field(default_factory=list)
     _masses: list[Tensor] = field(default_factory=list)
@@ -67,7 +64,6 @@ class AttentionLoss:
             values: [num_heads, n, head_size] beside the view's keys.
             to: what it keeps.
         """
-        started = time.perf_counter()
         size, num_heads = view.block_size, view.keys.shape[0]
         before, end = plan.first_block * size, plan.end_block * size
         rows = torch.arange(num_heads)[:, None]
@@ -87,7 +83,6 @@ class AttentionLoss:
         heads = torch.repeat_interleave(to.page_counts * size)
         kept[heads, positions[heads, to.kept_indices]] = True
         self._originals[layer, slot] = _Originals(keys, values, kept)
-        self._spend(plan.position, started)
 
     def observe(
         self,
@@ -110,35 +105,30 @@ class AttentionLoss:
             scale: of the logits.
         """
         for nth, (row, slot) in enumerate(zip(batch.rows.tolist(), batch.slots, strict=True)):
-            started = time.perf_counter()
             begin, end = int(starts[row]), int(starts[row + 1])
             begin = max(begin, end - MOST_QUERIES)
             mine = slice(nth * self.pool.num_heads, (nth + 1) * self.pool.num_heads)
             originals = self._originals[layer, int(slot)]
-            num_tokens = int(positions[row])
             cache = self._whole_cache(
-                originals, batch.page_table[layer, mine], batch.seq_lens[layer, mine], num_tokens
+                originals,
+                batch.page_table[layer, mine],
+                batch.seq_lens[layer, mine],
+                int(positions[row]),
             )
             exact, mass = self._attend(queries[begin:end].float() * scale, *cache)
             error = (outputs[begin:end].float() - exact).norm(dim=-1) / exact.norm(dim=-1)
             self._add(layer, error, mass)
-            self._spend(num_tokens, started)
 
-    def take(self) -> tuple[list[list[float]], list[list[float]]]:
-        """Mean relative error and retained mass since the last call, by layer and query head.
+    def means(self) -> tuple[list[list[float]], list[list[float]]]:
+        """Mean relative error and retained mass so far, by layer and query head.
 
         The error is |o - o_full| / |o_full|, the mass the share of the whole cache's attention
         weights that lies on tokens which were not evicted. Empty lists where no query was seen.
         """
-        count, self.num_queries = max(1, self.num_queries), 0
+        count = max(1, self.num_queries)
         errors = [(layer / count).tolist() for layer in self._errors]
         masses = [(layer / count).tolist() for layer in self._masses]
-        self._errors, self._masses, self.seconds = [], [], {}
         return errors, masses
-
-    def _spend(self, position: int, started: float) -> None:
-        spent = time.perf_counter() - started
-        self.seconds[position] = self.seconds.get(position, 0.0) + spent
 
     def _add(self, layer: int, error: Tensor, mass: Tensor) -> None:
         if layer == 0:

@@ -89,13 +89,16 @@ def test_attention_loses_what_evicted_tokens_would_have_given(finished: Path) ->
         if answer["setup"] == "full":
             assert errors == masses == []
             continue
+        if answer["item"] % 2:
+            assert errors == masses == [], "those are for the times"
+            continue
         assert [len(layer) for layer in errors] == [len(layer) for layer in masses] == [8] * 4
         for error, mass in zip(chain(*errors), chain(*masses), strict=True):
             assert 0 < mass <= 1.00001
             if mass > 0.9999:
                 exact += 1
                 assert error < 0.02, "bfloat16"
-    assert exact > 10
+    assert exact > 3
     for row in rows.values():
         if row["setup"] == "full":
             assert row["attention_mass"] is None

@@ -26,12 +26,14 @@ class Question:
         question: those that follow.
         max_tokens: of the reply.
         agnostic: compress the context before the question is read.
+        measured: also measure what attention loses; the times then include that.
     """
 
     context: list[int]
     question: list[int]
     max_tokens: int
     agnostic: bool
+    measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Reply:
         resident_bytes: the same of all layers and heads; 0 where nobody can tell.
         kept_tokens: by compressed layer and KV head, what the last event of the prompt kept of
             the full blocks; empty where nothing was compressed, or nobody can tell.
-        attention_error, attention_mass: by layer and query head, what `AttentionLoss.take` says of
-            the queries after the first event; empty likewise.
+        attention_error, attention_mass: by layer and query head, what `AttentionLoss` says of
+            the queries after the first event; empty likewise, and where it was not measured.
     """
 
     text: str
@@ -174,10 +176,7 @@ def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any])
         paths: dict[str, Any] = dict(plugin_class_paths())
         paths["logits_processors"] = [paths["logits_processors"]]
         arguments |= {**paths, "additional_config": {SETTINGS_KEY: settings}}
-    llm = LLM(model, **arguments)
-    if settings is not None:
-        llm.collective_rpc("watch")
-    return llm
+    return LLM(model, **arguments)
 
 
 def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
@@ -188,14 +187,12 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
     prompt = [*question.context, *question.question]
     extra = {CONTEXT_TOKENS: len(question.context)} if question.agnostic else None
     params = SamplingParams(temperature=0, max_tokens=question.max_tokens, extra_args=extra)
+    if compresses:
+        llm.collective_rpc("watch", args=(question.measured,))
     output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
     choice, times = output.outputs[0], output.metrics
     further = len(choice.token_ids) - 1
-    watched = llm.collective_rpc("take_watched")[0] if compresses else {}
-    watching = [
-        sum(spent for position, spent in watched.get("seconds", ()) if before(position))
-        for before in (len(prompt).__ge__, len(prompt).__lt__)
-    ]
+    watched = llm.collective_rpc("watched")[0] if compresses else {}
     resident, kept = float(len(prompt)), []
     for event in watched.get("events", ()):
         if event["position"] <= len(prompt):
@@ -206,10 +203,8 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
         text=choice.text,
         tokens=list(choice.token_ids),
         prompt_tokens=len(prompt),
-        first_token_seconds=times.first_token_latency - watching[0],
-        token_seconds=(times.last_token_ts - times.first_token_ts - watching[1]) / further
-        if further
-        else 0.0,
+        first_token_seconds=times.first_token_latency,
+        token_seconds=(times.last_token_ts - times.first_token_ts) / further if further else 0.0,
         resident_tokens=resident,
         resident_bytes=round(resident * cache_bytes_per_token(llm.llm_engine.vllm_config)),
         kept_tokens=kept,

@@ -98,7 +98,7 @@ def run(
                 continue
             with _engine(plan, setup, folder / LOG) as engine:
                 for mode, number in questions:
-                    answer = _answer(engine, plan.items[number], prompts[number], mode)
+                    answer = _answer(engine, plan, number, prompts[number], mode)
                     answer = {"setup": setup.name, "mode": mode, "item": number, **answer}
                     output.write(json.dumps(answer) + "\n")
                     output.flush()
@@ -125,10 +125,17 @@ def _prompts(plan: Plan) -> list[tuple[list[int], list[int]]]:
 
 
 def _answer(
-    engine: Engine | Server, item: Item, prompt: tuple[list[int], list[int]], mode: str
+    engine: Engine | Server,
+    plan: Plan,
+    number: int,
+    prompt: tuple[list[int], list[int]],
+    mode: str,
 ) -> dict[str, Any]:
-    context, question = prompt
-    reply = engine.ask(Question(context, question, item.max_tokens, mode == AGNOSTIC))
+    """The answer to an item; every other one measures attention, the others times."""
+    item, (context, question) = plan.items[number], prompt
+    reply = engine.ask(
+        Question(context, question, item.max_tokens, mode == AGNOSTIC, number % 2 == 0)
+    )
     return {
         "task": item.task,
         "length": item.length,

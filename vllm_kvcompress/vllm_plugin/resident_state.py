@@ -187,29 +187,26 @@ class WorkerState:
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    def watch(self) -> None:
-        """From now on remembers what events kept, and measures what attention loses by it."""
+    def watch(self, measures: bool) -> None:
+        """From now on remembers what events kept, and may measure what attention loses by it."""
         self._watched = []
         for group in self.groups.values():
-            group.runner.loss = AttentionLoss(group.tables.pool, group.softcap)
+            loss = AttentionLoss(group.tables.pool, group.softcap) if measures else None
+            group.runner.loss = loss
 
-    def take_watched(self) -> dict[str, Any]:
-        """What was seen since the last call, as plain numbers.
+    def watched(self) -> dict[str, Any]:
+        """What was seen since `watch`, as plain numbers.
 
         Returns:
             `events` (position, and tokens kept by layer and head); `errors` and `masses` by layer
-            and query head, as in `AttentionLoss.take`; `seconds` that measuring took, as pairs of
-            the position after a step and its time.
+            and query head, as in `AttentionLoss.means`, empty where nothing was measured.
         """
-        watched, self._watched = self._watched or [], []
         losses = [group.runner.loss for group in self.groups.values() if group.runner.loss]
-        seconds = [pair for loss in losses for pair in loss.seconds.items()]
-        taken = [loss.take() for loss in losses]
+        means = [loss.means() for loss in losses]
         return {
-            "events": watched,
-            "errors": [layer for errors, _ in taken for layer in errors],
-            "masses": [layer for _, masses in taken for layer in masses],
-            "seconds": seconds,
+            "events": self._watched or [],
+            "errors": [layer for errors, _ in means for layer in errors],
+            "masses": [layer for _, masses in means for layer in masses],
         }
 
     def group_of(self, layer_names: list[str]) -> int | None:

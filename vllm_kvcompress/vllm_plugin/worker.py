@@ -61,14 +61,14 @@ class CompressionCPUWorker(CPUWorker):
             self._attach_seconds(output)
         return output
 
-    def watch(self) -> None:
+    def watch(self, measures: bool) -> None:
         """Called through `collective_rpc`: see `WorkerState.watch`."""
         if self.state is not None:
-            self.state.watch()
+            self.state.watch(measures)
 
-    def take_watched(self) -> dict[str, Any]:
-        """Called through `collective_rpc`: see `WorkerState.take_watched`; empty when off."""
-        return {} if self.state is None else self.state.take_watched()
+    def watched(self) -> dict[str, Any]:
+        """Called through `collective_rpc`: see `WorkerState.watched`; empty when off."""
+        return {} if self.state is None else self.state.watched()
 
     def _attach_seconds(self, output) -> None:
         self.last_event_seconds = self.state.take_seconds()
