@@ -277,7 +277,12 @@ def keydiff_scores(keys: Tensor, lengths: Tensor, anchor: str) -> Tensor:
 
 
 def finite(keys: Tensor, valid: Tensor) -> Tensor:
-    """Keys with zeros for padding, which may hold anything."""
+    """Keys with zeros for padding, which may hold anything.
+
+    The same tensor where there is no padding and asking for it does not wait for a device.
+    """
+    if valid.device.type == "cpu" and bool(valid.all()):
+        return keys
     return keys.masked_fill(~valid[..., None], 0.0)
 
 

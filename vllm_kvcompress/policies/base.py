@@ -11,7 +11,7 @@ w = observed queries. Entries are in position order; a head's valid entries come
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -60,6 +60,23 @@ class LayerView:
     @property
     def num_tail(self) -> int:
         return int(self.tail_keys.shape[1])
+
+    def head(self, head: int) -> LayerView:
+        """The entries of one KV head, without queries and W_O."""
+        mine = slice(head, head + 1)
+        return replace(
+            self,
+            keys=self.keys[mine],
+            values=self.values[mine],
+            lengths=self.lengths[mine],
+            tail_keys=self.tail_keys[mine],
+            tail_values=self.tail_values[mine],
+            queries=self.queries[:, :0],
+            output_weight=None,
+            output_gram=None,
+            state=None if self.state is None else self.state[mine],
+            bias=None if self.bias is None else self.bias[mine],
+        )
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,15 @@ class Moments:
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
         """The new state; entries stay as they are."""
         evicted = valid_entries(view.lengths, view.keys.shape[1]) & ~kept
-        return Merged(state=add_to_moments(state_of(view), view.keys, view.values, evicted))
+        state = state_of(view)
+        # Head by head, so that temporaries stay in the cache.
+        parts = [
+            add_to_moments(
+                state[h : h + 1], view.keys[h : h + 1], view.values[h : h + 1], evicted[h : h + 1]
+            )
+            for h in range(len(state))
+        ]
+        return Merged(state=torch.cat(parts))
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,15 @@ class MomentResiduals:
     ) -> Tensor:
         """[H, n] bool with `kept[h]` set in row h."""
         valid = valid_entries(view.lengths, view.keys.shape[1])
-        residuals = moment_residuals(state_of(view), view.keys, view.values, view.scale)
+        state = state_of(view)
+        residuals = torch.cat(
+            [
+                moment_residuals(
+                    state[h : h + 1], view.keys[h : h + 1], view.values[h : h + 1], view.scale
+                )
+                for h in range(len(state))
+            ]
+        )
         weighted = chunk_means(scores * residuals, valid, self.chunk_size)
         first = weighted.masked_fill(protection.mask(view, kept), float("inf"))
         return top_entries(first, valid, kept)
