@@ -13,9 +13,10 @@ from vllm_kvcompress.pages import PagePool, find_packing, flat_pages, known_pack
 SIZES = [(16, 32), (32, 32), (32, 80), (128, 64), (4, 6)]
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.int64])
 @pytest.mark.parametrize(("block_size", "head_size"), SIZES)
-def test_packings_are_permutations(block_size: int, head_size: int) -> None:
-    rows = torch.arange(3 * block_size * head_size).view(3, block_size, head_size)
+def test_packings_are_permutations(block_size: int, head_size: int, dtype: torch.dtype) -> None:
+    rows = torch.arange(3 * block_size * head_size).view(3, block_size, head_size).to(dtype)
     for packing in known_packings(block_size, head_size):
         packed = packing.from_rows(rows)
         assert packed.shape == (3, block_size * head_size)

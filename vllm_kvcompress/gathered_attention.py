@@ -74,7 +74,10 @@ def gathered_attention(
     lengths = batch.seq_lens[layer, sequences].long()
     mine = queries[group.tokens].unflatten(2, (num_heads, -1))
     mine = mine.permute(0, 2, 3, 1, 4).flatten(0, 1)
-    keys, values = (read(pages).flatten(1, 2) for read in (pool.keys, pool.values))
+    keys, values = pool.keys(pages).flatten(1, 2), pool.values(pages).flatten(1, 2)
+    # Behind a head's entries a page may hold anything, such as numbers of another type.
+    padding = torch.arange(keys.shape[1]) >= lengths[:, None]
+    keys[padding] = values[padding] = 0
     slots = torch.from_numpy(batch.slots)[group.requests]
     bias = None
     if runner.pipeline.weighs_entries:

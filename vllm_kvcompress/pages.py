@@ -11,7 +11,7 @@ Inside a page, K comes before V, and kernels order the elements of either as sui
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -42,10 +42,20 @@ class Packing:
 
     def to_rows(self, packed: Tensor) -> Tensor:
         """[..., block_size * head_size] page elements -> [..., block_size, head_size] rows."""
+        if self._keeps_pairs and packed.element_size() == 2:
+            # Pairs of 16 bits that stay together are moved as one number of 32.
+            pairs = replace(self, shape=self.shape[:-1], dim_axes=self.dim_axes[:-1])
+            return pairs.to_rows(packed.view(torch.int32)).view(packed.dtype)
         lead = packed.shape[:-1]
         axes = [len(lead) + a for a in self.token_axes + self.dim_axes]
         rows = packed.unflatten(-1, self.shape).permute(*range(len(lead)), *axes)
         return rows.reshape(*lead, self.block_size, self.head_size)
+
+    @property
+    def _keeps_pairs(self) -> bool:
+        """Whether neighbours in a page, two by two, are neighbours in a row."""
+        last = len(self.shape) - 1
+        return self.dim_axes[-1] == last and len(self.dim_axes) > 1 and self.shape[last] == 2
 
     def take_rows(self, packed: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
         """[P, block_size * head_size] pages -> [N, head_size] rows, by page and token within it."""
@@ -143,13 +153,17 @@ class PagePool:
 
     def keys(self, page_ids: Tensor) -> Tensor:
         """[...] page ids -> [..., block_size, head_size] keys (a copy)."""
-        half = self.pages.shape[1] // 2
-        return self.key_packing.to_rows(self.pages[page_ids, :half])
+        return self.key_packing.to_rows(self._halves(2 * page_ids))
 
     def values(self, page_ids: Tensor) -> Tensor:
         """[...] page ids -> [..., block_size, head_size] values (a copy)."""
-        half = self.pages.shape[1] // 2
-        return self.value_packing.to_rows(self.pages[page_ids, half:])
+        return self.value_packing.to_rows(self._halves(2 * page_ids + 1))
+
+    def _halves(self, halves: Tensor) -> Tensor:
+        """[...] numbers of half pages, K before V -> [..., elements of a half] (a copy)."""
+        size = self.pages.shape[1] // 2
+        chosen = self.pages.view(-1, size).index_select(0, halves.flatten())
+        return chosen.view(*halves.shape, size)
 
     def take_values(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
         """[N] page ids and tokens within them -> [N, head_size] values (a copy)."""

@@ -20,7 +20,7 @@ def attention_with_lse(
 
     Args:
         queries: [S, G, m, D] of the last m entries of each sequence.
-        keys, values: [S, n, D], padded on the right with anything.
+        keys, values: [S, n, D], padded on the right with finite numbers.
         lengths: [S] valid entries, the m last included.
         scale: softmax scale.
         bias: [S, n] fp32 added to the logits of each entry; None: nothing.
@@ -30,8 +30,6 @@ def attention_with_lse(
     """
     num_sequences, group, num_queries, _ = queries.shape
     nth = torch.arange(keys.shape[1], device=keys.device)
-    values = values.masked_fill((nth >= lengths[:, None])[..., None], 0)
-    keys = keys.masked_fill((nth >= lengths[:, None])[..., None], 0)
     outputs = torch.empty_like(queries)
     lse = queries.new_empty((num_sequences, group, num_queries), dtype=torch.float32)
     tile = max(1, TILE_BYTES // (4 * num_sequences * keys.shape[1]))

@@ -39,7 +39,7 @@ PAIR_STAGES = {
     "merge": "a group's keys by their weights, values by how many tokens they stand for",
 }
 PAIR_PARAMETERS = (
-    Parameter("window_size", 256, "last queries whose attention is averaged", minimum=1),
+    Parameter("window_size", 128, "last queries whose attention is averaged", minimum=1),
     Parameter("num_sinks", 32, "first tokens kept", minimum=0),
 )
 
