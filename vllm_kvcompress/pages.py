@@ -45,7 +45,7 @@ class Packing:
         if self._keeps_pairs and packed.element_size() == 2:
             # Pairs of 16 bits that stay together are moved as one number of 32.
             pairs = replace(self, shape=self.shape[:-1], dim_axes=self.dim_axes[:-1])
-            return pairs.to_rows(packed.view(torch.int32)).view(packed.dtype)
+            return pairs.to_rows(packed.view(torch.int32)).contiguous().view(packed.dtype)
         lead = packed.shape[:-1]
         axes = [len(lead) + a for a in self.token_axes + self.dim_axes]
         rows = packed.unflatten(-1, self.shape).permute(*range(len(lead)), *axes)
