@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.ledger import (
@@ -57,6 +57,11 @@ def test_positions_match_a_plain_loop(rule: CompressionRule, prompt: int) -> Non
     assert [p for p in range(1, prompt + 101) if rule.is_position(prompt, p)] == expected
 
 
+@example(
+    rule=CompressionRule(BLOCK, fraction=0.05, chunk_tokens=BLOCK, min_tokens=100),
+    prompt=1,
+    generated=120,
+)
 @given(rule=rules, prompt=st.integers(1, 2000), generated=st.integers(0, 300))
 def test_a_request_never_holds_more_than_the_peak(
     rule: CompressionRule, prompt: int, generated: int
@@ -137,6 +142,12 @@ def test_a_budget_above_the_prompt_frees_nothing() -> None:
 def test_a_quarter_is_rounded_up_to_whole_blocks(blocks: int, kept: int) -> None:
     rule = CompressionRule(BLOCK, fraction=0.25)
     assert rule.target_blocks(blocks * BLOCK + 3, blocks * BLOCK + 3) == kept
+
+
+def test_what_is_carried_has_room() -> None:
+    rule = CompressionRule(block_size=32, fraction=0.25, least_blocks=5)
+    assert rule.target_blocks(32 * 8, 32 * 8) == 5
+    assert rule.target_blocks(32 * 40, 32 * 40) == 10
 
 
 def test_a_fraction_that_is_not_exact_in_binary_rounds_as_on_paper() -> None:

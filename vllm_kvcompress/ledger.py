@@ -122,8 +122,10 @@ class CompressionRule:
         peak = num_blocks + kept
         if self.chunk_tokens:
             stride = max(self.chunk_tokens, self.decode_tokens or 0)
-            # kept + chunk + fresh; one more chunk while a step's sources are not yet freed
-            bounded = 2 * kept + 2 * math.ceil(stride / self.block_size) + 2
+            # kept + chunk + fresh; one more chunk while a step's sources are not yet freed. Before
+            # the first event nothing is kept, but all tokens up to `min_tokens` are there.
+            before = max(kept, math.ceil(self.min_tokens / self.block_size))
+            bounded = before + kept + 2 * math.ceil(stride / self.block_size) + 2
             peak = min(peak, bounded)
         return peak
 

@@ -16,6 +16,7 @@ from vllm_kvcompress.kernels import (
     moment_residuals,
     moment_size,
 )
+from vllm_kvcompress.policies import resolve
 
 DIM, SCALE = 5, 0.4
 
@@ -162,3 +163,29 @@ def test_equal_evicted_values_are_estimated_exactly_and_weighed_too_little() -> 
     exact = attend(queries[0, 0, 0].tolist(), keys[0].tolist(), values[0].tolist())
     assert share == pytest.approx([share[0]] * DIM, abs=1e-6)
     assert 0 < share[0] <= exact[0] + 1e-6
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    heads=st.integers(1, 8),
+    head_size=st.sampled_from([32, 64, 128]),
+    policy=st.sampled_from(["momentkv", "kvmerger", "d2o", "snapkv"]),
+)
+def test_the_least_blocks_hold_the_state_and_a_page_per_head(
+    heads: int, head_size: int, policy: str
+) -> None:
+    pipeline = resolve(policy)
+    page_bytes = 2 * 32 * head_size * 2
+    least = pipeline.least_blocks(heads, head_size, 32, page_bytes)
+
+    def room(blocks: int) -> int:
+        pages = blocks * heads
+        return pages - pipeline.state_pages(pages, heads, head_size, 32, page_bytes)
+
+    assert room(least) >= heads
+    assert least == 1 or room(least - 1) < heads
+    if policy == "momentkv":
+        state = pipeline.state_pages(least * heads, heads, head_size, 32, page_bytes)
+        assert (state - 1) * page_bytes < 4 * heads * moment_size(head_size) <= state * page_bytes
+    if policy == "snapkv":
+        assert least == 1

@@ -71,6 +71,9 @@ def test_adakv_divides_what_pyramidkv_gives_to_each_layer() -> None:
         ("h2o", {}, Needs(window_size=256)),
         ("snapkv+criticalkv", {}, Needs(window_size=32, output_weight=True)),
         ("snapkv+criticalkv", {"norm": "l2"}, Needs(window_size=32, output_gram=True)),
+        ("h2o+cam", {"merge_window": 400}, Needs(window_size=400, values=True)),
+        ("momentkv", {}, Needs(window_size=32, values=True, plain_logits=True)),
+        ("tova+momentfix", {}, Needs(window_size=1, values=True, plain_logits=True)),
     ],
 )
 def test_needs(policy: str, params: dict[str, object], needs: Needs) -> None:
@@ -100,6 +103,16 @@ def test_needs(policy: str, params: dict[str, object], needs: Needs) -> None:
         ("streamingllm+criticalkv", "scores of streamingllm are no attention mass"),
         ("duoattention+criticalkv", "scores of duoattention are no attention mass"),
         ("tova+criticalkv", "tova keeps the same entries in all heads"),
+        ("momentkv+criticalkv", "momentkv already weighs attention with values"),
+        ("kvslimmer+criticalkv", "scores of kvslimmer are no attention mass"),
+        ("snapkv+obcache+criticalkv", "obcache and criticalkv both weigh attention with values"),
+        ("keydiff+obcache", "takes the place of the scores of snapkv or h2o, which keydiff is not"),
+        ("h2o+cam+momentfix", "cam and momentfix would both make something of the same evicted"),
+        ("kvmerger+momentfix", "kvmerger already makes something of the evicted tokens"),
+        ("d2o+cam", "d2o already makes something of the evicted tokens, which would be counted"),
+        ("kvslimmer+asymkv", "kvslimmer and asymkv each decide on their own what to keep"),
+        ("kvmerger+adakv", "kvmerger and adakv each decide on their own what to keep"),
+        ("snapkv+cam", "cam was made for policies whose kept tokens move on.*streamingllm, h2o"),
         ("snapkv+window", "already says which recent tokens it keeps; window goes with keydiff"),
     ],
 )

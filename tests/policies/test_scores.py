@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -19,7 +21,7 @@ from vllm_kvcompress.kernels import (
 )
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.geometry import KeyNorm
-from vllm_kvcompress.policies.window import LastQueryMass, WindowMass
+from vllm_kvcompress.policies.window import LastQueryMass, Perturbation, WindowMass
 
 shapes = st.builds(
     Shape,
@@ -242,3 +244,37 @@ def test_unwanted_value_norms_are_left_out() -> None:
 
 def all_of(view: LayerView) -> torch.Tensor:
     return torch.ones(view.values.shape[:2], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("variant", ["joint", "value", "key"])
+def test_tiles_do_not_change_the_perturbation(
+    monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    view = make_view(Shape((9, 5), tail=3), 9)
+
+    def scores() -> torch.Tensor:
+        return Perturbation(window_size=9, kernel_size=1, variant=variant).score(view)
+
+    whole = scores()
+    monkeypatch.setattr("vllm_kvcompress.kernels.perturbation_torch.TILE_BYTES", 1)
+    assert torch.allclose(scores(), whole, atol=1e-5)
+
+
+def test_values_of_zero_are_not_missed() -> None:
+    view = make_view(Shape((4, 4), tail=2), 5)
+    view = replace(
+        view,
+        values=torch.zeros_like(view.values),
+        tail_values=torch.zeros_like(view.tail_values),
+    )
+    for variant in ("joint", "value", "key"):
+        assert not Perturbation(window_size=5, kernel_size=1, variant=variant).score(view).any()
+
+
+def test_without_value_norms_the_perturbation_ranks_as_the_squared_weights() -> None:
+    """Values of one length: pruning a value changes the outputs by A^2, summed over queries."""
+    view = make_view(Shape((4,), group=1), 1)
+    values = view.values / view.values.norm(dim=2, keepdim=True)
+    scores = Perturbation(1, 1, variant="value").score(replace(view, values=values))
+    mass = WindowMass(1, 1).score(view)
+    assert torch.allclose(scores, mass.square(), atol=1e-6)
