@@ -195,6 +195,20 @@ def test_what_cannot_work_is_refused_before_any_engine(
     assert not (tmp_path / "out").exists()
 
 
+def test_longbench_s_files_are_asked(tmp_path: Path) -> None:
+    """A context that is too long for the model is cut in the middle, so that it fits."""
+    row = {"input": "Who?", "answers": ["City"], "all_classes": ["City", "State"], "length": 900}
+    row["context"] = "k1 v2 w3 . " * 225
+    (tmp_path / "trec.jsonl").write_text(json.dumps(row) + "\n")
+    arguments = ["eval", MODEL, "--tasks", "longbench/trec", "--longbench-data", str(tmp_path)]
+    arguments += ["--policies", "full", "--engine", "enforce_eager=true"]
+    arguments += ["--engine", "max_model_len=256", "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    rows, (answer,) = read(tmp_path / "out")
+    assert rows["full/query-aware"]["tasks"] == {"longbench/trec": 0.0}
+    assert answer["prompt_tokens"] == 256 - 64
+
+
 def test_a_model_that_is_not_there_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

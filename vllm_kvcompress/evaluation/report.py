@@ -12,7 +12,7 @@ from vllm_kvcompress.evaluation.summary import DEPTHS, percent
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
-       max-width: 60rem; margin: 0 auto; padding: 1rem; }
+       max-width: 66rem; margin: 0 auto; padding: 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
@@ -25,10 +25,11 @@ figure { margin: 0; }
 .panels { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); }
 .maps { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
 figcaption, p.caption { color: #555; }
+figcaption { font-size: .85rem; overflow-wrap: anywhere; }
 """
 _COLUMNS = (
-    *("setup", "mode", "kept", "resident", "score", "agreement", "attention mass"),
-    *("attention error", "first token", "per token"),
+    *("setup", "mode", "kept", "resident", "score", "agreement", "mass", "error"),
+    *("first token", "per token"),
 )
 
 
@@ -74,7 +75,12 @@ def _intro(rows: Sequence[dict[str, Any]]) -> str:
 def _table(rows: Sequence[dict[str, Any]]) -> str:
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
     body = "".join(f"<tr>{''.join(_cells(row))}</tr>" for row in rows)
-    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    caption = (
+        "Agreement: share of greedy tokens equal to the full cache's. Mass: share of the attention "
+        "weights on tokens that were not evicted. Error: relative, of attention outputs."
+    )
+    table = f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    return f'{table}<p class="caption">{caption}</p>'
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -106,7 +112,7 @@ def _quality(rows: Sequence[dict[str, Any]]) -> str:
                 if row["setup"].split("@")[0] == policy
             )
             if line:
-                marker = "osD^vPX*<>"[number % 10]
+                marker = "osD^vPX"[number % 7]  # colours repeat after 10: no pair does before 70
                 axis.plot(*zip(*line, strict=True), marker=marker, markersize=5, label=policy)
         if full is not None:
             axis.axhline(100 * full["score"], color="black", linestyle="--", linewidth=1)
