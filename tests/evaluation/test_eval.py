@@ -206,7 +206,7 @@ def test_longbench_s_files_are_asked(tmp_path: Path) -> None:
     assert main(arguments) == 0
     rows, (answer,) = read(tmp_path / "out")
     assert rows["full/query-aware"]["tasks"] == {"longbench/trec": 0.0}
-    assert answer["prompt_tokens"] == 256 - 64
+    assert 256 - 64 - 1 <= answer["prompt_tokens"] <= 256 - 64
 
 
 def test_a_model_that_is_not_there_is_refused(
