@@ -15,6 +15,7 @@ from vllm_kvcompress.ledger import EventPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.policies.rounding import spread
 from vllm_kvcompress.query_windows import QueryWindows
 
@@ -26,10 +27,12 @@ class LayerWeights:
     Attributes:
         output_weight: [num_heads, head_size, group, hidden] o_proj by KV head and its group.
         output_gram: [num_query_heads, head_size, head_size] fp32 W W^T by query head.
+        rotary: how keys are rotated.
     """
 
     output_weight: Tensor | None = None
     output_gram: Tensor | None = None
+    rotary: Rotary | None = None
 
 
 @dataclass
@@ -193,6 +196,8 @@ class EventRunner:
             output_gram=weights.output_gram,
             state=self._state(event, layer),
             bias=self._bias(event, layer, keys.shape[1]),
+            positions=self._positions(event, layer, keys.shape[1]),
+            rotary=weights.rotary,
         )
 
     def carried(self, pages: Tensor) -> Tensor:
@@ -202,16 +207,20 @@ class EventRunner:
         return numbers.unflatten(-1, (num_heads, size))
 
     def entry_bias(self, layer: int, slots: Tensor, width: int) -> Tensor:
-        """[R, num_heads, width] fp32 bias of the kept entries of requests, 0 behind them.
+        """[R, num_heads, width] fp32 bias of the kept entries of requests, 0 behind them."""
+        return self._carried_entries(layer, slots, width, which=0)
 
-        In a layer's state pages the biases follow the numbers per head, head after head.
+    def _carried_entries(self, layer: int, slots: Tensor, width: int, which: int) -> Tensor:
+        """[R, num_heads, width] fp32 numbers of the kept entries of requests, 0 behind them.
+
+        In a layer's state pages those of the entries follow the numbers per head: first all
+        biases, head after head, then all positions.
         """
         pool = self.pool
-        numbers = pool.floats(self.tables.state[layer, slots])[
-            :, pool.num_heads * self._state_size :
-        ]
+        numbers = pool.floats(self.tables.state[layer, slots])
         counts = self.tables.counts[layer, slots].long() * pool.block_size
-        first = counts.cumsum(dim=1) - counts
+        first = counts.cumsum(dim=1) - counts + pool.num_heads * self._state_size
+        first = first + which * counts.sum(dim=1, keepdim=True)
         nth = torch.arange(width, device=numbers.device)
         places = (first[..., None] + nth).clamp_max(numbers.shape[1] - 1)
         found = numbers.gather(1, places.flatten(1)).view(places.shape)
@@ -234,17 +243,32 @@ class EventRunner:
             return None
         return self.entry_bias(layer, torch.tensor([event.slot]), width)[0]
 
+    def _positions(self, event: Event, layer: int, width: int) -> Tensor | None:
+        """[num_heads, width] int64 positions of the entries that an event reads."""
+        if not self.pipeline.needs.positions:
+            return None
+        nth = torch.arange(width)
+        if not event.plan.resident_blocks:
+            return nth.expand(self.pool.num_heads, -1)
+        slots = torch.tensor([event.slot])
+        which = int(self.pipeline.weighs_entries)
+        kept = self._carried_entries(layer, slots, width, which)[0].long()
+        counts = self.tables.counts[layer, event.slot].long()[:, None] * self.pool.block_size
+        tail = event.plan.first_block * self.pool.block_size + nth - counts
+        return torch.where(nth < counts, kept, tail)
+
     def _write_state(self, event: Event, layer: int, selection: Selection) -> None:
         """Writes what the policy carries behind the layer's entries."""
         merged, pool = selection.merged, self.pool
         start = event.layer_starts[layer] + event.layer_pages[layer]
         pages = event.fresh_pages[start : start + event.state_pages]
         numbers = [] if merged.state is None else [merged.state.flatten()]
-        if merged.bias is not None:
-            total = event.layer_pages[layer]
-            heads = torch.repeat_interleave(selection.page_counts, output_size=total)
-            heads = heads.repeat_interleave(pool.block_size)
-            numbers.append(merged.bias[heads, selection.kept_indices])
+        total = event.layer_pages[layer]
+        heads = torch.repeat_interleave(selection.page_counts, output_size=total)
+        heads = heads.repeat_interleave(pool.block_size)
+        for entries in (merged.bias, merged.positions):
+            if entries is not None:
+                numbers.append(entries[heads, selection.kept_indices].float())
         pool.write_floats(pages, torch.cat(numbers).float())
         self.tables.replace_state(layer, event.slot, pages)
 

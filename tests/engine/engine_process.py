@@ -120,9 +120,20 @@ def record_kept(report: dict[str, Any]) -> None:
                 "num_queries": view.queries.shape[0],
                 "source": view.lengths.tolist(),
                 "state": None if state is None else state[:, 0].tolist(),
+                "unrotated": unrotated(view, selection),
             }
         )
         return selection
+
+    def unrotated(view: Any, selection: Any) -> list[list[float]] | None:
+        """The keys that are kept, as they would be at position 0; where positions are carried."""
+        merged = selection.merged
+        if merged.positions is None:
+            return None
+        heads = (selection.page_counts * view.block_size).tolist()
+        head = [h for h, count in enumerate(heads) for _ in range(count)]
+        keys = merged.keys[head, selection.kept_indices].float()
+        return view.rotary.turn(keys, -merged.positions[head, selection.kept_indices]).tolist()
 
     events.compress_layer = recording
 

@@ -147,6 +147,31 @@ def test_equal_keys_leave_no_trace(
             assert expected.get(token, logprob) == pytest.approx(logprob, abs=1e-3)
 
 
+def test_unrotated_merging_knows_every_position(model_directory: Path, run_engine: Run) -> None:
+    """A model whose keys differ by their rotation alone: turned back, merged ones are that key."""
+    directory = model_directory / "one-key"
+    directory.mkdir()
+    path = tiny_models.build("qwen2", directory)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    biases = []
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data.zero_()
+        layer.self_attn.k_proj.bias.data.normal_()
+        biases.append(layer.self_attn.k_proj.bias.data.view(HEADS, HEAD_SIZE))
+    model.save_pretrained(path)
+    report = run_engine(
+        str(path),
+        [[request("a", prompt(700, seed=1), 80)]],
+        settings={"policy": "asymkv", "budget": 0.25, "trigger": "chunk:256,decode:32"},
+        record_kept=True,
+    )
+    assert len(report["kept"]) >= 4 * LAYERS
+    for record in report["kept"]:
+        head = torch.arange(HEADS).repeat_interleave(torch.tensor(record["counts"]) * BLOCK)
+        expected = biases[record["layer"]][head]
+        assert torch.allclose(torch.tensor(record["unrotated"]), expected, atol=2e-3)
+
+
 def test_a_budget_without_room_for_the_state_is_refused(llama: str, run_engine: Run) -> None:
     with pytest.raises(pytest.fail.Exception, match="counts in the budget, which 32 tokens"):
         run_engine(

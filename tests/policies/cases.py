@@ -11,6 +11,7 @@ import torch
 
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.rotary import Rotary
 
 HEAD_SIZE = 8
 HIDDEN_SIZE = 24
@@ -105,6 +106,8 @@ def make_view(shape: Shape, num_queries: int, dtype: torch.dtype = torch.float32
         block_size=shape.block_size,
         output_weight=weight.to(dtype),
         output_gram=by_query_head @ by_query_head.mT,
+        positions=torch.arange(width).expand(num_heads, -1),
+        rotary=Rotary(torch.tensor([1.0, 0.3, 0.05])),
     )
 
 

@@ -21,7 +21,9 @@ def on(device: str, view: LayerView) -> LayerView:
         for field in fields(view)
         if isinstance(value := getattr(view, field.name), torch.Tensor)
     }
-    return replace(view, **moved)
+    assert view.rotary is not None
+    rotary = replace(view.rotary, frequencies=view.rotary.frequencies.to(device))
+    return replace(view, **moved, rotary=rotary)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -17,6 +17,7 @@ from vllm_kvcompress.kernels import attention_with_lse
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.key_weights import AsymProxy, Gaussian, Slimmer
 from vllm_kvcompress.policies.links import GroupSums, neighbour_cosines, tokens_of
+from vllm_kvcompress.policies.rotary import Rotary
 
 POLICIES = ["kvmerger", "asymkv", "kvslimmer"]
 SHAPE = Shape((9, 6), tail=3)
@@ -179,7 +180,7 @@ def test_equal_keys_merge_without_a_trace(policy: str, tmp_path: Path) -> None:
     """Attention over what is left equals attention to everything, twice in a row."""
     shape = Shape((12,), group=1)
     room = {"max_set": 64} if policy == "kvmerger" else {}
-    pipeline = make_pipeline(policy, shape, tmp_path, **room)
+    pipeline = make_pipeline(policy, shape, tmp_path, merge_space="rotated", **room)
     view = make_view(shape, pipeline.needs.window_size)
     keys = view.keys.clone()
     keys[:] = keys[0, 0].clone()
@@ -202,6 +203,7 @@ def test_equal_keys_merge_without_a_trace(policy: str, tmp_path: Path) -> None:
             keys=merged.keys[:, kept],
             values=merged.values[:, kept],
             bias=merged.bias[:, kept],
+            positions=view.positions[:, : len(kept)],  # type: ignore[index]
             lengths=torch.tensor([len(kept)]),
         )
         found = attend(view.keys, view.values, view.bias)
@@ -255,3 +257,59 @@ def test_single_entries_stay_to_the_bit(tmp_path: Path) -> None:
     assert alone.any()
     same = (merged.keys[0] == view.keys[0]).all(dim=1)
     assert same[:3].all(), "sinks"
+
+
+@pytest.mark.parametrize("halves", [True, False])
+def test_keys_turn_as_by_hand(halves: bool) -> None:
+    """Pairs of dims turn by frequency times steps; the other dims stay."""
+    frequencies = [1.0, 0.3, 0.05]
+    rotary = Rotary(torch.tensor(frequencies), halves)
+    keys = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
+    steps = torch.tensor([[0, 1, -3, 700], [5, 0, 2, 9]])
+    found = rotary.turn(keys, steps)
+    for head in range(2):
+        for j in range(4):
+            expected = keys[head, j].tolist()
+            for pair, frequency in enumerate(frequencies):
+                a, b = (pair, pair + 3) if halves else (2 * pair, 2 * pair + 1)
+                angle = frequency * int(steps[head, j])
+                x, y = float(keys[head, j, a]), float(keys[head, j, b])
+                expected[a] = x * math.cos(angle) - y * math.sin(angle)
+                expected[b] = y * math.cos(angle) + x * math.sin(angle)
+            assert found[head, j].tolist() == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_key_at_many_positions_is_that_key_at_the_last(policy: str, tmp_path: Path) -> None:
+    """Unrotated, twice in a row: groups of a key that is the same but for its position."""
+    shape = Shape((12,), group=1)
+    room = {"max_set": 64} if policy == "kvmerger" else {}
+    pipeline = make_pipeline(policy, shape, tmp_path, merge_space="unrotated", **room)
+    view = make_view(shape, pipeline.needs.window_size)
+    assert view.positions is not None
+    assert view.rotary is not None
+    origin = view.keys[:, :1].expand(-1, 48, -1)
+    view = replace(view, keys=view.rotary.turn(origin, view.positions))
+    for total in (7, 3):
+        selection = compress_layer(pipeline, view, total)
+        kept, merged = kept_of(selection, view, 0), selection.merged
+        assert merged.keys is not None
+        assert merged.values is not None
+        assert merged.bias is not None
+        assert merged.positions is not None
+        positions = merged.positions[:, kept]
+        assert positions[0, -1] == 47
+        assert (positions[0].diff() > 0).all()
+        # Each group ends where the next one begins.
+        first = torch.cat((torch.zeros(1), positions[0, :-1].float() + 1))
+        assert torch.allclose(merged.bias[0, kept].exp(), positions[0] - first + 1, atol=1e-3)
+        expected = view.rotary.turn(origin[:, : len(kept)], positions)
+        assert torch.allclose(merged.keys[:, kept], expected, atol=1e-4)
+        view = replace(
+            view,
+            keys=merged.keys[:, kept],
+            values=merged.values[:, kept],
+            bias=merged.bias[:, kept],
+            positions=positions,
+            lengths=torch.tensor([len(kept)]),
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,17 +160,14 @@ def test_permuting_heads_permutes_what_they_keep(policy: str, tmp_path: Path) ->
     queries = view.queries.unflatten(1, (2, 2))[:, order].flatten(1, 2)
     assert view.output_weight is not None
     assert view.output_gram is not None
-    swapped = LayerView(
+    swapped = replace(
+        view,
         keys=view.keys[order],
         values=view.values[order],
         lengths=view.lengths[order],
         tail_keys=view.tail_keys[order],
         tail_values=view.tail_values[order],
         queries=queries,
-        scale=view.scale,
-        layer=view.layer,
-        num_layers=view.num_layers,
-        block_size=view.block_size,
         output_weight=view.output_weight[order],
         output_gram=view.output_gram.unflatten(0, (2, 2))[order].flatten(0, 1),
     )

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from vllm_kvcompress.policies.rotary import Rotary
+
 
 @dataclass(frozen=True)
 class LayerView:
@@ -40,6 +42,8 @@ class LayerView:
             event, or nothing is carried).
         bias: [H, n] fp32, added to the attention logits of each entry: the logarithm of how many
             tokens it stands for (None: one each). The tail's entries stand for one each.
+        positions: [H, n] int64 logical position that each key is rotated to (None unless needed).
+        rotary: how keys are rotated (None unless needed).
     """
 
     keys: Tensor
@@ -56,6 +60,8 @@ class LayerView:
     output_gram: Tensor | None = None
     state: Tensor | None = None
     bias: Tensor | None = None
+    positions: Tensor | None = None
+    rotary: Rotary | None = None
 
     @property
     def num_tail(self) -> int:
@@ -76,6 +82,7 @@ class LayerView:
             output_gram=None,
             state=None if self.state is None else self.state[mine],
             bias=None if self.bias is None else self.bias[mine],
+            positions=None if self.positions is None else self.positions[mine],
         )
 
 
@@ -89,6 +96,7 @@ class Needs:
         output_gram: the Gram matrix of the o_proj weight, per query head.
         values: the values; implied by the two above.
         plain_logits: attention logits without soft-capping, which the formulas leave out.
+        positions: the position of every key, and how keys are rotated.
     """
 
     window_size: int = 0
@@ -96,6 +104,7 @@ class Needs:
     output_gram: bool = False
     values: bool = False
     plain_logits: bool = False
+    positions: bool = False
 
     def joined(self, other: Needs) -> Needs:
         """What either of two parts needs."""
@@ -105,6 +114,7 @@ class Needs:
             output_gram=self.output_gram or other.output_gram,
             values=self.values or other.values,
             plain_logits=self.plain_logits or other.plain_logits,
+            positions=self.positions or other.positions,
         )
 
     @property
@@ -138,12 +148,15 @@ class Merged:
         state: [H, s] fp32, carried to the next event in the request's own blocks.
         bias: [H, n] fp32 instead of the view's, likewise carried; only from mergers that
             weigh entries.
+        positions: [H, n] int64 instead of the view's, likewise carried; only from mergers that
+            need positions.
     """
 
     keys: Tensor | None = None
     values: Tensor | None = None
     state: Tensor | None = None
     bias: Tensor | None = None
+    positions: Tensor | None = None
 
 
 class Merger(Protocol):

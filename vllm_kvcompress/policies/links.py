@@ -170,6 +170,12 @@ class GroupSums:
         """[H, n] every entry gets its group's value."""
         return values.gather(1, self.place)
 
+    def last(self, positions: Tensor) -> Tensor:
+        """[H, n] int64 for every entry the highest position of its group."""
+        clean = positions.masked_fill(~self.valid, -1)
+        top = torch.zeros_like(clean).scatter_reduce(1, self.place, clean, "amax")
+        return self.spread(top)
+
     def highest(self, values: Tensor) -> Tensor:
         """[H, n] int64 for every entry the place of its group's highest value, the first one."""
         clean = values.masked_fill(~self.valid, float("-inf"))
@@ -194,23 +200,28 @@ class KeyWeights(Protocol):
 class GroupMerger:
     """Merges groups: weighted keys, values by how many tokens they stand for.
 
-    Keys are merged as they are cached, rotated.
-
     Attributes:
         links: what joins; the selector's.
         weights: of keys.
         value_mode: lossless (mean of values, and the logarithm of the tokens as bias), mean (no
             bias), or paper (KVMerger's: the mean times the entries of the group, no bias).
         values_like_keys: values get the keys' weights (KVMerger).
+        merge_space: rotated (keys as they are cached) or unrotated (as they would be at the
+            position of the group's last entry, where the merged one then is).
     """
 
     corrects: ClassVar[bool] = False
-    needs: ClassVar[Needs] = Needs(values=True, plain_logits=True)
 
     links: Links
     weights: KeyWeights
     value_mode: str = "lossless"
     values_like_keys: bool = False
+    merge_space: str = "rotated"
+
+    @property
+    def needs(self) -> Needs:
+        """Values, and for unrotated keys their positions."""
+        return Needs(values=True, plain_logits=True, positions=self.merge_space == "unrotated")
 
     @property
     def weighs_entries(self) -> bool:
@@ -228,33 +239,38 @@ class GroupMerger:
         heads = [
             self._merge(view.head(h), scores[h : h + 1], link[h : h + 1]) for h in range(len(link))
         ]
-        keys, values, bias = (torch.cat(parts) for parts in zip(*heads, strict=True))
-        return Merged(keys, values, bias=bias if self.weighs_entries else None)
+        keys, values, bias, positions = (torch.cat(parts) for parts in zip(*heads, strict=True))
+        return Merged(
+            keys,
+            values,
+            bias=bias if self.weighs_entries else None,
+            positions=positions if self.needs.positions else None,
+        )
 
     def _merge(self, view: LayerView, scores: Tensor, link: Tensor) -> tuple[Tensor, ...]:
-        """Keys, values and bias of one head."""
+        """Keys, values, bias and positions of one head."""
         groups = GroupSums.of(view, link)
         tokens = tokens_of(view).masked_fill(~groups.valid, 0)
         weight = self.weights.weigh(view, scores, groups, tokens)
         alone = groups.sum(torch.ones_like(tokens))
         # An entry by itself stays as it is, to the bit.
         single = (alone == 1)[..., None]
-        keys = _mean(groups, weight, view.keys, single)
+        keys, positions = view.keys, torch.zeros_like(groups.place)
+        if self.merge_space == "unrotated":
+            assert view.positions is not None
+            assert view.rotary is not None
+            positions = groups.last(view.positions)
+            keys = view.rotary.turn(finite(keys, groups.valid).float(), positions - view.positions)
+        keys = torch.where(single, view.keys, _mean(groups, weight, keys).to(view.keys.dtype))
         own = weight if self.values_like_keys else tokens
-        factor = alone if self.value_mode == "paper" else None
-        values = _mean(groups, own, view.values, single, factor)
-        return keys, values, groups.sum(tokens).clamp_min(1).log()
+        values = _mean(groups, own, view.values)
+        if self.value_mode == "paper":
+            values = values * alone[..., None]
+        values = torch.where(single, view.values, values.to(view.values.dtype))
+        return keys, values, groups.sum(tokens).clamp_min(1).log(), positions
 
 
-def _mean(
-    groups: GroupSums,
-    weight: Tensor,
-    entries: Tensor,
-    single: Tensor,
-    factor: Tensor | None = None,
-) -> Tensor:
+def _mean(groups: GroupSums, weight: Tensor, entries: Tensor) -> Tensor:
+    """[H, n, D] fp32 weighted mean of each group, at the place of its first entry."""
     sums = groups.sum(weight[..., None] * finite(entries, groups.valid).float())
-    mean = sums / groups.sum(weight).clamp_min(1e-30)[..., None]
-    if factor is not None:
-        mean = mean * factor[..., None]
-    return torch.where(single, entries, mean.to(entries.dtype))
+    return sums / groups.sum(weight).clamp_min(1e-30)[..., None]

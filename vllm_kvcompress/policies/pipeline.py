@@ -74,8 +74,8 @@ class Pipeline:
         if self.merger is None:
             return 0
         numbers = self.merger.state_size(head_size) * num_heads
-        if self.merger.weighs_entries:
-            numbers += num_pages * block_size
+        per_entry = self.merger.weighs_entries + self.needs.positions
+        numbers += per_entry * num_pages * block_size
         return math.ceil(4 * numbers / page_bytes)
 
     def least_blocks(self, num_heads: int, head_size: int, block_size: int, page_bytes: int) -> int:

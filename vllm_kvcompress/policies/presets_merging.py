@@ -31,6 +31,9 @@ MOMENTKV_PAPER = (
     "arXiv 2606.01563"
 )
 EVICTING = tuple(POLICIES)
+MERGE_SPACE = (
+    "keys as they are cached (rotated), or turned to the position of the group's last (unrotated)"
+)
 PAIR_STAGES = {
     "score": "mean attention of the last window_size queries",
     "protect": "the first num_sinks tokens",
@@ -41,6 +44,7 @@ PAIR_STAGES = {
 PAIR_PARAMETERS = (
     Parameter("window_size", 128, "last queries whose attention is averaged", minimum=1),
     Parameter("num_sinks", 32, "first tokens kept", minimum=0),
+    Parameter("merge_space", "unrotated", MERGE_SPACE, choices=("rotated", "unrotated")),
 )
 
 
@@ -80,7 +84,13 @@ def _kvmerger(values: Values, profile: HeadProfile | None) -> Pipeline:
         Uniform(),
         Groups(links),
         Protection(recent_fraction=values["recent_fraction"]),
-        merger=GroupMerger(links, Gaussian(), values["value_mode"], values_like_keys=True),
+        merger=GroupMerger(
+            links,
+            Gaussian(),
+            values["value_mode"],
+            values_like_keys=True,
+            merge_space=values["merge_space"],
+        ),
     )
 
 
@@ -92,7 +102,7 @@ def _pairs(values: Values, weights: KeyWeights) -> Pipeline:
         Uniform(),
         Groups(links),
         Protection(num_sinks=values["num_sinks"]),
-        merger=GroupMerger(links, weights),
+        merger=GroupMerger(links, weights, merge_space=values["merge_space"]),
     )
 
 
@@ -192,6 +202,7 @@ add_policy(
                 "mean times their number (paper)",
                 choices=("lossless", "mean", "paper"),
             ),
+            Parameter("merge_space", "rotated", MERGE_SPACE, choices=("rotated", "unrotated")),
         ),
     ),
 )

@@ -15,6 +15,8 @@ from vllm_kvcompress.ledger import StepPlan
 if TYPE_CHECKING:
     import torch
 
+    from vllm_kvcompress.policies.rotary import Rotary
+
 SUPPORTED_VLLM = "0.32"
 # What an engine imports; loading it once serves several engines that are forked from there.
 ENGINE_MODULES = (
@@ -165,6 +167,36 @@ def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     """vLLM's attention modules, by name."""
     context = vllm_config.compilation_config.static_forward_context
     return [context[name] for name in layer_names]
+
+
+# Rotary embeddings whose frequencies are the same whatever the length, and for one axis.
+_PLAIN_ROTARY = (
+    *("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding"),
+    *("NTKScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding"),
+)
+
+
+def rotary_embedding(model: Any, layer_name: str) -> Rotary:
+    """How an attention layer's keys are rotated.
+
+    Raises:
+        UnsupportedError: there is no rotary embedding beside it, or its frequencies depend on the
+            length or on several axes.
+    """
+    import torch
+
+    from vllm_kvcompress.policies.rotary import Rotary
+
+    parent_name = layer_name.rpartition(".")[0]
+    rotary = getattr(model.get_submodule(parent_name), "rotary_emb", None)
+    if type(rotary).__name__ not in _PLAIN_ROTARY:
+        raise UnsupportedError(
+            f"merging unrotated keys needs a rotary embedding beside {layer_name} whose "
+            f"frequencies do not depend on the length, found {type(rotary).__name__}; "
+            "add --kv-param merge_space=rotated."
+        )
+    cos, sin = rotary._compute_cos_sin_cache()[1].float().chunk(2)
+    return Rotary(torch.atan2(sin, cos), halves=rotary.is_neox_style)
 
 
 def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Tensor:

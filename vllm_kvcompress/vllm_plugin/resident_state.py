@@ -251,8 +251,11 @@ class WorkerState:
 
     def _weights(self, layer) -> LayerWeights:
         needs = self.pipeline.needs
+        rotary = None
+        if needs.positions:
+            rotary = compat.rotary_embedding(self._model_runner.model, layer.layer_name)
         if not needs.output_weight and not needs.output_gram:
-            return LayerWeights()
+            return LayerWeights(rotary=rotary)
         impl = layer.impl
         flat = compat.output_projection(
             self._model_runner.model, layer.layer_name, impl.num_heads * impl.head_size
