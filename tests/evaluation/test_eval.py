@@ -80,6 +80,18 @@ def test_a_quarter_of_the_blocks_is_resident(finished: Path) -> None:
     assert len({round(tokens) for layer in heads for tokens in layer}) > 1, "adakv is not uniform"
 
 
+def test_what_a_policy_carries_is_resident(tmp_path: Path) -> None:
+    """MomentKV's moments take pages of the same blocks that eviction alone would leave."""
+    arguments = ["eval", MODEL, "--tasks", TASKS[0], "--lengths", str(LENGTH), "--samples", "1"]
+    arguments += ["--policies", "momentkv", "--budgets", "0.25", "--mode", "aware", *ENGINE]
+    assert main([*arguments, "--out", str(tmp_path)]) == 0
+    answer = next(a for a in read(tmp_path)[1] if a["setup"] != "full")
+    full_blocks, tail = divmod(answer["prompt_tokens"], BLOCK)
+    assert answer["resident_tokens"] == -(-full_blocks // 4) * BLOCK + tail
+    kept = [tokens for layer in answer["kept_tokens"] for tokens in layer]
+    assert sum(kept) / len(kept) + tail < answer["resident_tokens"]
+
+
 def test_attention_loses_what_evicted_tokens_would_have_given(finished: Path) -> None:
     """By layer and query head; where all weight is on resident tokens, the engine is exact."""
     rows, answers = read(finished)

@@ -46,7 +46,8 @@ class Reply:
         prompt_tokens: of the whole prompt.
         first_token_seconds: until the first token of the reply.
         token_seconds: per further token, in the mean; 0 for a reply of one token.
-        resident_tokens: per head, in the mean, what the prompt holds once it has been read.
+        resident_tokens: per head, in the mean, what the prompt holds once it has been read; what a
+            policy carries counts, by the pages that it takes.
         resident_bytes: the same of all layers and heads; 0 where nobody can tell.
         kept_tokens: by compressed layer and KV head, what the last event of the prompt kept of
             the full blocks; empty where nothing was compressed, or nobody can tell.
@@ -198,6 +199,7 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
         if event["position"] <= len(prompt):
             kept = event["kept_tokens"]
             mean = fmean(tokens for layer in kept for tokens in layer)
+            mean += event["carried_tokens"]
             resident = mean + len(prompt) - event["compressed_tokens"]
     return Reply(
         text=choice.text,

@@ -276,6 +276,8 @@ def _described(event: Event, block_size: int) -> dict[str, Any]:
         "position": event.plan.position,
         "compressed_tokens": event.plan.end_block * block_size,
         "kept_tokens": [(counts * block_size).tolist() for counts in event.page_counts],
+        # What the policy carries, as tokens per head.
+        "carried_tokens": event.state_pages * block_size / len(event.page_counts[0]),
     }
 
 
