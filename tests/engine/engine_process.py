@@ -121,9 +121,18 @@ def record_kept(report: dict[str, Any]) -> None:
                 "source": view.lengths.tolist(),
                 "state": None if state is None else state[:, 0].tolist(),
                 "unrotated": unrotated(view, selection),
+                "tokens": tokens(view, selection),
             }
         )
         return selection
+
+    def tokens(view: Any, selection: Any) -> list[list[float]] | None:
+        """By head, how many tokens each kept entry stands for; where that is carried."""
+        if selection.merged.bias is None:
+            return None
+        counts = (selection.page_counts * view.block_size).tolist()
+        parts = selection.kept_indices.split(counts)
+        return [selection.merged.bias[h, part].exp().tolist() for h, part in enumerate(parts)]
 
     def unrotated(view: Any, selection: Any) -> list[list[float]] | None:
         """The keys that are kept, as they would be at position 0; where positions are carried."""

@@ -148,7 +148,10 @@ def test_equal_keys_leave_no_trace(
 
 
 def test_unrotated_merging_knows_every_position(model_directory: Path, run_engine: Run) -> None:
-    """A model whose keys differ by their rotation alone: turned back, merged ones are that key."""
+    """A model whose keys differ by their rotation alone: turned back, merged ones are that key.
+
+    Every head's entries together stand for all tokens of the full blocks so far.
+    """
     directory = model_directory / "one-key"
     directory.mkdir()
     path = tiny_models.build("qwen2", directory)
@@ -170,6 +173,11 @@ def test_unrotated_merging_knows_every_position(model_directory: Path, run_engin
         head = torch.arange(HEADS).repeat_interleave(torch.tensor(record["counts"]) * BLOCK)
         expected = biases[record["layer"]][head]
         assert torch.allclose(torch.tensor(record["unrotated"]), expected, atol=2e-3)
+    positions = [256, 512, 700, 732, 764]
+    for nth, position in enumerate(positions):
+        for record in report["kept"][nth * LAYERS : (nth + 1) * LAYERS]:
+            for tokens in record["tokens"]:
+                assert sum(tokens) == pytest.approx(position // BLOCK * BLOCK, abs=0.1)
 
 
 def test_a_budget_without_room_for_the_state_is_refused(llama: str, run_engine: Run) -> None:
@@ -178,4 +186,24 @@ def test_a_budget_without_room_for_the_state_is_refused(llama: str, run_engine: 
             llama,
             [[request("a", prompt(300, seed=1), 2)]],
             settings={"policy": "snapkv+momentfix", "budget": 32, "params": {"window_size": 8}},
+        )
+
+
+def test_capped_logits_are_refused_where_formulas_leave_them_out(
+    model_directory: Path, run_engine: Run
+) -> None:
+    directory = model_directory / "capped"
+    directory.mkdir()
+    model = tiny_models.build(
+        "gemma3",
+        directory,
+        model_type="gemma2",
+        attn_logit_softcapping=50.0,
+        tie_word_embeddings=True,
+    )
+    with pytest.raises(pytest.fail.Exception, match="caps its attention logits"):
+        run_engine(
+            str(model),
+            [[request("a", prompt(300, seed=1), 2)]],
+            settings={"policy": "momentkv", "budget": 0.5},
         )

@@ -63,7 +63,9 @@ class LightLinks:
     """AsymKV and KVSlimmer: neighbours of little mass, the earlier the less readily.
 
     u_i = (m_i + m_{i+1}) (L_i + L_{i+1}) exp(-(i + 1) / gamma), i counted behind the sinks; the
-    smallest are linked. L is how many tokens an entry stands for.
+    smallest are linked. L is how many tokens an entry stands for. The authors choose the same
+    links for all heads of a layer; here each head has its own, since heads hold different numbers
+    of entries.
 
     Attributes:
         num_sinks: first entries, left alone.
@@ -206,8 +208,9 @@ class GroupMerger:
         value_mode: lossless (mean of values, and the logarithm of the tokens as bias), mean (no
             bias), or paper (KVMerger's: the mean times the entries of the group, no bias).
         values_like_keys: values get the keys' weights (KVMerger).
-        merge_space: rotated (keys as they are cached) or unrotated (as they would be at the
-            position of the group's last entry, where the merged one then is).
+        merge_space: rotated (keys as they are cached) or unrotated (as they would be at one
+            position, where the merged one then is).
+        merge_position: last (the group's last entry's) or pivot (that of the highest mass).
     """
 
     corrects: ClassVar[bool] = False
@@ -217,6 +220,7 @@ class GroupMerger:
     value_mode: str = "lossless"
     values_like_keys: bool = False
     merge_space: str = "rotated"
+    merge_position: str = "last"
 
     @property
     def needs(self) -> Needs:
@@ -260,6 +264,8 @@ class GroupMerger:
             assert view.positions is not None
             assert view.rotary is not None
             positions = groups.last(view.positions)
+            if self.merge_position == "pivot":
+                positions = view.positions.gather(1, groups.highest(scores))
             keys = view.rotary.turn(finite(keys, groups.valid).float(), positions - view.positions)
         keys = torch.where(single, view.keys, _mean(groups, weight, keys).to(view.keys.dtype))
         own = weight if self.values_like_keys else tokens

@@ -31,9 +31,7 @@ MOMENTKV_PAPER = (
     "arXiv 2606.01563"
 )
 EVICTING = tuple(POLICIES)
-MERGE_SPACE = (
-    "keys as they are cached (rotated), or turned to the position of the group's last (unrotated)"
-)
+MERGE_SPACE = "keys as they are cached (rotated), or turned to one position first (unrotated)"
 PAIR_STAGES = {
     "score": "mean attention of the last window_size queries",
     "protect": "the first num_sinks tokens",
@@ -90,6 +88,7 @@ def _kvmerger(values: Values, profile: HeadProfile | None) -> Pipeline:
             values["value_mode"],
             values_like_keys=True,
             merge_space=values["merge_space"],
+            merge_position="pivot",
         ),
     )
 
