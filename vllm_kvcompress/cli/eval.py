@@ -29,6 +29,36 @@ def add_parser(subparsers: Any) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What is asked, of which settings, and how the engine is built."""
     parser.add_argument("model", metavar="MODEL", help="Hugging Face name or directory")
+    _add_questions(parser)
+    _add_settings(parser)
+    parser.add_argument(
+        "--engine",
+        type=_engine_option,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a keyword argument of vllm.LLM, such as max_model_len=4096",
+    )
+    parser.add_argument(
+        "--base-url",
+        metavar="URL",
+        help="ask a running server, as it is, instead of starting engines; MODEL is then where the "
+        "tokenizer comes from. Nobody else should use the server meanwhile",
+    )
+    parser.add_argument(
+        "--served-name", metavar="NAME", help="what that server calls the model (MODEL)"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="takes answers.jsonl, results.json, results.md and report.html; a run that was "
+        "stopped goes on from there",
+    )
+
+
+def _add_questions(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_argument_group("questions")
     asked.add_argument(
         "--tasks",
@@ -60,6 +90,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     asked.add_argument("--samples", type=int, default=10, help="per task and length (10)")
     asked.add_argument("--seed", type=int, default=2_000_000, help="of the questions (2000000)")
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
     compared = parser.add_argument_group("settings to compare, besides the full cache")
     compared.add_argument(
         "--policies", type=_list, default=["adakv+criticalkv"], metavar="P,...", help="policies"
@@ -78,31 +111,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="of all policies"
     )
     compared.add_argument("--kv-profile", metavar="FILE", help="for headkv and duoattention")
-    parser.add_argument(
-        "--engine",
-        type=_engine_option,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a keyword argument of vllm.LLM, such as max_model_len=4096",
-    )
-    parser.add_argument(
-        "--base-url",
-        metavar="URL",
-        help="ask a running server, as it is, instead of starting engines; MODEL is then where the "
-        "tokenizer comes from. Nobody else should use the server meanwhile",
-    )
-    parser.add_argument(
-        "--served-name", metavar="NAME", help="what that server calls the model (MODEL)"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="takes answers.jsonl, results.json, results.md and report.html; a run that was "
-        "stopped goes on from there",
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
