@@ -1,13 +1,15 @@
-"""One request, one layer: score, allocate, select, merge."""
+"""One request, one layer: observe, score, allocate, select, merge."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.kernels import window_mass
+from vllm_kvcompress.policies.base import LayerView, Merged, Selection
 from vllm_kvcompress.policies.pipeline import Pipeline
 
 
@@ -22,15 +24,30 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
     Returns:
         Page counts and kept entries, in position order within each head.
     """
+    if pipeline.needs.accumulated:
+        view = _observed(view)
     scores = pipeline.scorer.score(view)
     floor = _protected_pages(pipeline, view, total_pages)
     page_counts = pipeline.allocator.head_pages(view, scores, total_pages, floor)
     kept = page_counts * view.block_size
     mask = pipeline.selector.select(view, scores, kept, pipeline.protection)
     indices = _flat_indices(mask, total_pages * view.block_size)
-    if pipeline.merger is None:
-        return Selection(page_counts, indices)
-    return Selection(page_counts, indices, pipeline.merger.merge(view, scores, mask))
+    merged = Merged() if pipeline.merger is None else pipeline.merger.merge(view, scores, mask)
+    if merged.accumulated is None:
+        merged = replace(merged, accumulated=view.accumulated)
+    return Selection(page_counts, indices, merged)
+
+
+def _observed(view: LayerView) -> LayerView:
+    """The view with this event's queries' attention added to what was accumulated before.
+
+    What the tail's tokens receive is not remembered: they become entries at a later event.
+    """
+    mass = window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale, view.bias)
+    mass *= view.queries.shape[0]
+    if view.accumulated is not None:
+        mass += view.accumulated
+    return replace(view, accumulated=mass)
 
 
 def _protected_pages(pipeline: Pipeline, view: LayerView, total_pages: int) -> int:

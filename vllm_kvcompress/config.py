@@ -244,6 +244,11 @@ class Settings:
         return ",".join(str(trigger) for trigger in self.triggers)
 
     @property
+    def repeats(self) -> bool:
+        """Whether a request may be compressed more than once."""
+        return any(trigger.kind != "prompt" for trigger in self.triggers)
+
+    @property
     def compresses(self) -> bool:
         """False when every request is to be served exactly as stock vLLM would."""
         keeps_all = isinstance(self.budget, float) and self.budget >= 1.0

@@ -197,6 +197,7 @@ class EventRunner:
             state=self._state(event, layer),
             bias=self._bias(event, layer, keys.shape[1]),
             positions=self._positions(event, layer, keys.shape[1]),
+            accumulated=self._accumulated(event, layer, keys.shape[1]),
             rotary=weights.rotary,
         )
 
@@ -208,15 +209,16 @@ class EventRunner:
 
     def entry_bias(self, layer: int, slots: Tensor, width: int) -> Tensor:
         """[R, num_heads, width] fp32 bias of the kept entries of requests, 0 behind them."""
-        return self._carried_entries(layer, slots, width, which=0)
+        return self._carried_entries("bias", layer, slots, width)
 
-    def _carried_entries(self, layer: int, slots: Tensor, width: int, which: int) -> Tensor:
+    def _carried_entries(self, name: str, layer: int, slots: Tensor, width: int) -> Tensor:
         """[R, num_heads, width] fp32 numbers of the kept entries of requests, 0 behind them.
 
-        In a layer's state pages those of the entries follow the numbers per head: first all
-        biases, head after head, then all positions.
+        In a layer's state pages those of the entries follow the numbers per head: of every name
+        in `Pipeline.carried_entries` all of them, head after head.
         """
         pool = self.pool
+        which = self.pipeline.carried_entries.index(name)
         numbers = pool.floats(self.tables.state[layer, slots])
         counts = self.tables.counts[layer, slots].long() * pool.block_size
         first = counts.cumsum(dim=1) - counts + pool.num_heads * self._state_size
@@ -228,8 +230,7 @@ class EventRunner:
 
     @property
     def _state_size(self) -> int:
-        merger = self.pipeline.merger
-        return 0 if merger is None else merger.state_size(self.pool.head_size)
+        return self.pipeline.state_size(self.pool.head_size)
 
     def _state(self, event: Event, layer: int) -> Tensor | None:
         """[num_heads, s] what the former event carried on, if there was one."""
@@ -241,7 +242,7 @@ class EventRunner:
         """[num_heads, width] biases of what the former event kept; None where there are none."""
         if not event.plan.resident_blocks or not self.pipeline.weighs_entries:
             return None
-        return self.entry_bias(layer, torch.tensor([event.slot]), width)[0]
+        return self._read_entries("bias", event, layer, width)
 
     def _positions(self, event: Event, layer: int, width: int) -> Tensor | None:
         """[num_heads, width] int64 positions of the entries that an event reads."""
@@ -250,25 +251,36 @@ class EventRunner:
         nth = torch.arange(width)
         if not event.plan.resident_blocks:
             return nth.expand(self.pool.num_heads, -1)
-        slots = torch.tensor([event.slot])
-        which = int(self.pipeline.weighs_entries)
-        kept = self._carried_entries(layer, slots, width, which)[0].long()
+        kept = self._read_entries("positions", event, layer, width).long()
         counts = self.tables.counts[layer, event.slot].long()[:, None] * self.pool.block_size
         tail = event.plan.first_block * self.pool.block_size + nth - counts
         return torch.where(nth < counts, kept, tail)
+
+    def _accumulated(self, event: Event, layer: int, width: int) -> Tensor | None:
+        """[num_heads, width] attention that former events have counted, if there were any."""
+        if not event.plan.resident_blocks or not self.pipeline.needs.accumulated:
+            return None
+        return self._read_entries("accumulated", event, layer, width)
+
+    def _read_entries(self, name: str, event: Event, layer: int, width: int) -> Tensor:
+        """[num_heads, width] what the former event carried on of every entry, 0 for later ones."""
+        return self._carried_entries(name, layer, torch.tensor([event.slot]), width)[0]
 
     def _write_state(self, event: Event, layer: int, selection: Selection) -> None:
         """Writes what the policy carries behind the layer's entries."""
         merged, pool = selection.merged, self.pool
         start = event.layer_starts[layer] + event.layer_pages[layer]
         pages = event.fresh_pages[start : start + event.state_pages]
-        numbers = [] if merged.state is None else [merged.state.flatten()]
+        numbers = []
+        if self._state_size:
+            assert merged.state is not None
+            numbers.append(merged.state.flatten())
         total = event.layer_pages[layer]
         heads = torch.repeat_interleave(selection.page_counts, output_size=total)
         heads = heads.repeat_interleave(pool.block_size)
-        for entries in (merged.bias, merged.positions):
-            if entries is not None:
-                numbers.append(entries[heads, selection.kept_indices].float())
+        for name in self.pipeline.carried_entries:
+            entries = getattr(merged, name)
+            numbers.append(entries[heads, selection.kept_indices].float())
         pool.write_floats(pages, torch.cat(numbers).float())
         self.tables.replace_state(layer, event.slot, pages)
 

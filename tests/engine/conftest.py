@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests import tiny_models
 from tests.engine import engine_process
@@ -27,6 +28,19 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def llama(model_directory: Path) -> str:
     return str(tiny_models.build("llama", model_directory))
+
+
+@pytest.fixture(scope="session")
+def equal_keys(model_directory: Path) -> str:
+    """A model whose key projections are zero: attention is the mean of all values."""
+    directory = model_directory / "equal-keys"
+    directory.mkdir()
+    path = tiny_models.build("llama", directory)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.weight.data.zero_()
+    model.save_pretrained(path)
+    return str(path)
 
 
 @pytest.fixture(scope="session")

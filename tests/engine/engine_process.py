@@ -122,17 +122,22 @@ def record_kept(report: dict[str, Any]) -> None:
                 "state": None if state is None else state[:, 0].tolist(),
                 "unrotated": unrotated(view, selection),
                 "tokens": tokens(view, selection),
+                "accumulated": by_head(view, selection, selection.merged.accumulated),
             }
         )
         return selection
 
     def tokens(view: Any, selection: Any) -> list[list[float]] | None:
         """By head, how many tokens each kept entry stands for; where that is carried."""
-        if selection.merged.bias is None:
+        bias = selection.merged.bias
+        return by_head(view, selection, None if bias is None else bias.exp())
+
+    def by_head(view: Any, selection: Any, entries: Any) -> list[list[float]] | None:
+        """Numbers [H, n] of the kept entries, head by head."""
+        if entries is None:
             return None
-        counts = (selection.page_counts * view.block_size).tolist()
-        parts = selection.kept_indices.split(counts)
-        return [selection.merged.bias[h, part].exp().tolist() for h, part in enumerate(parts)]
+        parts = selection.kept_indices.split((selection.page_counts * view.block_size).tolist())
+        return [entries[h, part].tolist() for h, part in enumerate(parts)]
 
     def unrotated(view: Any, selection: Any) -> list[list[float]] | None:
         """The keys that are kept, as they would be at position 0; where positions are carried."""

@@ -23,19 +23,6 @@ NUMBERS = HEADS * (1 + 2 * HEAD_SIZE + HEAD_SIZE**2)
 STATE_PAGES = -(-NUMBERS // (2 * BLOCK * HEAD_SIZE))
 
 
-@pytest.fixture(scope="module")
-def equal_keys(model_directory: Path) -> str:
-    """A model whose key projections are zero: attention is the mean of all values."""
-    directory = model_directory / "equal-keys"
-    directory.mkdir()
-    path = tiny_models.build("llama", directory)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.weight.data.zero_()
-    model.save_pretrained(path)
-    return str(path)
-
-
 @pytest.mark.parametrize("policy", ["momentkv", "pyramidkv+adakv+momentfix"])
 def test_every_query_after_an_event_is_corrected(llama: str, run_engine: Run, policy: str) -> None:
     """The question's, in chunks behind a compressed context, and every generated token's."""

@@ -23,6 +23,15 @@ def some_kept(view: LayerView, seed: int, share: float = 0.4) -> torch.Tensor:
     return chosen & (torch.arange(view.keys.shape[1]) < view.lengths[:, None])
 
 
+def observed(shape: Shape, num_queries: int) -> LayerView:
+    """A view whose entries have received what the loop says the queries give them."""
+    view = make_view(shape, num_queries)
+    accumulated = torch.zeros(view.keys.shape[:2])
+    for h, head in enumerate(oracles.heads_of(view)):
+        accumulated[h, : head.size] = num_queries * torch.tensor(oracles.mass(head))
+    return replace(view, accumulated=accumulated)
+
+
 def close(found: torch.Tensor, expected: list[float]) -> bool:
     return bool(torch.allclose(found.double(), torch.tensor(expected).double(), atol=1e-5))
 
@@ -34,7 +43,7 @@ def cam_targets(kept: list[bool], i: int, most: int) -> list[int]:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("num_targets", [1, 4, 100])
 def test_cam_spreads_expected_values(shape: Shape, num_targets: int) -> None:
-    view = make_view(shape, 7)
+    view = observed(shape, 7)
     kept = some_kept(view, seed=num_targets)
     merger = CacheMerging(num_targets, window_size=7, draw="expected")
     merged = merger.merge(view, torch.zeros(()), kept)
@@ -60,7 +69,7 @@ def test_cam_spreads_expected_values(shape: Shape, num_targets: int) -> None:
 
 def test_cam_hands_on_what_the_entry_gave_to_the_output() -> None:
     """For p < 1 the targets' weights times what they received is the evicted weight times value."""
-    view = make_view(Shape((4,), seed=3), 7)
+    view = observed(Shape((4,), seed=3), 7)
     head = oracles.heads_of(view)[0]
     masses = oracles.mass(head)
     i = min(range(1, 8), key=lambda j: masses[j])
@@ -78,7 +87,7 @@ def test_cam_hands_on_what_the_entry_gave_to_the_output() -> None:
 
 def test_cam_draws_with_the_right_chance_and_always_alike() -> None:
     """Over many layers the mean of random draws is the expected one."""
-    view = make_view(Shape((9, 9)), 7)
+    view = observed(Shape((9, 9)), 7)
     kept = some_kept(view, seed=5)
     expected = CacheMerging(4, 7, "expected").merge(view, torch.zeros(()), kept).values
     random = CacheMerging(4, 7, "random")

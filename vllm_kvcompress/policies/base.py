@@ -44,6 +44,8 @@ class LayerView:
             tokens it stands for (None: one each). The tail's entries stand for one each.
         positions: [H, n] int64 logical position that each key is rotated to (None unless needed).
         rotary: how keys are rotated (None unless needed).
+        accumulated: [H, n] fp32 attention that each entry has received from the observed queries
+            of all events so far, this one's included once a policy reads it (None unless needed).
     """
 
     keys: Tensor
@@ -62,6 +64,7 @@ class LayerView:
     bias: Tensor | None = None
     positions: Tensor | None = None
     rotary: Rotary | None = None
+    accumulated: Tensor | None = None
 
     @property
     def num_tail(self) -> int:
@@ -83,6 +86,7 @@ class LayerView:
             state=None if self.state is None else self.state[mine],
             bias=None if self.bias is None else self.bias[mine],
             positions=None if self.positions is None else self.positions[mine],
+            accumulated=None if self.accumulated is None else self.accumulated[mine],
         )
 
 
@@ -97,6 +101,7 @@ class Needs:
         values: the values; implied by the two above.
         plain_logits: attention logits without soft-capping, which the formulas leave out.
         positions: the position of every key, and how keys are rotated.
+        accumulated: the attention that entries have received, event after event.
     """
 
     window_size: int = 0
@@ -105,6 +110,7 @@ class Needs:
     values: bool = False
     plain_logits: bool = False
     positions: bool = False
+    accumulated: bool = False
 
     def joined(self, other: Needs) -> Needs:
         """What either of two parts needs."""
@@ -115,6 +121,7 @@ class Needs:
             values=self.values or other.values,
             plain_logits=self.plain_logits or other.plain_logits,
             positions=self.positions or other.positions,
+            accumulated=self.accumulated or other.accumulated,
         )
 
     @property
@@ -150,6 +157,7 @@ class Merged:
             weigh entries.
         positions: [H, n] int64 instead of the view's, likewise carried; only from mergers that
             need positions.
+        accumulated: [H, n] fp32 instead of the view's, likewise carried; None: stays as it is.
     """
 
     keys: Tensor | None = None
@@ -157,6 +165,7 @@ class Merged:
     state: Tensor | None = None
     bias: Tensor | None = None
     positions: Tensor | None = None
+    accumulated: Tensor | None = None
 
 
 class Merger(Protocol):

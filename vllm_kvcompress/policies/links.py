@@ -244,11 +244,13 @@ class GroupMerger:
             self._merge(view.head(h), scores[h : h + 1], link[h : h + 1]) for h in range(len(link))
         ]
         keys, values, bias, positions = (torch.cat(parts) for parts in zip(*heads, strict=True))
+        received = view.accumulated
         return Merged(
             keys,
             values,
             bias=bias if self.weighs_entries else None,
             positions=positions if self.needs.positions else None,
+            accumulated=None if received is None else GroupSums.of(view, link).sum(received),
         )
 
     def _merge(self, view: LayerView, scores: Tensor, link: Tensor) -> tuple[Tensor, ...]:

@@ -8,7 +8,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import window_mass
 from vllm_kvcompress.kernels.scores_torch import TILE_BYTES, finite, valid_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
 
@@ -17,13 +16,13 @@ from vllm_kvcompress.policies.base import LayerView, Merged, Needs
 class CacheMerging:
     """CaM: an evicted value goes, with some probability, to the next kept entries.
 
-    With the mean mass A of the window, an evicted entry i and the next m kept ones T:
+    With the attention A accumulated so far, an evicted entry i and the next m kept ones T:
     p = clip(A_i / mean of A over T, 0, 1), and v_t += M v_i / |T| with M drawn from Bernoulli(p).
     Keys are dropped. Where no kept entry follows, the value is lost.
 
     Attributes:
         num_targets: m.
-        window_size: queries whose attention is averaged.
+        window_size: queries observed at an event, at most.
         draw: random (the draw depends on layer, head and position alone) or expected (M = p).
     """
 
@@ -36,16 +35,17 @@ class CacheMerging:
 
     @property
     def needs(self) -> Needs:
-        """The last queries, and values."""
-        return Needs(window_size=self.window_size, values=True)
+        """Accumulated attention, and values."""
+        return Needs(window_size=self.window_size, values=True, accumulated=True)
 
     def state_size(self, head_size: int) -> int:
-        """Nothing is carried."""
+        """Nothing per head."""
         return 0
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
         """Values with those of evicted entries added."""
-        mass = window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale)
+        mass = view.accumulated
+        assert mass is not None
         valid = valid_entries(view.lengths, view.keys.shape[1])
         evicted = valid & ~kept
         # Kept entries are numbered; an evicted one's targets are the numbers [first, last).

@@ -27,6 +27,7 @@ class Pipeline:
         merger: what becomes of the others; None: nothing.
         params: the parameters in effect, by name.
         profile: measured heads, for policies that need them.
+        repeats: a request may be compressed again; else nothing is carried for a next time.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Pipeline:
     merger: Merger | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     profile: HeadProfile | None = None
+    repeats: bool = True
 
     @property
     def needs(self) -> Needs:
@@ -59,6 +61,22 @@ class Pipeline:
         """Whether kept entries have a bias on their attention logits."""
         return self.merger is not None and self.merger.weighs_entries
 
+    @property
+    def carried_entries(self) -> tuple[str, ...]:
+        """What is carried of every kept entry, one fp32 number each: fields of `Merged`."""
+        carried = [
+            ("bias", self.weighs_entries),
+            ("positions", self.needs.positions and self.repeats),
+            ("accumulated", self.needs.accumulated and self.repeats),
+        ]
+        return tuple(name for name, wanted in carried if wanted)
+
+    def state_size(self, head_size: int) -> int:
+        """fp32 numbers that are carried of every head."""
+        if self.merger is None or not (self.repeats or self.corrects):
+            return 0
+        return self.merger.state_size(head_size)
+
     def state_pages(
         self, num_pages: int, num_heads: int, head_size: int, block_size: int, page_bytes: int
     ) -> int:
@@ -71,11 +89,8 @@ class Pipeline:
             block_size: tokens of a page.
             page_bytes: of a page.
         """
-        if self.merger is None:
-            return 0
-        numbers = self.merger.state_size(head_size) * num_heads
-        per_entry = self.merger.weighs_entries + self.needs.positions
-        numbers += per_entry * num_pages * block_size
+        numbers = self.state_size(head_size) * num_heads
+        numbers += len(self.carried_entries) * num_pages * block_size
         return math.ceil(4 * numbers / page_bytes)
 
     def least_blocks(self, num_heads: int, head_size: int, block_size: int, page_bytes: int) -> int:

@@ -19,7 +19,7 @@ from vllm_kvcompress.policies.position import Recency
 from vllm_kvcompress.policies.profiles import HeadProfile
 from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
 from vllm_kvcompress.policies.select import TopScores, TwoStage
-from vllm_kvcompress.policies.window import LastQueryMass, Perturbation, WindowMass
+from vllm_kvcompress.policies.window import AccumulatedMass, LastQueryMass, Perturbation, WindowMass
 
 Values = Mapping[str, Any]
 
@@ -50,6 +50,9 @@ class PolicyInfo:
 WINDOW = Parameter("window_size", 32, "last queries observed, and kept", minimum=1)
 KERNEL = Parameter("kernel_size", 7, "width of the pooling over neighbours; odd", minimum=1)
 POOLING = Parameter("pooling", "max", "how neighbours are pooled", choices=("max", "mean"))
+ACCUMULATED = Parameter(
+    "window_size", 256, "last queries of an event whose attention is added up", minimum=1
+)
 ADA_PARAMETERS = (
     Parameter("safeguard", 0.2, "part of the budget shared out evenly", 0.0, 1.0),
     Parameter(
@@ -97,7 +100,7 @@ def _headkv(values: Values, profile: HeadProfile | None) -> Pipeline:
 
 def _h2o(values: Values, profile: HeadProfile | None) -> Pipeline:
     protection = Protection(recent_fraction=values["recent_fraction"])
-    scorer = WindowMass(values["window_size"], kernel_size=1)
+    scorer = AccumulatedMass(values["window_size"])
     return Pipeline("", scorer, Uniform(), TopScores(), protection)
 
 
@@ -139,10 +142,11 @@ def _criticalkv(base: Pipeline, values: Values) -> Pipeline:
 
 
 def _perturbation(base: Pipeline, values: Values) -> Pipeline:
-    observed = base.scorer
-    assert isinstance(observed, WindowMass)
     scorer = Perturbation(
-        observed.window_size, observed.kernel_size, observed.pooling, values["variant"]
+        values["window_size"],
+        values.get("kernel_size", 1),
+        values.get("pooling", "max"),
+        values["variant"],
     )
     return replace(base, scorer=scorer)
 
@@ -221,15 +225,15 @@ add_policy(
     PolicyInfo(
         "h2o",
         "H2O: Heavy-Hitter Oracle for Efficient Generative Inference, arXiv 2306.14048",
-        "Heavy hitters of the last window_size queries, and recent tokens.",
+        "Heavy hitters, and recent tokens.",
         {
-            "score": "attention accumulated over the last window_size queries",
+            "score": "attention accumulated over the last window_size queries of every event",
             "protect": "the most recent recent_fraction of the budget",
             "allocate": "the same for every layer and head",
             "select": "highest score",
         },
         (
-            Parameter("window_size", 256, "last queries whose attention is accumulated", minimum=1),
+            ACCUMULATED,
             Parameter("recent_fraction", 0.5, "part of the budget for recent tokens", 0.0, 1.0),
         ),
     ),

@@ -12,6 +12,7 @@ from vllm_kvcompress.policies.moments import MomentResiduals, Moments
 from vllm_kvcompress.policies.parameters import Parameter
 from vllm_kvcompress.policies.pipeline import Pipeline
 from vllm_kvcompress.policies.presets import (
+    ACCUMULATED,
     ADA_PARAMETERS,
     POLICIES,
     WINDOW,
@@ -23,7 +24,7 @@ from vllm_kvcompress.policies.presets import (
 from vllm_kvcompress.policies.profiles import HeadProfile
 from vllm_kvcompress.policies.protect import Protection
 from vllm_kvcompress.policies.select import TopScores
-from vllm_kvcompress.policies.window import WindowMass
+from vllm_kvcompress.policies.window import AccumulatedMass, WindowMass
 
 MERGERS = ("kvmerger", "asymkv", "kvslimmer", "cam", "d2o", "momentkv", "momentfix")
 MOMENTKV_PAPER = (
@@ -49,7 +50,7 @@ PAIR_PARAMETERS = (
 def _d2o(values: Values, profile: HeadProfile | None) -> Pipeline:
     return Pipeline(
         "",
-        WindowMass(values["window_size"], kernel_size=1),
+        AccumulatedMass(values["window_size"]),
         Uniform(),
         TopScores(),
         Protection(num_sinks=values["num_sinks"], recent_fraction=values["recent_fraction"]),
@@ -78,7 +79,7 @@ def _kvmerger(values: Values, profile: HeadProfile | None) -> Pipeline:
     )
     return Pipeline(
         "",
-        WindowMass(values["window_size"], kernel_size=1),
+        AccumulatedMass(values["window_size"]),
         Uniform(),
         Groups(links),
         Protection(recent_fraction=values["recent_fraction"]),
@@ -130,14 +131,14 @@ add_policy(
         "Language Models, arXiv 2406.13035",
         "H2O, and what it evicts is merged into the kept token of the most similar key.",
         {
-            "score": "attention accumulated over the last window_size queries",
+            "score": "attention accumulated over the last window_size queries of every event",
             "protect": "the first num_sinks tokens and recent_fraction of the budget",
             "allocate": "the same for every layer and head",
             "select": "highest score",
             "merge": "keys and values of evicted tokens that are similar enough, by cosine",
         },
         (
-            Parameter("window_size", 256, "last queries whose attention is accumulated", minimum=1),
+            ACCUMULATED,
             Parameter("num_sinks", 4, "first tokens kept", minimum=0),
             Parameter("recent_fraction", 0.5, "part of the budget for recent tokens", 0.0, 1.0),
             Parameter("skip_layers", 2, "first layers, where nothing is merged", minimum=0),
@@ -175,14 +176,14 @@ add_policy(
         "arXiv 2407.08454",
         "Neighbours of similar keys become one entry that stands for all of them.",
         {
-            "score": "attention accumulated over the last window_size queries",
+            "score": "attention accumulated over the last window_size queries of every event",
             "protect": "recent tokens, and those of the highest score",
             "allocate": "the same for every layer and head",
             "select": "links of the highest cosine between neighbouring keys",
             "merge": "a group's keys and values, weighted by closeness to its heaviest token",
         },
         (
-            Parameter("window_size", 256, "last queries whose attention is accumulated", minimum=1),
+            ACCUMULATED,
             Parameter("recent_fraction", 0.34, "part of the budget for recent tokens", 0.0, 1.0),
             Parameter("heavy_fraction", 0.24, "part of the budget for heavy tokens", 0.0, 1.0),
             Parameter(
@@ -245,7 +246,7 @@ add_modifier(
         {"merge": "values of evicted tokens, spread over the next num_targets kept ones"},
         (
             Parameter("num_targets", 32, "kept tokens that share an evicted value", minimum=1),
-            Parameter("merge_window", 256, "last queries whose attention is averaged", minimum=1),
+            Parameter("merge_window", 256, "last queries of an event that are observed", minimum=1),
             Parameter(
                 "draw",
                 "random",

@@ -146,6 +146,7 @@ def resolve_settings(settings: Settings) -> Pipeline:
     """
     profile = None if settings.profile is None else Path(settings.profile)
     pipeline = resolve(settings.policy, settings.params, profile)
+    pipeline = replace(pipeline, repeats=settings.repeats)
     if isinstance(settings.budget, int):
         pipeline.check_budget(settings.budget)
     return pipeline

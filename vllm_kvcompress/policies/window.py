@@ -1,7 +1,7 @@
 """Scores from the attention of the last queries.
 
-SnapKV (arXiv 2404.14469), H2O (arXiv 2306.14048) with the accumulated attention of a stated
-window of queries, TOVA (arXiv 2401.06104), OBCache (arXiv 2510.07651).
+SnapKV (arXiv 2404.14469), H2O (arXiv 2306.14048) with a stated number of queries observed at every
+event, TOVA (arXiv 2401.06104), OBCache (arXiv 2510.07651).
 """
 
 from __future__ import annotations
@@ -45,6 +45,34 @@ class WindowMass:
             view.keys, view.lengths, view.tail_keys, view.queries, view.scale, view.bias
         )
         return pool_left_of_window(view, mass, self.kernel_size, self.pooling)
+
+
+@dataclass(frozen=True)
+class AccumulatedMass:
+    """Attention that an entry has received from the observed queries of all events so far (H2O).
+
+    Of each event the last `window_size` queries since the former one are observed. The sum is
+    counted in whole windows, so that at a first event it is the window's mean.
+
+    Attributes:
+        window_size: queries observed at an event, at most.
+    """
+
+    kind: ClassVar[str] = "mass"
+    scope: ClassVar[str] = "head"
+    cross_head: ClassVar[bool] = True
+
+    window_size: int = 256
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries, and what earlier ones have added."""
+        return Needs(window_size=self.window_size, accumulated=True)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32."""
+        assert view.accumulated is not None
+        return view.accumulated / self.window_size
 
 
 @dataclass(frozen=True)
