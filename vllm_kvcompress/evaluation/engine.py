@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
-from vllm_kvcompress.config import CONTEXT_TOKENS, SETTINGS_KEY
-from vllm_kvcompress.errors import EngineError
-from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES
+from vllm_kvcompress.config import CONTEXT_TOKENS
+from vllm_kvcompress.engine_process import EngineProcess
 
 
 @dataclass(frozen=True)
@@ -67,11 +61,8 @@ class Reply:
     attention_mass: list[list[float]] = field(default_factory=list)
 
 
-class Engine:
-    """Starts a vLLM engine in a child process; a context manager.
-
-    The child is a process of its own because a model's memory comes back only with its end. It
-    is forked from a process that has imported vLLM, which halves the start of every engine.
+class Engine(EngineProcess):
+    """An engine that answers questions; as `EngineProcess`.
 
     Args:
         model: name or directory.
@@ -83,32 +74,8 @@ class Engine:
     def __init__(
         self, model: str, settings: dict[str, Any] | None, options: dict[str, Any], log: Path
     ) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(ENGINE_MODULES))
-        self._log = log
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(
-            target=_answer_questions,
-            args=(theirs, model, settings, options, str(log)),
-        )
-        self._process.start()
-        theirs.close()
-
-    def __enter__(self) -> Engine:
-        self._receive()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._pipe.close()
-        self._process.join(timeout=30)
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join()
+        super().__init__(model, settings, options, log, _answer)
+        self._compresses = settings is not None
 
     def ask(self, question: Question) -> Reply:
         """One reply, greedy.
@@ -116,68 +83,13 @@ class Engine:
         Raises:
             EngineError: the engine refused the question, or ended.
         """
-        return Reply(**self._receive(question))
-
-    def _receive(self, question: Question | None = None) -> Any:
-        """The child's next word, after a question if there is one."""
-        try:
-            if question is not None:
-                self._pipe.send(vars(question))
-            kind, value = self._pipe.recv()
-        except (EOFError, ConnectionError):
-            self._process.join(timeout=30)  # its last words are written while it ends
-            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
-            raise EngineError(f"the engine ended; the end of {self._log}:\n{tail}") from None
-        if kind == "error":
-            raise EngineError(value)
-        return value
+        return Reply(**self.call((vars(question), self._compresses)))
 
 
-def _answer_questions(
-    pipe: Connection,
-    model: str,
-    settings: dict[str, Any] | None,
-    options: dict[str, Any],
-    log: str,
-) -> None:
-    """The child's life: builds the engine, then answers until the pipe is closed."""
-    _redirect_output(log)
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this is a process of its own already
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    llm = _build(model, settings, options)
-    pipe.send(("ready", None))
-    while True:
-        try:
-            question = Question(**pipe.recv())
-        except EOFError:
-            return
-        try:
-            pipe.send(("reply", vars(_ask(llm, question, settings is not None))))
-        except ValueError as error:  # a question that this model cannot take
-            pipe.send(("error", str(error)))
-
-
-def _redirect_output(log: str) -> None:
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(descriptor, stream.fileno())
-
-
-def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any]) -> Any:
-    from vllm import LLM
-
-    from vllm_kvcompress.cli.distribution import answer_for_vllm
-    from vllm_kvcompress.vllm_plugin.compat import allow_amx, plugin_class_paths
-
-    answer_for_vllm()
-    allow_amx()  # our worker sees to it, stock vLLM's does not
-    arguments: dict[str, Any] = {"disable_log_stats": False, "block_size": 32, **options}
-    if settings is not None:
-        paths: dict[str, Any] = dict(plugin_class_paths())
-        paths["logits_processors"] = [paths["logits_processors"]]
-        arguments |= {**paths, "additional_config": {SETTINGS_KEY: settings}}
-    return LLM(model, **arguments)
+def _answer(llm: Any, call: tuple[dict[str, Any], bool]) -> dict[str, Any]:
+    """In the engine's process."""
+    question, compresses = call
+    return vars(_ask(llm, Question(**question), compresses))
 
 
 def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
