@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     _add_settings(parser)
     parser.add_argument(
         "--engine",
-        type=_engine_option,
+        type=engine_option,
         action="append",
         default=[],
         metavar="KEY=VALUE",
@@ -232,7 +232,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _engine_option(text: str) -> tuple[str, Any]:
+def engine_option(text: str) -> tuple[str, Any]:
+    """A keyword argument of `vllm.LLM` from its text; JSON values, else text."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text}: expected KEY=VALUE")

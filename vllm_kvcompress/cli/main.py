@@ -24,6 +24,7 @@ _COMMANDS = {
     "serve": "serve a model with vLLM and a compressed KV cache",
     "policies": "list policies and their parameters, or explain one",
     "eval": "measure what policies cost in quality, on a model, at budgets",
+    "bench": "measure serving with and without compression",
     "recommend": "find the cheapest setting whose loss of quality is small enough",
     "profile": "measure a model's heads for headkv and duoattention",
     "train-reference": "train the small reference model that ships with the repository",

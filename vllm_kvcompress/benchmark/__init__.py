@@ -1,0 +1,1 @@
+"""What compression does to serving: loads, driven through stock and compressed engines in turns."""

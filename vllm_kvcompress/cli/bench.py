@@ -1,0 +1,146 @@
+"""`vllm-kvcompress bench`: stock vLLM against compressed serving, as ratios."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from vllm_kvcompress.cli.eval import engine_option
+from vllm_kvcompress.cli.serve import policy_param
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.errors import ConfigError
+
+_NAMES = ("pool", "long-decode", "oversize", "chat", "off", "mixed")
+_DESCRIPTION = """\
+Drives a load through stock vLLM and through compressed serving, in turns, on a model with random
+weights, and writes the figures of both and the ratios between them:
+
+  pool         many requests at once, and memory for four whole ones
+  long-decode  one request that generates behind a long context
+  oversize     a prompt four times longer than the pool
+  chat         conversations of several turns, with a shared system prompt
+  off          compression switched off: what the extension costs by itself
+  mixed        requests of all lengths that come at random
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "bench",
+        help="measure serving with and without compression",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--scenario",
+        choices=(*_NAMES, "all"),
+        action="append",
+        required=True,
+        help="what to measure; may be given several times",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="takes SCENARIO.json, SCENARIO.md, SCENARIO.svg and engines.log",
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="measured repetitions (3)")
+    _add_settings(parser)
+    _add_load(parser)
+    parser.set_defaults(func=run)
+
+
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    ours = parser.add_argument_group("compression")
+    ours.add_argument("--kv-policy", default="adakv", metavar="P", help="as of serve (adakv)")
+    ours.add_argument("--kv-budget", default="0.25", metavar="B", help="as of serve (0.25)")
+    ours.add_argument("--kv-trigger", metavar="T", help="as of serve (prompt)")
+    ours.add_argument(
+        "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="as of serve"
+    )
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    load = parser.add_argument_group("model and load")
+    load.add_argument(
+        "--shape",
+        default="",
+        metavar="NAME=N,...",
+        help="of the model: layers (4), hidden (512), heads (8), kv_heads (8), head_size (128), "
+        "dtype (bfloat16)",
+    )
+    load.add_argument("--requests", type=int, metavar="N", help="requests of a load (32)")
+    load.add_argument(
+        "--prompt",
+        type=int,
+        metavar="N",
+        help="tokens of a prompt (4096; of long-decode 32768, of oversize 16384)",
+    )
+    load.add_argument(
+        "--output", type=int, metavar="N", help="tokens that a request generates (256; or 64)"
+    )
+    load.add_argument(
+        "--engine",
+        type=engine_option,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a keyword argument of vllm.LLM, for both engines",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures, prints tables, and writes the figures.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+        EngineError: an engine ended.
+    """
+    from vllm_kvcompress.benchmark import report
+    from vllm_kvcompress.benchmark.measure import measure
+
+    names = _NAMES if "all" in arguments.scenario else tuple(dict.fromkeys(arguments.scenario))
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        benchmark = benchmark_of(name, arguments)
+        result = measure(benchmark, arguments.out / "engines.log")
+        written = report.write(benchmark, result, arguments.out)
+        print(written[1].read_text())
+        print("written: " + ", ".join(map(str, written)))
+    return 0
+
+
+def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Any:
+    """What the options ask for.
+
+    Raises:
+        ConfigError: a setting that cannot work.
+    """
+    from vllm_kvcompress.benchmark.measure import Benchmark
+    from vllm_kvcompress.benchmark.scenarios import SIZES, Size
+    from vllm_kvcompress.benchmark.shapes import ModelShape
+
+    given = {key: getattr(arguments, key) for key in ("requests", "prompt", "output")}
+    given = {key: value for key, value in given.items() if value is not None}
+    if any(value < 1 for value in (*given.values(), arguments.repeats)):
+        raise ConfigError("--requests, --prompt, --output, --repeats: expected at least 1.")
+    settings = Settings.from_dict(
+        {
+            "policy": arguments.kv_policy,
+            "budget": arguments.kv_budget,
+            "trigger": arguments.kv_trigger,
+            "params": dict(map(policy_param, arguments.kv_param)),
+        }
+    )
+    return Benchmark(
+        scenario=scenario,
+        size=replace(SIZES.get(scenario, Size()), **given),
+        shape=ModelShape.parse(arguments.shape),
+        settings=settings.to_dict(),
+        repeats=arguments.repeats,
+        engine=dict(arguments.engine),
+    )
