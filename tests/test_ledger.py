@@ -88,6 +88,20 @@ def test_a_request_never_holds_more_than_the_peak(
     assert ledger.resident_tokens(rule, end) <= end
 
 
+@given(rule=rules, prompt=st.integers(1, 2000), pool=st.integers(1, 500))
+def test_a_pool_has_room_for_as_many_requests_as_it_says(
+    rule: CompressionRule, prompt: int, pool: int
+) -> None:
+    """The last one at its peak, the others as they are between events."""
+    count = math.floor(rule.concurrency(prompt, pool))
+    assert rule.held_blocks(prompt) <= rule.admission_blocks(prompt)
+    if not count:
+        assert pool < rule.admission_blocks(prompt)
+        return
+    needed = (count - 1) * rule.held_blocks(prompt) + rule.admission_blocks(prompt)
+    assert needed <= pool < needed + rule.held_blocks(prompt)
+
+
 @given(rule=rules, prompt=st.integers(1, 600))
 def test_a_prefix_hit_leaves_the_observation_window(rule: CompressionRule, prompt: int) -> None:
     hit = rule.max_prefix_hit(prompt)

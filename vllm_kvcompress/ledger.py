@@ -129,6 +129,34 @@ class CompressionRule:
             peak = min(peak, bounded)
         return peak
 
+    def admission_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request needs free to read all of `num_tokens` tokens."""
+        if self.first_effective_position(num_tokens) is None:
+            return math.ceil(num_tokens / self.block_size)
+        return self.peak_blocks(num_tokens)
+
+    def held_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` tokens holds between events: kept ones and a tail.
+
+        The tail of a prompt is a partial block; with events in between it grows up to the next.
+        """
+        num_blocks = math.ceil(num_tokens / self.block_size)
+        if self.first_effective_position(num_tokens) is None:
+            return num_blocks
+        tail = self.decode_tokens or self.chunk_tokens or 1
+        kept = self.target_blocks(num_tokens, num_tokens)
+        return min(num_blocks, kept + math.ceil(tail / self.block_size))
+
+    def concurrency(self, num_tokens: int, pool_blocks: int) -> float:
+        """How many requests of `num_tokens` tokens a pool serves at a time.
+
+        All but one hold what is left of them, and the last one has room to be read.
+        """
+        waiting = pool_blocks - self.admission_blocks(num_tokens)
+        if waiting < 0:
+            return pool_blocks / self.admission_blocks(num_tokens)
+        return 1 + waiting / self.held_blocks(num_tokens)
+
 
 @dataclass(frozen=True)
 class EventPlan:
@@ -210,6 +238,7 @@ class RequestLedger:
         resident_blocks: fresh blocks that hold what is left of them.
         last_position: position of the last event (0: none yet).
         first_event_position: position of the first event; later tokens depend on it.
+        num_read_tokens: logical tokens of the whole prompt, behind a named context, too.
     """
 
     num_prompt_tokens: int
@@ -217,6 +246,7 @@ class RequestLedger:
     resident_blocks: int = 0
     last_position: int = 0
     first_event_position: int | None = None
+    num_read_tokens: int = 0
 
     def decide(self, rule: CompressionRule, position: int) -> Decision | None:
         """What happens when `position` tokens have been computed; None: no trigger fires."""

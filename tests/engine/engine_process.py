@@ -82,6 +82,9 @@ class Books:
 
     def check_pages(self, manager: Any, owners: Counter[int]) -> None:
         tables = self.worker.state.groups[manager.kv_cache_group_id].tables
+        for request_id in manager.req_to_blocks:
+            owned = len(self.owned(manager, request_id))
+            assert manager.num_blocks_held(request_id) == owned, request_id
         for request_id, slot in tables.slots.items():
             if request_id not in manager.req_to_blocks:
                 continue  # finished in this step; the worker hears of it with the next
@@ -217,6 +220,8 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     books.scheduler._preempt_request = counting
     for phase in scenario["phases"]:
         run_phase(engine, books, phase, report)
+    cache_config = engine.vllm_config.cache_config
+    report["max_concurrency"] = cache_config.kv_cache_max_concurrency
     report["num_blocks"] = books.pool.num_gpu_blocks
     report["free_at_end"] = books.pool.get_num_free_blocks()
     Path(report_path).write_text(json.dumps(report))

@@ -72,6 +72,42 @@ def test_compressed_tokens_never_enter_the_prefix_cache(llama: str, run_engine: 
     assert report["outputs"]["b"]["cached"] == 640
 
 
+@pytest.mark.parametrize("trigger", ["prompt", "chunk:256"])
+def test_as_many_requests_run_as_the_start_up_report_says(
+    llama: str, run_engine: Run, trigger: str
+) -> None:
+    """vLLM's own figure, for prompts of the maximum length; nobody is preempted."""
+    requests = [request(f"r{i}", prompt(1000, seed=i), 24) for i in range(9)]
+    report = run_engine(
+        llama,
+        [requests],
+        settings={**QUARTER, "trigger": trigger},
+        num_gpu_blocks_override=101,
+        max_model_len=1024,
+        max_num_batched_tokens=256,
+    )
+    most = max(len(held) for held in report["held"])
+    # A request takes 4 steps to be read and is there for 24 more: enough to pile up.
+    assert 4 <= most <= report["max_concurrency"] + 1
+    assert most >= math.floor(report["max_concurrency"])
+    assert report["preemptions"] == 0
+
+
+def test_requests_that_are_being_read_keep_room_for_their_peak(llama: str, run_engine: Run) -> None:
+    """Two prompts whose first chunks both fit, but not their peaks: the second one waits."""
+    requests = [request(f"r{i}", prompt(1500, seed=i), 8) for i in range(2)]
+    report = run_engine(
+        llama,
+        [requests],
+        settings=QUARTER,
+        num_gpu_blocks_override=101,
+        max_num_batched_tokens=256,
+        long_prefill_token_threshold=128,  # so that they would be read side by side
+    )
+    assert report["preemptions"] == 0
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
 def test_preempted_requests_resume_and_say_the_same(llama: str, run_engine: Run) -> None:
     """A pool too small for all: preempted requests recompute, with the same outputs."""
     requests = [request(f"r{i}", prompt(300 + 7 * i, seed=i), 250) for i in range(6)]

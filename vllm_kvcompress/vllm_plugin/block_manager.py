@@ -85,7 +85,8 @@ class CompressedBlockManager(FullAttentionManager):
     ) -> int:
         """Blocks for new tokens, plus those of an event at the end of the step.
 
-        For admission: what the whole prompt needs at its peak, fresh blocks included.
+        For admission: what the whole prompt needs at its peak, fresh blocks included, and what
+        the requests that hold blocks already are still going to take.
         """
         num_blocks = super().get_num_blocks_to_allocate(
             request_id,
@@ -98,6 +99,7 @@ class CompressedBlockManager(FullAttentionManager):
             prefill_end,
         )
         if apply_admission_cap:
+            num_blocks += self._promised_blocks(request_id)
             if self.rule.first_effective_position(prefill_end) is None:
                 return num_blocks
             whole = -(-num_tokens // self.block_size)
@@ -143,8 +145,9 @@ class CompressedBlockManager(FullAttentionManager):
         vLLM calls this before every allocation; it is also where the prompt's length is learnt.
         """
         if num_prompt_tokens is not None and request_id not in self.ledgers:
+            context_end = self.context_end(request_id, num_prompt_tokens)
             self.ledgers[request_id] = RequestLedger(
-                self.context_end(request_id, num_prompt_tokens)
+                context_end, num_read_tokens=num_prompt_tokens
             )
         incoming = self._incoming.get(request_id)
         if incoming is not None and incoming[0].position <= processed_computed_tokens:
@@ -162,9 +165,31 @@ class CompressedBlockManager(FullAttentionManager):
 
     def num_blocks_held(self, request_id: str) -> int:
         """Blocks that a request holds now; null blocks do not count."""
-        own = sum(not block.is_null for block in self.req_to_blocks.get(request_id, ()))
-        incoming = self._incoming[request_id][1] if request_id in self._incoming else ()
-        return own + len(self._resident.get(request_id, ())) + len(incoming)
+        blocks = self.req_to_blocks.get(request_id)
+        if not blocks:
+            return 0
+        plan, fresh = self._incoming.get(request_id, (None, ()))
+        ledger = self.ledgers[request_id]
+        num_null = ledger.compressed_blocks if plan is None else plan.first_block
+        return len(blocks) - num_null + len(self._resident.get(request_id, ())) + len(fresh)
+
+    def _promised_blocks(self, new_request_id: str) -> int:
+        """Blocks that the requests which hold some are still going to take.
+
+        A prompt that is being read goes on to its peak. All others grow: a block for each lets a
+        new request be read before one of them has to give way.
+        """
+        promised = 0
+        for request_id, ledger in self.ledgers.items():
+            blocks = self.req_to_blocks.get(request_id)
+            if not blocks or request_id == new_request_id:
+                continue
+            missing = 1
+            if len(blocks) * self.block_size < ledger.num_read_tokens:
+                peak = self.rule.admission_blocks(ledger.num_read_tokens)
+                missing = max(1, peak - self.num_blocks_held(request_id))
+            promised += missing
+        return promised
 
     def _decide(self, request_id: str, position: int) -> Decision | None:
         ledger = self.ledgers.get(request_id)

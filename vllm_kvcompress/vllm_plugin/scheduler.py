@@ -57,17 +57,22 @@ class CompressionMixin:
     def _announce(self) -> None:
         """One line at start-up: what is compressed, and what that means for capacity."""
         settings = self.compressed_managers[0].kv_cache_spec.settings
-        longest = self.max_model_len // self.rule.block_size
-        kept = min(longest, self.rule.target_blocks(self.max_model_len, self.max_model_len))
+        rule, length = self.rule, self.max_model_len
+        pool_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(
-            "KV cache compressed with %s, budget %s, trigger %s: a prompt of %d tokens keeps "
-            "%d of %d blocks.",
+            "KV cache compressed with %s, budget %s, trigger %s: a prompt of %d tokens holds %d of "
+            "its %d blocks, and up to %d while it is read; %d blocks serve %.2f such requests at a "
+            "time (uncompressed: %.2f).",
             settings.policy,
             settings.budget,
             settings.trigger,
-            self.max_model_len,
-            kept,
-            longest,
+            length,
+            rule.held_blocks(length),
+            -(-length // rule.block_size),
+            rule.admission_blocks(length),
+            pool_blocks,
+            rule.concurrency(length, pool_blocks),
+            pool_blocks / -(-length // rule.block_size),
         )
 
     def schedule(self, *args, **kwargs) -> SchedulerOutput:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
@@ -51,9 +52,18 @@ class CompressedAttentionSpec(FullAttentionSpec):
         return copy.deepcopy(specs[0])
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Most bytes that one request of the maximum length holds at once, in this layer."""
+        """Bytes of this layer's cache for a request of the maximum length.
+
+        Before the pool's size is known vLLM asks whether one such request fits: that is its peak,
+        while it is read. Afterwards it asks, for its report, how many requests fit: then it is
+        the pool's share of one, of which the others hold only what is left of them.
+        """
         max_model_len = vllm_config.model_config.max_model_len
-        return self.rule.peak_blocks(max_model_len) * self.page_size_bytes
+        pool_blocks = vllm_config.cache_config.num_gpu_blocks
+        if pool_blocks is None:
+            return self.rule.admission_blocks(max_model_len) * self.page_size_bytes
+        share = pool_blocks / self.rule.concurrency(max_model_len, pool_blocks)
+        return math.ceil(share) * self.page_size_bytes
 
 
 def is_compressible(spec: AttentionSpec) -> bool:
