@@ -228,3 +228,67 @@ def test_settings_and_statistics_need_neither_torch_nor_vllm(module: str) -> Non
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert output.stdout.strip() == "[]"
+
+
+def limited(**values: object) -> Settings:
+    return Settings.from_dict({"policy": "adakv", "budget": 0.25, **values})
+
+
+def test_requests_may_choose_what_the_operator_allows() -> None:
+    settings = limited(
+        params={"window_size": 16},
+        request_policies="keydiff, none",
+        min_request_budget="0.1",
+        max_request_budget=0.5,
+    )
+    assert settings.policies == ("adakv", "keydiff")
+    assert Settings.from_dict(settings.to_dict()) == settings
+    assert settings.for_request(None, None) == settings
+    assert settings.for_request("adakv", 0.5).params == {"window_size": 16}
+    other = settings.for_request("keydiff", 0.1)
+    assert (other.policy, other.budget, other.params) == ("keydiff", 0.1, {})
+    assert not settings.for_request("none", None).compresses
+    with pytest.raises(ConfigError, match="allows adakv and keydiff and none; choose one"):
+        settings.for_request("snapkv", None)
+    with pytest.raises(ConfigError, match=r"fractions from 0\.1 to 0\.5"):
+        settings.for_request(None, 0.51)
+    with pytest.raises(ConfigError, match="lets no request choose a budget"):
+        limited(request_policies=["none"]).for_request("none", 0.3)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"min_request_budget": 0.1}, "expected both"),
+        ({"min_request_budget": 0.5, "max_request_budget": 0.1}, "in this order"),
+        ({"min_request_budget": 100, "max_request_budget": 200}, "as fractions"),
+        ({"min_request_budget": 0, "max_request_budget": 0.5}, "expected a positive"),
+        ({"request_policies": 5}, "expected names of policies, found 5"),
+    ],
+)
+def test_limits_of_requests_that_cannot_work(values: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        limited(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "may"),
+    [
+        ({}, True),
+        ({"policy": "none"}, False),
+        ({"budget": 1.0}, False),
+        ({"policy": "none", "request_policies": ["none"]}, False),
+        ({"policy": "none", "request_policies": ["snapkv"]}, True),
+        ({"budget": 1.0, "request_policies": ["snapkv"]}, False),
+        ({"budget": 1.0, "min_request_budget": 0.5, "max_request_budget": 1.0}, True),
+        ({"policy": "none", "min_request_budget": 0.5, "max_request_budget": 1.0}, False),
+    ],
+)
+def test_a_server_may_compress_what_requests_ask_for(values: dict[str, object], may: bool) -> None:
+    assert limited(**values).may_compress == may
+
+
+def test_what_is_left_whole_has_no_events() -> None:
+    rule = Settings("none", 0.25, parse_triggers("chunk:64,decode:32")).rule(32, 32)
+    assert rule.next_position(1000, 0) is None
+    assert rule.admission_blocks(1000) == rule.held_blocks(1000) == 32

@@ -67,7 +67,7 @@ def test_a_request_never_holds_more_than_the_peak(
     rule: CompressionRule, prompt: int, generated: int
 ) -> None:
     """Walks a request through its events with the chunks that the scheduler would give it."""
-    ledger = RequestLedger(prompt)
+    ledger = RequestLedger(prompt, rule)
     end, computed = prompt + generated, 0
     peak = rule.peak_blocks(end)
     while computed < end:
@@ -77,15 +77,15 @@ def test_a_request_never_holds_more_than_the_peak(
         if computed < prompt:
             step_end = min(step_end, prompt)
         held = ledger.resident_blocks + math.ceil(step_end / BLOCK) - ledger.compressed_blocks
-        decision = ledger.decide(rule, step_end)
+        decision = ledger.decide(step_end)
         if decision is not None and not decision.skipped:
             sources = held - (1 if step_end % BLOCK else 0)
             assert decision.num_kept_blocks < sources
             held += decision.num_kept_blocks
-            ledger.commit(rule, step_end, decision.num_kept_blocks)
+            ledger.commit(step_end, decision.num_kept_blocks)
         assert held <= peak
         computed = step_end
-    assert ledger.resident_tokens(rule, end) <= end
+    assert ledger.resident_tokens(end) <= end
 
 
 @given(rule=rules, prompt=st.integers(1, 2000), pool=st.integers(1, 500))
@@ -116,21 +116,21 @@ def test_observed_queries_cover_every_window(
     rule: CompressionRule, prompt: int, start: int, step: int
 ) -> None:
     """Chunked anyhow, the queries that an event reads have been recorded before."""
-    ledger = RequestLedger(prompt)
+    ledger = RequestLedger(prompt, rule)
     recorded: set[int] = set()
     computed = min(start, rule.max_prefix_hit(prompt))
     while computed < prompt + 60:
         position = rule.next_position(prompt, computed)
         end = min(computed + step, position if position is not None else computed + step)
-        seen = ledger.observation(rule, computed, end)
+        seen = ledger.observation(computed, end)
         if seen is not None:
             assert seen.position == computed + seen.offset
             recorded |= set(range(seen.position, seen.position + seen.num_tokens))
-        decision = ledger.decide(rule, end)
+        decision = ledger.decide(end)
         if decision is not None and not decision.skipped:
-            window = ledger.observed_window(rule, end)
+            window = ledger.observed_window(end)
             assert set(range(end - window, end)) <= recorded
-            ledger.commit(rule, end, decision.num_kept_blocks)
+            ledger.commit(end, decision.num_kept_blocks)
         computed = end
 
 
@@ -139,14 +139,14 @@ def test_observed_queries_cover_every_window(
 )
 def test_short_prompts_are_left_alone(prompt: int, reason: str | None) -> None:
     rule = CompressionRule(BLOCK, fraction=0.5, min_tokens=64)
-    decision = RequestLedger(prompt).decide(rule, prompt)
+    decision = RequestLedger(prompt, rule).decide(prompt)
     assert decision is not None
     assert decision.skipped == reason
 
 
 def test_a_budget_above_the_prompt_frees_nothing() -> None:
     rule = CompressionRule(BLOCK, tokens=1000)
-    decision = RequestLedger(500).decide(rule, 500)
+    decision = RequestLedger(500, rule).decide(500)
     assert decision is not None
     assert decision.skipped == SKIP_NOTHING_TO_FREE
     assert rule.max_prefix_hit(500) == 499

@@ -12,16 +12,17 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_kvcompress import __version__
 from vllm_kvcompress.config import Settings, parse_triggers
 from vllm_kvcompress.metrics import CompressionMetrics
-from vllm_kvcompress.stats import EventRecord, StepStats
+from vllm_kvcompress.stats import EventRecord, SkippedRecord, StepStats
 
 SETTINGS = Settings("adakv+criticalkv", 0.25, parse_triggers("prompt,decode:64"))
 LABELS = {"model_name": "m", "engine": "0"}
+OWN = {**LABELS, "policy": "adakv+criticalkv"}
 STEP = StepStats(
     events=[
         EventRecord("adakv+criticalkv", "prompt", 1024, 256, 32, 8, 0.125),
         EventRecord("adakv+criticalkv", "decode", 512, 256, 16, 8, 0.5),
     ],
-    skipped={"nothing_to_free": 3},
+    skipped=[SkippedRecord("adakv+criticalkv", "nothing_to_free", 3)],
     logical_tokens=1200,
     resident_tokens=300,
 )
@@ -39,14 +40,14 @@ def test_every_series_is_there_before_the_first_event(registry: CollectorRegistr
     assert value("kvcompress_info", {**LABELS, **info, "version": __version__}) == 1
     assert value("kvcompress_compression_ratio", LABELS) == 1
     for trigger in ("prompt", "decode"):
-        labels = {**LABELS, "policy": "adakv+criticalkv", "trigger": trigger}
+        labels = {**OWN, "trigger": trigger}
         assert value("kvcompress_events_total", labels) == 0
     for reason in ("shorter_than_min_tokens", "nothing_to_free"):
-        assert value("kvcompress_skipped_total", {**LABELS, "reason": reason}) == 0
+        assert value("kvcompress_skipped_total", {**OWN, "reason": reason}) == 0
     for name in ("source_tokens", "resident_tokens", "blocks_freed", "blocks_written"):
-        assert value(f"kvcompress_{name}_total", LABELS) == 0
+        assert value(f"kvcompress_{name}_total", OWN) == 0
     for name in ("kept_fraction", "event_seconds"):
-        assert value(f"kvcompress_{name}_count", LABELS) == 0
+        assert value(f"kvcompress_{name}_count", OWN) == 0
 
 
 def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry) -> None:
@@ -58,16 +59,16 @@ def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry
     value = registry.get_sample_value
     assert value("kvcompress_compression_ratio", LABELS) == 1
     for trigger in ("prompt", "decode"):
-        labels = {**LABELS, "policy": "adakv+criticalkv", "trigger": trigger}
+        labels = {**OWN, "trigger": trigger}
         assert value("kvcompress_events_total", labels) == 2
-    assert value("kvcompress_skipped_total", {**LABELS, "reason": "nothing_to_free"}) == 6
-    assert value("kvcompress_source_tokens_total", LABELS) == 2 * (1024 + 512)
-    assert value("kvcompress_resident_tokens_total", LABELS) == 2 * (256 + 256)
-    assert value("kvcompress_blocks_freed_total", LABELS) == 2 * (32 + 16)
-    assert value("kvcompress_blocks_written_total", LABELS) == 2 * (8 + 8)
-    assert value("kvcompress_kept_fraction_sum", LABELS) == 2 * (0.25 + 0.5)
-    assert value("kvcompress_kept_fraction_bucket", {**LABELS, "le": "0.25"}) == 2
-    assert value("kvcompress_event_seconds_sum", LABELS) == 2 * (0.125 + 0.5)
+    assert value("kvcompress_skipped_total", {**OWN, "reason": "nothing_to_free"}) == 6
+    assert value("kvcompress_source_tokens_total", OWN) == 2 * (1024 + 512)
+    assert value("kvcompress_resident_tokens_total", OWN) == 2 * (256 + 256)
+    assert value("kvcompress_blocks_freed_total", OWN) == 2 * (32 + 16)
+    assert value("kvcompress_blocks_written_total", OWN) == 2 * (8 + 8)
+    assert value("kvcompress_kept_fraction_sum", OWN) == 2 * (0.25 + 0.5)
+    assert value("kvcompress_kept_fraction_bucket", {**OWN, "le": "0.25"}) == 2
+    assert value("kvcompress_event_seconds_sum", OWN) == 2 * (0.125 + 0.5)
 
 
 def test_engines_are_counted_apart(registry: CollectorRegistry) -> None:
@@ -77,6 +78,7 @@ def test_engines_are_counted_apart(registry: CollectorRegistry) -> None:
     second = {**LABELS, "engine": "1"}
     assert registry.get_sample_value("kvcompress_compression_ratio", LABELS) == 4
     assert registry.get_sample_value("kvcompress_compression_ratio", second) == 2
+    second = {**OWN, "engine": "1"}
     assert registry.get_sample_value("kvcompress_source_tokens_total", second) is None
 
 
@@ -134,9 +136,8 @@ def test_several_processes_add_up_and_the_latest_gauge_counts(tmp_path: Path) ->
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    labels = frozenset(LABELS.items())
-    assert samples["kvcompress_source_tokens_total", labels] == 3 * (1024 + 512)
-    assert samples["kvcompress_compression_ratio", labels] == 2
+    assert samples["kvcompress_source_tokens_total", frozenset(OWN.items())] == 3 * (1024 + 512)
+    assert samples["kvcompress_compression_ratio", frozenset(LABELS.items())] == 2
     infos = [value for (name, _), value in samples.items() if name == "kvcompress_info"]
     assert infos == [1]
     assert "HELP kvcompress_blocks_freed_total KV cache blocks" in text
@@ -171,8 +172,8 @@ def test_logger_takes_steps_from_vllms_statistics(process_registry: CollectorReg
     logger.record(SchedulerStats(), None, engine_idx=1)
     value = process_registry.get_sample_value
     assert value("kvcompress_compression_ratio", {**LABELS, "engine": "1"}) == 4
-    assert value("kvcompress_blocks_freed_total", {**LABELS, "engine": "1"}) == 48
-    assert value("kvcompress_blocks_freed_total", LABELS) == 0
+    assert value("kvcompress_blocks_freed_total", {**OWN, "engine": "1"}) == 48
+    assert value("kvcompress_blocks_freed_total", OWN) == 0
 
 
 @pytest.mark.parametrize("section", [None, {"policy": "none", "budget": 0.5}])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_kvcompress.stats import EventRecord, StepStats
+from vllm_kvcompress.stats import EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 
 COUNTS = st.integers(0, 2**40)
@@ -24,10 +24,11 @@ EVENTS = st.builds(
     blocks_written=COUNTS,
     seconds=st.floats(0, 1e6),
 )
+SKIPPED = st.builds(SkippedRecord, st.text(max_size=10), st.text(max_size=10), COUNTS)
 STEPS = st.builds(
     StepStats,
     events=st.lists(EVENTS, max_size=4),
-    skipped=st.dictionaries(st.text(max_size=10), COUNTS, max_size=3),
+    skipped=st.lists(SKIPPED, max_size=3),
     logical_tokens=COUNTS,
     resident_tokens=COUNTS,
 )

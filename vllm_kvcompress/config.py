@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, cast
 
 from vllm_kvcompress.errors import ConfigError
@@ -20,7 +20,9 @@ TriggerKind = Literal["prompt", "chunk", "decode"]
 
 SETTINGS_KEY = "kvcompress"  # our section of --additional-config and of YAML files
 NO_POLICY = "none"
-CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs
+CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs, like the next two
+REQUEST_POLICY = "kv_policy"
+REQUEST_BUDGET = "kv_budget"
 DEFAULT_CHUNK_TOKENS = 1024
 DEFAULT_MIN_TOKENS = 64  # two blocks of the CPU default; shorter requests free next to nothing
 
@@ -156,6 +158,9 @@ class Settings:
         params: overrides of the policy's parameters, by name.
         profile: path of the head profile or pattern file, for policies that need one.
         min_tokens: requests with fewer logical tokens are left alone.
+        request_policies: other policies that a request may ask for; `none`: to be left whole.
+        min_request_budget, max_request_budget: fractions that a request may ask for; None: only
+            the server's own budget.
     """
 
     policy: str
@@ -164,6 +169,9 @@ class Settings:
     params: dict[str, Scalar] = field(default_factory=dict, hash=False)
     profile: str | None = None
     min_tokens: int = DEFAULT_MIN_TOKENS
+    request_policies: tuple[str, ...] = ()
+    min_request_budget: float | None = None
+    max_request_budget: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -185,6 +193,20 @@ class Settings:
                 f"{self.min_tokens!r}; leave it out for {DEFAULT_MIN_TOKENS}."
             )
         _check_params(self.params)
+        self._check_request_limits()
+
+    def _check_request_limits(self) -> None:
+        bounds = (self.min_request_budget, self.max_request_budget)
+        if bounds == (None, None):
+            return
+        given = [parse_budget(bound) for bound in bounds if bound is not None]
+        if len(given) < 2 or not all(isinstance(b, float) for b in given) or given[0] > given[1]:
+            raise ConfigError(
+                f"request budgets from {bounds[0]} to {bounds[1]}: expected both, as fractions in "
+                "this order, such as --kv-min-request-budget 0.1 --kv-max-request-budget 0.5."
+            )
+        object.__setattr__(self, "min_request_budget", given[0])
+        object.__setattr__(self, "max_request_budget", given[1])
 
     @classmethod
     def from_dict(cls, values: object) -> Self:
@@ -192,7 +214,8 @@ class Settings:
 
         Args:
             values: `policy` and `budget`, and optionally `trigger` (text or a list), `params`,
-                `profile` and `min_tokens`.
+                `profile`, `min_tokens`, `request_policies` (text or a list) and
+                `min_request_budget` with `max_request_budget`.
 
         Raises:
             ConfigError: an unknown or missing key, or a value that cannot work.
@@ -224,6 +247,8 @@ class Settings:
                 "write for example params: {window_size: 64}."
             )
         arguments["params"] = dict(arguments.get("params", {}))
+        if "request_policies" in arguments:
+            arguments["request_policies"] = _names(arguments["request_policies"])
         return cls(**arguments)
 
     def to_dict(self) -> dict[str, Any]:
@@ -236,7 +261,48 @@ class Settings:
             values["profile"] = self.profile
         if self.min_tokens != DEFAULT_MIN_TOKENS:
             values["min_tokens"] = self.min_tokens
+        if self.request_policies:
+            values["request_policies"] = list(self.request_policies)
+        if self.max_request_budget is not None:
+            values["min_request_budget"] = self.min_request_budget
+            values["max_request_budget"] = self.max_request_budget
         return values
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """The policies that compress requests of this server, its own first."""
+        named = dict.fromkeys((self.policy, *self.request_policies))
+        return tuple(name for name in named if name != NO_POLICY)
+
+    def for_request(self, policy: str | None, budget: float | None) -> Self:
+        """The settings of a request that asks for a policy, or a budget, or both.
+
+        The server's parameters and profile are those of its own policy.
+
+        Raises:
+            ConfigError: the server does not allow it.
+        """
+        policy = self.policy if policy is None else policy
+        allowed = tuple(dict.fromkeys((self.policy, *self.request_policies)))
+        if policy not in allowed:
+            raise ConfigError(
+                f'policy "{policy}": this server allows {" and ".join(allowed)}; choose one, or '
+                "leave it out."
+            )
+        chosen = self.budget if budget is None else budget
+        if budget is not None:
+            lowest, highest = self.min_request_budget, self.max_request_budget
+            if lowest is None or highest is None:
+                raise ConfigError(
+                    f"budget {budget}: this server lets no request choose a budget; leave it out."
+                )
+            if not lowest <= budget <= highest:
+                raise ConfigError(
+                    f"budget {budget}: this server allows fractions from {lowest} to {highest}."
+                )
+        if policy == self.policy:
+            return replace(self, budget=chosen)
+        return replace(self, policy=policy, budget=chosen, params={}, profile=None)
 
     @property
     def trigger(self) -> str:
@@ -254,6 +320,14 @@ class Settings:
         keeps_all = isinstance(self.budget, float) and self.budget >= 1.0
         return self.policy != NO_POLICY and not keeps_all
 
+    @property
+    def may_compress(self) -> bool:
+        """False when no request can be compressed, whatever it asks for."""
+        asked = bool(self.policies) and (self.min_request_budget or 1.0) < 1.0
+        others = any(name != NO_POLICY for name in self.request_policies)
+        keeps_all = isinstance(self.budget, float) and self.budget >= 1.0
+        return self.compresses or asked or (others and not keeps_all)
+
     def rule(self, block_size: int, window_size: int, least_blocks: int = 1) -> CompressionRule:
         """The budget and triggers in tokens and blocks.
 
@@ -262,6 +336,8 @@ class Settings:
             window_size: the last queries that the policy observes.
             least_blocks: that an event leaves.
         """
+        if not self.compresses:
+            return CompressionRule(block_size, fraction=1.0, at_prompt_end=False)
         every = {trigger.kind: trigger.every for trigger in self.triggers}
         chunk_tokens = every.get("chunk")
         if chunk_tokens is not None:
@@ -286,7 +362,23 @@ class Settings:
         return min(num_full_blocks, target)
 
 
-_KEYS = frozenset({"policy", "budget", "trigger", "params", "profile", "min_tokens"})
+_KEYS = frozenset(
+    {
+        *("policy", "budget", "trigger", "params", "profile", "min_tokens"),
+        *("request_policies", "min_request_budget", "max_request_budget"),
+    }
+)
+
+
+def _names(value: object) -> tuple[str, ...]:
+    """Names from `"snapkv,none"` or from a list of them."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        raise ConfigError(
+            f"request_policies: expected names of policies, found {value!r}; write for example "
+            "snapkv,none."
+        )
+    return tuple(part.strip() for part in parts if part.strip())
 
 
 def _is_count(value: object) -> bool:

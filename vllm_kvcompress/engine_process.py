@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from vllm_kvcompress.config import SETTINGS_KEY
+from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES
 
@@ -131,7 +131,7 @@ def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any])
     allow_amx()  # our worker sees to it, stock vLLM's does not
     arguments: dict[str, Any] = {"disable_log_stats": False, "block_size": 32, **options}
     if settings is not None:
-        paths: dict[str, Any] = dict(plugin_class_paths())
+        paths: dict[str, Any] = dict(plugin_class_paths(Settings.from_dict(settings)))
         paths["logits_processors"] = [paths["logits_processors"]]
         arguments |= {**paths, "additional_config": {SETTINGS_KEY: settings}}
     return LLM(model, **arguments)

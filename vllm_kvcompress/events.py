@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -42,6 +42,7 @@ class Event:
     Attributes:
         plan: what the scheduler decided.
         slot: the request's row in the page tables.
+        pipeline: the request's policy.
         blocks: [end_block - first_block (+ 1 if a partial block follows)] int64 block ids.
         fresh_pages: [K * num_layers * num_heads] int64 pages that take the survivors.
         layer_pages: pages of each layer afterwards, the state's not counted.
@@ -54,6 +55,7 @@ class Event:
 
     plan: EventPlan
     slot: int
+    pipeline: Pipeline
     blocks: Tensor
     fresh_pages: Tensor
     layer_pages: list[int]
@@ -68,6 +70,9 @@ class EventRunner:
     """Compresses requests of one cache group, layer by layer, as the model runs.
 
     Attributes:
+        pipelines: the policies of requests, by name.
+        pipeline: the server's own. Where attention needs more than ordinary kernels give, it is
+            the only one.
         loss: measures what later attention loses; None: nobody asked.
     """
 
@@ -75,13 +80,14 @@ class EventRunner:
         self,
         tables: PageTables,
         windows: QueryWindows,
-        pipeline: Pipeline,
+        pipelines: Mapping[str, Pipeline],
         weights: Sequence[LayerWeights],
     ) -> None:
         self.tables = tables
         self.pool = tables.pool
         self.windows = windows
-        self.pipeline = pipeline
+        self.pipelines = pipelines
+        self.pipeline = next(iter(pipelines.values()))
         self.weights = weights
         self.loss: AttentionLoss | None = None
 
@@ -98,14 +104,15 @@ class EventRunner:
             slot = tables.acquire(plan.request_id)
         former = tables.layer_pages.get(plan.request_id, [0] * pool.num_layers)
         num_kept = len(plan.fresh_block_ids)
-        state_pages = self.pipeline.state_pages(
+        pipeline = self.pipelines[plan.policy]
+        state_pages = pipeline.state_pages(
             num_kept * pool.num_heads,
             pool.num_heads,
             pool.head_size,
             pool.block_size,
             pool.page_bytes,
         )
-        layer_pages = self._layer_pages(plan, former, state_pages)
+        layer_pages = self._layer_pages(pipeline, plan, former, state_pages)
         partial = 1 if plan.position % pool.block_size else 0
         starts = [
             sum(layer_pages[:layer]) + layer * state_pages for layer in range(pool.num_layers)
@@ -113,6 +120,7 @@ class EventRunner:
         return Event(
             plan=plan,
             slot=slot,
+            pipeline=pipeline,
             blocks=block_row[plan.first_block : plan.end_block + partial].to(torch.int64),
             fresh_pages=pool.fresh_pages(torch.tensor(plan.fresh_block_ids)),
             layer_pages=layer_pages,
@@ -120,12 +128,14 @@ class EventRunner:
             layer_starts=starts,
         )
 
-    def _layer_pages(self, plan: EventPlan, former: list[int], reserved: int) -> list[int]:
+    def _layer_pages(
+        self, pipeline: Pipeline, plan: EventPlan, former: list[int], reserved: int
+    ) -> list[int]:
         """Pages for entries in each layer: the allocator's division, less those of the state."""
         pool = self.pool
         num_tail = plan.end_block - plan.first_block
         capacity = [pages + num_tail * pool.num_heads + reserved for pages in former]
-        pages = self.pipeline.allocator.layer_pages(
+        pages = pipeline.allocator.layer_pages(
             len(plan.fresh_block_ids), capacity, pool.num_heads, plan.end_block
         )
         least = pool.num_heads + reserved
@@ -139,7 +149,7 @@ class EventRunner:
         started = time.perf_counter()
         sources, view = self._view(event, layer, scale)
         total = event.layer_pages[layer]
-        selection = compress_layer(self.pipeline, view, total)
+        selection = compress_layer(event.pipeline, view, total)
         start = event.layer_starts[layer]
         pages = event.fresh_pages[start : start + total]
         self._write(view, sources, selection, pages)
@@ -176,7 +186,7 @@ class EventRunner:
             sources = self.tables.table[layer, event.slot, :, :width].to(torch.int64)
         num_partial = plan.position % pool.block_size
         weights = self.weights[layer]
-        needs_values = self.pipeline.needs.any_values
+        needs_values = event.pipeline.needs.any_values
         keys = pool.keys(sources).flatten(1, 2)
         tail_keys = pool.keys(tail[:, num_tail:]).flatten(1, 2)[:, :num_partial]
         return sources, LayerView(
@@ -202,51 +212,59 @@ class EventRunner:
         )
 
     def carried(self, pages: Tensor) -> Tensor:
-        """[..., num_heads, s] fp32 numbers per head in state pages [..., state_pages]."""
-        num_heads, size = self.pool.num_heads, self._state_size
+        """[..., num_heads, s] fp32 numbers per head in state pages [..., state_pages].
+
+        Of requests with the server's own policy.
+        """
+        return self._carried(self.pipeline, pages)
+
+    def _carried(self, pipeline: Pipeline, pages: Tensor) -> Tensor:
+        num_heads, size = self.pool.num_heads, pipeline.state_size(self.pool.head_size)
         numbers = self.pool.floats(pages)[..., : num_heads * size]
         return numbers.unflatten(-1, (num_heads, size))
 
     def entry_bias(self, layer: int, slots: Tensor, width: int) -> Tensor:
-        """[R, num_heads, width] fp32 bias of the kept entries of requests, 0 behind them."""
-        return self._carried_entries("bias", layer, slots, width)
+        """[R, num_heads, width] fp32 bias of the kept entries of requests, 0 behind them.
 
-    def _carried_entries(self, name: str, layer: int, slots: Tensor, width: int) -> Tensor:
+        Of requests with the server's own policy.
+        """
+        return self._carried_entries(self.pipeline, "bias", layer, slots, width)
+
+    def _carried_entries(
+        self, pipeline: Pipeline, name: str, layer: int, slots: Tensor, width: int
+    ) -> Tensor:
         """[R, num_heads, width] fp32 numbers of the kept entries of requests, 0 behind them.
 
         In a layer's state pages those of the entries follow the numbers per head: of every name
         in `Pipeline.carried_entries` all of them, head after head.
         """
         pool = self.pool
-        which = self.pipeline.carried_entries.index(name)
+        which = pipeline.carried_entries.index(name)
         numbers = pool.floats(self.tables.state[layer, slots])
         counts = self.tables.counts[layer, slots].long() * pool.block_size
-        first = counts.cumsum(dim=1) - counts + pool.num_heads * self._state_size
+        first = counts.cumsum(dim=1) - counts
+        first = first + pool.num_heads * pipeline.state_size(pool.head_size)
         first = first + which * counts.sum(dim=1, keepdim=True)
         nth = torch.arange(width, device=numbers.device)
         places = (first[..., None] + nth).clamp_max(numbers.shape[1] - 1)
         found = numbers.gather(1, places.flatten(1)).view(places.shape)
         return found.masked_fill(nth >= counts[..., None], 0)
 
-    @property
-    def _state_size(self) -> int:
-        return self.pipeline.state_size(self.pool.head_size)
-
     def _state(self, event: Event, layer: int) -> Tensor | None:
         """[num_heads, s] what the former event carried on, if there was one."""
-        if not event.plan.resident_blocks or not self._state_size:
+        if not event.plan.resident_blocks or not event.pipeline.state_size(self.pool.head_size):
             return None
-        return self.carried(self.tables.state[layer, event.slot])
+        return self._carried(event.pipeline, self.tables.state[layer, event.slot])
 
     def _bias(self, event: Event, layer: int, width: int) -> Tensor | None:
         """[num_heads, width] biases of what the former event kept; None where there are none."""
-        if not event.plan.resident_blocks or not self.pipeline.weighs_entries:
+        if not event.plan.resident_blocks or not event.pipeline.weighs_entries:
             return None
         return self._read_entries("bias", event, layer, width)
 
     def _positions(self, event: Event, layer: int, width: int) -> Tensor | None:
         """[num_heads, width] int64 positions of the entries that an event reads."""
-        if not self.pipeline.needs.positions:
+        if not event.pipeline.needs.positions:
             return None
         nth = torch.arange(width)
         if not event.plan.resident_blocks:
@@ -258,13 +276,14 @@ class EventRunner:
 
     def _accumulated(self, event: Event, layer: int, width: int) -> Tensor | None:
         """[num_heads, width] attention that former events have counted, if there were any."""
-        if not event.plan.resident_blocks or not self.pipeline.needs.accumulated:
+        if not event.plan.resident_blocks or not event.pipeline.needs.accumulated:
             return None
         return self._read_entries("accumulated", event, layer, width)
 
     def _read_entries(self, name: str, event: Event, layer: int, width: int) -> Tensor:
         """[num_heads, width] what the former event carried on of every entry, 0 for later ones."""
-        return self._carried_entries(name, layer, torch.tensor([event.slot]), width)[0]
+        slots = torch.tensor([event.slot])
+        return self._carried_entries(event.pipeline, name, layer, slots, width)[0]
 
     def _write_state(self, event: Event, layer: int, selection: Selection) -> None:
         """Writes what the policy carries behind the layer's entries."""
@@ -272,13 +291,13 @@ class EventRunner:
         start = event.layer_starts[layer] + event.layer_pages[layer]
         pages = event.fresh_pages[start : start + event.state_pages]
         numbers = []
-        if self._state_size:
+        if event.pipeline.state_size(pool.head_size):
             assert merged.state is not None
             numbers.append(merged.state.flatten())
         total = event.layer_pages[layer]
         heads = torch.repeat_interleave(selection.page_counts, output_size=total)
         heads = heads.repeat_interleave(pool.block_size)
-        for name in self.pipeline.carried_entries:
+        for name in event.pipeline.carried_entries:
             entries = getattr(merged, name)
             numbers.append(entries[heads, selection.kept_indices].float())
         pool.write_floats(pages, torch.cat(numbers).float())

@@ -165,6 +165,7 @@ class EventPlan:
     Attributes:
         request_id: vLLM's request id.
         group: vLLM's KV-cache group (models that mix kinds of layers have several).
+        policy: the request's.
         trigger: which trigger fired.
         position: computed tokens of the request at the end of the step.
         window_size: queries to observe: the last so many tokens before `position`.
@@ -176,6 +177,7 @@ class EventPlan:
 
     request_id: str
     group: int
+    policy: str
     trigger: str
     position: int
     window_size: int
@@ -234,6 +236,8 @@ class RequestLedger:
     Attributes:
         num_prompt_tokens: logical tokens of the prompt; of its context, where the request names
             one that is compressed before the rest is read (the rest then counts as generated).
+        rule: when and how far this request is compressed.
+        policy: what with; see `policies`.
         compressed_blocks: logical full blocks that have been compressed (c above).
         resident_blocks: fresh blocks that hold what is left of them.
         last_position: position of the last event (0: none yet).
@@ -242,25 +246,31 @@ class RequestLedger:
     """
 
     num_prompt_tokens: int
+    rule: CompressionRule
+    policy: str = ""
     compressed_blocks: int = 0
     resident_blocks: int = 0
     last_position: int = 0
     first_event_position: int | None = None
     num_read_tokens: int = 0
 
-    def decide(self, rule: CompressionRule, position: int) -> Decision | None:
+    def decide(self, position: int) -> Decision | None:
         """What happens when `position` tokens have been computed; None: no trigger fires."""
-        if not rule.is_position(self.num_prompt_tokens, position):
+        if not self.rule.is_position(self.num_prompt_tokens, position):
             return None
-        trigger = rule.trigger_at(self.num_prompt_tokens, position)
-        num_kept = rule.target_blocks(self.num_prompt_tokens, position)
-        if position < rule.min_tokens:
+        trigger = self.rule.trigger_at(self.num_prompt_tokens, position)
+        num_kept = self.rule.target_blocks(self.num_prompt_tokens, position)
+        if position < self.rule.min_tokens:
             return Decision(trigger, num_kept, SKIP_SHORT)
-        if num_kept >= self.resident_blocks + position // rule.block_size - self.compressed_blocks:
+        if num_kept >= self.num_source_blocks(position):
             return Decision(trigger, num_kept, SKIP_NOTHING_TO_FREE)
         return Decision(trigger, num_kept)
 
-    def observed_window(self, rule: CompressionRule, position: int) -> int:
+    def num_source_blocks(self, position: int) -> int:
+        """Blocks that an event at a position reads: kept ones, and full ones since."""
+        return self.resident_blocks + position // self.rule.block_size - self.compressed_blocks
+
+    def observed_window(self, position: int) -> int:
         """Queries that an event at `position` observes.
 
         Never older than the last event (what they attended to is gone), and after the prompt
@@ -269,29 +279,29 @@ class RequestLedger:
         oldest = self.last_position
         if position > self.num_prompt_tokens:
             oldest = max(oldest, self.num_prompt_tokens)
-        return min(rule.window_size, position - oldest)
+        return min(self.rule.window_size, position - oldest)
 
-    def commit(self, rule: CompressionRule, position: int, num_kept_blocks: int) -> None:
+    def commit(self, position: int, num_kept_blocks: int) -> None:
         """Books an event."""
-        self.compressed_blocks = position // rule.block_size
+        self.compressed_blocks = position // self.rule.block_size
         self.resident_blocks = num_kept_blocks
         self.last_position = position
         if self.first_event_position is None:
             self.first_event_position = position
 
-    def observation(self, rule: CompressionRule, start: int, end: int) -> Observation | None:
+    def observation(self, start: int, end: int) -> Observation | None:
         """Which queries of the tokens [start, end) a coming event observes, if any."""
-        if not rule.window_size:
+        if not self.rule.window_size:
             return None
-        position = rule.next_position(self.num_prompt_tokens, start)
+        position = self.rule.next_position(self.num_prompt_tokens, start)
         if position is None:
             return None
-        first = max(start, position - rule.window_size)
+        first = max(start, position - self.rule.window_size)
         if first >= end:
             return None
         return Observation(first - start, first, min(end, position) - first)
 
-    def resident_tokens(self, rule: CompressionRule, num_tokens: int) -> int:
+    def resident_tokens(self, num_tokens: int) -> int:
         """Resident tokens per head (mean over heads and layers) at `num_tokens` logical ones."""
-        tail = num_tokens - self.compressed_blocks * rule.block_size
-        return self.resident_blocks * rule.block_size + tail
+        tail = num_tokens - self.compressed_blocks * self.rule.block_size
+        return self.resident_blocks * self.rule.block_size + tail

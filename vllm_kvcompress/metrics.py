@@ -21,6 +21,7 @@ from vllm_kvcompress.ledger import SKIP_NOTHING_TO_FREE, SKIP_SHORT
 from vllm_kvcompress.stats import EventRecord, StepStats
 
 _LABELS = ["model_name", "engine"]  # as vLLM's own metrics
+_POLICY = ["policy"]  # all but the ratio tell the policies of requests apart
 _FRACTION_BUCKETS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0]
 _SECONDS_BUCKETS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
 
@@ -60,39 +61,45 @@ class CompressionMetrics:
             "kvcompress_source_tokens",
             "Tokens per KV head (mean over heads and layers) that compression events read; the "
             "partial last block of a request takes no part.",
+            _POLICY,
         )
         self.resident_tokens = self._counter(
             "kvcompress_resident_tokens",
             "Tokens per KV head (mean over heads and layers) that compression events kept, out of "
             "kvcompress_source_tokens_total.",
+            _POLICY,
         )
         self.blocks_freed = self._counter(
             "kvcompress_blocks_freed",
             "KV cache blocks that compression events handed back to vLLM's allocator.",
+            _POLICY,
         )
         self.blocks_written = self._counter(
             "kvcompress_blocks_written",
             "Fresh KV cache blocks that compression events allocated and filled with what they "
             "kept. Freed minus written = blocks gained.",
+            _POLICY,
         )
         self.skipped = self._counter(
             "kvcompress_skipped",
             "Number of compression events that a trigger called for but that were left out, by "
             f"reason: {SKIP_SHORT} = fewer logical tokens than min_tokens; "
             f"{SKIP_NOTHING_TO_FREE} = the budget is no smaller than what the request holds.",
-            ["reason"],
+            ["policy", "reason"],
         )
         self.kept_fraction = self._histogram(
             "kvcompress_kept_fraction",
             "Fraction of its source tokens that a compression event kept, per event; between 0 "
             "and 1.",
             _FRACTION_BUCKETS,
+            _POLICY,
         )
         self.event_seconds = self._histogram(
             "kvcompress_event_seconds",
             "Seconds that a compression event took in the worker: scoring, selecting and writing, "
             "summed over layers, on the first rank.",
             _SECONDS_BUCKETS,
+            _POLICY,
         )
 
     def start(self, settings: Settings, model_name: str, engine: str) -> None:
@@ -102,37 +109,36 @@ class CompressionMetrics:
             *labels, settings.policy, str(settings.budget), settings.trigger, __version__
         ).set(1)
         self.compression_ratio.labels(*labels).set(1)
-        for trigger in settings.triggers:
-            self.events.labels(*labels, settings.policy, trigger.kind)
-        for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE):
-            self.skipped.labels(*labels, reason)
-        for counter in (
-            self.source_tokens,
-            self.resident_tokens,
-            self.blocks_freed,
-            self.blocks_written,
-        ):
-            counter.labels(*labels)
-        self.kept_fraction.labels(*labels)
-        self.event_seconds.labels(*labels)
+        for policy in settings.policies:
+            own = (*labels, policy)
+            for trigger in settings.triggers:
+                self.events.labels(*own, trigger.kind)
+            for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE):
+                self.skipped.labels(*own, reason)
+            for collector in (
+                *(self.source_tokens, self.resident_tokens, self.blocks_freed),
+                *(self.blocks_written, self.kept_fraction, self.event_seconds),
+            ):
+                collector.labels(*own)
 
     def observe(self, stats: StepStats, model_name: str, engine: str) -> None:
         """Adds one step of one engine."""
         labels = (model_name, engine)
         self.compression_ratio.labels(*labels).set(stats.compression_ratio)
-        for reason, count in stats.skipped.items():
-            self.skipped.labels(*labels, reason).inc(count)
+        for skipped in stats.skipped:
+            self.skipped.labels(*labels, skipped.policy, skipped.reason).inc(skipped.count)
         for event in stats.events:
             self._observe_event(event, labels)
 
     def _observe_event(self, event: EventRecord, labels: tuple[str, str]) -> None:
-        self.events.labels(*labels, event.policy, event.trigger).inc()
-        self.source_tokens.labels(*labels).inc(event.source_tokens)
-        self.resident_tokens.labels(*labels).inc(event.resident_tokens)
-        self.blocks_freed.labels(*labels).inc(event.blocks_freed)
-        self.blocks_written.labels(*labels).inc(event.blocks_written)
-        self.kept_fraction.labels(*labels).observe(event.resident_tokens / event.source_tokens)
-        self.event_seconds.labels(*labels).observe(event.seconds)
+        own = (*labels, event.policy)
+        self.events.labels(*own, event.trigger).inc()
+        self.source_tokens.labels(*own).inc(event.source_tokens)
+        self.resident_tokens.labels(*own).inc(event.resident_tokens)
+        self.blocks_freed.labels(*own).inc(event.blocks_freed)
+        self.blocks_written.labels(*own).inc(event.blocks_written)
+        self.kept_fraction.labels(*own).observe(event.resident_tokens / event.source_tokens)
+        self.event_seconds.labels(*own).observe(event.seconds)
 
     def _counter(self, name: str, text: str, extra_labels: list[str] | None = None) -> Counter:
         labels = _LABELS + (extra_labels or [])
@@ -147,8 +153,11 @@ class CompressionMetrics:
             multiprocess_mode="mostrecent",
         )
 
-    def _histogram(self, name: str, text: str, buckets: list[float]) -> Histogram:
-        return Histogram(name, text, labelnames=_LABELS, registry=self._registry, buckets=buckets)
+    def _histogram(
+        self, name: str, text: str, buckets: list[float], extra_labels: list[str]
+    ) -> Histogram:
+        labels = _LABELS + extra_labels
+        return Histogram(name, text, labelnames=labels, registry=self._registry, buckets=buckets)
 
 
 @functools.cache

@@ -36,18 +36,33 @@ class EventRecord:
 
 
 @dataclass
+class SkippedRecord:
+    """Events that a trigger called for but that were left out.
+
+    Attributes:
+        policy: the policy's name, as the user gave it.
+        reason: why.
+        count: how many.
+    """
+
+    policy: str
+    reason: str
+    count: int
+
+
+@dataclass
 class StepStats:
     """What one scheduler step did, and what the running requests hold after it.
 
     Attributes:
         events: the events that ran.
-        skipped: events that a trigger called for but that were left out, by reason.
+        skipped: events that were left out.
         logical_tokens: computed tokens of the running requests.
         resident_tokens: of those, tokens per head that are still in the cache.
     """
 
     events: list[EventRecord] = field(default_factory=list)
-    skipped: dict[str, int] = field(default_factory=dict)
+    skipped: list[SkippedRecord] = field(default_factory=list)
     logical_tokens: int = 0
     resident_tokens: int = 0
 
@@ -64,4 +79,5 @@ class StepStats:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`."""
         events = [EventRecord(**event) for event in values["events"]]
-        return cls(**{**values, "events": events})
+        skipped = [SkippedRecord(**record) for record in values["skipped"]]
+        return cls(**{**values, "events": events, "skipped": skipped})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_kvcompress.stats import EventRecord, StepStats
+from vllm_kvcompress.stats import EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 
 EVENT = EventRecord("snapkv", "prompt", 128, 32, 4, 1, 0.25)
@@ -21,7 +21,8 @@ class ReportingScheduler(Scheduler):
             return stats
         new = {request.request_id for request in self.running} - self.reported
         self.reported |= new
-        step = StepStats([EVENT] * len(new), {"nothing_to_free": len(new)})
+        skipped = SkippedRecord("snapkv", "nothing_to_free", len(new))
+        step = StepStats([EVENT] * len(new), [skipped])
         step.logical_tokens, step.resident_tokens = (400, 100) if self.running else (0, 0)
         compat.attach_stats(stats, step.to_dict())
         return stats

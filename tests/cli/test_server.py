@@ -32,6 +32,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     arguments = ["serve", f"--config={config}", "--kv-budget", "0.25"]
     arguments += ["--chat-template", CHAT_TEMPLATE]
+    arguments += ["--kv-allow-request-policies", "keydiff,none"]
+    arguments += ["--kv-min-request-budget", "0.1", "--kv-max-request-budget", "0.75"]
     with serving(OUR_SERVE, arguments, folder / "server.log") as address:
         yield address
 
@@ -129,6 +131,30 @@ def test_a_request_may_name_its_context(address: str, client: openai.OpenAI) -> 
         client.completions.create(
             **settings, max_tokens=4, extra_body={"vllm_xargs": {"kv_context_tokens": -3}}
         )
+
+
+def test_a_request_may_choose_within_limits(address: str, client: openai.OpenAI) -> None:
+    """Another policy, another budget, none at all; what the operator did not allow is a 400."""
+    settings = {"model": "tiny", "prompt": tiny_models.prompt(640, seed=7), "max_tokens": 4}
+
+    def ask(**xargs: object) -> dict[str, float]:
+        before = scraped(address)
+        client.completions.create(**settings, extra_body={"vllm_xargs": xargs})
+        after = scraped(address)
+        return {name: after[name] - before.get(name, 0) for name in after}
+
+    half = ask(kv_policy="keydiff", kv_budget=0.5)
+    assert half["kvcompress_events_total{keydiff}"] == 1
+    assert half["kvcompress_blocks_written_total"] == 10
+    assert ask(kv_budget=0.1)["kvcompress_blocks_written_total"] == 2
+    assert ask(kv_policy="none")["kvcompress_events_total"] == 0
+    for wrong, message in (
+        ({"kv_policy": "snapkv"}, "this server allows adakv.criticalkv and keydiff and none"),
+        ({"kv_budget": 0.9}, "this server allows fractions from 0.1 to 0.75"),
+        ({"kv_budgett": 0.5}, "kv_budgett: not known"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=message):
+            ask(**wrong)
 
 
 def test_what_the_engine_cannot_do_is_refused_in_one_line(tmp_path: Path) -> None:

@@ -23,18 +23,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scraped(address: str) -> dict[str, float]:
-    """Our samples by name, or by name{label} where a label tells them apart."""
+    """Our samples by name, or by name{reason}, over all policies; and by name{policy}."""
     text = urllib3.request("GET", f"{address}/metrics").data.decode()
-    samples = {}
+    samples: dict[str, float] = {}
+    seen = set()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name.startswith("kvcompress_") and "le" not in sample.labels:
                 assert (sample.labels["model_name"], sample.labels["engine"]) == ("tiny", "0")
                 assert "pid" not in sample.labels
                 reason = sample.labels.get("reason", "")
+                policy = sample.labels.get("policy", "")
+                assert (sample.name, *sample.labels.items()) not in seen
+                seen.add((sample.name, *sample.labels.items()))
                 key = f"{sample.name}{{{reason}}}" if reason else sample.name
-                assert key not in samples
-                samples[key] = sample.value
+                for name in (key, f"{sample.name}{{{policy}}}"):
+                    samples[name] = samples.get(name, 0) + sample.value
     return samples
 
 

@@ -204,8 +204,10 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     for stream in (sys.stdout, sys.stderr):
         os.dup2(descriptor, stream.fileno())
     os.environ.update(environment)
+    from vllm_kvcompress.vllm_plugin.compat import attached_stats
+
     scenario = json.loads(Path(scenario_path).read_text())
-    report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "stats": []}
+    report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
     if scenario.get("record_kept"):
         record_kept(report)
     engine = build_engine(scenario)
@@ -218,6 +220,14 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
         return preempt(*args, **kwargs)
 
     books.scheduler._preempt_request = counting
+    make_stats = books.scheduler.make_stats
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        stats = make_stats(*args, **kwargs)
+        report["events"] += ((stats and attached_stats(stats)) or {"events": []})["events"]
+        return stats
+
+    books.scheduler.make_stats = recording
     for phase in scenario["phases"]:
         run_phase(engine, books, phase, report)
     cache_config = engine.vllm_config.cache_config

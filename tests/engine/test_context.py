@@ -9,7 +9,7 @@ from tests.engine.conftest import Run, request
 from tests.engine.oracle import KeptTokensDecoder
 from tests.engine.test_compressed_attention import kept_positions
 from tests.tiny_models import prompt
-from vllm_kvcompress.vllm_plugin.requests import context_tokens
+from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
 
 CONTEXT, QUESTION = 700, 45
 SETTINGS = {"policy": "adakv+criticalkv", "budget": 0.25}
@@ -83,15 +83,15 @@ def test_a_wrong_value_that_nobody_checked_ends_no_engine(llama: str, run_engine
         ({"kv_context_tokens": 0}, "expected at least 1, found 0"),
         ({"kv_context_tokens": 2.5}, "expected a whole number of tokens, found 2.5"),
         ({"kv_context_tokens": "10"}, "expected a whole number of tokens, found '10'"),
-        ({"kv_contextt": 10}, "kv_contextt: not known; a request may set kv_context_tokens only"),
+        ({"kv_contextt": 10}, "kv_contextt: not known; a request may set kv_context_tokens, kv_p"),
     ],
 )
 def test_wrong_values_are_refused(extra: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", "[(]")):
-        context_tokens(extra)
+        request_options(extra)
 
 
 def test_what_is_not_ours_is_passed_over() -> None:
-    assert context_tokens(None) is None
-    assert context_tokens({"theirs": "x", "kv_transfer_params": {}}) is None
-    assert context_tokens({"kv_context_tokens": 10.0}) == 10
+    assert request_options(None) == RequestOptions()
+    assert request_options({"theirs": "x", "kv_transfer_params": {}}) == RequestOptions()
+    assert request_options({"kv_context_tokens": 10.0}).context_tokens == 10

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from vllm_kvcompress import __version__
-from vllm_kvcompress.config import SETTINGS_KEY
+from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError
 
 _ENTRY_POINT_GROUPS = ("vllm.general_plugins", "vllm.stat_logger_plugins")
@@ -142,7 +142,7 @@ def _backend() -> Iterator[Finding]:
 
     yield Finding("backend", str(current_platform.device_name or current_platform.device_type))
     try:
-        paths = plugin_class_paths()
+        paths = plugin_class_paths(Settings("adakv", 0.25))
     except ConfigError as error:
         yield Finding("compression", "not available", str(error))
         return

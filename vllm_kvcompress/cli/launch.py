@@ -24,7 +24,8 @@ def vllm_command(request: ServeRequest) -> list[str]:
     """The arguments of `vllm`, from `serve` on, for this build of vLLM."""
     options = {}
     if request.settings is not None:
-        options = {name.replace("_", "-"): path for name, path in plugin_class_paths().items()}
+        paths = plugin_class_paths(request.settings)
+        options = {name.replace("_", "-"): path for name, path in paths.items()}
         if current_platform.is_cpu():
             options["block-size"] = _CPU_BLOCK_SIZE
     return request.command(options)

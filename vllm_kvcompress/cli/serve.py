@@ -103,12 +103,25 @@ def options_parser() -> argparse.ArgumentParser:
         f"(default {DEFAULT_MIN_TOKENS})",
     )
     group.add_argument(
+        "--kv-allow-request-policies",
+        metavar="P,...",
+        help="policies that a request may ask for instead, with vllm_xargs kv_policy; none: to "
+        "be left whole",
+    )
+    for bound in ("min", "max"):
+        group.add_argument(
+            f"--kv-{bound}-request-budget",
+            metavar="B",
+            help=f"{bound}imum fraction that a request may ask for, with vllm_xargs kv_budget",
+        )
+    group.add_argument(
         "--config",
         metavar="FILE",
         action="append",
         default=[],
         help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
-        "params, profile, min_tokens); the command line wins, setting by setting",
+        "params, profile, min_tokens, request_policies, min_ and max_request_budget); the command "
+        "line wins, setting by setting",
     )
     group.add_argument(
         "--print-vllm-command",
@@ -137,6 +150,9 @@ def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
         "profile": namespace.kv_profile,
         "min_tokens": _count(namespace.kv_min_tokens),
         "params": dict(map(policy_param, namespace.kv_param)) or None,
+        "request_policies": namespace.kv_allow_request_policies,
+        "min_request_budget": namespace.kv_min_request_budget,
+        "max_request_budget": namespace.kv_max_request_budget,
     }
     given = {key: value for key, value in flags.items() if value is not None}
     yaml_path = namespace.config[0] if namespace.config else None
@@ -204,6 +220,8 @@ def _count(text: str | None) -> int | None:
 
 
 def _summary(settings: Settings) -> str:
+    if not settings.compresses and settings.may_compress:
+        return f"requests choose among {', '.join(settings.request_policies)}; others stay whole"
     if not settings.compresses:
         return f"policy {settings.policy} with budget 1.0 keeps everything: stock vLLM"
     if isinstance(settings.budget, float):

@@ -110,7 +110,8 @@ def _settings(sections: list[dict[str, Any]]) -> Settings | None:
         merged.update(section)
         if params:
             merged["params"] = params
-    if merged.get("policy") == NO_POLICY or not merged:
+    chosen_by_requests = merged.get("request_policies")
+    if not merged or (merged.get("policy") == NO_POLICY and not chosen_by_requests):
         return None
     return Settings.from_dict(merged)
 

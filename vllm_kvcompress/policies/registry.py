@@ -138,18 +138,29 @@ def resolve(
     return replace(pipeline, name=name, params=values, profile=heads)
 
 
-def resolve_settings(settings: Settings) -> Pipeline:
-    """The pipeline of a user's settings.
+def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
+    """The pipelines of a user's settings by policy: the server's own, then those of requests.
 
     Raises:
-        ConfigError: as `resolve`, or a budget that protected tokens alone would use up.
+        ConfigError: as `resolve`; a budget that protected tokens alone would use up; or policies
+            whose attention cannot share a batch.
     """
-    profile = None if settings.profile is None else Path(settings.profile)
-    pipeline = resolve(settings.policy, settings.params, profile)
-    pipeline = replace(pipeline, repeats=settings.repeats)
-    if isinstance(settings.budget, int):
-        pipeline.check_budget(settings.budget)
-    return pipeline
+    pipelines: dict[str, Pipeline] = {}
+    for policy in settings.policies:
+        own = settings.for_request(policy, None)
+        profile = None if own.profile is None else Path(own.profile)
+        pipeline = resolve(policy, own.params, profile)
+        if isinstance(own.budget, int):
+            pipeline.check_budget(own.budget)
+        pipelines[policy] = replace(pipeline, repeats=own.repeats)
+    for policy, pipeline in pipelines.items():
+        others = [name for name in pipelines if name != policy]
+        if pipeline.gathers and others:
+            raise ConfigError(
+                f"{policy} changes how what it keeps is attended to, so requests with it and with "
+                f"{others[0]} cannot share a server; allow requests other policies."
+            )
+    return pipelines
 
 
 def _load_profile(info: PolicyInfo, path: Path | None, values: Values) -> HeadProfile | None:

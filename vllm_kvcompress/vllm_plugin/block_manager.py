@@ -28,21 +28,19 @@ class CompressedBlockManager(FullAttentionManager):
     """Allocates the fresh blocks of an event and frees its sources once it has run.
 
     Attributes:
-        rule: when requests are compressed.
         ledgers: by request id, for requests that hold blocks or wait for their first.
         plans: events planned since the scheduler last took them, by request id.
-        skipped: events that a trigger called for but the rule left out, by reason.
-        context_end: tells, by request id and prompt length, where the prompt ends that is
-            compressed as a whole; the scheduler sets it.
+        skipped: events that a trigger called for but the rule left out, by policy and reason.
+        open_ledger: a new request's books, by its id and the length of its prompt; the scheduler
+            sets it.
     """
 
     def __init__(self, kv_cache_spec: CompressedAttentionSpec, **kwargs) -> None:
         super().__init__(kv_cache_spec, **kwargs)
-        self.rule = kv_cache_spec.rule
         self.ledgers: dict[str, RequestLedger] = {}
         self.plans: dict[str, EventPlan] = {}
-        self.skipped: Counter[str] = Counter()
-        self.context_end: Callable[[str, int], int] = lambda _, num_prompt_tokens: num_prompt_tokens
+        self.skipped: Counter[tuple[str, str]] = Counter()
+        self.open_ledger: Callable[[str, int], RequestLedger]
         self._resident: dict[str, list[KVCacheBlock]] = {}
         self._incoming: dict[str, tuple[EventPlan, list[KVCacheBlock]]] = {}
 
@@ -61,7 +59,7 @@ class CompressedBlockManager(FullAttentionManager):
 
         `max_length` is one less than the prompt, since vLLM always computes the last token.
         """
-        limit = kv_cache_spec.rule.max_prefix_hit(max_length + 1)
+        limit = kv_cache_spec.max_prefix_hit(max_length + 1)
         return super().find_longest_cache_hit(
             block_hashes,
             min(max_length, limit),
@@ -100,10 +98,11 @@ class CompressedBlockManager(FullAttentionManager):
         )
         if apply_admission_cap:
             num_blocks += self._promised_blocks(request_id)
-            if self.rule.first_effective_position(prefill_end) is None:
+            rule = self._ledger(request_id, prefill_end).rule
+            if rule.first_effective_position(prefill_end) is None:
                 return num_blocks
             whole = -(-num_tokens // self.block_size)
-            return max(0, num_blocks + self.rule.peak_blocks(num_tokens) - whole)
+            return max(0, num_blocks + rule.peak_blocks(num_tokens) - whole)
         decision = self._decide(request_id, num_tokens_main_model)
         if decision is None or decision.skipped:
             return num_blocks
@@ -117,7 +116,7 @@ class CompressedBlockManager(FullAttentionManager):
         decision = self._decide(request_id, num_tokens_main_model)
         if decision is not None:
             if decision.skipped:
-                self.skipped[decision.skipped] += 1
+                self.skipped[self.ledgers[request_id].policy, decision.skipped] += 1
             else:
                 self._plan(request_id, num_tokens_main_model, decision)
         return new_blocks
@@ -145,10 +144,7 @@ class CompressedBlockManager(FullAttentionManager):
         vLLM calls this before every allocation; it is also where the prompt's length is learnt.
         """
         if num_prompt_tokens is not None and request_id not in self.ledgers:
-            context_end = self.context_end(request_id, num_prompt_tokens)
-            self.ledgers[request_id] = RequestLedger(
-                context_end, num_read_tokens=num_prompt_tokens
-            )
+            self.ledgers[request_id] = self.open_ledger(request_id, num_prompt_tokens)
         incoming = self._incoming.get(request_id)
         if incoming is not None and incoming[0].position <= processed_computed_tokens:
             self._retire_sources(request_id)
@@ -186,14 +182,19 @@ class CompressedBlockManager(FullAttentionManager):
                 continue
             missing = 1
             if len(blocks) * self.block_size < ledger.num_read_tokens:
-                peak = self.rule.admission_blocks(ledger.num_read_tokens)
+                peak = ledger.rule.admission_blocks(ledger.num_read_tokens)
                 missing = max(1, peak - self.num_blocks_held(request_id))
             promised += missing
         return promised
 
     def _decide(self, request_id: str, position: int) -> Decision | None:
         ledger = self.ledgers.get(request_id)
-        return ledger.decide(self.rule, position) if ledger else None
+        return ledger.decide(position) if ledger else None
+
+    def _ledger(self, request_id: str, num_prompt_tokens: int) -> RequestLedger:
+        """A request's books, also before it holds blocks."""
+        ledger = self.ledgers.get(request_id)
+        return self.open_ledger(request_id, num_prompt_tokens) if ledger is None else ledger
 
     def _plan(self, request_id: str, position: int, decision: Decision) -> None:
         """Allocates an event's fresh blocks and books it as happening in this step."""
@@ -207,15 +208,16 @@ class CompressedBlockManager(FullAttentionManager):
         plan = EventPlan(
             request_id=request_id,
             group=self.kv_cache_group_id,
+            policy=ledger.policy,
             trigger=decision.trigger,
             position=position,
-            window_size=ledger.observed_window(self.rule, position),
+            window_size=ledger.observed_window(position),
             first_block=ledger.compressed_blocks,
             end_block=position // self.block_size,
             resident_blocks=ledger.resident_blocks,
             fresh_block_ids=tuple(block.block_id for block in fresh),
         )
-        ledger.commit(self.rule, position, decision.num_kept_blocks)
+        ledger.commit(position, decision.num_kept_blocks)
         self.plans[request_id] = plan
         self._incoming[request_id] = (plan, fresh)
 

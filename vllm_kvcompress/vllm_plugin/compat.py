@@ -15,6 +15,7 @@ from vllm_kvcompress.ledger import StepPlan
 if TYPE_CHECKING:
     import torch
 
+    from vllm_kvcompress.config import Settings
     from vllm_kvcompress.policies.rotary import Rotary
 
 SUPPORTED_VLLM = "0.32"
@@ -41,15 +42,20 @@ def check_vllm_version() -> None:
         )
 
 
-def plugin_class_paths() -> dict[str, str]:
+def plugin_class_paths(settings: Settings) -> dict[str, str]:
     """The `vllm serve` options that switch compression on, for this build of vLLM."""
     from vllm.platforms import current_platform
+
+    check = "RequestCheck"
+    if settings.request_policies or settings.max_request_budget is not None:
+        # vLLM checks requests in a process that knows this class by its name, and no settings.
+        check += f"_{json.dumps(settings.to_dict()).encode().hex()}"
 
     if current_platform.is_cpu():
         return {
             "scheduler_cls": f"{_PACKAGE}.scheduler.CompressionScheduler",
             "worker_cls": f"{_PACKAGE}.worker.CompressionCPUWorker",
-            "logits_processors": f"{_PACKAGE}.requests:RequestCheck",
+            "logits_processors": f"{_PACKAGE}.requests:{check}",
         }
     raise UnsupportedError(
         "vllm-kvcompress compresses on the CPU build of vLLM; this build is for "

@@ -27,7 +27,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         UnsupportedError: the model, or an option of vLLM, cannot be combined with compression.
     """
     settings = engine_settings(vllm_config)
-    if settings is None or not settings.compresses:
+    if settings is None or not settings.may_compress:
         return settings
     for reason in _reasons(vllm_config):
         raise UnsupportedError(reason)

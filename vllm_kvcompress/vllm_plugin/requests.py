@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.sample.logits_processor import LogitsProcessor
 
-from vllm_kvcompress.config import CONTEXT_TOKENS
+from vllm_kvcompress.config import CONTEXT_TOKENS, REQUEST_BUDGET, REQUEST_POLICY, Settings
 
 if TYPE_CHECKING:
     import torch
@@ -16,28 +19,49 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 PREFIX = "kv_"
+_KNOWN = (CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET)
+_VLLM_OWN = "kv_transfer_params"
+_LIMITED = "RequestCheck_"
 
 
-def context_tokens(extra_args: Mapping[str, Any] | None) -> int | None:
-    """Tokens at the beginning of the prompt that are compressed before the rest is read.
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request asks for.
 
-    What follows them attends to the compressed context, and is not compressed with it: so a
-    document can be compressed before the question about it is known.
+    Attributes:
+        context_tokens: at the beginning of the prompt, compressed before the rest is read. What
+            follows them attends to the compressed context, and is not compressed with it: so a
+            document can be compressed before the question about it is known. None: the whole
+            prompt is compressed together.
+        policy: None: the server's.
+        budget: kept fraction; None: the server's.
+    """
 
-    Returns:
-        None where the request does not say; then the whole prompt is compressed together.
+    context_tokens: int | None = None
+    policy: str | None = None
+    budget: float | None = None
+
+
+def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
+    """Reads a request's `vllm_xargs`.
 
     Raises:
-        ValueError: not a positive whole number, or an unknown key that begins with `kv_`.
+        ValueError: a value of another kind, or an unknown key that begins with `kv_`.
     """
     given = dict(extra_args or {})
-    unknown = [key for key in given if key.startswith(PREFIX) and key != CONTEXT_TOKENS]
-    unknown = [key for key in unknown if key != "kv_transfer_params"]  # vLLM's own
+    unknown = [key for key in given if key.startswith(PREFIX) and key not in (*_KNOWN, _VLLM_OWN)]
     if unknown:
         raise ValueError(
-            f"vllm_xargs {unknown[0]}: not known; a request may set {CONTEXT_TOKENS} only."
+            f"vllm_xargs {unknown[0]}: not known; a request may set {', '.join(_KNOWN)}."
         )
-    value = given.get(CONTEXT_TOKENS)
+    return RequestOptions(
+        _context_tokens(given.get(CONTEXT_TOKENS)),
+        _policy(given.get(REQUEST_POLICY)),
+        _budget(given.get(REQUEST_BUDGET)),
+    )
+
+
+def _context_tokens(value: Any) -> int | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
@@ -49,24 +73,58 @@ def context_tokens(extra_args: Mapping[str, Any] | None) -> int | None:
     return int(value)
 
 
+def _policy(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"vllm_xargs {REQUEST_POLICY}: expected a name, found {value!r}.")
+    return value
+
+
+def _budget(value: Any) -> float | None:
+    if value is None:
+        return None
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= 1:
+        raise ValueError(
+            f"vllm_xargs {REQUEST_BUDGET}: expected a fraction of the prompt above 0 and at most "
+            f"1, such as 0.25, found {value!r}."
+        )
+    return float(value)
+
+
 class RequestCheck(LogitsProcessor):
     """Has vLLM refuse requests with wrong `vllm_xargs` at admission, with HTTP 400.
 
     Logits processors are vLLM's place for checks of single requests. This one leaves logits as
     they are, and says so, so that greedy sampling never calls it.
+
+    vLLM checks without telling the server's configuration, but names the class: what the server
+    allows is part of the name, `RequestCheck_` and the settings (see `compat.plugin_class_paths`).
+
+    Attributes:
+        settings: the server's; None: requests may choose neither policy nor budget.
     """
+
+    settings: ClassVar[Settings | None] = None
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         pass
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuses what `context_tokens` refuses.
+        """Refuses what `request_options` refuses, and what the server does not allow.
 
         Raises:
             ValueError: the reason, which reaches the client.
         """
-        context_tokens(sampling_params.extra_args)
+        options = request_options(sampling_params.extra_args)
+        if options.policy is None and options.budget is None:
+            return
+        if cls.settings is None:
+            raise ValueError(
+                f"vllm_xargs {REQUEST_POLICY} and {REQUEST_BUDGET}: this server lets no request "
+                "choose; leave them out."
+            )
+        cls.settings.for_request(options.policy, options.budget)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits, unchanged."""
@@ -78,3 +136,12 @@ class RequestCheck(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Nothing to keep."""
+
+
+@cache
+def __getattr__(name: str) -> type[RequestCheck]:
+    """The class for a server whose settings are in the name."""
+    if not name.startswith(_LIMITED):
+        raise AttributeError(name)
+    settings = Settings.from_dict(json.loads(bytes.fromhex(name.removeprefix(_LIMITED))))
+    return type(name, (RequestCheck,), {"__module__": __name__, "settings": settings})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +17,11 @@ from vllm_kvcompress.ledger import StepPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.pages import PagePool, flat_pages
 from vllm_kvcompress.policies import Pipeline, resolve_settings
+from vllm_kvcompress.policies.base import Needs
 from vllm_kvcompress.query_windows import QueryWindows
 from vllm_kvcompress.resident_batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.vllm_plugin import compat
-from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -90,14 +92,14 @@ class WorkerState:
 
     Attributes:
         settings: the user's settings.
-        pipeline: the policy (not yet bound to the model's heads).
+        pipelines: the policies of requests, the server's own first (not yet bound to heads).
         groups: by vLLM's group number.
     """
 
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
         self.vllm_config = vllm_config
         self.settings = settings
-        self.pipeline: Pipeline = resolve_settings(settings)
+        self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
         self.groups: dict[int, GroupState] = {}
         self._model_runner = None
         self._plan: StepPlan | None = None
@@ -106,28 +108,38 @@ class WorkerState:
         self._watched: list[dict[str, Any]] | None = None
 
     @property
-    def window_size(self) -> int:
-        """Queries that the policy observes at an event."""
-        return self.pipeline.needs.window_size
+    def needs(self) -> Needs:
+        """What all policies together need."""
+        return reduce(Needs.joined, (pipeline.needs for pipeline in self.pipelines.values()))
 
-    def least_blocks(self, spec: AttentionSpec) -> int:
-        """Blocks that an event has to leave: a page per layer and head beside the policy's state.
+    @property
+    def gathers(self) -> bool:
+        """Whether attention to compressed requests needs more than ordinary kernels give."""
+        return any(pipeline.gathers for pipeline in self.pipelines.values())
+
+    def demands(self, spec: AttentionSpec) -> tuple[PolicyDemand, ...]:
+        """What every policy asks of the rule that plans its events.
+
+        An event has to leave a page per layer and head beside what the policy carries.
 
         Raises:
             UnsupportedError: a budget in tokens that is smaller.
         """
         page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
-        blocks = self.pipeline.least_blocks(
-            spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes
-        )
-        budget = self.settings.budget
-        if isinstance(budget, int) and budget <= (blocks - 1) * spec.block_size:
-            raise UnsupportedError(
-                f"what {self.pipeline.name} carries from event to event counts in the budget, "
-                f"which {budget} tokens cannot hold beside a block of tokens per head; give at "
-                f"least {blocks * spec.block_size}."
+        found = []
+        for policy, pipeline in self.pipelines.items():
+            blocks = pipeline.least_blocks(
+                spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes
             )
-        return blocks
+            budget = self.settings.budget
+            if isinstance(budget, int) and budget <= (blocks - 1) * spec.block_size:
+                raise UnsupportedError(
+                    f"what {pipeline.name} carries from event to event counts in the budget, "
+                    f"which {budget} tokens cannot hold beside a block of tokens per head; give "
+                    f"at least {blocks * spec.block_size}."
+                )
+            found.append(PolicyDemand(policy, pipeline.needs.window_size, blocks))
+        return tuple(found)
 
     def bind(self, model_runner, kv_cache_config: KVCacheConfig) -> None:
         """Lays page views over the allocated cache, once it exists."""
@@ -142,9 +154,10 @@ class WorkerState:
                 "this model has no full-attention layer whose cache could be compressed; "
                 "serve it without --kv-policy."
             )
-        if len(groups) > 1 and self.pipeline.layer_dependent:
+        dependent = [p.name for p in self.pipelines.values() if p.layer_dependent]
+        if len(groups) > 1 and dependent:
             raise UnsupportedError(
-                f"{self.pipeline.name} divides its budget among layers, but vLLM keeps this "
+                f"{dependent[0]} divides its budget among layers, but vLLM keeps this "
                 f"model's full-attention layers in {len(groups)} cache groups that cannot lend "
                 "each other blocks; use a policy that treats layers alike, such as adakv."
             )
@@ -222,7 +235,8 @@ class WorkerState:
         layers = compat.attention_layers(self.vllm_config, group.layer_names)
         for layer in layers:
             check_layer(layer)
-            check_logits(layer, self.pipeline)
+            for pipeline in self.pipelines.values():
+                check_logits(layer, pipeline)
         spec = group.kv_cache_spec
         pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
         key_packing, value_packing = probe_packings(layers[0], spec)
@@ -235,22 +249,25 @@ class WorkerState:
             value_packing=value_packing,
         )
         parallel = self.vllm_config.parallel_config
-        pipeline = self.pipeline.bind(
-            num_layers=len(layers),
-            num_kv_heads=spec.num_kv_heads,
-            num_query_heads=layers[0].impl.num_heads,
-            block_size=spec.block_size,
-            tp_rank=parallel.rank % parallel.tensor_parallel_size,
-            tp_size=parallel.tensor_parallel_size,
-        )
-        windows = QueryWindows(len(layers), self.window_size)
+        pipelines = {
+            policy: pipeline.bind(
+                num_layers=len(layers),
+                num_kv_heads=spec.num_kv_heads,
+                num_query_heads=layers[0].impl.num_heads,
+                block_size=spec.block_size,
+                tp_rank=parallel.rank % parallel.tensor_parallel_size,
+                tp_size=parallel.tensor_parallel_size,
+            )
+            for policy, pipeline in self.pipelines.items()
+        }
+        windows = QueryWindows(len(layers), self.needs.window_size)
         weights = [self._weights(layer) for layer in layers]
-        runner = EventRunner(PageTables(pool), windows, pipeline, weights)
+        runner = EventRunner(PageTables(pool), windows, pipelines, weights)
         index = {name: i for i, name in enumerate(group.layer_names)}
         return GroupState(number, runner, index, layers[0].impl.logits_soft_cap or 0.0)
 
     def _weights(self, layer) -> LayerWeights:
-        needs = self.pipeline.needs
+        needs = self.needs
         rotary = None
         if needs.positions:
             rotary = compat.rotary_embedding(self._model_runner.model, layer.layer_name)
@@ -261,11 +278,13 @@ class WorkerState:
             self._model_runner.model, layer.layer_name, impl.num_heads * impl.head_size
         )
         weight = flat.t().reshape(impl.num_heads, impl.head_size, -1)
+        gram = groups = None
         if needs.output_gram:
             wide = weight.float()
-            return LayerWeights(output_gram=wide @ wide.transpose(1, 2))
-        groups = weight.unflatten(0, (impl.num_kv_heads, -1))
-        return LayerWeights(output_weight=groups.transpose(1, 2).contiguous())
+            gram = wide @ wide.transpose(1, 2)
+        if needs.output_weight:
+            groups = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2).contiguous()
+        return LayerWeights(output_weight=groups, output_gram=gram, rotary=rotary)
 
 
 def _described(event: Event, block_size: int) -> dict[str, Any]:

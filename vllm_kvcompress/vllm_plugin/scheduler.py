@@ -9,11 +9,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.ledger import EventPlan, Observation, StepPlan
-from vllm_kvcompress.stats import EventRecord, StepStats
+from vllm_kvcompress.ledger import EventPlan, Observation, RequestLedger, StepPlan
+from vllm_kvcompress.stats import EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
-from vllm_kvcompress.vllm_plugin.requests import context_tokens
+from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -41,8 +41,7 @@ class CompressionMixin:
         self._step_stats = StepStats()
         if not self.compressed_managers:
             return
-        self.rule = self.compressed_managers[0].rule
-        self.policy_name = self.compressed_managers[0].kv_cache_spec.settings.policy
+        self.spec = self.compressed_managers[0].kv_cache_spec
         if compat.ends_chunks_for_mamba(self):
             raise UnsupportedError(
                 "--kv-policy does not work together with Mamba prefix caching ('align' mode): "
@@ -51,13 +50,12 @@ class CompressionMixin:
         compat.enable_chunk_ends(self)
         compat.limit_prefix_caching(coordinator, self._cacheable_tokens)
         for manager in self.compressed_managers:
-            manager.context_end = self._context_end
+            manager.open_ledger = self._open_ledger
         self._announce()
 
     def _announce(self) -> None:
         """One line at start-up: what is compressed, and what that means for capacity."""
-        settings = self.compressed_managers[0].kv_cache_spec.settings
-        rule, length = self.rule, self.max_model_len
+        settings, rule, length = self.spec.settings, self.spec.rule, self.max_model_len
         pool_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         logger.info(
             "KV cache compressed with %s, budget %s, trigger %s: a prompt of %d tokens holds %d of "
@@ -108,8 +106,10 @@ class CompressionMixin:
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        context_end = self._context_end(request.request_id, request.num_prompt_tokens)
-        position = self.rule.next_position(context_end, start)
+        ledger = self.compressed_managers[0].ledgers.get(request.request_id)
+        if ledger is None:
+            ledger = self._open_ledger(request.request_id, request.num_prompt_tokens)
+        position = ledger.rule.next_position(ledger.num_prompt_tokens, start)
         if position is None:
             return num_new_tokens
         return min(num_new_tokens, position - start)
@@ -120,7 +120,7 @@ class CompressionMixin:
         One that names its context reads no prefix cache: a hit may end behind the context, in
         blocks that an ordinary request with the same prompt has left there.
         """
-        if self.compressed_managers and _named_context(request) is not None:
+        if self.compressed_managers and self._options(request).context_tokens is not None:
             request.skip_reading_prefix_cache = True
         super().add_request(request)
 
@@ -148,22 +148,42 @@ class CompressionMixin:
         step = self._step_stats
         self._step_stats = StepStats()
         manager = self.compressed_managers[0]
-        step.skipped = dict(manager.skipped)
+        step.skipped = [SkippedRecord(*names, n) for names, n in manager.skipped.items()]
         manager.skipped.clear()
         for request in self.running:
             ledger = manager.ledgers.get(request.request_id)
             if ledger is not None:
                 step.logical_tokens += request.num_computed_tokens
-                step.resident_tokens += ledger.resident_tokens(
-                    self.rule, request.num_computed_tokens
-                )
+                step.resident_tokens += ledger.resident_tokens(request.num_computed_tokens)
         compat.attach_stats(stats, step.to_dict())
         return stats
 
-    def _context_end(self, request_id: str, num_prompt_tokens: int) -> int:
-        """Where the prompt ends that is compressed as a whole."""
-        named = _named_context(self.requests[request_id])
-        return num_prompt_tokens if named is None else min(named, num_prompt_tokens)
+    def _open_ledger(self, request_id: str, num_prompt_tokens: int) -> RequestLedger:
+        """A new request's books, by what it asks for and the server's settings."""
+        options = self._options(self.requests[request_id])
+        settings = self.spec.settings.for_request(options.policy, options.budget)
+        named = options.context_tokens
+        return RequestLedger(
+            num_prompt_tokens if named is None else min(named, num_prompt_tokens),
+            self.spec.rule_of(settings),
+            settings.policy,
+            num_read_tokens=num_prompt_tokens,
+        )
+
+    def _options(self, request: Request) -> RequestOptions:
+        """What a request asks for.
+
+        Wrong values were refused at admission; where `RequestCheck` was left out they are passed
+        over, since an error here would end the engine and with it every other request.
+        """
+        params = request.sampling_params
+        try:
+            options = request_options(None if params is None else params.extra_args)
+            self.spec.settings.for_request(options.policy, options.budget)
+        except ValueError as error:
+            logger.warning("request %s: %s Passed over.", request.request_id, error)
+            return RequestOptions()
+        return options
 
     def _cacheable_tokens(self, request_id: str) -> int | None:
         return self.compressed_managers[0].cacheable_tokens(request_id)
@@ -176,24 +196,24 @@ class CompressionMixin:
             events += [plan for rid, plan in manager.plans.items() if rid in scheduled]
             manager.plans.clear()
         observations: dict[str, Observation] = {}
-        if self.rule.window_size:
+        if any(rule.window_size for rule in self.spec.rules):
             ledgers = self.compressed_managers[0].ledgers
             for request_id, num_tokens in scheduled.items():
                 end = self.requests[request_id].num_computed_tokens
-                seen = ledgers[request_id].observation(self.rule, end - num_tokens, end)
+                seen = ledgers[request_id].observation(end - num_tokens, end)
                 if seen is not None:
                     observations[request_id] = seen
         return StepPlan(tuple(events), observations)
 
     def _records(self, events: tuple[EventPlan, ...], seconds: dict[str, float]):
         """One record per request: blocks of all groups, tokens of the first."""
-        block_size = self.rule.block_size
+        block_size = self.spec.block_size
         records: dict[str, EventRecord] = {}
         for plan in events:
             record = records.get(plan.request_id)
             if record is None:
                 record = records[plan.request_id] = EventRecord(
-                    policy=self.policy_name,
+                    policy=plan.policy,
                     trigger=plan.trigger,
                     source_tokens=plan.num_source_blocks * block_size,
                     resident_tokens=len(plan.fresh_block_ids) * block_size,
@@ -204,20 +224,6 @@ class CompressionMixin:
             record.blocks_freed += plan.num_source_blocks
             record.blocks_written += len(plan.fresh_block_ids)
         return list(records.values())
-
-
-def _named_context(request: Request) -> int | None:
-    """The context that the request names.
-
-    Wrong values were refused at admission; where `RequestCheck` was left out they are passed over,
-    since an error here would end the engine and with it every other request.
-    """
-    params = request.sampling_params
-    try:
-        return None if params is None else context_tokens(params.extra_args)
-    except ValueError as error:
-        logger.warning("request %s: %s Passed over.", request.request_id, error)
-        return None
 
 
 class CompressionScheduler(CompressionMixin, Scheduler):

@@ -17,32 +17,70 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-@dataclass(frozen=True, kw_only=True)
-class CompressedAttentionSpec(FullAttentionSpec):
-    """Full attention whose requests are compressed by `rule`.
+@dataclass(frozen=True)
+class PolicyDemand:
+    """What a policy asks of the rule that plans its events.
 
     Attributes:
-        settings: the user's settings.
-        window_size: queries that the policy observes at an event.
+        policy: its name.
+        window_size: queries that it observes at an event.
         least_blocks: blocks that an event leaves at least.
     """
 
-    settings: Settings
+    policy: str
     window_size: int
     least_blocks: int
 
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedAttentionSpec(FullAttentionSpec):
+    """Full attention whose requests are compressed by `rule`, or by one that they ask for.
+
+    Attributes:
+        settings: the server's settings.
+        demands: of every policy that requests may be compressed with.
+    """
+
+    settings: Settings
+    demands: tuple[PolicyDemand, ...]
+
     @classmethod
     def from_full_attention(
-        cls, spec: FullAttentionSpec, settings: Settings, window_size: int, least_blocks: int
+        cls, spec: FullAttentionSpec, settings: Settings, demands: tuple[PolicyDemand, ...]
     ) -> Self:
         """The same layer, compressed."""
         fields = {name: getattr(spec, name) for name in type(spec).__dataclass_fields__}
-        return cls(**fields, settings=settings, window_size=window_size, least_blocks=least_blocks)
+        return cls(**fields, settings=settings, demands=demands)
+
+    def rule_of(self, settings: Settings) -> CompressionRule:
+        """When requests with these settings are compressed, for this spec's block size."""
+        found = [demand for demand in self.demands if demand.policy == settings.policy]
+        demand = found[0] if found else PolicyDemand(settings.policy, 0, 1)
+        return settings.rule(self.block_size, demand.window_size, demand.least_blocks)
 
     @cached_property
     def rule(self) -> CompressionRule:
-        """When requests are compressed, for this spec's block size."""
-        return self.settings.rule(self.block_size, self.window_size, self.least_blocks)
+        """When requests are compressed that ask for nothing."""
+        return self.rule_of(self.settings)
+
+    @cached_property
+    def rules(self) -> tuple[CompressionRule, ...]:
+        """The server's rule, and those of the largest and smallest requests may ask for."""
+        settings = self.settings
+        bounds = (None, settings.min_request_budget, settings.max_request_budget)
+        asked = [
+            settings.for_request(policy, budget)
+            for policy in dict.fromkeys((settings.policy, *settings.request_policies))
+            for budget in dict.fromkeys(bounds)
+        ]
+        return tuple(dict.fromkeys(map(self.rule_of, asked)))
+
+    def max_prefix_hit(self, num_prompt_tokens: int) -> int:
+        """Longest prefix-cache hit that every rule can use, in tokens.
+
+        vLLM looks for hits without saying for which request.
+        """
+        return min(rule.max_prefix_hit(num_prompt_tokens) for rule in self.rules)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
@@ -61,7 +99,8 @@ class CompressedAttentionSpec(FullAttentionSpec):
         max_model_len = vllm_config.model_config.max_model_len
         pool_blocks = vllm_config.cache_config.num_gpu_blocks
         if pool_blocks is None:
-            return self.rule.admission_blocks(max_model_len) * self.page_size_bytes
+            most = max(rule.admission_blocks(max_model_len) for rule in self.rules)
+            return most * self.page_size_bytes
         share = pool_blocks / self.rule.concurrency(max_model_len, pool_blocks)
         return math.ceil(share) * self.page_size_bytes
 

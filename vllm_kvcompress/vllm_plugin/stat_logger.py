@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from vllm_kvcompress.config import NO_POLICY
 from vllm_kvcompress.stats import StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.refusals import engine_settings
@@ -32,7 +31,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         self.metrics: CompressionMetrics | None = None
         settings = engine_settings(vllm_config)
-        if settings is None or settings.policy == NO_POLICY:
+        if settings is None or not settings.policies:
             return
         from vllm_kvcompress.metrics import process_metrics
 

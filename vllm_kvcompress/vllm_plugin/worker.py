@@ -32,7 +32,7 @@ class CompressionCPUWorker(CPUWorker):
         self.state: WorkerState | None = None
         self.last_event_seconds: dict[str, float] = {}
         settings = check_engine(vllm_config)
-        if settings is not None and settings.compresses:
+        if settings is not None and settings.may_compress:
             self.state = WorkerState(vllm_config, settings)
             CompressedCPUAttentionBackend.state = self.state
             use_cpu_backend()

@@ -82,7 +82,7 @@ class CompressedCPUAttentionBackend(CPUAttentionBackend):
         if not is_compressible(spec):
             return spec
         return CompressedAttentionSpec.from_full_attention(
-            spec, cls.state.settings, cls.state.window_size, cls.state.least_blocks(spec)
+            spec, cls.state.settings, cls.state.demands(spec)
         )
 
     @staticmethod
@@ -115,7 +115,7 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 return metadata
             return CompressedCPUMetadata(**vars(metadata), step=step)
         common = common_attn_metadata
-        gathers = state.pipeline.gathers
+        gathers = state.gathers
         return CompressedCPUMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,

@@ -1,0 +1,136 @@
+"""Requests that choose their policy and budget, and operators who limit the choice."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Run, request
+from tests.tiny_models import prompt
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.vllm_plugin.compat import plugin_class_paths
+from vllm_kvcompress.vllm_plugin.requests import RequestCheck
+
+SERVER = {
+    "policy": "adakv",
+    "budget": 0.25,
+    "request_policies": ["keydiff", "snapkv+criticalkv", "none"],
+    "min_request_budget": 0.1,
+    "max_request_budget": 0.75,
+}
+CHOICES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "keydiff": {"kv_policy": "keydiff"},
+    "half": {"kv_budget": 0.5},
+    "both": {"kv_policy": "snapkv+criticalkv", "kv_budget": 0.75},
+    "whole": {"kv_policy": "none"},
+}
+
+
+def alone(name: str) -> dict[str, Any] | None:
+    """Settings of a server that does by itself what a request asks for; None: stock."""
+    choice = CHOICES[name]
+    if choice.get("kv_policy") == "none":
+        return None
+    return {"policy": choice.get("kv_policy", "adakv"), "budget": choice.get("kv_budget", 0.25)}
+
+
+@pytest.mark.parametrize("trigger", ["prompt", "chunk:256,decode:32"])
+def test_every_request_gets_what_it_asks_for(llama: str, run_engine: Run, trigger: str) -> None:
+    """Side by side, each says what a server of that policy and budget would have said."""
+    tokens = {name: prompt(900, seed=seed) for seed, name in enumerate(CHOICES)}
+    together = run_engine(
+        llama,
+        [[request(name, tokens[name], 40, xargs=xargs) for name, xargs in CHOICES.items()]],
+        settings={**SERVER, "trigger": trigger},
+        max_num_batched_tokens=300,
+    )
+    for name in CHOICES:
+        own = alone(name)
+        expected = run_engine(
+            llama,
+            [[request(name, tokens[name], 40)]],
+            settings=own and {**own, "trigger": trigger},
+        )
+        assert together["outputs"][name]["tokens"] == expected["outputs"][name]["tokens"], name
+        last = [held[name] for held in together["held"] if name in held][-1]
+        if own is None:
+            assert last == -(-940 // 32)
+        else:
+            assert last == [held[name] for held in expected["held"] if name in held][-1]
+    assert {event["policy"] for event in together["events"]} == {
+        "adakv",
+        "keydiff",
+        "snapkv+criticalkv",
+    }
+
+
+def test_a_server_that_compresses_nothing_of_itself(llama: str, run_engine: Run) -> None:
+    tokens = prompt(900, seed=1)
+    report = run_engine(
+        llama,
+        [[request("whole", tokens, 8), request("asks", tokens, 8, xargs={"kv_policy": "snapkv"})]],
+        settings={"policy": "none", "budget": 0.25, "request_policies": ["snapkv"]},
+    )
+    stock = run_engine(llama, [[request("whole", tokens, 8)]])
+    assert report["outputs"]["whole"]["tokens"] == stock["outputs"]["whole"]["tokens"]
+    assert [event["policy"] for event in report["events"]] == ["snapkv"]
+
+
+@pytest.mark.parametrize(
+    ("xargs", "message"),
+    [
+        ({"kv_policy": "tova"}, 'policy "tova": this server allows adakv and keydiff and'),
+        ({"kv_policy": 3}, "kv_policy: expected a name, found 3"),
+        ({"kv_budget": 0.05}, "budget 0.05: this server allows fractions from 0.1 to 0.75"),
+        ({"kv_budget": 0}, "above 0 and at most 1, such as 0.25, found 0"),
+        ({"kv_budget": 2048}, "above 0 and at most 1, such as 0.25, found 2048"),
+        ({"kv_budget": "0.5"}, "found '0.5'"),
+        ({"kv_budget": True}, "found True"),
+    ],
+)
+def test_what_is_not_allowed_is_refused(xargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_of(Settings.from_dict(SERVER)).validate_params(params(xargs))
+
+
+@pytest.mark.parametrize("xargs", CHOICES.values(), ids=CHOICES)
+def test_what_is_allowed_passes(xargs: dict[str, Any]) -> None:
+    check_of(Settings.from_dict(SERVER)).validate_params(params(xargs))
+
+
+def test_without_leave_requests_choose_nothing() -> None:
+    check = check_of(Settings("adakv", 0.25))
+    assert check is RequestCheck
+    with pytest.raises(ValueError, match="this server lets no request choose"):
+        check.validate_params(params({"kv_budget": 0.5}))
+
+
+def test_the_check_survives_pickling() -> None:
+    check = check_of(Settings.from_dict(SERVER))
+    assert pickle.loads(pickle.dumps(check)).settings == check.settings
+
+
+def test_attention_of_two_kinds_is_refused_at_start_up(llama: str, run_engine: Run) -> None:
+    with pytest.raises(pytest.fail.Exception, match="momentkv changes how what it keeps"):
+        run_engine(
+            llama,
+            [[request("a", prompt(300, seed=1), 2)]],
+            settings={"policy": "adakv", "budget": 0.5, "request_policies": ["momentkv"]},
+        )
+
+
+def check_of(settings: Settings) -> Any:
+    """The class that vLLM would find under the name that it is given."""
+    import importlib
+
+    module, _, name = plugin_class_paths(settings)["logits_processors"].partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def params(xargs: dict[str, Any]) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(extra_args=xargs)
