@@ -137,13 +137,20 @@ def test_triggers_combine_with_commas() -> None:
         Trigger("decode", 256),
     )
     assert parse_triggers(["prompt", "decode:256"]) == (triggers[0], triggers[2])
+    assert parse_triggers("pressure") == parse_triggers("pressure:0.9")
+    assert str(Settings("snapkv", 0.5, parse_triggers("chunk:64,pressure:0.85")).trigger) == (
+        "chunk:64,pressure:0.85"
+    )
+    assert Settings("snapkv", 0.5, parse_triggers("pressure:0.8")).rule(32, 8).pressure_mark == 0.8
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("pressure:0.9", "not available yet"),
-        ("pressure", "not available yet"),
+        ("pressure:1", "between 0 and 1"),
+        ("pressure:0", "between 0 and 1"),
+        ("pressure:high", "between 0 and 1"),
+        ("pressure:0.5,pressure:0.9", "names one kind twice"),
         ("sometimes", 'unknown trigger "sometimes"'),
         ("", 'unknown trigger ""'),
         ("prompt:3", "no number"),

@@ -26,7 +26,13 @@ rules = st.builds(
     decode_tokens=st.sampled_from([None, 1, 5, 3 * BLOCK]),
     min_tokens=st.integers(0, 100),
     window_size=st.sampled_from([0, 1, 32]),
+    pressure_mark=st.sampled_from([None, 0.9]),
 )
+
+
+def pressed(rule: CompressionRule, prompt: int, position: int) -> bool:
+    """Now and then room is needed; only requests that generate give it."""
+    return rule.pressure_mark is not None and position > prompt and position % 7 == 3
 
 
 def positions_by_hand(rule: CompressionRule, prompt: int, end: int) -> list[int]:
@@ -77,7 +83,7 @@ def test_a_request_never_holds_more_than_the_peak(
         if computed < prompt:
             step_end = min(step_end, prompt)
         held = ledger.resident_blocks + math.ceil(step_end / BLOCK) - ledger.compressed_blocks
-        decision = ledger.decide(step_end)
+        decision = ledger.decide(step_end, pressed(rule, prompt, step_end))
         if decision is not None and not decision.skipped:
             sources = held - (1 if step_end % BLOCK else 0)
             assert decision.num_kept_blocks < sources
@@ -126,7 +132,7 @@ def test_observed_queries_cover_every_window(
         if seen is not None:
             assert seen.position == computed + seen.offset
             recorded |= set(range(seen.position, seen.position + seen.num_tokens))
-        decision = ledger.decide(end)
+        decision = ledger.decide(end, pressed(rule, prompt, end))
         if decision is not None and not decision.skipped:
             window = ledger.observed_window(end)
             assert set(range(end - window, end)) <= recorded

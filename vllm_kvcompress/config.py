@@ -16,7 +16,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.ledger import CompressionRule
 
 Scalar = str | int | float | bool
-TriggerKind = Literal["prompt", "chunk", "decode"]
+TriggerKind = Literal["prompt", "chunk", "decode", "pressure"]
 
 SETTINGS_KEY = "kvcompress"  # our section of --additional-config and of YAML files
 NO_POLICY = "none"
@@ -24,9 +24,10 @@ CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs, like the next
 REQUEST_POLICY = "kv_policy"
 REQUEST_BUDGET = "kv_budget"
 DEFAULT_CHUNK_TOKENS = 1024
+DEFAULT_PRESSURE_MARK = 0.9
 DEFAULT_MIN_TOKENS = 64  # two blocks of the CPU default; shorter requests free next to nothing
 
-_TRIGGER_HELP = 'use "prompt", "chunk", "chunk:N" or "decode:N", joined by commas'
+_TRIGGER_HELP = 'use "prompt", "chunk:N", "decode:N" or "pressure:0.9", joined by commas'
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,25 @@ class Trigger:
 
     Attributes:
         kind: prompt (once, when the prompt has been read), chunk (after every so many prompt
-            tokens, so that memory stays bounded), decode (after every so many generated tokens).
-        every: tokens between two events; None for prompt.
+            tokens, so that memory stays bounded), decode (after every so many generated tokens),
+            pressure (while the pool is fuller than a mark, or a request waits for room).
+        every: tokens between two events; None for prompt and pressure.
+        mark: used part of the pool, for pressure.
     """
 
     kind: TriggerKind
     every: int | None = None
+    mark: float | None = None
 
     def __post_init__(self) -> None:
+        if self.kind == "pressure":
+            if self.mark is None or not 0 < self.mark < 1:
+                raise ConfigError(
+                    f'trigger "{self}": "pressure" needs the part of the pool from which on '
+                    "requests are compressed, between 0 and 1; write for example "
+                    f'"pressure:{DEFAULT_PRESSURE_MARK}".'
+                )
+            return
         if self.kind == "prompt":
             if self.every is not None:
                 raise ConfigError(
@@ -64,10 +76,8 @@ class Trigger:
         """
         kind, _, number = text.strip().partition(":")
         if kind == "pressure":
-            raise ConfigError(
-                f'trigger "{text.strip()}": compressing under memory pressure is not available '
-                f'yet; {_TRIGGER_HELP} ("chunk" bounds memory most tightly).'
-            )
+            mark = _number(number) if number else DEFAULT_PRESSURE_MARK
+            return cls("pressure", mark=None if isinstance(mark, str) else float(mark))
         if kind not in ("prompt", "chunk", "decode"):
             raise ConfigError(f'unknown trigger "{text.strip()}"; {_TRIGGER_HELP}.')
         if not number:
@@ -81,7 +91,8 @@ class Trigger:
         return cls(cast(TriggerKind, kind), int(number))
 
     def __str__(self) -> str:
-        return self.kind if self.every is None else f"{self.kind}:{self.every}"
+        number = self.every if self.mark is None else f"{self.mark:g}"
+        return self.kind if number is None else f"{self.kind}:{number}"
 
 
 def parse_triggers(value: object) -> tuple[Trigger, ...]:
@@ -350,6 +361,7 @@ class Settings:
             at_prompt_end="prompt" in every,
             chunk_tokens=chunk_tokens,
             decode_tokens=every.get("decode"),
+            pressure_mark=next((t.mark for t in self.triggers if t.mark is not None), None),
             min_tokens=self.min_tokens,
             window_size=window_size,
             least_blocks=least_blocks,

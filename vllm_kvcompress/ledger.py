@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 TRIGGER_PROMPT = "prompt"
 TRIGGER_CHUNK = "chunk"
 TRIGGER_DECODE = "decode"
+TRIGGER_PRESSURE = "pressure"
 
 SKIP_SHORT = "shorter_than_min_tokens"
 SKIP_NOTHING_TO_FREE = "nothing_to_free"
@@ -34,6 +35,8 @@ class CompressionRule:
             end, and after each further so many generated tokens (unless `decode_tokens` says
             otherwise); a multiple of the block size, or None.
         decode_tokens: compress after each so many generated tokens, or None.
+        pressure_mark: compress requests that generate when the pool is fuller than this part of
+            it, or others wait for room; None: never for that.
         min_tokens: leave requests alone while they have fewer logical tokens.
         window_size: the last queries that the policy observes at an event.
         least_blocks: what an event leaves at least: one page per layer and head, and room for
@@ -46,6 +49,7 @@ class CompressionRule:
     at_prompt_end: bool = True
     chunk_tokens: int | None = None
     decode_tokens: int | None = None
+    pressure_mark: float | None = None
     min_tokens: int = 0
     window_size: int = 0
     least_blocks: int = 1
@@ -111,6 +115,8 @@ class CompressionRule:
         computed anew, and at least one token, so that a step ends at the event.
         """
         position = self.first_effective_position(num_prompt_tokens)
+        if position is None and self.pressure_mark is not None:
+            position = num_prompt_tokens  # from then on an event may come at any token
         if position is None:
             return num_prompt_tokens - 1
         return max(0, min(num_prompt_tokens - 1, position - max(1, self.window_size)))
@@ -141,7 +147,7 @@ class CompressionRule:
         The tail of a prompt is a partial block; with events in between it grows up to the next.
         """
         num_blocks = math.ceil(num_tokens / self.block_size)
-        if self.first_effective_position(num_tokens) is None:
+        if self.first_effective_position(num_tokens) is None and self.pressure_mark is None:
             return num_blocks
         tail = self.decode_tokens or self.chunk_tokens or 1
         kept = self.target_blocks(num_tokens, num_tokens)
@@ -254,11 +260,19 @@ class RequestLedger:
     first_event_position: int | None = None
     num_read_tokens: int = 0
 
-    def decide(self, position: int) -> Decision | None:
-        """What happens when `position` tokens have been computed; None: no trigger fires."""
-        if not self.rule.is_position(self.num_prompt_tokens, position):
+    def decide(self, position: int, pressed: bool = False) -> Decision | None:
+        """What happens when `position` tokens have been computed; None: no trigger fires.
+
+        Args:
+            position: in computed tokens.
+            pressed: room is needed.
+        """
+        if self.rule.is_position(self.num_prompt_tokens, position):
+            trigger = self.rule.trigger_at(self.num_prompt_tokens, position)
+        elif pressed:
+            trigger = TRIGGER_PRESSURE
+        else:
             return None
-        trigger = self.rule.trigger_at(self.num_prompt_tokens, position)
         num_kept = self.rule.target_blocks(self.num_prompt_tokens, position)
         if position < self.rule.min_tokens:
             return Decision(trigger, num_kept, SKIP_SHORT)
@@ -274,10 +288,11 @@ class RequestLedger:
         """Queries that an event at `position` observes.
 
         Never older than the last event (what they attended to is gone), and after the prompt
-        never prompt tokens (a prefix-cache hit would leave them without queries).
+        never prompt tokens (a prefix-cache hit would leave them without queries; under the
+        pressure trigger it does not).
         """
         oldest = self.last_position
-        if position > self.num_prompt_tokens:
+        if position > self.num_prompt_tokens and self.rule.pressure_mark is None:
             oldest = max(oldest, self.num_prompt_tokens)
         return min(self.rule.window_size, position - oldest)
 
@@ -293,6 +308,9 @@ class RequestLedger:
         """Which queries of the tokens [start, end) a coming event observes, if any."""
         if not self.rule.window_size:
             return None
+        if self.rule.pressure_mark is not None:  # the event may come with any token
+            first = max(start, end - self.rule.window_size)
+            return Observation(first - start, first, end - first)
         position = self.rule.next_position(self.num_prompt_tokens, start)
         if position is None:
             return None

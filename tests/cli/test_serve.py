@@ -91,7 +91,7 @@ def test_configurations_are_shipped() -> None:
         ("m --kv-policy snapkv", "budget missing"),
         ("m --kv-policy snapkv --kv-budget 0", "positive"),
         ("m --kv-policy snapkv --kv-budget 1", "could mean"),
-        ("m --kv-policy snapkv --kv-budget .5 --kv-trigger pressure:0.9", "not available yet"),
+        ("m --kv-policy snapkv --kv-budget .5 --kv-trigger pressure:90", "between 0 and 1"),
         ("m --kv-policy snapkv --kv-budget .5 --kv-param window", "NAME=VALUE"),
         ("m --kv-policy snapkv --kv-budget .5 --kv-param =3", "NAME=VALUE"),
         ("m --kv-policy snapkv --kv-budget .5 --kv-param w=NaN", "finite"),

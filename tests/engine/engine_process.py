@@ -122,6 +122,7 @@ def record_kept(report: dict[str, Any]) -> None:
                 "kept": selection.kept_indices.tolist(),
                 "num_queries": view.queries.shape[0],
                 "source": view.lengths.tolist(),
+                "tail": view.num_tail,
                 "state": None if state is None else state[:, 0].tolist(),
                 "unrotated": unrotated(view, selection),
                 "tokens": tokens(view, selection),

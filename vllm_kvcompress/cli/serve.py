@@ -80,7 +80,8 @@ def options_parser() -> argparse.ArgumentParser:
         "--kv-trigger",
         metavar="T",
         help="when: prompt (default: when the prompt has been read), chunk or chunk:N (while it "
-        "is being read, so that memory stays bounded), decode:N (every N generated tokens); "
+        "is being read, so that memory stays bounded), decode:N (every N generated tokens), "
+        "pressure:0.9 (only while the pool is fuller than that, or a request waits for room); "
         "joined by commas",
     )
     group.add_argument(

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.ledger import Decision, EventPlan, RequestLedger
+from vllm_kvcompress.relief import Candidate
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class CompressedBlockManager(FullAttentionManager):
 
     Attributes:
         ledgers: by request id, for requests that hold blocks or wait for their first.
+        pressed: requests to be compressed in this step because room is needed.
         plans: events planned since the scheduler last took them, by request id.
         skipped: events that a trigger called for but the rule left out, by policy and reason.
         open_ledger: a new request's books, by its id and the length of its prompt; the scheduler
@@ -38,6 +40,7 @@ class CompressedBlockManager(FullAttentionManager):
     def __init__(self, kv_cache_spec: CompressedAttentionSpec, **kwargs) -> None:
         super().__init__(kv_cache_spec, **kwargs)
         self.ledgers: dict[str, RequestLedger] = {}
+        self.pressed: set[str] = set()
         self.plans: dict[str, EventPlan] = {}
         self.skipped: Counter[tuple[str, str]] = Counter()
         self.open_ledger: Callable[[str, int], RequestLedger]
@@ -97,7 +100,7 @@ class CompressedBlockManager(FullAttentionManager):
             prefill_end,
         )
         if apply_admission_cap:
-            num_blocks += self._promised_blocks(request_id)
+            num_blocks += self.promised_blocks(request_id)
             rule = self._ledger(request_id, prefill_end).rule
             if rule.first_effective_position(prefill_end) is None:
                 return num_blocks
@@ -106,7 +109,12 @@ class CompressedBlockManager(FullAttentionManager):
         decision = self._decide(request_id, num_tokens_main_model)
         if decision is None or decision.skipped:
             return num_blocks
-        return num_blocks + decision.num_kept_blocks
+        total = num_blocks + decision.num_kept_blocks
+        if request_id in self.pressed and total > self.block_pool.get_num_free_blocks():
+            # Relief must not be what vLLM preempts somebody for.
+            self.pressed.discard(request_id)
+            return num_blocks
+        return total
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -169,7 +177,21 @@ class CompressedBlockManager(FullAttentionManager):
         num_null = ledger.compressed_blocks if plan is None else plan.first_block
         return len(blocks) - num_null + len(self._resident.get(request_id, ())) + len(fresh)
 
-    def _promised_blocks(self, new_request_id: str) -> int:
+    def candidate(self, request_id: str, position: int) -> Candidate | None:
+        """What compressing a request would give at a position; None: nothing, or not now."""
+        ledger = self.ledgers.get(request_id)
+        if ledger is None or ledger.rule.pressure_mark is None or request_id in self._incoming:
+            return None
+        decision = ledger.decide(position, pressed=True)
+        if decision is None or decision.skipped:
+            return None
+        return Candidate(request_id, ledger.num_source_blocks(position), decision.num_kept_blocks)
+
+    def coming_blocks(self) -> int:
+        """Blocks of events that have run, to be given back with the requests' next tokens."""
+        return sum(plan.num_source_blocks for plan, _ in self._incoming.values())
+
+    def promised_blocks(self, new_request_id: str = "") -> int:
         """Blocks that the requests which hold some are still going to take.
 
         A prompt that is being read goes on to its peak. All others grow: a block for each lets a
@@ -189,7 +211,7 @@ class CompressedBlockManager(FullAttentionManager):
 
     def _decide(self, request_id: str, position: int) -> Decision | None:
         ledger = self.ledgers.get(request_id)
-        return ledger.decide(position) if ledger else None
+        return ledger.decide(position, request_id in self.pressed) if ledger else None
 
     def _ledger(self, request_id: str, num_prompt_tokens: int) -> RequestLedger:
         """A request's books, also before it holds blocks."""

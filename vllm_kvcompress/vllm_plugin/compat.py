@@ -114,6 +114,31 @@ def limit_prefix_caching(coordinator: Any, limit: Callable[[str], int | None]) -
     coordinator.cache_blocks = limited
 
 
+def blocks_to_admit(scheduler: Any) -> int:
+    """Blocks that the first waiting request needs free to be let in; 0: none waits for them."""
+    waiting = scheduler.waiting
+    if not waiting or len(scheduler.running) >= scheduler.max_num_active_reqs:
+        return 0
+    request, manager = waiting.peek_request(), scheduler.kv_cache_manager
+    blocks, num_tokens = manager.empty_kv_cache_blocks.blocks, 0
+    if manager.prefix_cache_lookup_enabled(request):
+        blocks, num_tokens, _ = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+    num_blocks: int = manager.coordinator.get_num_blocks_to_allocate(
+        request_id=request.request_id,
+        num_tokens=min(request.num_tokens, scheduler.max_model_len),
+        new_computed_blocks=blocks,
+        num_encoder_tokens=0,
+        total_computed_tokens=num_tokens,
+        num_local_computed_tokens=num_tokens,
+        num_tokens_main_model=request.num_tokens,
+        apply_admission_cap=True,
+        prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+    )
+    return num_blocks + int(manager.watermark_blocks)
+
+
 def attach_plan(scheduler_output: Any, plan: StepPlan) -> None:
     """Sends a plan along with the scheduler's output; it survives pickling to workers."""
     setattr(scheduler_output, _PLAN_ATTRIBUTE, plan)

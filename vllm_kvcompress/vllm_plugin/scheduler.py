@@ -10,6 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.ledger import EventPlan, Observation, RequestLedger, StepPlan
+from vllm_kvcompress.relief import Pool, choose
 from vllm_kvcompress.stats import EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
@@ -75,12 +76,44 @@ class CompressionMixin:
 
     def schedule(self, *args, **kwargs) -> SchedulerOutput:
         """vLLM's schedule, with the step's plan attached when there is anything to do."""
+        if self.compressed_managers:
+            self._relieve()
         output = super().schedule(*args, **kwargs)
         if self.compressed_managers:
             plan = self._step_plan(output)
             if plan.events or plan.observations:
                 compat.attach_plan(output, plan)
         return output
+
+    def _relieve(self) -> None:
+        """Under the pressure trigger: names the requests that this step compresses for room."""
+        manager = self.compressed_managers[0]
+        for each in self.compressed_managers:
+            each.pressed.clear()
+        mark = self.spec.pressure_mark
+        if mark is None or not self.running:
+            return
+        block_pool = self.kv_cache_manager.block_pool
+        pool = Pool(
+            size=block_pool.num_gpu_blocks - 1,
+            free=block_pool.get_num_free_blocks(),
+            coming=sum(each.coming_blocks() for each in self.compressed_managers),
+            promised=sum(each.promised_blocks() for each in self.compressed_managers),
+            growth=len(self.running) * len(self.compressed_managers),
+            wanted=compat.blocks_to_admit(self),
+        )
+        able = [
+            manager.candidate(request.request_id, request.num_computed_tokens + 1)
+            for request in self.running
+            if not request.is_prefill_chunk
+        ]
+        worth = [candidate for candidate in able if candidate and candidate.is_worth_it]
+        if not worth:
+            return
+        shortage = pool.shortage(mark, min(candidate.written for candidate in worth))
+        for candidate in choose(worth, shortage, pool.room // len(self.compressed_managers)):
+            for each in self.compressed_managers:
+                each.pressed.add(candidate.request_id)
 
     def _mamba_block_aligned_split(
         self,

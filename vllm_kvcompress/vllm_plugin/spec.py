@@ -75,6 +75,11 @@ class CompressedAttentionSpec(FullAttentionSpec):
         ]
         return tuple(dict.fromkeys(map(self.rule_of, asked)))
 
+    @cached_property
+    def pressure_mark(self) -> float | None:
+        """Used part of the pool from which on requests are compressed for room, if they are."""
+        return next((rule.pressure_mark for rule in self.rules if rule.pressure_mark), None)
+
     def max_prefix_hit(self, num_prompt_tokens: int) -> int:
         """Longest prefix-cache hit that every rule can use, in tokens.
 

@@ -1,0 +1,103 @@
+"""The pressure trigger: stock vLLM while there is room, room instead of preemptions when not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Run, request
+from tests.engine.oracle import KeptTokensDecoder
+from tests.engine.test_compressed_attention import kept_positions
+from tests.tiny_models import prompt
+
+BLOCK, LAYERS = 32, 3
+PRESSURE = {"policy": "adakv", "budget": 0.25, "trigger": "pressure:0.9"}
+
+
+def load(count: int, size: int, output: int) -> list[dict[str, Any]]:
+    return [request(f"r{i}", prompt(size + 7 * i, seed=i), output, at_step=i) for i in range(count)]
+
+
+def test_with_room_everything_is_as_stock_has_it(llama: str, run_engine: Run) -> None:
+    """The same tokens, and no event; also behind a prefix-cache hit."""
+    phases = [load(4, 300, 60), [request("again", prompt(300, seed=0), 20)]]
+    stock = run_engine(llama, phases)
+    ours = run_engine(llama, phases, settings=PRESSURE)
+    for name, output in stock["outputs"].items():
+        assert ours["outputs"][name]["tokens"] == output["tokens"], name
+    assert ours["events"] == []
+    assert ours["outputs"]["again"]["cached"] > 0
+
+
+def test_requests_are_compressed_instead_of_preempted(llama: str, run_engine: Run) -> None:
+    """Answers that outgrow the pool: stock preempts, over and over."""
+    requests = load(6, 300, 250)
+    tight = {"num_gpu_blocks_override": 75, "max_model_len": 640}
+    stock = run_engine(llama, [requests], **tight)
+    ours = run_engine(llama, [requests], settings=PRESSURE, record_kept=True, **tight)
+    assert stock["preemptions"] > 0
+    assert ours["preemptions"] == 0
+    assert all(len(output["tokens"]) == 250 for output in ours["outputs"].values())
+    assert {event["trigger"] for event in ours["events"]} == {"pressure"}
+    assert ours["free_at_end"] == ours["num_blocks"] - 1
+    # Every event saw a whole window of queries, those of the prompt among them.
+    assert {record["num_queries"] for record in ours["kept"]} == {32}
+
+
+def test_a_waiting_request_is_let_in(llama: str, run_engine: Run) -> None:
+    """A second prompt that does not fit beside the first: stock makes it wait for its end."""
+    requests = [
+        request("long", prompt(1500, seed=1), 200),
+        request("waits", prompt(900, seed=2), 20, at_step=20),
+    ]
+    pool = {"num_gpu_blocks_override": 65}
+    stock = run_engine(llama, [requests], **pool)
+    ours = run_engine(llama, [requests], settings=PRESSURE, **pool)
+    side_by_side = [held for held in ours["held"] if len(held) == 2]
+    assert len(side_by_side) >= 20
+    assert stock["outputs"]["waits"]["tokens"] == ours["outputs"]["waits"]["tokens"]
+    assert [event["trigger"] for event in ours["events"]] == ["pressure"]
+    assert ours["preemptions"] == 0
+
+
+def test_what_pressure_leaves_is_attended_to(llama: str, run_engine: Run) -> None:
+    """One event in the middle of an answer: what follows is the answer of the kept tokens."""
+    tokens = prompt(1000, seed=3)
+    report = run_engine(
+        llama,
+        [[request("a", tokens, 60)]],
+        settings=PRESSURE,
+        record_kept=True,
+        num_gpu_blocks_override=44,  # 43 blocks, of which the prompt takes 32
+        max_model_len=1088,
+    )
+    assert [event["trigger"] for event in report["events"]] == ["pressure"]
+    record, output = report["kept"][0], report["outputs"]["a"]
+    source = record["source"][0]
+    end, read = source + record["tail"], tokens + output["tokens"]
+    assert end > len(tokens)
+    decoder = KeptTokensDecoder(llama, read[:end], kept_positions(report["kept"], LAYERS), source)
+    logits = decoder.first_logits  # of the event's own step, which saw everything
+    for token, logprobs in list(zip(output["tokens"], output["logprobs"], strict=True))[
+        end - len(tokens) :
+    ]:
+        expected = logits.log_softmax(0)
+        for candidate, logprob in logprobs.items():
+            assert float(expected[int(candidate)]) == pytest.approx(logprob, abs=2e-3)
+        logits = decoder.step(token)
+
+
+@pytest.mark.parametrize("trigger", ["prompt,pressure:0.9", "chunk:256,pressure:0.8"])
+def test_pressure_goes_with_other_triggers(llama: str, run_engine: Run, trigger: str) -> None:
+    requests = load(8, 400, 300)
+    report = run_engine(
+        llama,
+        [requests],
+        settings={**PRESSURE, "trigger": trigger},
+        num_gpu_blocks_override=50,
+        max_model_len=800,
+    )
+    assert all(len(output["tokens"]) == 300 for output in report["outputs"].values())
+    assert "pressure" in {event["trigger"] for event in report["events"]}
+    assert report["free_at_end"] == report["num_blocks"] - 1

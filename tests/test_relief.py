@@ -1,0 +1,48 @@
+"""Whom to compress when room is needed."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_kvcompress.relief import Candidate, Pool, choose
+
+candidates = st.lists(
+    st.builds(Candidate, st.uuids().map(str), st.integers(1, 60), st.integers(1, 60)), max_size=7
+)
+
+
+@given(candidates, st.integers(-5, 120), st.integers(-3, 80))
+def test_the_fewest_that_give_enough(found: list[Candidate], shortage: int, room: int) -> None:
+    found = [c for c in found if c.is_worth_it]
+    chosen = choose(found, shortage, room)
+    assert all(c.sources - c.written >= c.sources / 8 for c in chosen)
+    assert sum(c.written for c in chosen) <= max(room, 0)
+    # Without the last one it would not have been enough.
+    assert not chosen or sum(c.gain for c in chosen[:-1]) < shortage
+    if sum(c.gain for c in chosen) < shortage:
+        left = room - sum(c.written for c in chosen)
+        assert all(c.written > left for c in found if c not in chosen)
+
+
+def test_those_that_give_most_come_first() -> None:
+    long, short, done = Candidate("a", 40, 10), Candidate("b", 12, 3), Candidate("c", 10, 9)
+    assert [c.is_worth_it for c in (long, short, done)] == [True, True, False]
+    for order in itertools.permutations((long, short)):
+        assert choose(order, 1, 100) == [long]
+        assert choose(order, 31, 100) == [long, short]
+        assert choose(order, 31, 9) == [short]
+
+
+def test_what_is_missing() -> None:
+    pool = Pool(size=100, free=20, coming=0, promised=5, growth=2, wanted=0)
+    assert pool.room == 15
+    assert pool.shortage(0.9, least_written=3) == -10
+    assert pool.shortage(0.7, least_written=3) == 10
+    assert pool.shortage(0.9, least_written=20) == 5 + 2 + 20 - 20
+    assert replace(pool, promised=25).shortage(0.9, 3) == 25 + 2 + 3 - 20
+    assert replace(pool, wanted=50).shortage(0.9, 3) == 30
+    assert replace(pool, wanted=50, coming=8).shortage(0.9, 3) == 22
