@@ -1,0 +1,81 @@
+"""Kernels over pages in plain torch: they gather the pages and call what works on tensors.
+
+S = sequences (one KV head of one request each), G = query heads of each, D = head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vllm_kvcompress.kernels.attention_torch import attention_with_lse
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+
+def decode_attention(
+    entries: PagedEntries,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    with_lse: bool = True,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one query per query head over each sequence's entries.
+
+    Args:
+        entries: lengths may be 0.
+        queries: [S, G, D] in the pages' type.
+        scale: softmax scale.
+        bias: [S, b] fp32 added to the logits of the first b entries; None: nothing.
+        with_lse: whether to return the log-sum-exp.
+        out: [S, G, D] to write to; None: a new tensor.
+
+    Returns:
+        [S, G, D] in the queries' type, 0 for an empty sequence; and [S, G] fp32 natural
+        log-sum-exp of the logits, minus infinity for an empty sequence (None unless asked for).
+    """
+    outputs, lse = prefill_attention(entries, queries[:, :, None], scale, bias)
+    assert lse is not None
+    if out is not None:
+        out.copy_(outputs[:, :, 0])
+    return outputs[:, :, 0] if out is None else out, lse[:, :, 0] if with_lse else None
+
+
+def prefill_attention(
+    entries: PagedEntries,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of the last m entries' queries, causal among these.
+
+    Args:
+        entries: of which the last m are the queries' own.
+        queries: [S, G, m, D] in the pages' type.
+        scale: softmax scale.
+        bias: [S, b] fp32 added to the logits of the first b entries; None: nothing.
+        with_lse: whether to return the log-sum-exp.
+
+    Returns:
+        [S, G, m, D] in the queries' type, and [S, G, m] fp32 natural log-sum-exp (None unless
+        asked for); 0 and minus infinity for queries that see nothing.
+    """
+    lengths = entries.flat_lengths
+    if bias is not None:
+        bias = whole_bias(entries, bias)
+    outputs, lse = attention_with_lse(
+        queries, entries.keys(), entries.values(), lengths, scale, bias
+    )
+    after = torch.arange(queries.shape[2] - 1, -1, -1, device=entries.device)
+    blind = (after >= lengths[:, None])[:, None]
+    outputs = outputs.masked_fill(blind[..., None], 0)
+    return outputs, lse.masked_fill(blind, -torch.inf) if with_lse else None
+
+
+def whole_bias(entries: PagedEntries, bias: Tensor) -> Tensor:
+    """[S, b] -> [S, capacity]: zeros for entries without one, and behind the lengths."""
+    missing = max(0, entries.capacity - bias.shape[1])
+    wide = functional.pad(bias, (0, missing))[:, : entries.capacity]
+    return wide.masked_fill(~entries.valid(), 0)
