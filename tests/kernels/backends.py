@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tests.kernels.interpreter import Interpreter
+from tests.kernels.child import Child
 
 # Relative and absolute: results of the type, and fp32 results of inputs of the type.
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -31,7 +31,7 @@ class Backend(Protocol):
 class Interpreted:
     """The interpreter."""
 
-    def __init__(self, dtype: torch.dtype, interpreter: Interpreter) -> None:
+    def __init__(self, dtype: torch.dtype, interpreter: Child) -> None:
         self.dtype = dtype
         self.call = interpreter.call
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.backends import Backend, Device, Interpreted
-from tests.kernels.interpreter import Interpreter
+from tests.kernels.child import Child
 
 # `tl.dot` on bf16 is wrong in the interpreter of Triton 3.9.
 INTERPRETED = ["interpreter-float32", "interpreter-float16"]
@@ -16,8 +16,15 @@ ON_DEVICE = ["cuda-float32", "cuda-float16", "cuda-bfloat16"]
 
 
 @pytest.fixture(scope="session")
-def interpreter() -> Iterator[Interpreter]:
-    process = Interpreter()
+def interpreter() -> Iterator[Child]:
+    process = Child(interprets=True)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Child]:
+    process = Child(interprets=False)
     yield process
     process.close()
 

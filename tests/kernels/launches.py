@@ -8,12 +8,19 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import make_entries, random
+from vllm_kvcompress.kernels.compact_triton import compact_pages
 from vllm_kvcompress.kernels.decode_triton import (
     DEFAULT_SETTINGS,
     decode_attention,
     launch_decode,
 )
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+
+def compacted(entries: PagedEntries, *args: Tensor) -> Tensor:
+    """All pages after a compaction."""
+    compact_pages(entries, *args)
+    return entries.pages
 
 
 def decode_scanning(entries: PagedEntries, queries: Tensor, scale: float, scan: int) -> Tensor:

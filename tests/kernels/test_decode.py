@@ -8,7 +8,7 @@ import torch
 from tests.kernels import oracles
 from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import make_entries, random
-from tests.kernels.interpreter import Interpreter
+from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import paged, paged_torch
 
@@ -100,7 +100,7 @@ def test_a_batch_is_its_requests(backend: Backend) -> None:
     assert_close(together[3:4], by_itself, backend.dtype)
 
 
-def test_what_a_launch_refuses(interpreter: Interpreter) -> None:
+def test_what_a_launch_refuses(interpreter: Child) -> None:
     entries = make_entries([5, 3])
     for queries, said in (
         (random(2, 4, 32), r"expected queries \[2, group, 64\], got \(2, 4, 32\); view"),

@@ -142,7 +142,8 @@ def _attend(
     return outputs, maximum, whole
 
 
-@triton.jit
+# Numbers that change from batch to batch must not make Triton compile again while serving.
+@triton.jit(do_not_specialize=["num_sequences", "bias_width", "table_stride", "bias_stride"])
 def _pieces_kernel(
     queries,
     pages,
@@ -222,7 +223,7 @@ def _pieces_kernel(
         sequence += 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "num_programs"])
 def _reduce_kernel(
     piece_outputs,
     piece_maxima,
@@ -321,8 +322,9 @@ def launch_decode(
     pieces = queries.new_empty((num_pieces, group, head_size), dtype=torch.float32)
     maxima, sums = queries.new_empty((2, num_pieces, group), dtype=torch.float32)
     tile = tile_size(entries, settings.tile_bytes)
-    sizes = dict(GROUP=group, HEAD_SIZE=head_size, TILE=tile, DIMS=padded(head_size))
-    sizes["SCAN"] = min(settings.scan, padded(num_sequences))
+    sizes = dict(
+        GROUP=group, HEAD_SIZE=head_size, TILE=tile, DIMS=padded(head_size), SCAN=settings.scan
+    )
     with on_device(entries):
         _pieces_kernel[(programs,)](
             queries,

@@ -36,4 +36,5 @@ def by_device(twin: PagedKernel[P, T], module: str) -> PagedKernel[P, T]:
     return call
 
 
+compact_pages = by_device(paged_torch.compact_pages, "compact_triton")
 decode_attention = by_device(paged_torch.decode_attention, "decode_triton")

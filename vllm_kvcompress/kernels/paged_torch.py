@@ -74,6 +74,26 @@ def prefill_attention(
     return outputs, lse.masked_fill(blind, -torch.inf) if with_lse else None
 
 
+def compact_pages(
+    entries: PagedEntries, page_counts: Tensor, kept_indices: Tensor, targets: Tensor
+) -> None:
+    """Copies the kept entries of every head to fresh pages, head after head.
+
+    Args:
+        entries: sources; pages behind `targets` must not be among them.
+        page_counts: [S] int64 pages that each head keeps.
+        kept_indices: [P * block_size] int64 kept entries of each head, P = sum(page_counts).
+        targets: [P] int64 page ids; these pages are written whole.
+    """
+    size, dims = entries.block_size, entries.head_size
+    heads = torch.repeat_interleave(page_counts, output_size=targets.numel())
+    heads = heads.repeat_interleave(size)
+    page_ids = entries.page_table[heads, kept_indices // size].to(torch.int64)
+    rows = entries.pages.unflatten(1, (2, size, dims))[page_ids, :, kept_indices % size]
+    halves = rows.view(-1, size, 2, dims).transpose(1, 2)
+    entries.pages[targets] = halves.reshape(targets.numel(), -1)
+
+
 def whole_bias(entries: PagedEntries, bias: Tensor) -> Tensor:
     """[S, b] -> [S, capacity]: zeros for entries without one, and behind the lengths."""
     missing = max(0, entries.capacity - bias.shape[1])

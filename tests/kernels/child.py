@@ -1,4 +1,4 @@
-"""Triton kernels on the CPU: a process of their own, in which Triton interprets.
+"""Processes of their own for Triton without a GPU: one that interprets, one that only compiles.
 
 Whether Triton interprets is settled when it is imported, and this process may have imported it
 already (vLLM does). So calls go to a child by pipe.
@@ -13,8 +13,6 @@ import pkgutil
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
-
-# `tl.dot` on bf16 is wrong in the interpreter of Triton 3.9, hence no bf16 here.
 
 
 def serve(pipe: Connection) -> None:
@@ -35,14 +33,18 @@ def serve(pipe: Connection) -> None:
         pipe.send_bytes(pickle.dumps(answer))
 
 
-class Interpreter:
-    """Calls launchers in a child process; tensors travel by value."""
+class Child:
+    """Calls functions in a child process; tensors travel by value.
 
-    def __init__(self) -> None:
+    Args:
+        interprets: whether Triton interprets in it.
+    """
+
+    def __init__(self, interprets: bool) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, far = context.Pipe()
         before = os.environ.get("TRITON_INTERPRET")
-        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ["TRITON_INTERPRET"] = str(int(interprets))
         try:
             self._process = context.Process(target=serve, args=(far,), daemon=True)
             self._process.start()

@@ -1,0 +1,50 @@
+"""Every kernel compiles for an H100 or H200, in bf16, and fits there. Needs no GPU.
+
+The interpreter accepts what the compiler refuses: a loop variable that changes its type, shapes
+that are no powers of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.cases import make_entries, random
+from tests.kernels.child import Child
+from tests.kernels.compiling import MOST_SHARED_BYTES
+
+KERNELS = "vllm_kvcompress.kernels."
+BF16 = torch.bfloat16
+
+
+def check(compiler: Child, launcher: str, num_kernels: int, *args: Any, **kwargs: Any) -> Any:
+    """Kernels by name; they fit, and there are as many as expected."""
+    compiled = compiler.call(
+        "tests.kernels.compiling.compile_launch", KERNELS + launcher, *args, **kwargs
+    )
+    assert len(compiled) == num_kernels
+    assert all(kernel.shared_bytes <= MOST_SHARED_BYTES for kernel in compiled)
+    return {kernel.name: kernel for kernel in compiled}
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (128, 128), (80, 32), (256, 64)])
+def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([40, 3], block_size, head_size, BF16)
+    queries = random(2, 4, head_size, dtype=BF16)
+    found = check(
+        compiler, "decode_triton.decode_attention", 2, entries, queries, 0.1, random(2, 8)
+    )
+    pieces = found["_pieces_kernel"]
+    assert "mma.sync" in pieces.ptx
+    # Two tiles of keys and values in flight for each program, and room for a second program.
+    assert 4 * 2**14 <= pieces.shared_bytes <= MOST_SHARED_BYTES // 2
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
+def test_compact(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([block_size, 5], block_size, head_size, BF16)
+    arguments = (torch.tensor([1, 0]), torch.arange(block_size), torch.tensor([0]))
+    found = check(compiler, "compact_triton.compact_pages", 1, entries, *arguments)
+    assert "st.global.v4" in found["_compact_kernel"].ptx
