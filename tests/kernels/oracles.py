@@ -71,3 +71,65 @@ def prefill(
         outputs.append([[pair[0] for pair in row] for row in pairs])
         sums.append([[pair[1] for pair in row] for row in pairs])
     return outputs, sums
+
+
+def window_mass(
+    entries: Any, num_tail: int, queries: Any, scale: float, bias: Any
+) -> list[list[float]]:
+    """[S][capacity]: mean share of each entry in the softmax of the window's queries."""
+    heads, window = rows_of(entries, 0), len(queries)
+    group = queries.shape[1] // len(heads)
+    rows = queries.double().tolist()
+    found = []
+    for s, keys in enumerate(heads):
+        body = len(keys) - num_tail
+        total = [0.0] * (entries.page_table.shape[1] * entries.block_size)
+        for i in range(window):
+            visible = len(keys) - (window - 1 - i)
+            for g in range(group):
+                logits = [
+                    scale * dot(rows[i][s * group + g], keys[j])
+                    + (bias_of(bias, s, j) if j < body else 0.0)
+                    for j in range(max(0, visible))
+                ]
+                weights = [math.exp(logit - max(logits)) for logit in logits]
+                for j in range(min(body, len(weights))):
+                    total[j] += weights[j] / sum(weights) / (window * group)
+        found.append(total)
+    return found
+
+
+def keydiff(entries: Any, anchor: str) -> list[list[float]]:
+    """[S][capacity]: minus the cosine with the mean key, or with the mean unit key."""
+    found = []
+    for keys in rows_of(entries, 0):
+        norms = [math.sqrt(dot(key, key)) for key in keys]
+        terms = [
+            [x / norm if anchor != "mean_raw" else x for x in key]
+            for key, norm in zip(keys, norms, strict=True)
+        ]
+        centre = [sum(column) / len(keys) for column in zip(*terms, strict=True)]
+        scores = [0.0] * (entries.page_table.shape[1] * entries.block_size)
+        for j, (key, norm) in enumerate(zip(keys, norms, strict=True)):
+            if anchor == "pairwise":
+                scores[j] = -sum(
+                    dot(key, other) / norm / own for other, own in zip(keys, norms, strict=True)
+                )
+            else:
+                scores[j] = -dot(key, centre) / norm / math.sqrt(dot(centre, centre))
+        found.append(scores)
+    return found
+
+
+def value_norms(entries: Any, weight: Any, order: int) -> list[list[float]]:
+    """[S][capacity]: mean over the group of the 1- or 2-norm of v W_O; weight [S, D, G, M]."""
+    found = []
+    for s, values in enumerate(rows_of(entries, 1)):
+        norms = [0.0] * (entries.page_table.shape[1] * entries.block_size)
+        for j, value in enumerate(values):
+            for g in range(weight.shape[2]):
+                columns = weight[s, :, g].double().t().tolist()
+                parts = [abs(dot(value, column)) ** order for column in columns]
+                norms[j] += sum(parts) ** (1 / order) / weight.shape[2]
+        found.append(norms)
+    return found

@@ -48,3 +48,18 @@ def test_compact(compiler: Child, head_size: int, block_size: int) -> None:
     arguments = (torch.tensor([1, 0]), torch.arange(block_size), torch.tensor([0]))
     found = check(compiler, "compact_triton.compact_pages", 1, entries, *arguments)
     assert "st.global.v4" in found["_compact_kernel"].ptx
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (256, 32)])
+def test_scores(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, head_size, BF16)
+    queries = random(32, 8, head_size, dtype=BF16)
+    found = check(compiler, "window_mass_triton.window_mass", 2, entries, 2, queries, 0.1, None)
+    assert all("wgmma" in kernel.ptx for kernel in found.values())
+    check(compiler, "keydiff_triton.keydiff_scores", 2, entries, "mean_raw")
+    weight = random(2, head_size, 4, 256, dtype=BF16)
+    launcher = "value_norms_triton.value_norms_l1"
+    found = check(compiler, launcher, 1, entries, weight, entries.valid())
+    assert "wgmma" in found["_l1_kernel"].ptx
+    gram = random(8, head_size, head_size)
+    check(compiler, "value_norms_triton.value_norms_l2", 1, entries, gram)

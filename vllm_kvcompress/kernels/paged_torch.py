@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vllm_kvcompress.kernels import scores_torch
 from vllm_kvcompress.kernels.attention_torch import attention_with_lse
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
@@ -92,6 +93,69 @@ def compact_pages(
     rows = entries.pages.unflatten(1, (2, size, dims))[page_ids, :, kept_indices % size]
     halves = rows.view(-1, size, 2, dims).transpose(1, 2)
     entries.pages[targets] = halves.reshape(targets.numel(), -1)
+
+
+def window_mass(
+    entries: PagedEntries,
+    num_tail: int,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Mean attention of the last queries to each entry (SnapKV's observation window).
+
+    A softmax over everything that a query sees, causal among the last w entries.
+
+    Args:
+        entries: S = KV heads of one request; each holds the tail.
+        num_tail: last entries of every head, which are seen but get no score.
+        queries: [w, S * G, D] last queries, oldest first, in the pages' type.
+        scale: softmax scale.
+        bias: [S, b] fp32 added to the logits of the first b entries, but not of the tail; None:
+            nothing.
+
+    Returns:
+        [S, capacity] fp32, mean over the window and the group; 0 for the tail and behind it.
+    """
+    body = (entries.flat_lengths - num_tail).clamp_min(0).to(torch.int64)
+    keys = entries.keys()
+    places = body[:, None] + torch.arange(num_tail, device=entries.device)
+    tail = keys.gather(1, places[..., None].expand(-1, -1, entries.head_size))
+    added = None if bias is None else whole_bias(entries, bias)
+    return scores_torch.window_mass(keys, body, tail, queries, scale, added)
+
+
+def keydiff_scores(entries: PagedEntries, anchor: str) -> Tensor:
+    """[S, capacity] fp32 minus the cosine between each key and an anchor (KeyDiff).
+
+    Args:
+        entries: S = KV heads.
+        anchor: mean_normalized, mean_raw, pairwise, or (in torch alone) median.
+    """
+    return scores_torch.keydiff_scores(entries.keys(), entries.flat_lengths, anchor)
+
+
+def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor) -> Tensor:
+    """[S, capacity] fp32 mean over the group of ||v W_O||_1 per entry (CriticalKV).
+
+    Args:
+        entries: S = KV heads.
+        output_weight: [S, D, G, M] o_proj, [h, :, g] of query head h * G + g, in the pages' type.
+        wanted: [S, capacity] bool; others get 0, as do entries behind the lengths.
+    """
+    wanted = wanted & entries.valid()
+    norms = scores_torch.value_norms_l1(entries.values(), output_weight, wanted)
+    return norms.masked_fill(~wanted, 0)
+
+
+def value_norms_l2(entries: PagedEntries, output_gram: Tensor) -> Tensor:
+    """[S, capacity] fp32 mean over the group of sqrt(v Q v^T) per entry, with Q = W W^T.
+
+    Args:
+        entries: S = KV heads.
+        output_gram: [S * G, D, D] fp32.
+    """
+    return scores_torch.value_norms_l2(entries.values(), output_gram)
 
 
 def whole_bias(entries: PagedEntries, bias: Tensor) -> Tensor:
