@@ -63,3 +63,12 @@ def test_scores(compiler: Child, head_size: int, block_size: int) -> None:
     assert "wgmma" in found["_l1_kernel"].ptx
     gram = random(8, head_size, head_size)
     check(compiler, "value_norms_triton.value_norms_l2", 1, entries, gram)
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (128, 64), (256, 32)])
+def test_prefill(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, head_size, BF16)
+    queries = random(2, 4, 40, head_size, dtype=BF16)
+    launcher = "prefill_triton.prefill_attention"
+    found = check(compiler, launcher, 1, entries, queries, 0.1, random(2, 9))
+    assert "wgmma" in found["_prefill_kernel"].ptx

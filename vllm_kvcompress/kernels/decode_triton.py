@@ -22,11 +22,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias, expect
 from vllm_kvcompress.kernels.paged_rows_triton import (
     LOG2_E,
     TILE_BYTES,
-    entry_offsets,
     finite_maximum,
     on_device,
     padded,
@@ -91,57 +91,6 @@ def _find_tile(lengths, tile, num_sequences, TILE: tl.constexpr, SCAN: tl.conste
     return sequence, before
 
 
-@triton.jit
-def _attend(
-    query,
-    pages,
-    table_row,
-    bias_row,
-    first_tile,
-    last_tile,
-    length,
-    bias_width,
-    page_stride,
-    log2_scale,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Softmax over the tiles of one piece: outputs not yet divided, maxima (base 2) and sums."""
-    dims = tl.arange(0, DIMS)
-    maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    whole = tl.zeros([ROWS], tl.float32)
-    outputs = tl.zeros([ROWS, DIMS], tl.float32)
-    for tile in range(first_tile, last_tile):
-        start = tile * TILE
-        nth = start + tl.arange(0, TILE)
-        present = nth < length
-        offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
-        rows = pages + offsets[:, None] + dims[None, :]
-        mask = present[:, None]
-        if DIMS != HEAD_SIZE:
-            mask = mask & (dims < HEAD_SIZE)[None, :]
-        keys = tl.load(rows, mask=mask, other=0.0)
-        values = tl.load(rows + BLOCK_SIZE * HEAD_SIZE, mask=mask, other=0.0)
-        logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
-        if HAS_BIAS:
-            added = tl.load(bias_row + nth, mask=present & (nth < bias_width), other=0.0)
-            logits += (added * 1.4426950408889634)[None, :]
-        logits = tl.where(present[None, :], logits, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
-        top = finite_maximum(new_maximum)
-        weights = tl.exp2(logits - top[:, None])
-        shrink = tl.exp2(maximum - top)
-        whole = whole * shrink + tl.sum(weights, 1)
-        outputs = outputs * shrink[:, None]
-        outputs = tl.dot(weights.to(values.dtype), values, outputs, input_precision="ieee")
-        maximum = new_maximum
-    return outputs, maximum, whole
-
-
 # Numbers that change from batch to batch must not make Triton compile again while serving.
 @triton.jit(do_not_specialize=["num_sequences", "bias_width", "table_stride", "bias_stride"])
 def _pieces_kernel(
@@ -196,8 +145,15 @@ def _pieces_kernel(
             bias_row = bias
             if HAS_BIAS:
                 bias_row += wide * bias_stride
-            outputs, maximum, whole = _attend(
+            maximum = tl.full([ROWS], float("-inf"), tl.float32)
+            whole = tl.zeros([ROWS], tl.float32)
+            outputs = tl.zeros([ROWS, DIMS], tl.float32)
+            outputs, maximum, whole = attend_tiles(
+                outputs,
+                maximum,
+                whole,
                 query,
+                tl.full([ROWS], 0, tl.int32) + length,
                 pages,
                 page_table + wide * table_stride,
                 bias_row,
@@ -210,9 +166,9 @@ def _pieces_kernel(
                 BLOCK_SIZE,
                 HEAD_SIZE,
                 TILE,
-                ROWS,
                 DIMS,
                 HAS_BIAS,
+                True,
             )
             row = (wide + program) * GROUP + member
             tl.store(piece_maxima + row, maximum, mask=member < GROUP)
