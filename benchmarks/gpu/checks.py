@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu import shapes
 from benchmarks.gpu.measure import progress
-from vllm_kvcompress.kernels import paged, paged_torch
+from vllm_kvcompress.kernels import moment_size, paged, paged_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
 TOLERANCE = 3e-2  # bf16, after a softmax or a projection
@@ -56,6 +56,9 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     gram = random(num_heads * 4, dims, dims, dtype=torch.float32)
     gram = gram @ gram.transpose(1, 2)
     wanted = entries.valid()
+    state = torch.zeros(num_heads, moment_size(dims), device="cuda")
+    evicted = random(num_heads, entries.capacity) > 0
+    weights = random(num_heads, entries.capacity, dtype=torch.float32).abs() + 0.1
     yield "decode_attention", lambda k: k.decode_attention(entries, one, shapes.SCALE, bias)
     yield "prefill_attention", lambda k: k.prefill_attention(entries, chunk, shapes.SCALE, bias)
     yield "window_mass", lambda k: [k.window_mass(entries, 0, window, shapes.SCALE, bias)]
@@ -63,6 +66,8 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
         yield f"keydiff_scores:{anchor}", lambda k, a=anchor: [k.keydiff_scores(entries, a)]
     yield "value_norms_l1", lambda k: [k.value_norms_l1(entries, weight, wanted)]
     yield "value_norms_l2", lambda k: [k.value_norms_l2(entries, gram)]
+    yield "add_to_moments", lambda k: [k.add_to_moments(entries, state, evicted)]
+    yield "merge_groups", lambda k: k.merge_groups(entries, evicted, weights, weights)
     yield "compact_pages", lambda k: [_compacted(k, entries)]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 from dataclasses import replace
 
 import torch
@@ -15,6 +17,11 @@ from vllm_kvcompress.kernels.decode_triton import (
     launch_decode,
 )
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+
+def signature_of(name: str) -> str:
+    """Of the function of that dotted name."""
+    return str(inspect.signature(pkgutil.resolve_name(name)))
 
 
 def compacted(entries: PagedEntries, *args: Tensor) -> Tensor:

@@ -133,3 +133,42 @@ def value_norms(entries: Any, weight: Any, order: int) -> list[list[float]]:
                 norms[j] += sum(parts) ** (1 / order) / weight.shape[2]
         found.append(norms)
     return found
+
+
+def moments(entries: Any, evicted: Any) -> list[list[float]]:
+    """[S][moment_size]: count, mean key, mean value and cross moments, row by row, from scratch."""
+    found = []
+    for s, pair in enumerate(zip(rows_of(entries, 0), rows_of(entries, 1), strict=True)):
+        keys, values = ([row for j, row in enumerate(rows) if evicted[s, j]] for rows in pair)
+        dims, count = range(entries.head_size), len(keys)
+        means = [
+            [sum(row[c] for row in rows) / max(1, count) for c in dims] for rows in (keys, values)
+        ]
+        cross = [
+            sum(
+                (v[a] - means[1][a]) * (k[b] - means[0][b])
+                for k, v in zip(keys, values, strict=True)
+            )
+            for a in dims
+            for b in dims
+        ]
+        found.append([float(count), *means[0], *means[1], *cross])
+    return found
+
+
+def merged(entries: Any, link: Any, weights: Any, which: int) -> list[list[Vector]]:
+    """[S][capacity][D]: weighted means of groups at their first entries, zeros elsewhere."""
+    found = []
+    for s, rows in enumerate(rows_of(entries, which)):
+        out = [[0.0] * entries.head_size for _ in range(link.shape[1])]
+        j = 0
+        while j < len(rows):
+            end = j + 1
+            while end < len(rows) and link[s, end]:
+                end += 1
+            group = [(float(weights[s, i]), rows[i]) for i in range(j, end)]
+            whole = sum(weight for weight, _ in group)
+            out[j] = [sum(w * row[c] for w, row in group) / whole for c in range(len(out[j]))]
+            j = end
+        found.append(out)
+    return found

@@ -14,6 +14,7 @@ import torch
 from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from tests.kernels.compiling import MOST_SHARED_BYTES
+from vllm_kvcompress.kernels import moment_size
 
 KERNELS = "vllm_kvcompress.kernels."
 BF16 = torch.bfloat16
@@ -72,3 +73,17 @@ def test_prefill(compiler: Child, head_size: int, block_size: int) -> None:
     launcher = "prefill_triton.prefill_attention"
     found = check(compiler, launcher, 1, entries, queries, 0.1, random(2, 9))
     assert "wgmma" in found["_prefill_kernel"].ptx
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (256, 32)])
+def test_moments(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, head_size, BF16)
+    state = torch.zeros(2, moment_size(head_size))
+    check(compiler, "moments_triton.add_to_moments", 2, entries, state, entries.valid())
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
+def test_merge(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, head_size, BF16)
+    weights = random(2, entries.capacity)
+    check(compiler, "merge_triton.merge_groups", 1, entries, entries.valid(), weights, weights)

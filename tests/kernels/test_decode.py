@@ -10,7 +10,7 @@ from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import paged, paged_torch
+from vllm_kvcompress.kernels import paged_torch
 
 MODULE = "vllm_kvcompress.kernels.decode_triton."
 DECODE = MODULE + "decode_attention"
@@ -118,11 +118,3 @@ def test_addresses_beyond_32_bits(backend: Backend) -> None:
         return  # twice the memory, and the same addresses
     far, near = backend.call("tests.kernels.launches.decode_far_and_near", backend.dtype)
     assert torch.equal(far, near)
-
-
-def test_cpu_pages_take_the_twin() -> None:
-    entries = make_entries([5, 3])
-    queries = random(2, 4, 64)
-    expected, _ = paged_torch.decode_attention(entries, queries, 0.1)
-    outputs, _ = paged.decode_attention(entries, queries, 0.1)
-    assert torch.equal(outputs, expected)

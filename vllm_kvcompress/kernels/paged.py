@@ -36,9 +36,11 @@ def by_device(twin: PagedKernel[P, T], module: str) -> PagedKernel[P, T]:
     return call
 
 
+add_to_moments = by_device(paged_torch.add_to_moments, "moments_triton")
 compact_pages = by_device(paged_torch.compact_pages, "compact_triton")
 decode_attention = by_device(paged_torch.decode_attention, "decode_triton")
 prefill_attention = by_device(paged_torch.prefill_attention, "prefill_triton")
+merge_groups = by_device(paged_torch.merge_groups, "merge_triton")
 keydiff_scores = by_device(paged_torch.keydiff_scores, "keydiff_triton")
 value_norms_l1 = by_device(paged_torch.value_norms_l1, "value_norms_triton")
 value_norms_l2 = by_device(paged_torch.value_norms_l2, "value_norms_triton")

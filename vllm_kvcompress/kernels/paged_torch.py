@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_kvcompress.kernels import scores_torch
+from vllm_kvcompress.kernels import moments_torch, scores_torch
 from vllm_kvcompress.kernels.attention_torch import attention_with_lse
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
@@ -156,6 +156,48 @@ def value_norms_l2(entries: PagedEntries, output_gram: Tensor) -> Tensor:
         output_gram: [S * G, D, D] fp32.
     """
     return scores_torch.value_norms_l2(entries.values(), output_gram)
+
+
+def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Tensor:
+    """[S, moment_size] fp32 MomentKV's state after a set of entries was evicted, in one batch.
+
+    Args:
+        entries: S = KV heads.
+        state: [S, moment_size] fp32 before.
+        evicted: [S, capacity] bool; entries behind the lengths do not count.
+    """
+    gone = evicted & entries.valid()
+    return moments_torch.add_to_moments(state, entries.keys(), entries.values(), gone)
+
+
+def merge_groups(
+    entries: PagedEntries, link: Tensor, key_weights: Tensor, value_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Weighted means of groups of neighbours, at the place of each group's first entry.
+
+    Args:
+        entries: S = KV heads.
+        link: [S, capacity] bool: an entry joins the one before it.
+        key_weights, value_weights: [S, capacity] fp32, not negative.
+
+    Returns:
+        [S, capacity, D] keys and values in the pages' type: an entry that is a group by itself as
+        it is, to the bit; zeros where another entry stands for this one, and behind the lengths.
+    """
+    valid = entries.valid()
+    nth = torch.arange(entries.capacity, device=entries.device).expand_as(link)
+    place = torch.where(link, 0, nth).cummax(dim=1).values
+    size = torch.zeros_like(place).scatter_add(1, place, valid.long())
+    merged = []
+    for rows, weights in ((entries.keys(), key_weights), (entries.values(), value_weights)):
+        weights = weights.masked_fill(~valid, 0)
+        whole = torch.zeros_like(weights).scatter_add(1, place, weights).clamp_min(1e-30)
+        index = place[..., None].expand_as(rows)
+        sums = torch.zeros_like(rows, dtype=torch.float32)
+        sums = sums.scatter_add(1, index, weights[..., None] * rows.float())
+        means = (sums / whole[..., None]).to(rows.dtype)
+        merged.append(torch.where((size == 1)[..., None], rows, means))
+    return merged[0], merged[1]
 
 
 def whole_bias(entries: PagedEntries, bias: Tensor) -> Tensor:
