@@ -66,6 +66,15 @@ def test_scores(compiler: Child, head_size: int, block_size: int) -> None:
     check(compiler, "value_norms_triton.value_norms_l2", 1, entries, gram)
 
 
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_norms_in_fp32(compiler: Child, head_size: int) -> None:
+    """Their tiles are the largest."""
+    entries = make_entries([70, 3], 16, head_size)
+    weight = random(2, head_size, 4, 256)
+    wanted = entries.valid()
+    check(compiler, "value_norms_triton.value_norms_l1", 1, entries, weight, wanted)
+
+
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (128, 64), (256, 32)])
 def test_prefill(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)

@@ -239,9 +239,10 @@ def _reduce_kernel(
         mask=dims < HEAD_SIZE,
     )
     if HAS_LSE:
+        # Minus infinity where there was nothing, since the maximum is.
         natural = (maximum + tl.log2(tl.where(nothing, 1.0, whole))) * 0.6931471805599453
         place = wide * GROUP + member + tl.arange(0, 1)
-        tl.store(lse + place, tl.where(nothing, float("-inf"), natural))
+        tl.store(lse + place, natural)
 
 
 def decode_attention(

@@ -127,9 +127,10 @@ def _prefill_kernel(
         outputs + place[:, None] + dims[None, :], mixed.to(outputs.dtype.element_ty), mask=mask
     )
     if HAS_LSE:
+        # Minus infinity where there was nothing, since the maximum is.
         natural = (maximum + tl.log2(tl.where(nothing, 1.0, sums))) * 0.6931471805599453
         place = (sequence * GROUP + wide_member) * num_queries + wide_nth
-        tl.store(lse + place, tl.where(nothing, float("-inf"), natural), mask=inside)
+        tl.store(lse + place, natural, mask=inside)
 
 
 def prefill_attention(

@@ -12,9 +12,7 @@ from torch import Tensor
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets, on_device, padded
 
-L1_TILE = 128  # entries of a program, and columns of W_O that it multiplies them with at once
-L2_TILE = 64
-L2_COLUMNS = 32  # of a Gram matrix: 128 by 32 numbers of fp32 are 16 KB
+L2_TILE = 64  # entries of a program
 
 
 @triton.jit
@@ -161,6 +159,14 @@ def _l2_kernel(
     tl.store(norms + head * capacity + nth, total / GROUP, mask=nth < capacity)
 
 
+def _l1_tile(entries: PagedEntries) -> tuple[int, int]:
+    """Entries of a program, and columns of W_O at once: what fits with three stages of these."""
+    row_bytes = padded(entries.head_size) * entries.pages.element_size()
+    if row_bytes <= 256:
+        return 128, 128
+    return (128, 64) if row_bytes <= 512 else (64, 32)
+
+
 def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor) -> Tensor:
     """As `paged_torch.value_norms_l1`, in Triton."""
     num_heads, capacity = entries.num_sequences, entries.capacity
@@ -181,8 +187,9 @@ def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor)
     norms = torch.empty(num_heads, capacity, device=entries.device)
     if norms.numel() == 0:
         return norms
+    tile, columns = _l1_tile(entries)
     with on_device(entries):
-        _l1_kernel[(triton.cdiv(capacity, L1_TILE), num_heads)](
+        _l1_kernel[(triton.cdiv(capacity, tile), num_heads)](
             entries.pages,
             entries.page_table,
             entries.flat_lengths,
@@ -196,8 +203,8 @@ def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor)
             wanted.stride(0),
             *output_weight.stride(),
             GROUP=output_weight.shape[2],
-            TILE=L1_TILE,
-            COLUMNS=64 if padded(entries.head_size) > 128 else 128,
+            TILE=tile,
+            COLUMNS=columns,
             num_warps=8,
             num_stages=3,
             **_sizes(entries),
@@ -234,7 +241,7 @@ def value_norms_l2(entries: PagedEntries, output_gram: Tensor) -> Tensor:
             entries.page_table.stride(0),
             GROUP=output_gram.shape[0] // num_heads,
             TILE=L2_TILE,
-            COLUMNS=L2_COLUMNS,
+            COLUMNS=32 if dims <= 128 else 16,
             num_warps=4,
             num_stages=2,
             **_sizes(entries),

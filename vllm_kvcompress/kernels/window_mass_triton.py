@@ -25,6 +25,8 @@ from vllm_kvcompress.kernels.paged_rows_triton import (
 
 SPLIT_TILES = 8  # that a program of the first pass reads: enough programs for prompts of 8k tokens
 MOST_ROWS = 128  # of a program
+# Numbers that change from event to event must not make Triton compile again while serving.
+CHANGING = ("num_queries", "num_tail", "bias_width", "table_stride", "bias_stride")
 
 
 @triton.jit
@@ -93,7 +95,7 @@ def _rows_of(
     return query, visible
 
 
-@triton.jit(do_not_specialize=["bias_width", "table_stride", "bias_stride", "num_queries"])
+@triton.jit(do_not_specialize=[*CHANGING, "sums_stride_s", "sums_stride_r"])
 def _row_sums_kernel(
     queries,
     pages,
@@ -171,15 +173,14 @@ def _row_sums_kernel(
         top = finite_maximum(new_maximum)
         whole = whole * tl.exp2(maximum - top) + tl.sum(tl.exp2(logits - top[:, None]), 1)
         maximum = new_maximum
-    nothing = whole == 0.0
-    natural = (maximum + tl.log2(tl.where(nothing, 1.0, whole))) * 0.6931471805599453
+    # Minus infinity where nothing is seen, since the maximum is.
+    natural = (maximum + tl.log2(tl.where(whole == 0.0, 1.0, whole))) * 0.6931471805599453
     row = first_row + tl.arange(0, ROWS)
     place = wide * sums_stride_s + row.to(tl.int64) * sums_stride_r + split
-    natural = tl.where(nothing, float("-inf"), natural)
     tl.store(sums + place, natural, mask=row < num_queries * GROUP)
 
 
-@triton.jit(do_not_specialize=["bias_width", "table_stride", "bias_stride", "num_queries"])
+@triton.jit(do_not_specialize=[*CHANGING, "capacity"])
 def _column_sums_kernel(
     queries,
     pages,
