@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.report import as_markdown, table, write_results
+from benchmarks.gpu.report import as_markdown, raggedness, table, write_results
 from benchmarks.gpu.shapes import NUM_HEADS, ragged_lengths
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
@@ -59,6 +59,14 @@ def test_tables_hold_the_numbers() -> None:
     assert "| 8 | 25.0% | ragged | lse | 60.0 | 4.10 | 91.3% | 3.90 | 4.20 |" in text
     assert "| 32768 | 1.50 | 12.00 | 3.00 |" in text
     assert "| 32768 | 1.0% | 87.5% |" in text
+
+
+def test_ragged_heads_are_compared_with_uniform_ones() -> None:
+    uniform = {**DECODE, "layout": "uniform", "bytes_per_second": 4.51e12}
+    assert raggedness([DECODE]) is None
+    assert raggedness([DECODE, uniform]) == pytest.approx(0.1)
+    text = as_markdown(results(decode=[DECODE, uniform]))
+    assert "Ragged heads cost at most 10.0% more per byte than uniform ones." in text
 
 
 def test_failed_checks_are_named() -> None:

@@ -92,7 +92,25 @@ def _decode(rows: Sequence[Results]) -> str:
             )
         )
     columns = (*header, *(f"times faster than a full cache ({name})" for name in names))
-    return "## Decode attention, one layer\n\n" + table(columns, cells)
+    text = "## Decode attention, one layer\n\n" + table(columns, cells)
+    extra = raggedness(rows)
+    if extra is None:
+        return text
+    return text + f"\n\nRagged heads cost at most {_share(extra)} more per byte than uniform ones."
+
+
+def raggedness(rows: Sequence[Results]) -> float | None:
+    """The most that ragged heads cost beyond uniform ones, all else equal, per byte read."""
+    speeds = {
+        (row["batch"], row["kept"], row["option"], row["layout"]): row["bytes_per_second"]
+        for row in rows
+    }
+    extra = [
+        speeds[(*case, "uniform")] / speed - 1
+        for (*case, layout), speed in speeds.items()
+        if layout == "ragged" and (*case, "uniform") in speeds
+    ]
+    return max(extra, default=None)
 
 
 def _events(rows: Sequence[Results]) -> str:

@@ -11,8 +11,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-MOST_SHARED_BYTES = 232_448  # that a program may have on compute capability 9.0
-
 
 class NoDevice:
     """What Triton asks of a driver before it compiles."""

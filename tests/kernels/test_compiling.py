@@ -13,11 +13,11 @@ import torch
 
 from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
-from tests.kernels.compiling import MOST_SHARED_BYTES
 from vllm_kvcompress.kernels import moment_size
 
 KERNELS = "vllm_kvcompress.kernels."
 BF16 = torch.bfloat16
+MOST_SHARED_BYTES = 232_448  # that a program may have on compute capability 9.0
 
 
 def check(compiler: Child, launcher: str, num_kernels: int, *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def check(compiler: Child, launcher: str, num_kernels: int, *args: Any, **kwargs
     return {kernel.name: kernel for kernel in compiled}
 
 
-@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (128, 128), (80, 32), (256, 64)])
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128), (256, 64)])
 def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([40, 3], block_size, head_size, BF16)
     queries = random(2, 4, head_size, dtype=BF16)
@@ -41,6 +41,12 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
     assert "mma.sync" in pieces.ptx
     # Two tiles of keys and values in flight for each program, and room for a second program.
     assert 4 * 2**14 <= pieces.shared_bytes <= MOST_SHARED_BYTES // 2
+
+
+def test_decode_without_bias_and_lse(compiler: Child) -> None:
+    entries = make_entries([40, 3], 16, 128, BF16)
+    queries = random(2, 4, 128, dtype=BF16)
+    check(compiler, "decode_triton.decode_attention", 2, entries, queries, 0.1, None, False)
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])

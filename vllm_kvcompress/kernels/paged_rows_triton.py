@@ -15,10 +15,10 @@ import triton.language as tl
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 
 LOG2_E = 1.4426950408889634
-LN_2 = 0.6931471805599453
 FEWEST_ROWS = 16  # of any factor of a tl.dot
-TILE_BYTES = 1 << 14  # of the keys of a tile: two tiles in three stages leave room for a second
-# program on each multiprocessor of an H100 or H200
+# Keys of a tile. With as many bytes of values, and the next tile in flight, a program takes about
+# 72 KB of shared memory, so that three fit a multiprocessor of an H100 or H200.
+TILE_BYTES = 1 << 14
 
 
 @triton.jit
