@@ -39,8 +39,6 @@ def add_to_moments(state: Tensor, keys: Tensor, values: Tensor, evicted: Tensor)
     Returns:
         [H, moment_size] fp32.
     """
-    head_size = keys.shape[2]
-    count, mean_key, mean_value, cross = split_moments(state, head_size)
     added = evicted.sum(dim=1, dtype=torch.float32)
     divisor = added.clamp_min(1)[:, None]
     hidden = ~evicted[..., None]
@@ -49,11 +47,30 @@ def add_to_moments(state: Tensor, keys: Tensor, values: Tensor, evicted: Tensor)
     new_key, new_value = keys.sum(dim=1) / divisor, values.sum(dim=1) / divisor
     centred_keys = (keys - new_key[:, None]).masked_fill(hidden, 0)
     centred_values = (values - new_value[:, None]).masked_fill(hidden, 0)
+    new_cross = centred_values.transpose(1, 2) @ centred_keys
+    return join_moments(state, added, new_key, new_value, new_cross)
+
+
+def join_moments(
+    state: Tensor, added: Tensor, new_key: Tensor, new_value: Tensor, new_cross: Tensor
+) -> Tensor:
+    """The state of two sets of entries together.
+
+    Args:
+        state: [H, moment_size] fp32 of one set.
+        added: [H] fp32 entries of the other.
+        new_key, new_value: [H, D] fp32 its means; anything finite where it is empty.
+        new_cross: [H, D, D] fp32 its cross moments around these.
+
+    Returns:
+        [H, moment_size] fp32.
+    """
+    count, mean_key, mean_value, cross = split_moments(state, new_key.shape[1])
     total = count + added
     share = (added / total.clamp_min(1))[:, None]
     key_step, value_step = new_key - mean_key, new_value - mean_value
     between = (count[:, None] * share)[..., None] * value_step[..., None] * key_step[:, None]
-    cross = cross + centred_values.transpose(1, 2) @ centred_keys + between
+    cross = cross + new_cross + between
     return torch.cat(
         (
             total[:, None],

@@ -1,0 +1,1 @@
+"""What scripts/gpu_check.py checks and measures; needs torch, triton and an NVIDIA GPU."""

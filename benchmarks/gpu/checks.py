@@ -1,0 +1,82 @@
+"""Every Triton kernel against its torch twin on the GPU at hand, in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import shapes
+from benchmarks.gpu.measure import progress
+from vllm_kvcompress.kernels import moment_size, paged, paged_torch
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+TOLERANCE = 3e-2  # bf16, after a softmax or a projection
+LENGTHS = (45, 0, 1, 130, 16, 777, 77, 33)
+Check = tuple[str, Callable[[Any], Any]]
+
+
+def check_kernels() -> list[dict[str, Any]]:
+    """One row per kernel and block size: the largest error, and whether it passed."""
+    rows = []
+    for block_size in progress((16, 32, 64, 128), "checks"):
+        entries = shapes.make_entries(torch.tensor(LENGTHS), block_size, spare_pages=4)
+        for name, run in _checks(entries):
+            errors = [
+                _error(found, expected)
+                for found, expected in zip(run(paged), run(paged_torch), strict=True)
+            ]
+            row = {"kernel": name, "block_size": block_size, "error": max(errors)}
+            rows.append({**row, "passed": max(errors) <= TOLERANCE})
+    return rows
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    """Largest difference, relative to the largest number expected; NaN counts as infinite."""
+    same = found == expected  # infinities, too
+    difference = torch.where(same, 0.0, (found.float() - expected.float()).abs())
+    size = expected.float().nan_to_num(neginf=0).abs().max().clamp_min(1e-6)
+    error = float((difference / size).max())
+    return error if error == error else float("inf")
+
+
+def _checks(entries: PagedEntries) -> Iterator[Check]:
+    """Names, and what to run with either implementation; each returns a list of tensors."""
+    num_heads, dims = entries.num_sequences, shapes.HEAD_SIZE
+    generator = torch.Generator(device="cuda").manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = shapes.DTYPE) -> Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
+
+    one, chunk = random(num_heads, 4, dims), random(num_heads, 4, 40, dims)
+    bias = random(num_heads, 100, dtype=torch.float32)
+    window, weight = random(32, num_heads * 4, dims), random(num_heads, dims, 4, 512) / 16
+    gram = random(num_heads * 4, dims, dims, dtype=torch.float32)
+    gram = gram @ gram.transpose(1, 2)
+    wanted = entries.valid()
+    state = torch.zeros(num_heads, moment_size(dims), device="cuda")
+    evicted = random(num_heads, entries.capacity) > 0
+    weights = random(num_heads, entries.capacity, dtype=torch.float32).abs() + 0.1
+    yield "decode_attention", lambda k: k.decode_attention(entries, one, shapes.SCALE, bias)
+    yield "prefill_attention", lambda k: k.prefill_attention(entries, chunk, shapes.SCALE, bias)
+    yield "window_mass", lambda k: [k.window_mass(entries, 0, window, shapes.SCALE, bias)]
+    for anchor in ("mean_normalized", "mean_raw", "pairwise"):
+        yield f"keydiff_scores:{anchor}", lambda k, a=anchor: [k.keydiff_scores(entries, a)]
+    yield "value_norms_l1", lambda k: [k.value_norms_l1(entries, weight, wanted)]
+    yield "value_norms_l2", lambda k: [k.value_norms_l2(entries, gram)]
+    yield "add_to_moments", lambda k: [k.add_to_moments(entries, state, evicted)]
+    yield "merge_groups", lambda k: k.merge_groups(entries, evicted, weights, weights)
+    yield "compact_pages", lambda k: [_compacted(k, entries)]
+
+
+def _compacted(kernels: Any, entries: PagedEntries) -> Tensor:
+    """The last four pages after heads 3 and 5 kept one and three pages in them."""
+    size = entries.block_size
+    counts = torch.zeros(entries.num_sequences, dtype=torch.int64, device="cuda")
+    counts[3], counts[5] = 1, 3
+    kept = torch.cat([torch.arange(size) + 1, torch.arange(3 * size) * 2]).cuda()
+    first = entries.pages.shape[0] - 4
+    kernels.compact_pages(entries, counts, kept, torch.arange(first, first + 4, device="cuda"))
+    return entries.pages[-4:].clone()

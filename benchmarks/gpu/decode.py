@@ -1,0 +1,150 @@
+"""Decode attention against the bandwidth of the device, and against a full cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.gpu import shapes
+from benchmarks.gpu.measure import progress, seconds_of
+from vllm_kvcompress.kernels.decode_triton import (
+    DEFAULT_SETTINGS,
+    DecodeSettings,
+    decode_attention,
+    launch_decode,
+)
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """What to measure.
+
+    Attributes:
+        context: tokens of a full cache.
+        batches: numbers of requests.
+        kept: shares of the context that are resident.
+        block_size: tokens of a page.
+        repeats: of every measurement.
+    """
+
+    context: int = 32768
+    batches: tuple[int, ...] = (1, 8, 64)
+    kept: tuple[float, ...] = (0.25, 0.1)
+    block_size: int = 16
+    repeats: int = 50
+
+
+def fits(num_bytes: int) -> bool:
+    """Whether the device has as much memory free, and half as much again."""
+    free, _ = torch.cuda.mem_get_info()
+    return 1.5 * num_bytes < free
+
+
+def measure_decode(plan: DecodePlan, read_bandwidth: float) -> list[Row]:
+    """One row per batch, share, division among heads and option."""
+    rows = []
+    for batch in progress(plan.batches, "decode attention"):
+        full = _full_seconds(plan, batch)
+        for kept, layout in product(plan.kept, ("uniform", "ragged")):
+            num_tokens = int(plan.context * kept) // plan.block_size * plan.block_size
+            lengths = shapes.uniform_lengths(batch, num_tokens)
+            if layout == "ragged":
+                lengths = shapes.ragged_lengths(batch, num_tokens, plan.context, plan.block_size)
+            entries = shapes.make_entries(lengths, plan.block_size)
+            for option, seconds in _option_seconds(entries, plan):
+                num_bytes = shapes.entry_bytes(int(lengths.sum()))
+                rows.append(
+                    {
+                        "batch": batch,
+                        "kept": kept,
+                        "layout": layout,
+                        "option": option,
+                        "seconds": seconds,
+                        "bytes_per_second": num_bytes / seconds,
+                        "of_read_bandwidth": num_bytes / seconds / read_bandwidth,
+                        "full_cache": {name: other / seconds for name, other in full.items()},
+                    }
+                )
+    return rows
+
+
+def _queries(num_sequences: int) -> torch.Tensor:
+    return torch.randn(
+        num_sequences, shapes.GROUP, shapes.HEAD_SIZE, dtype=shapes.DTYPE, device="cuda"
+    )
+
+
+def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[str, float]]:
+    """Without anything, with the log-sum-exp, and with a bias besides."""
+    queries = _queries(entries.num_sequences)
+    bias = torch.zeros(entries.num_sequences, entries.capacity, device="cuda")
+    for option, added, with_lse in (
+        ("plain", None, False),
+        ("lse", None, True),
+        ("bias+lse", bias, True),
+    ):
+
+        def work(added: Any = added, with_lse: bool = with_lse) -> None:
+            decode_attention(entries, queries, shapes.SCALE, added, with_lse)
+
+        yield option, seconds_of(work, plan.repeats)
+
+
+def _full_seconds(plan: DecodePlan, batch: int) -> dict[str, float]:
+    """Attention over the whole context: this kernel, and torch's over contiguous tensors."""
+    if not fits(shapes.entry_bytes(plan.context) * shapes.NUM_HEADS * batch):
+        return {}
+    lengths = shapes.uniform_lengths(batch, plan.context)
+    entries = shapes.make_entries(lengths, plan.block_size)
+    queries = _queries(len(lengths))
+
+    def paged() -> None:
+        decode_attention(entries, queries, shapes.SCALE, None, False)
+
+    seconds = {"paged": seconds_of(paged, plan.repeats)}
+    keys, values = entries.pages.view(2, batch, shapes.NUM_HEADS, plan.context, shapes.HEAD_SIZE)
+    by_request = queries.view(batch, -1, 1, shapes.HEAD_SIZE)
+
+    def contiguous() -> None:
+        scaled_dot_product_attention(by_request, keys, values, enable_gqa=True)
+
+    seconds["torch"] = seconds_of(contiguous, plan.repeats)
+    return seconds
+
+
+def tune_decode(plan: DecodePlan, read_bandwidth: float) -> list[Row]:
+    """Every way to cut the work, for 8 requests of a quarter of the context; fastest first."""
+    lengths = shapes.uniform_lengths(8, plan.context // 4)
+    entries = shapes.make_entries(lengths, plan.block_size)
+    queries = _queries(len(lengths))
+    num_bytes = shapes.entry_bytes(int(lengths.sum()))
+    ways = list(product((1, 2, 3, 4), (1 << 13, 1 << 14, 1 << 15), (4, 8), (3, 5, 7)))
+    rows: list[Row] = []
+    for programs, tile_bytes, warps, stages in progress(ways, "settings"):
+        settings = DecodeSettings(programs, tile_bytes, warps, stages)
+
+        def work(settings: DecodeSettings = settings) -> None:
+            launch_decode(entries, queries, shapes.SCALE, None, False, None, settings)
+
+        row: Row = {
+            "programs_per_sm": programs,
+            "tile_bytes": tile_bytes,
+            "num_warps": warps,
+            "num_stages": stages,
+            "default": settings == DEFAULT_SETTINGS,
+        }
+        try:
+            seconds = seconds_of(work, plan.repeats)
+        except Exception as error:  # too much shared memory, as far as known
+            rows.append({**row, "of_read_bandwidth": 0.0, "error": str(error)[:200]})
+            continue
+        rows.append({**row, "of_read_bandwidth": num_bytes / seconds / read_bandwidth})
+    return sorted(rows, key=lambda row: -float(row["of_read_bandwidth"]))

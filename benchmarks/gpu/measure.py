@@ -1,0 +1,81 @@
+"""Times on a GPU, and the bandwidths that other times are compared with."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import torch
+import triton
+import triton.language as tl
+
+T = TypeVar("T")
+FLUSH_BYTES = 1 << 28  # more than any cache
+
+
+def progress(items: Iterable[T], name: str) -> Iterable[T]:
+    """The items, with a progress bar where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    bar: Iterable[T] = tqdm(list(items), desc=name)
+    return bar
+
+
+def seconds_of(work: Callable[[], Any], repeats: int) -> float:
+    """Median time of `work` on the device.
+
+    It is captured as a graph, since a server replays graphs too, and what the host needs for a
+    launch is not what kernels cost. Caches are flushed before every repetition.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(repeats):
+        flush.zero_()
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        graph.replay()
+        after.record()
+        after.synchronize()
+        times.append(before.elapsed_time(after) / 1000)
+    return statistics.median(times)
+
+
+@triton.jit
+def _read_kernel(numbers, sums, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
+    program = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.int32)
+    for nth in tl.static_range(BLOCKS):
+        total += tl.load(numbers + (program * BLOCKS + nth) * BLOCK + tl.arange(0, BLOCK))
+    tl.store(sums + program, tl.sum(total, 0))
+
+
+def copy_bandwidth(num_bytes: int, repeats: int) -> float:
+    """Bytes per second, read and written together, of a copy from device to device."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * num_bytes / seconds_of(lambda: target.copy_(source), repeats)
+
+
+def read_bandwidth(num_bytes: int, repeats: int) -> float:
+    """Bytes per second that a kernel reads which does nothing else."""
+    block, blocks = 4096, 8
+    programs = num_bytes // (4 * block * blocks)
+    numbers = torch.zeros(programs * block * blocks, dtype=torch.int32, device="cuda")
+    sums = torch.empty(programs, dtype=torch.int32, device="cuda")
+
+    def read() -> None:
+        _read_kernel[(programs,)](numbers, sums, BLOCK=block, BLOCKS=blocks, num_warps=8)
+
+    return 4 * numbers.numel() / seconds_of(read, repeats)

@@ -1,0 +1,156 @@
+"""What was measured on a GPU, as JSON and as tables. Pure text: needs neither torch nor triton."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+Results = dict[str, Any]
+
+
+def write_results(results: Results, folder: Path) -> tuple[Path, Path]:
+    """Writes gpu-<device>.json and gpu-<device>.md, and returns where they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", str(results["device"]).lower()).strip("-")
+    numbers, text = folder / f"{name}.json", folder / f"{name}.md"
+    numbers.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    text.write_text(as_markdown(results), encoding="utf-8")
+    return numbers, text
+
+
+def as_markdown(results: Results) -> str:
+    """The whole report."""
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
+    parts = [
+        f"# Kernels on {results['device']}",
+        f"Measured by `scripts/gpu_check.py`{_flags(results)} with {versions}. "
+        "Times are medians on the device, from replayed graphs with flushed caches.",
+        _checks(results["checks"]),
+    ]
+    if "bandwidth" in results:
+        parts.append(_bandwidth(results["bandwidth"]))
+    for name, section in (("decode", _decode), ("events", _events), ("tuning", _tuning)):
+        if results.get(name):
+            parts.append(section(results[name]))
+    return "\n\n".join(parts) + "\n"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A Markdown table; numbers to the right."""
+    lines = [list(header), ["---:" if _is_number(cell) else "---" for cell in rows[0]]]
+    lines += [[str(cell) for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _is_number(cell: Any) -> bool:
+    return bool(re.match(r"^-?[\d.]", str(cell)))
+
+
+def _flags(results: Results) -> str:
+    return " `--quick`" if results["quick"] else ""
+
+
+def _share(number: float) -> str:
+    return f"{100 * number:.1f}%"
+
+
+def _checks(checks: Results) -> str:
+    failed = [row for row in checks["kernels"] if not row["passed"]]
+    text = f"{len(checks['kernels']) - len(failed)} of {len(checks['kernels'])} checks passed."
+    if failed:
+        cells = [(row["kernel"], row["block_size"], f"{row['error']:.3g}") for row in failed]
+        text += "\n\nFailed:\n\n" + table(("kernel", "block size", "error"), cells)
+    if checks["pytest"] is not None:
+        text += f" pytest: {checks['pytest']}."
+    return "## Checks\n\n" + text
+
+
+def _bandwidth(bandwidth: Results) -> str:
+    cells = [(name, f"{value / 1e12:.2f}") for name, value in bandwidth.items()]
+    return "## Bandwidth\n\n" + table(("", "TB/s"), cells)
+
+
+def _decode(rows: Sequence[Results]) -> str:
+    header = ("requests", "kept", "heads", "outputs", "µs", "TB/s", "of read bandwidth")
+    names = list(rows[0]["full_cache"])
+    cells = []
+    for row in rows:
+        full = row["full_cache"]
+        cells.append(
+            (
+                row["batch"],
+                _share(row["kept"]),
+                row["layout"],
+                row["option"],
+                f"{1e6 * row['seconds']:.1f}",
+                f"{row['bytes_per_second'] / 1e12:.2f}",
+                _share(row["of_read_bandwidth"]),
+                *(f"{full[name]:.2f}" if name in full else "did not fit" for name in names),
+            )
+        )
+    columns = (*header, *(f"times faster than a full cache ({name})" for name in names))
+    text = "## Decode attention, one layer\n\n" + table(columns, cells)
+    extra = raggedness(rows)
+    if extra is None:
+        return text
+    return text + f"\n\nRagged heads cost at most {_share(extra)} more per byte than uniform ones."
+
+
+def raggedness(rows: Sequence[Results]) -> float | None:
+    """The most that ragged heads cost beyond uniform ones, all else equal, per byte read."""
+    speeds = {
+        (row["batch"], row["kept"], row["option"], row["layout"]): row["bytes_per_second"]
+        for row in rows
+    }
+    extra = [
+        speeds[(*case, "uniform")] / speed - 1
+        for (*case, layout), speed in speeds.items()
+        if layout == "ragged" and (*case, "uniform") in speeds
+    ]
+    return max(extra, default=None)
+
+
+def _events(rows: Sequence[Results]) -> str:
+    parts, events = list(rows[0]["seconds"]), list(rows[0]["events_of_prefill"])
+    header = ("prompt", "prefill s", *(f"{part} ms" for part in parts))
+    times = [
+        (
+            row["prompt"],
+            f"{row['prefill_seconds']:.2f}",
+            *(f"{1e3 * row['seconds'][part]:.2f}" for part in parts),
+        )
+        for row in rows
+    ]
+    shares = [
+        (
+            row["prompt"],
+            *(_share(row["events_of_prefill"][event]) for event in events),
+            _share(row["compaction_of_copy_bandwidth"]),
+        )
+        for row in rows
+    ]
+    last = ("prompt", *events, "compaction, of copy bandwidth")
+    return (
+        "## Events, all layers\n\n"
+        + table(header, times)
+        + "\n\nAs shares of the prefill:\n\n"
+        + table(last, shares)
+    )
+
+
+def _tuning(rows: Sequence[Results]) -> str:
+    names = ("programs_per_sm", "tile_bytes", "num_warps", "num_stages")
+    shown = [row for place, row in enumerate(rows) if place < 10 or row["default"]]
+    cells = [
+        (
+            *(row[name] for name in names),
+            _share(row["of_read_bandwidth"]),
+            "yes" if row["default"] else "",
+        )
+        for row in shown
+    ]
+    header = (*(name.replace("_", " ") for name in names), "of read bandwidth", "default")
+    return "## Ways to cut the work of decode attention\n\n" + table(header, cells)

@@ -1,0 +1,62 @@
+"""Llama-3.1-8B's shape, and caches of it with random contents in scattered pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+NUM_LAYERS = 32
+NUM_HEADS = 8
+GROUP = 4
+HEAD_SIZE = 128
+HIDDEN_SIZE = 4096
+INTERMEDIATE_SIZE = 14336
+DTYPE = torch.bfloat16
+SCALE = HEAD_SIZE**-0.5
+
+
+def entry_bytes(num_tokens: int) -> int:
+    """Bytes of the keys and values of so many tokens of one head."""
+    return num_tokens * 2 * HEAD_SIZE * DTYPE.itemsize
+
+
+def uniform_lengths(num_requests: int, num_tokens: int) -> Tensor:
+    """[num_requests * NUM_HEADS] the same for every head."""
+    return torch.full((num_requests * NUM_HEADS,), num_tokens)
+
+
+def ragged_lengths(
+    num_requests: int, num_tokens: int, longest: int, block_size: int, seed: int = 0
+) -> Tensor:
+    """[num_requests * NUM_HEADS] whole pages, as AdaKV would divide them.
+
+    Each request has as many pages as with `num_tokens` for every head; shares are log-normal, so
+    that a few heads have several times the mean, and none has more than `longest` tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    total = num_tokens // block_size * NUM_HEADS
+    most = longest // block_size
+    lengths = []
+    for _ in range(num_requests):
+        shares = torch.randn(NUM_HEADS, generator=generator).exp()
+        pages = (shares / shares.sum() * total).long().clamp(1, most)
+        while (missing := total - int(pages.sum())) != 0:
+            step = 1 if missing > 0 else -1
+            able = (pages < most) if missing > 0 else (pages > 1)
+            places = able.nonzero()[: abs(missing), 0]
+            pages[places] += step
+        lengths.append(pages * block_size)
+    return torch.cat(lengths)
+
+
+def make_entries(lengths: Tensor, block_size: int, spare_pages: int = 0) -> PagedEntries:
+    """A cache on the GPU; `spare_pages` at its end belong to nobody."""
+    counts = -(-lengths // block_size)
+    total, width = int(counts.sum()), int(counts.max())
+    pages = torch.randn(total + spare_pages, 2 * block_size * HEAD_SIZE, dtype=DTYPE, device="cuda")
+    held = torch.arange(width) < counts[:, None]
+    page_table = torch.zeros(len(lengths), width, dtype=torch.int32)
+    page_table[held] = torch.randperm(total, generator=torch.Generator().manual_seed(1)).int()
+    return PagedEntries(pages, page_table.cuda(), lengths.int().cuda(), block_size, HEAD_SIZE)

@@ -1,0 +1,174 @@
+"""The kernels again, as plain Python loops over numbers. Shares no code with the package."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+Vector = list[float]
+NONE = -math.inf
+
+
+def rows_of(entries: Any, which: int) -> list[list[Vector]]:
+    """Per sequence the key rows (`which` 0) or value rows (1), read from the pages one by one."""
+    pages = entries.pages.double().tolist()
+    size, dims = entries.block_size, entries.head_size
+    found = []
+    for table, length in zip(
+        entries.page_table.tolist(), entries.lengths.flatten().tolist(), strict=True
+    ):
+        rows = []
+        for j in range(length):
+            start = (which * size + j % size) * dims
+            rows.append(pages[table[j // size]][start : start + dims])
+        found.append(rows)
+    return found
+
+
+def dot(a: Vector, b: Vector) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def bias_of(bias: Any, s: int, j: int) -> float:
+    """Of entry j of sequence s; entries without one have 0."""
+    return float(bias[s, j]) if bias is not None and j < bias.shape[1] else 0.0
+
+
+def attend(
+    query: Vector, keys: list[Vector], values: list[Vector], added: Vector, scale: float
+) -> tuple[Vector, float]:
+    """Output and natural log-sum-exp; zeros and minus infinity where there are no keys."""
+    if not keys:
+        return [0.0] * len(query), NONE
+    logits = [scale * dot(query, key) + more for key, more in zip(keys, added, strict=True)]
+    top = max(logits)
+    weights = [math.exp(logit - top) for logit in logits]
+    whole = sum(weights)
+    output = [
+        sum(weight * value[c] for weight, value in zip(weights, values, strict=True)) / whole
+        for c in range(len(query))
+    ]
+    return output, top + math.log(whole)
+
+
+def prefill(
+    entries: Any, queries: Any, scale: float, bias: Any
+) -> tuple[list[list[list[Vector]]], list[list[list[float]]]]:
+    """[S][G][m][D] outputs and [S][G][m] log-sum-exps; query i of m misses the last m - 1 - i."""
+    keys, values = rows_of(entries, 0), rows_of(entries, 1)
+    outputs, sums = [], []
+    for s, members in enumerate(queries.double().tolist()):
+        added = [bias_of(bias, s, j) for j in range(len(keys[s]))]
+        pairs = []
+        for rows in members:
+            seen = [max(0, len(keys[s]) - (len(rows) - 1 - i)) for i in range(len(rows))]
+            pairs.append(
+                [
+                    attend(row, keys[s][:n], values[s][:n], added[:n], scale)
+                    for row, n in zip(rows, seen, strict=True)
+                ]
+            )
+        outputs.append([[pair[0] for pair in row] for row in pairs])
+        sums.append([[pair[1] for pair in row] for row in pairs])
+    return outputs, sums
+
+
+def window_mass(
+    entries: Any, num_tail: int, queries: Any, scale: float, bias: Any
+) -> list[list[float]]:
+    """[S][capacity]: mean share of each entry in the softmax of the window's queries."""
+    heads, window = rows_of(entries, 0), len(queries)
+    group = queries.shape[1] // len(heads)
+    rows = queries.double().tolist()
+    found = []
+    for s, keys in enumerate(heads):
+        body = len(keys) - num_tail
+        total = [0.0] * (entries.page_table.shape[1] * entries.block_size)
+        for i in range(window):
+            visible = len(keys) - (window - 1 - i)
+            for g in range(group):
+                logits = [
+                    scale * dot(rows[i][s * group + g], keys[j])
+                    + (bias_of(bias, s, j) if j < body else 0.0)
+                    for j in range(max(0, visible))
+                ]
+                weights = [math.exp(logit - max(logits)) for logit in logits]
+                for j in range(min(body, len(weights))):
+                    total[j] += weights[j] / sum(weights) / (window * group)
+        found.append(total)
+    return found
+
+
+def keydiff(entries: Any, anchor: str) -> list[list[float]]:
+    """[S][capacity]: minus the cosine with the mean key, or with the mean unit key."""
+    found = []
+    for keys in rows_of(entries, 0):
+        norms = [math.sqrt(dot(key, key)) for key in keys]
+        terms = [
+            [x / norm if anchor != "mean_raw" else x for x in key]
+            for key, norm in zip(keys, norms, strict=True)
+        ]
+        centre = [sum(column) / len(keys) for column in zip(*terms, strict=True)]
+        scores = [0.0] * (entries.page_table.shape[1] * entries.block_size)
+        for j, (key, norm) in enumerate(zip(keys, norms, strict=True)):
+            if anchor == "pairwise":
+                scores[j] = -sum(
+                    dot(key, other) / norm / own for other, own in zip(keys, norms, strict=True)
+                )
+            else:
+                scores[j] = -dot(key, centre) / norm / math.sqrt(dot(centre, centre))
+        found.append(scores)
+    return found
+
+
+def value_norms(entries: Any, weight: Any, order: int) -> list[list[float]]:
+    """[S][capacity]: mean over the group of the 1- or 2-norm of v W_O; weight [S, D, G, M]."""
+    found = []
+    for s, values in enumerate(rows_of(entries, 1)):
+        norms = [0.0] * (entries.page_table.shape[1] * entries.block_size)
+        for j, value in enumerate(values):
+            for g in range(weight.shape[2]):
+                columns = weight[s, :, g].double().t().tolist()
+                parts = [abs(dot(value, column)) ** order for column in columns]
+                norms[j] += sum(parts) ** (1 / order) / weight.shape[2]
+        found.append(norms)
+    return found
+
+
+def moments(entries: Any, evicted: Any) -> list[list[float]]:
+    """[S][moment_size]: count, mean key, mean value and cross moments, row by row, from scratch."""
+    found = []
+    for s, pair in enumerate(zip(rows_of(entries, 0), rows_of(entries, 1), strict=True)):
+        keys, values = ([row for j, row in enumerate(rows) if evicted[s, j]] for rows in pair)
+        dims, count = range(entries.head_size), len(keys)
+        means = [
+            [sum(row[c] for row in rows) / max(1, count) for c in dims] for rows in (keys, values)
+        ]
+        cross = [
+            sum(
+                (v[a] - means[1][a]) * (k[b] - means[0][b])
+                for k, v in zip(keys, values, strict=True)
+            )
+            for a in dims
+            for b in dims
+        ]
+        found.append([float(count), *means[0], *means[1], *cross])
+    return found
+
+
+def merged(entries: Any, link: Any, weights: Any, which: int) -> list[list[Vector]]:
+    """[S][capacity][D]: weighted means of groups at their first entries, zeros elsewhere."""
+    found = []
+    for s, rows in enumerate(rows_of(entries, which)):
+        out = [[0.0] * entries.head_size for _ in range(link.shape[1])]
+        j = 0
+        while j < len(rows):
+            end = j + 1
+            while end < len(rows) and link[s, end]:
+                end += 1
+            group = [(float(weights[s, i]), rows[i]) for i in range(j, end)]
+            whole = sum(weight for weight, _ in group)
+            out[j] = [sum(w * row[c] for w, row in group) / whole for c in range(len(out[j]))]
+            j = end
+        found.append(out)
+    return found

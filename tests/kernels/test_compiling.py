@@ -1,0 +1,104 @@
+"""Every kernel compiles for an H100 or H200, in bf16, and fits there. Needs no GPU.
+
+The interpreter accepts what the compiler refuses: a loop variable that changes its type, shapes
+that are no powers of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.cases import make_entries, random
+from tests.kernels.child import Child
+from vllm_kvcompress.kernels import moment_size
+
+KERNELS = "vllm_kvcompress.kernels."
+BF16 = torch.bfloat16
+MOST_SHARED_BYTES = 232_448  # that a program may have on compute capability 9.0
+
+
+def check(compiler: Child, launcher: str, num_kernels: int, *args: Any, **kwargs: Any) -> Any:
+    """Kernels by name; they fit, and there are as many as expected."""
+    compiled = compiler.call(
+        "tests.kernels.compiling.compile_launch", KERNELS + launcher, *args, **kwargs
+    )
+    assert len(compiled) == num_kernels
+    assert all(kernel.shared_bytes <= MOST_SHARED_BYTES for kernel in compiled)
+    return {kernel.name: kernel for kernel in compiled}
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128), (256, 64)])
+def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([40, 3], block_size, head_size, BF16)
+    queries = random(2, 4, head_size, dtype=BF16)
+    found = check(
+        compiler, "decode_triton.decode_attention", 2, entries, queries, 0.1, random(2, 8)
+    )
+    pieces = found["_pieces_kernel"]
+    assert "mma.sync" in pieces.ptx
+    # Two tiles of keys and values in flight for each program, and room for a second program.
+    assert 4 * 2**14 <= pieces.shared_bytes <= MOST_SHARED_BYTES // 2
+
+
+def test_decode_without_bias_and_lse(compiler: Child) -> None:
+    entries = make_entries([40, 3], 16, 128, BF16)
+    queries = random(2, 4, 128, dtype=BF16)
+    check(compiler, "decode_triton.decode_attention", 2, entries, queries, 0.1, None, False)
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
+def test_compact(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([block_size, 5], block_size, head_size, BF16)
+    arguments = (torch.tensor([1, 0]), torch.arange(block_size), torch.tensor([0]))
+    found = check(compiler, "compact_triton.compact_pages", 1, entries, *arguments)
+    assert "st.global.v4" in found["_compact_kernel"].ptx
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (256, 32)])
+def test_scores(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, head_size, BF16)
+    queries = random(32, 8, head_size, dtype=BF16)
+    found = check(compiler, "window_mass_triton.window_mass", 2, entries, 2, queries, 0.1, None)
+    assert all("wgmma" in kernel.ptx for kernel in found.values())
+    check(compiler, "keydiff_triton.keydiff_scores", 2, entries, "mean_raw")
+    weight = random(2, head_size, 4, 256, dtype=BF16)
+    launcher = "value_norms_triton.value_norms_l1"
+    found = check(compiler, launcher, 1, entries, weight, entries.valid())
+    assert "wgmma" in found["_l1_kernel"].ptx
+    gram = random(8, head_size, head_size)
+    check(compiler, "value_norms_triton.value_norms_l2", 1, entries, gram)
+
+
+@pytest.mark.parametrize("head_size", [128, 256])
+def test_norms_in_fp32(compiler: Child, head_size: int) -> None:
+    """Their tiles are the largest."""
+    entries = make_entries([70, 3], 16, head_size)
+    weight = random(2, head_size, 4, 256)
+    wanted = entries.valid()
+    check(compiler, "value_norms_triton.value_norms_l1", 1, entries, weight, wanted)
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (128, 64), (256, 32)])
+def test_prefill(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, head_size, BF16)
+    queries = random(2, 4, 40, head_size, dtype=BF16)
+    launcher = "prefill_triton.prefill_attention"
+    found = check(compiler, launcher, 1, entries, queries, 0.1, random(2, 9))
+    assert "wgmma" in found["_prefill_kernel"].ptx
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (256, 32)])
+def test_moments(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, head_size, BF16)
+    state = torch.zeros(2, moment_size(head_size))
+    check(compiler, "moments_triton.add_to_moments", 2, entries, state, entries.valid())
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
+def test_merge(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, head_size, BF16)
+    weights = random(2, entries.capacity)
+    check(compiler, "merge_triton.merge_groups", 1, entries, entries.valid(), weights, weights)

@@ -1,0 +1,120 @@
+"""Decode attention over ragged pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import oracles
+from tests.kernels.backends import Backend, assert_close
+from tests.kernels.cases import make_entries, random
+from tests.kernels.child import Child
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels import paged_torch
+
+MODULE = "vllm_kvcompress.kernels.decode_triton."
+DECODE = MODULE + "decode_attention"
+RAGGED = [45, 0, 1, 130, 16, 0, 77, 33]
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_twin_is_the_oracle(group: int, with_bias: bool) -> None:
+    entries = make_entries([7, 0, 1, 19], block_size=4, head_size=8)
+    queries = random(4, group, 8)
+    bias = random(4, 11) if with_bias else None
+    outputs, lse = paged_torch.decode_attention(entries, queries, 0.3, bias)
+    expected, sums = oracles.prefill(entries, queries[:, :, None], 0.3, bias)
+    assert_close(outputs, torch.tensor(expected)[:, :, 0], torch.float32)
+    assert lse is not None
+    assert_close(lse, torch.tensor(sums)[:, :, 0], torch.float32)
+
+
+def check(backend: Backend, entries: object, group: int, bias: torch.Tensor | None) -> None:
+    """Triton against the twin, into an output full of NaN."""
+    queries = random(len(entries.lengths), group, entries.head_size, dtype=backend.dtype)
+    arguments = (entries, queries, entries.head_size**-0.5, bias)
+    expected, expected_lse = backend.twin(paged_torch.decode_attention, *arguments)
+    out = torch.full_like(queries, torch.nan)
+    outputs, lse = backend.call(DECODE, *arguments, True, out)
+    assert outputs.dtype == backend.dtype
+    assert_close(outputs, expected, backend.dtype)
+    assert_close(lse, expected_lse, backend.dtype)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_groups(backend: Backend, group: int) -> None:
+    check(backend, make_entries(RAGGED, dtype=backend.dtype), group, None)
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_head_sizes(backend: Backend, head_size: int) -> None:
+    entries = make_entries([45, 0, 70], head_size=head_size, dtype=backend.dtype)
+    check(backend, entries, 4, random(3, 50))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+def test_block_sizes(backend: Backend, block_size: int) -> None:
+    """Tiles inside a page, and tiles over several."""
+    entries = make_entries([300, 5, 129], block_size=block_size, dtype=backend.dtype)
+    check(backend, entries, 4, None)
+
+
+def test_bias_of_some_entries(backend: Backend) -> None:
+    """Entries behind the bias have none."""
+    entries = make_entries(RAGGED, dtype=backend.dtype)
+    check(backend, entries, 4, 3 * random(len(RAGGED), 40))
+
+
+def test_more_sequences_than_are_scanned_at_once(backend: Backend) -> None:
+    lengths = [0] * 45
+    lengths[0], lengths[3], lengths[20], lengths[44] = 40, 1, 90, 17
+    entries = make_entries(lengths, head_size=16, dtype=backend.dtype)
+    queries = random(45, 2, 16, dtype=backend.dtype)
+    expected, _ = backend.twin(paged_torch.decode_attention, entries, queries, 0.1)
+    outputs = backend.call("tests.kernels.launches.decode_scanning", entries, queries, 0.1, 16)
+    assert_close(outputs, expected, backend.dtype)
+
+
+def test_nothing_at_all(backend: Backend) -> None:
+    check(backend, make_entries([0, 0], dtype=backend.dtype), 4, None)
+
+
+def test_lengths_by_request_and_head_and_no_lse(backend: Backend) -> None:
+    entries = make_entries([20, 5, 0, 33], dtype=backend.dtype)
+    by_head = type(entries)(entries.pages, entries.page_table, entries.lengths.view(2, 2), 16, 64)
+    queries = random(4, 4, 64, dtype=backend.dtype)
+    expected, _ = backend.call(DECODE, entries, queries, 0.1)
+    outputs, lse = backend.call(DECODE, by_head, queries, 0.1, None, False)
+    assert lse is None
+    assert torch.equal(outputs, expected)
+
+
+def test_a_batch_is_its_requests(backend: Backend) -> None:
+    """What else is in a batch moves the cuts between pieces, and nothing else."""
+    entries = make_entries(RAGGED, dtype=backend.dtype)
+    queries = random(len(RAGGED), 4, 64, dtype=backend.dtype)
+    together, _ = backend.call(DECODE, entries, queries, 0.1)
+    alone = type(entries)(entries.pages, entries.page_table[3:4], entries.lengths[3:4], 16, 64)
+    by_itself, _ = backend.call(DECODE, alone, queries[3:4], 0.1)
+    assert_close(together[3:4], by_itself, backend.dtype)
+
+
+def test_what_a_launch_refuses(interpreter: Child) -> None:
+    entries = make_entries([5, 3])
+    for queries, said in (
+        (random(2, 4, 32), r"expected queries \[2, group, 64\], got \(2, 4, 32\); view"),
+        (random(2, 4, 64).half(), "expected queries of the pages' type torch.float32"),
+    ):
+        with pytest.raises(InvariantError, match=said):
+            interpreter.call(DECODE, entries, queries, 0.1)
+    with pytest.raises(InvariantError, match="bias in fp32"):
+        interpreter.call(DECODE, entries, random(2, 4, 64), 0.1, random(2, 9).half())
+
+
+def test_addresses_beyond_32_bits(backend: Backend) -> None:
+    """A page more than 2^31 elements into the cache; only what is used of it is ever touched."""
+    if backend.dtype == torch.float32:
+        return  # twice the memory, and the same addresses
+    far, near = backend.call("tests.kernels.launches.decode_far_and_near", backend.dtype)
+    assert torch.equal(far, near)

@@ -1,0 +1,57 @@
+"""Groups of neighbours, merged over pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import oracles
+from tests.kernels.backends import Backend, assert_close
+from tests.kernels.cases import make_entries, random
+from tests.kernels.child import Child
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+MERGE = "vllm_kvcompress.kernels.merge_triton.merge_groups"
+
+
+def make_case(entries: PagedEntries) -> tuple[Tensor, Tensor, Tensor]:
+    """Links, also of the first entry and of padding; weights of which padding has wild ones."""
+    shape = (entries.num_sequences, entries.capacity)
+    link = random(*shape, seed=5) > -0.3
+    keys, values = random(*shape, seed=6).abs() + 0.1, random(*shape, seed=7).abs() + 0.1
+    padding = ~entries.valid()
+    return link, keys.masked_fill(padding, torch.nan), values.masked_fill(padding, torch.nan)
+
+
+def test_twin_is_the_oracle() -> None:
+    entries = make_entries([3, 0, 17, 8], block_size=4, head_size=8)
+    link, *weights = make_case(entries)
+    found = paged_torch.merge_groups(entries, link, *weights)
+    for which in (0, 1):
+        expected = torch.tensor(oracles.merged(entries, link, weights[which], which))
+        assert_close(found[which], expected, torch.float32)
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (80, 32), (128, 128), (256, 64)])
+def test_is_the_twin(backend: Backend, head_size: int, block_size: int) -> None:
+    """Groups that go on behind a tile and a page; single entries to the bit."""
+    entries = make_entries([100, 0, 1, 45], block_size, head_size, backend.dtype)
+    link, *weights = make_case(entries)
+    link[0, 10:40] = True
+    link[3] = False
+    expected = backend.twin(paged_torch.merge_groups, entries, link, *weights)
+    found = backend.call(MERGE, entries, link, *weights)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == backend.dtype
+        assert_close(one, other, backend.dtype)
+        assert torch.equal(one[3], other[3])
+
+
+def test_what_a_launch_refuses(interpreter: Child) -> None:
+    entries = make_entries([5, 3])
+    link, keys, values = make_case(entries)
+    with pytest.raises(InvariantError, match=r"contiguous key_weights \[2, 32\]"):
+        interpreter.call(MERGE, entries, link, keys.half(), values)

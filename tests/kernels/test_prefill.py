@@ -1,0 +1,86 @@
+"""A chunk's attention over pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import oracles
+from tests.kernels.backends import Backend, assert_close
+from tests.kernels.cases import make_entries, random
+from tests.kernels.child import Child
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+PREFILL = "vllm_kvcompress.kernels.prefill_triton.prefill_attention"
+DECODE = "vllm_kvcompress.kernels.decode_triton.decode_attention"
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_twin_is_the_oracle(with_bias: bool) -> None:
+    """With sequences shorter than the chunk, whose first queries see nothing."""
+    entries = make_entries([7, 0, 3, 19], block_size=4, head_size=8)
+    queries = random(4, 2, 5, 8)
+    bias = random(4, 11) if with_bias else None
+    outputs, lse = paged_torch.prefill_attention(entries, queries, 0.3, bias)
+    expected, sums = oracles.prefill(entries, queries, 0.3, bias)
+    assert_close(outputs, torch.tensor(expected), torch.float32)
+    assert lse is not None
+    assert_close(lse, torch.tensor(sums), torch.float32)
+
+
+def check(
+    backend: Backend,
+    entries: PagedEntries,
+    num_queries: int,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> None:
+    shape = (entries.num_sequences, num_queries, group, entries.head_size)
+    queries = random(*shape, dtype=backend.dtype).transpose(1, 2)
+    arguments = (entries, queries, entries.head_size**-0.5, bias)
+    expected, expected_lse = backend.twin(paged_torch.prefill_attention, *arguments)
+    outputs, lse = backend.call(PREFILL, *arguments)
+    assert_close(outputs, expected, backend.dtype)
+    assert_close(lse, expected_lse, backend.dtype)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_groups(backend: Backend, group: int) -> None:
+    check(backend, make_entries([133, 70], dtype=backend.dtype), 13, group)
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(80, 32), (128, 16), (256, 64), (96, 128)])
+def test_shapes(backend: Backend, head_size: int, block_size: int) -> None:
+    entries = make_entries([200, 0, 3], block_size, head_size, backend.dtype)
+    check(backend, entries, 9, 4, random(3, 150))
+
+
+@pytest.mark.parametrize("length", [127, 128, 129, 260])
+def test_every_row_ends_at_its_own_entry(backend: Backend, length: int) -> None:
+    """Several blocks of rows, whose ends fall before, on and behind the ends of tiles."""
+    check(backend, make_entries([length], dtype=backend.dtype), 101, 2)
+
+
+def test_one_query_is_decoding(backend: Backend) -> None:
+    entries = make_entries([45, 0, 1, 130], dtype=backend.dtype)
+    queries = random(4, 4, 64, dtype=backend.dtype)
+    bias = random(4, 100)
+    expected, expected_lse = backend.call(DECODE, entries, queries, 0.1, bias)
+    outputs, lse = backend.call(PREFILL, entries, queries[:, :, None], 0.1, bias)
+    assert_close(outputs[:, :, 0], expected, backend.dtype)
+    assert_close(lse[:, :, 0], expected_lse, backend.dtype)
+
+
+def test_no_lse_and_no_queries(backend: Backend) -> None:
+    entries = make_entries([5], dtype=backend.dtype)
+    queries = random(1, 4, 2, 64, dtype=backend.dtype)
+    assert backend.call(PREFILL, entries, queries, 0.1, None, False)[1] is None
+    outputs, _ = backend.call(PREFILL, entries, queries[:, :, :0], 0.1)
+    assert outputs.shape == (1, 4, 0, 64)
+
+
+def test_what_a_launch_refuses(interpreter: Child) -> None:
+    with pytest.raises(InvariantError, match=r"expected queries \[2, group, m, 64\]"):
+        interpreter.call(PREFILL, make_entries([5, 3]), random(2, 4, 64), 1.0)

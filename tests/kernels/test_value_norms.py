@@ -1,0 +1,79 @@
+"""Norms of projected values over pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import oracles
+from tests.kernels.backends import Backend, assert_close
+from tests.kernels.cases import make_entries, random
+from tests.kernels.child import Child
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels import paged_torch
+
+L1 = "vllm_kvcompress.kernels.value_norms_triton.value_norms_l1"
+L2 = "vllm_kvcompress.kernels.value_norms_triton.value_norms_l2"
+
+
+def o_proj(num_heads: int, head_size: int, group: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[H, D, G, M] view of a weight that lies in memory as models store it, [M, H * G * D]."""
+    weight = random(width, num_heads * group * head_size, dtype=dtype) / width**0.5
+    return weight.view(width, num_heads, group, head_size).permute(1, 3, 2, 0)
+
+
+def gram_of(weight: Tensor) -> Tensor:
+    """[H * G, D, D] fp32 W W^T."""
+    by_head = weight.float().permute(0, 2, 1, 3).flatten(0, 1)
+    return (by_head @ by_head.transpose(1, 2)).contiguous()
+
+
+def test_twins_are_the_oracle() -> None:
+    entries = make_entries([3, 0, 8], block_size=4, head_size=8)
+    weight = o_proj(3, 8, 2, 24, torch.float32)
+    wanted = random(3, entries.capacity) > 0
+    expected = torch.tensor(oracles.value_norms(entries, weight, 1))
+    norms = paged_torch.value_norms_l1(entries, weight, wanted)
+    assert_close(norms, expected.masked_fill(~wanted, 0), torch.float32)
+    expected = torch.tensor(oracles.value_norms(entries, weight, 2))
+    norms = paged_torch.value_norms_l2(entries, gram_of(weight))
+    assert_close(norms, expected, torch.float32)
+
+
+SHAPES = [(64, 16, 1), (80, 32, 4), (128, 128, 4), (256, 64, 8)]
+
+
+@pytest.mark.parametrize(("head_size", "block_size", "group"), SHAPES)
+def test_l1_is_the_twin(backend: Backend, head_size: int, block_size: int, group: int) -> None:
+    """Three tiles of columns, the last of them partial; whole tiles of entries not wanted."""
+    entries = make_entries([300, 0, 1], block_size, head_size, backend.dtype)
+    weight = o_proj(3, head_size, group, 280, backend.dtype)
+    wanted = random(3, entries.capacity) > 0
+    wanted[0, :150] = False
+    expected = backend.twin(paged_torch.value_norms_l1, entries, weight, wanted)
+    norms = backend.call(L1, entries, weight, wanted)
+    assert_close(norms, expected, backend.dtype)
+    assert norms[0].any()
+
+
+@pytest.mark.parametrize(("head_size", "block_size", "group"), SHAPES)
+def test_l2_is_the_twin(backend: Backend, head_size: int, block_size: int, group: int) -> None:
+    entries = make_entries([100, 0, 1], block_size, head_size, backend.dtype)
+    gram = gram_of(o_proj(3, head_size, group, 280, torch.float32))
+    expected = backend.twin(paged_torch.value_norms_l2, entries, gram)
+    # Values are the same 16-bit numbers for both; on a GPU three products of tf32 stand for one
+    # of fp32.
+    assert_close(backend.call(L2, entries, gram), expected, torch.float32)
+
+
+def test_what_launches_refuse(interpreter: Child) -> None:
+    entries = make_entries([5, 3])
+    weight = o_proj(2, 64, 4, 96, torch.float32)
+    wanted = torch.ones(2, entries.capacity, dtype=torch.bool)
+    with pytest.raises(InvariantError, match=r"expected o_proj \[2, 64, group, width\]"):
+        interpreter.call(L1, entries, weight.transpose(0, 1), wanted)
+    with pytest.raises(InvariantError, match=r"expected wanted \[2, 32\]"):
+        interpreter.call(L1, entries, weight, wanted[:, 1:])
+    with pytest.raises(InvariantError, match="Gram matrices"):
+        interpreter.call(L2, entries, gram_of(weight).half())

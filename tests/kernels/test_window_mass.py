@@ -1,0 +1,86 @@
+"""The observation window's attention over pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import oracles
+from tests.kernels.backends import Backend, assert_close
+from tests.kernels.cases import make_entries, random
+from tests.kernels.child import Child
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+MASS = "vllm_kvcompress.kernels.window_mass_triton.window_mass"
+
+
+@pytest.mark.parametrize("num_tail", [0, 2, 3])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_twin_is_the_oracle(num_tail: int, with_bias: bool) -> None:
+    """A head shorter than the window, too; the bias is longer than some heads."""
+    entries = make_entries([3, 17, 8], block_size=4, head_size=8)
+    queries = random(5, 6, 8)
+    bias = random(3, 9) if with_bias else None
+    mass = paged_torch.window_mass(entries, num_tail, queries, 0.3, bias)
+    expected = torch.tensor(oracles.window_mass(entries, num_tail, queries, 0.3, bias))
+    assert_close(mass, expected, torch.float32)
+    assert expected.any()
+
+
+def check(
+    backend: Backend,
+    entries: PagedEntries,
+    num_tail: int,
+    window: int,
+    group: int,
+    bias: torch.Tensor | None = None,
+) -> None:
+    num_heads = entries.num_sequences
+    queries = random(window, num_heads * group, entries.head_size, dtype=backend.dtype)
+    arguments = (entries, num_tail, queries, 2 * entries.head_size**-0.5, bias)
+    expected = backend.twin(paged_torch.window_mass, *arguments)
+    mass = backend.call(MASS, *arguments)
+    # Shares of an attention of some hundred entries: compared relative to their sum of 1.
+    assert_close(100 * mass, 100 * expected, backend.dtype)
+    assert mass.sum() > 0
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_groups(backend: Backend, group: int) -> None:
+    check(backend, make_entries([133, 70], dtype=backend.dtype), 5, 7, group)
+
+
+@pytest.mark.parametrize("num_tail", [0, 1, 15])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_tails_and_bias(backend: Backend, num_tail: int, with_bias: bool) -> None:
+    """The bias goes on behind the body, where it must not count."""
+    entries = make_entries([64 + num_tail, 16 + num_tail], dtype=backend.dtype)
+    check(backend, entries, num_tail, 4, 2, random(2, 75) if with_bias else None)
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(80, 32), (128, 16), (256, 64), (96, 128)])
+def test_shapes(backend: Backend, head_size: int, block_size: int) -> None:
+    check(backend, make_entries([200, 0, 1], block_size, head_size, backend.dtype), 0, 3, 4)
+
+
+def test_more_rows_than_a_program_takes(backend: Backend) -> None:
+    check(backend, make_entries([50, 33], dtype=backend.dtype), 3, 45, 4)
+
+
+def test_more_entries_than_a_split_has(backend: Backend) -> None:
+    """Partial sums of several programs become one softmax."""
+    check(backend, make_entries([1300], dtype=backend.dtype), 0, 3, 4, random(1, 1300))
+
+
+def test_no_queries(backend: Backend) -> None:
+    entries = make_entries([20], dtype=backend.dtype)
+    mass = backend.call(MASS, entries, 0, random(0, 4, 64, dtype=backend.dtype), 1.0)
+    assert mass.shape == (1, entries.capacity)
+    assert not mass.any()
+
+
+def test_what_a_launch_refuses(interpreter: Child) -> None:
+    with pytest.raises(InvariantError, match=r"expected queries \[window, 2 \* group, 64\]"):
+        interpreter.call(MASS, make_entries([5, 3]), 0, random(3, 5, 64), 1.0)

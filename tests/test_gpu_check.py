@@ -1,0 +1,120 @@
+"""scripts/gpu_check.py, as far as it goes without a GPU."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu.report import as_markdown, raggedness, table, write_results
+from benchmarks.gpu.shapes import NUM_HEADS, ragged_lengths
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
+CHECKS = {"kernels": [{"kernel": "x", "block_size": 16, "error": 0.0, "passed": True}]}
+
+
+def results(**more: Any) -> dict[str, Any]:
+    return {
+        "device": "NVIDIA H200",
+        "versions": {"torch": "2.13", "triton": "3.9"},
+        "quick": False,
+        "block_size": 16,
+        "checks": {**CHECKS, "pytest": "12 passed in 3s"},
+        **more,
+    }
+
+
+DECODE = {
+    "batch": 8,
+    "kept": 0.25,
+    "layout": "ragged",
+    "option": "lse",
+    "seconds": 6e-5,
+    "bytes_per_second": 4.1e12,
+    "of_read_bandwidth": 0.913,
+    "full_cache": {"paged": 3.9, "torch": 4.2},
+}
+EVENT = {
+    "prompt": 32768,
+    "prefill_seconds": 1.5,
+    "seconds": {"window_mass": 0.012, "compaction": 0.003},
+    "of_prefill": {"window_mass": 0.008, "compaction": 0.002},
+    "events_of_prefill": {"snapkv": 0.01},
+    "compaction_of_copy_bandwidth": 0.875,
+}
+
+
+def test_tables_hold_the_numbers() -> None:
+    text = as_markdown(
+        results(bandwidth={"read": 4.5e12, "copy": 4e12}, decode=[DECODE], events=[EVENT])
+    )
+    assert "1 of 1 checks passed. pytest: 12 passed in 3s." in text
+    assert "| read | 4.50 |" in text
+    assert "| 8 | 25.0% | ragged | lse | 60.0 | 4.10 | 91.3% | 3.90 | 4.20 |" in text
+    assert "| 32768 | 1.50 | 12.00 | 3.00 |" in text
+    assert "| 32768 | 1.0% | 87.5% |" in text
+
+
+def test_ragged_heads_are_compared_with_uniform_ones() -> None:
+    uniform = {**DECODE, "layout": "uniform", "bytes_per_second": 4.51e12}
+    assert raggedness([DECODE]) is None
+    assert raggedness([DECODE, uniform]) == pytest.approx(0.1)
+    text = as_markdown(results(decode=[DECODE, uniform]))
+    assert "Ragged heads cost at most 10.0% more per byte than uniform ones." in text
+
+
+def test_failed_checks_are_named() -> None:
+    failed = {"kernel": "window_mass", "block_size": 64, "error": 0.5, "passed": False}
+    checks = {"kernels": [*CHECKS["kernels"], failed], "pytest": None}
+    text = as_markdown(results(checks=checks))
+    assert "1 of 2 checks passed" in text
+    assert "| window_mass | 64 | 0.5 |" in text
+
+
+def test_numbers_stand_to_the_right() -> None:
+    assert table(("a", "b"), [("x", 1)]).splitlines()[1] == "| --- | ---: |"
+
+
+def test_files_are_named_after_the_device(tmp_path: Path) -> None:
+    numbers, text = write_results(results(), tmp_path / "new")
+    assert (numbers.name, text.name) == ("gpu-nvidia-h200.json", "gpu-nvidia-h200.md")
+    assert json.loads(numbers.read_text()) == results()
+    assert text.read_text().startswith("# Kernels on NVIDIA H200\n")
+
+
+def test_options() -> None:
+    parse = runpy.run_path(str(SCRIPT))["parse"]
+    options = parse(["--quick", "--out", "elsewhere"])
+    assert (options.quick, options.tune, options.out) == (True, False, Path("elsewhere"))
+    assert parse([]).out == SCRIPT.parents[1] / "docs" / "results"
+
+
+@pytest.mark.parametrize(("said", "good"), [("9 passed", True), ("1 failed, 8 passed", False)])
+def test_what_counts_as_passed(said: str, good: bool) -> None:
+    passed = runpy.run_path(str(SCRIPT))["passed"]
+    assert passed({**CHECKS, "pytest": said}) is good
+    assert not passed({"kernels": [{"passed": False}], "pytest": None})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing to refuse")
+def test_it_refuses_without_a_gpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "gpu_check needs an NVIDIA GPU that torch can use" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_ragged_lengths_are_whole_pages_with_the_same_total() -> None:
+    lengths = ragged_lengths(5, 8192, 32768, 16).view(5, NUM_HEADS)
+    assert (lengths.sum(dim=1) == 8192 * NUM_HEADS).all()
+    assert (lengths % 16 == 0).all()
+    assert lengths.min() >= 16
+    assert lengths.max() <= 32768
+    assert lengths.max() > 2 * 8192

@@ -1,0 +1,89 @@
+"""Copies kept entries to fresh pages, keys and values together."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_rows_triton import on_device, padded
+
+COPY_BYTES = 1 << 13  # of keys, and as much of values, that a program holds in registers
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _compact_kernel(
+    pages,
+    page_table,
+    heads,
+    kept_indices,
+    targets,
+    page_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """ROWS rows of one target page: both halves are read before either is written."""
+    target = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    inside = row < BLOCK_SIZE
+    head = tl.load(heads + target).to(tl.int64)
+    kept = tl.load(kept_indices + target * BLOCK_SIZE + row, mask=inside, other=0)
+    source = tl.load(
+        page_table + head * table_stride + kept // BLOCK_SIZE, mask=inside, other=0
+    ).to(tl.int64)
+    mask = inside[:, None] & (dims < HEAD_SIZE)[None, :]
+    from_rows = pages + source * page_stride + (kept % BLOCK_SIZE) * HEAD_SIZE
+    from_rows = from_rows[:, None] + dims[None, :]
+    keys = tl.load(from_rows, mask=mask)
+    values = tl.load(from_rows + BLOCK_SIZE * HEAD_SIZE, mask=mask)
+    page = tl.load(targets + target).to(tl.int64)
+    to_rows = pages + page * page_stride + row[:, None] * HEAD_SIZE + dims[None, :]
+    tl.store(to_rows, keys, mask=mask)
+    tl.store(to_rows + BLOCK_SIZE * HEAD_SIZE, values, mask=mask)
+
+
+def compact_pages(
+    entries: PagedEntries, page_counts: Tensor, kept_indices: Tensor, targets: Tensor
+) -> None:
+    """As `paged_torch.compact_pages`, in Triton."""
+    num_pages, size = targets.numel(), entries.block_size
+    expect(
+        kept_indices.numel() == num_pages * size and kept_indices.is_contiguous(),
+        f"{num_pages * size} kept indices side by side for {num_pages} pages of {size} tokens",
+        f"{kept_indices.numel()} with strides {kept_indices.stride()}",
+        "keep whole pages of every head",
+    )
+    expect(
+        page_counts.numel() == entries.num_sequences,
+        f"{entries.num_sequences} page counts, one per head",
+        str(page_counts.numel()),
+        "count the pages that each head keeps",
+    )
+    if num_pages == 0:
+        return
+    heads = torch.repeat_interleave(page_counts, output_size=num_pages)
+    row_bytes = padded(entries.head_size) * entries.pages.element_size()
+    rows = min(padded(size), padded(COPY_BYTES // row_bytes))
+    with on_device(entries):
+        _compact_kernel[(num_pages, triton.cdiv(size, rows))](
+            entries.pages,
+            entries.page_table,
+            heads,
+            kept_indices,
+            targets.contiguous(),
+            entries.pages.stride(0),
+            entries.page_table.stride(0),
+            BLOCK_SIZE=size,
+            HEAD_SIZE=entries.head_size,
+            ROWS=rows,
+            DIMS=padded(entries.head_size),
+            num_warps=4,
+        )

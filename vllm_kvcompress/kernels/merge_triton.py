@@ -1,0 +1,127 @@
+"""Merges groups of neighbours over pages: every entry is read once, by its group's first."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_rows_triton import on_device, padded
+
+TILE_BYTES = 1 << 13  # of the fp32 keys, and as much of values, that a program holds
+
+
+@triton.jit(do_not_specialize=["table_stride", "capacity"])
+def _merge_kernel(
+    pages,
+    page_table,
+    lengths,
+    link,
+    key_weights,
+    value_weights,
+    keys_out,
+    values_out,
+    capacity,
+    page_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """A tile of places: those that begin a group go along it, entry by entry, all at once."""
+    head = tl.program_id(1).to(tl.int64)
+    nth = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    dims = tl.arange(0, DIMS)
+    inside = (dims < HEAD_SIZE)[None, :]
+    length = tl.load(lengths + head).to(tl.int32)
+    table_row = page_table + head * table_stride
+    joins = tl.load(link + head * capacity + nth, mask=nth < length, other=1)
+    active = (nth < length) & ((joins == 0) | (nth == 0))
+    size = tl.zeros([TILE], tl.int32)
+    key_whole, value_whole = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
+    keys, values = tl.zeros([TILE, DIMS], tl.float32), tl.zeros([TILE, DIMS], tl.float32)
+    own_keys, own_values = tl.zeros([TILE, DIMS], tl.float32), tl.zeros([TILE, DIMS], tl.float32)
+    entry = nth
+    more = tl.max(active.to(tl.int32), 0)
+    while more > 0:
+        page = tl.load(table_row + entry // BLOCK_SIZE, mask=active, other=0).to(tl.int64)
+        rows = pages + page * page_stride + (entry % BLOCK_SIZE) * HEAD_SIZE
+        mask = active[:, None] & inside
+        key = tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(
+            rows[:, None] + BLOCK_SIZE * HEAD_SIZE + dims[None, :], mask=mask, other=0.0
+        ).to(tl.float32)
+        place = head * capacity + entry
+        of_key = tl.load(key_weights + place, mask=active, other=0.0)
+        of_value = tl.load(value_weights + place, mask=active, other=0.0)
+        keys += of_key[:, None] * key
+        values += of_value[:, None] * value
+        key_whole += of_key
+        value_whole += of_value
+        first = (entry == nth)[:, None]
+        own_keys = tl.where(first, key, own_keys)
+        own_values = tl.where(first, value, own_values)
+        size += active.to(tl.int32)
+        entry += 1
+        joins = tl.load(link + head * capacity + entry, mask=active & (entry < length), other=0)
+        active = active & (joins != 0)
+        more = tl.max(active.to(tl.int32), 0)
+    alone = (size == 1)[:, None]
+    keys = tl.where(alone, own_keys, keys / tl.maximum(key_whole, 1e-30)[:, None])
+    values = tl.where(alone, own_values, values / tl.maximum(value_whole, 1e-30)[:, None])
+    to = (head * capacity + nth)[:, None] * HEAD_SIZE + dims[None, :]
+    mask = (nth < capacity)[:, None] & inside
+    tl.store(keys_out + to, keys.to(keys_out.dtype.element_ty), mask=mask)
+    tl.store(values_out + to, values.to(values_out.dtype.element_ty), mask=mask)
+
+
+def merge_groups(
+    entries: PagedEntries, link: Tensor, key_weights: Tensor, value_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `paged_torch.merge_groups`, in Triton."""
+    num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
+    for name, given, dtype in (
+        ("link", link, torch.bool),
+        ("key_weights", key_weights, torch.float32),
+        ("value_weights", value_weights, torch.float32),
+    ):
+        expect(
+            tuple(given.shape) == (num_heads, capacity)
+            and given.dtype == dtype
+            and given.is_contiguous(),
+            f"contiguous {name} [{num_heads}, {capacity}] in {dtype}",
+            f"{tuple(given.shape)} in {given.dtype}",
+            "give one for every entry of the page table's rows",
+        )
+    keys = torch.empty(
+        (num_heads, capacity, dims), dtype=entries.pages.dtype, device=entries.device
+    )
+    values = torch.empty_like(keys)
+    if keys.numel() == 0:
+        return keys, values
+    tile = max(1, TILE_BYTES // (4 * padded(dims)))
+    with on_device(entries):
+        _merge_kernel[(triton.cdiv(capacity, tile), num_heads)](
+            entries.pages,
+            entries.page_table,
+            entries.flat_lengths,
+            link.view(torch.uint8),
+            key_weights,
+            value_weights,
+            keys,
+            values,
+            capacity,
+            entries.pages.stride(0),
+            entries.page_table.stride(0),
+            BLOCK_SIZE=entries.block_size,
+            HEAD_SIZE=dims,
+            TILE=tile,
+            DIMS=padded(dims),
+            num_warps=4,
+        )
+    return keys, values

@@ -1,0 +1,131 @@
+"""Entries in pages, as kernels take them: a sequence is one KV head of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.errors import InvariantError
+
+
+@dataclass(frozen=True)
+class PagedEntries:
+    """The entries of S sequences.
+
+        page:  [ K: block_size rows of head_size ][ V: the same ]
+        sequence s:  entry j is row j % block_size of page page_table[s, j // block_size]
+
+    Attributes:
+        pages: [num_pages, 2 * block_size * head_size], packed as rows.
+        page_table: [S, width] int32 or int64 page ids; anything behind a sequence's last page.
+        lengths: [S] (or [R, H] with R * H = S) int32 or int64 resident tokens.
+        block_size: tokens of a page.
+        head_size: elements of a key.
+
+    Raises:
+        InvariantError: shapes or types that do not fit together.
+    """
+
+    pages: Tensor
+    page_table: Tensor
+    lengths: Tensor
+    block_size: int
+    head_size: int
+
+    def __post_init__(self) -> None:
+        page = 2 * self.block_size * self.head_size
+        expect(
+            self.pages.dim() == 2 and self.pages.shape[1] == page and self.pages.stride(1) == 1,
+            f"pages [num_pages, {page}] whose elements lie side by side",
+            f"shape {tuple(self.pages.shape)} with strides {self.pages.stride()}",
+            "pass the flat page view of the cache and its own block and head sizes",
+        )
+        expect(
+            self.page_table.dim() == 2 and self.page_table.stride(1) == 1,
+            "a page table [sequences, width] whose rows lie side by side",
+            f"shape {tuple(self.page_table.shape)} with strides {self.page_table.stride()}",
+            "flatten requests and heads into one dimension and call contiguous()",
+        )
+        expect(
+            self.lengths.numel() == self.page_table.shape[0],
+            f"{self.page_table.shape[0]} lengths, one per row of the page table",
+            str(self.lengths.numel()),
+            "give every KV head of every request its own length",
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        device: torch.device = self.pages.device
+        return device
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return int(self.page_table.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """Entries that a row of the page table has room for: an upper bound of lengths."""
+        return int(self.page_table.shape[1]) * self.block_size
+
+    @property
+    def flat_lengths(self) -> Tensor:
+        """[S] lengths."""
+        return self.lengths.flatten()
+
+    def keys(self) -> Tensor:
+        """[S, capacity, head_size] keys, zeros behind the lengths (a copy)."""
+        return self._gathered(0)
+
+    def values(self) -> Tensor:
+        """[S, capacity, head_size] values, zeros behind the lengths (a copy)."""
+        return self._gathered(1)
+
+    def valid(self) -> Tensor:
+        """[S, capacity] bool: entries below the lengths."""
+        nth = torch.arange(self.capacity, device=self.device)
+        return nth < self.flat_lengths[:, None]
+
+    def _gathered(self, which: int) -> Tensor:
+        half = self.block_size * self.head_size
+        valid = self.valid()
+        held = valid[:, :: self.block_size]
+        page_ids = self.page_table.to(torch.int64).masked_fill(~held, 0)
+        rows = self.pages[:, which * half : (which + 1) * half][page_ids]
+        rows = rows.view(self.num_sequences, self.capacity, self.head_size)
+        return rows.masked_fill(~valid[..., None], 0)
+
+
+def expect(holds: bool, expected: str, actual: str, remedy: str) -> None:
+    """Raises an error in three parts unless `holds`.
+
+    Raises:
+        InvariantError: says what was expected, what came and what to do.
+    """
+    if not holds:
+        raise InvariantError(f"expected {expected}, got {actual}; {remedy}.")
+
+
+def check_bias(entries: PagedEntries, bias: Tensor | None) -> None:
+    """Refuses a bias that is not [S, any] fp32 with rows side by side.
+
+    Raises:
+        InvariantError: it is not.
+    """
+    if bias is None:
+        return
+    expect(
+        bias.dim() == 2 and bias.shape[0] == entries.num_sequences and bias.stride(1) == 1,
+        f"a bias [{entries.num_sequences}, entries] whose rows lie side by side",
+        f"{tuple(bias.shape)} with strides {bias.stride()}",
+        "give every sequence a row; entries behind its end have no bias",
+    )
+    expect(
+        bias.dtype == torch.float32,
+        "a bias in fp32",
+        str(bias.dtype),
+        "convert it: logarithms of multiplicities need the precision",
+    )

@@ -1,0 +1,207 @@
+"""Kernels over pages in plain torch: they gather the pages and call what works on tensors.
+
+S = sequences (one KV head of one request each), G = query heads of each, D = head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vllm_kvcompress.kernels import moments_torch, scores_torch
+from vllm_kvcompress.kernels.attention_torch import attention_with_lse
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+
+def decode_attention(
+    entries: PagedEntries,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    with_lse: bool = True,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one query per query head over each sequence's entries.
+
+    Args:
+        entries: lengths may be 0.
+        queries: [S, G, D] in the pages' type.
+        scale: softmax scale.
+        bias: [S, b] fp32 added to the logits of the first b entries; None: nothing.
+        with_lse: whether to return the log-sum-exp.
+        out: [S, G, D] to write to; None: a new tensor.
+
+    Returns:
+        [S, G, D] in the queries' type, 0 for an empty sequence; and [S, G] fp32 natural
+        log-sum-exp of the logits, minus infinity for an empty sequence (None unless asked for).
+    """
+    outputs, lse = prefill_attention(entries, queries[:, :, None], scale, bias)
+    assert lse is not None
+    if out is not None:
+        out.copy_(outputs[:, :, 0])
+    return outputs[:, :, 0] if out is None else out, lse[:, :, 0] if with_lse else None
+
+
+def prefill_attention(
+    entries: PagedEntries,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of the last m entries' queries, causal among these.
+
+    Args:
+        entries: of which the last m are the queries' own.
+        queries: [S, G, m, D] in the pages' type.
+        scale: softmax scale.
+        bias: [S, b] fp32 added to the logits of the first b entries; None: nothing.
+        with_lse: whether to return the log-sum-exp.
+
+    Returns:
+        [S, G, m, D] in the queries' type, and [S, G, m] fp32 natural log-sum-exp (None unless
+        asked for); 0 and minus infinity for queries that see nothing.
+    """
+    lengths = entries.flat_lengths
+    if bias is not None:
+        bias = whole_bias(entries, bias)
+    outputs, lse = attention_with_lse(
+        queries, entries.keys(), entries.values(), lengths, scale, bias
+    )
+    after = torch.arange(queries.shape[2] - 1, -1, -1, device=entries.device)
+    blind = (after >= lengths[:, None])[:, None]
+    outputs = outputs.masked_fill(blind[..., None], 0)
+    return outputs, lse.masked_fill(blind, -torch.inf) if with_lse else None
+
+
+def compact_pages(
+    entries: PagedEntries, page_counts: Tensor, kept_indices: Tensor, targets: Tensor
+) -> None:
+    """Copies the kept entries of every head to fresh pages, head after head.
+
+    Args:
+        entries: sources; pages behind `targets` must not be among them.
+        page_counts: [S] int64 pages that each head keeps.
+        kept_indices: [P * block_size] int64 kept entries of each head, P = sum(page_counts).
+        targets: [P] int64 page ids; these pages are written whole.
+    """
+    size, dims = entries.block_size, entries.head_size
+    heads = torch.repeat_interleave(page_counts, output_size=targets.numel())
+    heads = heads.repeat_interleave(size)
+    page_ids = entries.page_table[heads, kept_indices // size].to(torch.int64)
+    rows = entries.pages.unflatten(1, (2, size, dims))[page_ids, :, kept_indices % size]
+    halves = rows.view(-1, size, 2, dims).transpose(1, 2)
+    entries.pages[targets] = halves.reshape(targets.numel(), -1)
+
+
+def window_mass(
+    entries: PagedEntries,
+    num_tail: int,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Mean attention of the last queries to each entry (SnapKV's observation window).
+
+    A softmax over everything that a query sees, causal among the last w entries.
+
+    Args:
+        entries: S = KV heads of one request; each holds the tail.
+        num_tail: last entries of every head, which are seen but get no score.
+        queries: [w, S * G, D] last queries, oldest first, in the pages' type.
+        scale: softmax scale.
+        bias: [S, b] fp32 added to the logits of the first b entries, but not of the tail; None:
+            nothing.
+
+    Returns:
+        [S, capacity] fp32, mean over the window and the group; 0 for the tail and behind it.
+    """
+    body = (entries.flat_lengths - num_tail).clamp_min(0).to(torch.int64)
+    keys = entries.keys()
+    places = body[:, None] + torch.arange(num_tail, device=entries.device)
+    tail = keys.gather(1, places[..., None].expand(-1, -1, entries.head_size))
+    added = None if bias is None else whole_bias(entries, bias)
+    return scores_torch.window_mass(keys, body, tail, queries, scale, added)
+
+
+def keydiff_scores(entries: PagedEntries, anchor: str) -> Tensor:
+    """[S, capacity] fp32 minus the cosine between each key and an anchor (KeyDiff).
+
+    Args:
+        entries: S = KV heads.
+        anchor: mean_normalized, mean_raw, pairwise, or (in torch alone) median.
+    """
+    return scores_torch.keydiff_scores(entries.keys(), entries.flat_lengths, anchor)
+
+
+def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor) -> Tensor:
+    """[S, capacity] fp32 mean over the group of ||v W_O||_1 per entry (CriticalKV).
+
+    Args:
+        entries: S = KV heads.
+        output_weight: [S, D, G, M] o_proj, [h, :, g] of query head h * G + g, in the pages' type.
+        wanted: [S, capacity] bool; others get 0, as do entries behind the lengths.
+    """
+    wanted = wanted & entries.valid()
+    norms = scores_torch.value_norms_l1(entries.values(), output_weight, wanted)
+    return norms.masked_fill(~wanted, 0)
+
+
+def value_norms_l2(entries: PagedEntries, output_gram: Tensor) -> Tensor:
+    """[S, capacity] fp32 mean over the group of sqrt(v Q v^T) per entry, with Q = W W^T.
+
+    Args:
+        entries: S = KV heads.
+        output_gram: [S * G, D, D] fp32.
+    """
+    return scores_torch.value_norms_l2(entries.values(), output_gram)
+
+
+def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Tensor:
+    """[S, moment_size] fp32 MomentKV's state after a set of entries was evicted, in one batch.
+
+    Args:
+        entries: S = KV heads.
+        state: [S, moment_size] fp32 before.
+        evicted: [S, capacity] bool; entries behind the lengths do not count.
+    """
+    gone = evicted & entries.valid()
+    return moments_torch.add_to_moments(state, entries.keys(), entries.values(), gone)
+
+
+def merge_groups(
+    entries: PagedEntries, link: Tensor, key_weights: Tensor, value_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Weighted means of groups of neighbours, at the place of each group's first entry.
+
+    Args:
+        entries: S = KV heads.
+        link: [S, capacity] bool: an entry joins the one before it.
+        key_weights, value_weights: [S, capacity] fp32, not negative.
+
+    Returns:
+        [S, capacity, D] keys and values in the pages' type: an entry that is a group by itself as
+        it is, to the bit; zeros where another entry stands for this one, and behind the lengths.
+    """
+    valid = entries.valid()
+    nth = torch.arange(entries.capacity, device=entries.device).expand_as(link)
+    place = torch.where(link, 0, nth).cummax(dim=1).values
+    size = torch.zeros_like(place).scatter_add(1, place, valid.long())
+    merged = []
+    for rows, weights in ((entries.keys(), key_weights), (entries.values(), value_weights)):
+        weights = weights.masked_fill(~valid, 0)
+        whole = torch.zeros_like(weights).scatter_add(1, place, weights).clamp_min(1e-30)
+        index = place[..., None].expand_as(rows)
+        sums = torch.zeros_like(rows, dtype=torch.float32)
+        sums = sums.scatter_add(1, index, weights[..., None] * rows.float())
+        means = (sums / whole[..., None]).to(rows.dtype)
+        merged.append(torch.where((size == 1)[..., None], rows, means))
+    return merged[0], merged[1]
+
+
+def whole_bias(entries: PagedEntries, bias: Tensor) -> Tensor:
+    """[S, b] -> [S, capacity]: zeros for entries without one, and behind the lengths."""
+    missing = max(0, entries.capacity - bias.shape[1])
+    wide = functional.pad(bias, (0, missing))[:, : entries.capacity]
+    return wide.masked_fill(~entries.valid(), 0)

@@ -1,0 +1,197 @@
+"""Attention of a chunk's queries over compressed pages and, causally, the chunk itself.
+
+    entries   [ kept ................ ][ chunk: m entries ]
+    row i * G + g: query i of the chunk, member g, sees all but the last m - 1 - i entries
+
+Members of a group are rows of one program, since they see the same entries.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias, expect
+from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, on_device, padded, tile_size
+
+MOST_ROWS = 128  # of a program
+
+
+@triton.jit(do_not_specialize=["num_queries", "bias_width", "table_stride", "bias_stride"])
+def _prefill_kernel(
+    queries,
+    pages,
+    page_table,
+    lengths,
+    bias,
+    outputs,
+    lse,
+    num_queries,
+    bias_width,
+    query_stride_s,
+    query_stride_g,
+    query_stride_m,
+    output_stride_s,
+    output_stride_g,
+    output_stride_m,
+    page_stride,
+    table_stride,
+    bias_stride,
+    log2_scale,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """ROWS rows of one sequence; the last rows first, since these have most to do."""
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    sequence = tl.program_id(1).to(tl.int64)
+    row = block * ROWS + tl.arange(0, ROWS)
+    nth, member = row // GROUP, row % GROUP
+    inside = nth < num_queries
+    dims = tl.arange(0, DIMS)
+    mask = inside[:, None] & (dims < HEAD_SIZE)[None, :]
+    wide_member, wide_nth = member.to(tl.int64), nth.to(tl.int64)
+    place = sequence * query_stride_s + wide_member * query_stride_g + wide_nth * query_stride_m
+    query = tl.load(queries + place[:, None] + dims[None, :], mask=mask, other=0.0)
+    length = tl.load(lengths + sequence).to(tl.int32)
+    visible = tl.where(inside, length - (num_queries - 1 - nth), 0)
+    bias_row = bias
+    if HAS_BIAS:
+        bias_row += sequence * bias_stride
+    table_row = page_table + sequence * table_stride
+    # Tiles that the block's first query sees whole need no mask.
+    least = tl.maximum(length - (num_queries - 1 - block * ROWS // GROUP), 0)
+    most = tl.max(visible, 0)
+    whole_tiles = least // TILE
+    sums = tl.zeros([ROWS], tl.float32)
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    mixed = tl.zeros([ROWS, DIMS], tl.float32)
+    mixed, maximum, sums = attend_tiles(
+        mixed,
+        maximum,
+        sums,
+        query,
+        visible,
+        pages,
+        table_row,
+        bias_row,
+        0,
+        whole_tiles,
+        length,
+        bias_width,
+        page_stride,
+        log2_scale,
+        BLOCK_SIZE,
+        HEAD_SIZE,
+        TILE,
+        DIMS,
+        HAS_BIAS,
+        False,
+    )
+    mixed, maximum, sums = attend_tiles(
+        mixed,
+        maximum,
+        sums,
+        query,
+        visible,
+        pages,
+        table_row,
+        bias_row,
+        whole_tiles,
+        tl.cdiv(most, TILE),
+        length,
+        bias_width,
+        page_stride,
+        log2_scale,
+        BLOCK_SIZE,
+        HEAD_SIZE,
+        TILE,
+        DIMS,
+        HAS_BIAS,
+        True,
+    )
+    nothing = sums == 0.0
+    mixed = tl.where(nothing[:, None], 0.0, mixed / tl.where(nothing, 1.0, sums)[:, None])
+    place = sequence * output_stride_s + wide_member * output_stride_g + wide_nth * output_stride_m
+    tl.store(
+        outputs + place[:, None] + dims[None, :], mixed.to(outputs.dtype.element_ty), mask=mask
+    )
+    if HAS_LSE:
+        # Minus infinity where there was nothing, since the maximum is.
+        natural = (maximum + tl.log2(tl.where(nothing, 1.0, sums))) * 0.6931471805599453
+        place = (sequence * GROUP + wide_member) * num_queries + wide_nth
+        tl.store(lse + place, natural, mask=inside)
+
+
+def prefill_attention(
+    entries: PagedEntries,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    with_lse: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """As `paged_torch.prefill_attention`, in Triton."""
+    _check(entries, queries, bias)
+    num_sequences, group, num_queries, head_size = queries.shape
+    outputs = torch.empty_like(queries)
+    shape = (num_sequences, group, num_queries)
+    lse = queries.new_empty(shape, dtype=torch.float32) if with_lse else None
+    if outputs.numel() == 0:
+        return outputs, lse
+    rows = min(MOST_ROWS, padded(num_queries * group))
+    with on_device(entries):
+        _prefill_kernel[(triton.cdiv(num_queries * group, rows), num_sequences)](
+            queries,
+            entries.pages,
+            entries.page_table,
+            entries.flat_lengths,
+            bias,
+            outputs,
+            lse,
+            num_queries,
+            0 if bias is None else bias.shape[1],
+            *queries.stride()[:3],
+            *outputs.stride()[:3],
+            entries.pages.stride(0),
+            entries.page_table.stride(0),
+            0 if bias is None else bias.stride(0),
+            scale * LOG2_E,
+            GROUP=group,
+            BLOCK_SIZE=entries.block_size,
+            HEAD_SIZE=head_size,
+            TILE=tile_size(entries),
+            ROWS=rows,
+            DIMS=padded(head_size),
+            HAS_BIAS=bias is not None,
+            HAS_LSE=with_lse,
+            num_warps=4 if rows <= 64 else 8,
+            num_stages=4,
+        )
+    return outputs, lse
+
+
+def _check(entries: PagedEntries, queries: Tensor, bias: Tensor | None) -> None:
+    shape = (entries.num_sequences, entries.head_size)
+    expect(
+        queries.dim() == 4 and (queries.shape[0], queries.shape[3]) == shape,
+        f"queries [{shape[0]}, group, m, {shape[1]}]",
+        str(tuple(queries.shape)),
+        "view a chunk's queries as one sequence per request and KV head",
+    )
+    expect(
+        queries.dtype == entries.pages.dtype and queries.stride(3) == 1,
+        f"queries of the pages' type {entries.pages.dtype}, rows side by side",
+        f"{queries.dtype} with strides {queries.stride()}",
+        "convert them, or call contiguous()",
+    )
+    check_bias(entries, bias)

@@ -1,0 +1,257 @@
+"""Norms of values after the output projection (CriticalKV), never storing what is projected."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets, on_device, padded
+
+L2_TILE = 64  # entries of a program
+
+
+@triton.jit
+def _load_values(
+    pages,
+    table_row,
+    start,
+    length,
+    page_stride,
+    first_dim,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """[TILE, DIMS] values from dimension `first_dim` on, zeros behind the length."""
+    present = start + tl.arange(0, TILE) < length
+    dims = first_dim + tl.arange(0, DIMS)
+    offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
+    rows = pages + BLOCK_SIZE * HEAD_SIZE + offsets
+    mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
+    return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit(do_not_specialize=["table_stride", "wanted_stride", "capacity"])
+def _l1_kernel(
+    pages,
+    page_table,
+    lengths,
+    weight,
+    wanted,
+    norms,
+    capacity,
+    width,
+    page_stride,
+    table_stride,
+    wanted_stride,
+    weight_stride_h,
+    weight_stride_d,
+    weight_stride_g,
+    weight_stride_m,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """norms [S, capacity]: one tile of entries times all columns of its head's W_O."""
+    start = tl.program_id(0) * TILE
+    head = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + head).to(tl.int32)
+    nth = start + tl.arange(0, TILE)
+    dims = tl.arange(0, DIMS)
+    asked = tl.load(wanted + head * wanted_stride + nth, mask=nth < length, other=0) != 0
+    total = tl.zeros([TILE], tl.float32)
+    if tl.max(asked.to(tl.int32), 0) > 0:
+        values = _load_values(
+            pages,
+            page_table + head * table_stride,
+            start,
+            length,
+            page_stride,
+            0,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            TILE,
+            DIMS,
+        )
+        from_dims = weight + head * weight_stride_h + dims.to(tl.int64) * weight_stride_d
+        for member in range(GROUP):
+            for first in range(0, width, COLUMNS):
+                column = first + tl.arange(0, COLUMNS)
+                place = member * weight_stride_g + column.to(tl.int64) * weight_stride_m
+                mask = (dims < HEAD_SIZE)[:, None] & (column < width)[None, :]
+                tile = tl.load(from_dims[:, None] + place[None, :], mask=mask, other=0.0)
+                projected = tl.dot(values, tile, input_precision="ieee")
+                total += tl.sum(tl.abs(projected), 1)
+    total = tl.where(asked, total / GROUP, 0.0)
+    tl.store(norms + head * capacity + nth, total, mask=nth < capacity)
+
+
+@triton.jit(do_not_specialize=["table_stride", "capacity"])
+def _l2_kernel(
+    pages,
+    page_table,
+    lengths,
+    gram,
+    norms,
+    capacity,
+    page_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """norms [S, capacity]: sqrt(v Q v^T), mean over the group, with Q in stripes of columns."""
+    start = tl.program_id(0) * TILE
+    head = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + head).to(tl.int32)
+    table_row = page_table + head * table_stride
+    nth = start + tl.arange(0, TILE)
+    dims = tl.arange(0, DIMS)
+    total = tl.zeros([TILE], tl.float32)
+    if start < length:
+        values = _load_values(
+            pages,
+            table_row,
+            start,
+            length,
+            page_stride,
+            0,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            TILE,
+            DIMS,
+        ).to(tl.float32)
+        for member in range(GROUP):
+            rows = gram + (head * GROUP + member) * HEAD_SIZE * HEAD_SIZE + dims * HEAD_SIZE
+            squares = tl.zeros([TILE], tl.float32)
+            for first in range(0, HEAD_SIZE, COLUMNS):
+                column = first + tl.arange(0, COLUMNS)
+                mask = (dims < HEAD_SIZE)[:, None] & (column < HEAD_SIZE)[None, :]
+                stripe = tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
+                # Three products of tf32 are nearly one of fp32, and run on tensor cores.
+                product = tl.dot(values, stripe, input_precision="tf32x3")
+                same = _load_values(
+                    pages,
+                    table_row,
+                    start,
+                    length,
+                    page_stride,
+                    first,
+                    BLOCK_SIZE,
+                    HEAD_SIZE,
+                    TILE,
+                    COLUMNS,
+                )
+                squares += tl.sum(product * same.to(tl.float32), 1)
+            total += tl.sqrt(tl.maximum(squares, 0.0))
+    tl.store(norms + head * capacity + nth, total / GROUP, mask=nth < capacity)
+
+
+def _l1_tile(entries: PagedEntries) -> tuple[int, int]:
+    """Entries of a program, and columns of W_O at once: what fits with three stages of these."""
+    row_bytes = padded(entries.head_size) * entries.pages.element_size()
+    if row_bytes <= 256:
+        return 128, 128
+    return (128, 64) if row_bytes <= 512 else (64, 32)
+
+
+def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor) -> Tensor:
+    """As `paged_torch.value_norms_l1`, in Triton."""
+    num_heads, capacity = entries.num_sequences, entries.capacity
+    expect(
+        output_weight.dim() == 4
+        and tuple(output_weight.shape[:2]) == (num_heads, entries.head_size)
+        and output_weight.dtype == entries.pages.dtype,
+        f"o_proj [{num_heads}, {entries.head_size}, group, width] in {entries.pages.dtype}",
+        f"{tuple(output_weight.shape)} in {output_weight.dtype}",
+        "split it by KV head and group",
+    )
+    expect(
+        tuple(wanted.shape) == (num_heads, capacity) and wanted.stride(1) == 1,
+        f"wanted [{num_heads}, {capacity}] with rows side by side",
+        f"{tuple(wanted.shape)} with strides {wanted.stride()}",
+        "say for every entry of the page table's rows whether its norm is needed",
+    )
+    norms = torch.empty(num_heads, capacity, device=entries.device)
+    if norms.numel() == 0:
+        return norms
+    tile, columns = _l1_tile(entries)
+    with on_device(entries):
+        _l1_kernel[(triton.cdiv(capacity, tile), num_heads)](
+            entries.pages,
+            entries.page_table,
+            entries.flat_lengths,
+            output_weight,
+            wanted.view(torch.uint8),
+            norms,
+            capacity,
+            output_weight.shape[3],
+            entries.pages.stride(0),
+            entries.page_table.stride(0),
+            wanted.stride(0),
+            *output_weight.stride(),
+            GROUP=output_weight.shape[2],
+            TILE=tile,
+            COLUMNS=columns,
+            num_warps=8,
+            num_stages=3,
+            **_sizes(entries),
+        )
+    return norms
+
+
+def value_norms_l2(entries: PagedEntries, output_gram: Tensor) -> Tensor:
+    """As `paged_torch.value_norms_l2`, in Triton."""
+    num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
+    expect(
+        output_gram.dim() == 3
+        and num_heads > 0
+        and output_gram.shape[0] % num_heads == 0
+        and tuple(output_gram.shape[1:]) == (dims, dims)
+        and output_gram.dtype == torch.float32
+        and output_gram.is_contiguous(),
+        f"contiguous Gram matrices [{num_heads} * group, {dims}, {dims}] in fp32",
+        f"{tuple(output_gram.shape)} in {output_gram.dtype}",
+        "compute W W^T in fp32 for every query head",
+    )
+    norms = torch.empty(num_heads, capacity, device=entries.device)
+    if norms.numel() == 0:
+        return norms
+    with on_device(entries):
+        _l2_kernel[(triton.cdiv(capacity, L2_TILE), num_heads)](
+            entries.pages,
+            entries.page_table,
+            entries.flat_lengths,
+            output_gram,
+            norms,
+            capacity,
+            entries.pages.stride(0),
+            entries.page_table.stride(0),
+            GROUP=output_gram.shape[0] // num_heads,
+            TILE=L2_TILE,
+            COLUMNS=32 if dims <= 128 else 16,
+            num_warps=4,
+            num_stages=2,
+            **_sizes(entries),
+        )
+    return norms
+
+
+def _sizes(entries: PagedEntries) -> dict[str, int]:
+    return dict(
+        BLOCK_SIZE=entries.block_size,
+        HEAD_SIZE=entries.head_size,
+        DIMS=padded(entries.head_size),
+    )

@@ -1,0 +1,350 @@
+"""The observation window's attention to each entry, without a [heads, window, tokens] tensor.
+
+Logits are computed twice: once for the log-sum-exp of every query, and once to add up what each
+entry gets. The rows of a head are its queries and their group: row i * G + g is query i's member g.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias, expect
+from vllm_kvcompress.kernels.paged_rows_triton import (
+    LOG2_E,
+    entry_offsets,
+    finite_maximum,
+    on_device,
+    padded,
+    tile_size,
+)
+
+SPLIT_TILES = 8  # that a program of the first pass reads: enough programs for prompts of 8k tokens
+MOST_ROWS = 128  # of a program
+# Numbers that change from event to event must not make Triton compile again while serving.
+CHANGING = ("num_queries", "num_tail", "bias_width", "table_stride", "bias_stride")
+
+
+@triton.jit
+def _logits(
+    pages,
+    table_row,
+    bias_row,
+    query,
+    start,
+    body,
+    length,
+    bias_width,
+    page_stride,
+    log2_scale,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """[rows, TILE] logits in base 2 of the entries from `start` on, the first of them present."""
+    nth = start + tl.arange(0, TILE)
+    dims = tl.arange(0, DIMS)
+    present = nth < length
+    offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
+    keys = tl.load(
+        pages + offsets[:, None] + dims[None, :],
+        mask=present[:, None] & (dims < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
+    if HAS_BIAS:
+        # The tail behind the body has no bias.
+        weighed = (nth < body) & (nth < bias_width)
+        added = tl.load(bias_row + nth, mask=weighed, other=0.0)
+        logits += (added * 1.4426950408889634)[None, :]
+    return logits
+
+
+@triton.jit
+def _rows_of(
+    queries,
+    head,
+    start,
+    num_queries,
+    length,
+    stride_w,
+    stride_h,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Rows from `start` on: [ROWS, DIMS] queries, and how many entries each one sees."""
+    row = start + tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    nth = row // GROUP
+    inside = nth < num_queries
+    place = nth.to(tl.int64) * stride_w + (head * GROUP + row % GROUP).to(tl.int64) * stride_h
+    query = tl.load(
+        queries + place[:, None] + dims[None, :],
+        mask=inside[:, None] & (dims < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    visible = tl.where(inside, length - (num_queries - 1 - nth), 0)
+    return query, visible
+
+
+@triton.jit(do_not_specialize=[*CHANGING, "sums_stride_s", "sums_stride_r"])
+def _row_sums_kernel(
+    queries,
+    pages,
+    page_table,
+    lengths,
+    bias,
+    sums,
+    num_queries,
+    num_tail,
+    bias_width,
+    stride_w,
+    stride_h,
+    page_stride,
+    table_stride,
+    bias_stride,
+    sums_stride_s,
+    sums_stride_r,
+    log2_scale,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """sums [S, rows, splits]: natural log-sum-exp over one split's entries, -inf where unseen."""
+    split = tl.program_id(0)
+    first_row = tl.program_id(1) * ROWS
+    head = tl.program_id(2)
+    length = tl.load(lengths + head).to(tl.int32)
+    query, visible = _rows_of(
+        queries,
+        head,
+        first_row,
+        num_queries,
+        length,
+        stride_w,
+        stride_h,
+        GROUP,
+        ROWS,
+        HEAD_SIZE,
+        DIMS,
+    )
+    wide = head.to(tl.int64)
+    bias_row = bias
+    if HAS_BIAS:
+        bias_row += wide * bias_stride
+    maximum = tl.full([ROWS], float("-inf"), tl.float32)
+    whole = tl.zeros([ROWS], tl.float32)
+    last = tl.minimum(tl.cdiv(length, TILE), (split + 1) * TILES)
+    for tile in range(split * TILES, last):
+        start = tile * TILE
+        logits = _logits(
+            pages,
+            page_table + wide * table_stride,
+            bias_row,
+            query,
+            start,
+            length - num_tail,
+            length,
+            bias_width,
+            page_stride,
+            log2_scale,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            TILE,
+            DIMS,
+            HAS_BIAS,
+        )
+        nth = start + tl.arange(0, TILE)
+        logits = tl.where(nth[None, :] < visible[:, None], logits, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+        top = finite_maximum(new_maximum)
+        whole = whole * tl.exp2(maximum - top) + tl.sum(tl.exp2(logits - top[:, None]), 1)
+        maximum = new_maximum
+    # Minus infinity where nothing is seen, since the maximum is.
+    natural = (maximum + tl.log2(tl.where(whole == 0.0, 1.0, whole))) * 0.6931471805599453
+    row = first_row + tl.arange(0, ROWS)
+    place = wide * sums_stride_s + row.to(tl.int64) * sums_stride_r + split
+    tl.store(sums + place, natural, mask=row < num_queries * GROUP)
+
+
+@triton.jit(do_not_specialize=[*CHANGING, "capacity"])
+def _column_sums_kernel(
+    queries,
+    pages,
+    page_table,
+    lengths,
+    bias,
+    lse,
+    mass,
+    num_queries,
+    num_tail,
+    bias_width,
+    capacity,
+    stride_w,
+    stride_h,
+    page_stride,
+    table_stride,
+    bias_stride,
+    log2_scale,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """mass [S, capacity]: one tile's share of the attention of all rows; 0 behind the body."""
+    start = tl.program_id(0) * TILE
+    head = tl.program_id(1)
+    length = tl.load(lengths + head).to(tl.int32)
+    body = length - num_tail
+    wide = head.to(tl.int64)
+    nth = start + tl.arange(0, TILE)
+    columns = tl.zeros([TILE], tl.float32)
+    bias_row = bias
+    if HAS_BIAS:
+        bias_row += wide * bias_stride
+    num_rows = num_queries * GROUP
+    if start < body:
+        for first_row in range(0, num_rows, ROWS):
+            query, visible = _rows_of(
+                queries,
+                head,
+                first_row,
+                num_queries,
+                length,
+                stride_w,
+                stride_h,
+                GROUP,
+                ROWS,
+                HEAD_SIZE,
+                DIMS,
+            )
+            logits = _logits(
+                pages,
+                page_table + wide * table_stride,
+                bias_row,
+                query,
+                start,
+                body,
+                length,
+                bias_width,
+                page_stride,
+                log2_scale,
+                BLOCK_SIZE,
+                HEAD_SIZE,
+                TILE,
+                DIMS,
+                HAS_BIAS,
+            )
+            row = first_row + tl.arange(0, ROWS)
+            whole = tl.load(lse + wide * num_rows + row, mask=row < num_rows, other=0.0)
+            weights = tl.exp2(logits - whole[:, None] * 1.4426950408889634)
+            # Rows that see nothing have a log-sum-exp of minus infinity; they end here, too.
+            seen = nth[None, :] < visible[:, None]
+            columns += tl.sum(tl.where(seen, weights, 0.0), 0)
+    columns = tl.where(nth < body, columns / num_rows, 0.0)
+    tl.store(mass + wide * capacity + nth, columns, mask=nth < capacity)
+
+
+def window_mass(
+    entries: PagedEntries,
+    num_tail: int,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As `paged_torch.window_mass`, in Triton."""
+    _check(entries, queries, bias)
+    num_heads, capacity = entries.num_sequences, entries.capacity
+    num_queries, num_rows = queries.shape[0], queries.shape[0] * queries.shape[1] // num_heads
+    mass = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
+    if mass.numel() == 0 or num_queries == 0:
+        return mass
+    rows = min(MOST_ROWS, padded(num_rows))
+    tile = tile_size(entries)
+    sizes = dict(
+        GROUP=num_rows // num_queries,
+        BLOCK_SIZE=entries.block_size,
+        HEAD_SIZE=entries.head_size,
+        TILE=tile,
+        ROWS=rows,
+        DIMS=padded(entries.head_size),
+        HAS_BIAS=bias is not None,
+        num_warps=4 if rows <= 64 else 8,
+    )
+    strides = (
+        queries.stride(0),
+        queries.stride(1),
+        entries.pages.stride(0),
+        entries.page_table.stride(0),
+        0 if bias is None else bias.stride(0),
+    )
+    pages = (entries.pages, entries.page_table, entries.flat_lengths, bias)
+    bias_width = 0 if bias is None else bias.shape[1]
+    splits = triton.cdiv(capacity, tile * SPLIT_TILES)
+    sums = mass.new_empty((num_heads, num_rows, splits))
+    with on_device(entries):
+        _row_sums_kernel[(splits, triton.cdiv(num_rows, rows), num_heads)](
+            queries,
+            *pages,
+            sums,
+            num_queries,
+            num_tail,
+            bias_width,
+            *strides,
+            *sums.stride()[:2],
+            scale * LOG2_E,
+            TILES=SPLIT_TILES,
+            num_stages=4,
+            **sizes,
+        )
+        _column_sums_kernel[(triton.cdiv(capacity, tile), num_heads)](
+            queries,
+            *pages,
+            sums.logsumexp(dim=2),
+            mass,
+            num_queries,
+            num_tail,
+            bias_width,
+            capacity,
+            *strides,
+            scale * LOG2_E,
+            num_stages=2,
+            **sizes,
+        )
+    return mass
+
+
+def _check(entries: PagedEntries, queries: Tensor, bias: Tensor | None) -> None:
+    num_heads = entries.num_sequences
+    expect(
+        queries.dim() == 3
+        and num_heads > 0
+        and queries.shape[1] % num_heads == 0
+        and queries.shape[2] == entries.head_size,
+        f"queries [window, {num_heads} * group, {entries.head_size}]",
+        str(tuple(queries.shape)),
+        "pass the last queries of all query heads",
+    )
+    expect(
+        queries.dtype == entries.pages.dtype and queries.stride(2) == 1,
+        f"queries of the pages' type {entries.pages.dtype}, rows side by side",
+        f"{queries.dtype} with strides {queries.stride()}",
+        "convert them, or call contiguous()",
+    )
+    check_bias(entries, bias)
