@@ -14,9 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import random
-import re
 import statistics
 import sys
 import tempfile
@@ -26,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+
+from vllm_kvcompress.benchmark.report import machine
 
 PLUGIN = "vllm_kvcompress.vllm_plugin"
 POLICIES = [
@@ -214,20 +214,6 @@ def ratios(samples: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, fl
             "step_ms": 1000 * statistics.median(r["step"] for r in runs),
         }
     return table
-
-
-def machine() -> dict[str, Any]:
-    """Where the figures come from."""
-    from importlib.metadata import version
-
-    cpu = Path("/proc/cpuinfo").read_text()
-    model = re.search(r"model name\s*:\s*(.*)", cpu)
-    return {
-        "cpu": model.group(1) if model else platform.processor(),
-        "cores": len(os.sched_getaffinity(0)),
-        "amx": "amx_bf16" in cpu,
-        "torch": version("torch"),
-    }
 
 
 def main() -> int:

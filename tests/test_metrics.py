@@ -25,6 +25,7 @@ STEP = StepStats(
     skipped=[SkippedRecord("adakv+criticalkv", "nothing_to_free", 3)],
     logical_tokens=1200,
     resident_tokens=300,
+    contexts_reused=2,
 )
 
 
@@ -66,6 +67,7 @@ def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry
     assert value("kvcompress_resident_tokens_total", OWN) == 2 * (256 + 256)
     assert value("kvcompress_blocks_freed_total", OWN) == 2 * (32 + 16)
     assert value("kvcompress_blocks_written_total", OWN) == 2 * (8 + 8)
+    assert value("kvcompress_contexts_reused_total", LABELS) == 2 * 2
     assert value("kvcompress_kept_fraction_sum", OWN) == 2 * (0.25 + 0.5)
     assert value("kvcompress_kept_fraction_bucket", {**OWN, "le": "0.25"}) == 2
     assert value("kvcompress_event_seconds_sum", OWN) == 2 * (0.125 + 0.5)
@@ -91,7 +93,7 @@ def test_names_and_help_texts(registry: CollectorRegistry) -> None:
         assert family.name.startswith("kvcompress_")
         if not family.name.endswith("_created"):
             assert any(unit in family.documentation.lower() for unit in units), family.name
-    assert len([f for f in families if not f.name.endswith("_created")]) == 10
+    assert len([f for f in families if not f.name.endswith("_created")]) == 11
 
 
 WRITER = """

@@ -31,6 +31,7 @@ STEPS = st.builds(
     skipped=st.lists(SKIPPED, max_size=3),
     logical_tokens=COUNTS,
     resident_tokens=COUNTS,
+    contexts_reused=COUNTS,
 )
 
 

@@ -172,6 +172,8 @@ class Settings:
         request_policies: other policies that a request may ask for; `none`: to be left whole.
         min_request_budget, max_request_budget: fractions that a request may ask for; None: only
             the server's own budget.
+        reuse_contexts: keep contexts that requests name and that were compressed, for later
+            requests with the same one.
     """
 
     policy: str
@@ -183,6 +185,7 @@ class Settings:
     request_policies: tuple[str, ...] = ()
     min_request_budget: float | None = None
     max_request_budget: float | None = None
+    reuse_contexts: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -205,6 +208,10 @@ class Settings:
             )
         _check_params(self.params)
         self._check_request_limits()
+        if not isinstance(self.reuse_contexts, bool):
+            raise ConfigError(
+                f"reuse_contexts: expected true or false, found {self.reuse_contexts!r}."
+            )
 
     def _check_request_limits(self) -> None:
         bounds = (self.min_request_budget, self.max_request_budget)
@@ -226,7 +233,7 @@ class Settings:
         Args:
             values: `policy` and `budget`, and optionally `trigger` (text or a list), `params`,
                 `profile`, `min_tokens`, `request_policies` (text or a list) and
-                `min_request_budget` with `max_request_budget`.
+                `min_request_budget` with `max_request_budget`, and `reuse_contexts`.
 
         Raises:
             ConfigError: an unknown or missing key, or a value that cannot work.
@@ -277,6 +284,8 @@ class Settings:
         if self.max_request_budget is not None:
             values["min_request_budget"] = self.min_request_budget
             values["max_request_budget"] = self.max_request_budget
+        if self.reuse_contexts:
+            values["reuse_contexts"] = True
         return values
 
     @property
@@ -377,7 +386,7 @@ class Settings:
 _KEYS = frozenset(
     {
         *("policy", "budget", "trigger", "params", "profile", "min_tokens"),
-        *("request_policies", "min_request_budget", "max_request_budget"),
+        *("request_policies", "min_request_budget", "max_request_budget", "reuse_contexts"),
     }
 )
 

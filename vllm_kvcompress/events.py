@@ -170,6 +170,8 @@ class EventRunner:
         plan = event.plan
         self.tables.layer_pages[plan.request_id] = event.layer_pages
         self.tables.begin_tail(event.slot, plan.end_block, event.max_kept)
+        if plan.reusable:
+            self.tables.save(event.slot, plan.request_id, plan.fresh_block_ids[0])
         self.windows.release(plan.request_id)
 
     def _view(self, event: Event, layer: int, scale: float) -> tuple[Tensor, LayerView]:

@@ -11,6 +11,7 @@ from the same rule and the same positions, so they never have to agree after the
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 TRIGGER_PROMPT = "prompt"
@@ -177,6 +178,7 @@ class EventPlan:
         window_size: queries to observe: the last so many tokens before `position`.
         first_block: logical blocks [0, first_block) are already compressed.
         end_block: logical blocks [0, end_block) are compressed afterwards.
+        reusable: later requests may begin with what this event leaves.
         resident_blocks: fresh blocks of the former event (0: none), freed after this one.
         fresh_block_ids: the blocks that take the survivors.
     """
@@ -191,11 +193,29 @@ class EventPlan:
     end_block: int
     resident_blocks: int
     fresh_block_ids: tuple[int, ...]
+    reusable: bool = False
 
     @property
     def num_source_blocks(self) -> int:
         """Blocks that the event reads: those of the former event and the full ones since."""
         return self.resident_blocks + self.end_block - self.first_block
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """A request that begins with a context which an earlier one had compressed.
+
+    Attributes:
+        request_id: vLLM's request id.
+        group: vLLM's KV-cache group.
+        first_block_id: the first block that holds what is left of the context.
+        end_block: logical blocks [0, end_block) are the context.
+    """
+
+    request_id: str
+    group: int
+    first_block_id: int
+    end_block: int
 
 
 @dataclass(frozen=True)
@@ -219,10 +239,12 @@ class StepPlan:
 
     Attributes:
         events: the compression events at the end of this step's attention.
+        adoptions: requests that begin with a context, compressed before.
         observations: by request id; only for policies that look at queries.
     """
 
     events: tuple[EventPlan, ...] = ()
+    adoptions: tuple[Adoption, ...] = ()
     observations: dict[str, Observation] = field(default_factory=dict)
 
 
@@ -249,6 +271,8 @@ class RequestLedger:
         last_position: position of the last event (0: none yet).
         first_event_position: position of the first event; later tokens depend on it.
         num_read_tokens: logical tokens of the whole prompt, behind a named context, too.
+        context_key: stands for the named context and how it is compressed, where that may be
+            kept for later requests.
     """
 
     num_prompt_tokens: int
@@ -259,6 +283,11 @@ class RequestLedger:
     last_position: int = 0
     first_event_position: int | None = None
     num_read_tokens: int = 0
+    context_key: Hashable = None
+
+    def adopt(self, end_block: int, num_kept_blocks: int) -> None:
+        """Books a context that an earlier request had compressed, instead of an event."""
+        self.commit(end_block * self.rule.block_size, num_kept_blocks)
 
     def decide(self, position: int, pressed: bool = False) -> Decision | None:
         """What happens when `position` tokens have been computed; None: no trigger fires.

@@ -87,6 +87,11 @@ class CompressionMetrics:
             f"{SKIP_NOTHING_TO_FREE} = the budget is no smaller than what the request holds.",
             ["policy", "reason"],
         )
+        self.contexts_reused = self._counter(
+            "kvcompress_contexts_reused",
+            "Number of requests that began with a context which an earlier request had "
+            "compressed, and did not read it again.",
+        )
         self.kept_fraction = self._histogram(
             "kvcompress_kept_fraction",
             "Fraction of its source tokens that a compression event kept, per event; between 0 "
@@ -109,6 +114,7 @@ class CompressionMetrics:
             *labels, settings.policy, str(settings.budget), settings.trigger, __version__
         ).set(1)
         self.compression_ratio.labels(*labels).set(1)
+        self.contexts_reused.labels(*labels)
         for policy in settings.policies:
             own = (*labels, policy)
             for trigger in settings.triggers:
@@ -125,6 +131,7 @@ class CompressionMetrics:
         """Adds one step of one engine."""
         labels = (model_name, engine)
         self.compression_ratio.labels(*labels).set(stats.compression_ratio)
+        self.contexts_reused.labels(*labels).inc(stats.contexts_reused)
         for skipped in stats.skipped:
             self.skipped.labels(*labels, skipped.policy, skipped.reason).inc(skipped.count)
         for event in stats.events:

@@ -35,6 +35,25 @@ class TailBooks:
     max_kept: Books
 
 
+@dataclass(frozen=True)
+class SavedRows:
+    """Rows of a request's compressed part, which outlive it.
+
+    Attributes:
+        table: [num_layers, num_heads, width] int32 page ids.
+        counts: [num_layers, num_heads] int32.
+        state: [num_layers, width] int64.
+        layer_pages: pages of each layer.
+        max_kept: upper bound of the kept pages of any head.
+    """
+
+    table: Tensor
+    counts: Tensor
+    state: Tensor
+    layer_pages: list[int]
+    max_kept: int
+
+
 class PageTables:
     """Page tables of the compressed requests of one cache group.
 
@@ -60,6 +79,7 @@ class PageTables:
         self.slots: dict[str, int] = {}
         self.layer_pages: dict[str, list[int]] = {}
         self._free_slots: list[int] = []
+        self._saved: dict[int, SavedRows] = {}
         self.version = 0
 
     def acquire(self, request_id: str) -> int:
@@ -106,6 +126,32 @@ class PageTables:
         if missing > 0:
             self.state = torch.nn.functional.pad(self.state, (0, missing))
         self.state[layer, slot, : page_ids.numel()] = page_ids
+
+    def save(self, slot: int, request_id: str, key: int) -> None:
+        """Remembers a request's rows, for another one to begin with.
+
+        What was saved under the key before is dropped: the key is a block, and it has new content.
+        """
+        width = int(self.tails.max_kept[slot])
+        self._saved[key] = SavedRows(
+            self.table[:, slot, :, :width].clone(),
+            self.counts[:, slot].clone(),
+            self.state[:, slot].clone(),
+            self.layer_pages[request_id],
+            width,
+        )
+
+    def restore(self, request_id: str, key: int, first_block: int) -> None:
+        """Gives a new request the rows that were saved; its tail starts at `first_block`."""
+        saved = self._saved[key]
+        slot = self.acquire(request_id)
+        self._reserve(saved.max_kept)
+        self.table[:, slot, :, : saved.max_kept] = saved.table
+        self.counts[:, slot] = saved.counts
+        if saved.state.shape[1]:
+            self.state[:, slot, : saved.state.shape[1]] = saved.state
+        self.layer_pages[request_id] = saved.layer_pages
+        self.begin_tail(slot, first_block, saved.max_kept)
 
     def begin_tail(self, slot: int, first_block: int, max_kept: int) -> None:
         """After an event: the tail starts at `first_block` and its pages are not in the table."""

@@ -7,6 +7,9 @@ lies at p modulo the window size.
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,13 +40,19 @@ class QueryWindows:
         Returns:
             token [T] int64 in the batch, slot [T], place in the ring [T].
         """
-        tokens, slots, places = [], [], []
-        for request_id, first_token, seen in rows:
-            nth = torch.arange(seen.num_tokens)
-            tokens.append(first_token + seen.offset + nth)
-            slots.append(torch.full_like(nth, self._slot(request_id)))
-            places.append((seen.position + nth) % self.window_size)
-        return torch.cat(tokens), torch.cat(slots), torch.cat(places)
+        # One number of each kind per request; their tokens are then laid out together.
+        slots, tokens, positions, counts = np.array(
+            [
+                (self._slot(request_id), first + seen.offset, seen.position, seen.num_tokens)
+                for request_id, first, seen in rows
+            ]
+        ).T
+        row: Any = np.repeat(np.arange(len(rows)), counts)
+        nth = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+        places = (positions[row] + nth) % self.window_size
+        located = (tokens[row] + nth, slots[row], places)
+        token, slot, place = (torch.from_numpy(numbers) for numbers in located)
+        return token, slot, place
 
     def record(self, layer: int, queries: Tensor, where: tuple[Tensor, Tensor, Tensor]) -> None:
         """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings."""

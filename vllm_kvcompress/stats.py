@@ -59,12 +59,14 @@ class StepStats:
         skipped: events that were left out.
         logical_tokens: computed tokens of the running requests.
         resident_tokens: of those, tokens per head that are still in the cache.
+        contexts_reused: requests that began with a context which was compressed before.
     """
 
     events: list[EventRecord] = field(default_factory=list)
     skipped: list[SkippedRecord] = field(default_factory=list)
     logical_tokens: int = 0
     resident_tokens: int = 0
+    contexts_reused: int = 0
 
     @property
     def compression_ratio(self) -> float:

@@ -102,7 +102,7 @@ class Books:
             assert blocks <= mine, (request_id, blocks - mine)
             incoming = manager._incoming.get(request_id)
             for block in manager._resident.get(request_id, []) + (incoming[1] if incoming else []):
-                assert owners[block.block_id] == 1
+                assert owners[block.block_id] == 1 or request_id in manager._held_contexts
                 assert block.block_hash is None, "a compressed block is in the prefix cache"
 
 
@@ -209,6 +209,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
 
     scenario = json.loads(Path(scenario_path).read_text())
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
+    report["contexts_reused"] = 0
     if scenario.get("record_kept"):
         record_kept(report)
     engine = build_engine(scenario)
@@ -225,7 +226,10 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         stats = make_stats(*args, **kwargs)
-        report["events"] += ((stats and attached_stats(stats)) or {"events": []})["events"]
+        ours = stats and attached_stats(stats)
+        if ours:
+            report["events"] += ours["events"]
+            report["contexts_reused"] += ours["contexts_reused"]
         return stats
 
     books.scheduler.make_stats = recording

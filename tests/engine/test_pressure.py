@@ -61,6 +61,17 @@ def test_a_waiting_request_is_let_in(llama: str, run_engine: Run) -> None:
     assert ours["preemptions"] == 0
 
 
+def test_more_requests_run_than_whole_ones_fit(llama: str, run_engine: Run) -> None:
+    """Room for two and a half whole requests: the pool is never so full that nobody can give."""
+    requests = [request(f"r{i}", prompt(1000, seed=i), 100) for i in range(6)]
+    pool = {"num_gpu_blocks_override": 88}
+    stock = run_engine(llama, [requests], **pool)
+    ours = run_engine(llama, [requests], settings=PRESSURE, **pool)
+    assert max(len(held) for held in ours["held"]) >= 4
+    assert len(ours["usage"]) < 0.7 * len(stock["usage"]), "steps"
+    assert ours["preemptions"] == 0
+
+
 def test_what_pressure_leaves_is_attended_to(llama: str, run_engine: Run) -> None:
     """One event in the middle of an answer: what follows is the answer of the kept tokens."""
     tokens = prompt(1000, seed=3)

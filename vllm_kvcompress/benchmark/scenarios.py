@@ -147,7 +147,7 @@ def chat(size: Size) -> Load:
     return Load(
         arrivals,
         pool_tokens=2 * conversations * _blocks(longest),
-        max_model_len=2 * _blocks(longest),
+        max_model_len=_blocks(longest),
     )
 
 
@@ -164,7 +164,7 @@ def mixed(size: Size) -> Load:
     def arrivals(draw: random.Random) -> list[Arrival]:
         found, now = [], 0.0
         for n in range(size.requests):
-            now += draw.expovariate(1.0) * size.prompt / 8192
+            now += draw.expovariate(1.0) * size.prompt / 16384
             length = int(size.prompt * draw.choice((1 / 16, 1 / 4, 1 / 2, 1)))
             generated = int(size.output * draw.choice((1 / 4, 1 / 2, 1)))
             found.append(Arrival(f"r{n}", _tokens(draw, length), generated, seconds=now))

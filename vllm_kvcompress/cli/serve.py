@@ -116,13 +116,20 @@ def options_parser() -> argparse.ArgumentParser:
             help=f"{bound}imum fraction that a request may ask for, with vllm_xargs kv_budget",
         )
     group.add_argument(
+        "--kv-reuse-contexts",
+        action="store_const",
+        const=True,
+        help="keep contexts that requests name with vllm_xargs kv_context_tokens, compressed, for "
+        "later requests about the same one",
+    )
+    group.add_argument(
         "--config",
         metavar="FILE",
         action="append",
         default=[],
         help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
-        "params, profile, min_tokens, request_policies, min_ and max_request_budget); the command "
-        "line wins, setting by setting",
+        "params, profile, min_tokens, request_policies, min_request_budget, max_request_budget, "
+        "reuse_contexts); the command line wins, setting by setting",
     )
     group.add_argument(
         "--print-vllm-command",
@@ -154,6 +161,7 @@ def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
         "request_policies": namespace.kv_allow_request_policies,
         "min_request_budget": namespace.kv_min_request_budget,
         "max_request_budget": namespace.kv_max_request_budget,
+        "reuse_contexts": namespace.kv_reuse_contexts,
     }
     given = {key: value for key, value in flags.items() if value is not None}
     yaml_path = namespace.config[0] if namespace.config else None

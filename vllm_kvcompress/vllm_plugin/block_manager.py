@@ -7,7 +7,7 @@ are null in it, and the blocks that hold what was kept are booked beside it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -15,8 +15,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.ledger import Decision, EventPlan, RequestLedger
+from vllm_kvcompress.ledger import Adoption, Decision, EventPlan, RequestLedger
 from vllm_kvcompress.relief import Candidate
+from vllm_kvcompress.vllm_plugin.contexts import CompressedContext, ContextStore
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ class CompressedBlockManager(FullAttentionManager):
         ledgers: by request id, for requests that hold blocks or wait for their first.
         pressed: requests to be compressed in this step because room is needed.
         plans: events planned since the scheduler last took them, by request id.
+        contexts: compressed contexts, for later requests.
+        adoptions: requests that begin with one, since the scheduler last took them.
         skipped: events that a trigger called for but the rule left out, by policy and reason.
         open_ledger: a new request's books, by its id and the length of its prompt; the scheduler
             sets it.
@@ -46,6 +49,10 @@ class CompressedBlockManager(FullAttentionManager):
         self.open_ledger: Callable[[str, int], RequestLedger]
         self._resident: dict[str, list[KVCacheBlock]] = {}
         self._incoming: dict[str, tuple[EventPlan, list[KVCacheBlock]]] = {}
+        self.contexts = ContextStore(self.block_pool)
+        self.adoptions: dict[str, Adoption] = {}
+        self._wanted_contexts: dict[str, CompressedContext] = {}
+        self._held_contexts: dict[str, CompressedContext] = {}
 
     @classmethod
     def find_longest_cache_hit(
@@ -99,11 +106,20 @@ class CompressedBlockManager(FullAttentionManager):
             apply_admission_cap,
             prefill_end,
         )
+        context = self._wanted_contexts.get(request_id)
+        if context is not None:
+            # Its blocks leave the free queue, where they are if nobody holds them.
+            num_blocks += self._get_num_evictable_blocks(context.blocks)
         if apply_admission_cap:
-            num_blocks += self.promised_blocks(request_id)
+            promised = self.promised_blocks(request_id)
+            num_blocks += promised
+            if context is not None:
+                return num_blocks
             rule = self._ledger(request_id, prefill_end).rule
             if rule.first_effective_position(prefill_end) is None:
-                return num_blocks
+                # A pool full of whole requests has no room left to compress any of them in.
+                relieved = rule.pressure_mark is not None and promised
+                return num_blocks + relieved * rule.target_blocks(num_tokens, num_tokens)
             whole = -(-num_tokens // self.block_size)
             return max(0, num_blocks + rule.peak_blocks(num_tokens) - whole)
         decision = self._decide(request_id, num_tokens_main_model)
@@ -115,6 +131,31 @@ class CompressedBlockManager(FullAttentionManager):
             self.pressed.discard(request_id)
             return num_blocks
         return total
+
+    def want_context(self, request_id: str, key: Hashable) -> CompressedContext | None:
+        """The compressed context that a request, not admitted yet, could begin with."""
+        context = None if key is None else self.contexts.find(key)
+        if context is None:
+            self._wanted_contexts.pop(request_id, None)
+        else:
+            self._wanted_contexts[request_id] = context
+        return context
+
+    def add_local_computed_blocks(
+        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args, **kwargs
+    ) -> None:
+        """Adds a prefix hit; that of a compressed context is null blocks, and what is left."""
+        super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
+        context = self._wanted_contexts.pop(request_id, None)
+        if context is None:
+            return
+        self.contexts.acquire(context)
+        self._held_contexts[request_id] = context
+        self._resident[request_id] = list(context.blocks)
+        self.ledgers[request_id].adopt(context.num_blocks, len(context.blocks))
+        self.adoptions[request_id] = Adoption(
+            request_id, self.kv_cache_group_id, context.blocks[0].block_id, context.num_blocks
+        )
 
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
@@ -159,13 +200,21 @@ class CompressedBlockManager(FullAttentionManager):
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """All blocks of a request: its own, what it kept, and what an event was to keep."""
-        blocks = super().pop_blocks_for_free(request_id)
-        blocks = blocks + self._resident.pop(request_id, [])
+        blocks = super().pop_blocks_for_free(request_id) + self._pop_resident(request_id)
         if request_id in self._incoming:
             blocks = blocks + self._incoming.pop(request_id)[1]
-        self.ledgers.pop(request_id, None)
-        self.plans.pop(request_id, None)
+        for books in (self.ledgers, self.plans, self.adoptions, self._wanted_contexts):
+            books.pop(request_id, None)
         return blocks
+
+    def _pop_resident(self, request_id: str) -> list[KVCacheBlock]:
+        """The blocks of what a request kept, to be freed; a context's are released already."""
+        blocks = self._resident.pop(request_id, [])
+        context = self._held_contexts.pop(request_id, None)
+        if context is None:
+            return blocks
+        self.contexts.release(context)
+        return []
 
     def num_blocks_held(self, request_id: str) -> int:
         """Blocks that a request holds now; null blocks do not count."""
@@ -204,10 +253,17 @@ class CompressedBlockManager(FullAttentionManager):
                 continue
             missing = 1
             if len(blocks) * self.block_size < ledger.num_read_tokens:
-                peak = ledger.rule.admission_blocks(ledger.num_read_tokens)
-                missing = max(1, peak - self.num_blocks_held(request_id))
+                missing = max(1, self._blocks_to_peak(request_id))
             promised += missing
         return promised
+
+    def _blocks_to_peak(self, request_id: str) -> int:
+        """Blocks that a request which is being read will take at most."""
+        rule, num_tokens = self.ledgers[request_id].rule, self.ledgers[request_id].num_read_tokens
+        unread = -(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id])
+        fresh = rule.target_blocks(num_tokens, num_tokens)
+        peak = rule.admission_blocks(num_tokens) - self.num_blocks_held(request_id)
+        return min(peak, unread + fresh)
 
     def _decide(self, request_id: str, position: int) -> Decision | None:
         ledger = self.ledgers.get(request_id)
@@ -238,6 +294,7 @@ class CompressedBlockManager(FullAttentionManager):
             end_block=position // self.block_size,
             resident_blocks=ledger.resident_blocks,
             fresh_block_ids=tuple(block.block_id for block in fresh),
+            reusable=ledger.context_key is not None and position == ledger.num_prompt_tokens,
         )
         ledger.commit(position, decision.num_kept_blocks)
         self.plans[request_id] = plan
@@ -247,8 +304,11 @@ class CompressedBlockManager(FullAttentionManager):
         """Gives an event's source blocks back; cached ones stay usable until vLLM reuses them."""
         plan, fresh = self._incoming.pop(request_id)
         self._remove_blocks_in_range(request_id, plan.first_block, plan.end_block)
-        self.block_pool.free_blocks(reversed(self._resident.get(request_id, [])))
+        self.block_pool.free_blocks(reversed(self._pop_resident(request_id)))
         self._resident[request_id] = fresh
+        if plan.reusable:
+            key = self.ledgers[request_id].context_key
+            self._held_contexts[request_id] = self.contexts.keep(key, plan.end_block, fresh)
 
 
 KVCacheSpecRegistry.register(

@@ -71,6 +71,11 @@ class GroupState:
         self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
     ) -> GroupStep:
         """Everything that the layers of the group share in this step."""
+        for adoption in plan.adoptions:
+            if adoption.group == self.group:
+                self.tables.restore(
+                    adoption.request_id, adoption.first_block_id, adoption.end_block
+                )
         step = GroupStep(
             batch=self.batches.read(request_ids, common.seq_lens, common.block_table_tensor)
         )

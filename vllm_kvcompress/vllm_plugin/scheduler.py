@@ -9,7 +9,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.ledger import EventPlan, Observation, RequestLedger, StepPlan
+from vllm_kvcompress.ledger import Adoption, EventPlan, Observation, RequestLedger, StepPlan
 from vllm_kvcompress.relief import Pool, choose
 from vllm_kvcompress.stats import EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
@@ -48,11 +48,27 @@ class CompressionMixin:
                 "--kv-policy does not work together with Mamba prefix caching ('align' mode): "
                 "both decide where prefill chunks end; add --no-enable-prefix-caching."
             )
+        self._check_context_reuse()
         compat.enable_chunk_ends(self)
         compat.limit_prefix_caching(coordinator, self._cacheable_tokens)
         for manager in self.compressed_managers:
             manager.open_ledger = self._open_ledger
         self._announce()
+
+    def _check_context_reuse(self) -> None:
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        if not self.spec.settings.reuse_contexts:
+            return
+        if not self.cache_config.enable_prefix_caching:
+            raise UnsupportedError(
+                "--kv-reuse-contexts finds contexts by vLLM's block hashes, which "
+                "--no-enable-prefix-caching switches off; leave one of the two out."
+            )
+        if len(managers) > 1:
+            raise UnsupportedError(
+                "--kv-reuse-contexts needs a model of full-attention layers only: the others of "
+                "this one would have to read the context again; leave it out."
+            )
 
     def _announce(self) -> None:
         """One line at start-up: what is compressed, and what that means for capacity."""
@@ -81,7 +97,7 @@ class CompressionMixin:
         output = super().schedule(*args, **kwargs)
         if self.compressed_managers:
             plan = self._step_plan(output)
-            if plan.events or plan.observations:
+            if plan.events or plan.observations or plan.adoptions:
                 compat.attach_plan(output, plan)
         return output
 
@@ -147,6 +163,18 @@ class CompressionMixin:
             return num_new_tokens
         return min(num_new_tokens, position - start)
 
+    def _get_local_prefix_cache_hit(self, request: Request):
+        """vLLM's, or a compressed context: null blocks, since nothing of it is where it was."""
+        if self.compressed_managers and self.spec.settings.reuse_contexts:
+            manager = self.compressed_managers[0]
+            ledger = self._open_ledger(request.request_id, request.num_prompt_tokens)
+            context = manager.want_context(request.request_id, ledger.context_key)
+            if context is not None:
+                blocks = [self.kv_cache_manager.block_pool.null_block] * context.num_blocks
+                hit = self.kv_cache_manager.create_kv_cache_blocks((blocks,))
+                return hit, context.num_blocks * self.spec.block_size, 0, False
+        return super()._get_local_prefix_cache_hit(request)
+
     def add_request(self, request: Request) -> None:
         """Queues a request.
 
@@ -195,12 +223,18 @@ class CompressionMixin:
         """A new request's books, by what it asks for and the server's settings."""
         options = self._options(self.requests[request_id])
         settings = self.spec.settings.for_request(options.policy, options.budget)
-        named = options.context_tokens
+        rule = self.spec.rule_of(settings)
+        end = num_prompt_tokens
+        if options.context_tokens is not None:
+            end = min(options.context_tokens, num_prompt_tokens)
+        key = None
+        num_blocks = min(end, num_prompt_tokens - 1) // rule.block_size
+        if settings.reuse_contexts and options.context_tokens is not None and num_blocks:
+            # Whole blocks, and a token behind them: what begins there is the same for everybody.
+            end = num_blocks * rule.block_size
+            key = (self.requests[request_id].block_hashes[num_blocks - 1], settings.policy, rule)
         return RequestLedger(
-            num_prompt_tokens if named is None else min(named, num_prompt_tokens),
-            self.spec.rule_of(settings),
-            settings.policy,
-            num_read_tokens=num_prompt_tokens,
+            end, rule, settings.policy, num_read_tokens=num_prompt_tokens, context_key=key
         )
 
     def _options(self, request: Request) -> RequestOptions:
@@ -225,9 +259,13 @@ class CompressionMixin:
         """The events and observations of the requests that are in this step."""
         scheduled = output.num_scheduled_tokens
         events: list[EventPlan] = []
+        adoptions: list[Adoption] = []
         for manager in self.compressed_managers:
             events += [plan for rid, plan in manager.plans.items() if rid in scheduled]
             manager.plans.clear()
+            adoptions += [a for rid, a in manager.adoptions.items() if rid in scheduled]
+            manager.adoptions.clear()
+        self._step_stats.contexts_reused += len(adoptions)
         observations: dict[str, Observation] = {}
         if any(rule.window_size for rule in self.spec.rules):
             ledgers = self.compressed_managers[0].ledgers
@@ -236,7 +274,7 @@ class CompressionMixin:
                 seen = ledgers[request_id].observation(end - num_tokens, end)
                 if seen is not None:
                     observations[request_id] = seen
-        return StepPlan(tuple(events), observations)
+        return StepPlan(tuple(events), tuple(adoptions), observations)
 
     def _records(self, events: tuple[EventPlan, ...], seconds: dict[str, float]):
         """One record per request: blocks of all groups, tokens of the first."""

@@ -1,0 +1,132 @@
+"""Contexts that were compressed once and serve later requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Run, request
+from tests.tiny_models import prompt
+
+BLOCK = 32
+CONTEXT = prompt(700, seed=1)
+NAMED = {"kv_context_tokens": len(CONTEXT)}
+WHOLE_BLOCKS = len(CONTEXT) // BLOCK
+REUSE = {"policy": "adakv", "budget": 0.25, "reuse_contexts": True}
+KEPT = -(-WHOLE_BLOCKS // 4)
+
+
+def ask(name: str, seed: int, output: int = 40, **more: Any) -> dict[str, Any]:
+    """A question about the context; other questions are of other lengths."""
+    xargs = {**NAMED, **more.pop("xargs", {})}
+    tokens = CONTEXT + prompt(20 + 5 * seed, seed=100 + seed)
+    return request(name, tokens, output, xargs=xargs, **more)
+
+
+def alone(run_engine: Run, model: str, settings: dict[str, Any], one: dict[str, Any]) -> list[int]:
+    """What the request says when it is the first to name the context."""
+    report = run_engine(model, [[{**one, "at_step": 0}]], settings=settings)
+    assert report["contexts_reused"] == 0
+    return report["outputs"][one["id"]]["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "trigger"),
+    [("adakv", "prompt"), ("snapkv+criticalkv", "chunk:256,decode:16"), ("momentkv", "prompt")],
+)
+def test_later_questions_begin_with_the_compressed_context(
+    llama: str, run_engine: Run, policy: str, trigger: str
+) -> None:
+    """One after the other and side by side, all say what they would have said alone."""
+    settings = {**REUSE, "policy": policy, "trigger": trigger}
+    phases = [
+        [ask("first", 1)],
+        [ask("second", 2), ask("third", 3, at_step=2)],
+    ]
+    report = run_engine(llama, phases, settings=settings)
+    assert report["contexts_reused"] == 2
+    assert report["outputs"]["first"]["cached"] == 0
+    for one in phases[1]:
+        output = report["outputs"][one["id"]]
+        assert output["cached"] == WHOLE_BLOCKS * BLOCK
+        assert output["tokens"] == alone(run_engine, llama, settings, one), one["id"]
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def test_a_shared_context_takes_its_blocks_once(llama: str, run_engine: Run) -> None:
+    first, *others = [ask(f"r{i}", i, output=60, at_step=4 * (i > 0)) for i in range(5)]
+    report = run_engine(llama, [[first, *others]], settings=REUSE)
+    together = [
+        (held, usage)
+        for held, usage in zip(report["held"], report["usage"], strict=True)
+        if len(held) == 5
+    ]
+    assert len(together) > 20
+    held, usage = together[-1]
+    used = round(usage * (report["num_blocks"] - 1))
+    assert used == sum(held.values()) - 4 * KEPT
+    assert all(blocks < KEPT + 6 for blocks in held.values())
+
+
+def test_another_policy_or_budget_is_another_context(llama: str, run_engine: Run) -> None:
+    settings = {
+        **REUSE,
+        "request_policies": ["keydiff", "none"],
+        "min_request_budget": 0.1,
+        "max_request_budget": 0.5,
+    }
+    choices: list[dict[str, Any]] = [
+        {},
+        {"kv_policy": "keydiff"},
+        {"kv_budget": 0.5},
+        {"kv_policy": "none"},
+        {"kv_context_tokens": 640},
+    ]
+    phases = [[ask(f"r{i}", i, output=2, xargs=xargs)] for i, xargs in enumerate(choices)]
+    report = run_engine(llama, phases, settings=settings)
+    assert report["contexts_reused"] == 0
+    again = run_engine(llama, [*phases, [ask("again", 9, xargs=choices[2])]], settings=settings)
+    assert again["contexts_reused"] == 1
+
+
+def test_without_leave_every_request_reads_its_context(llama: str, run_engine: Run) -> None:
+    report = run_engine(
+        llama, [[ask("a", 1)], [ask("b", 2)]], settings={"policy": "adakv", "budget": 0.25}
+    )
+    assert report["contexts_reused"] == 0
+    assert report["outputs"]["b"]["cached"] == 0
+
+
+def test_a_context_gives_way_to_requests_that_need_the_room(llama: str, run_engine: Run) -> None:
+    """vLLM hands its blocks out when it has no others; the next question reads it again."""
+    pool = {"num_gpu_blocks_override": 71, "max_model_len": 1760}
+    filler = [request("filler", prompt(1700, seed=5), 30)]  # takes 53 blocks, and 14 fresh ones
+    phases = [[ask("first", 1)], filler, [ask("second", 2)], [ask("third", 3)]]
+    report = run_engine(llama, phases, settings={**REUSE, "min_tokens": 5000}, **pool)
+    assert report["contexts_reused"] == 0  # min_tokens: nothing was compressed
+    report = run_engine(llama, phases, settings=REUSE, **pool)
+    assert report["contexts_reused"] == 1
+    assert report["outputs"]["second"]["cached"] == 0
+    assert report["outputs"]["third"]["cached"] == WHOLE_BLOCKS * BLOCK
+    assert report["outputs"]["second"]["tokens"] == alone(run_engine, llama, REUSE, phases[2][0])
+    assert report["preemptions"] == 0
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def test_preempted_requests_begin_with_the_context_again(llama: str, run_engine: Run) -> None:
+    requests = [ask(f"r{i}", i, output=250, at_step=5 * (i > 0)) for i in range(7)]
+    roomy = run_engine(llama, [requests], settings=REUSE)
+    tight = run_engine(
+        llama, [requests], settings=REUSE, num_gpu_blocks_override=48, max_model_len=1088
+    )
+    assert roomy["preemptions"] == 0
+    assert tight["preemptions"] > 0
+    for name, output in roomy["outputs"].items():
+        assert tight["outputs"][name]["tokens"] == output["tokens"], name
+    assert tight["free_at_end"] == tight["num_blocks"] - 1
+
+
+def test_prefix_caching_is_needed(llama: str, run_engine: Run) -> None:
+    with pytest.raises(pytest.fail.Exception, match="finds contexts by vLLM's block hashes"):
+        run_engine(llama, [[ask("a", 1)]], settings=REUSE, enable_prefix_caching=False)
