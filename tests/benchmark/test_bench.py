@@ -29,6 +29,7 @@ FIGURES = {
     "peak_running": 4,
     "peak_usage": 0.9,
     "preemptions": 0,
+    "events": 0,
     "scheduler_per_request": 5e-5,
     "timeline": {"seconds": [0.1, 0.2], "running": [1, 2], "usage": [0.5, 0.9]},
 }
@@ -120,6 +121,7 @@ def test_more_requests_at_once_from_the_same_pool(tmp_path: Path) -> None:
     assert stock["peak_running"] == 4
     assert ours["peak_running"] == 8
     assert ours["preemptions"] == 0
+    assert (stock["events"], ours["events"]) == (0, 8)
     for name, figure in figures["repetitions"].items():
         assert len(figure) == 1, name
         assert figure[0]["output_throughput"] == pytest.approx(8 * 32 / figure[0]["seconds"])

@@ -81,9 +81,11 @@ class Driver:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._scheduler = engine.engine_core.engine_core.scheduler
+        self._worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
         self._served: dict[str, Served] = {}
         self._timeline = Timeline()
         self._preemptions = 0
+        self._events = 0
         self._attention = 0.0
         self._scheduling = 0.0
         self._started = 0.0
@@ -162,6 +164,7 @@ class Driver:
             "decode_attention": _median([line.attention_seconds[i] for i in decoding]),
             "scheduler_per_request": sum(line.scheduler_seconds) / max(1, requests_by_step),
             "preemptions": self._preemptions,
+            "events": self._events,
             "peak_usage": max(line.usage),
             "peak_running": max(line.running),
             "hit_rate": sum(one.cached_tokens for one in served) / prompts,
@@ -195,6 +198,7 @@ class Driver:
         line.usage.append(scheduler.kv_cache_manager.usage)
         line.attention_seconds.append(self._attention)
         line.scheduler_seconds.append(self._scheduling)
+        self._events += len(getattr(self._worker, "last_event_seconds", ()))
         ended, new = set(), 0
         for output in outputs:
             one, reply = self._served[output.request_id], output.outputs[0].token_ids
@@ -224,7 +228,6 @@ class Driver:
         """Around every attention layer of the model."""
         from vllm.model_executor.layers.attention import Attention
 
-        model = self._engine.engine_core.engine_core.model_executor.driver_worker.worker
         started = [0.0]
 
         def before(*_: Any) -> None:
@@ -234,7 +237,7 @@ class Driver:
             self._attention += time.perf_counter() - started[0]
 
         hooks = []
-        for module in model.model_runner.model.modules():
+        for module in self._worker.model_runner.model.modules():
             if isinstance(module, Attention):
                 hooks.append(module.register_forward_pre_hook(before))
                 hooks.append(module.register_forward_hook(after))

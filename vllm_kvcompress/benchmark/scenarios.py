@@ -158,7 +158,7 @@ def off(size: Size) -> Load:
 
 
 def mixed(size: Size) -> Load:
-    """Requests of all lengths that come at random, more than whole ones find room for."""
+    """Requests of all lengths that come at random, and memory for two and a half of the longest."""
     whole = size.prompt + size.output
 
     def arrivals(draw: random.Random) -> list[Arrival]:
@@ -170,7 +170,7 @@ def mixed(size: Size) -> Load:
             found.append(Arrival(f"r{n}", _tokens(draw, length), generated, seconds=now))
         return found
 
-    return Load(arrivals, pool_tokens=4 * _blocks(whole), max_model_len=_blocks(whole))
+    return Load(arrivals, pool_tokens=_blocks(5 * whole // 2), max_model_len=_blocks(whole))
 
 
 SCENARIOS: dict[str, Callable[[Size], Load]] = {
