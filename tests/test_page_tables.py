@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.ledger import Observation
 from vllm_kvcompress.page_tables import PageTables
+from vllm_kvcompress.paged_windows import PagedWindows, window_blocks
 from vllm_kvcompress.pages import PagePool, known_packings
 from vllm_kvcompress.query_windows import QueryWindows
 from vllm_kvcompress.resident_batch import ResidentBatches
@@ -106,13 +108,39 @@ def check(batches: ResidentBatches, model: Model, order: list[str]) -> None:
     assert batch.alike == all(torch.equal(row, batch.seq_lens[0]) for row in batch.seq_lens)
 
 
+QUERY_HEADS, HEAD_SIZE = 6, 2
+
+
+def make_paged_windows(window: int, requests: list[str]) -> PagedWindows:
+    """Every request with blocks of its own, in no order; nobody else's rows may ever change."""
+    count = window_blocks(window, QUERY_HEADS, HEADS, SIZE)
+    packing = known_packings(SIZE, HEAD_SIZE)[0]
+    pool = PagePool(
+        pages=torch.zeros(count * len(requests) * LAYERS * HEADS, 2 * SIZE * HEAD_SIZE),
+        pages_per_block=LAYERS * HEADS,
+        layer_offsets=torch.tensor([0, HEADS]),
+        num_heads=HEADS,
+        key_packing=packing,
+        value_packing=packing,
+    )
+    windows = PagedWindows(pool, window, QUERY_HEADS)
+    blocks = list(range(count * len(requests)))[::-1]
+    for nth, name in enumerate(requests):
+        windows.hold(name, tuple(blocks[nth :: len(requests)]))
+    return windows
+
+
+@pytest.mark.parametrize("paged", [False, True])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_query_windows_return_the_last_queries(data: st.DataObject) -> None:
+def test_query_windows_return_the_last_queries(paged: bool, data: st.DataObject) -> None:
     """Requests advance by random chunks; each window equals a slice of all its queries."""
-    window = data.draw(st.integers(1, 6))
-    windows = QueryWindows(num_layers=LAYERS, window_size=window)
-    history: dict[str, list[float]] = {f"r{i}": [] for i in range(10)}
+    window = data.draw(st.integers(1, 9))
+    names = [f"r{i}" for i in range(10)]
+    windows: QueryWindows | PagedWindows = QueryWindows(LAYERS, window)
+    if paged:
+        windows = make_paged_windows(window, names)
+    history: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(data.draw(st.integers(1, 12))):
         chosen = data.draw(st.lists(st.sampled_from(sorted(history)), unique=True, min_size=1))
         rows, batch = [], []
@@ -123,16 +151,18 @@ def test_query_windows_return_the_last_queries(data: st.DataObject) -> None:
             rows.append((name, len(batch), Observation(num - seen, start + num - seen, seen)))
             history[name] += values
             batch += values
-        queries = torch.tensor(batch).view(-1, 1, 1)
+        head = torch.arange(QUERY_HEADS * HEAD_SIZE).view(QUERY_HEADS, HEAD_SIZE) / 32
+        queries = torch.tensor(batch).view(-1, 1, 1) + head
         where = windows.locate(rows)
         for layer in range(LAYERS):
             windows.record(layer, queries + 0.5 * layer, where)
         for name in chosen:
             num = min(window, len(history[name]))
             for layer in range(LAYERS):
-                read = windows.read(layer, name, len(history[name]), num).flatten().tolist()
-                assert read == [value + 0.5 * layer for value in history[name][-num:]]
-        if data.draw(st.booleans()):
+                read = windows.read(layer, name, len(history[name]), num)
+                expected = torch.tensor(history[name][-num:]).view(-1, 1, 1) + head + 0.5 * layer
+                assert torch.equal(read, expected)
+        if not paged and data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(history)))
             windows.release(gone)
             history[gone] = []

@@ -348,13 +348,21 @@ class Settings:
         keeps_all = isinstance(self.budget, float) and self.budget >= 1.0
         return self.compresses or asked or (others and not keeps_all)
 
-    def rule(self, block_size: int, window_size: int, least_blocks: int = 1) -> CompressionRule:
+    @property
+    def pressure_mark(self) -> float | None:
+        """Used part of the pool from which on requests are compressed for room, if they are."""
+        return next((t.mark for t in self.triggers if t.mark is not None), None)
+
+    def rule(
+        self, block_size: int, window_size: int, least_blocks: int = 1, window_blocks: int = 0
+    ) -> CompressionRule:
         """The budget and triggers in tokens and blocks.
 
         Args:
             block_size: tokens of a block; chunks are rounded up to whole blocks.
             window_size: the last queries that the policy observes.
             least_blocks: that an event leaves.
+            window_blocks: for a request's last queries, under pressure.
         """
         if not self.compresses:
             return CompressionRule(block_size, fraction=1.0, at_prompt_end=False)
@@ -370,10 +378,11 @@ class Settings:
             at_prompt_end="prompt" in every,
             chunk_tokens=chunk_tokens,
             decode_tokens=every.get("decode"),
-            pressure_mark=next((t.mark for t in self.triggers if t.mark is not None), None),
+            pressure_mark=self.pressure_mark,
             min_tokens=self.min_tokens,
             window_size=window_size,
             least_blocks=least_blocks,
+            window_blocks=window_blocks,
         )
 
     def num_kept_blocks(self, num_full_blocks: int, block_size: int) -> int:

@@ -13,6 +13,7 @@ from vllm_kvcompress.attention_loss import AttentionLoss
 from vllm_kvcompress.compressor import compress_layer
 from vllm_kvcompress.ledger import EventPlan
 from vllm_kvcompress.page_tables import PageTables
+from vllm_kvcompress.paged_windows import PagedWindows
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.rotary import Rotary
@@ -79,7 +80,7 @@ class EventRunner:
     def __init__(
         self,
         tables: PageTables,
-        windows: QueryWindows,
+        windows: QueryWindows | PagedWindows,
         pipelines: Mapping[str, Pipeline],
         weights: Sequence[LayerWeights],
     ) -> None:
@@ -172,7 +173,7 @@ class EventRunner:
         self.tables.begin_tail(event.slot, plan.end_block, event.max_kept)
         if plan.reusable:
             self.tables.save(event.slot, plan.request_id, plan.fresh_block_ids[0])
-        self.windows.release(plan.request_id)
+        self.windows.end_event(plan.request_id)
 
     def _view(self, event: Event, layer: int, scale: float) -> tuple[Tensor, LayerView]:
         """The layer's source pages [num_heads, pages] and what the policy sees of them."""

@@ -42,6 +42,7 @@ class CompressionRule:
         window_size: the last queries that the policy observes at an event.
         least_blocks: what an event leaves at least: one page per layer and head, and room for
             what the policy carries on.
+        window_blocks: that hold a request's last queries, under pressure.
     """
 
     block_size: int
@@ -54,6 +55,7 @@ class CompressionRule:
     min_tokens: int = 0
     window_size: int = 0
     least_blocks: int = 1
+    window_blocks: int = 0
 
     def next_position(self, num_prompt_tokens: int, after: int) -> int | None:
         """First position > `after` (in computed tokens) at which an event may happen."""
@@ -139,8 +141,8 @@ class CompressionRule:
     def admission_blocks(self, num_tokens: int) -> int:
         """Blocks that a request needs free to read all of `num_tokens` tokens."""
         if self.first_effective_position(num_tokens) is None:
-            return math.ceil(num_tokens / self.block_size)
-        return self.peak_blocks(num_tokens)
+            return math.ceil(num_tokens / self.block_size) + self.window_blocks
+        return self.peak_blocks(num_tokens) + self.window_blocks
 
     def held_blocks(self, num_tokens: int) -> int:
         """Blocks that a request of `num_tokens` tokens holds between events: kept ones and a tail.
@@ -152,7 +154,8 @@ class CompressionRule:
             return num_blocks
         tail = self.decode_tokens or self.chunk_tokens or 1
         kept = self.target_blocks(num_tokens, num_tokens)
-        return min(num_blocks, kept + math.ceil(tail / self.block_size))
+        kept = min(num_blocks, kept + math.ceil(tail / self.block_size))
+        return kept + self.window_blocks
 
     def concurrency(self, num_tokens: int, pool_blocks: int) -> float:
         """How many requests of `num_tokens` tokens a pool serves at a time.
@@ -240,11 +243,13 @@ class StepPlan:
     Attributes:
         events: the compression events at the end of this step's attention.
         adoptions: requests that begin with a context, compressed before.
+        windows: by group and request id, the blocks that its last queries are to lie in.
         observations: by request id; only for policies that look at queries.
     """
 
     events: tuple[EventPlan, ...] = ()
     adoptions: tuple[Adoption, ...] = ()
+    windows: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     observations: dict[str, Observation] = field(default_factory=dict)
 
 

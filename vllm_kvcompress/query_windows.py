@@ -7,6 +7,7 @@ lies at p modulo the window size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,39 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.ledger import Observation
+
+
+@dataclass(frozen=True)
+class Located:
+    """Observed queries of a step.
+
+    Attributes:
+        tokens: [T] int64 places in the batch.
+        places: [T] or [T, num_query_heads] int64 rows of the rings' memory, in the first layer.
+    """
+
+    tokens: Tensor
+    places: Tensor
+
+
+def lay_out(rows: list[tuple[str, int, Observation]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Observed tokens of all requests, one after the other.
+
+    Args:
+        rows: request id, the request's first token in the batch, and what to observe of it.
+
+    Returns:
+        [T] int64 each: place in the batch, which of `rows`, position in the request.
+    """
+    # One number of each kind per request; their tokens are then laid out together.
+    tokens, positions, counts = np.array(
+        [(first + seen.offset, seen.position, seen.num_tokens) for _, first, seen in rows]
+    ).T
+    row: Any = np.repeat(np.arange(len(rows)), counts)
+    nth = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    laid_out = (tokens[row] + nth, row, positions[row] + nth)
+    token, which, position = (torch.from_numpy(numbers) for numbers in laid_out)
+    return token, which, position
 
 
 class QueryWindows:
@@ -31,41 +65,31 @@ class QueryWindows:
         self.slots: dict[str, int] = {}
         self._free_slots: list[int] = []
 
-    def locate(self, rows: list[tuple[str, int, Observation]]) -> tuple[Tensor, Tensor, Tensor]:
+    def locate(self, rows: list[tuple[str, int, Observation]]) -> Located:
         """Where this step's observed queries come from and go to.
 
         Args:
             rows: request id, the request's first token in the batch, and what to observe of it.
-
-        Returns:
-            token [T] int64 in the batch, slot [T], place in the ring [T].
         """
-        # One number of each kind per request; their tokens are then laid out together.
-        slots, tokens, positions, counts = np.array(
-            [
-                (self._slot(request_id), first + seen.offset, seen.position, seen.num_tokens)
-                for request_id, first, seen in rows
-            ]
-        ).T
-        row: Any = np.repeat(np.arange(len(rows)), counts)
-        nth = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
-        places = (positions[row] + nth) % self.window_size
-        located = (tokens[row] + nth, slots[row], places)
-        token, slot, place = (torch.from_numpy(numbers) for numbers in located)
-        return token, slot, place
+        tokens, row, positions = lay_out(rows)
+        slots = torch.tensor([self._slot(request_id) for request_id, _, _ in rows])[row]
+        return Located(tokens, slots * self.window_size + positions % self.window_size)
 
-    def record(self, layer: int, queries: Tensor, where: tuple[Tensor, Tensor, Tensor]) -> None:
+    def record(self, layer: int, queries: Tensor, where: Located) -> None:
         """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings."""
-        tokens, slots, places = where
         self._reserve(queries)
         assert self.ring is not None
-        self.ring[layer, slots, places] = queries[tokens]
+        self.ring[layer].flatten(0, 1)[where.places] = queries[where.tokens]
 
     def read(self, layer: int, request_id: str, position: int, num_queries: int) -> Tensor:
         """[num_queries, num_query_heads, head_size]: the last queries before `position`."""
         assert self.ring is not None
         places = torch.arange(position - num_queries, position) % self.window_size
         return self.ring[layer, self.slots[request_id], places]
+
+    def end_event(self, request_id: str) -> None:
+        """Frees a request's ring, until an event comes near again."""
+        self.release(request_id)
 
     def release(self, request_id: str) -> None:
         """Frees a request's ring; unknown requests are ignored."""

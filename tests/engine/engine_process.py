@@ -76,6 +76,7 @@ class Books:
     def owned(manager: Any, request_id: str) -> list[int]:
         blocks = [b for b in manager.req_to_blocks.get(request_id, ()) if not b.is_null]
         blocks += getattr(manager, "_resident", {}).get(request_id, [])
+        blocks += getattr(manager, "_windows", {}).get(request_id, [])
         if request_id in getattr(manager, "_incoming", {}):
             blocks += manager._incoming[request_id][1]
         return [block.block_id for block in blocks]

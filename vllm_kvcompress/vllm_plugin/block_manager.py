@@ -33,6 +33,7 @@ class CompressedBlockManager(FullAttentionManager):
         ledgers: by request id, for requests that hold blocks or wait for their first.
         pressed: requests to be compressed in this step because room is needed.
         plans: events planned since the scheduler last took them, by request id.
+        new_windows: blocks for the last queries of requests, since the scheduler last took them.
         contexts: compressed contexts, for later requests.
         adoptions: requests that begin with one, since the scheduler last took them.
         skipped: events that a trigger called for but the rule left out, by policy and reason.
@@ -48,6 +49,8 @@ class CompressedBlockManager(FullAttentionManager):
         self.skipped: Counter[tuple[str, str]] = Counter()
         self.open_ledger: Callable[[str, int], RequestLedger]
         self._resident: dict[str, list[KVCacheBlock]] = {}
+        self.new_windows: dict[str, tuple[int, ...]] = {}
+        self._windows: dict[str, list[KVCacheBlock]] = {}
         self._incoming: dict[str, tuple[EventPlan, list[KVCacheBlock]]] = {}
         self.contexts = ContextStore(self.block_pool)
         self.adoptions: dict[str, Adoption] = {}
@@ -106,6 +109,8 @@ class CompressedBlockManager(FullAttentionManager):
             apply_admission_cap,
             prefill_end,
         )
+        if request_id not in self._windows:
+            num_blocks += self._ledger(request_id, prefill_end).rule.window_blocks
         context = self._wanted_contexts.get(request_id)
         if context is not None:
             # Its blocks leave the free queue, where they are if nobody holds them.
@@ -117,9 +122,10 @@ class CompressedBlockManager(FullAttentionManager):
                 return num_blocks
             rule = self._ledger(request_id, prefill_end).rule
             if rule.first_effective_position(prefill_end) is None:
-                # A pool full of whole requests has no room left to compress any of them in.
-                relieved = rule.pressure_mark is not None and promised
-                return num_blocks + relieved * rule.target_blocks(num_tokens, num_tokens)
+                if rule.pressure_mark is not None and promised:
+                    # A pool full of whole requests has no room left to compress any of them in.
+                    num_blocks += rule.target_blocks(num_tokens, num_tokens)
+                return num_blocks
             whole = -(-num_tokens // self.block_size)
             return max(0, num_blocks + rule.peak_blocks(num_tokens) - whole)
         decision = self._decide(request_id, num_tokens_main_model)
@@ -162,6 +168,11 @@ class CompressedBlockManager(FullAttentionManager):
     ) -> list[KVCacheBlock]:
         """Blocks for new tokens; those of an event are allocated too but booked apart."""
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
+        num_window_blocks = self.ledgers[request_id].rule.window_blocks
+        if num_window_blocks and request_id not in self._windows:
+            blocks = self.block_pool.get_new_blocks(num_window_blocks)
+            self._windows[request_id] = blocks
+            self.new_windows[request_id] = tuple(block.block_id for block in blocks)
         decision = self._decide(request_id, num_tokens_main_model)
         if decision is not None:
             if decision.skipped:
@@ -203,8 +214,10 @@ class CompressedBlockManager(FullAttentionManager):
         blocks = super().pop_blocks_for_free(request_id) + self._pop_resident(request_id)
         if request_id in self._incoming:
             blocks = blocks + self._incoming.pop(request_id)[1]
+        blocks = blocks + self._windows.pop(request_id, [])
         for books in (self.ledgers, self.plans, self.adoptions, self._wanted_contexts):
             books.pop(request_id, None)
+        self.new_windows.pop(request_id, None)
         return blocks
 
     def _pop_resident(self, request_id: str) -> list[KVCacheBlock]:
@@ -224,7 +237,8 @@ class CompressedBlockManager(FullAttentionManager):
         plan, fresh = self._incoming.get(request_id, (None, ()))
         ledger = self.ledgers[request_id]
         num_null = ledger.compressed_blocks if plan is None else plan.first_block
-        return len(blocks) - num_null + len(self._resident.get(request_id, ())) + len(fresh)
+        beside = (self._resident.get(request_id, ()), fresh, self._windows.get(request_id, ()))
+        return len(blocks) - num_null + sum(map(len, beside))
 
     def candidate(self, request_id: str, position: int) -> Candidate | None:
         """What compressing a request would give at a position; None: nothing, or not now."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from vllm_kvcompress.attention_loss import AttentionLoss
 from vllm_kvcompress.config import Settings
@@ -15,10 +14,11 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.events import Event, EventRunner, LayerWeights
 from vllm_kvcompress.ledger import StepPlan
 from vllm_kvcompress.page_tables import PageTables
+from vllm_kvcompress.paged_windows import PagedWindows, window_blocks
 from vllm_kvcompress.pages import PagePool, flat_pages
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
-from vllm_kvcompress.query_windows import QueryWindows
+from vllm_kvcompress.query_windows import Located, QueryWindows
 from vllm_kvcompress.resident_batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
@@ -37,12 +37,12 @@ class GroupStep:
     Attributes:
         batch: the compressed requests, or None when every request is whole.
         events: compression events at the end of each layer's attention.
-        observed: where queries to remember are (tokens, ring slots, ring places), or None.
+        observed: where queries to remember are, and where they go; or None.
     """
 
     batch: ResidentBatch | None = None
     events: list[Event] = field(default_factory=list)
-    observed: tuple[Tensor, Tensor, Tensor] | None = None
+    observed: Located | None = None
 
 
 class GroupState:
@@ -71,6 +71,9 @@ class GroupState:
         self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
     ) -> GroupStep:
         """Everything that the layers of the group share in this step."""
+        for (group, request_id), block_ids in plan.windows.items():
+            if group == self.group:
+                self.runner.windows.hold(request_id, block_ids)
         for adoption in plan.adoptions:
             if adoption.group == self.group:
                 self.tables.restore(
@@ -122,6 +125,13 @@ class WorkerState:
         """Whether attention to compressed requests needs more than ordinary kernels give."""
         return any(pipeline.gathers for pipeline in self.pipelines.values())
 
+    @property
+    def num_query_heads(self) -> int:
+        """Of this rank, per layer."""
+        config = self.vllm_config
+        heads: int = config.model_config.get_num_attention_heads(config.parallel_config)
+        return heads
+
     def demands(self, spec: AttentionSpec) -> tuple[PolicyDemand, ...]:
         """What every policy asks of the rule that plans its events.
 
@@ -143,7 +153,17 @@ class WorkerState:
                     f"which {budget} tokens cannot hold beside a block of tokens per head; give "
                     f"at least {blocks * spec.block_size}."
                 )
-            found.append(PolicyDemand(policy, pipeline.needs.window_size, blocks))
+            window_size = pipeline.needs.window_size
+            demand = PolicyDemand(policy, window_size, blocks)
+            if self.settings.pressure_mark is not None:
+                ring = window_blocks(
+                    self.needs.window_size,
+                    self.num_query_heads,
+                    spec.num_kv_heads,
+                    spec.block_size,
+                )
+                demand = replace(demand, window_blocks=ring if window_size else 0)
+            found.append(demand)
         return tuple(found)
 
     def bind(self, model_runner, kv_cache_config: KVCacheConfig) -> None:
@@ -265,7 +285,11 @@ class WorkerState:
             )
             for policy, pipeline in self.pipelines.items()
         }
-        windows = QueryWindows(len(layers), self.needs.window_size)
+        windows: QueryWindows | PagedWindows
+        if self.settings.pressure_mark is None:
+            windows = QueryWindows(len(layers), self.needs.window_size)
+        else:
+            windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
         weights = [self._weights(layer) for layer in layers]
         runner = EventRunner(PageTables(pool), windows, pipelines, weights)
         index = {name: i for i, name in enumerate(group.layer_names)}

@@ -97,7 +97,7 @@ class CompressionMixin:
         output = super().schedule(*args, **kwargs)
         if self.compressed_managers:
             plan = self._step_plan(output)
-            if plan.events or plan.observations or plan.adoptions:
+            if plan != StepPlan():
                 compat.attach_plan(output, plan)
         return output
 
@@ -260,11 +260,15 @@ class CompressionMixin:
         scheduled = output.num_scheduled_tokens
         events: list[EventPlan] = []
         adoptions: list[Adoption] = []
+        windows: dict[tuple[int, str], tuple[int, ...]] = {}
         for manager in self.compressed_managers:
             events += [plan for rid, plan in manager.plans.items() if rid in scheduled]
             manager.plans.clear()
             adoptions += [a for rid, a in manager.adoptions.items() if rid in scheduled]
             manager.adoptions.clear()
+            group = manager.kv_cache_group_id
+            windows |= {(group, rid): ids for rid, ids in manager.new_windows.items()}
+            manager.new_windows.clear()
         self._step_stats.contexts_reused += len(adoptions)
         observations: dict[str, Observation] = {}
         if any(rule.window_size for rule in self.spec.rules):
@@ -274,7 +278,7 @@ class CompressionMixin:
                 seen = ledgers[request_id].observation(end - num_tokens, end)
                 if seen is not None:
                     observations[request_id] = seen
-        return StepPlan(tuple(events), tuple(adoptions), observations)
+        return StepPlan(tuple(events), tuple(adoptions), windows, observations)
 
     def _records(self, events: tuple[EventPlan, ...], seconds: dict[str, float]):
         """One record per request: blocks of all groups, tokens of the first."""

@@ -25,11 +25,13 @@ class PolicyDemand:
         policy: its name.
         window_size: queries that it observes at an event.
         least_blocks: blocks that an event leaves at least.
+        window_blocks: blocks for a request's last queries; 0 unless under pressure.
     """
 
     policy: str
     window_size: int
     least_blocks: int
+    window_blocks: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +58,9 @@ class CompressedAttentionSpec(FullAttentionSpec):
         """When requests with these settings are compressed, for this spec's block size."""
         found = [demand for demand in self.demands if demand.policy == settings.policy]
         demand = found[0] if found else PolicyDemand(settings.policy, 0, 1)
-        return settings.rule(self.block_size, demand.window_size, demand.least_blocks)
+        return settings.rule(
+            self.block_size, demand.window_size, demand.least_blocks, demand.window_blocks
+        )
 
     @cached_property
     def rule(self) -> CompressionRule:
