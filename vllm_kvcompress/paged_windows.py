@@ -40,6 +40,8 @@ class PagedWindows:
         self.window_size = window_size
         self._pool = pool
         self._heads = torch.arange(num_query_heads)
+        offsets = pool.layer_offsets - pool.layer_offsets[0]
+        self._layer_rows: list[int] = (offsets * self._rows_per_page).tolist()
         # By request the first row of each of its ring's pages, in the first layer.
         self._pages: dict[str, Tensor] = {}
 
@@ -70,14 +72,14 @@ class PagedWindows:
     def record(self, layer: int, queries: Tensor, where: Located) -> None:
         """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings."""
         rows = self._rows
-        rows[where.places + self._layer_rows(layer)] = queries[where.tokens].to(rows.dtype)
+        rows[where.places + self._layer_rows[layer]] = queries[where.tokens].to(rows.dtype)
 
     def read(self, layer: int, request_id: str, position: int, num_queries: int) -> Tensor:
         """[num_queries, num_query_heads, head_size]: the last queries before `position`."""
         positions = torch.arange(position - num_queries, position)
         places = (positions % self.window_size)[:, None] * len(self._heads) + self._heads
         firsts = self._pages[request_id][places // self._rows_per_page]
-        return self._rows[firsts + places % self._rows_per_page + self._layer_rows(layer)]
+        return self._rows[firsts + places % self._rows_per_page + self._layer_rows[layer]]
 
     def end_event(self, request_id: str) -> None:
         """The ring goes on: the next event may come at any token."""
@@ -85,7 +87,3 @@ class PagedWindows:
     def release(self, request_id: str) -> None:
         """Forgets a request's ring; unknown requests are ignored."""
         self._pages.pop(request_id, None)
-
-    def _layer_rows(self, layer: int) -> Tensor:
-        offsets = self._pool.layer_offsets
-        return (offsets[layer] - offsets[0]) * self._rows_per_page
