@@ -64,6 +64,7 @@ def event_plan(first_block: int, end_block: int, resident: int) -> EventPlan:
     return EventPlan(
         request_id="r",
         group=0,
+        policy="snapkv",
         trigger="prompt",
         position=end_block * SIZE,
         first_block=first_block,

@@ -15,7 +15,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.ledger import Adoption, Decision, EventPlan, RequestLedger
+from vllm_kvcompress.ledger import (
+    Adoption,
+    CompressionRule,
+    Decision,
+    EventPlan,
+    RequestLedger,
+)
 from vllm_kvcompress.relief import Candidate
 from vllm_kvcompress.vllm_plugin.contexts import CompressedContext, ContextStore
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
@@ -109,25 +115,18 @@ class CompressedBlockManager(FullAttentionManager):
             apply_admission_cap,
             prefill_end,
         )
+        rule = self._ledger(request_id, prefill_end).rule
         if request_id not in self._windows:
-            num_blocks += self._ledger(request_id, prefill_end).rule.window_blocks
+            num_blocks += rule.window_blocks
         context = self._wanted_contexts.get(request_id)
         if context is not None:
             # Its blocks leave the free queue, where they are if nobody holds them.
             num_blocks += self._get_num_evictable_blocks(context.blocks)
         if apply_admission_cap:
             promised = self.promised_blocks(request_id)
-            num_blocks += promised
-            if context is not None:
-                return num_blocks
-            rule = self._ledger(request_id, prefill_end).rule
-            if rule.first_effective_position(prefill_end) is None:
-                if rule.pressure_mark is not None and promised:
-                    # A pool full of whole requests has no room left to compress any of them in.
-                    num_blocks += rule.target_blocks(num_tokens, num_tokens)
-                return num_blocks
-            whole = -(-num_tokens // self.block_size)
-            return max(0, num_blocks + rule.peak_blocks(num_tokens) - whole)
+            if context is None:
+                num_blocks += self._blocks_of_events(rule, num_tokens, prefill_end, promised > 0)
+            return max(0, num_blocks + promised)
         decision = self._decide(request_id, num_tokens_main_model)
         if decision is None or decision.skipped:
             return num_blocks
@@ -137,6 +136,17 @@ class CompressedBlockManager(FullAttentionManager):
             self.pressed.discard(request_id)
             return num_blocks
         return total
+
+    def _blocks_of_events(
+        self, rule: CompressionRule, num_tokens: int, prefill_end: int, has_others: bool
+    ) -> int:
+        """What a request needs at its peak, beyond the blocks of its tokens; may be negative."""
+        if rule.first_effective_position(prefill_end) is not None:
+            return rule.peak_blocks(num_tokens) - -(-num_tokens // self.block_size)
+        if rule.pressure_mark is not None and has_others:
+            # A pool full of whole requests has no room left to compress any of them in.
+            return rule.target_blocks(num_tokens, num_tokens)
+        return 0
 
     def want_context(self, request_id: str, key: Hashable) -> CompressedContext | None:
         """The compressed context that a request, not admitted yet, could begin with."""
