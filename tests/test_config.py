@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.config import (
-    DEFAULT_CHUNK_TOKENS,
     DEFAULT_MIN_TOKENS,
     Settings,
     Trigger,
@@ -19,6 +18,7 @@ from vllm_kvcompress.config import (
     parse_triggers,
 )
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.triggers import DEFAULT_CHUNK_TOKENS
 
 BUDGETS = st.one_of(
     st.floats(min_value=1e-4, max_value=1.0, exclude_min=True),

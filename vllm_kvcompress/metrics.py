@@ -54,7 +54,7 @@ class CompressionMetrics:
         self.events = self._counter(
             "kvcompress_events",
             "Number of compression events: one request compressed once, in all layers, by policy "
-            "and by what triggered it (prompt, chunk or decode).",
+            "and by what triggered it (prompt, chunk, decode or pressure).",
             ["policy", "trigger"],
         )
         self.source_tokens = self._counter(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvcompress.benchmark.scenarios import Arrival, Load, Size
+from vllm_kvcompress.vllm_plugin import compat
 
 
 @dataclass
@@ -80,8 +81,7 @@ class Driver:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self._scheduler = engine.engine_core.engine_core.scheduler
-        self._worker = engine.engine_core.engine_core.model_executor.driver_worker.worker
+        self._scheduler, self._worker = compat.engine_parts(engine)
         self._served: dict[str, Served] = {}
         self._timeline = Timeline()
         self._preemptions = 0
@@ -115,7 +115,7 @@ class Driver:
     def watching(self, load: Load) -> Iterator[None]:
         """Counts preemptions and takes the scheduler's time, and attention's if asked to."""
         scheduler = self._scheduler
-        preempt, schedule = scheduler._preempt_request, scheduler.schedule
+        preempt, schedule = getattr(scheduler, compat.PREEMPT), scheduler.schedule
         hooks = self._attention_hooks() if load.timed_attention else []
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -128,13 +128,13 @@ class Driver:
             self._tokens_in_step = output.total_num_scheduled_tokens
             return output
 
-        scheduler._preempt_request = counted
+        setattr(scheduler, compat.PREEMPT, counted)
         scheduler.schedule = self._timed(looked_at)
         scheduler.update_from_output = self._timed(scheduler.update_from_output)
         try:
             yield
         finally:
-            for name in ("_preempt_request", "schedule", "update_from_output"):
+            for name in (compat.PREEMPT, "schedule", "update_from_output"):
                 delattr(scheduler, name)  # the class's own is behind it
             for hook in hooks:
                 hook.remove()
@@ -226,8 +226,6 @@ class Driver:
 
     def _attention_hooks(self) -> list[Any]:
         """Around every attention layer of the model."""
-        from vllm.model_executor.layers.attention import Attention
-
         started = [0.0]
 
         def before(*_: Any) -> None:
@@ -237,10 +235,9 @@ class Driver:
             self._attention += time.perf_counter() - started[0]
 
         hooks = []
-        for module in self._worker.model_runner.model.modules():
-            if isinstance(module, Attention):
-                hooks.append(module.register_forward_pre_hook(before))
-                hooks.append(module.register_forward_hook(after))
+        for module in compat.attention_modules(self._worker):
+            hooks.append(module.register_forward_pre_hook(before))
+            hooks.append(module.register_forward_hook(after))
         return hooks
 
 

@@ -103,6 +103,27 @@ def options_parser() -> argparse.ArgumentParser:
         help="leave requests alone while they have fewer tokens than this "
         f"(default {DEFAULT_MIN_TOKENS})",
     )
+    _add_request_options(group)
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
+        "params, profile, min_tokens, request_policies, min_request_budget, max_request_budget, "
+        "reuse_contexts); the command line wins, setting by setting",
+    )
+    group.add_argument(
+        "--print-vllm-command",
+        action="store_true",
+        help="print the equivalent plain `vllm serve` command, and stop",
+    )
+    parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_request_options(group: argparse._ArgumentGroup) -> None:
+    """What single requests may do."""
     group.add_argument(
         "--kv-allow-request-policies",
         metavar="P,...",
@@ -122,22 +143,6 @@ def options_parser() -> argparse.ArgumentParser:
         help="keep contexts that requests name with vllm_xargs kv_context_tokens, compressed, for "
         "later requests about the same one",
     )
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
-        "params, profile, min_tokens, request_policies, min_request_budget, max_request_budget, "
-        "reuse_contexts); the command line wins, setting by setting",
-    )
-    group.add_argument(
-        "--print-vllm-command",
-        action="store_true",
-        help="print the equivalent plain `vllm serve` command, and stop",
-    )
-    parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
-    return parser
 
 
 def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:

@@ -169,6 +169,25 @@ def attached_stats(scheduler_stats: Any) -> dict[str, Any] | None:
     return None
 
 
+# --- engines in this very process, for measuring ------------------------------------------
+
+PREEMPT = "_preempt_request"  # the scheduler's method
+
+
+def engine_parts(llm_engine: Any) -> tuple[Any, Any]:
+    """Scheduler and first worker of an engine that runs without processes of its own."""
+    core = llm_engine.engine_core.engine_core
+    return core.scheduler, core.model_executor.driver_worker.worker
+
+
+def attention_modules(worker: Any) -> list[Any]:
+    """The model's attention layers."""
+    from vllm.model_executor.layers.attention import Attention
+
+    modules = worker.model_runner.model.modules()
+    return [module for module in modules if isinstance(module, Attention)]
+
+
 # --- worker ------------------------------------------------------------------------------
 
 
