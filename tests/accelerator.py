@@ -1,0 +1,63 @@
+"""Stands in for an accelerator where there is none: torch's `meta` device, watched.
+
+Tensors there have shapes and no numbers, so that whatever would wait for an accelerator's numbers
+fails: `int(t)`, `if t:`, `t.tolist()`, `t[mask]`, `t.nonzero()`, and operations between devices.
+Two things would pass and are refused here: indexing with a tensor of the host, and copies from
+the host that wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ACCELERATOR = torch.device("meta")
+
+
+class Synchronised(AssertionError):
+    """The host would have waited for the accelerator."""
+
+
+class _NoMixing(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        devices = {t.device.type for t in tensors if t.dim()}
+        if len(devices) > 1:
+            waits = name != "copy_" or not (kwargs.get("non_blocking") or args[2:3] == (True,))
+            if waits:
+                raise Synchronised(f"{func} takes tensors of {sorted(devices)}")
+        target = kwargs.get("device")
+        if name == "_to_copy" and target is not None and torch.device(target) == ACCELERATOR:
+            if devices == {"cpu"} and not kwargs.get("non_blocking"):
+                raise Synchronised("a copy to the accelerator that waits; use upload")
+        return func(*args, **kwargs)
+
+
+class _NoLiterals(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if func in (torch.tensor, torch.as_tensor, torch.asarray) and device is not None:
+            if torch.device(device) == ACCELERATOR:
+                raise Synchronised(f"torch.{func.__name__} to the accelerator waits; use upload")
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """Fails where the host would wait for the accelerator, or compute on both."""
+    with _NoLiterals(), _NoMixing():
+        yield
+
+
+def on_accelerator(value: Any) -> Any:
+    """A tensor's shape and type on the accelerator."""
+    return value.to(ACCELERATOR)
