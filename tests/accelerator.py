@@ -35,9 +35,9 @@ class _NoMixing(TorchDispatchMode):
             if waits:
                 raise Synchronised(f"{func} takes tensors of {sorted(devices)}")
         target = kwargs.get("device")
-        if name == "_to_copy" and target is not None and torch.device(target) == ACCELERATOR:
-            if devices == {"cpu"} and not kwargs.get("non_blocking"):
-                raise Synchronised("a copy to the accelerator that waits; use upload")
+        there = target is not None and torch.device(target) == ACCELERATOR
+        if name == "_to_copy" and there and devices == {"cpu"} and not kwargs.get("non_blocking"):
+            raise Synchronised("a copy to the accelerator that waits; use upload")
         return func(*args, **kwargs)
 
 
@@ -45,9 +45,9 @@ class _NoLiterals(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        if func in (torch.tensor, torch.as_tensor, torch.asarray) and device is not None:
-            if torch.device(device) == ACCELERATOR:
-                raise Synchronised(f"torch.{func.__name__} to the accelerator waits; use upload")
+        there = device is not None and torch.device(device) == ACCELERATOR
+        if there and func in (torch.tensor, torch.as_tensor, torch.asarray):
+            raise Synchronised(f"torch.{func.__name__} to the accelerator waits; use upload")
         return func(*args, **kwargs)
 
 
