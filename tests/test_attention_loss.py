@@ -9,7 +9,8 @@ import torch
 
 from vllm_kvcompress.attention_loss import AttentionLoss
 from vllm_kvcompress.ledger import EventPlan
-from vllm_kvcompress.pages import PagePool, known_packings
+from vllm_kvcompress.packings import known_packings
+from vllm_kvcompress.pages import PackedPagePool, PagePool
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.resident_batch import ResidentBatch
 
@@ -21,11 +22,13 @@ SECOND_KEPT = [[0, 5, 7, 8, 9, 12, 14, 15], [2, 6, 9, 13]]  # of what the first 
 
 def make_pool() -> PagePool:
     packing = known_packings(SIZE, DIM)[0]
-    return PagePool(
+    return PackedPagePool(
         pages=torch.full((64, 2 * SIZE * DIM), float("nan")),
         pages_per_block=HEADS,
         layer_offsets=torch.tensor([0]),
         num_heads=HEADS,
+        block_size=SIZE,
+        head_size=DIM,
         key_packing=packing,
         value_packing=packing,
     )

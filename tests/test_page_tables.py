@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_kvcompress.ledger import Observation
+from vllm_kvcompress.packings import known_packings
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.paged_windows import PagedWindows, window_blocks
-from vllm_kvcompress.pages import PagePool, known_packings
+from vllm_kvcompress.pages import PackedPagePool
 from vllm_kvcompress.query_windows import QueryWindows
 from vllm_kvcompress.resident_batch import ResidentBatches
 
@@ -19,11 +20,13 @@ LAYERS, HEADS, SIZE = 2, 3, 4
 
 def make_tables() -> PageTables:
     packing = known_packings(SIZE, 2)[0]
-    pool = PagePool(
+    pool = PackedPagePool(
         pages=torch.zeros(0, 2 * SIZE * 2),
         pages_per_block=LAYERS * HEADS,
         layer_offsets=torch.tensor([0, HEADS]),
         num_heads=HEADS,
+        block_size=SIZE,
+        head_size=2,
         key_packing=packing,
         value_packing=packing,
     )
@@ -115,11 +118,13 @@ def make_paged_windows(window: int, requests: list[str]) -> PagedWindows:
     """Every request with blocks of its own, in no order; nobody else's rows may ever change."""
     count = window_blocks(window, QUERY_HEADS, HEADS, SIZE)
     packing = known_packings(SIZE, HEAD_SIZE)[0]
-    pool = PagePool(
+    pool = PackedPagePool(
         pages=torch.zeros(count * len(requests) * LAYERS * HEADS, 2 * SIZE * HEAD_SIZE),
         pages_per_block=LAYERS * HEADS,
         layer_offsets=torch.tensor([0, HEADS]),
         num_heads=HEADS,
+        block_size=SIZE,
+        head_size=HEAD_SIZE,
         key_packing=packing,
         value_packing=packing,
     )

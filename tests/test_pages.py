@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
-from vllm_kvcompress.pages import PagePool, find_packing, flat_pages, known_packings
+from vllm_kvcompress.packings import find_packing, known_packings
+from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool, flat_pages
 
 SIZES = [(16, 32), (32, 32), (32, 80), (128, 64), (4, 6)]
 
@@ -85,11 +86,13 @@ def test_a_layer_major_cache_is_refused() -> None:
 @pytest.mark.parametrize("value_name", ["rows", "amx-value"])
 def test_written_pages_read_back(key_name: str, value_name: str) -> None:
     packings = {p.name: p for p in known_packings(16, 32)}
-    pool = PagePool(
+    pool = PackedPagePool(
         pages=torch.zeros(10, 2 * 16 * 32),
         pages_per_block=2,
         layer_offsets=torch.tensor([0, 1]),
         num_heads=1,
+        block_size=16,
+        head_size=32,
         key_packing=packings[key_name],
         value_packing=packings[value_name],
     )
@@ -101,3 +104,58 @@ def test_written_pages_read_back(key_name: str, value_name: str) -> None:
     untouched = [i for i in range(10) if i not in where.tolist()]
     assert not pool.pages[untouched].any()
     assert pool.fresh_pages(torch.tensor([4, 0])).tolist() == [8, 9, 0, 1]
+
+
+def test_packings_of_another_page_are_refused() -> None:
+    packing = known_packings(16, 32)[0]
+    with pytest.raises(InvariantError, match="packings of 16 tokens of 64 elements, got rows of"):
+        PackedPagePool(
+            torch.zeros(1, 2 * 16 * 64), 1, torch.tensor([0]), 1, 16, 64, packing, packing
+        )
+
+
+def interleaved_pool(size: int, dim: int) -> InterleavedPagePool:
+    """Four blocks of two layers of two heads, seen through the layers' caches."""
+    cache = block_major(4, 2, 2, size, dim)
+    pages, per_block, offsets = flat_pages([cache[:, 0], cache[:, 1]])
+    return InterleavedPagePool(pages, per_block, torch.tensor(offsets), 2, size, dim)
+
+
+@pytest.mark.parametrize(("size", "dim"), [(16, 32), (4, 6), (1, 2)])
+def test_interleaved_pages_are_the_layers_own_keys_and_values(size: int, dim: int) -> None:
+    """`split` along the last dimension, as vLLM's GPU backends take K and V out of their cache."""
+    pool = interleaved_pool(size, dim)
+    cache = pool.pages.view(4, 2, 2, size, 2 * dim)
+    keys, values = cache.split(dim, dim=-1)
+    for block in range(4):
+        for layer in range(2):
+            for head in range(2):
+                page = torch.tensor([pool.fresh_pages(torch.tensor([block]))[layer * 2 + head]])
+                assert torch.equal(pool.keys(page)[0], keys[block, layer, head])
+                assert torch.equal(pool.values(page)[0], values[block, layer, head])
+                token = torch.tensor([size - 1])
+                assert torch.equal(pool.take_values(page, token)[0], values[block, layer, head, -1])
+
+
+def test_interleaved_pages_read_back_and_leave_others_alone() -> None:
+    pool = interleaved_pool(4, 6)
+    before, where = pool.pages.clone(), torch.tensor([[7, 2], [5, 11]])
+    keys, values = torch.randn(2, 2, 4, 6), torch.randn(2, 2, 4, 6)
+    pool.write(where, keys, values)
+    assert torch.equal(pool.keys(where), keys)
+    assert torch.equal(pool.values(where), values)
+    for page in range(16):
+        if page not in where:
+            assert torch.equal(pool.pages[page], before[page])
+
+
+def test_entries_are_the_tokens_of_a_page_table() -> None:
+    pool = interleaved_pool(4, 6)
+    table, lengths = torch.tensor([[3, 9], [14, -1]]), torch.tensor([7, 2])
+    entries = pool.entries(table, lengths)
+    keys, values = entries.keys(), entries.values()
+    for sequence, length in enumerate(lengths.tolist()):
+        for nth in range(length):
+            page, token = table[sequence, nth // 4].item(), nth % 4
+            row = pool.pages[page, token * 12 : token * 12 + 12]
+            assert torch.equal(torch.cat((keys[sequence, nth], values[sequence, nth])), row)

@@ -15,7 +15,7 @@ from vllm_kvcompress.events import Event, EventRunner, LayerWeights
 from vllm_kvcompress.ledger import StepPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.paged_windows import PagedWindows, window_blocks
-from vllm_kvcompress.pages import PagePool, flat_pages
+from vllm_kvcompress.pages import PackedPagePool, flat_pages
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
 from vllm_kvcompress.query_windows import Located, QueryWindows
@@ -265,11 +265,13 @@ class WorkerState:
         spec = group.kv_cache_spec
         pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
         key_packing, value_packing = probe_packings(layers[0], spec)
-        pool = PagePool(
+        pool = PackedPagePool(
             pages=pages,
             pages_per_block=pages_per_block,
             layer_offsets=torch.tensor(offsets),
             num_heads=spec.num_kv_heads,
+            block_size=spec.block_size,
+            head_size=spec.head_size,
             key_packing=key_packing,
             value_packing=value_packing,
         )

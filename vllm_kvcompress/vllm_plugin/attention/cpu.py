@@ -23,7 +23,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvcompress.events import EventRunner
 from vllm_kvcompress.gathered_attention import QueryGroup, gathered_attention, query_groups
-from vllm_kvcompress.pages import Packing, PagePool, find_packing
+from vllm_kvcompress.packings import Packing, find_packing
+from vllm_kvcompress.pages import PagePool
 from vllm_kvcompress.resident_batch import ResidentBatch
 from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, WorkerState
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible

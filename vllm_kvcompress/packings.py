@@ -1,0 +1,103 @@
+"""In which order attention kernels of CPUs keep the elements of K, or of V, inside a page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Order of the elements of K, or of V, inside a page.
+
+    A page's elements, viewed as `shape`, become `[block_size, head_size]` rows when the axes
+    are permuted to `token_axes + dim_axes`.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    token_axes: tuple[int, ...]
+    dim_axes: tuple[int, ...]
+
+    @property
+    def block_size(self) -> int:
+        return math.prod(self.shape[a] for a in self.token_axes)
+
+    @property
+    def head_size(self) -> int:
+        return math.prod(self.shape[a] for a in self.dim_axes)
+
+    def to_rows(self, packed: Tensor) -> Tensor:
+        """[..., block_size * head_size] page elements -> [..., block_size, head_size] rows."""
+        if self._keeps_pairs and packed.element_size() == 2:
+            # Pairs of 16 bits that stay together are moved as one number of 32.
+            pairs = replace(self, shape=self.shape[:-1], dim_axes=self.dim_axes[:-1])
+            return pairs.to_rows(packed.view(torch.int32)).contiguous().view(packed.dtype)
+        lead = packed.shape[:-1]
+        axes = [len(lead) + a for a in self.token_axes + self.dim_axes]
+        rows = packed.unflatten(-1, self.shape).permute(*range(len(lead)), *axes)
+        return rows.reshape(*lead, self.block_size, self.head_size)
+
+    @property
+    def _keeps_pairs(self) -> bool:
+        """Whether neighbours in a page, two by two, are neighbours in a row."""
+        last = len(self.shape) - 1
+        return self.dim_axes[-1] == last and len(self.dim_axes) > 1 and self.shape[last] == 2
+
+    def take_rows(self, packed: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
+        """[P, block_size * head_size] pages -> [N, head_size] rows, by page and token within it."""
+        axes = [1 + a for a in self.token_axes + self.dim_axes]
+        rows = packed.unflatten(-1, self.shape).permute(0, *axes)
+        places: list[Tensor] = []
+        for axis in reversed(self.token_axes):
+            places.insert(0, tokens % self.shape[axis])
+            tokens = tokens // self.shape[axis]
+        return rows[(pages, *places)].reshape(-1, self.head_size)
+
+    def from_rows(self, rows: Tensor) -> Tensor:
+        """[..., block_size, head_size] rows -> [..., block_size * head_size] page elements."""
+        lead = rows.shape[:-2]
+        order = self.token_axes + self.dim_axes
+        split = rows.reshape(*lead, *(self.shape[a] for a in order))
+        inverse = [len(lead) + order.index(a) for a in range(len(order))]
+        return split.permute(*range(len(lead)), *inverse).reshape(*lead, -1)
+
+
+def known_packings(block_size: int, head_size: int) -> list[Packing]:
+    """The packings that attention kernels were seen to use, for this page size."""
+    found = [
+        Packing("rows", (block_size, head_size), (0,), (1,)),
+        Packing("columns", (head_size, block_size), (1,), (0,)),
+    ]
+    if block_size % 16 == 0 and head_size % 16 == 0:
+        pairs_of_dims = (block_size // 16, head_size // 2, 16, 2)
+        pairs_of_tokens = (head_size // 16, block_size // 2, 16, 2)
+        found.append(Packing("amx-key", pairs_of_dims, (0, 2), (1, 3)))
+        found.append(Packing("amx-value", pairs_of_tokens, (1, 3), (0, 2)))
+    return found
+
+
+def find_packing(packed: Tensor, rows: Tensor, what: str) -> Packing:
+    """The packing that a kernel's own cache-write op used.
+
+    Args:
+        packed: [block_size * head_size] page elements that the op wrote.
+        rows: [block_size, head_size] the rows that were handed to it; elements must differ.
+        what: "keys" or "values", for the message.
+
+    Raises:
+        UnsupportedError: no known packing explains what was written.
+    """
+    for packing in known_packings(*rows.shape):
+        if torch.equal(packing.to_rows(packed), rows):
+            return packing
+    names = ", ".join(p.name for p in known_packings(*rows.shape))
+    raise UnsupportedError(
+        f"this attention kernel stores {what} in pages in an order that is none of {names}; "
+        "compressing would destroy them. Serve without --kv-policy, or with another --dtype."
+    )
