@@ -23,13 +23,13 @@ def make_entries(
     width = max([1, *counts]) + 1
     num_pages = sum(counts) + 3
     order = torch.randperm(num_pages, generator=generator).tolist()
-    pages = torch.full((num_pages, 2, block_size, head_size), torch.nan)
+    pages = torch.full((num_pages, block_size, 2, head_size), torch.nan)
     page_table = torch.full((len(lengths), width), 2**31 - 1, dtype=torch.int32)
     for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
         for nth in range(count):
             page = page_table[s, nth] = order.pop()
             used = min(block_size, length - nth * block_size)
-            pages[page, :, :used] = torch.randn(2, used, head_size, generator=generator)
+            pages[page, :used] = torch.randn(used, 2, head_size, generator=generator)
     return PagedEntries(
         pages.flatten(1).to(dtype),
         page_table,

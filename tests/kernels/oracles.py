@@ -19,7 +19,7 @@ def rows_of(entries: Any, which: int) -> list[list[Vector]]:
     ):
         rows = []
         for j in range(length):
-            start = (which * size + j % size) * dims
+            start = (2 * (j % size) + which) * dims
             rows.append(pages[table[j // size]][start : start + dims])
         found.append(rows)
     return found

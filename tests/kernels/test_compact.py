@@ -48,9 +48,9 @@ def test_twin_is_the_oracle() -> None:
     paged_torch.compact_pages(entries, counts, kept, targets)
     flat = [head for head, count in enumerate(counts.tolist()) for _ in range(4 * count)]
     for nth, (head, entry) in enumerate(zip(flat, kept.tolist(), strict=True)):
-        page = entries.pages[targets[nth // 4]].view(2, 4, 8)
+        page = entries.pages[targets[nth // 4]].view(4, 2, 8)
         for which in (0, 1):
-            assert page[which, nth % 4].double().tolist() == sources[which][head][entry]
+            assert page[nth % 4, which].double().tolist() == sources[which][head][entry]
     untouched = len(before) - len(targets)
     assert torch.equal(entries.pages[:untouched].isnan(), before[:untouched].isnan())
     assert torch.equal(entries.pages[:untouched].nan_to_num(), before[:untouched].nan_to_num())

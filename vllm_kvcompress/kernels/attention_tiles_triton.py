@@ -58,7 +58,7 @@ def attend_tiles(
         if DIMS != HEAD_SIZE:
             mask = mask & (dims < HEAD_SIZE)[None, :]
         keys = tl.load(rows, mask=mask, other=0.0)
-        values = tl.load(rows + BLOCK_SIZE * HEAD_SIZE, mask=mask, other=0.0)
+        values = tl.load(rows + HEAD_SIZE, mask=mask, other=0.0)
         logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
         if HAS_BIAS:
             added = tl.load(bias_row + nth, mask=present & (nth < bias_width), other=0.0)

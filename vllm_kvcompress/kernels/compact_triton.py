@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import on_device, padded
 
-COPY_BYTES = 1 << 13  # of keys, and as much of values, that a program holds in registers
+COPY_BYTES = 1 << 14  # that a program holds in registers
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -25,29 +25,25 @@ def _compact_kernel(
     page_stride,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
+    ROW_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
-    DIMS: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):
-    """ROWS rows of one target page: both halves are read before either is written."""
+    """ROWS rows of one target page, each a key and its value side by side: ROW_SIZE elements."""
     target = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    dims = tl.arange(0, DIMS)
+    element = tl.arange(0, WIDTH)
     inside = row < BLOCK_SIZE
     head = tl.load(heads + target).to(tl.int64)
     kept = tl.load(kept_indices + target * BLOCK_SIZE + row, mask=inside, other=0)
     source = tl.load(
         page_table + head * table_stride + kept // BLOCK_SIZE, mask=inside, other=0
     ).to(tl.int64)
-    mask = inside[:, None] & (dims < HEAD_SIZE)[None, :]
-    from_rows = pages + source * page_stride + (kept % BLOCK_SIZE) * HEAD_SIZE
-    from_rows = from_rows[:, None] + dims[None, :]
-    keys = tl.load(from_rows, mask=mask)
-    values = tl.load(from_rows + BLOCK_SIZE * HEAD_SIZE, mask=mask)
-    page = tl.load(targets + target).to(tl.int64)
-    to_rows = pages + page * page_stride + row[:, None] * HEAD_SIZE + dims[None, :]
-    tl.store(to_rows, keys, mask=mask)
-    tl.store(to_rows + BLOCK_SIZE * HEAD_SIZE, values, mask=mask)
+    mask = inside[:, None] & (element < ROW_SIZE)[None, :]
+    from_rows = pages + source * page_stride + (kept % BLOCK_SIZE) * ROW_SIZE
+    rows = tl.load(from_rows[:, None] + element[None, :], mask=mask)
+    to_page = pages + tl.load(targets + target).to(tl.int64) * page_stride
+    tl.store(to_page + row[:, None] * ROW_SIZE + element[None, :], rows, mask=mask)
 
 
 def compact_pages(
@@ -70,8 +66,9 @@ def compact_pages(
     if num_pages == 0:
         return
     heads = torch.repeat_interleave(page_counts, output_size=num_pages)
-    row_bytes = padded(entries.head_size) * entries.pages.element_size()
-    rows = min(padded(size), padded(COPY_BYTES // row_bytes))
+    row_size = 2 * entries.head_size
+    width = padded(row_size)
+    rows = min(padded(size), padded(COPY_BYTES // (width * entries.pages.element_size())))
     with on_device(entries):
         _compact_kernel[(num_pages, triton.cdiv(size, rows))](
             entries.pages,
@@ -82,8 +79,8 @@ def compact_pages(
             entries.pages.stride(0),
             entries.page_table.stride(0),
             BLOCK_SIZE=size,
-            HEAD_SIZE=entries.head_size,
+            ROW_SIZE=row_size,
             ROWS=rows,
-            DIMS=padded(entries.head_size),
+            WIDTH=width,
             num_warps=4,
         )

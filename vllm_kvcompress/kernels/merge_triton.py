@@ -50,12 +50,11 @@ def _merge_kernel(
     more = tl.max(active.to(tl.int32), 0)
     while more > 0:
         page = tl.load(table_row + entry // BLOCK_SIZE, mask=active, other=0).to(tl.int64)
-        rows = pages + page * page_stride + (entry % BLOCK_SIZE) * HEAD_SIZE
+        rows = pages + page * page_stride + (entry % BLOCK_SIZE) * 2 * HEAD_SIZE
         mask = active[:, None] & inside
-        key = tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-        value = tl.load(
-            rows[:, None] + BLOCK_SIZE * HEAD_SIZE + dims[None, :], mask=mask, other=0.0
-        ).to(tl.float32)
+        keys_at = rows[:, None] + dims[None, :]
+        key = tl.load(keys_at, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(keys_at + HEAD_SIZE, mask=mask, other=0.0).to(tl.float32)
         place = head * capacity + entry
         of_key = tl.load(key_weights + place, mask=active, other=0.0)
         of_value = tl.load(value_weights + place, mask=active, other=0.0)

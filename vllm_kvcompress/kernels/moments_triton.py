@@ -54,7 +54,7 @@ def _sums_kernel(
         mask = gone[:, None] & (dims < HEAD_SIZE)[None, :]
         rows = pages + offsets[:, None] + dims[None, :]
         keys = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
-        values = tl.load(rows + BLOCK_SIZE * HEAD_SIZE, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(rows + HEAD_SIZE, mask=mask, other=0.0).to(tl.float32)
         count += gone.to(tl.float32)
         of_keys += tl.sum(keys, 0)
         of_values += tl.sum(values, 0)
@@ -102,7 +102,7 @@ def _cross_kernel(
         some = gone[:, None] & (column < HEAD_SIZE)[None, :]
         keys = tl.load(pages + offsets[:, None] + column[None, :], mask=some, other=0.0)
         every = gone[:, None] & inside[None, :]
-        rows = pages + BLOCK_SIZE * HEAD_SIZE + offsets
+        rows = pages + HEAD_SIZE + offsets
         values = tl.load(rows[:, None] + dims[None, :], mask=every, other=0.0)
         keys = tl.where(some, keys.to(tl.float32) - mean_key[None, :], 0.0)
         values = tl.where(every, values.to(tl.float32) - mean_value[None, :], 0.0)

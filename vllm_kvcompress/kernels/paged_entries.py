@@ -14,12 +14,13 @@ from vllm_kvcompress.errors import InvariantError
 class PagedEntries:
     """The entries of S sequences.
 
-        page:  [ K: block_size rows of head_size ][ V: the same ]
+        page:  block_size rows of [ K: head_size ][ V: head_size ], as on vLLM's GPU backends
         sequence s:  entry j is row j % block_size of page page_table[s, j // block_size]
 
     Attributes:
-        pages: [num_pages, 2 * block_size * head_size], packed as rows.
+        pages: [num_pages, 2 * block_size * head_size].
         page_table: [S, width] int32 or int64 page ids; anything behind a sequence's last page.
+            Rows may be parts of longer ones.
         lengths: [S] (or [R, H] with R * H = S) int32 or int64 resident tokens.
         block_size: tokens of a page.
         head_size: elements of a key.
@@ -90,12 +91,11 @@ class PagedEntries:
         return nth < self.flat_lengths[:, None]
 
     def _gathered(self, which: int) -> Tensor:
-        half = self.block_size * self.head_size
         valid = self.valid()
         held = valid[:, :: self.block_size]
         page_ids = self.page_table.to(torch.int64).masked_fill(~held, 0)
-        rows = self.pages[:, which * half : (which + 1) * half][page_ids]
-        rows = rows.view(self.num_sequences, self.capacity, self.head_size)
+        halves = self.pages.unflatten(1, (self.block_size, 2, self.head_size))[:, :, which]
+        rows = halves[page_ids].reshape(self.num_sequences, self.capacity, self.head_size)
         return rows.masked_fill(~valid[..., None], 0)
 
 

@@ -31,19 +31,19 @@ def entry_offsets(
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """[TILE] int64 offsets of the key rows of the entries from `start` on.
+    """[TILE] int64 offsets of the keys of the entries from `start` on; values lie HEAD_SIZE behind.
 
     The first entry must be present. Page ids are widened before they are multiplied: caches of
     more than 2^31 elements are common.
     """
     nth = start + tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
-        # The tile lies inside one page: one id for all rows, and one contiguous run of memory.
+        # The tile lies inside one page: one id for all rows, which lie one after the other.
         page = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
-        offsets = page * page_stride + ((nth % BLOCK_SIZE) * HEAD_SIZE).to(tl.int64)
+        offsets = page * page_stride + ((nth % BLOCK_SIZE) * 2 * HEAD_SIZE).to(tl.int64)
     else:
         pages = tl.load(table_row + nth // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-        offsets = pages * page_stride + (nth % BLOCK_SIZE) * HEAD_SIZE
+        offsets = pages * page_stride + (nth % BLOCK_SIZE) * 2 * HEAD_SIZE
     return offsets
 
 

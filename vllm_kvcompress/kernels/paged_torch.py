@@ -86,13 +86,12 @@ def compact_pages(
         kept_indices: [P * block_size] int64 kept entries of each head, P = sum(page_counts).
         targets: [P] int64 page ids; these pages are written whole.
     """
-    size, dims = entries.block_size, entries.head_size
+    size = entries.block_size
     heads = torch.repeat_interleave(page_counts, output_size=targets.numel())
     heads = heads.repeat_interleave(size)
     page_ids = entries.page_table[heads, kept_indices // size].to(torch.int64)
-    rows = entries.pages.unflatten(1, (2, size, dims))[page_ids, :, kept_indices % size]
-    halves = rows.view(-1, size, 2, dims).transpose(1, 2)
-    entries.pages[targets] = halves.reshape(targets.numel(), -1)
+    rows = entries.pages.unflatten(1, (size, -1))[page_ids, kept_indices % size]
+    entries.pages[targets] = rows.view(targets.numel(), -1)
 
 
 def window_mass(

@@ -32,7 +32,7 @@ def _load_values(
     present = start + tl.arange(0, TILE) < length
     dims = first_dim + tl.arange(0, DIMS)
     offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
-    rows = pages + BLOCK_SIZE * HEAD_SIZE + offsets
+    rows = pages + HEAD_SIZE + offsets
     mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
     return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
 
