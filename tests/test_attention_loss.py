@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,10 +13,11 @@ from vllm_kvcompress.ledger import EventPlan
 from vllm_kvcompress.packings import known_packings
 from vllm_kvcompress.pages import PackedPagePool, PagePool
 from vllm_kvcompress.policies.base import LayerView, Selection
-from vllm_kvcompress.resident_batch import ResidentBatch
+from vllm_kvcompress.resident_batch import BatchRows, ResidentBatch
 
 HEADS, GROUP, SIZE, DIM, TOKENS = 2, 2, 4, 8, 19
 SCALE, QUERIES = 0.5, 3
+CPU = torch.device("cpu")
 FIRST_KEPT = [[0, 2, 5, 7], [1, 2, 3, 6]]  # of tokens 0..7
 SECOND_KEPT = [[0, 5, 7, 8, 9, 12, 14, 15], [2, 6, 9, 13]]  # of what the first event left
 
@@ -99,9 +101,7 @@ def test_losses_are_those_of_plain_loops(softcap: float) -> None:
             packed = loss.pool.pages[number].view(2, SIZE, DIM)
             packed[0, : len(some)], packed[1, : len(some)] = keys[head, some], values[head, some]
     batch = ResidentBatch(
-        rows=torch.tensor([1]),
-        whole=torch.tensor([0]),
-        slots=torch.tensor([0]).numpy(),
+        **vars(BatchRows.of(np.array([-1, 0]), CPU)),
         page_table=table,
         seq_lens=torch.tensor([[len(row) for row in resident]], dtype=torch.int32),
         alike=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from vllm_kvcompress.query_windows import QueryWindows
 from vllm_kvcompress.resident_batch import ResidentBatches
 
 LAYERS, HEADS, SIZE = 2, 3, 4
+CPU = torch.device("cpu")
 
 
 def make_tables() -> PageTables:
@@ -92,7 +94,8 @@ def check(batches: ResidentBatches, model: Model, order: list[str]) -> None:
     block_table = torch.tensor([blocks[n] + [0] * (width - len(blocks[n])) for n in order])
     # Somewhere in the last block, at another place for each request.
     tokens = [(len(blocks[name]) - 1) * SIZE + 1 + i % SIZE for i, name in enumerate(order)]
-    batch = batches.read(list(order), torch.tensor(tokens).int(), block_table.int())
+    seq_lens = torch.tensor(tokens).int()
+    batch = batches.read(list(order), np.array(tokens), seq_lens, block_table.int())
     if not model.kept:
         assert batch is None
         return
@@ -142,7 +145,7 @@ def test_query_windows_return_the_last_queries(paged: bool, data: st.DataObject)
     """Requests advance by random chunks; each window equals a slice of all its queries."""
     window = data.draw(st.integers(1, 9))
     names = [f"r{i}" for i in range(10)]
-    windows: QueryWindows | PagedWindows = QueryWindows(LAYERS, window)
+    windows: QueryWindows | PagedWindows = QueryWindows(LAYERS, window, CPU)
     if paged:
         windows = make_paged_windows(window, names)
     history: dict[str, list[float]] = {name: [] for name in names}

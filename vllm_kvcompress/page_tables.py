@@ -4,6 +4,9 @@ The tables persist from step to step: an event rewrites one request's row in one
 block appends one page per layer and head, and everything else stays.
 
     row of (layer, request, head):  [ kept pages: counts[l, r, h] ][ tail pages, one per block ]
+
+The tables lie beside the pages. What the host has to know of them without waiting for a device
+(how long tails are, how wide rows may be) is in books of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.pages import PagePool
+from vllm_kvcompress.transfers import upload
 
 Books = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -52,6 +56,28 @@ class SavedRows:
     state: Tensor
     layer_pages: list[int]
     max_kept: int
+
+
+@dataclass(frozen=True)
+class TailPages:
+    """Pages of N blocks that were appended to tails, in every layer and head.
+
+    Attributes:
+        requests: [N] int64 whose they are, by number in the step.
+        columns: [num_layers, N, num_heads] int64 their places in the requests' rows.
+        page_ids: [num_layers, N, num_heads] int32.
+    """
+
+    requests: Tensor
+    columns: Tensor
+    page_ids: Tensor
+
+    def write(self, table: Tensor, rows: Tensor) -> None:
+        """Writes them to [num_layers, any, num_heads, width] page ids, block i's to `rows[i]`."""
+        num_layers, _, num_heads = self.columns.shape
+        layers = torch.arange(num_layers, device=table.device)[:, None, None]
+        heads = torch.arange(num_heads, device=table.device)
+        table[layers, rows[:, None], heads, self.columns] = self.page_ids
 
 
 class PageTables:
@@ -102,7 +128,14 @@ class PageTables:
             self.version += 1
             self._free_slots.append(slot)
 
-    def replace(self, layer: int, slot: int, page_counts: Tensor, page_ids: Tensor) -> None:
+    def replace(
+        self,
+        layer: int,
+        slot: int,
+        page_counts: Tensor,
+        page_ids: Tensor,
+        max_kept: int | None = None,
+    ) -> None:
         """Sets the kept pages of one request in one layer.
 
         Args:
@@ -110,10 +143,11 @@ class PageTables:
             slot: the request's slot.
             page_counts: [num_heads] int64.
             page_ids: [sum(page_counts)] int64, head after head.
+            max_kept: upper bound of `page_counts`, for which rows get room; None: their sum.
         """
         self.version += 1
         total = page_ids.numel()
-        self._reserve(total)
+        self._reserve(total if max_kept is None else max_kept)
         heads = torch.repeat_interleave(page_counts, output_size=total)
         starts = page_counts.cumsum(0) - page_counts
         columns = torch.arange(total, device=page_ids.device) - starts[heads]
@@ -166,55 +200,68 @@ class PageTables:
         limits: Books = (tails.first_block[slots] + tails.num_pages[slots]) * self.pool.block_size
         return limits
 
-    def extend_tails(self, slots: Books, block_table: Tensor, num_tokens: Books) -> None:
+    def widths(self, slots: Books) -> Books:
+        """[R] upper bounds of the pages in each request's rows."""
+        widths: Books = self.tails.max_kept[slots] + self.tails.num_pages[slots]
+        return widths
+
+    def extend_tails(
+        self, slots: Books, rows: Books, block_table: Tensor, num_tokens: Books
+    ) -> TailPages | None:
         """Appends the pages of blocks that were added since the last step.
 
         Args:
             slots: [R] slots.
-            block_table: [R, max_blocks] int32 block ids by logical block.
+            rows: [R] the requests' rows in the block table.
+            block_table: [any, max_blocks] int32 block ids by logical block.
             num_tokens: [R] logical tokens, at least up to the tail's first block.
+
+        Returns:
+            What was appended, or None.
         """
         tails, size = self.tails, self.pool.block_size
         have = tails.num_pages[slots]
         missing = -(-num_tokens // size) - tails.first_block[slots] - have
         if not missing.any():
-            return
+            return None
         self.version += 1
-        rows: Books = np.repeat(np.arange(len(slots)), missing)
-        nth = np.arange(len(rows)) - np.repeat(np.cumsum(missing) - missing, missing)
-        nth += have[rows]
-        self._reserve(int((tails.max_kept[slots] + have + missing).max()))
-        logical = torch.from_numpy(tails.first_block[slots][rows] + nth)
-        blocks = block_table[torch.from_numpy(rows), logical].to(torch.int64)
-        self._append(torch.from_numpy(slots[rows]), blocks, torch.from_numpy(nth))
+        self._reserve(int((self.widths(slots) + missing).max()))
+        which: Books = np.repeat(np.arange(len(slots)), missing)
+        nth = np.arange(len(which)) - np.repeat(np.cumsum(missing) - missing, missing)
+        nth += have[which]
+        logical = tails.first_block[slots[which]] + nth
         tails.num_pages[slots] += missing
+        places = np.stack((which, slots[which], nth, rows[which], logical))
+        requests, slots_there, nth_there, *block = upload(places, self.pool.device)
+        added = self._tail_pages(requests, slots_there, nth_there, block_table[*block])
+        added.write(self.table, slots_there)
+        return added
 
-    def _append(self, slots: Tensor, blocks: Tensor, nth: Tensor) -> None:
-        """Writes tail page number `nth[i]` of `slots[i]`, in block `blocks[i]`, in all layers."""
+    def _tail_pages(
+        self, requests: Tensor, slots: Tensor, nth: Tensor, blocks: Tensor
+    ) -> TailPages:
+        """[N] each: tail page number `nth` of the request in `slots`, which lies in `blocks`."""
         pool = self.pool
         offsets = pool.block_page_offsets().view(pool.num_layers, 1, pool.num_heads)
-        pages = blocks[:, None] * pool.pages_per_block + offsets
+        page_ids = blocks.to(torch.int64)[:, None] * pool.pages_per_block + offsets
         columns = self.counts[:, slots].to(torch.int64) + nth[:, None]
-        layers = torch.arange(pool.num_layers, device=pages.device)[:, None, None]
-        heads = torch.arange(pool.num_heads, device=pages.device)
-        self.table[layers, slots[:, None], heads, columns] = pages.to(torch.int32)
+        return TailPages(requests, columns, page_ids.to(torch.int32))
 
-    def gather(self, slots: Books) -> tuple[Tensor, Tensor]:
-        """The batch's page tables and resident lengths, in the requests' order.
+    def gather(self, slots: Tensor, width: int) -> Tensor:
+        """[num_layers, R, num_heads, width] int32 page ids of requests (a copy).
 
         Args:
-            slots: [R] slots.
-
-        Returns:
-            [num_layers, R * num_heads, width] int32 page ids (contiguous), and
-            [num_layers, R, num_heads] int32: resident minus logical tokens.
+            slots: [R] int64 slots, beside the tables.
+            width: columns; zeros where the tables have fewer.
         """
-        index = torch.from_numpy(slots)
-        width = int((self.tails.max_kept[slots] + self.tails.num_pages[slots]).max())
-        table = self.table[:, index, :, :width].flatten(1, 2).contiguous()
-        first = torch.from_numpy(self.tails.first_block[slots]).to(torch.int32)
-        kept = self.counts[:, index] - first[None, :, None]
-        return table, kept * self.pool.block_size
+        missing = max(0, width - self.table.shape[3])
+        return torch.nn.functional.pad(self.table[:, slots, :, :width], (0, missing))
+
+    def excess(self, slots: Books) -> Tensor:
+        """[num_layers, R, num_heads] int32 resident minus logical tokens."""
+        first = self.tails.first_block[slots]
+        index, first_block = upload(np.stack((slots, first)), self.pool.device)
+        return (self.counts[:, index] - first_block.to(torch.int32)[:, None]) * self.pool.block_size
 
     def _reserve(self, width: int) -> None:
         if width > self.table.shape[3]:

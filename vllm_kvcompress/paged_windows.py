@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 
-import torch
+import numpy as np
 from torch import Tensor
 
 from vllm_kvcompress.ledger import Observation
 from vllm_kvcompress.pages import PagePool
-from vllm_kvcompress.query_windows import Located, lay_out
+from vllm_kvcompress.query_windows import Located, Numbers, lay_out
+from vllm_kvcompress.transfers import upload
 
 
 def window_blocks(
@@ -39,11 +40,10 @@ class PagedWindows:
     def __init__(self, pool: PagePool, window_size: int, num_query_heads: int) -> None:
         self.window_size = window_size
         self._pool = pool
-        self._heads = torch.arange(num_query_heads)
-        offsets = pool.layer_offsets - pool.layer_offsets[0]
-        self._layer_rows: list[int] = (offsets * self._rows_per_page).tolist()
-        # By request the first row of each of its ring's pages, in the first layer.
-        self._pages: dict[str, Tensor] = {}
+        self._num_query_heads = num_query_heads
+        self._layer_rows = pool.layer_offsets * self._rows_per_page
+        # By request the first row of each of its ring's pages, before a layer's offset.
+        self._pages: dict[str, Numbers] = {}
 
     @property
     def _rows(self) -> Tensor:
@@ -56,18 +56,17 @@ class PagedWindows:
 
     def hold(self, request_id: str, block_ids: tuple[int, ...]) -> None:
         """Takes the blocks that a request's ring lies in."""
-        heads = torch.arange(self._pool.num_heads)
-        first = torch.tensor(block_ids)[:, None] * self._pool.pages_per_block
-        pages = (first + self._pool.layer_offsets[0] + heads).flatten()
-        self._pages[request_id] = pages * self._rows_per_page
+        pool = self._pool
+        pages = np.array(block_ids)[:, None] * pool.pages_per_block + np.arange(pool.num_heads)
+        self._pages[request_id] = pages.flatten() * self._rows_per_page
 
     def locate(self, rows: list[tuple[str, int, Observation]]) -> Located:
         """Where this step's observed queries come from and go to; as `QueryWindows.locate`."""
         tokens, row, positions = lay_out(rows)
-        places = (positions % self.window_size)[:, None] * len(self._heads) + self._heads
-        pages = torch.stack([self._pages[request_id] for request_id, _, _ in rows])
-        firsts = pages[row].gather(1, places // self._rows_per_page)
-        return Located(tokens, firsts + places % self._rows_per_page)
+        pages = np.stack([self._pages[request_id] for request_id, _, _ in rows])
+        places = self._places(pages[row], positions)
+        device = self._pool.device
+        return Located(upload(tokens, device), upload(places, device))
 
     def record(self, layer: int, queries: Tensor, where: Located) -> None:
         """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings."""
@@ -76,10 +75,23 @@ class PagedWindows:
 
     def read(self, layer: int, request_id: str, position: int, num_queries: int) -> Tensor:
         """[num_queries, num_query_heads, head_size]: the last queries before `position`."""
-        positions = torch.arange(position - num_queries, position)
-        places = (positions % self.window_size)[:, None] * len(self._heads) + self._heads
-        firsts = self._pages[request_id][places // self._rows_per_page]
-        return self._rows[firsts + places % self._rows_per_page + self._layer_rows[layer]]
+        places = self._places(
+            self._pages[request_id][None], np.arange(position - num_queries, position)
+        )
+        return self._rows[upload(places, self._pool.device) + self._layer_rows[layer]]
+
+    def _places(self, pages: Numbers, positions: Numbers) -> Numbers:
+        """[T, num_query_heads] rows of the queries of [T] positions, before a layer's offset.
+
+        Args:
+            pages: [T or 1, P] first rows of the pages of each one's ring.
+            positions: [T] in the request.
+        """
+        heads = np.arange(self._num_query_heads)
+        places = (positions % self.window_size)[:, None] * self._num_query_heads + heads
+        nth = np.arange(len(pages))[:, None]
+        found: Numbers = pages[nth, places // self._rows_per_page] + places % self._rows_per_page
+        return found
 
     def end_event(self, request_id: str) -> None:
         """The ring goes on: the next event may come at any token."""

@@ -15,22 +15,26 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.ledger import Observation
+from vllm_kvcompress.transfers import upload
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class Located:
-    """Observed queries of a step.
+    """Observed queries of a step; beside the rings.
 
     Attributes:
         tokens: [T] int64 places in the batch.
-        places: [T] or [T, num_query_heads] int64 rows of the rings' memory, in the first layer.
+        places: [T] or [T, num_query_heads] int64 rows of the rings' memory, before a
+            layer's offset.
     """
 
     tokens: Tensor
     places: Tensor
 
 
-def lay_out(rows: list[tuple[str, int, Observation]]) -> tuple[Tensor, Tensor, Tensor]:
+def lay_out(rows: list[tuple[str, int, Observation]]) -> tuple[Numbers, Numbers, Numbers]:
     """Observed tokens of all requests, one after the other.
 
     Args:
@@ -43,24 +47,28 @@ def lay_out(rows: list[tuple[str, int, Observation]]) -> tuple[Tensor, Tensor, T
     tokens, positions, counts = np.array(
         [(first + seen.offset, seen.position, seen.num_tokens) for _, first, seen in rows]
     ).T
-    row: Any = np.repeat(np.arange(len(rows)), counts)
+    row: Numbers = np.repeat(np.arange(len(rows)), counts)
     nth = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
-    laid_out = (tokens[row] + nth, row, positions[row] + nth)
-    token, which, position = (torch.from_numpy(numbers) for numbers in laid_out)
-    return token, which, position
+    return tokens[row] + nth, row, positions[row] + nth
 
 
 class QueryWindows:
     """Rings of queries, one slot per observed request.
+
+    Args:
+        num_layers: of the cache group.
+        window_size: queries per ring.
+        device: of the queries.
 
     Attributes:
         window_size: queries per ring.
         ring: [num_layers, slots, window_size, num_query_heads, head_size], allocated at first use.
     """
 
-    def __init__(self, num_layers: int, window_size: int) -> None:
+    def __init__(self, num_layers: int, window_size: int, device: torch.device) -> None:
         self.num_layers = num_layers
         self.window_size = window_size
+        self.device = device
         self.ring: Tensor | None = None
         self.slots: dict[str, int] = {}
         self._free_slots: list[int] = []
@@ -72,8 +80,9 @@ class QueryWindows:
             rows: request id, the request's first token in the batch, and what to observe of it.
         """
         tokens, row, positions = lay_out(rows)
-        slots = torch.tensor([self._slot(request_id) for request_id, _, _ in rows])[row]
-        return Located(tokens, slots * self.window_size + positions % self.window_size)
+        slots = np.array([self._slot(request_id) for request_id, _, _ in rows])[row]
+        places = slots * self.window_size + positions % self.window_size
+        return Located(*upload(np.stack((tokens, places)), self.device))
 
     def record(self, layer: int, queries: Tensor, where: Located) -> None:
         """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings."""
@@ -84,7 +93,8 @@ class QueryWindows:
     def read(self, layer: int, request_id: str, position: int, num_queries: int) -> Tensor:
         """[num_queries, num_query_heads, head_size]: the last queries before `position`."""
         assert self.ring is not None
-        places = torch.arange(position - num_queries, position) % self.window_size
+        positions = torch.arange(position - num_queries, position, device=self.device)
+        places = positions % self.window_size
         return self.ring[layer, self.slots[request_id], places]
 
     def end_event(self, request_id: str) -> None:

@@ -80,7 +80,9 @@ class GroupState:
                     adoption.request_id, adoption.first_block_id, adoption.end_block
                 )
         step = GroupStep(
-            batch=self.batches.read(request_ids, common.seq_lens, common.block_table_tensor)
+            batch=self.batches.read(
+                request_ids, common.seq_lens.numpy(), common.seq_lens, common.block_table_tensor
+            )
         )
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
         for event in plan.events:
@@ -289,7 +291,7 @@ class WorkerState:
         }
         windows: QueryWindows | PagedWindows
         if self.settings.pressure_mark is None:
-            windows = QueryWindows(len(layers), self.needs.window_size)
+            windows = QueryWindows(len(layers), self.needs.window_size, pool.device)
         else:
             windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
         weights = [self._weights(layer) for layer in layers]

@@ -116,7 +116,7 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 return metadata
             return CompressedCPUMetadata(**vars(metadata), step=step)
         common = common_attn_metadata
-        gathers = state.gathers
+        gathers, starts = state.gathers, common.query_start_loc_cpu.numpy()
         return CompressedCPUMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -128,7 +128,7 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             scheduler_metadata=None,
             step=step,
             ragged=None if gathers else self._ragged(step.batch, common),
-            gathered=query_groups(step.batch, common.query_start_loc) if gathers else None,
+            gathered=query_groups(step.batch, starts) if gathers else None,
             whole=self._whole(step.batch, common),
         )
 
@@ -136,13 +136,13 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """Compressed requests: a sequence per (request, head), in that order."""
         num_heads = self.num_kv_heads
         index = None
-        if common.max_query_len == 1 and batch.whole.numel() == 0:
+        if common.max_query_len == 1 and len(batch.whole) == 0:
             query_start_loc = torch.arange(batch.seq_lens.shape[1] + 1, dtype=torch.int32)
         else:
             starts = common.query_start_loc.to(torch.int64)
-            lengths = (starts[1:] - starts[:-1])[batch.rows].repeat_interleave(num_heads)
+            lengths = (starts[1:] - starts[:-1])[batch.device_rows].repeat_interleave(num_heads)
             query_start_loc = _start_locations(lengths)
-            first_tokens = starts[:-1][batch.rows].repeat_interleave(num_heads)
+            first_tokens = starts[:-1][batch.device_rows].repeat_interleave(num_heads)
             tokens, sequence = _flat_tokens(first_tokens, lengths)
             index = tokens * num_heads + sequence % num_heads
         schedules = [
@@ -153,13 +153,13 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
     def _whole(self, batch: ResidentBatch, common: CommonAttentionMetadata) -> Subset | None:
         """The uncompressed requests of a mixed batch."""
-        if batch.whole.numel() == 0:
+        if len(batch.whole) == 0:
             return None
         starts = common.query_start_loc.to(torch.int64)
-        lengths = (starts[1:] - starts[:-1])[batch.whole]
-        tokens, _ = _flat_tokens(starts[:-1][batch.whole], lengths)
+        lengths = (starts[1:] - starts[:-1])[batch.device_whole]
+        tokens, _ = _flat_tokens(starts[:-1][batch.device_whole], lengths)
         query_start_loc = _start_locations(lengths)
-        seq_lens = common.seq_lens[batch.whole]
+        seq_lens = common.seq_lens[batch.device_whole]
         schedule = self._schedule(seq_lens, query_start_loc, self.num_heads, self.num_kv_heads)
         return Subset(tokens, query_start_loc, [schedule])
 
@@ -283,7 +283,7 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
 
     def _whole(self, metadata: CompressedCPUMetadata, query, kv_cache: Tensor, output) -> None:
         """Attention of the uncompressed requests of a mixed batch."""
-        rows = metadata.step.batch.whole
+        rows = metadata.step.batch.device_whole
         num_blocks, num_kv_heads, block_size, _ = kv_cache.size()
         shape = (-1, self.num_heads, self.head_size)
         self._attend(
