@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import window_mass
 from vllm_kvcompress.policies.base import LayerView, Merged, Selection
+from vllm_kvcompress.policies.measures import observed_mass
 from vllm_kvcompress.policies.pipeline import Pipeline
 
 
@@ -43,11 +43,11 @@ def _observed(view: LayerView) -> LayerView:
 
     What the tail's tokens receive is not remembered: they become entries at a later event.
     """
-    mass = window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale, view.bias)
+    mass = observed_mass(view)
     mass *= view.queries.shape[0]
     if view.accumulated is not None:
         mass += view.accumulated
-    return replace(view, accumulated=mass)
+    return view.with_accumulated(mass)
 
 
 def _protected_pages(pipeline: Pipeline, view: LayerView, total_pages: int) -> int:
@@ -55,7 +55,7 @@ def _protected_pages(pipeline: Pipeline, view: LayerView, total_pages: int) -> i
     protection = pipeline.protection
     recent = max(0, protection.num_recent - view.num_tail)
     pages = math.ceil((protection.num_sinks + recent) / view.block_size)
-    return min(max(1, pages), total_pages // len(view.lengths))
+    return min(max(1, pages), total_pages // view.num_heads)
 
 
 def _flat_indices(mask: Tensor, num_kept: int) -> Tensor:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.attention_loss import AttentionLoss
 from vllm_kvcompress.compressor import compress_layer
+from vllm_kvcompress.kernels.paged_shapes import paged_kernels
 from vllm_kvcompress.ledger import EventPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.paged_windows import PagedWindows
+from vllm_kvcompress.pages import InterleavedPagePool
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.policies.base import LayerView, Selection, SourcePages
 from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.policies.rounding import spread
 from vllm_kvcompress.query_windows import QueryWindows
+from vllm_kvcompress.stopwatch import Stopwatch
+from vllm_kvcompress.transfers import upload
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,8 @@ class Event:
         layer_pages: pages of each layer afterwards, the state's not counted.
         state_pages: pages of each layer for what the policy carries.
         layer_starts: where each layer's pages begin in `fresh_pages`.
-        seconds: time spent so far.
-        max_kept: pages of the fullest head so far.
+        stopwatch: counts the time spent.
+        max_kept: pages of the fullest head so far; off the CPU an upper bound.
         page_counts: [num_heads] int64 of every layer so far.
     """
 
@@ -60,11 +64,37 @@ class Event:
     blocks: Tensor
     fresh_pages: Tensor
     layer_pages: list[int]
+    stopwatch: Stopwatch
     state_pages: int = 0
     layer_starts: list[int] = field(default_factory=list)
-    seconds: float = 0.0
     max_kept: int = 0
     page_counts: list[Tensor] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float | None:
+        """Time spent so far; None while a device still works."""
+        return self.stopwatch.seconds
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Pages that an event reads in one layer.
+
+    Attributes:
+        table: [num_heads, width] int64 page ids: each head's full pages, one behind the other,
+            and the partial one, if there is one; then anything.
+        num_body: columns that full pages may lie in.
+        partial: [num_heads, 0 or 1] int64 the partial pages.
+    """
+
+    table: Tensor
+    num_body: int
+    partial: Tensor
+
+    @property
+    def body(self) -> Tensor:
+        """[num_heads, num_body] full pages."""
+        return self.table[:, : self.num_body]
 
 
 class EventRunner:
@@ -123,8 +153,9 @@ class EventRunner:
             slot=slot,
             pipeline=pipeline,
             blocks=block_row[plan.first_block : plan.end_block + partial].to(torch.int64),
-            fresh_pages=pool.fresh_pages(torch.tensor(plan.fresh_block_ids)),
+            fresh_pages=pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device)),
             layer_pages=layer_pages,
+            stopwatch=Stopwatch(pool.device),
             state_pages=state_pages,
             layer_starts=starts,
         )
@@ -147,24 +178,24 @@ class EventRunner:
 
     def run_layer(self, event: Event, layer: int, scale: float) -> None:
         """Compresses one layer; called after the layer's attention."""
-        started = time.perf_counter()
-        sources, view = self._view(event, layer, scale)
-        total = event.layer_pages[layer]
-        selection = compress_layer(event.pipeline, view, total)
-        start = event.layer_starts[layer]
-        pages = event.fresh_pages[start : start + total]
-        self._write(view, sources, selection, pages)
-        if event.state_pages:
-            self._write_state(event, layer, selection)
-        event.seconds += time.perf_counter() - started
+        with event.stopwatch.running():
+            sources = self._sources(event, layer)
+            view = self._view(event, layer, scale, sources)
+            total = event.layer_pages[layer]
+            selection = compress_layer(event.pipeline, view, total)
+            start = event.layer_starts[layer]
+            pages = event.fresh_pages[start : start + total]
+            self._write(event, view, sources, selection, pages)
+            if event.state_pages:
+                self._write_state(event, layer, selection)
+            max_kept = self._max_kept(selection.page_counts, view, total)
+            counts = selection.page_counts
+            self.tables.replace(layer, event.slot, counts, pages, max_kept)
+        event.page_counts.append(counts)
+        event.max_kept = max(event.max_kept, max_kept)
         if self.loss is not None:
-            values = self.pool.values(sources).flatten(1, 2)
+            values = self.pool.values(sources.body).flatten(1, 2)
             self.loss.compress(event.plan, layer, event.slot, view, values, selection)
-        started = time.perf_counter()
-        self.tables.replace(layer, event.slot, selection.page_counts, pages)
-        event.page_counts.append(selection.page_counts)
-        event.max_kept = max(event.max_kept, self._max_kept(selection.page_counts, view, total))
-        event.seconds += time.perf_counter() - started
 
     def finish(self, event: Event) -> None:
         """After the last layer: from now on the request's tail starts at the event."""
@@ -175,32 +206,31 @@ class EventRunner:
             self.tables.save(event.slot, plan.request_id, plan.fresh_block_ids[0])
         self.windows.end_event(plan.request_id)
 
-    def _view(self, event: Event, layer: int, scale: float) -> tuple[Tensor, LayerView]:
-        """The layer's source pages [num_heads, pages] and what the policy sees of them."""
+    def _sources(self, event: Event, layer: int) -> Sources:
+        """The layer's pages that the event reads."""
         pool, plan = self.pool, event.plan
-        offset = pool.layer_offsets[layer] + torch.arange(pool.num_heads)
-        tail = event.blocks * pool.pages_per_block + offset[:, None]
-        num_tail = plan.end_block - plan.first_block
+        heads = torch.arange(pool.num_heads, device=pool.device)
+        tail = event.blocks * pool.pages_per_block + (pool.layer_offsets[layer] + heads)[:, None]
+        num_full = plan.end_block - plan.first_block
+        if not plan.resident_blocks:
+            return Sources(tail, num_full, tail[:, num_full:])
+        # The row holds the kept pages and, behind them, the tail's.
+        num_body = int(self.tables.tails.max_kept[event.slot]) + num_full
+        num_partial = tail.shape[1] - num_full
+        row = self.tables.table[layer, event.slot, :, : num_body + num_partial]
+        return Sources(row.to(torch.int64), num_body, tail[:, num_full:])
+
+    def _view(self, event: Event, layer: int, scale: float, sources: Sources) -> LayerView:
+        """What the policy sees of the layer."""
+        pool, plan = self.pool, event.plan
         counts = self.tables.counts[layer, event.slot].to(torch.int64)
-        sources = tail[:, :num_tail]
-        if plan.resident_blocks:
-            # The row holds the kept pages and, behind them, the tail's.
-            width = int(self.tables.tails.max_kept[event.slot]) + num_tail
-            sources = self.tables.table[layer, event.slot, :, :width].to(torch.int64)
-        num_partial = plan.position % pool.block_size
+        lengths = (counts + plan.end_block - plan.first_block) * pool.block_size
+        num_entries = sources.num_body * pool.block_size
         weights = self.weights[layer]
-        needs_values = event.pipeline.needs.any_values
-        keys = pool.keys(sources).flatten(1, 2)
-        tail_keys = pool.keys(tail[:, num_tail:]).flatten(1, 2)[:, :num_partial]
-        return sources, LayerView(
-            keys=keys,
-            values=pool.values(sources).flatten(1, 2) if needs_values else keys[:, :0],
-            lengths=(counts + num_tail) * pool.block_size,
-            tail_keys=tail_keys,
-            tail_values=pool.values(tail[:, num_tail:]).flatten(1, 2)[:, :num_partial]
-            if needs_values
-            else tail_keys[:, :0],
-            queries=self._queries(plan, layer, keys),
+        return LayerView(
+            **self._entries(event, sources, lengths),
+            lengths=lengths,
+            queries=self._queries(plan, layer),
             scale=scale,
             layer=layer,
             num_layers=pool.num_layers,
@@ -208,11 +238,29 @@ class EventRunner:
             output_weight=weights.output_weight,
             output_gram=weights.output_gram,
             state=self._state(event, layer),
-            bias=self._bias(event, layer, keys.shape[1]),
-            positions=self._positions(event, layer, keys.shape[1]),
-            accumulated=self._accumulated(event, layer, keys.shape[1]),
+            bias=self._bias(event, layer, num_entries),
+            positions=self._positions(event, layer, num_entries),
+            accumulated=self._accumulated(event, layer, num_entries),
             rotary=weights.rotary,
         )
+
+    def _entries(self, event: Event, sources: Sources, lengths: Tensor) -> dict[str, Any]:
+        """A view's keys and values, and its pages: what `LayerView` calls these.
+
+        Where kernels read pages, nothing is gathered yet.
+        """
+        pool, num_tail = self.pool, event.plan.position % self.pool.block_size
+        readers: dict[str, Callable[[], Tensor]] = {
+            "keys": lambda: pool.keys(sources.body).flatten(1, 2),
+            "values": lambda: pool.values(sources.body).flatten(1, 2),
+            "tail_keys": lambda: pool.keys(sources.partial).flatten(1, 2)[:, :num_tail],
+            "tail_values": lambda: pool.values(sources.partial).flatten(1, 2)[:, :num_tail],
+        }
+        if isinstance(pool, InterleavedPagePool):
+            body = pool.entries(sources.body, lengths)
+            whole = pool.entries(sources.table, lengths + num_tail)
+            return {**readers, "pages": SourcePages(body, whole, num_tail)}
+        return readers
 
     def carried(self, pages: Tensor) -> Tensor:
         """[..., num_heads, s] fp32 numbers per head in state pages [..., state_pages].
@@ -234,7 +282,7 @@ class EventRunner:
         return self._carried_entries(self.pipeline, "bias", layer, slots, width)
 
     def _carried_entries(
-        self, pipeline: Pipeline, name: str, layer: int, slots: Tensor, width: int
+        self, pipeline: Pipeline, name: str, layer: int, slots: Tensor | slice, width: int
     ) -> Tensor:
         """[R, num_heads, width] fp32 numbers of the kept entries of requests, 0 behind them.
 
@@ -269,7 +317,7 @@ class EventRunner:
         """[num_heads, width] int64 positions of the entries that an event reads."""
         if not event.pipeline.needs.positions:
             return None
-        nth = torch.arange(width)
+        nth = torch.arange(width, device=self.pool.device)
         if not event.plan.resident_blocks:
             return nth.expand(self.pool.num_heads, -1)
         kept = self._read_entries("positions", event, layer, width).long()
@@ -285,8 +333,8 @@ class EventRunner:
 
     def _read_entries(self, name: str, event: Event, layer: int, width: int) -> Tensor:
         """[num_heads, width] what the former event carried on of every entry, 0 for later ones."""
-        slots = torch.tensor([event.slot])
-        return self._carried_entries(event.pipeline, name, layer, slots, width)[0]
+        slot = slice(event.slot, event.slot + 1)
+        return self._carried_entries(event.pipeline, name, layer, slot, width)[0]
 
     def _write_state(self, event: Event, layer: int, selection: Selection) -> None:
         """Writes what the policy carries behind the layer's entries."""
@@ -297,37 +345,47 @@ class EventRunner:
         if event.pipeline.state_size(pool.head_size):
             assert merged.state is not None
             numbers.append(merged.state.flatten())
-        total = event.layer_pages[layer]
-        heads = torch.repeat_interleave(selection.page_counts, output_size=total)
-        heads = heads.repeat_interleave(pool.block_size)
+        heads = self._heads(selection, event.layer_pages[layer])
         for name in event.pipeline.carried_entries:
             entries = getattr(merged, name)
             numbers.append(entries[heads, selection.kept_indices].float())
         pool.write_floats(pages, torch.cat(numbers).float())
         self.tables.replace_state(layer, event.slot, pages)
 
-    def _queries(self, plan: EventPlan, layer: int, keys: Tensor) -> Tensor:
+    def _queries(self, plan: EventPlan, layer: int) -> Tensor:
         if not plan.window_size:
-            return keys.new_zeros((0, self.pool.num_heads, self.pool.head_size))
+            pool = self.pool
+            return pool.pages.new_zeros((0, pool.num_heads, pool.head_size))
         return self.windows.read(layer, plan.request_id, plan.position, plan.window_size)
 
-    def _write(self, view: LayerView, sources: Tensor, selection: Selection, pages: Tensor) -> None:
-        """Gathers the survivors and writes them to fresh pages, head after head."""
+    def _write(
+        self, event: Event, view: LayerView, sources: Sources, selection: Selection, pages: Tensor
+    ) -> None:
+        """Writes the survivors to fresh pages, head after head."""
         pool, merged = self.pool, selection.merged
         size, kept = pool.block_size, selection.kept_indices
-        total = pages.numel()
-        heads = torch.repeat_interleave(selection.page_counts, output_size=total)
-        heads = heads.repeat_interleave(size)
+        if view.pages is not None and merged.keys is None and merged.values is None:
+            run = paged_kernels(view.pages.body)
+            run.compact_pages(view.pages.body, selection.page_counts, kept, pages)
+            return
+        heads = self._heads(selection, pages.numel())
         keys = (view.keys if merged.keys is None else merged.keys)[heads, kept]
-        if view.values.shape[1]:
-            values = (view.values if merged.values is None else merged.values)[heads, kept]
+        if merged.values is not None:
+            values = merged.values[heads, kept]
+        elif event.pipeline.needs.any_values:
+            values = view.values[heads, kept]
         else:
-            values = pool.take_values(sources[heads, kept // size], kept % size)
-        shape = (total, size, pool.head_size)
+            values = pool.take_values(sources.body[heads, kept // size], kept % size)
+        shape = (pages.numel(), size, pool.head_size)
         pool.write(pages, keys.view(shape), values.view(shape))
+
+    def _heads(self, selection: Selection, num_pages: int) -> Tensor:
+        """[num_pages * block_size] int64: whose each kept entry is."""
+        heads = torch.repeat_interleave(selection.page_counts, output_size=num_pages)
+        return heads.repeat_interleave(self.pool.block_size)
 
     def _max_kept(self, counts: Tensor, view: LayerView, total: int) -> int:
         """Pages of the fullest head; off the CPU a bound that needs no synchronisation."""
         if counts.device.type == "cpu":
             return int(counts.max())
-        return min(total, int(view.keys.shape[1]) // self.pool.block_size)
+        return min(total, view.num_entries // self.pool.block_size)

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.scores_torch import (
     HIDDEN,
-    TILE_BYTES,
     WindowColumns,
     finite,
+    tile_bytes,
     valid_entries,
 )
 
@@ -51,7 +51,7 @@ def window_perturbation(
     columns = WindowColumns.of(lengths, num_entries, tail_keys.shape[1], num_queries)
     valid = valid_entries(lengths, num_entries)
     num_seen = num_entries + tail_keys.shape[1]
-    tile = max(1, TILE_BYTES // (4 * 4 * group * columns.bias.shape[1]))
+    tile = max(1, tile_bytes(keys.device) // (4 * 4 * group * columns.bias.shape[1]))
 
     def with_window(entries: Tensor, tail: Tensor, head: int) -> Tensor:
         seen = torch.cat([finite(entries[head], valid[head]), tail[head]])

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 TILE_BYTES = 1 << 23  # largest temporary; reused, since fresh memory costs more than the work
+DEVICE_TILE_BYTES = 1 << 27  # the same off the CPU: every tile takes some launches
 FEWEST_ROWS = 512  # of a matrix product whose other factor is large: it is packed every time
 HIDDEN = -1e30  # a logit of no weight; unlike -inf it gives no NaN where everything is hidden
 
@@ -22,6 +23,11 @@ HIDDEN = -1e30  # a logit of no weight; unlike -inf it gives no NaN where everyt
 def valid_entries(lengths: Tensor, num_entries: int) -> Tensor:
     """[H, n] bool: entries below each head's length."""
     return torch.arange(num_entries, device=lengths.device) < lengths[:, None]
+
+
+def tile_bytes(device: torch.device) -> int:
+    """Largest temporary on a device."""
+    return TILE_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
 
 
 @contextmanager
@@ -84,7 +90,7 @@ def window_mass(
     valid = valid_entries(lengths, num_entries)
     num_seen = num_entries + tail_keys.shape[1]
     num_columns = columns.bias.shape[1]
-    tile = min(num_queries, max(1, TILE_BYTES // (4 * group * num_columns)))
+    tile = min(num_queries, max(1, tile_bytes(keys.device) // (4 * group * num_columns)))
     logits, weights = mass.new_empty(2, tile * group, num_columns)
     exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
     for head in range(num_heads):
@@ -197,7 +203,9 @@ def value_norms_l1(values: Tensor, output_weight: Tensor, wanted: Tensor) -> Ten
     weight = output_weight.flatten(2)
     width = weight.shape[2]
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    rows = min(num_entries, max(FEWEST_ROWS, TILE_BYTES // (width * values.element_size())))
+    rows = min(
+        num_entries, max(FEWEST_ROWS, tile_bytes(values.device) // (width * values.element_size()))
+    )
     # Sums of 16-bit numbers are accumulated in fp32 but returned in 16 bits, which is several
     # times faster than a sum in fp32; over several stretches the rounding averages out.
     stretch = math.gcd(width, 1024)
@@ -232,7 +240,7 @@ def value_norms_l2(values: Tensor, output_gram: Tensor) -> Tensor:
     group = output_gram.shape[0] // num_heads
     gram = output_gram.view(num_heads, group, head_size, head_size)
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    rows = max(1, TILE_BYTES // max(1, 4 * num_heads * head_size))
+    rows = max(1, tile_bytes(values.device) // max(1, 4 * num_heads * head_size))
     for start in range(0, num_entries, rows):
         tile = values[:, start : start + rows].float()
         for member in range(group):
@@ -254,7 +262,7 @@ def keydiff_scores(keys: Tensor, lengths: Tensor, anchor: str) -> Tensor:
         [H, n] fp32; 0 for a zero key or a zero anchor.
     """
     num_heads, num_entries, head_size = keys.shape
-    rows = max(1, TILE_BYTES // (4 * num_heads * head_size))
+    rows = max(1, tile_bytes(keys.device) // (4 * num_heads * head_size))
     valid = valid_entries(lengths, num_entries)
     norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
     inverse = torch.where(valid, norms.clamp_min(1e-8).reciprocal(), 0.0)

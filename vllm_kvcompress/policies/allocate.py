@@ -19,12 +19,13 @@ from vllm_kvcompress.policies.base import Allocator, LayerView
 from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
 from vllm_kvcompress.policies.ranking import top_entries
 from vllm_kvcompress.policies.rounding import apportion, spread
+from vllm_kvcompress.transfers import upload
 
 
 @lru_cache(maxsize=1024)
 def _on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A layer's settings as a tensor, copied once: a copy to a GPU waits for it."""
-    return torch.tensor(values, dtype=dtype, device=device)
+    """A layer's settings as a tensor, copied once."""
+    return upload(torch.tensor(values, dtype=dtype), device)
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,72 @@ w = observed queries. Entries are in position order; a head's valid entries come
 
 from __future__ import annotations
 
+import copy
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
+    from vllm_kvcompress.kernels.paged_entries import PagedEntries
     from vllm_kvcompress.policies.rotary import Rotary
+
+T = TypeVar("T")
+
+
+class Deferred:
+    """A field that holds a tensor, or a function that makes it and is called by the first reader.
+
+    Args:
+        name: the field's.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = f"_{name}"
+
+    def __get__(self, view: Any, owner: type | None = None) -> Tensor:
+        held = view.__dict__[self._name]
+        return held() if callable(held) else held
+
+    def __set__(self, view: Any, held: Tensor | Callable[[], Tensor]) -> None:
+        view.__dict__[self._name] = functools.cache(held) if callable(held) else held
+
+
+def deferring(*names: str) -> Callable[[type[T]], type[T]]:
+    """Lets fields of a dataclass be given as functions."""
+
+    def decorate(dataclass_: type[T]) -> type[T]:
+        for name in names:
+            setattr(dataclass_, name, Deferred(name))
+        return dataclass_
+
+    return decorate
 
 
 @dataclass(frozen=True)
+class SourcePages:
+    """The pages that a layer's entries lie in, for kernels that read pages.
+
+    Attributes:
+        body: the entries of full blocks; its capacity is n.
+        whole: these, and the tail's behind them.
+        num_tail: t.
+    """
+
+    body: PagedEntries
+    whole: PagedEntries
+    num_tail: int
+
+
+@deferring("keys", "values", "tail_keys", "tail_values")
+@dataclass(frozen=True)
 class LayerView:
     """One request's cache in one layer at a compression event.
+
+    Where kernels read pages, keys and values are gathered from these when somebody asks for them.
 
     Attributes:
         keys: [H, n, D] cached (rotated) keys of the full blocks, padded on the right.
@@ -46,6 +100,7 @@ class LayerView:
         rotary: how keys are rotated (None unless needed).
         accumulated: [H, n] fp32 attention that each entry has received from the observed queries
             of all events so far, this one's included once a policy reads it (None unless needed).
+        pages: where the entries lie (None unless kernels read pages).
     """
 
     keys: Tensor
@@ -65,21 +120,50 @@ class LayerView:
     positions: Tensor | None = None
     rotary: Rotary | None = None
     accumulated: Tensor | None = None
+    pages: SourcePages | None = None
+
+    @property
+    def num_heads(self) -> int:
+        """H."""
+        return int(self.lengths.shape[0])
+
+    @property
+    def num_entries(self) -> int:
+        """n."""
+        return int(self.keys.shape[1]) if self.pages is None else self.pages.body.capacity
 
     @property
     def num_tail(self) -> int:
-        return int(self.tail_keys.shape[1])
+        """t."""
+        return int(self.tail_keys.shape[1]) if self.pages is None else self.pages.num_tail
+
+    @property
+    def head_size(self) -> int:
+        """D."""
+        return int(self.keys.shape[2]) if self.pages is None else self.pages.body.head_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the entries are."""
+        device: torch.device = self.lengths.device
+        return device
+
+    def with_accumulated(self, accumulated: Tensor) -> LayerView:
+        """The same view with other sums of attention; what is not gathered yet stays so."""
+        changed = copy.copy(self)
+        object.__setattr__(changed, "accumulated", accumulated)
+        return changed
 
     def head(self, head: int) -> LayerView:
         """The entries of one KV head, without queries and W_O."""
         mine = slice(head, head + 1)
         return replace(
             self,
-            keys=self.keys[mine],
-            values=self.values[mine],
+            keys=lambda: self.keys[mine],
+            values=lambda: self.values[mine],
             lengths=self.lengths[mine],
-            tail_keys=self.tail_keys[mine],
-            tail_values=self.tail_values[mine],
+            tail_keys=lambda: self.tail_keys[mine],
+            tail_values=lambda: self.tail_values[mine],
             queries=self.queries[:, :0],
             output_weight=None,
             output_gram=None,
@@ -87,6 +171,7 @@ class LayerView:
             bias=None if self.bias is None else self.bias[mine],
             positions=None if self.positions is None else self.positions[mine],
             accumulated=None if self.accumulated is None else self.accumulated[mine],
+            pages=None,
         )
 
 

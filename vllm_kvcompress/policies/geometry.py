@@ -8,8 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import keydiff_scores
 from vllm_kvcompress.policies.base import LayerView, Needs
+from vllm_kvcompress.policies.measures import key_differences
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class KeyDiff:
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 in [-1, 1] (times the entries for pairwise)."""
-        return keydiff_scores(view.keys, view.lengths, self.anchor)
+        return key_differences(view, self.anchor)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.scores_torch import finite, valid_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
+from vllm_kvcompress.policies.measures import merged_groups
 from vllm_kvcompress.policies.protect import Protection
 from vllm_kvcompress.policies.ranking import top_entries
 
@@ -112,7 +113,8 @@ class Groups:
 def neighbour_cosines(keys: Tensor) -> Tensor:
     """[H, n] cosine of each key with the one before it; 0 for the first, and for zero keys."""
     norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
-    dots = (keys[:, 1:].float() * keys[:, :-1].float()).sum(dim=2)
+    # Head by head, since temporaries are in fp32.
+    dots = torch.stack([(head[1:].float() * head[:-1].float()).sum(dim=1) for head in keys])
     cosines = dots / (norms[:, 1:] * norms[:, :-1]).clamp_min(1e-12)
     return torch.nn.functional.pad(cosines.clamp(-1, 1), (1, 0))
 
@@ -120,7 +122,7 @@ def neighbour_cosines(keys: Tensor) -> Tensor:
 def tokens_of(view: LayerView) -> Tensor:
     """[H, n] fp32: how many tokens each entry stands for."""
     if view.bias is None:
-        return torch.ones(view.keys.shape[:2], device=view.keys.device)
+        return torch.ones(view.num_heads, view.num_entries, device=view.device)
     return view.bias.exp()
 
 
@@ -239,25 +241,45 @@ class GroupMerger:
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
         """Every group's first entry takes the whole group's key, value and tokens."""
         link = self.links.choose(view, scores, kept.sum(dim=1))
+        whole = GroupSums.of(view, link)
+        tokens = tokens_of(view).masked_fill(~whole.valid, 0)
         # Head by head, so that temporaries stay in the cache.
-        heads = [
-            self._merge(view.head(h), scores[h : h + 1], link[h : h + 1]) for h in range(len(link))
+        heads = [slice(head, head + 1) for head in range(view.num_heads)]
+        views = [view.head(head) for head in range(view.num_heads)]
+        groups = [GroupSums(whole.place[h], whole.valid[h]) for h in heads]
+        weights = [
+            self.weights.weigh(views[i], scores[h], groups[i], tokens[h])
+            for i, h in enumerate(heads)
         ]
-        keys, values, bias, positions = (torch.cat(parts) for parts in zip(*heads, strict=True))
+        positions = None
+        if self._over_pages(view):
+            weight = torch.cat(weights)
+            own = weight if self.values_like_keys else tokens
+            keys, values = merged_groups(view, link, weight, own)
+        else:
+            merged = [
+                self._merge(views[i], scores[h], groups[i], tokens[h], weights[i])
+                for i, h in enumerate(heads)
+            ]
+            keys, values, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
         received = view.accumulated
         return Merged(
             keys,
             values,
-            bias=bias if self.weighs_entries else None,
+            bias=whole.sum(tokens).clamp_min(1).log() if self.weighs_entries else None,
             positions=positions if self.needs.positions else None,
-            accumulated=None if received is None else GroupSums.of(view, link).sum(received),
+            accumulated=None if received is None else whole.sum(received),
         )
 
-    def _merge(self, view: LayerView, scores: Tensor, link: Tensor) -> tuple[Tensor, ...]:
-        """Keys, values, bias and positions of one head."""
-        groups = GroupSums.of(view, link)
-        tokens = tokens_of(view).masked_fill(~groups.valid, 0)
-        weight = self.weights.weigh(view, scores, groups, tokens)
+    def _over_pages(self, view: LayerView) -> bool:
+        """Whether the kernel that reads pages computes the same."""
+        same = self.merge_space == "rotated" and self.value_mode != "paper"
+        return same and view.pages is not None
+
+    def _merge(
+        self, view: LayerView, scores: Tensor, groups: GroupSums, tokens: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and positions of one head."""
         alone = groups.sum(torch.ones_like(tokens))
         # An entry by itself stays as it is, to the bit.
         single = (alone == 1)[..., None]
@@ -275,7 +297,7 @@ class GroupMerger:
         if self.value_mode == "paper":
             values = values * alone[..., None]
         values = torch.where(single, view.values, values.to(view.values.dtype))
-        return keys, values, groups.sum(tokens).clamp_min(1).log(), positions
+        return keys, values, positions
 
 
 def _mean(groups: GroupSums, weight: Tensor, entries: Tensor) -> Tensor:

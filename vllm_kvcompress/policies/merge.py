@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.scores_torch import TILE_BYTES, finite, valid_entries
+from vllm_kvcompress.kernels.scores_torch import finite, tile_bytes, valid_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
 
 
@@ -46,7 +46,7 @@ class CacheMerging:
         """Values with those of evicted entries added."""
         mass = view.accumulated
         assert mass is not None
-        valid = valid_entries(view.lengths, view.keys.shape[1])
+        valid = valid_entries(view.lengths, view.num_entries)
         evicted = valid & ~kept
         # Kept entries are numbered; an evicted one's targets are the numbers [first, last).
         number = kept.cumsum(dim=1)
@@ -97,8 +97,8 @@ class SimilarKeys:
         """Keys and values with evicted ones merged in, and theta."""
         num_heads = kept.shape[0]
         if view.layer < self.skip_layers:
-            return Merged(state=torch.zeros(num_heads, 1, device=view.keys.device))
-        valid = valid_entries(view.lengths, view.keys.shape[1])
+            return Merged(state=torch.zeros(num_heads, 1, device=view.device))
+        valid = valid_entries(view.lengths, view.num_entries)
         evicted = valid & ~kept
         best, target = _most_similar(finite(view.keys, valid), kept)
         mean = (best * evicted).sum(dim=1) / evicted.sum(dim=1).clamp_min(1)
@@ -106,18 +106,22 @@ class SimilarKeys:
         weight = best.masked_fill(~evicted | (best < theta[:, None]), 0).clamp_min(0)
         total = 1 + torch.zeros_like(weight).scatter_add(1, target, weight)
 
-        def merged(entries: Tensor) -> Tensor:
-            wide = finite(entries, valid).float()
-            index = target[..., None].expand_as(wide)
-            sums = wide.scatter_add(1, index, weight[..., None] * wide)
-            return (sums / total[..., None]).to(entries.dtype)
+        def merged(entries: Tensor, h: slice) -> Tensor:
+            wide = finite(entries[h], valid[h]).float()
+            index = target[h, :, None].expand_as(wide)
+            sums = wide.scatter_add(1, index, weight[h, :, None] * wide)
+            return (sums / total[h, :, None]).to(entries.dtype)
 
-        return Merged(merged(view.keys), merged(view.values), theta[:, None])
+        # Head by head, since temporaries are in fp32.
+        heads = [slice(head, head + 1) for head in range(num_heads)]
+        keys = torch.cat([merged(view.keys, h) for h in heads])
+        values = torch.cat([merged(view.values, h) for h in heads])
+        return Merged(keys, values, theta[:, None])
 
 
 def finite_values(view: LayerView) -> Tensor:
     """[H, n, D] values, zero for padding."""
-    return finite(view.values, valid_entries(view.lengths, view.keys.shape[1]))
+    return finite(view.values, valid_entries(view.lengths, view.num_entries))
 
 
 def _running_sums(mass: Tensor, number: Tensor, kept: Tensor) -> Tensor:
@@ -128,9 +132,8 @@ def _running_sums(mass: Tensor, number: Tensor, kept: Tensor) -> Tensor:
 
 def _uniform(view: LayerView) -> Tensor:
     """[H, n] numbers in [0, 1) that depend on layer, head and place alone (splitmix64's mixing)."""
-    num_heads, num_entries = view.keys.shape[:2]
-    head = torch.arange(num_heads, device=view.keys.device)[:, None]
-    place = torch.arange(num_entries, device=view.keys.device)
+    head = torch.arange(view.num_heads, device=view.device)[:, None]
+    place = torch.arange(view.num_entries, device=view.device)
     bits = (view.layer * 1_000_003 + head) * 4_294_967_311 + place + 1
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
@@ -149,7 +152,7 @@ def _most_similar(keys: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
     unit = keys.float() / norms.clamp_min(1e-8)
     best = unit.new_empty(num_heads, num_entries)
     target = torch.empty(num_heads, num_entries, dtype=torch.int64, device=keys.device)
-    rows = max(1, TILE_BYTES // (4 * num_heads * num_entries))
+    rows = max(1, tile_bytes(keys.device) // (4 * num_heads * num_entries))
     for start in range(0, num_entries, rows):
         part = slice(start, start + rows)
         cosines = unit[:, part] @ unit.transpose(1, 2)

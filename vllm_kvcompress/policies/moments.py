@@ -8,9 +8,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import add_to_moments, moment_residuals, moment_size
+from vllm_kvcompress.kernels import moment_residuals, moment_size
 from vllm_kvcompress.kernels.scores_torch import valid_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
+from vllm_kvcompress.policies.measures import moments_with
 from vllm_kvcompress.policies.protect import Protection
 from vllm_kvcompress.policies.ranking import top_entries
 
@@ -29,16 +30,8 @@ class Moments:
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
         """The new state; entries stay as they are."""
-        evicted = valid_entries(view.lengths, view.keys.shape[1]) & ~kept
-        state = state_of(view)
-        # Head by head, so that temporaries stay in the cache.
-        parts = [
-            add_to_moments(
-                state[h : h + 1], view.keys[h : h + 1], view.values[h : h + 1], evicted[h : h + 1]
-            )
-            for h in range(len(state))
-        ]
-        return Merged(state=torch.cat(parts))
+        evicted = valid_entries(view.lengths, view.num_entries) & ~kept
+        return Merged(state=moments_with(view, state_of(view), evicted))
 
 
 @dataclass(frozen=True)
@@ -60,7 +53,7 @@ class MomentResiduals:
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
         """[H, n] bool with `kept[h]` set in row h."""
-        valid = valid_entries(view.lengths, view.keys.shape[1])
+        valid = valid_entries(view.lengths, view.num_entries)
         state = state_of(view)
         residuals = torch.cat(
             [
@@ -79,9 +72,8 @@ def state_of(view: LayerView) -> Tensor:
     """The moments so far; nothing yet at a first event."""
     if view.state is not None:
         return view.state
-    num_heads, _, head_size = view.keys.shape
-    size = moment_size(head_size)
-    return torch.zeros(num_heads, size, dtype=torch.float32, device=view.keys.device)
+    size = moment_size(view.head_size)
+    return torch.zeros(view.num_heads, size, dtype=torch.float32, device=view.device)
 
 
 def chunk_means(scores: Tensor, valid: Tensor, chunk_size: int) -> Tensor:

@@ -22,5 +22,5 @@ class Recency:
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 place in the sequence (exact below 2**24 entries)."""
-        nth = torch.arange(view.keys.shape[1], device=view.keys.device, dtype=torch.float32)
-        return nth.expand(view.keys.shape[0], -1)
+        nth = torch.arange(view.num_entries, device=view.device, dtype=torch.float32)
+        return nth.expand(view.num_heads, -1)

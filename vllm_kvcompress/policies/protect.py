@@ -49,10 +49,10 @@ class Protection:
     def mask(self, view: LayerView, kept: Tensor) -> Tensor:
         """[H, n] bool: the protected entries."""
         sinks, recent = self.bounds(view, kept)
-        nth = torch.arange(view.keys.shape[1], device=kept.device)
+        nth = torch.arange(view.num_entries, device=kept.device)
         first = nth < sinks[:, None]
         last = nth >= (view.lengths - recent)[:, None]
-        return (first | last) & valid_entries(view.lengths, view.keys.shape[1])
+        return (first | last) & valid_entries(view.lengths, view.num_entries)
 
 
 NOTHING_PROTECTED = Protection()

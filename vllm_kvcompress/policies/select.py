@@ -8,9 +8,9 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import value_norms_l1, value_norms_l2
 from vllm_kvcompress.kernels.scores_torch import valid_entries
 from vllm_kvcompress.policies.base import LayerView, Needs
+from vllm_kvcompress.policies.measures import value_norms_l1, value_norms_l2
 from vllm_kvcompress.policies.protect import Protection
 from vllm_kvcompress.policies.ranking import top_entries
 
@@ -40,7 +40,7 @@ class TopScores:
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
         """[H, n] bool."""
-        valid = valid_entries(view.lengths, view.keys.shape[1])
+        valid = valid_entries(view.lengths, view.num_entries)
         first = scores.masked_fill(protection.mask(view, kept), float("inf"))
         return top_entries(first, valid, kept)
 
@@ -72,7 +72,7 @@ class TwoStage:
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
         """[H, n] bool."""
-        valid = valid_entries(view.lengths, view.keys.shape[1])
+        valid = valid_entries(view.lengths, view.num_entries)
         protected = protection.mask(view, kept)
         num_protected = protected.sum(dim=1)
         budget = (kept - num_protected).clamp_min(0)
@@ -83,8 +83,4 @@ class TwoStage:
         return top_entries(weighted.masked_fill(chosen, float("inf")), valid, kept)
 
     def _value_norms(self, view: LayerView, open_entries: Tensor) -> Tensor:
-        if self.norm == "l1":
-            assert view.output_weight is not None
-            return value_norms_l1(view.values, view.output_weight, open_entries)
-        assert view.output_gram is not None
-        return value_norms_l2(view.values, view.output_gram)
+        return value_norms_l1(view, open_entries) if self.norm == "l1" else value_norms_l2(view)

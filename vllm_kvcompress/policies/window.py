@@ -12,8 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import max_or_mean_pool, window_mass, window_perturbation
+from vllm_kvcompress.kernels import max_or_mean_pool, window_perturbation
 from vllm_kvcompress.policies.base import LayerView, Needs
+from vllm_kvcompress.policies.measures import observed_mass
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,7 @@ class WindowMass:
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 pooled mass; the group is averaged before pooling."""
-        mass = window_mass(
-            view.keys, view.lengths, view.tail_keys, view.queries, view.scale, view.bias
-        )
+        mass = observed_mass(view)
         return pool_left_of_window(view, mass, self.kernel_size, self.pooling)
 
 
@@ -131,7 +130,7 @@ def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling:
 
 def _num_following(view: LayerView) -> Tensor:
     """[H, n] how many valid entries follow; negative for padding."""
-    nth = torch.arange(view.keys.shape[1], device=view.keys.device)
+    nth = torch.arange(view.num_entries, device=view.device)
     return (view.lengths - 1)[:, None] - nth
 
 
@@ -154,5 +153,5 @@ class LastQueryMass:
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32, the same row for every head."""
-        mass = window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale)
+        mass = observed_mass(view)
         return mass.mean(dim=0, keepdim=True).expand_as(mass)

@@ -1,0 +1,196 @@
+"""One request's compression events over a pool of pages, for tests without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.policies.cases import HEAD_SIZE, HIDDEN_SIZE, NUM_LAYERS
+from vllm_kvcompress.events import Event, EventRunner, LayerWeights
+from vllm_kvcompress.ledger import CompressionRule, EventPlan, Observation
+from vllm_kvcompress.packings import known_packings
+from vllm_kvcompress.page_tables import PageTables
+from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool, PagePool
+from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.policies.rotary import Rotary
+from vllm_kvcompress.query_windows import QueryWindows
+from vllm_kvcompress.transfers import upload
+
+BLOCK_SIZE = 4
+NUM_HEADS = 2
+GROUP = 2
+NUM_BLOCKS = 96
+SCALE = HEAD_SIZE**-0.5
+BUDGETS: dict[str, dict[str, float]] = {"fraction": {"fraction": 0.4}, "tokens": {"tokens": 24}}
+CPU = torch.device("cpu")
+
+
+def make_pool(
+    kind: type[PagePool], device: torch.device = CPU, dtype: torch.dtype = torch.float32
+) -> PagePool:
+    """Pages that nobody has written: NaN, so that no result depends on them."""
+    pages = NUM_BLOCKS * NUM_LAYERS * NUM_HEADS
+    size = 2 * BLOCK_SIZE * HEAD_SIZE
+    common = dict(
+        pages=torch.full((pages, size), float("nan"), dtype=dtype, device=device),
+        pages_per_block=NUM_LAYERS * NUM_HEADS,
+        layer_offsets=upload([layer * NUM_HEADS for layer in range(NUM_LAYERS)], device),
+        num_heads=NUM_HEADS,
+        block_size=BLOCK_SIZE,
+        head_size=HEAD_SIZE,
+    )
+    if kind is InterleavedPagePool:
+        return InterleavedPagePool(**common)
+    keys, values = known_packings(BLOCK_SIZE, HEAD_SIZE)[:2]
+    return PackedPagePool(**common, key_packing=keys, value_packing=values)
+
+
+def make_weights(device: torch.device, dtype: torch.dtype = torch.float32) -> list[LayerWeights]:
+    """Of every layer, all that any policy may ask for."""
+    generator = torch.Generator().manual_seed(11)
+    found = []
+    for _ in range(NUM_LAYERS):
+        weight = torch.randn(NUM_HEADS, HEAD_SIZE, GROUP, HIDDEN_SIZE, generator=generator)
+        wide = weight.transpose(1, 2).flatten(0, 1)
+        rotary = Rotary(upload(torch.tensor([1.0, 0.3, 0.05]), device))
+        found.append(
+            LayerWeights(
+                output_weight=upload(weight.to(dtype), device),
+                output_gram=upload(wide @ wide.mT, device),
+                rotary=rotary,
+            )
+        )
+    return found
+
+
+@dataclass
+class Request:
+    """A request that is compressed once, and again after more tokens.
+
+    Attributes:
+        pipeline: its policy, bound to `NUM_LAYERS` layers of `NUM_HEADS` heads.
+        pool: where its tokens lie.
+        budget: of `CompressionRule`.
+        positions: of its events.
+    """
+
+    pipeline: Pipeline
+    pool: PagePool
+    budget: str = "fraction"
+    positions: tuple[int, ...] = (70, 103)
+    runner: EventRunner = field(init=False)
+    block_row: Tensor = field(init=False)
+    _first_block: int = 0
+    _kept_blocks: int = 0
+    _free_blocks: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        device, dtype = self.pool.device, self.pool.pages.dtype
+        windows = QueryWindows(NUM_LAYERS, self.pipeline.needs.window_size, device)
+        self.runner = EventRunner(
+            PageTables(self.pool),
+            windows,
+            {self.pipeline.name: self.pipeline},
+            make_weights(device, dtype),
+        )
+        order = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(3)).tolist()
+        held = -(-self.positions[-1] // BLOCK_SIZE)
+        self._free_blocks = order[held:]
+        self.block_row = upload(np.array(order[:held], dtype=np.int32), device)
+        self._write_tokens(order[:held])
+
+    def run(self) -> list[Event]:
+        """All events, over all layers."""
+        return [self.compress(position) for position in self.positions]
+
+    def compress(self, position: int) -> Event:
+        """The next event."""
+        plan = self.plan(position)
+        if self._kept_blocks:
+            slot = np.array([self.runner.tables.slots["r"]])
+            tokens, row = np.array([position]), np.zeros(1, dtype=np.int64)
+            self.runner.tables.extend_tails(slot, row, self.block_row[None], tokens)
+        self._observe(plan)
+        event = self.runner.begin(plan, self.block_row)
+        for layer in range(NUM_LAYERS):
+            self.runner.run_layer(event, layer, SCALE)
+        self.runner.finish(event)
+        self._first_block, self._kept_blocks = plan.end_block, len(plan.fresh_block_ids)
+        return event
+
+    def plan(self, position: int) -> EventPlan:
+        """What a scheduler would decide."""
+        least = self.pipeline.least_blocks(NUM_HEADS, HEAD_SIZE, BLOCK_SIZE, self.pool.page_bytes)
+        rule = CompressionRule(BLOCK_SIZE, least_blocks=least, **BUDGETS[self.budget])
+        num_fresh = rule.target_blocks(position, position)
+        fresh = [self._free_blocks.pop() for _ in range(num_fresh)]
+        return EventPlan(
+            request_id="r",
+            group=0,
+            policy=self.pipeline.name,
+            trigger="prompt",
+            position=position,
+            window_size=min(self.pipeline.needs.window_size, position),
+            first_block=self._first_block,
+            end_block=position // BLOCK_SIZE,
+            resident_blocks=self._kept_blocks,
+            fresh_block_ids=tuple(fresh),
+        )
+
+    def _observe(self, plan: EventPlan) -> None:
+        """Records the last queries, as attention does while a step runs."""
+        num_queries = plan.window_size
+        if not num_queries:
+            return
+        windows, dtype = self.runner.windows, self.pool.pages.dtype
+        seen = Observation(0, plan.position - num_queries, num_queries)
+        where = windows.locate([("r", 0, seen)])
+        generator = torch.Generator().manual_seed(plan.position)
+        for layer in range(NUM_LAYERS):
+            queries = torch.randn(num_queries, NUM_HEADS * GROUP, HEAD_SIZE, generator=generator)
+            windows.record(layer, upload(2 * queries.to(dtype), self.pool.device), where)
+
+    def _write_tokens(self, block_ids: list[int]) -> None:
+        """Random keys and values in every layer; behind the last token, NaN stays."""
+        pool, num_tokens = self.pool, self.positions[-1]
+        generator = torch.Generator().manual_seed(5)
+        shape = (len(block_ids), NUM_LAYERS * NUM_HEADS, BLOCK_SIZE, HEAD_SIZE)
+        drawn = torch.randn(2, *shape, generator=generator).to(pool.pages.dtype)
+        behind = torch.arange(len(block_ids) * BLOCK_SIZE).view(-1, 1, BLOCK_SIZE, 1) >= num_tokens
+        keys, values = (part.masked_fill(behind, float("nan")).flatten(0, 1) for part in drawn)
+        pages = pool.fresh_pages(upload(block_ids, pool.device))
+        pool.write(pages, upload(keys, pool.device), upload(values, pool.device))
+
+
+def left_by(request: Request) -> list[dict[str, Tensor]]:
+    """What the events left in each layer: pages by head, what lies in them, what is carried."""
+    tables, pool = request.runner.tables, request.pool
+    slot, found = tables.slots["r"], []
+    for layer in range(NUM_LAYERS):
+        counts = tables.counts[layer, slot]
+        rows = [
+            tables.table[layer, slot, head, : int(count)].long()
+            for head, count in enumerate(counts)
+        ]
+        pages = torch.cat(rows)
+        carried = torch.zeros(0)
+        if tables.state.shape[2]:
+            carried = pool.floats(tables.state[layer, slot])
+        found.append(
+            dict(
+                counts=counts,
+                pages=pages,
+                keys=pool.keys(pages),
+                values=pool.values(pages),
+                carried=carried,
+            )
+        )
+    return found
+
+
+def once(pipeline: Pipeline) -> Pipeline:
+    """The same policy for a request that is compressed once."""
+    return replace(pipeline, repeats=False)

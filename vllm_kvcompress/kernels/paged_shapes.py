@@ -1,0 +1,83 @@
+"""Kernels over pages as shapes alone: what they return, and the most memory they take meanwhile.
+
+For pages on torch's meta device, which has shapes and no numbers: so the memory of an event is
+known before there is one.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels import paged
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+MOMENT_SPLIT = 512  # entries whose sums a program of `moments_triton` writes
+KEYDIFF_BYTES = 1 << 14  # of keys whose sum a program of `keydiff_triton` writes
+
+
+def paged_kernels(entries: PagedEntries) -> Any:
+    """The module of kernels for these pages: this one, or `paged`."""
+    return sys.modules[__name__] if entries.pages.is_meta else paged
+
+
+def compact_pages(
+    entries: PagedEntries, page_counts: Tensor, kept_indices: Tensor, targets: Tensor
+) -> None:
+    """As `paged_torch.compact_pages`."""
+    torch.repeat_interleave(page_counts, output_size=targets.numel())
+
+
+def window_mass(
+    entries: PagedEntries,
+    num_tail: int,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As `paged_torch.window_mass`."""
+    return _per_entry(entries)
+
+
+def keydiff_scores(entries: PagedEntries, anchor: str) -> Tensor:
+    """As `paged_torch.keydiff_scores`."""
+    row_bytes = 2 * entries.head_size * entries.pages.element_size()
+    num_tiles = -(-entries.capacity // max(1, min(128, KEYDIFF_BYTES // row_bytes)))
+    sums = torch.empty(entries.num_sequences, num_tiles, entries.head_size, device=entries.device)
+    del sums
+    return _per_entry(entries)
+
+
+def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor) -> Tensor:
+    """As `paged_torch.value_norms_l1`."""
+    return _per_entry(entries)
+
+
+def value_norms_l2(entries: PagedEntries, output_gram: Tensor) -> Tensor:
+    """As `paged_torch.value_norms_l2`."""
+    return _per_entry(entries)
+
+
+def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Tensor:
+    """As `paged_torch.add_to_moments`."""
+    num_splits = -(-entries.capacity // MOMENT_SPLIT)
+    dims = entries.head_size
+    cross = state.new_empty(entries.num_sequences, num_splits, dims, dims)
+    del cross
+    return torch.empty_like(state)
+
+
+def merge_groups(
+    entries: PagedEntries, link: Tensor, key_weights: Tensor, value_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `paged_torch.merge_groups`."""
+    keys = entries.pages.new_empty(entries.num_sequences, entries.capacity, entries.head_size)
+    return keys, torch.empty_like(keys)
+
+
+def _per_entry(entries: PagedEntries) -> Tensor:
+    """[S, capacity] fp32."""
+    return torch.empty(entries.num_sequences, entries.capacity, device=entries.device)

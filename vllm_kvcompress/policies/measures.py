@@ -1,0 +1,80 @@
+"""What policies compute from a layer's entries: over its pages where kernels read these.
+
+Else over gathered keys and values. H = KV heads, n = padded number of entries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress import kernels
+from vllm_kvcompress.kernels.paged_shapes import paged_kernels
+from vllm_kvcompress.policies.base import LayerView
+
+
+def observed_mass(view: LayerView) -> Tensor:
+    """[H, n] fp32 mean attention of the observed queries to each entry, as `window_mass`."""
+    pages = view.pages
+    if pages is None:
+        return kernels.window_mass(
+            view.keys, view.lengths, view.tail_keys, view.queries, view.scale, view.bias
+        )
+    run = paged_kernels(pages.whole)
+    mass = run.window_mass(pages.whole, pages.num_tail, view.queries, view.scale, view.bias)
+    return mass[:, : view.num_entries]
+
+
+def key_differences(view: LayerView, anchor: str) -> Tensor:
+    """[H, n] fp32 minus the cosine between each key and an anchor, as `keydiff_scores`.
+
+    The median has no kernel over pages.
+    """
+    if view.pages is None or anchor == "median":
+        return kernels.keydiff_scores(view.keys, view.lengths, anchor)
+    return paged_kernels(view.pages.body).keydiff_scores(view.pages.body, anchor)
+
+
+def value_norms_l1(view: LayerView, wanted: Tensor) -> Tensor:
+    """[H, n] fp32 mean over the group of ||v W_O||_1; 0 where not `wanted` ([H, n] bool)."""
+    assert view.output_weight is not None
+    if view.pages is None:
+        return kernels.value_norms_l1(view.values, view.output_weight, wanted)
+    run = paged_kernels(view.pages.body)
+    return run.value_norms_l1(view.pages.body, view.output_weight, wanted)
+
+
+def value_norms_l2(view: LayerView) -> Tensor:
+    """[H, n] fp32 mean over the group of ||v W_O||_2."""
+    assert view.output_gram is not None
+    if view.pages is None:
+        return kernels.value_norms_l2(view.values, view.output_gram)
+    return paged_kernels(view.pages.body).value_norms_l2(view.pages.body, view.output_gram)
+
+
+def moments_with(view: LayerView, state: Tensor, evicted: Tensor) -> Tensor:
+    """[H, moment_size] fp32 the state with `evicted` entries ([H, n] bool) added."""
+    if view.pages is not None:
+        return paged_kernels(view.pages.body).add_to_moments(view.pages.body, state, evicted)
+    # Head by head, so that temporaries stay in the cache.
+    heads = [slice(head, head + 1) for head in range(view.num_heads)]
+    return torch.cat(
+        [kernels.add_to_moments(state[h], view.keys[h], view.values[h], evicted[h]) for h in heads]
+    )
+
+
+def merged_groups(
+    view: LayerView, link: Tensor, key_weights: Tensor, value_weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[H, n, D] keys and values of groups of neighbours, as `paged_torch.merge_groups`.
+
+    Args:
+        view: of a layer whose kernels read pages.
+        link: [H, n] bool: an entry joins the one before it.
+        key_weights, value_weights: [H, n] fp32, not negative.
+    """
+    assert view.pages is not None
+    weights = (key_weights.contiguous(), value_weights.contiguous())
+    run = paged_kernels(view.pages.body)
+    keys, values = run.merge_groups(view.pages.body, link.contiguous(), *weights)
+    return keys, values
