@@ -9,6 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.vllm_attention import vllm_attention
 from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels.compact_triton import compact_pages
 from vllm_kvcompress.kernels.decode_triton import (
@@ -37,13 +38,12 @@ def decode_scanning(entries: PagedEntries, queries: Tensor, scale: float, scan: 
     return outputs
 
 
-def decode_far_and_near(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def decode_far_and_near(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
     """The same sequence in the first pages of a cache, and behind its first 2^31 elements.
 
-    Most of the cache is never touched, so it takes addresses and no memory.
+    Most of the cache is never touched, so on the CPU it takes addresses and no memory.
     """
     near = make_entries([40], dtype=dtype)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     num_near, page = near.pages.shape
     first = 2**31 // page + 1
     cache = torch.empty(first + num_near, page, dtype=dtype, device=device)
@@ -59,3 +59,17 @@ def decode_far_and_near(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         for where, table in zip(pages, tables, strict=True)
     ]
     return outputs[0], outputs[1]
+
+
+def vllm_outputs(entries: PagedEntries, queries: Tensor, scale: float) -> Tensor:
+    """[S, m, G, D] attention by vLLM's kernel."""
+    return vllm_attention(entries, queries, scale)()
+
+
+def from_longer_rows(name: str, entries: PagedEntries, *args: object) -> object:
+    """What the launcher of that dotted name returns for rows of a page table that persists."""
+    num_sequences, width = entries.page_table.shape
+    persistent = entries.page_table.new_full((num_sequences + 2, width + 7), 2**31 - 1)
+    persistent[1:-1, :width] = entries.page_table
+    rows = persistent[1:-1, :width]
+    return pkgutil.resolve_name(name)(replace(entries, page_table=rows), *args)

@@ -6,6 +6,7 @@ that are no powers of two.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,6 +40,10 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
     )
     pieces = found["_pieces_kernel"]
     assert "mma.sync" in pieces.ptx
+    # Rows of keys and values travel 16 bytes at a time, page ids one by one.
+    sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*\], (0x\w+)", pieces.ptx)
+    assert set(sizes) == {"0x4", "0x10"}
+    assert sizes.count("0x10") >= 32
     # Two tiles of keys and values in flight for each program, and room for a second program.
     assert 4 * 2**14 <= pieces.shared_bytes <= MOST_SHARED_BYTES // 2
 

@@ -115,5 +115,5 @@ def test_what_a_launch_refuses(interpreter: Child) -> None:
 def test_addresses_beyond_32_bits(interpreter: Child) -> None:
     """A page more than 2^31 elements into the cache; only what is used of it is ever touched."""
     launch = "tests.kernels.launches.decode_far_and_near"
-    far, near = interpreter.call(launch, torch.float16)
+    far, near = interpreter.call(launch, torch.float16, "cpu")
     assert torch.equal(far, near)

@@ -9,11 +9,14 @@ from tests.kernels.backends import Device, assert_close
 from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels import paged, paged_torch
 
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs a GPU: kernels ran in the interpreter only"
+    ),
+]
 
-@pytest.mark.gpu
-@pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a GPU: kernels ran in the interpreter only"
-)
+
 def test_pages_on_a_gpu_take_triton() -> None:
     entries = make_entries([100, 0, 7], dtype=torch.bfloat16)
     queries = random(3, 4, 64, dtype=torch.bfloat16)
@@ -21,3 +24,9 @@ def test_pages_on_a_gpu_take_triton() -> None:
     expected, _ = device.twin(paged_torch.decode_attention, entries, queries, 0.1)
     outputs, _ = device.twin(paged.decode_attention, entries, queries, 0.1)
     assert_close(outputs, expected, torch.bfloat16)
+
+
+def test_addresses_beyond_32_bits() -> None:
+    launch = "tests.kernels.launches.decode_far_and_near"
+    far, near = Device(torch.float16).call(launch, torch.float16, "cuda")
+    assert torch.equal(far, near)
