@@ -114,6 +114,20 @@ def check(batches: ResidentBatches, model: Model, order: list[str]) -> None:
     assert batch.alike == all(torch.equal(row, batch.seq_lens[0]) for row in batch.seq_lens)
 
 
+def test_rows_get_room_for_the_fullest_head_where_a_bound_is_known() -> None:
+    counts, pages = torch.tensor([9, 2, 0]), torch.arange(11)
+    widths = []
+    for bound in (None, 9):
+        tables = make_tables()
+        tables.replace(1, tables.acquire("a"), counts, pages, bound)
+        widths.append(tables.table.shape[3])
+        slot = tables.slots["a"]
+        assert tables.table[1, slot, 0, :9].tolist() == list(range(9))
+        assert tables.table[1, slot, 1, :2].tolist() == [9, 10]
+        assert tables.counts[1, slot].tolist() == [9, 2, 0]
+    assert widths == [11, 9]
+
+
 QUERY_HEADS, HEAD_SIZE = 6, 2
 
 

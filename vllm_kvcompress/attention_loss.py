@@ -1,8 +1,8 @@
 """What attention loses to compression: its outputs against those of the whole cache, measured.
 
-For measuring only, one request after the other. Keys and values are copied aside, as they were
-computed, before an event evicts or merges them; each later query then attends to all of them in
-fp32, and what it gets is compared with what the engine gave it.
+For measuring only: one request after the other, and waiting for the device. Keys and values are
+copied aside, as they were computed, before an event evicts or merges them; each later query then
+attends to all of them in fp32, and what it gets is compared with what the engine gave it.
 """
 
 from __future__ import annotations
@@ -66,12 +66,14 @@ class AttentionLoss:
         """
         size, num_heads = view.block_size, view.keys.shape[0]
         before, end = plan.first_block * size, plan.end_block * size
-        rows = torch.arange(num_heads)[:, None]
-        new = (view.lengths - (end - before))[:, None] + torch.arange(end - before)
+        device = view.keys.device
+        rows = torch.arange(num_heads, device=device)[:, None]
+        newest = torch.arange(end - before, device=device)
+        new = (view.lengths - (end - before))[:, None] + newest
         keys, values = view.keys[rows, new].float(), values[rows, new].float()
         # The logical position of every entry that the event saw.
-        positions = torch.zeros(view.keys.shape[:2], dtype=torch.int64)
-        positions[rows, new] = torch.arange(before, end)
+        positions = torch.zeros(view.keys.shape[:2], dtype=torch.int64, device=device)
+        positions[rows, new] = before + newest
         if plan.resident_blocks:
             former = self._originals[layer, slot]
             keys = torch.cat((former.keys, keys), dim=1)
@@ -79,7 +81,7 @@ class AttentionLoss:
             heads, places = former.kept.nonzero(as_tuple=True)
             nth = former.kept.cumsum(dim=1)[heads, places] - 1
             positions[heads, nth] = places
-        kept = torch.zeros(num_heads, end, dtype=torch.bool)
+        kept = torch.zeros(num_heads, end, dtype=torch.bool, device=device)
         heads = torch.repeat_interleave(to.page_counts * size)
         kept[heads, positions[heads, to.kept_indices]] = True
         self._originals[layer, slot] = _Originals(keys, values, kept)
@@ -134,8 +136,8 @@ class AttentionLoss:
         if layer == 0:
             self.num_queries += error.shape[0]
         if layer == len(self._errors):
-            self._errors.append(torch.zeros(error.shape[1]))
-            self._masses.append(torch.zeros(error.shape[1]))
+            self._errors.append(torch.zeros(error.shape[1], device=error.device))
+            self._masses.append(torch.zeros(error.shape[1], device=error.device))
         self._errors[layer] += error.sum(dim=0)
         self._masses[layer] += mass.sum(dim=0)
 
@@ -144,14 +146,15 @@ class AttentionLoss:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values [num_heads, num_tokens, head_size] and which of them are resident."""
         num_tail = num_tokens - originals.keys.shape[1]
-        rows = torch.arange(len(lengths))[:, None]
+        device = pages.device
+        rows = torch.arange(len(lengths), device=device)[:, None]
         # The tail lies at the end of each head's resident entries.
-        tail = (lengths - num_tail)[:, None].long() + torch.arange(num_tail)
+        tail = (lengths - num_tail)[:, None].long() + torch.arange(num_tail, device=device)
         keys, values = (
             read(pages.long()).flatten(1, 2)[rows, tail].float()
             for read in (self.pool.keys, self.pool.values)
         )
-        here = torch.ones(len(lengths), num_tail, dtype=torch.bool)
+        here = torch.ones(len(lengths), num_tail, dtype=torch.bool, device=device)
         return (
             torch.cat((originals.keys, keys), dim=1),
             torch.cat((originals.values, values), dim=1),
@@ -168,8 +171,8 @@ class AttentionLoss:
         """
         num_queries, num_query_heads, _ = queries.shape
         num_tokens = keys.shape[1]
-        last = num_tokens - torch.arange(num_queries, 0, -1)
-        hidden = torch.arange(num_tokens) > last[:, None]
+        last = num_tokens - torch.arange(num_queries, 0, -1, device=keys.device)
+        hidden = torch.arange(num_tokens, device=keys.device) > last[:, None]
         grouped = queries.unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
         logits = grouped @ keys[:, None].transpose(2, 3)
         if self.softcap:

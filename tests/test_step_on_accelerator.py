@@ -1,0 +1,137 @@
+"""Nothing that runs in every step waits for an accelerator, or mixes its numbers with the host's.
+
+What it computes, `test_page_tables.py` and `test_gathered_attention.py` say, on the CPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.accelerator import ACCELERATOR, watched
+from tests.step_cases import (
+    DIM,
+    GROUP,
+    NUM_HEADS,
+    NUM_LAYERS,
+    REQUESTS,
+    SIZE,
+    Request,
+    Step,
+    make_pool,
+)
+from vllm_kvcompress.gathered_attention import gathered_attention, query_groups
+from vllm_kvcompress.ledger import Observation
+from vllm_kvcompress.page_tables import PageTables
+from vllm_kvcompress.paged_windows import PagedWindows, window_blocks
+from vllm_kvcompress.pages import InterleavedPagePool
+from vllm_kvcompress.policies.registry import resolve
+from vllm_kvcompress.query_windows import QueryWindows
+from vllm_kvcompress.resident_batch import ResidentBatch, ResidentBatches
+from vllm_kvcompress.transfers import upload
+
+QUERY_HEADS = NUM_HEADS * GROUP
+
+
+def run_event(tables: PageTables, name: str, num_pages: int, end_block: int) -> None:
+    """What an event leaves: pages in every layer, and a page of numbers."""
+    slot = tables.slots.get(name)
+    if slot is None:
+        slot = tables.acquire(name)
+    for layer in range(NUM_LAYERS):
+        counts = upload([num_pages, 0], tables.pool.device)
+        pages = upload(list(range(num_pages)), tables.pool.device)
+        tables.replace(layer, slot, counts, pages)
+        tables.replace_state(layer, slot, pages[:1])
+    tables.layer_pages[name] = [num_pages] * NUM_LAYERS
+    tables.begin_tail(slot, end_block, num_pages)
+
+
+def read(batches: ResidentBatches, num_tokens: dict[str, int]) -> ResidentBatch | None:
+    tokens = np.array(list(num_tokens.values()), dtype=np.int32)
+    device = batches.tables.pool.device
+    block_table = torch.zeros(len(tokens), 64, dtype=torch.int32, device=device)
+    return batches.read(list(num_tokens), tokens, upload(tokens, device), block_table)
+
+
+def test_tables_and_batches_through_a_request_s_life() -> None:
+    """Events, decoding within a block and beyond it, a full table, chunks, saving, leaving."""
+    with watched():
+        tables = PageTables(make_pool(InterleavedPagePool, ACCELERATOR))
+        batches = ResidentBatches(tables)
+        assert read(batches, {"a": 9, "b": 7}) is None
+        run_event(tables, "a", 5, 2)
+        for num_tokens in range(9, 9 + 20 * SIZE):
+            batch = read(batches, {"b": 7, "a": num_tokens})
+            assert batch is not None
+            width = 5 + -(-num_tokens // SIZE) - 2
+            assert batch.page_table.shape == (NUM_LAYERS, NUM_HEADS, width)
+            assert batch.seq_lens.shape == (NUM_LAYERS, NUM_HEADS)
+            assert batch.page_table.device == batch.seq_lens.device == ACCELERATOR
+            assert batch.page_table.dtype == batch.seq_lens.dtype == torch.int32
+            assert (batch.rows.tolist(), batch.whole.tolist()) == ([1], [0])
+            assert not batch.alike
+        run_event(tables, "b", 40, 1)
+        tables.save(tables.slots["b"], "b", key=3)
+        batch = read(batches, {"b": 7, "a": num_tokens})
+        assert batch is not None
+        assert batch.page_table.shape == (NUM_LAYERS, 2 * NUM_HEADS, 41)
+        tables.release("a")
+        tables.restore("c", key=3, first_block=1)
+        run_event(tables, "b", 6, 20)
+        batch = read(batches, {"c": 12, "b": 81})
+        assert batch is not None
+        assert batch.page_table.shape == (NUM_LAYERS, 2 * NUM_HEADS, 42)
+
+
+def test_a_batch_s_table_is_kept_while_tails_grow() -> None:
+    """New pages are written to it; it moves only when it is full."""
+    tables = PageTables(make_pool(InterleavedPagePool))
+    batches = ResidentBatches(tables)
+    run_event(tables, "a", 5, 2)
+    seen = [read(batches, {"a": num_tokens}) for num_tokens in range(9, 9 + 16 * SIZE)]
+    assert len({batch.page_table.data_ptr() for batch in seen if batch is not None}) == 2
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("num_tokens", [12, 16])  # as they are, and padded
+def test_windows(paged: bool, num_tokens: int) -> None:
+    window, names = 5, [f"r{nth}" for nth in range(12)]
+    count = window_blocks(window, QUERY_HEADS, NUM_HEADS, SIZE)
+    with watched():
+        windows: QueryWindows | PagedWindows = QueryWindows(NUM_LAYERS, window, ACCELERATOR)
+        if paged:
+            pool = make_pool(InterleavedPagePool, ACCELERATOR)
+            windows = PagedWindows(pool, window, QUERY_HEADS)
+            for nth, name in enumerate(names):
+                windows.hold(name, tuple(range(nth * count, (nth + 1) * count)))
+        for step in range(3):
+            seen = Observation(0, step, 1)
+            where = windows.locate([(name, nth, seen) for nth, name in enumerate(names)])
+            queries = torch.zeros(num_tokens, QUERY_HEADS, DIM, device=ACCELERATOR)
+            for layer in range(NUM_LAYERS):
+                windows.record(layer, queries, where)
+                found = windows.read(layer, "r3", step + 1, min(window, step + 1))
+                assert found.shape == (min(window, step + 1), QUERY_HEADS, DIM)
+                assert found.device == ACCELERATOR
+        windows.end_event("r3")
+        windows.release("r4")
+
+
+@pytest.mark.parametrize("requests", [REQUESTS, (REQUESTS[0], REQUESTS[3]), (REQUESTS[2],)])
+@pytest.mark.parametrize("policy", ["asymkv", "momentkv"])
+def test_gathered_attention(
+    policy: str, requests: tuple[Request, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys are read where they lie."""
+    monkeypatch.delattr(InterleavedPagePool, "keys")
+    with watched():
+        step = Step(resolve(policy), make_pool(InterleavedPagePool, ACCELERATOR), requests)
+        batch = step.read()
+        queries = upload(step.queries, ACCELERATOR)
+        for group in query_groups(batch, step.starts):
+            for layer in range(NUM_LAYERS):
+                outputs = gathered_attention(step.runner, layer, batch, group, queries, 0.4)
+                assert outputs.shape == (*group.tokens.shape, QUERY_HEADS, DIM)
+                queries[group.tokens] = outputs
