@@ -1,28 +1,34 @@
 #!/usr/bin/env python3
 """Checks the Triton kernels on this machine's GPU, and measures them.
 
-    python scripts/gpu_check.py [--quick] [--tune] [--out docs/results]
+    python scripts/gpu_check.py [--part tests decode prefill events tune] [--quick] [--out FOLDER]
 
-Needs an NVIDIA GPU, torch and triton; uses pytest and tqdm where they are installed. Writes
-gpu-<device>.json and gpu-<device>.md. Ends with 1 if a check failed; then nothing is measured.
+Needs an NVIDIA GPU, torch and triton. Uses pytest, pytest-xdist and tqdm where they are installed,
+and compares with vLLM's kernel where Python finds vllm's sources. Writes gpu-<device>.json and
+gpu-<device>.md after every part; parts that an earlier run left there stay if it had the same
+settings, versions and kernels. Ends with 1 if a check failed; then nothing is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu.report import Results, write_results  # noqa: E402
+from benchmarks.gpu.report import Results, with_earlier, write_results  # noqa: E402
 
 BANDWIDTH_BYTES = 1 << 32
+MOST_WORKERS = 8  # processes of pytest; each holds a context on the GPU
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -30,9 +36,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="folder")
     parser.add_argument("--quick", action="store_true", help="small contexts, few repetitions")
-    parser.add_argument("--tune", action="store_true", help="also try other cuts of decoding")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a page")
-    parser.add_argument("--checks-only", action="store_true", help="measure nothing")
+    parser.add_argument(
+        "--part",
+        nargs="+",
+        choices=("tests", *MEASUREMENTS),
+        default=("tests", "decode", "prefill", "events"),
+        help="what to do: everything but tune unless said",
+    )
     return parser.parse_args(arguments)
 
 
@@ -51,22 +62,27 @@ def why_not() -> str | None:
     return None
 
 
-def run_pytest() -> str | None:
-    """The last line of the kernel tests on the GPU; None without pytest."""
+def run_pytest(quick: bool) -> str | None:
+    """The last line of the kernel tests on the GPU, in bf16 alone if quick; None without pytest."""
     if importlib.util.find_spec("pytest") is None:
         return None
     command = [sys.executable, "-m", "pytest", "tests/kernels", "-m", "gpu", "-q"]
+    if quick:
+        command += ["-k", "bfloat16 or test_device"]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stdout, done.stderr, file=sys.stderr)
     return (done.stdout.strip().splitlines() or ["no output"])[-1].strip("= ")
 
 
-def check() -> dict[str, Any]:
+def check(options: argparse.Namespace) -> dict[str, Any]:
     """Both kinds of checks."""
     from benchmarks.gpu.checks import check_kernels
 
-    return {"kernels": check_kernels(), "pytest": run_pytest()}
+    block_sizes = (16, 64) if options.quick else (16, 32, 64, 128)
+    return {"kernels": check_kernels(block_sizes), "pytest": run_pytest(options.quick)}
 
 
 def passed(checks: dict[str, Any]) -> bool:
@@ -77,48 +93,109 @@ def passed(checks: dict[str, Any]) -> bool:
     )
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Bandwidths, decode attention, events, and the cuts if asked for."""
-    from benchmarks.gpu import decode, events, measure
+def measure_decode(options: argparse.Namespace) -> Results:
+    """Decode attention, and the bandwidth that it is compared with."""
+    from benchmarks.gpu import decode, measure, vllm_attention
 
-    repeats = 10 if options.quick else 50
-    plan = decode.DecodePlan(block_size=options.block_size, repeats=repeats)
-    prompts: tuple[int, ...] = (8192, 32768, 131072)
+    if (reason := vllm_attention.why_not()) is not None:
+        print(reason)
+    read = measure.read_bandwidth(BANDWIDTH_BYTES, repeats(options))
+    return {
+        "read_bandwidth": read,
+        "decode": decode.measure_decode(decode_plan(options), read),
+    }
+
+
+def measure_tune(options: argparse.Namespace) -> Results:
+    """Decode attention with its work cut in other ways."""
+    from benchmarks.gpu import decode, measure
+
+    read = measure.read_bandwidth(BANDWIDTH_BYTES, repeats(options))
+    return {"read_bandwidth": read, "tuning": decode.tune_decode(decode_plan(options), read)}
+
+
+def measure_prefill(options: argparse.Namespace) -> Results:
+    """A chunk's attention over compressed pages."""
+    from benchmarks.gpu import prefill, vllm_attention
+
+    if (reason := vllm_attention.why_not()) is not None:
+        print(reason)
+    plan = prefill.PrefillPlan(block_size=options.block_size, repeats=repeats(options))
     if options.quick:
-        plan = decode.DecodePlan(8192, (1, 8), block_size=options.block_size, repeats=repeats)
-        prompts = (8192,)
-    read = measure.read_bandwidth(BANDWIDTH_BYTES, repeats)
-    copy = measure.copy_bandwidth(BANDWIDTH_BYTES, repeats)
-    found: dict[str, Any] = {"bandwidth": {"read": read, "copy": copy}}
-    found["decode"] = decode.measure_decode(plan, read)
-    found["events"] = events.measure_events(prompts, options.block_size, repeats, copy)
-    if options.tune:
-        found["tuning"] = decode.tune_decode(plan, read)
-    return found
+        plan = replace(plan, context=8192, chunks=(512,))
+    return {"prefill": prefill.measure_prefill(plan)}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs everything; 0 if all checks passed."""
-    options = parse(arguments)
-    if (reason := why_not()) is not None:
-        print(reason, file=sys.stderr)
-        return 2
+def measure_events(options: argparse.Namespace) -> Results:
+    """Events, and the bandwidth that compaction is compared with."""
+    from benchmarks.gpu import events, measure
+
+    prompts = (8192,) if options.quick else (8192, 32768, 131072)
+    copy = measure.copy_bandwidth(BANDWIDTH_BYTES, repeats(options))
+    rows = events.measure_events(prompts, options.block_size, repeats(options), copy)
+    return {"copy_bandwidth": copy, "events": rows}
+
+
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace], Results]] = {
+    "decode": measure_decode,
+    "prefill": measure_prefill,
+    "events": measure_events,
+    "tune": measure_tune,
+}
+
+
+def repeats(options: argparse.Namespace) -> int:
+    """Of every measurement."""
+    return 10 if options.quick else 50
+
+
+def decode_plan(options: argparse.Namespace) -> Any:
+    """What to measure of decode attention."""
+    from benchmarks.gpu.decode import DecodePlan
+
+    plan = DecodePlan(block_size=options.block_size, repeats=repeats(options))
+    return replace(plan, context=8192, batches=(1, 8)) if options.quick else plan
+
+
+def sources() -> str:
+    """Tells apart the kernels that were measured: the start of a hash over their files."""
+    files = sorted((ROOT / "vllm_kvcompress" / "kernels").glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def settings(options: argparse.Namespace) -> Results:
+    """What all parts of a report have in common."""
     import torch
     import triton
 
-    results: Results = {
+    return {
         "device": torch.cuda.get_device_name(),
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "quick": options.quick,
         "block_size": options.block_size,
-        "checks": check(),
+        "sources": sources(),
     }
-    good = passed(results["checks"])
-    if good and not options.checks_only:
-        results.update(measure(options))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the parts one after the other; 0 if all checks passed."""
+    options = parse(arguments)
+    if (reason := why_not()) is not None:
+        print(reason, file=sys.stderr)
+        return 2
+    results = with_earlier(settings(options), options.out)
+    if "tests" in options.part:
+        results["checks"] = check(options)
+        write_results(results, options.out)
+        if not passed(results["checks"]):
+            return 1
+    for name, measure in MEASUREMENTS.items():
+        if name in options.part:
+            results.update(measure(options))
+            write_results(results, options.out)
     for path in write_results(results, options.out):
         print(path)
-    return 0 if good else 1
+    return 0
 
 
 if __name__ == "__main__":

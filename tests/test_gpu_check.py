@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.report import as_markdown, raggedness, table, write_results
+from benchmarks.gpu.report import (
+    as_markdown,
+    raggedness,
+    result_files,
+    table,
+    with_earlier,
+    write_results,
+)
 from benchmarks.gpu.shapes import NUM_HEADS, ragged_lengths
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
@@ -25,6 +32,7 @@ def results(**more: Any) -> dict[str, Any]:
         "versions": {"torch": "2.13", "triton": "3.9"},
         "quick": False,
         "block_size": 16,
+        "sources": "0123456789ab",
         "checks": {**CHECKS, "pytest": "12 passed in 3s"},
         **more,
     }
@@ -38,7 +46,15 @@ DECODE = {
     "seconds": 6e-5,
     "bytes_per_second": 4.1e12,
     "of_read_bandwidth": 0.913,
+    "vllm_seconds": None,
     "full_cache": {"paged": 3.9, "torch": 4.2},
+}
+PREFILL = {
+    "chunk": 2048,
+    "layout": "ragged",
+    "kernel": "paged",
+    "seconds": 1e-3,
+    "flops_per_second": 4.56e14,
 }
 EVENT = {
     "prompt": 32768,
@@ -52,11 +68,12 @@ EVENT = {
 
 def test_tables_hold_the_numbers() -> None:
     text = as_markdown(
-        results(bandwidth={"read": 4.5e12, "copy": 4e12}, decode=[DECODE], events=[EVENT])
+        results(read_bandwidth=4.5e12, decode=[DECODE], prefill=[PREFILL], events=[EVENT])
     )
     assert "1 of 1 checks passed. pytest: 12 passed in 3s." in text
     assert "| read | 4.50 |" in text
     assert "| 8 | 25.0% | ragged | lse | 60.0 | 4.10 | 91.3% | 3.90 | 4.20 |" in text
+    assert "| 2048 | ragged | paged | 1000.0 | 456 |" in text
     assert "| 32768 | 1.50 | 12.00 | 3.00 |" in text
     assert "| 32768 | 1.0% | 87.5% |" in text
 
@@ -67,6 +84,22 @@ def test_ragged_heads_are_compared_with_uniform_ones() -> None:
     assert raggedness([DECODE, uniform]) == pytest.approx(0.1)
     text = as_markdown(results(decode=[DECODE, uniform]))
     assert "Ragged heads cost at most 10.0% more per byte than uniform ones." in text
+
+
+def test_vllms_kernel_has_a_column_where_it_was_measured() -> None:
+    assert "vLLM" not in as_markdown(results(decode=[DECODE]))
+    text = as_markdown(results(decode=[{**DECODE, "vllm_seconds": 1.5e-4}]))
+    assert "| of read bandwidth | vLLM's kernel, plain, µs |" in text
+    assert "| 91.3% | 150.0 | 3.90 | 4.20 |" in text
+
+
+def test_parts_of_one_report_may_be_measured_one_by_one(tmp_path: Path) -> None:
+    write_results(results(decode=[DECODE]), tmp_path)
+    settings = {name: value for name, value in results().items() if name != "checks"}
+    found = with_earlier({**settings, "events": [EVENT]}, tmp_path)
+    assert found == results(decode=[DECODE], events=[EVENT])
+    for other in ({"quick": True}, {"sources": "other"}, {"device": "NVIDIA H100"}):
+        assert with_earlier({**settings, **other}, tmp_path) == {**settings, **other}
 
 
 def test_failed_checks_are_named() -> None:
@@ -83,6 +116,7 @@ def test_numbers_stand_to_the_right() -> None:
 
 def test_files_are_named_after_the_device(tmp_path: Path) -> None:
     numbers, text = write_results(results(), tmp_path / "new")
+    assert (numbers, text) == result_files("NVIDIA H200", tmp_path / "new")
     assert (numbers.name, text.name) == ("gpu-nvidia-h200.json", "gpu-nvidia-h200.md")
     assert json.loads(numbers.read_text()) == results()
     assert text.read_text().startswith("# Kernels on NVIDIA H200\n")
@@ -91,7 +125,9 @@ def test_files_are_named_after_the_device(tmp_path: Path) -> None:
 def test_options() -> None:
     parse = runpy.run_path(str(SCRIPT))["parse"]
     options = parse(["--quick", "--out", "elsewhere"])
-    assert (options.quick, options.tune, options.out) == (True, False, Path("elsewhere"))
+    assert (options.quick, options.out) == (True, Path("elsewhere"))
+    assert options.part == ("tests", "decode", "prefill", "events")
+    assert parse(["--part", "tune", "tests"]).part == ["tune", "tests"]
     assert parse([]).out == SCRIPT.parents[1] / "docs" / "results"
 
 

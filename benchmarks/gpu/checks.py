@@ -18,10 +18,10 @@ LENGTHS = (45, 0, 1, 130, 16, 777, 77, 33)
 Check = tuple[str, Callable[[Any], Any]]
 
 
-def check_kernels() -> list[dict[str, Any]]:
+def check_kernels(block_sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     """One row per kernel and block size: the largest error, and whether it passed."""
     rows = []
-    for block_size in progress((16, 32, 64, 128), "checks"):
+    for block_size in progress(block_sizes, "checks"):
         entries = shapes.make_entries(torch.tensor(LENGTHS), block_size, spare_pages=4)
         for name, run in _checks(entries):
             errors = [

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu import shapes
+from benchmarks.gpu import shapes, vllm_attention
 from benchmarks.gpu.measure import progress, seconds_of
 from vllm_kvcompress.kernels.decode_triton import (
     DEFAULT_SETTINGS,
@@ -55,10 +55,9 @@ def measure_decode(plan: DecodePlan, read_bandwidth: float) -> list[Row]:
         full = _full_seconds(plan, batch)
         for kept, layout in product(plan.kept, ("uniform", "ragged")):
             num_tokens = int(plan.context * kept) // plan.block_size * plan.block_size
-            lengths = shapes.uniform_lengths(batch, num_tokens)
-            if layout == "ragged":
-                lengths = shapes.ragged_lengths(batch, num_tokens, plan.context, plan.block_size)
+            lengths = shapes.lengths_of(layout, batch, num_tokens, plan.context, plan.block_size)
             entries = shapes.make_entries(lengths, plan.block_size)
+            other = _vllm_seconds(entries, plan)
             for option, seconds in _option_seconds(entries, plan):
                 num_bytes = shapes.entry_bytes(int(lengths.sum()))
                 rows.append(
@@ -70,7 +69,8 @@ def measure_decode(plan: DecodePlan, read_bandwidth: float) -> list[Row]:
                         "seconds": seconds,
                         "bytes_per_second": num_bytes / seconds,
                         "of_read_bandwidth": num_bytes / seconds / read_bandwidth,
-                        "full_cache": {name: other / seconds for name, other in full.items()},
+                        "vllm_seconds": other,
+                        "full_cache": {name: whole / seconds for name, whole in full.items()},
                     }
                 )
     return rows
@@ -98,8 +98,17 @@ def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[s
         yield option, seconds_of(work, plan.repeats)
 
 
+def _vllm_seconds(entries: PagedEntries, plan: DecodePlan) -> float | None:
+    """vLLM's own kernel over the same pages, without anything; None where it cannot be had."""
+    if vllm_attention.why_not() is not None:
+        return None
+    queries = _queries(entries.num_sequences)[:, None]
+    work = vllm_attention.vllm_attention(entries, queries, shapes.SCALE)
+    return seconds_of(work, plan.repeats)
+
+
 def _full_seconds(plan: DecodePlan, batch: int) -> dict[str, float]:
-    """Attention over the whole context: this kernel, and torch's over contiguous tensors."""
+    """Attention over the whole context: this kernel, vLLM's, torch's over contiguous tensors."""
     if not fits(shapes.entry_bytes(plan.context) * shapes.NUM_HEADS * batch):
         return {}
     lengths = shapes.uniform_lengths(batch, plan.context)
@@ -110,6 +119,8 @@ def _full_seconds(plan: DecodePlan, batch: int) -> dict[str, float]:
         decode_attention(entries, queries, shapes.SCALE, None, False)
 
     seconds = {"paged": seconds_of(paged, plan.repeats)}
+    if (other := _vllm_seconds(entries, plan)) is not None:
+        seconds["vllm"] = other
     keys, values = entries.pages.view(2, batch, shapes.NUM_HEADS, plan.context, shapes.HEAD_SIZE)
     by_request = queries.view(batch, -1, 1, shapes.HEAD_SIZE)
 

@@ -9,13 +9,31 @@ from pathlib import Path
 from typing import Any
 
 Results = dict[str, Any]
+# What parts that are measured one after the other must have in common to be one report.
+SETTINGS = ("device", "versions", "quick", "block_size", "sources")
+BANDWIDTHS = ("read_bandwidth", "copy_bandwidth")
+
+
+def result_files(device: str, folder: Path) -> tuple[Path, Path]:
+    """gpu-<device>.json and gpu-<device>.md."""
+    name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return folder / f"{name}.json", folder / f"{name}.md"
+
+
+def with_earlier(results: Results, folder: Path) -> Results:
+    """The results, and the parts that an earlier run with the same settings left in the folder."""
+    numbers, _ = result_files(str(results["device"]), folder)
+    if not numbers.exists():
+        return results
+    earlier = json.loads(numbers.read_text(encoding="utf-8"))
+    same = all(earlier.get(name) == results[name] for name in SETTINGS)
+    return {**earlier, **results} if same else results
 
 
 def write_results(results: Results, folder: Path) -> tuple[Path, Path]:
-    """Writes gpu-<device>.json and gpu-<device>.md, and returns where they are."""
+    """Writes both files, and returns where they are."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = "gpu-" + re.sub(r"[^a-z0-9]+", "-", str(results["device"]).lower()).strip("-")
-    numbers, text = folder / f"{name}.json", folder / f"{name}.md"
+    numbers, text = result_files(str(results["device"]), folder)
     numbers.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     text.write_text(as_markdown(results), encoding="utf-8")
     return numbers, text
@@ -28,13 +46,18 @@ def as_markdown(results: Results) -> str:
         f"# Kernels on {results['device']}",
         f"Measured by `scripts/gpu_check.py`{_flags(results)} with {versions}. "
         "Times are medians on the device, from replayed graphs with flushed caches.",
-        _checks(results["checks"]),
     ]
-    if "bandwidth" in results:
-        parts.append(_bandwidth(results["bandwidth"]))
-    for name, section in (("decode", _decode), ("events", _events), ("tuning", _tuning)):
-        if results.get(name):
-            parts.append(section(results[name]))
+    sections = {
+        "checks": _checks,
+        "bandwidth": _bandwidth,
+        "decode": _decode,
+        "prefill": _prefill,
+        "events": _events,
+        "tuning": _tuning,
+    }
+    bandwidths = {name: results[name] for name in BANDWIDTHS if name in results}
+    shown = {**results, "bandwidth": bandwidths}
+    parts += [section(shown[name]) for name, section in sections.items() if shown.get(name)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -68,14 +91,15 @@ def _checks(checks: Results) -> str:
     return "## Checks\n\n" + text
 
 
-def _bandwidth(bandwidth: Results) -> str:
-    cells = [(name, f"{value / 1e12:.2f}") for name, value in bandwidth.items()]
+def _bandwidth(bandwidths: Results) -> str:
+    cells = [(name.partition("_")[0], f"{bandwidths[name] / 1e12:.2f}") for name in bandwidths]
     return "## Bandwidth\n\n" + table(("", "TB/s"), cells)
 
 
 def _decode(rows: Sequence[Results]) -> str:
     header = ("requests", "kept", "heads", "outputs", "µs", "TB/s", "of read bandwidth")
     names = list(rows[0]["full_cache"])
+    compared = any(row["vllm_seconds"] for row in rows)
     cells = []
     for row in rows:
         full = row["full_cache"]
@@ -88,15 +112,33 @@ def _decode(rows: Sequence[Results]) -> str:
                 f"{1e6 * row['seconds']:.1f}",
                 f"{row['bytes_per_second'] / 1e12:.2f}",
                 _share(row["of_read_bandwidth"]),
+                *([f"{1e6 * row['vllm_seconds']:.1f}"] if compared else []),
                 *(f"{full[name]:.2f}" if name in full else "did not fit" for name in names),
             )
         )
+    if compared:
+        header = (*header, "vLLM's kernel, plain, µs")
     columns = (*header, *(f"times faster than a full cache ({name})" for name in names))
     text = "## Decode attention, one layer\n\n" + table(columns, cells)
     extra = raggedness(rows)
     if extra is None:
         return text
     return text + f"\n\nRagged heads cost at most {_share(extra)} more per byte than uniform ones."
+
+
+def _prefill(rows: Sequence[Results]) -> str:
+    cells = [
+        (
+            row["chunk"],
+            row["layout"],
+            row["kernel"],
+            f"{1e6 * row['seconds']:.1f}",
+            f"{row['flops_per_second'] / 1e12:.0f}",
+        )
+        for row in rows
+    ]
+    header = ("chunk", "heads", "kernel", "µs", "TFLOP/s")
+    return "## Attention of a chunk over compressed pages, one layer\n\n" + table(header, cells)
 
 
 def raggedness(rows: Sequence[Results]) -> float | None:

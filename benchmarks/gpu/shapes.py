@@ -51,6 +51,15 @@ def ragged_lengths(
     return torch.cat(lengths)
 
 
+def lengths_of(
+    layout: str, num_requests: int, num_tokens: int, longest: int, block_size: int
+) -> Tensor:
+    """[num_requests * NUM_HEADS] tokens, `uniform` or `ragged`."""
+    if layout == "uniform":
+        return uniform_lengths(num_requests, num_tokens)
+    return ragged_lengths(num_requests, num_tokens, longest, block_size)
+
+
 def make_entries(lengths: Tensor, block_size: int, spare_pages: int = 0) -> PagedEntries:
     """A cache on the GPU; `spare_pages` at its end belong to nobody."""
     counts = -(-lengths // block_size)
