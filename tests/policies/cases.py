@@ -138,7 +138,7 @@ def make_pipeline(policy: str, shape: Shape, directory: Path, **params: object) 
     profile = None
     if policy.startswith("headkv"):
         profile = headkv_file(directory, NUM_LAYERS, num_heads * shape.group)
-    elif policy == "duoattention":
+    elif policy.startswith("duoattention"):
         profile = duoattention_file(directory, NUM_LAYERS, num_heads)
     pipeline = resolve(policy, {**POLICIES.get(policy, {}), **params}, profile)
     return pipeline.bind(NUM_LAYERS, num_heads, num_heads * shape.group, shape.block_size)

@@ -59,16 +59,13 @@ class CacheMerging:
         if self.draw == "random":
             share = (_uniform(view) < share).double()
         share = share.masked_fill(~evicted | (count == 0), 0) / count.clamp_min(1)
-        added = share[..., None] * finite_values(view).double()
-        # What reaches a number: everything whose range has begun and not ended.
-        size = added.shape[1] + 1
-        steps = added.new_zeros(added.shape[0], size, added.shape[2])
-        wide = (-1, -1, added.shape[2])
-        steps = steps.scatter_add(1, first[..., None].expand(*wide), added)
-        steps = steps.scatter_add(1, last[..., None].expand(*wide), -added)
-        received = steps.cumsum(dim=1).gather(1, (number - 1).clamp_min(0)[..., None].expand(*wide))
-        values = finite_values(view).double() + received * kept[..., None]
-        return Merged(values=values.to(view.values.dtype))
+        # Head by head, since temporaries are in fp64.
+        heads = [slice(head, head + 1) for head in range(view.num_heads)]
+        parts = [
+            _with_received(finite(view.values[h], valid[h]), share[h], first[h], last[h], kept[h])
+            for h in heads
+        ]
+        return Merged(values=torch.cat(parts))
 
 
 @dataclass(frozen=True)
@@ -119,9 +116,26 @@ class SimilarKeys:
         return Merged(keys, values, theta[:, None])
 
 
-def finite_values(view: LayerView) -> Tensor:
-    """[H, n, D] values, zero for padding."""
-    return finite(view.values, valid_entries(view.lengths, view.num_entries))
+def _with_received(
+    values: Tensor, share: Tensor, first: Tensor, last: Tensor, kept: Tensor
+) -> Tensor:
+    """[H, n, D] values, kept ones with what the others add to them.
+
+    Args:
+        values: [H, n, D].
+        share: [H, n] fp64 of each value that goes to each of its targets.
+        first, last: [H, n] int64 its targets: kept entries by number, [first, last).
+        kept: [H, n] bool.
+    """
+    added = share[..., None] * values.double()
+    # What reaches a number: everything whose range has begun and not ended.
+    wide = (-1, -1, added.shape[2])
+    steps = added.new_zeros(added.shape[0], added.shape[1] + 1, added.shape[2])
+    steps.scatter_add_(1, first[..., None].expand(*wide), added)
+    steps.scatter_add_(1, last[..., None].expand(*wide), added.neg_())
+    number = (kept.cumsum(dim=1) - 1).clamp_min(0)
+    received = steps.cumsum(dim=1).gather(1, number[..., None].expand(*wide))
+    return (values.double() + received * kept[..., None]).to(values.dtype)
 
 
 def _running_sums(mass: Tensor, number: Tensor, kept: Tensor) -> Tensor:

@@ -1,0 +1,60 @@
+"""Kernels over pages as shapes: what they return looks like what the twins return."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.backends import moved
+from tests.kernels.cases import make_entries, random
+from tests.kernels.child import Child
+from vllm_kvcompress.kernels import paged, paged_shapes, paged_torch
+from vllm_kvcompress.kernels.moments_torch import moment_size
+
+ENTRIES = make_entries([40, 21], dtype=torch.bfloat16)
+CAPACITY, DIMS = ENTRIES.capacity, ENTRIES.head_size
+FLAGS = torch.ones(2, CAPACITY, dtype=torch.bool)
+WEIGHTS = torch.ones(2, CAPACITY)
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "add_to_moments": (torch.zeros(2, moment_size(DIMS)), FLAGS),
+    "compact_pages": (torch.tensor([1, 1]), torch.arange(32) % 16, torch.tensor([0, 1])),
+    "keydiff_scores": ("mean_raw",),
+    "merge_groups": (torch.zeros(2, CAPACITY, dtype=torch.bool), WEIGHTS, WEIGHTS),
+    "value_norms_l1": (random(2, DIMS, 2, 128, dtype=torch.bfloat16), FLAGS),
+    "value_norms_l2": (random(4, DIMS, DIMS),),
+    "window_mass": (3, random(5, 4, DIMS, dtype=torch.bfloat16), 0.1),
+}
+
+
+def looks(value: Any) -> Any:
+    """Shapes and types."""
+    if isinstance(value, tuple):
+        return [looks(item) for item in value]
+    return None if value is None else (tuple(value.shape), value.dtype)
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_results_have_the_twins_shapes_and_types(name: str) -> None:
+    twin, shapes = getattr(paged_torch, name), getattr(paged_shapes, name)
+    assert inspect.signature(shapes) == inspect.signature(twin)
+    expected = looks(twin(ENTRIES, *ARGUMENTS[name]))
+    assert looks(shapes(moved(ENTRIES, "meta"), *moved(ARGUMENTS[name], "meta"))) == expected
+
+
+def test_only_pages_without_numbers_take_shapes() -> None:
+    assert paged_shapes.paged_kernels(ENTRIES) is paged
+    assert paged_shapes.paged_kernels(moved(ENTRIES, "meta")) is paged_shapes
+
+
+def moment_split() -> int:
+    """As the kernel has it; where Triton may be imported."""
+    from vllm_kvcompress.kernels import moments_triton
+
+    return moments_triton.TILE * moments_triton.SPLIT_TILES
+
+
+def test_splits_are_those_of_the_kernels(compiler: Child) -> None:
+    assert compiler.call("tests.kernels.test_shapes.moment_split") == paged_shapes.MOMENT_SPLIT

@@ -1,0 +1,99 @@
+"""Events over pages, by kernels that read these, leave what events over gathered tensors leave."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.event_cases import BLOCK_SIZE, GROUP, Request, left_by, make_pool
+from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
+from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool
+from vllm_kvcompress.policies import Pipeline
+
+SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
+# Events within a block, and at the end of one.
+COURSES = [("fraction", (70, 103)), ("tokens", (64, 96))]
+CASES: list[tuple[str, dict[str, object]]] = [
+    *((policy, {}) for policy in POLICIES),
+    ("keydiff", {"anchor": "median"}),
+    ("keydiff", {"anchor": "pairwise"}),
+    ("snapkv+criticalkv", {"norm": "l2"}),
+    ("kvmerger", {"merge_space": "unrotated"}),
+    ("kvmerger", {"value_mode": "mean"}),
+    ("kvmerger", {"value_mode": "paper"}),
+    ("asymkv", {"merge_space": "rotated"}),
+    ("kvslimmer", {"merge_space": "rotated"}),
+]
+# What these policies compute, kernels compute from pages.
+NEVER_GATHER = [
+    "streamingllm",
+    "keydiff+window",
+    "tova",
+    "h2o",
+    "snapkv",
+    "adakv+criticalkv",
+    "pyramidkv+adakv+criticalkv",
+    "snapkv+momentfix",
+    "duoattention",
+]
+
+
+def run(pipeline: Pipeline, kind: type, budget: str, positions: tuple[int, ...]) -> Request:
+    request = Request(pipeline, make_pool(kind), budget, positions)
+    request.run()
+    return request
+
+
+@pytest.mark.parametrize(("policy", "params"), CASES, ids=str)
+def test_pages_and_gathered_tensors_give_the_same(
+    policy: str, params: dict[str, object], tmp_path: Path
+) -> None:
+    """The same entries on the same pages; sums in another order differ by rounding alone."""
+    pipeline = make_pipeline(policy, SHAPE, tmp_path, **params)
+    for budget, positions in COURSES:
+        gathered = run(pipeline, PackedPagePool, budget, positions)
+        paged = run(pipeline, InterleavedPagePool, budget, positions)
+        for expected, found in zip(left_by(gathered), left_by(paged), strict=True):
+            assert torch.equal(found["counts"], expected["counts"])
+            assert torch.equal(found["pages"], expected["pages"])
+            for name in ("keys", "values", "carried"):
+                torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+            if pipeline.merger is None:
+                assert torch.equal(found["keys"], expected["keys"])
+                assert torch.equal(found["values"], expected["values"])
+
+
+@pytest.mark.parametrize("policy", NEVER_GATHER)
+def test_what_kernels_compute_from_pages_is_not_gathered(
+    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = make_pipeline(policy, SHAPE, tmp_path)
+    request = Request(pipeline, make_pool(InterleavedPagePool))
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("gathered")
+
+    for name in ("keys", "values", "take_values"):
+        monkeypatch.setattr(InterleavedPagePool, name, refuse)
+    assert len(request.run()) == 2
+
+
+def test_fields_given_as_functions_are_made_once() -> None:
+    whole = make_view(SHAPE, 3)
+    calls = []
+
+    def keys() -> torch.Tensor:
+        calls.append(1)
+        return whole.keys
+
+    view = replace(whole, keys=keys)  # type: ignore[arg-type]
+    changed = view.with_accumulated(torch.ones(2, 36))
+    assert not calls
+    assert view.accumulated is None
+    assert torch.equal(changed.keys, whole.keys)
+    assert changed.keys is view.keys
+    assert torch.equal(view.head(1).keys, whole.keys[1:])
+    assert calls == [1]

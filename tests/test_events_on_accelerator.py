@@ -1,0 +1,106 @@
+"""Whole events, first ones and repeated ones, never wait for the device that holds the pages."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.accelerator import ACCELERATOR, Synchronised, watched
+from tests.event_cases import BLOCK_SIZE, GROUP, Request, make_pool, once
+from tests.policies.cases import Shape, make_pipeline
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool
+from vllm_kvcompress.policies import Pipeline, describe
+from vllm_kvcompress.policies.presets import MODIFIERS, POLICIES
+
+SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
+WINDOWED = {"window_size", "merge_window"}
+# Events within a block, at the end of one, and a single one.
+COURSES = [("fraction", (70, 103)), ("tokens", (64, 96)), ("fraction", (71,))]
+
+
+def every_policy() -> list[str]:
+    """All that users may write: every policy with every set of modifiers that is not refused."""
+    found = []
+    for base in POLICIES:
+        for number in range(len(MODIFIERS) + 1):
+            for modifiers in itertools.combinations(MODIFIERS, number):
+                policy = "+".join((base, *modifiers))
+                try:
+                    infos = describe(policy)
+                except ConfigError:
+                    continue
+                if "+".join(info.name for info in infos) == policy:
+                    found.append(policy)
+    return found
+
+
+def every_choice() -> list[tuple[str, dict[str, object]]]:
+    """Every choice that a parameter of a policy or modifier offers, with one policy that has it."""
+    found: dict[tuple[str, str], tuple[str, dict[str, object]]] = {}
+    for policy in every_policy():
+        for info in describe(policy):
+            for parameter in info.parameters:
+                for choice in set(parameter.choices) - {parameter.default}:
+                    found.setdefault((info.name, choice), (policy, {parameter.name: choice}))
+    return list(found.values())
+
+
+CASES = [*((policy, {}) for policy in every_policy()), *every_choice()]
+
+
+@pytest.fixture
+def pipeline(request: pytest.FixtureRequest, tmp_path: Path) -> Pipeline:
+    policy, params = request.param
+    names = {p.name for info in describe(policy) for p in info.parameters}
+    small = {name: 9 for name in names & WINDOWED}
+    return make_pipeline(policy, SHAPE, tmp_path, **small, **params)
+
+
+def test_all_names_of_the_registry_take_part() -> None:
+    parts = {part for policy, _ in CASES for part in policy.split("+")}
+    assert parts == {*POLICIES, *MODIFIERS}
+
+
+@pytest.mark.parametrize("pipeline", CASES, indirect=True, ids=str)
+def test_events_never_wait(pipeline: Pipeline) -> None:
+    for budget, positions in COURSES:
+        chosen = pipeline if len(positions) > 1 else once(pipeline)
+        with watched():
+            pool = make_pool(InterleavedPagePool, ACCELERATOR)
+            request = Request(chosen, pool, budget, positions)
+            events = request.run()
+        assert [len(event.page_counts) for event in events] == [3] * len(positions)
+        assert all(event.fresh_pages.device == ACCELERATOR for event in events)
+        assert all(event.max_kept > 0 for event in events)
+
+
+def test_an_event_that_reads_on_the_host_is_noticed(tmp_path: Path) -> None:
+    pipeline = make_pipeline("adakv", SHAPE, tmp_path)
+    with watched():
+        request = Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR))
+        request.run()
+        counts = request.runner.tables.counts[0, request.runner.tables.slots["r"]]
+        readers: list[Callable[[], object]] = [
+            lambda: int(counts.max()),
+            lambda: counts.tolist(),
+            lambda: counts[torch.tensor([0])],
+        ]
+        for read in readers:
+            with pytest.raises((RuntimeError, NotImplementedError, Synchronised)):
+                read()
+
+
+def test_bounds_of_kept_pages_hold(tmp_path: Path) -> None:
+    """What the books of a device say without looking is at least what there is."""
+    pipeline = make_pipeline("adakv", SHAPE, tmp_path)
+    seen = Request(pipeline, make_pool(PackedPagePool)).run()
+    with watched():
+        bounds = Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR)).run()
+    for event, bound in zip(seen, bounds, strict=True):
+        assert event.max_kept == max(int(counts.max()) for counts in event.page_counts)
+        assert event.max_kept <= bound.max_kept <= sum(map(int, event.page_counts[0]))
