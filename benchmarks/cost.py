@@ -100,7 +100,7 @@ def build_engine(name: str, model: str, options: argparse.Namespace) -> Any:
         arguments = {
             "additional_config": {"kvcompress": settings},
             "scheduler_cls": f"{PLUGIN}.scheduler.CompressionScheduler",
-            "worker_cls": f"{PLUGIN}.worker.CompressionCPUWorker",
+            "worker_cls": f"{PLUGIN}.cpu_worker.CompressionCPUWorker",
         }
     length = 2 * options.prompt + options.decode + 64
     return LLM(
@@ -138,10 +138,8 @@ def run_once(engine: Any, options: argparse.Namespace, seed: int) -> dict[str, f
         step_started = time.perf_counter()
         outputs = engine.step()
         now = time.perf_counter()
-        seconds = getattr(worker, "last_event_seconds", {})
-        if seconds:
-            events += sum(seconds.values())
-            worker.last_event_seconds = {}
+        events += sum(seconds for _, seconds in getattr(worker, "last_event_seconds", []))
+        worker.last_event_seconds = []
         if all(len(output.outputs[0].token_ids) > 1 for output in outputs) and outputs:
             steps.append(now - step_started)
         else:

@@ -248,6 +248,7 @@ def test_requests_may_choose_what_the_operator_allows() -> None:
         min_request_budget="0.1",
         max_request_budget=0.5,
         reuse_contexts=True,
+        attention="own",
     )
     assert settings.policies == ("adakv", "keydiff")
     assert Settings.from_dict(settings.to_dict()) == settings
@@ -273,6 +274,7 @@ def test_requests_may_choose_what_the_operator_allows() -> None:
         ({"min_request_budget": 0, "max_request_budget": 0.5}, "expected a positive"),
         ({"request_policies": 5}, "expected names of policies, found 5"),
         ({"reuse_contexts": "yes"}, "expected true or false, found 'yes'"),
+        ({"attention": "xformers"}, "expected one of auto, flash, triton, own, found 'xformers'"),
     ],
 )
 def test_limits_of_requests_that_cannot_work(values: dict[str, object], sentence: str) -> None:

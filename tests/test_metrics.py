@@ -12,15 +12,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_kvcompress import __version__
 from vllm_kvcompress.config import Settings, parse_triggers
 from vllm_kvcompress.metrics import CompressionMetrics
-from vllm_kvcompress.stats import EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 
 SETTINGS = Settings("adakv+criticalkv", 0.25, parse_triggers("prompt,decode:64"))
 LABELS = {"model_name": "m", "engine": "0"}
 OWN = {**LABELS, "policy": "adakv+criticalkv"}
 STEP = StepStats(
     events=[
-        EventRecord("adakv+criticalkv", "prompt", 1024, 256, 32, 8, 0.125),
-        EventRecord("adakv+criticalkv", "decode", 512, 256, 16, 8, 0.5),
+        EventRecord("adakv+criticalkv", "prompt", 1024, 256, 32, 8),
+        EventRecord("adakv+criticalkv", "decode", 512, 256, 16, 8),
+    ],
+    durations=[
+        DurationRecord("adakv+criticalkv", 0.125),
+        DurationRecord("adakv+criticalkv", 0.5),
     ],
     skipped=[SkippedRecord("adakv+criticalkv", "nothing_to_free", 3)],
     logical_tokens=1200,

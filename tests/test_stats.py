@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_kvcompress.stats import EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 
 COUNTS = st.integers(0, 2**40)
@@ -22,12 +22,13 @@ EVENTS = st.builds(
     resident_tokens=COUNTS,
     blocks_freed=COUNTS,
     blocks_written=COUNTS,
-    seconds=st.floats(0, 1e6),
 )
+DURATIONS = st.builds(DurationRecord, st.text(max_size=10), st.floats(0, 1e6))
 SKIPPED = st.builds(SkippedRecord, st.text(max_size=10), st.text(max_size=10), COUNTS)
 STEPS = st.builds(
     StepStats,
     events=st.lists(EVENTS, max_size=4),
+    durations=st.lists(DURATIONS, max_size=4),
     skipped=st.lists(SKIPPED, max_size=3),
     logical_tokens=COUNTS,
     resident_tokens=COUNTS,

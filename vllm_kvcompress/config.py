@@ -22,6 +22,7 @@ NO_POLICY = "none"
 CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs, like the next two
 REQUEST_POLICY = "kv_policy"
 REQUEST_BUDGET = "kv_budget"
+ATTENTION_KERNELS = ("auto", "flash", "triton", "own")
 DEFAULT_MIN_TOKENS = 64  # two blocks of the CPU default; shorter requests free next to nothing
 
 
@@ -75,6 +76,8 @@ class Settings:
             the server's own budget.
         reuse_contexts: keep contexts that requests name and that were compressed, for later
             requests with the same one.
+        attention: kernels for attention on GPUs: vLLM's flash or triton; own: vLLM's for whole
+            requests and this package's for compressed ones; auto: as this package sees fit.
     """
 
     policy: str
@@ -87,6 +90,7 @@ class Settings:
     min_request_budget: float | None = None
     max_request_budget: float | None = None
     reuse_contexts: bool = False
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -113,6 +117,11 @@ class Settings:
             raise ConfigError(
                 f"reuse_contexts: expected true or false, found {self.reuse_contexts!r}."
             )
+        if self.attention not in ATTENTION_KERNELS:
+            raise ConfigError(
+                f"attention: expected one of {', '.join(ATTENTION_KERNELS)}, found "
+                f"{self.attention!r}; leave it out for auto."
+            )
 
     def _check_request_limits(self) -> None:
         bounds = (self.min_request_budget, self.max_request_budget)
@@ -134,7 +143,7 @@ class Settings:
         Args:
             values: `policy` and `budget`, and optionally `trigger` (text or a list), `params`,
                 `profile`, `min_tokens`, `request_policies` (text or a list) and
-                `min_request_budget` with `max_request_budget`, and `reuse_contexts`.
+                `min_request_budget` with `max_request_budget`, `reuse_contexts` and `attention`.
 
         Raises:
             ConfigError: an unknown or missing key, or a value that cannot work.
@@ -187,6 +196,8 @@ class Settings:
             values["max_request_budget"] = self.max_request_budget
         if self.reuse_contexts:
             values["reuse_contexts"] = True
+        if self.attention != "auto":
+            values["attention"] = self.attention
         return values
 
     @property
@@ -297,6 +308,7 @@ _KEYS = frozenset(
     {
         *("policy", "budget", "trigger", "params", "profile", "min_tokens"),
         *("request_policies", "min_request_budget", "max_request_budget", "reuse_contexts"),
+        "attention",
     }
 )
 

@@ -125,13 +125,13 @@ def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any])
     from vllm import LLM
 
     from vllm_kvcompress.cli.distribution import answer_for_vllm
-    from vllm_kvcompress.vllm_plugin.compat import allow_amx, plugin_class_paths
+    from vllm_kvcompress.vllm_plugin.compat import allow_amx, plugin_options
 
     answer_for_vllm()
     allow_amx()  # our worker sees to it, stock vLLM's does not
     arguments: dict[str, Any] = {"disable_log_stats": False, "block_size": 32, **options}
     if settings is not None:
-        paths: dict[str, Any] = dict(plugin_class_paths(Settings.from_dict(settings)))
+        paths: dict[str, Any] = dict(plugin_options(Settings.from_dict(settings)))
         paths["logits_processors"] = [paths["logits_processors"]]
         arguments |= {**paths, "additional_config": {SETTINGS_KEY: settings}}
     return LLM(model, **arguments)

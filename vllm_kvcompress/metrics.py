@@ -136,6 +136,8 @@ class CompressionMetrics:
             self.skipped.labels(*labels, skipped.policy, skipped.reason).inc(skipped.count)
         for event in stats.events:
             self._observe_event(event, labels)
+        for duration in stats.durations:
+            self.event_seconds.labels(*labels, duration.policy).observe(duration.seconds)
 
     def _observe_event(self, event: EventRecord, labels: tuple[str, str]) -> None:
         own = (*labels, event.policy)
@@ -145,7 +147,6 @@ class CompressionMetrics:
         self.blocks_freed.labels(*own).inc(event.blocks_freed)
         self.blocks_written.labels(*own).inc(event.blocks_written)
         self.kept_fraction.labels(*own).observe(event.resident_tokens / event.source_tokens)
-        self.event_seconds.labels(*own).observe(event.seconds)
 
     def _counter(self, name: str, text: str, extra_labels: list[str] | None = None) -> Counter:
         labels = _LABELS + (extra_labels or [])

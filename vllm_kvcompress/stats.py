@@ -23,7 +23,6 @@ class EventRecord:
         resident_tokens: tokens per head that it kept (mean over heads and layers).
         blocks_freed: KV-cache blocks handed back to vLLM's allocator.
         blocks_written: fresh blocks that took the survivors.
-        seconds: time the worker spent on the event, over all layers.
     """
 
     policy: str
@@ -32,6 +31,18 @@ class EventRecord:
     resident_tokens: int
     blocks_freed: int
     blocks_written: int
+
+
+@dataclass
+class DurationRecord:
+    """How long one compression event of one request took.
+
+    Attributes:
+        policy: the policy's name, as the user gave it.
+        seconds: time that the first rank spent on the event, over all layers.
+    """
+
+    policy: str
     seconds: float
 
 
@@ -56,6 +67,7 @@ class StepStats:
 
     Attributes:
         events: the events that ran.
+        durations: of events whose duration became known; a GPU's are known some steps later.
         skipped: events that were left out.
         logical_tokens: computed tokens of the running requests.
         resident_tokens: of those, tokens per head that are still in the cache.
@@ -63,6 +75,7 @@ class StepStats:
     """
 
     events: list[EventRecord] = field(default_factory=list)
+    durations: list[DurationRecord] = field(default_factory=list)
     skipped: list[SkippedRecord] = field(default_factory=list)
     logical_tokens: int = 0
     resident_tokens: int = 0
@@ -81,5 +94,7 @@ class StepStats:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """The inverse of `to_dict`."""
         events = [EventRecord(**event) for event in values["events"]]
+        durations = [DurationRecord(**record) for record in values["durations"]]
         skipped = [SkippedRecord(**record) for record in values["skipped"]]
-        return cls(**{**values, "events": events, "skipped": skipped})
+        lists = {"events": events, "durations": durations, "skipped": skipped}
+        return cls(**{**values, **lists})

@@ -5,6 +5,7 @@ compared after every step. A scenario is a dictionary:
 
     model: directory            engine: keyword arguments of vllm.LLM
     settings: our settings, or null for stock vLLM
+    asynchronous: schedule the next step while one runs
     phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?, xargs?}
     record_kept: report the kept indices of every event
 """
@@ -27,7 +28,8 @@ PLUGIN = "vllm_kvcompress.vllm_plugin"
 
 def build_engine(scenario: dict[str, Any]) -> Any:
     """A vLLM engine in this process, stock or with compression."""
-    from vllm import LLM
+    from vllm import LLM, EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
 
     arguments = {
         "enforce_eager": True,
@@ -38,12 +40,17 @@ def build_engine(scenario: dict[str, Any]) -> Any:
         **scenario["engine"],
     }
     if scenario.get("settings"):
-        arguments |= {
+        arguments = {
             "additional_config": {"kvcompress": scenario["settings"]},
             "scheduler_cls": f"{PLUGIN}.scheduler.CompressionScheduler",
-            "worker_cls": f"{PLUGIN}.worker.CompressionCPUWorker",
+            "worker_cls": f"{PLUGIN}.cpu_worker.CompressionCPUWorker",
+            **arguments,
         }
-    return LLM(scenario["model"], **arguments).llm_engine
+    if not scenario.get("asynchronous"):
+        return LLM(scenario["model"], **arguments).llm_engine
+    config = EngineArgs(scenario["model"], **arguments).create_engine_config()
+    config.scheduler_config.async_scheduling = True  # which vLLM switches off on CPUs
+    return LLMEngine.from_vllm_config(config)
 
 
 class Books:

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
 from vllm_kvcompress.config import Settings
-from vllm_kvcompress.vllm_plugin.compat import plugin_class_paths
+from vllm_kvcompress.vllm_plugin.compat import plugin_options
 from vllm_kvcompress.vllm_plugin.requests import RequestCheck
 
 SERVER = {
@@ -126,7 +126,7 @@ def check_of(settings: Settings) -> Any:
     """The class that vLLM would find under the name that it is given."""
     import importlib
 
-    module, _, name = plugin_class_paths(settings)["logits_processors"].partition(":")
+    module, _, name = plugin_options(settings)["logits_processors"].partition(":")
     return getattr(importlib.import_module(module), name)
 
 

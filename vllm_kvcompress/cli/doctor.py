@@ -138,23 +138,27 @@ def _backend() -> Iterator[Finding]:
     """The platform, and whether the classes that serve would name can be imported."""
     from vllm.platforms import current_platform
 
-    from vllm_kvcompress.vllm_plugin.compat import plugin_class_paths
+    from vllm_kvcompress.vllm_plugin.compat import plugin_options
 
     yield Finding("backend", str(current_platform.device_name or current_platform.device_type))
     try:
-        paths = plugin_class_paths(Settings("adakv", 0.25))
+        options = plugin_options(Settings("adakv", 0.25))
     except ConfigError as error:
         yield Finding("compression", "not available", str(error))
         return
-    for option, path in paths.items():
+    for option, path in options.items():
+        name = f"--{option.replace('_', '-')}"
+        if "." not in path:  # a name of vLLM's own
+            yield Finding(name, path)
+            continue
         # vLLM writes some as module.Class and others as module:Class.
-        module, _, name = path.replace(":", ".").rpartition(".")
+        module, _, member = path.replace(":", ".").rpartition(".")
         problem = ""
         try:
-            getattr(importlib.import_module(module), name)
+            getattr(importlib.import_module(module), member)
         except Exception as error:  # whatever it is, the report has to say it
             problem = f"cannot be imported ({type(error).__name__}: {error})."
-        yield Finding(f"--{option.replace('_', '-')}", path, problem)
+        yield Finding(name, path, problem)
 
 
 def _served(arguments: list[str]) -> Finding:

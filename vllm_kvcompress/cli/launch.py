@@ -14,7 +14,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_kvcompress.cli.distribution import answer_for_vllm
 from vllm_kvcompress.cli.vllm_command import ServeRequest
 from vllm_kvcompress.config import SETTINGS_KEY
-from vllm_kvcompress.vllm_plugin.compat import plugin_class_paths
+from vllm_kvcompress.vllm_plugin.compat import plugin_options
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
 
 _CPU_BLOCK_SIZE = "32"  # finer than vLLM's 128 and as fast: budgets are kept more exactly
@@ -24,7 +24,7 @@ def vllm_command(request: ServeRequest) -> list[str]:
     """The arguments of `vllm`, from `serve` on, for this build of vLLM."""
     options = {}
     if request.settings is not None:
-        paths = plugin_class_paths(request.settings)
+        paths = plugin_options(request.settings)
         options = {name.replace("_", "-"): path for name, path in paths.items()}
         if current_platform.is_cpu():
             options["block-size"] = _CPU_BLOCK_SIZE

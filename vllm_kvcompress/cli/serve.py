@@ -105,13 +105,19 @@ def options_parser() -> argparse.ArgumentParser:
     )
     _add_request_options(group)
     group.add_argument(
+        "--kv-attention",
+        metavar="K",
+        help="kernels for attention on GPUs: flash or triton (vLLM's), own (this package's, for "
+        "compressed requests), or auto (default)",
+    )
+    group.add_argument(
         "--config",
         metavar="FILE",
         action="append",
         default=[],
         help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
         "params, profile, min_tokens, request_policies, min_request_budget, max_request_budget, "
-        "reuse_contexts); the command line wins, setting by setting",
+        "reuse_contexts, attention); the command line wins, setting by setting",
     )
     group.add_argument(
         "--print-vllm-command",
@@ -167,6 +173,7 @@ def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
         "min_request_budget": namespace.kv_min_request_budget,
         "max_request_budget": namespace.kv_max_request_budget,
         "reuse_contexts": namespace.kv_reuse_contexts,
+        "attention": namespace.kv_attention,
     }
     given = {key: value for key, value in flags.items() if value is not None}
     yaml_path = namespace.config[0] if namespace.config else None

@@ -14,7 +14,6 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.ledger import (
     Adoption,
     CompressionRule,
@@ -299,12 +298,13 @@ class CompressedBlockManager(FullAttentionManager):
         return self.open_ledger(request_id, num_prompt_tokens) if ledger is None else ledger
 
     def _plan(self, request_id: str, position: int, decision: Decision) -> None:
-        """Allocates an event's fresh blocks and books it as happening in this step."""
+        """Allocates an event's fresh blocks and books it as happening in this step.
+
+        Under asynchronous scheduling the event before it may not have been processed yet. Workers
+        carry steps out in their order, so whoever gets its sources writes to them after it.
+        """
         if request_id in self._incoming:
-            raise InvariantError(
-                f"request {request_id}: an event at {position} tokens while the one at "
-                f"{self._incoming[request_id][0].position} has not been processed"
-            )
+            self._retire_sources(request_id)
         ledger = self.ledgers[request_id]
         fresh = self.block_pool.get_new_blocks(decision.num_kept_blocks)
         plan = EventPlan(

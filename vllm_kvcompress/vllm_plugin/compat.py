@@ -42,7 +42,7 @@ def check_vllm_version() -> None:
         )
 
 
-def plugin_class_paths(settings: Settings) -> dict[str, str]:
+def plugin_options(settings: Settings) -> dict[str, str]:
     """The `vllm serve` options that switch compression on, for this build of vLLM."""
     from vllm.platforms import current_platform
 
@@ -51,14 +51,20 @@ def plugin_class_paths(settings: Settings) -> dict[str, str]:
         # vLLM checks requests in a process that knows this class by its name, and no settings.
         check += f"_{json.dumps(settings.to_dict()).encode().hex()}"
 
+    paths = {"logits_processors": f"{_PACKAGE}.requests:{check}"}
     if current_platform.is_cpu():
-        return {
+        return paths | {
             "scheduler_cls": f"{_PACKAGE}.scheduler.CompressionScheduler",
-            "worker_cls": f"{_PACKAGE}.worker.CompressionCPUWorker",
-            "logits_processors": f"{_PACKAGE}.requests:{check}",
+            "worker_cls": f"{_PACKAGE}.cpu_worker.CompressionCPUWorker",
+        }
+    if current_platform.is_cuda():
+        return paths | {
+            "scheduler_cls": f"{_PACKAGE}.scheduler.AsyncCompressionScheduler",
+            "worker_cls": f"{_PACKAGE}.gpu_worker.CompressionGPUWorker",
+            "attention_backend": "CUSTOM",
         }
     raise UnsupportedError(
-        "vllm-kvcompress compresses on the CPU build of vLLM; this build is for "
+        "vllm-kvcompress compresses on vLLM's builds for CPUs and CUDA; this build is for "
         f"{current_platform.device_type}. Serve without --kv-policy here."
     )
 
@@ -191,19 +197,42 @@ def attention_modules(worker: Any) -> list[Any]:
 # --- worker ------------------------------------------------------------------------------
 
 
-def attach_seconds(model_runner_output: Any, seconds: dict[str, float]) -> None:
-    """Sends event durations back to the scheduler with the step's output."""
-    setattr(model_runner_output, _SECONDS_ATTRIBUTE, seconds)
+def attach_seconds(output: Any, seconds: list[tuple[str, float]]) -> None:
+    """Sends event durations back to the scheduler with the step's output.
+
+    An output that is still being copied from the device hands over another object later, which it
+    holds under one of two names (model runners V2 and V1).
+    """
+    for name in ("model_runner_output", "_model_runner_output"):
+        output = getattr(output, name, output)
+    setattr(output, _SECONDS_ATTRIBUTE, seconds)
 
 
-def attached_seconds(model_runner_output: Any) -> dict[str, float]:
-    """Seconds per request id of the events of a step."""
-    return getattr(model_runner_output, _SECONDS_ATTRIBUTE, {})
+def attached_seconds(model_runner_output: Any) -> list[tuple[str, float]]:
+    """Policy and seconds of the events whose durations came with a step."""
+    return getattr(model_runner_output, _SECONDS_ATTRIBUTE, [])
 
 
-def batch_request_ids(model_runner: Any) -> list[str]:
-    """Request ids in the order of the batch's rows (model runner V1)."""
-    return model_runner.input_batch.req_ids
+def batch_request_ids(model_runner: Any, common: Any) -> list[str]:
+    """Request ids in the order of the batch's rows.
+
+    Model runner V2 has no batch that lasts; it says with the metadata which of its requests are
+    in the step.
+    """
+    states = getattr(model_runner, "req_states", None)
+    if states is None:
+        request_ids: list[str] = model_runner.input_batch.req_ids
+        return request_ids[: common.num_reqs]
+    return [states.index_to_req_id[index] for index in common.req_idx[: common.num_reqs].tolist()]
+
+
+def host_lengths(common: Any) -> Any:
+    """[requests] logical tokens of each, this step's included, as numpy.
+
+    An upper bound where drafts may be taken back, and exact elsewhere. The device's numbers would
+    have to be waited for.
+    """
+    return common.seq_lens_cpu_upper_bound[: common.num_reqs].numpy()
 
 
 def gone_request_ids(scheduler_output: Any) -> set[str]:

@@ -98,7 +98,7 @@ class RequestCheck(LogitsProcessor):
     they are, and says so, so that greedy sampling never calls it.
 
     vLLM checks without telling the server's configuration, but names the class: what the server
-    allows is part of the name, `RequestCheck_` and the settings (see `compat.plugin_class_paths`).
+    allows is part of the name, `RequestCheck_` and the settings (see `compat.plugin_options`).
 
     Attributes:
         settings: the server's; None: requests may choose neither policy nor budget.

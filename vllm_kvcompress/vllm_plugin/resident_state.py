@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from vllm_kvcompress.attention_loss import AttentionLoss
 from vllm_kvcompress.config import Settings
@@ -15,11 +14,12 @@ from vllm_kvcompress.events import Event, EventRunner, LayerWeights
 from vllm_kvcompress.ledger import StepPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.paged_windows import PagedWindows, window_blocks
-from vllm_kvcompress.pages import PackedPagePool, flat_pages
+from vllm_kvcompress.pages import PagePool
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
 from vllm_kvcompress.query_windows import Located, QueryWindows
 from vllm_kvcompress.resident_batch import ResidentBatch, ResidentBatches
+from vllm_kvcompress.stopwatch import Stopwatch
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
 
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+# The page view over the caches of a group's layers, which the attention backend knows how to lay.
+MakePool = Callable[[list[Any], "AttentionSpec"], PagePool]
 
 
 @dataclass
@@ -81,7 +84,10 @@ class GroupState:
                 )
         step = GroupStep(
             batch=self.batches.read(
-                request_ids, common.seq_lens.numpy(), common.seq_lens, common.block_table_tensor
+                request_ids,
+                compat.host_lengths(common),
+                common.seq_lens,
+                common.block_table_tensor,
             )
         )
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
@@ -106,15 +112,16 @@ class WorkerState:
         groups: by vLLM's group number.
     """
 
-    def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
+    def __init__(self, vllm_config: VllmConfig, settings: Settings, make_pool: MakePool) -> None:
         self.vllm_config = vllm_config
         self.settings = settings
+        self._make_pool = make_pool
         self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
         self.groups: dict[int, GroupState] = {}
         self._model_runner = None
         self._plan: StepPlan | None = None
         self._steps: list[tuple[GroupState, GroupStep]] = []
-        self._seconds: dict[str, float] = {}
+        self._timed: list[tuple[str, list[Stopwatch]]] = []
         self._watched: list[dict[str, Any]] | None = None
 
     @property
@@ -124,8 +131,12 @@ class WorkerState:
 
     @property
     def gathers(self) -> bool:
-        """Whether attention to compressed requests needs more than ordinary kernels give."""
-        return any(pipeline.gathers for pipeline in self.pipelines.values())
+        """Whether attention to compressed requests is more than ordinary kernels give.
+
+        Or is to take this package's kernels all the same.
+        """
+        own = self.settings.attention == "own"
+        return own or any(pipeline.gathers for pipeline in self.pipelines.values())
 
     @property
     def num_query_heads(self) -> int:
@@ -204,7 +215,7 @@ class WorkerState:
         state = self.groups.get(group)
         if self._plan is None or state is None:
             return None
-        request_ids = compat.batch_request_ids(self._model_runner)[: common.num_reqs]
+        request_ids = compat.batch_request_ids(self._model_runner, common)
         step = state.prepare(self._plan, request_ids, common)
         if step.batch is None and not step.events and step.observed is None:
             return None
@@ -213,19 +224,34 @@ class WorkerState:
 
     def end_step(self) -> None:
         """Books the events of the step that has just run."""
+        stopwatches: dict[str, tuple[str, list[Stopwatch]]] = {}
         for state, step in self._steps:
             for event in step.events:
                 state.runner.finish(event)
-                request_id = event.plan.request_id
-                self._seconds[request_id] = self._seconds.get(request_id, 0.0) + event.seconds
+                plan = event.plan
+                stopwatches.setdefault(plan.request_id, (plan.policy, []))[1].append(
+                    event.stopwatch
+                )
                 if self._watched is not None:
                     self._watched.append(_described(event, state.tables.pool.block_size))
+        self._timed += stopwatches.values()
         self._plan, self._steps = None, []
 
-    def take_seconds(self) -> dict[str, float]:
-        """Event durations since the last call, by request id."""
-        seconds, self._seconds = self._seconds, {}
-        return seconds
+    def take_seconds(self) -> list[tuple[str, float]]:
+        """Policy and duration of events whose duration became known since the last call.
+
+        Of a GPU's events that is some steps later. A request's events in one step, of several
+        cache groups, count as one.
+        """
+        known, waiting = [], []
+        for policy, stopwatches in self._timed:
+            seconds = [stopwatch.seconds for stopwatch in stopwatches]
+            if None in seconds:
+                waiting.append((policy, stopwatches))
+            else:
+                known.append((policy, sum(seconds)))
+        self._timed = waiting
+        return known
 
     def watch(self, measures: bool) -> None:
         """From now on remembers what events kept, and may measure what attention loses by it."""
@@ -257,26 +283,13 @@ class WorkerState:
         return None
 
     def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupState:
-        from vllm_kvcompress.vllm_plugin.attention.cpu import probe_packings
-
         layers = compat.attention_layers(self.vllm_config, group.layer_names)
         for layer in layers:
             check_layer(layer)
             for pipeline in self.pipelines.values():
                 check_logits(layer, pipeline)
         spec = group.kv_cache_spec
-        pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
-        key_packing, value_packing = probe_packings(layers[0], spec)
-        pool = PackedPagePool(
-            pages=pages,
-            pages_per_block=pages_per_block,
-            layer_offsets=torch.tensor(offsets),
-            num_heads=spec.num_kv_heads,
-            block_size=spec.block_size,
-            head_size=spec.head_size,
-            key_packing=key_packing,
-            value_packing=value_packing,
-        )
+        pool = self._make_pool(layers, spec)
         parallel = self.vllm_config.parallel_config
         pipelines = {
             policy: pipeline.bind(

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.ledger import Adoption, EventPlan, Observation, RequestLedger, StepPlan
 from vllm_kvcompress.relief import Pool, choose
-from vllm_kvcompress.stats import EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
@@ -197,8 +197,9 @@ class CompressionMixin:
         """Books the events that the workers ran."""
         plan = compat.attached_plan(scheduler_output)
         if plan is not None and plan.events:
-            seconds = compat.attached_seconds(model_runner_output)
-            self._step_stats.events += self._records(plan.events, seconds)
+            self._step_stats.events += self._records(plan.events)
+        for policy, seconds in compat.attached_seconds(model_runner_output):
+            self._step_stats.durations.append(DurationRecord(policy, seconds))
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def make_stats(self, *args, **kwargs) -> SchedulerStats | None:
@@ -280,7 +281,7 @@ class CompressionMixin:
                     observations[request_id] = seen
         return StepPlan(tuple(events), tuple(adoptions), windows, observations)
 
-    def _records(self, events: tuple[EventPlan, ...], seconds: dict[str, float]):
+    def _records(self, events: tuple[EventPlan, ...]) -> list[EventRecord]:
         """One record per request: blocks of all groups, tokens of the first."""
         block_size = self.spec.block_size
         records: dict[str, EventRecord] = {}
@@ -294,7 +295,6 @@ class CompressionMixin:
                     resident_tokens=len(plan.fresh_block_ids) * block_size,
                     blocks_freed=0,
                     blocks_written=0,
-                    seconds=seconds.get(plan.request_id, 0.0),
                 )
             record.blocks_freed += plan.num_source_blocks
             record.blocks_written += len(plan.fresh_block_ids)

@@ -1,14 +1,10 @@
-"""Workers that run the scheduler's plans."""
+"""What workers of all kinds do besides vLLM's work: they run the scheduler's plans."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.worker.cpu_worker import CPUWorker
-
 from vllm_kvcompress.vllm_plugin import compat
-from vllm_kvcompress.vllm_plugin.attention.cpu import CompressedCPUAttentionBackend
-from vllm_kvcompress.vllm_plugin.attention.registration import use_cpu_backend
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
 
@@ -17,25 +13,28 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    from vllm_kvcompress.config import Settings
 
-class CompressionCPUWorker(CPUWorker):
-    """vLLM's CPU worker, with compressed attention when the settings ask for it.
+
+class CompressionWorker:
+    """Mixed into a worker of vLLM; does nothing unless the settings ask for compression.
 
     Attributes:
         state: what it knows about compressed requests; None when nothing is compressed.
-        last_event_seconds: by request id, the durations of the last step's events.
+        last_event_seconds: policies and durations of events, as they came with the last step.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        compat.allow_amx()
         self.state: WorkerState | None = None
-        self.last_event_seconds: dict[str, float] = {}
+        self.last_event_seconds: list[tuple[str, float]] = []
         settings = check_engine(vllm_config)
         if settings is not None and settings.may_compress:
-            self.state = WorkerState(vllm_config, settings)
-            CompressedCPUAttentionBackend.state = self.state
-            use_cpu_backend()
+            self.state = self._make_state(vllm_config, settings)
+
+    def _make_state(self, vllm_config: VllmConfig, settings: Settings) -> WorkerState:
+        """Puts our attention backend in place, before any layer exists."""
+        raise NotImplementedError
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the cache, then lays our page view over it."""

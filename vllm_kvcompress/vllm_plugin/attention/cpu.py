@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_kvcompress.events import EventRunner
 from vllm_kvcompress.gathered_attention import QueryGroup, gathered_attention, query_groups
 from vllm_kvcompress.packings import Packing, find_packing
-from vllm_kvcompress.pages import PagePool
+from vllm_kvcompress.pages import PackedPagePool, PagePool, flat_pages
 from vllm_kvcompress.resident_batch import ResidentBatch
 from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, WorkerState
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible
@@ -328,6 +328,22 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
         )
         if subset.index is not None:
             out_rows[subset.index] = output
+
+
+def page_pool(layers, spec: AttentionSpec) -> PagePool:
+    """The page view over the caches of a group's layers."""
+    pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
+    key_packing, value_packing = probe_packings(layers[0], spec)
+    return PackedPagePool(
+        pages=pages,
+        pages_per_block=pages_per_block,
+        layer_offsets=torch.tensor(offsets),
+        num_heads=spec.num_kv_heads,
+        block_size=spec.block_size,
+        head_size=spec.head_size,
+        key_packing=key_packing,
+        value_packing=value_packing,
+    )
 
 
 def probe_packings(layer, spec: AttentionSpec) -> tuple[Packing, Packing]:

@@ -1,8 +1,22 @@
-"""Puts our attention backends in the place of vLLM's."""
+"""Puts our attention backends where vLLM looks for backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-_CPU = "vllm_kvcompress.vllm_plugin.attention.cpu.CompressedCPUAttentionBackend"
+from vllm_kvcompress.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_PACKAGE = "vllm_kvcompress.vllm_plugin.attention"
+_CPU = f"{_PACKAGE}.cpu.CompressedCPUAttentionBackend"
+_GPU = {
+    "flash": f"{_PACKAGE}.gpu_flash.CompressedFlashBackend",
+    "triton": f"{_PACKAGE}.gpu_triton.CompressedTritonBackend",
+}
 
 
 def use_cpu_backend() -> None:
@@ -12,3 +26,58 @@ def use_cpu_backend() -> None:
     --attention-backend says, so that member's class path is overridden.
     """
     register_backend(AttentionBackendEnum.CPU_ATTN, _CPU)
+
+
+def use_gpu_backend(vllm_config: VllmConfig, kernels: str) -> None:
+    """In this worker process, the backend CUSTOM is ours from now on; repeatable.
+
+    Args:
+        vllm_config: must name that backend, since vLLM would take another.
+        kernels: flash or triton.
+
+    Raises:
+        UnsupportedError: the configuration names another backend, or none.
+    """
+    config = vllm_config.attention_config
+    chosen = set(config.backend_per_kind.values()) | {config.backend}
+    if chosen != {AttentionBackendEnum.CUSTOM}:
+        named = ", ".join(sorted("none" if each is None else each.name for each in chosen))
+        raise UnsupportedError(
+            f"compression on GPUs is an attention backend of its own, CUSTOM, and vLLM was told "
+            f"to take {named}; add --attention-backend CUSTOM, or start with `vllm-kvcompress "
+            "serve`."
+        )
+    register_backend(AttentionBackendEnum.CUSTOM, _GPU[kernels])
+
+
+def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
+    """The kernels that vLLM would take for this model, of those that take our pages.
+
+    Args:
+        vllm_config: says the model.
+        wanted: flash or triton; anything else leaves the choice: FlashAttention where vLLM was
+            built with it and it takes the model's heads and type, else Triton, which takes all.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    if wanted in _GPU:
+        return wanted
+    if not is_flash_attn_varlen_func_available():
+        return "triton"
+    model = vllm_config.model_config
+    reasons = FlashAttentionBackend.validate_configuration(
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+        block_size=None,
+        use_mla=False,
+        has_sink=False,
+        use_sparse=False,
+        use_mm_prefix=False,
+        use_per_head_quant_scales=False,
+        device_capability=current_platform.get_device_capability(),
+        attn_type="decoder",
+    )
+    return "triton" if reasons else "flash"

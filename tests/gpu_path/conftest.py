@@ -1,0 +1,109 @@
+"""Runs scenarios of the engine tests on the GPU path."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny_models
+from tests.engine.conftest import run_engine  # noqa: F401  (a fixture)
+
+Run = Callable[..., dict[str, Any]]
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 240
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_models.build("llama", tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="session")
+def host() -> Iterator[subprocess.Popen[str]]:
+    """See host.py."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.gpu_path.host"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line == "ready\n":
+            break
+    else:
+        pytest.fail(f"the host ended with {process.wait()}")
+    yield process
+    process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a scenario (see tests/engine/engine_process.py); returns its report.
+
+    Args of what it returns:
+        model, phases, settings, record_kept: of the scenario.
+        asynchronous: schedule the next step while one runs.
+        runner: vLLM's model runner, V1 or V2.
+        kernels: of vLLM's attention, see host.py.
+        engine: keyword arguments of vllm.LLM.
+    """
+
+    def run(
+        model: str,
+        phases: list[list[dict[str, Any]]],
+        settings: dict[str, Any] | None = None,
+        record_kept: bool = False,
+        asynchronous: bool = True,
+        runner: str = "V2",
+        kernels: str = "torch",
+        **engine: Any,
+    ) -> dict[str, Any]:
+        directory = tmp_path_factory.mktemp("scenario")
+        scenario, report, log = (directory / name for name in ("scenario", "report", "log"))
+        plugin = "vllm_kvcompress.vllm_plugin"
+        worker = "StockWorker" if settings is None else "RehearsedGPUWorker"
+        engine = {
+            "num_gpu_blocks_override": 400,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 8,
+            "worker_cls": f"tests.gpu_path.workers.{worker}",
+            **engine,
+        }
+        if settings is not None:
+            engine["scheduler_cls"] = f"{plugin}.scheduler.AsyncCompressionScheduler"
+        scenario.write_text(
+            json.dumps(
+                {
+                    "model": model,
+                    "engine": engine,
+                    "settings": settings,
+                    "phases": phases,
+                    "record_kept": record_kept,
+                    "asynchronous": asynchronous,
+                }
+            )
+        )
+        environment = {
+            "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2")),
+            "KVCOMPRESS_TEST_KERNELS": kernels,
+        }
+        call = [str(scenario), str(report), str(log), environment, kernels]
+        assert host.stdin is not None
+        assert host.stdout is not None
+        host.stdin.write(json.dumps(call) + "\n")
+        host.stdin.flush()
+        code = host.stdout.readline().strip()
+        if not report.exists():
+            end = log.read_text(errors="replace")[-6000:]
+            pytest.fail(f"the engine ended with {code}:\n{end}")
+        return json.loads(report.read_text())
+
+    return run

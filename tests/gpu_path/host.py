@@ -1,0 +1,80 @@
+"""A process that has imported vLLM with Triton interpreted, and forks for every scenario.
+
+    python -m tests.gpu_path.host
+
+reads lines of JSON, [scenario, report, log, environment, kernels], and answers with an exit code.
+`kernels` are those of vLLM's attention: triton, interpreted; or, in torch_kernels.py, torch in
+Triton's place and flash in FlashAttention's.
+
+Triton decides when kernels are defined whether it interprets them, so this cannot be the process
+of the other tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from types import SimpleNamespace
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["TORCH_COMPILE_DISABLE"] = "1"  # torch would ask Triton for a compiler
+
+import torch
+from triton.backends import backends
+
+# vLLM uses Triton only where a driver is active; on CPUs it looks for one of this name. Nothing
+# is asked of it, since nothing is compiled.
+backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+torch.cuda.get_device_capability = lambda device=None: (9, 0)  # vLLM sizes launches by it
+
+from tests.engine import engine_process  # noqa: E402
+from tests.gpu_path.torch_kernels import (  # noqa: E402
+    replace_flash_kernels,
+    replace_triton_kernels,
+)
+from vllm_kvcompress.cli.distribution import answer_for_vllm  # noqa: E402
+from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES  # noqa: E402
+
+MODULES = (
+    *ENGINE_MODULES,
+    "vllm.v1.worker.cpu.model_runner",
+    "vllm.v1.attention.backends.triton_attn",
+    "vllm_kvcompress.vllm_plugin.attention.gpu_triton",
+)
+REPLACED = {
+    "triton": lambda: None,
+    "torch": replace_triton_kernels,
+    "flash": replace_flash_kernels,
+}
+
+
+def main() -> None:
+    """Answers until its input ends."""
+    answer_for_vllm()
+    for name in MODULES:
+        importlib.import_module(name)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        scenario, report, log, environment, kernels = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            code = 1
+            try:
+                REPLACED[kernels]()
+                engine_process.run(scenario, report, log, environment)
+                code = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

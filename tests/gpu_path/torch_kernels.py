@@ -1,0 +1,92 @@
+"""What vLLM's attention kernels compute, in plain torch, with their calling conventions.
+
+Interpreted, a Triton kernel takes seconds where these take milliseconds, and FlashAttention's runs
+on GPUs alone. Only the kernels are replaced; vLLM's backends around them stay.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def paged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    seqused_k: Tensor,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool,
+    block_table: Tensor,
+    **options: Any,
+) -> None:
+    """Causal attention of the last queries of every sequence, over its blocks.
+
+    Args:
+        q, out: [tokens, query heads, head size].
+        k, v: [blocks, block size, KV heads, head size], of any strides.
+        cu_seqlens_q: [S + 1] first query of each sequence.
+        max_seqlen_q, max_seqlen_k: bounds, which must hold.
+        seqused_k: [S] lengths.
+        softmax_scale, causal: as they say; only causal attention is asked for.
+        block_table: [S, any] block ids.
+        options: what does not change a plain causal softmax here.
+    """
+    assert causal is True
+    assert not options.get("softcap")
+    assert seqused_k.numel() == cu_seqlens_q.numel() - 1 == block_table.shape[0]
+    assert int(cu_seqlens_q[-1]) == q.shape[0] == out.shape[0]
+    size, group = k.shape[1], q.shape[1] // k.shape[2]
+    starts = cu_seqlens_q.tolist()
+    for s, length in enumerate(seqused_k.tolist()):
+        first, last = starts[s], starts[s + 1]
+        assert last - first <= max_seqlen_q
+        assert length <= max_seqlen_k
+        blocks = block_table[s, : math.ceil(length / size)].long()
+        keys, values = (cache[blocks].flatten(0, 1)[:length].float() for cache in (k, v))
+        queries = q[first:last].float().unflatten(1, (-1, group))
+        logits = torch.einsum("qhgd,khd->hgqk", queries, keys) * softmax_scale
+        later = torch.ones(last - first, length).triu(length - (last - first) + 1).bool()
+        weights = logits.masked_fill(later, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hgqk,khd->qhgd", weights, values)
+        out[first:last] = mixed.flatten(1, 2).to(out.dtype)
+
+
+def write_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *_: Any,
+) -> None:
+    """Writes [tokens, heads, head size] to slots of [blocks, block size, heads, head size]."""
+    slots = slot_mapping[slot_mapping >= 0]
+    size = key_cache.shape[1]
+    for cache, rows in ((key_cache, key), (value_cache, value)):
+        cache[slots // size, slots % size] = rows[: slot_mapping.numel()][slot_mapping >= 0]
+
+
+def replace_triton_kernels() -> None:
+    """In vLLM's Triton backend."""
+    from vllm.v1.attention.backends import triton_attn
+
+    triton_attn.unified_attention = paged_attention
+    triton_attn.triton_reshape_and_cache_flash = write_cache
+
+
+def replace_flash_kernels() -> None:
+    """In vLLM's FlashAttention backend, version 2."""
+    from vllm.v1.attention.backends import flash_attn
+
+    flash_attn.get_flash_attn_version = lambda *args, **kwargs: 2
+    flash_attn._FA4_DENSE_ATTENTION_KERNEL = paged_attention
+    flash_attn.reshape_and_cache_flash = write_cache
+    flash_attn.flash_attn_supports_quant_query_input = lambda: False

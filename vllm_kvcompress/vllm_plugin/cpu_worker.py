@@ -1,0 +1,32 @@
+"""The worker of the CPU build."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.attention import cpu
+from vllm_kvcompress.vllm_plugin.attention.registration import use_cpu_backend
+from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
+from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_kvcompress.config import Settings
+
+
+class CompressionCPUWorker(CompressionWorker, CPUWorker):
+    """vLLM's CPU worker, with compressed attention when the settings ask for it."""
+
+    def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
+        super().__init__(vllm_config, *args, **kwargs)
+        compat.allow_amx()
+
+    def _make_state(self, vllm_config: VllmConfig, settings: Settings) -> WorkerState:
+        state = WorkerState(vllm_config, settings, cpu.page_pool)
+        cpu.CompressedCPUAttentionBackend.state = state
+        use_cpu_backend()
+        return state

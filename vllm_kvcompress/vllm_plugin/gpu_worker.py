@@ -1,0 +1,49 @@
+"""The worker of CUDA builds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_kvcompress.vllm_plugin.attention import gpu
+from vllm_kvcompress.vllm_plugin.attention.registration import kernels_for, use_gpu_backend
+from vllm_kvcompress.vllm_plugin.memory import reserved_bytes
+from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
+from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from vllm_kvcompress.config import Settings
+
+logger = init_logger(f"vllm.plugins.{__name__}")
+
+
+class CompressionGPUWorker(CompressionWorker, Worker):
+    """vLLM's GPU worker, with compressed attention when the settings ask for it."""
+
+    def _make_state(self, vllm_config: VllmConfig, settings: Settings) -> WorkerState:
+        kernels = kernels_for(vllm_config, settings.attention)
+        use_gpu_backend(vllm_config, kernels)
+        state = WorkerState(vllm_config, settings, gpu.page_pool)
+        gpu.CompressedGPUBackend.state = state
+        logger.info("Attention with compression, on vLLM's %s kernels.", kernels)
+        return state
+
+    def determine_available_memory(self) -> int:
+        """vLLM's, less what compression needs beside the cache.
+
+        A size that the user has set is left alone.
+        """
+        available: int = super().determine_available_memory()
+        if self.state is None or self.cache_config.kv_cache_memory_bytes:
+            return available
+        reserved = reserved_bytes(self.vllm_config, self.state.pipelines, available)
+        logger.info(
+            "Of %.2f GiB for the KV cache, %.2f are left for compression events and page tables.",
+            available / 2**30,
+            reserved / 2**30,
+        )
+        return available - reserved
