@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.attention_loss import AttentionLoss
+from vllm_kvcompress.carried import CarriedNumbers
 from vllm_kvcompress.compressor import compress_layer
+from vllm_kvcompress.event_views import EventViews, Sources
 from vllm_kvcompress.kernels.paged_shapes import paged_kernels
 from vllm_kvcompress.ledger import EventPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.paged_windows import PagedWindows
-from vllm_kvcompress.pages import InterleavedPagePool
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.policies.base import LayerView, Selection, SourcePages
+from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.policies.rounding import spread
 from vllm_kvcompress.query_windows import QueryWindows
@@ -76,27 +76,6 @@ class Event:
         return self.stopwatch.seconds
 
 
-@dataclass(frozen=True)
-class Sources:
-    """Pages that an event reads in one layer.
-
-    Attributes:
-        table: [num_heads, width] int64 page ids: each head's full pages, one behind the other,
-            and the partial one, if there is one; then anything.
-        num_body: columns that full pages may lie in.
-        partial: [num_heads, 0 or 1] int64 the partial pages.
-    """
-
-    table: Tensor
-    num_body: int
-    partial: Tensor
-
-    @property
-    def body(self) -> Tensor:
-        """[num_heads, num_body] full pages."""
-        return self.table[:, : self.num_body]
-
-
 class EventRunner:
     """Compresses requests of one cache group, layer by layer, as the model runs.
 
@@ -121,6 +100,8 @@ class EventRunner:
         self.pipeline = next(iter(pipelines.values()))
         self.weights = weights
         self.loss: AttentionLoss | None = None
+        self._carried = CarriedNumbers(tables)
+        self._views = EventViews(self._carried, windows, weights)
 
     def begin(self, plan: EventPlan, block_row: Tensor) -> Event:
         """Sets an event up before the model runs.
@@ -179,15 +160,16 @@ class EventRunner:
     def run_layer(self, event: Event, layer: int, scale: float) -> None:
         """Compresses one layer; called after the layer's attention."""
         with event.stopwatch.running():
-            sources = self._sources(event, layer)
-            view = self._view(event, layer, scale, sources)
+            sources = self._views.sources(event, layer)
+            view = self._views.view(event, layer, scale, sources)
             total = event.layer_pages[layer]
             selection = compress_layer(event.pipeline, view, total)
             start = event.layer_starts[layer]
             pages = event.fresh_pages[start : start + total]
             self._write(event, view, sources, selection, pages)
             if event.state_pages:
-                self._write_state(event, layer, selection)
+                behind = event.fresh_pages[start + total : start + total + event.state_pages]
+                self._carried.write(event.pipeline, layer, event.slot, selection, behind)
             max_kept = self._max_kept(selection.page_counts, view, total)
             counts = selection.page_counts
             self.tables.replace(layer, event.slot, counts, pages, max_kept)
@@ -206,157 +188,19 @@ class EventRunner:
             self.tables.save(event.slot, plan.request_id, plan.fresh_block_ids[0])
         self.windows.end_event(plan.request_id)
 
-    def _sources(self, event: Event, layer: int) -> Sources:
-        """The layer's pages that the event reads."""
-        pool, plan = self.pool, event.plan
-        heads = torch.arange(pool.num_heads, device=pool.device)
-        tail = event.blocks * pool.pages_per_block + (pool.layer_offsets[layer] + heads)[:, None]
-        num_full = plan.end_block - plan.first_block
-        if not plan.resident_blocks:
-            return Sources(tail, num_full, tail[:, num_full:])
-        # The row holds the kept pages and, behind them, the tail's.
-        num_body = int(self.tables.tails.max_kept[event.slot]) + num_full
-        num_partial = tail.shape[1] - num_full
-        row = self.tables.table[layer, event.slot, :, : num_body + num_partial]
-        return Sources(row.to(torch.int64), num_body, tail[:, num_full:])
-
-    def _view(self, event: Event, layer: int, scale: float, sources: Sources) -> LayerView:
-        """What the policy sees of the layer."""
-        pool, plan = self.pool, event.plan
-        counts = self.tables.counts[layer, event.slot].to(torch.int64)
-        lengths = (counts + plan.end_block - plan.first_block) * pool.block_size
-        num_entries = sources.num_body * pool.block_size
-        weights = self.weights[layer]
-        return LayerView(
-            **self._entries(event, sources, lengths),
-            lengths=lengths,
-            queries=self._queries(plan, layer),
-            scale=scale,
-            layer=layer,
-            num_layers=pool.num_layers,
-            block_size=pool.block_size,
-            output_weight=weights.output_weight,
-            output_gram=weights.output_gram,
-            state=self._state(event, layer),
-            bias=self._bias(event, layer, num_entries),
-            positions=self._positions(event, layer, num_entries),
-            accumulated=self._accumulated(event, layer, num_entries),
-            rotary=weights.rotary,
-        )
-
-    def _entries(self, event: Event, sources: Sources, lengths: Tensor) -> dict[str, Any]:
-        """A view's keys and values, and its pages: what `LayerView` calls these.
-
-        Where kernels read pages, nothing is gathered yet.
-        """
-        pool, num_tail = self.pool, event.plan.position % self.pool.block_size
-        readers: dict[str, Callable[[], Tensor]] = {
-            "keys": lambda: pool.keys(sources.body).flatten(1, 2),
-            "values": lambda: pool.values(sources.body).flatten(1, 2),
-            "tail_keys": lambda: pool.keys(sources.partial).flatten(1, 2)[:, :num_tail],
-            "tail_values": lambda: pool.values(sources.partial).flatten(1, 2)[:, :num_tail],
-        }
-        if isinstance(pool, InterleavedPagePool):
-            body = pool.entries(sources.body, lengths)
-            whole = pool.entries(sources.table, lengths + num_tail)
-            return {**readers, "pages": SourcePages(body, whole, num_tail)}
-        return readers
-
     def carried(self, pages: Tensor) -> Tensor:
         """[..., num_heads, s] fp32 numbers per head in state pages [..., state_pages].
 
         Of requests with the server's own policy.
         """
-        return self._carried(self.pipeline, pages)
-
-    def _carried(self, pipeline: Pipeline, pages: Tensor) -> Tensor:
-        num_heads, size = self.pool.num_heads, pipeline.state_size(self.pool.head_size)
-        numbers = self.pool.floats(pages)[..., : num_heads * size]
-        return numbers.unflatten(-1, (num_heads, size))
+        return self._carried.per_head(self.pipeline, pages)
 
     def entry_bias(self, layer: int, slots: Tensor, width: int) -> Tensor:
         """[R, num_heads, width] fp32 bias of the kept entries of requests, 0 behind them.
 
         Of requests with the server's own policy.
         """
-        return self._carried_entries(self.pipeline, "bias", layer, slots, width)
-
-    def _carried_entries(
-        self, pipeline: Pipeline, name: str, layer: int, slots: Tensor | slice, width: int
-    ) -> Tensor:
-        """[R, num_heads, width] fp32 numbers of the kept entries of requests, 0 behind them.
-
-        In a layer's state pages those of the entries follow the numbers per head: of every name
-        in `Pipeline.carried_entries` all of them, head after head.
-        """
-        pool = self.pool
-        which = pipeline.carried_entries.index(name)
-        numbers = pool.floats(self.tables.state[layer, slots])
-        counts = self.tables.counts[layer, slots].long() * pool.block_size
-        first = counts.cumsum(dim=1) - counts
-        first = first + pool.num_heads * pipeline.state_size(pool.head_size)
-        first = first + which * counts.sum(dim=1, keepdim=True)
-        nth = torch.arange(width, device=numbers.device)
-        places = (first[..., None] + nth).clamp_max(numbers.shape[1] - 1)
-        found = numbers.gather(1, places.flatten(1)).view(places.shape)
-        return found.masked_fill(nth >= counts[..., None], 0)
-
-    def _state(self, event: Event, layer: int) -> Tensor | None:
-        """[num_heads, s] what the former event carried on, if there was one."""
-        if not event.plan.resident_blocks or not event.pipeline.state_size(self.pool.head_size):
-            return None
-        return self._carried(event.pipeline, self.tables.state[layer, event.slot])
-
-    def _bias(self, event: Event, layer: int, width: int) -> Tensor | None:
-        """[num_heads, width] biases of what the former event kept; None where there are none."""
-        if not event.plan.resident_blocks or not event.pipeline.weighs_entries:
-            return None
-        return self._read_entries("bias", event, layer, width)
-
-    def _positions(self, event: Event, layer: int, width: int) -> Tensor | None:
-        """[num_heads, width] int64 positions of the entries that an event reads."""
-        if not event.pipeline.needs.positions:
-            return None
-        nth = torch.arange(width, device=self.pool.device)
-        if not event.plan.resident_blocks:
-            return nth.expand(self.pool.num_heads, -1)
-        kept = self._read_entries("positions", event, layer, width).long()
-        counts = self.tables.counts[layer, event.slot].long()[:, None] * self.pool.block_size
-        tail = event.plan.first_block * self.pool.block_size + nth - counts
-        return torch.where(nth < counts, kept, tail)
-
-    def _accumulated(self, event: Event, layer: int, width: int) -> Tensor | None:
-        """[num_heads, width] attention that former events have counted, if there were any."""
-        if not event.plan.resident_blocks or not event.pipeline.needs.accumulated:
-            return None
-        return self._read_entries("accumulated", event, layer, width)
-
-    def _read_entries(self, name: str, event: Event, layer: int, width: int) -> Tensor:
-        """[num_heads, width] what the former event carried on of every entry, 0 for later ones."""
-        slot = slice(event.slot, event.slot + 1)
-        return self._carried_entries(event.pipeline, name, layer, slot, width)[0]
-
-    def _write_state(self, event: Event, layer: int, selection: Selection) -> None:
-        """Writes what the policy carries behind the layer's entries."""
-        merged, pool = selection.merged, self.pool
-        start = event.layer_starts[layer] + event.layer_pages[layer]
-        pages = event.fresh_pages[start : start + event.state_pages]
-        numbers = []
-        if event.pipeline.state_size(pool.head_size):
-            assert merged.state is not None
-            numbers.append(merged.state.flatten())
-        heads = self._heads(selection, event.layer_pages[layer])
-        for name in event.pipeline.carried_entries:
-            entries = getattr(merged, name)
-            numbers.append(entries[heads, selection.kept_indices].float())
-        pool.write_floats(pages, torch.cat(numbers).float())
-        self.tables.replace_state(layer, event.slot, pages)
-
-    def _queries(self, plan: EventPlan, layer: int) -> Tensor:
-        if not plan.window_size:
-            pool = self.pool
-            return pool.pages.new_zeros((0, pool.num_heads, pool.head_size))
-        return self.windows.read(layer, plan.request_id, plan.position, plan.window_size)
+        return self._carried.per_entry(self.pipeline, "bias", layer, slots, width)
 
     def _write(
         self, event: Event, view: LayerView, sources: Sources, selection: Selection, pages: Tensor
@@ -368,7 +212,7 @@ class EventRunner:
             run = paged_kernels(view.pages.body)
             run.compact_pages(view.pages.body, selection.page_counts, kept, pages)
             return
-        heads = self._heads(selection, pages.numel())
+        heads = selection.heads(size)
         keys = (view.keys if merged.keys is None else merged.keys)[heads, kept]
         if merged.values is not None:
             values = merged.values[heads, kept]
@@ -378,11 +222,6 @@ class EventRunner:
             values = pool.take_values(sources.body[heads, kept // size], kept % size)
         shape = (pages.numel(), size, pool.head_size)
         pool.write(pages, keys.view(shape), values.view(shape))
-
-    def _heads(self, selection: Selection, num_pages: int) -> Tensor:
-        """[num_pages * block_size] int64: whose each kept entry is."""
-        heads = torch.repeat_interleave(selection.page_counts, output_size=num_pages)
-        return heads.repeat_interleave(self.pool.block_size)
 
     def _max_kept(self, counts: Tensor, view: LayerView, total: int) -> int:
         """Pages of the fullest head; off the CPU a bound that needs no synchronisation."""

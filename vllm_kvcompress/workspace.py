@@ -78,10 +78,11 @@ def event_workspace_bytes(pipeline: Pipeline, shape: EventShape) -> int:
     with LiveBytes() as memory:
         # In the last one, since policies may leave the first layers alone.
         runner.run_layer(event, shape.num_layers - 1, 1.0)
-    return memory.peak
+    peak: int = memory.peak
+    return peak
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):  # type: ignore[misc]
     """Counts the bytes of tensors that are made inside and alive at the same time.
 
     Attributes:

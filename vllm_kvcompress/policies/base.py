@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
+
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from vllm_kvcompress.kernels.paged_entries import PagedEntries
@@ -229,6 +230,12 @@ class Selection:
     page_counts: Tensor
     kept_indices: Tensor
     merged: Merged = field(default_factory=lambda: Merged())
+
+    def heads(self, block_size: int) -> Tensor:
+        """[kept entries] int64: whose each kept entry is."""
+        num_pages = self.kept_indices.shape[0] // block_size
+        heads = torch.repeat_interleave(self.page_counts, output_size=num_pages)
+        return heads.repeat_interleave(block_size)
 
 
 @dataclass(frozen=True)
