@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.accelerator import ACCELERATOR, Synchronised, watched
-from vllm_kvcompress.transfers import upload
+from vllm_kvcompress.transfers import Download, upload
 
 WAITS = {
     "number": lambda t: int(t.sum()),
@@ -44,3 +44,10 @@ def test_uploading_to_the_host_copies_nothing() -> None:
     numbers_there = upload(numbers, torch.device("cpu"))
     numbers[0] = 7
     assert numbers_there.tolist() == [7, 1, 2]
+
+
+def test_numbers_are_asked_of_the_accelerator_without_waiting() -> None:
+    numbers = torch.zeros(4, device=ACCELERATOR)
+    with watched():
+        assert Download(numbers.max()).value is None
+    assert Download(torch.tensor([3, 9]).max()).value == 9

@@ -54,6 +54,19 @@ class Model:
         return fresh + num_blocks
 
 
+class LateNumber:
+    """A number that arrives when it has been asked for so many times."""
+
+    def __init__(self, delay: int) -> None:
+        self.delay = delay
+        self.number = 0
+
+    @property
+    def value(self) -> int | None:
+        self.delay -= 1
+        return self.number if self.delay < 0 else None
+
+
 @settings(max_examples=120, deadline=None)
 @given(data=st.data())
 def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
@@ -81,11 +94,17 @@ def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
                 most = max(most, *counts)
             model.kept[name] = kept
             model.first_block[name] = len(model.blocks[name]) - 1
-            tables.begin_tail(slot, model.first_block[name], most)
+            late = data.draw(st.one_of(st.none(), st.builds(LateNumber, st.integers(0, 3))))
+            if late is None:
+                tables.begin_tail(slot, model.first_block[name], most)
+            else:
+                late.number = most
+                tables.begin_tail(slot, model.first_block[name], most + 3, late)
         elif name in model.kept:
             fresh = model.grow(name, data.draw(st.integers(0, 3)), fresh)
         order = data.draw(st.permutations(sorted({*model.kept, name, "whole"})))
         for _ in range(data.draw(st.integers(0, 3))):
+            tables.settle()
             check(batches, model, order)
             if model.kept:
                 grown = data.draw(st.sampled_from(sorted(model.kept)))
@@ -133,6 +152,31 @@ def test_rows_get_room_for_the_fullest_head_where_a_bound_is_known() -> None:
         assert tables.table[1, slot, 1, :2].tolist() == [9, 10]
         assert tables.counts[1, slot].tolist() == [9, 2, 0]
     assert widths == [11, 9]
+
+
+def test_rows_are_as_wide_as_a_bound_until_the_number_is_there() -> None:
+    tables, late = make_tables(), LateNumber(1)
+    late.number = 3
+    slot = tables.acquire("a")
+    for layer in range(LAYERS):
+        tables.replace(layer, slot, torch.tensor([3, 1, 0]), torch.arange(4), 4)
+    tables.begin_tail(slot, 10, 4, late)
+    widths = []
+    for _ in range(3):
+        tables.settle()
+        widths.append(tables.widths(np.array([slot])).tolist())
+    assert widths == [[4], [3], [3]]
+
+
+def test_what_comes_for_a_request_that_is_gone_is_passed_over() -> None:
+    tables, late = make_tables(), LateNumber(0)
+    late.number = 1
+    tables.begin_tail(tables.acquire("a"), 10, 4, late)
+    tables.release("a")
+    slot = tables.acquire("b")
+    tables.begin_tail(slot, 10, 4)
+    tables.settle()
+    assert tables.widths(np.array([slot])).tolist() == [4]
 
 
 QUERY_HEADS, HEAD_SIZE = 6, 2

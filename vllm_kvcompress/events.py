@@ -22,7 +22,7 @@ from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.policies.rounding import spread
 from vllm_kvcompress.query_windows import QueryWindows
 from vllm_kvcompress.stopwatch import Stopwatch
-from vllm_kvcompress.transfers import upload
+from vllm_kvcompress.transfers import Download, upload
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,10 @@ class EventRunner:
         """After the last layer: from now on the request's tail starts at the event."""
         plan = event.plan
         self.tables.layer_pages[plan.request_id] = event.layer_pages
-        self.tables.begin_tail(event.slot, plan.end_block, event.max_kept)
+        fullest = None
+        if self.pool.device.type != "cpu":
+            fullest = Download(torch.stack(event.page_counts).max())
+        self.tables.begin_tail(event.slot, plan.end_block, event.max_kept, fullest)
         if plan.reusable:
             self.tables.save(event.slot, plan.request_id, plan.fresh_block_ids[0])
         self.windows.end_event(plan.request_id)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.pages import PagePool
-from vllm_kvcompress.transfers import upload
+from vllm_kvcompress.transfers import Download, upload
 
 Books = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -106,6 +106,8 @@ class PageTables:
         self.layer_pages: dict[str, list[int]] = {}
         self._free_slots: list[int] = []
         self._saved: dict[int, SavedRows] = {}
+        # By slot, the pages of the fullest head, where the host knows an upper bound so far.
+        self._fullest: dict[int, Download] = {}
         self.version = 0
 
     def acquire(self, request_id: str) -> int:
@@ -125,6 +127,7 @@ class PageTables:
         slot = self.slots.pop(request_id, None)
         self.layer_pages.pop(request_id, None)
         if slot is not None:
+            self._fullest.pop(slot, None)
             self.version += 1
             self._free_slots.append(slot)
 
@@ -187,12 +190,36 @@ class PageTables:
         self.layer_pages[request_id] = saved.layer_pages
         self.begin_tail(slot, first_block, saved.max_kept)
 
-    def begin_tail(self, slot: int, first_block: int, max_kept: int) -> None:
-        """After an event: the tail starts at `first_block` and its pages are not in the table."""
+    def begin_tail(
+        self, slot: int, first_block: int, max_kept: int, fullest: Download | None = None
+    ) -> None:
+        """After an event: the tail starts at `first_block` and its pages are not in the table.
+
+        Args:
+            slot: the request's slot.
+            first_block: logical block.
+            max_kept: upper bound of the kept pages of any head.
+            fullest: the exact number, where it is still to come from the device.
+        """
         self.version += 1
         self.tails.first_block[slot] = first_block
         self.tails.num_pages[slot] = 0
         self.tails.max_kept[slot] = max_kept
+        if fullest is not None:
+            self._fullest[slot] = fullest
+
+    def settle(self) -> None:
+        """Takes the exact widths of rows that the device has told since, for upper bounds.
+
+        How pages are divided among heads is known there first; until then a row counts as long as
+        the division may make it.
+        """
+        for slot, download in list(self._fullest.items()):
+            fullest = download.value
+            if fullest is not None:
+                del self._fullest[slot]
+                self.tails.max_kept[slot] = fullest
+                self.version += 1
 
     def tail_limits(self, slots: Books) -> Books:
         """[R] logical tokens up to which each request's tail pages are in the table."""

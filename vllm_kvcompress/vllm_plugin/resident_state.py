@@ -74,6 +74,7 @@ class GroupState:
         self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
     ) -> GroupStep:
         """Everything that the layers of the group share in this step."""
+        self.tables.settle()
         for (group, request_id), block_ids in plan.windows.items():
             if group == self.group:
                 self.runner.windows.hold(request_id, block_ids)
@@ -329,7 +330,9 @@ class WorkerState:
             wide = weight.float()
             gram = wide @ wide.transpose(1, 2)
         if needs.output_weight:
-            groups = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2).contiguous()
+            groups = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2)
+            # GPU kernels read it as it lies, and memory is scarce there.
+            groups = groups if groups.is_cuda else groups.contiguous()
         return LayerWeights(output_weight=groups, output_gram=gram, rotary=rotary)
 
 

@@ -36,8 +36,15 @@ def use_gpu_backend(vllm_config: VllmConfig, kernels: str) -> None:
         kernels: flash or triton.
 
     Raises:
-        UnsupportedError: the configuration names another backend, or none.
+        UnsupportedError: another kind of GPU; or the configuration names another backend, or none.
     """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        raise UnsupportedError(
+            f"compression on GPUs was made for CUDA, and this is {current_platform.device_type}; "
+            "serve without --kv-policy."
+        )
     config = vllm_config.attention_config
     chosen = set(config.backend_per_kind.values()) | {config.backend}
     if chosen != {AttentionBackendEnum.CUSTOM}:
@@ -55,19 +62,27 @@ def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
 
     Args:
         vllm_config: says the model.
-        wanted: flash or triton; anything else leaves the choice: FlashAttention where vLLM was
-            built with it and it takes the model's heads and type, else Triton, which takes all.
+        wanted: flash or triton; anything else leaves the choice: FlashAttention where it can be,
+            else Triton, which takes every model.
     """
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
-    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-
     if wanted in _GPU:
         return wanted
+    return "flash" if _takes_flash(vllm_config) else "triton"
+
+
+def _takes_flash(vllm_config: VllmConfig) -> bool:
+    """Whether FlashAttention is there, and takes the model's heads and type on this GPU."""
+    from vllm.platforms import current_platform
+
+    try:
+        from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+    except ImportError:  # vLLM was built without it
+        return False
     if not is_flash_attn_varlen_func_available():
-        return "triton"
+        return False
     model = vllm_config.model_config
-    reasons = FlashAttentionBackend.validate_configuration(
+    return not FlashAttentionBackend.validate_configuration(
         head_size=model.get_head_size(),
         dtype=model.dtype,
         kv_cache_dtype=vllm_config.cache_config.cache_dtype,
@@ -80,4 +95,3 @@ def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
         device_capability=current_platform.get_device_capability(),
         attn_type="decoder",
     )
-    return "triton" if reasons else "flash"

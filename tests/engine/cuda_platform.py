@@ -1,0 +1,71 @@
+"""Prints, as JSON, what is said and registered where vLLM's platform is CUDA.
+
+    python -m tests.engine.cuda_platform MODEL
+
+A process of its own: vLLM and much that it imports remember which platform they found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+from vllm import platforms
+from vllm.config import AttentionConfig
+
+from tests.engine.test_refusals import SETTINGS, engine_config
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin import gpu_worker, scheduler  # noqa: F401  (before the switch)
+from vllm_kvcompress.vllm_plugin.attention.registration import (
+    AttentionBackendEnum,
+    use_gpu_backend,
+)
+from vllm_kvcompress.vllm_plugin.compat import plugin_options
+
+ATTENTION = {
+    "CUSTOM": AttentionConfig(backend=AttentionBackendEnum.CUSTOM),
+    "none": AttentionConfig(),
+    "FLASHINFER": AttentionConfig(backend=AttentionBackendEnum.FLASHINFER),
+    "CUSTOM, FLASH_ATTN": AttentionConfig(
+        backend=AttentionBackendEnum.CUSTOM,
+        backend_per_kind={"full_attention": AttentionBackendEnum.FLASH_ATTN},
+    ),
+}
+
+
+def main() -> None:
+    """Makes a configuration, then takes vLLM's CUDA platform for the one that it found."""
+    config = engine_config(sys.argv[1], SETTINGS)
+    # The compiled library and the GPU that are missing here; nothing is computed with them.
+    sys.modules["vllm._C_stable_libtorch"] = ModuleType("stand-in")
+    torch.cuda.get_device_capability = lambda device=None: (9, 0)
+    platforms._current_platform = importlib.import_module(
+        "vllm.platforms.cuda"
+    ).NonNvmlCudaPlatform()
+    options = plugin_options(Settings("adakv", 0.25))
+    parents = {}
+    for option in ("scheduler_cls", "worker_cls"):
+        module, _, name = options[option].rpartition(".")
+        cls = getattr(importlib.import_module(module), name)
+        parents[option] = [f"{c.__module__}.{c.__qualname__}" for c in cls.__mro__]
+    said = {name: registered(config, attention) for name, attention in ATTENTION.items()}
+    print(json.dumps({"options": options, "parents": parents, "said": said}))
+
+
+def registered(config: Any, attention: AttentionConfig) -> str:
+    """The class that stands for CUSTOM afterwards, or the refusal."""
+    config.attention_config = attention
+    try:
+        use_gpu_backend(config, "flash")
+    except UnsupportedError as error:
+        return str(error)
+    return AttentionBackendEnum.CUSTOM.get_path()
+
+
+if __name__ == "__main__":
+    main()
