@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,15 +33,14 @@ def mixed_batch() -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("how", "budget"),
     [
-        pytest.param({}, id="asynchronous"),
-        pytest.param({"asynchronous": False}, id="synchronous"),
-        pytest.param({"runner": "V1", "asynchronous": False}, id="runner-V1"),
-        pytest.param({"kernels": "flash", "dtype": "bfloat16"}, id="flash"),
+        pytest.param({}, 0.25, id="asynchronous"),
+        pytest.param({}, 1.0, id="asynchronous-whole"),
+        pytest.param({"runner": "V1", "asynchronous": False}, 1.0, id="runner-V1-whole"),
+        pytest.param({"kernels": "flash", "dtype": "bfloat16"}, 0.25, id="flash"),
     ],
 )
-@pytest.mark.parametrize("budget", [0.25, 1.0])
 def test_whole_requests_are_those_of_stock_vllm(
     llama: str, run_gpu_path: Run, how: dict[str, Any], budget: float
 ) -> None:
@@ -96,60 +97,65 @@ def test_decoding_matches_dense_attention_over_the_kept_tokens(
         logits = decoder.step(token)
 
 
+CHUNK = {"policy": "snapkv", "budget": 0.3, "trigger": "chunk:128"}
+SCARCE = {"num_gpu_blocks_override": 32, "max_model_len": 700}
+
+
+@pytest.fixture(scope="module")
+def alone(llama: str, run_engine: Run) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Outputs of the same requests on the CPU build, one by one."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def run(settings: dict[str, Any]) -> dict[str, Any]:
+        key = json.dumps(settings)
+        if key not in known:
+            requests = [{**r, "at_step": 0} for phase in mixed_batch() for r in phase]
+            known[key] = run_engine(
+                llama, [[r] for r in requests], settings=settings, max_num_batched_tokens=256
+            )
+        return known[key]["outputs"]
+
+    return run
+
+
 @pytest.mark.parametrize(
-    ("how", "settings", "engine"),
+    ("how", "settings"),
     [
-        pytest.param({}, ADAKV, {}, id="mixed"),
-        pytest.param({}, {**ADAKV, "trigger": "chunk:128"}, {}, id="chunk"),
-        pytest.param({}, {**ADAKV, "trigger": "prompt,decode:8"}, {}, id="decode"),
-        pytest.param({}, {"policy": "momentkv", "budget": 0.25}, {}, id="moments"),
-        pytest.param({}, {"policy": "kvmerger", "budget": 0.3}, {}, id="merging"),
-        pytest.param({}, {"policy": "h2o", "budget": 0.25, "trigger": "chunk:128"}, {}, id="sums"),
-        pytest.param({"asynchronous": False}, ADAKV, {}, id="synchronous"),
-        pytest.param({"runner": "V1", "asynchronous": False}, ADAKV, {}, id="runner-V1"),
-        pytest.param({}, ADAKV, {"num_gpu_blocks_override": 40}, id="scarce-memory"),
+        pytest.param({}, ADAKV, id="asynchronous"),
+        pytest.param({"asynchronous": False}, ADAKV, id="synchronous"),
+        pytest.param({"runner": "V1", "asynchronous": False}, ADAKV, id="runner-V1"),
+        pytest.param(SCARCE, ADAKV, id="scarce-memory"),
+        pytest.param({}, CHUNK, id="chunks"),
+        pytest.param({}, {**CHUNK, "policy": "h2o"}, id="sums"),
+        pytest.param({}, {**ADAKV, "trigger": "prompt,decode:8"}, id="decoding"),
+        pytest.param({}, {"policy": "momentkv", "budget": 0.25}, id="moments"),
+        pytest.param({}, {"policy": "kvslimmer", "budget": 0.3}, id="merging"),
     ],
 )
-def test_a_request_in_a_batch_is_a_request_alone(
+def test_a_request_in_a_batch_is_a_request_alone_on_the_cpu_build(
     llama: str,
     run_gpu_path: Run,
+    alone: Callable[[dict[str, Any]], dict[str, Any]],
     how: dict[str, Any],
     settings: dict[str, Any],
-    engine: dict[str, Any],
 ) -> None:
     """However scheduled; the books of scheduler and worker are compared after every step."""
-    phases = mixed_batch()
-    together = run_gpu_path(llama, phases, settings=settings, **how, **engine)
-    requests = [r for phase in phases for r in phase]
-    for r in requests:
-        r.pop("at_step", None)
-    alone = run_gpu_path(llama, [[r] for r in requests], settings=settings, **how)
-    assert len(together["events"]) >= 5
-    for name, expected in alone["outputs"].items():
-        assert together["outputs"][name]["tokens"] == expected["tokens"], name
-    for report in (together, alone):
-        assert report["free_at_end"] == report["num_blocks"] - 1
+    report = run_gpu_path(llama, mixed_batch(), settings=settings, **how)
+    assert len(report["events"]) >= 4
+    assert (report["preemptions"] > 0) == (how is SCARCE)
+    assert report["free_at_end"] == report["num_blocks"] - 1
+    for name, expected in alone(settings).items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ADAKV,
-        {"policy": "snapkv", "budget": 0.3, "trigger": "chunk:128"},
-        {"policy": "momentkv", "budget": 0.25, "trigger": "prompt,decode:16"},
-        {"policy": "kvslimmer", "budget": 0.3},
-        {"policy": "d2o", "budget": 0.3},
-        {"policy": "keydiff", "budget": 0.2, "trigger": "prompt,pressure:0.5"},
-    ],
-    ids=lambda settings: settings["policy"],
-)
-def test_outputs_are_those_of_the_cpu_build(
-    llama: str, run_gpu_path: Run, run_engine: Run, settings: dict[str, Any]
-) -> None:
-    """The same policies, on other pages and through other kernels, keep the same tokens."""
-    phases = mixed_batch()
-    there = run_gpu_path(llama, phases, settings=settings, record_kept=True)
-    here = run_engine(llama, phases, settings=settings, record_kept=True)
-    assert there["kept"]
-    for name, expected in here["outputs"].items():
-        assert there["outputs"][name]["tokens"] == expected["tokens"], name
+def test_requests_are_compressed_for_room(llama: str, run_gpu_path: Run) -> None:
+    """Under pressure, with the last queries in the pool's own blocks; nobody is preempted."""
+    phases = [[request(f"r{i}", prompt(200, seed=i), 60) for i in range(4)]]
+    settings = {"policy": "snapkv", "budget": 0.25, "trigger": "pressure:0.6"}
+    report = run_gpu_path(
+        llama, phases, settings=settings, num_gpu_blocks_override=34, max_model_len=300
+    )
+    assert {event["trigger"] for event in report["events"]} == {"pressure"}
+    assert report["preemptions"] == 0
+    assert [len(output["tokens"]) for output in report["outputs"].values()] == [60] * 4
+    assert report["free_at_end"] == report["num_blocks"] - 1

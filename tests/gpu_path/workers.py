@@ -48,3 +48,10 @@ class RehearsedGPUWorker(CompressionWorker, StockWorker):
         gpu.CompressedGPUBackend.state = state
         register_backend(AttentionBackendEnum.CPU_ATTN, OURS)
         return state
+
+    def compile_or_warm_up_model(self):
+        """As `CompressionGPUWorker`."""
+        times = super().compile_or_warm_up_model()
+        if self.state is not None:
+            self.state.warm_up()
+        return times

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from vllm_kvcompress.policies.rotary import Rotary
 
 SUPPORTED_VLLM = "0.32"
+NULL_BLOCK = 0  # whose tokens nobody reads: it stands where a request holds no block
 # What an engine imports; loading it once serves several engines that are forked from there.
 ENGINE_MODULES = (
     "vllm.entrypoints.llm",

@@ -47,3 +47,10 @@ class CompressionGPUWorker(CompressionWorker, Worker):
             reserved / 2**30,
         )
         return available - reserved
+
+    def compile_or_warm_up_model(self):
+        """vLLM's, and ours: Triton compiles kernels when they first run."""
+        times = super().compile_or_warm_up_model()
+        if self.state is not None:
+            self.state.warm_up()
+        return times

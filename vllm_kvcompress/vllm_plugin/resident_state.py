@@ -22,6 +22,7 @@ from vllm_kvcompress.resident_batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.stopwatch import Stopwatch
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
+from vllm_kvcompress.warm_up import warm_up
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -202,6 +203,11 @@ class WorkerState:
             )
         for number, group in groups:
             self.groups[number] = self._bind_group(number, group)
+
+    def warm_up(self) -> None:
+        """Runs what this package's kernels compute once, so that no request waits for compilers."""
+        for group in self.groups.values():
+            warm_up(group.runner, self.num_query_heads, self.gathers, compat.NULL_BLOCK)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the step's plan and forgets the requests that are gone."""

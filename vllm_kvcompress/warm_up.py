@@ -1,0 +1,91 @@
+"""Runs every kernel once before there are requests, so that none is compiled while they wait."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.events import EventRunner
+from vllm_kvcompress.gathered_attention import gathered_attention, query_groups
+from vllm_kvcompress.ledger import EventPlan, Observation
+from vllm_kvcompress.paged_windows import PagedWindows, window_blocks
+from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.resident_batch import ResidentBatches
+
+_REQUEST = "warm-up"
+
+
+def warm_up(runner: EventRunner, num_query_heads: int, gathers: bool, block: int) -> None:
+    """An event of every policy, and attention to what it keeps, on a block that nobody reads.
+
+    Args:
+        runner: with no requests yet.
+        num_query_heads: of this rank.
+        gathers: whether compressed requests take this package's attention.
+        block: is read for every source, written for every target, and left full of zeros.
+    """
+    pool = runner.pool
+    mine = pool.pages[block * pool.pages_per_block : (block + 1) * pool.pages_per_block]
+    mine.zero_()
+    for name, pipeline in runner.pipelines.items():
+        plan = _plan(runner, name, pipeline, block)
+        row = torch.full((plan.end_block + 2,), block, dtype=torch.int32, device=pool.device)
+        queries = pool.pages.new_zeros((max(2, plan.window_size), num_query_heads, pool.head_size))
+        if plan.window_size:
+            _record(runner, plan, queries, block)
+        event = runner.begin(plan, row)
+        for layer in range(pool.num_layers):
+            runner.run_layer(event, layer, 1.0)
+        runner.finish(event)
+        if gathers:
+            _attend(runner, plan, row, queries)
+        runner.tables.release(_REQUEST)
+        runner.windows.release(_REQUEST)
+    mine.zero_()
+
+
+def _plan(runner: EventRunner, name: str, pipeline: Pipeline, block: int) -> EventPlan:
+    """Of the smallest event that has everything: a window, a partial block, room for state."""
+    pool, window = runner.pool, pipeline.needs.window_size
+    num_kept = pipeline.least_blocks(
+        pool.num_heads, pool.head_size, pool.block_size, pool.page_bytes
+    )
+    num_blocks = max(2 * num_kept, window // pool.block_size + 2)
+    return EventPlan(
+        request_id=_REQUEST,
+        group=0,
+        policy=name,
+        trigger="",
+        position=num_blocks * pool.block_size + 1,
+        window_size=window,
+        first_block=0,
+        end_block=num_blocks,
+        resident_blocks=0,
+        fresh_block_ids=(block,) * num_kept,
+    )
+
+
+def _record(runner: EventRunner, plan: EventPlan, queries: Tensor, block: int) -> None:
+    """The queries that the event observes."""
+    pool, windows, size = runner.pool, runner.windows, plan.window_size
+    if isinstance(windows, PagedWindows):
+        count = window_blocks(
+            windows.window_size, queries.shape[1], pool.num_heads, pool.block_size
+        )
+        windows.hold(_REQUEST, (block,) * count)
+    seen = Observation(offset=0, position=plan.position - size, num_tokens=size)
+    located = windows.locate([(_REQUEST, 0, seen)])
+    for layer in range(pool.num_layers):
+        windows.record(layer, queries, located)
+
+
+def _attend(runner: EventRunner, plan: EventPlan, row: Tensor, queries: Tensor) -> None:
+    """Attention of a generated token, and of a chunk of two."""
+    batches, num_tokens = ResidentBatches(runner.tables), plan.position + 1
+    lengths = row.new_full((1,), num_tokens)
+    batch = batches.read([_REQUEST], np.array([num_tokens]), lengths, row[None])
+    assert batch is not None
+    for num_queries in (1, 2):
+        for group in query_groups(batch, np.array([0, num_queries])):
+            gathered_attention(runner, 0, batch, group, queries[:num_queries], 1.0)
