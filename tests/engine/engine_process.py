@@ -221,6 +221,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     if scenario.get("record_kept"):
         record_kept(report)
     engine = build_engine(scenario)
+    report["kept"].clear()  # of the event that warms a GPU up
     books = Books(engine)
     report["preemptions"] = 0
     preempt = books.scheduler._preempt_request

@@ -53,6 +53,7 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
         asynchronous: schedule the next step while one runs.
         runner: vLLM's model runner, V1 or V2.
         kernels: of vLLM's attention, see host.py.
+        environment: further variables.
         engine: keyword arguments of vllm.LLM.
     """
 
@@ -64,6 +65,7 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
         asynchronous: bool = True,
         runner: str = "V2",
         kernels: str = "torch",
+        environment: dict[str, str] | None = None,
         **engine: Any,
     ) -> dict[str, Any]:
         directory = tmp_path_factory.mktemp("scenario")
@@ -91,11 +93,12 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
                 }
             )
         )
-        environment = {
+        variables = {
             "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2")),
             "KVCOMPRESS_TEST_KERNELS": kernels,
+            **(environment or {}),
         }
-        call = [str(scenario), str(report), str(log), environment, kernels]
+        call = [str(scenario), str(report), str(log), variables, kernels]
         assert host.stdin is not None
         assert host.stdout is not None
         host.stdin.write(json.dumps(call) + "\n")

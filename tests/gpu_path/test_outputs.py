@@ -159,3 +159,25 @@ def test_requests_are_compressed_for_room(llama: str, run_gpu_path: Run) -> None
     assert report["preemptions"] == 0
     assert [len(output["tokens"]) for output in report["outputs"].values()] == [60] * 4
     assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def test_two_ranks_say_what_one_says(llama: str, run_gpu_path: Run) -> None:
+    """Tensor parallel: each rank compresses its own heads and frees the same blocks."""
+    phases = [[request("a", prompt(600, seed=1), 12), request("b", prompt(300, seed=2), 12)]]
+    settings = {"policy": "snapkv", "budget": 0.25}
+    one = run_gpu_path(llama, phases, settings=settings)
+    two = run_gpu_path(
+        llama,
+        phases,
+        settings=settings,
+        # Workers are forked, since a process of its own would not interpret Triton.
+        environment={
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
+        },
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    for name in ("a", "b"):
+        assert two["outputs"][name]["tokens"] == one["outputs"][name]["tokens"], name
+    assert two["held"] == one["held"]

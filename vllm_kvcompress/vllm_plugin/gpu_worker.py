@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -52,5 +53,6 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         """vLLM's, and ours: Triton compiles kernels when they first run."""
         times = super().compile_or_warm_up_model()
         if self.state is not None:
-            self.state.warm_up()
+            with torch.inference_mode():  # as steps do: what is made in it changes in it alone
+                self.state.warm_up()
         return times

@@ -87,6 +87,11 @@ class CompressedGPUBackend:
         return (KVCacheLayout.BLHNC,)
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """What is kept of a request follows from sums whose order is not fixed."""
+        return False
+
+    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Marks plain full-attention layers as compressed; others stay as they are."""
         spec = super().customize_spec(spec)
@@ -229,6 +234,10 @@ class CompressedGPUImpl:
             self._per_head = self.per_head_class(
                 num_heads // num_kv_heads, head_size, scale, 1, *args, **kwargs
             )
+
+    def fused_output_quant_supported(self, *args) -> bool:
+        """Outputs of two calls are put together in the model's own type."""
+        return False
 
     def forward(
         self,
