@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from vllm_kvcompress.attention_loss import AttentionLoss
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
@@ -103,6 +105,32 @@ class GroupState:
                 [(rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()]
             )
         return step
+
+    def finish_layer(
+        self,
+        step: GroupStep,
+        layer: int,
+        metadata: Any,
+        queries: Tensor,
+        outputs: Tensor,
+        scale: float,
+    ) -> None:
+        """What follows a layer's attention: queries are remembered, and events run.
+
+        Args:
+            step: the group's work in this step.
+            layer: of the group.
+            metadata: vLLM's, of all requests.
+            queries, outputs: [tokens, num_query_heads, head_size] of all requests.
+            scale: softmax scale.
+        """
+        if step.batch is not None and self.runner.loss is not None:
+            starts, lengths = metadata.query_start_loc, metadata.seq_lens
+            self.runner.loss.observe(layer, step.batch, starts, lengths, queries, outputs, scale)
+        if step.observed is not None:
+            self.runner.windows.record(layer, queries, step.observed)
+        for event in step.events:
+            self.runner.run_layer(event, layer, scale)
 
 
 class WorkerState:

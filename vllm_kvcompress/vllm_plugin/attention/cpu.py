@@ -26,6 +26,7 @@ from vllm_kvcompress.gathered_attention import QueryGroup, gathered_attention, q
 from vllm_kvcompress.packings import Packing, find_packing
 from vllm_kvcompress.pages import PackedPagePool, PagePool, flat_pages
 from vllm_kvcompress.resident_batch import ResidentBatch
+from vllm_kvcompress.vllm_plugin.attention.sequences import HostNumbers, sequences
 from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, WorkerState
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible
 
@@ -127,41 +128,39 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
             step=step,
-            ragged=None if gathers else self._ragged(step.batch, common),
+            ragged=None if gathers else self._ragged(step.batch, common, starts),
             gathered=query_groups(step.batch, starts) if gathers else None,
-            whole=self._whole(step.batch, common),
+            whole=self._whole(step.batch, common, starts),
         )
 
-    def _ragged(self, batch: ResidentBatch, common: CommonAttentionMetadata) -> Subset:
+    def _ragged(
+        self, batch: ResidentBatch, common: CommonAttentionMetadata, starts: HostNumbers
+    ) -> Subset:
         """Compressed requests: a sequence per (request, head), in that order."""
         num_heads = self.num_kv_heads
         index = None
         if common.max_query_len == 1 and len(batch.whole) == 0:
             query_start_loc = torch.arange(batch.seq_lens.shape[1] + 1, dtype=torch.int32)
         else:
-            starts = common.query_start_loc.to(torch.int64)
-            lengths = (starts[1:] - starts[:-1])[batch.device_rows].repeat_interleave(num_heads)
-            query_start_loc = _start_locations(lengths)
-            first_tokens = starts[:-1][batch.device_rows].repeat_interleave(num_heads)
-            tokens, sequence = _flat_tokens(first_tokens, lengths)
-            index = tokens * num_heads + sequence % num_heads
+            places, own_starts = sequences(starts, batch.rows, num_heads)
+            index, query_start_loc = torch.from_numpy(places), torch.from_numpy(own_starts)
         schedules = [
             self._schedule(seq_lens, query_start_loc, self.num_heads // num_heads, 1)
             for seq_lens in batch.seq_lens[: 1 if batch.alike else None]
         ]
         return Subset(index, query_start_loc, schedules)
 
-    def _whole(self, batch: ResidentBatch, common: CommonAttentionMetadata) -> Subset | None:
+    def _whole(
+        self, batch: ResidentBatch, common: CommonAttentionMetadata, starts: HostNumbers
+    ) -> Subset | None:
         """The uncompressed requests of a mixed batch."""
         if len(batch.whole) == 0:
             return None
-        starts = common.query_start_loc.to(torch.int64)
-        lengths = (starts[1:] - starts[:-1])[batch.device_whole]
-        tokens, _ = _flat_tokens(starts[:-1][batch.device_whole], lengths)
-        query_start_loc = _start_locations(lengths)
+        tokens, own_starts = sequences(starts, batch.whole)
+        query_start_loc = torch.from_numpy(own_starts)
         seq_lens = common.seq_lens[batch.device_whole]
         schedule = self._schedule(seq_lens, query_start_loc, self.num_heads, self.num_kv_heads)
-        return Subset(tokens, query_start_loc, [schedule])
+        return Subset(torch.from_numpy(tokens), query_start_loc, [schedule])
 
     def _schedule(
         self, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_kv_heads: int
@@ -181,21 +180,6 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             dynamic_causal=None,
             kv_cache_dtype=self.kv_cache_dtype,
         )
-
-
-def _start_locations(lengths: Tensor) -> Tensor:
-    """[S] lengths -> [S + 1] int32 start locations."""
-    starts = torch.zeros(lengths.numel() + 1, dtype=torch.int32)
-    torch.cumsum(lengths, 0, out=starts[1:])
-    return starts
-
-
-def _flat_tokens(starts: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens of sequences that begin at `starts`, one after the other, and whose they are."""
-    sequence = torch.repeat_interleave(lengths)
-    before = lengths.cumsum(0) - lengths
-    nth = torch.arange(sequence.numel()) - before[sequence]
-    return starts[sequence] + nth, sequence
 
 
 class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
@@ -232,7 +216,6 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
         state = CompressedCPUAttentionBackend.state
         group = state.groups[state.group_of([layer.layer_name])]
         index = group.layer_index[layer.layer_name]
-        num_tokens = attn_metadata.num_actual_tokens
         if step.batch is not None:
             if attn_metadata.gathered is not None:
                 self._gathered(attn_metadata, index, group.runner, query, output)
@@ -240,20 +223,9 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
                 self._ragged(attn_metadata, index, group.tables.pool, query, output)
             if attn_metadata.whole is not None:
                 self._whole(attn_metadata, query, kv_cache, output)
-            if group.runner.loss is not None:
-                group.runner.loss.observe(
-                    index,
-                    step.batch,
-                    attn_metadata.query_start_loc,
-                    attn_metadata.seq_lens,
-                    query.view(-1, self.num_heads, self.head_size),
-                    output.view(-1, self.num_heads, self.head_size),
-                    self.scale,
-                )
-        if step.observed is not None:
-            group.runner.windows.record(index, query[:num_tokens], step.observed)
-        for event in step.events:
-            group.runner.run_layer(event, index, self.scale)
+        shape = (-1, self.num_heads, self.head_size)
+        rows = query.view(shape)[: attn_metadata.num_actual_tokens]
+        group.finish_layer(step, index, attn_metadata, rows, output.view(shape), self.scale)
         return output
 
     def _ragged(

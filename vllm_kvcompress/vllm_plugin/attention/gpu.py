@@ -22,6 +22,7 @@ from vllm_kvcompress.gathered_attention import QueryGroup, gathered_attention, q
 from vllm_kvcompress.pages import InterleavedPagePool, PagePool, flat_pages
 from vllm_kvcompress.resident_batch import ResidentBatch
 from vllm_kvcompress.transfers import upload
+from vllm_kvcompress.vllm_plugin.attention.sequences import sequences
 from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, WorkerState
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible
 
@@ -169,11 +170,9 @@ class CompressedGPUBuilder:
         if common.max_query_len == 1 and len(batch.whole) == 0:
             query_start_loc = self._count_to(num_sequences)
         else:
-            lengths = np.diff(starts)[batch.rows].repeat(num_heads)
-            tokens, sequence = flat_tokens(starts[batch.rows].repeat(num_heads), lengths)
-            index = upload(tokens * num_heads + sequence % num_heads, self.device)
-            query_start_loc = upload(start_locations(lengths), self.device)
-            num_tokens = len(tokens)
+            places, own_starts = sequences(starts, batch.rows, num_heads)
+            index, query_start_loc = (upload(each, self.device) for each in (places, own_starts))
+            num_tokens = len(places)
         group = CompressedGPUBackend.state.num_query_heads // num_heads
         ragged = replace(
             metadata,
@@ -191,9 +190,7 @@ class CompressedGPUBuilder:
         rows = batch.whole
         if len(rows) == 0:
             return None
-        lengths = np.diff(starts)[rows]
-        tokens, _ = flat_tokens(starts[rows], lengths)
-        own_starts = start_locations(lengths)
+        tokens, own_starts = sequences(starts, rows)
         index, there = upload(tokens, self.device), batch.device_whole
         mine = replace(
             common,
@@ -203,7 +200,7 @@ class CompressedGPUBuilder:
             seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[torch.from_numpy(rows)],
             num_reqs=len(rows),
             num_actual_tokens=len(tokens),
-            max_query_len=int(lengths.max()),
+            max_query_len=int(np.diff(own_starts).max()),
             block_table_tensor=common.block_table_tensor[there],
             slot_mapping=common.slot_mapping[index],
         )
@@ -275,11 +272,7 @@ class CompressedGPUImpl:
                 self._ragged(layer, compressed, index, group.tables.pool, rows, out_rows)
             if compressed.whole is not None:
                 self._whole(layer, compressed.whole, kv_cache, rows, out_rows)
-            self._watch(group, index, step.batch, attn_metadata, rows, out_rows)
-        if step.observed is not None:
-            group.runner.windows.record(index, rows, step.observed)
-        for event in step.events:
-            group.runner.run_layer(event, index, self.scale)
+        group.finish_layer(step, index, attn_metadata, rows, out_rows, self.scale)
         return output
 
     def _ragged(
@@ -305,19 +298,6 @@ class CompressedGPUImpl:
     ) -> None:
         """Attention of the uncompressed requests of a mixed batch."""
         _attend(super().forward, layer, subset, kv_cache, rows, out_rows)
-
-    def _watch(self, group, index: int, batch, metadata, rows: Tensor, out_rows: Tensor) -> None:
-        """Measures what attention loses by compression, if anybody asked."""
-        if group.runner.loss is not None:
-            group.runner.loss.observe(
-                index,
-                batch,
-                metadata.query_start_loc,
-                metadata.seq_lens,
-                rows,
-                out_rows,
-                self.scale,
-            )
 
 
 def page_pool(layers, spec: AttentionSpec) -> PagePool:
@@ -382,18 +362,3 @@ def _attend(
     forward(layer, query, query, query, cache, subset.metadata, output)
     if subset.index is not None:
         out_rows[subset.index] = output
-
-
-def start_locations(lengths: np.ndarray) -> np.ndarray:
-    """[S] lengths -> [S + 1] int32 start locations."""
-    starts = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=starts[1:])
-    return starts
-
-
-def flat_tokens(starts: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens of sequences that begin at `starts`, one after the other, and whose they are."""
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
-    before = np.cumsum(lengths) - lengths
-    nth = np.arange(len(sequence)) - before[sequence]
-    return (starts[sequence] + nth).astype(np.int64), sequence
