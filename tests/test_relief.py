@@ -38,8 +38,8 @@ def test_those_that_give_most_come_first() -> None:
 
 
 def test_what_is_missing() -> None:
-    pool = Pool(size=100, free=20, coming=0, promised=5, growth=2, wanted=0)
-    assert pool.room == 15
+    pool = Pool(size=100, free=20, coming=0, promised=5, growth=2, soon=3, wanted=0)
+    assert pool.room == 17
     assert pool.shortage(0.9, least_written=3) == -10
     assert pool.shortage(0.7, least_written=3) == 10
     assert pool.shortage(0.9, least_written=20) == 5 + 2 + 20 - 20

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 LEAST_GAIN = 8  # a request is compressed only if that gives back at least its 8th part
+# Until an event's sources are back: its own step, one that asynchronous scheduling has planned
+# meanwhile, and the one that frees them.
+STEPS_OF_RELIEF = 3
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Pool:
         free: of them, free ones.
         coming: blocks that events which have run give back in this step.
         promised: blocks that the running requests are going to take.
-        growth: blocks that they may take in this very step.
+        growth: blocks that they may take in one step.
+        soon: blocks that they do take before an event that runs now has given its sources back.
         wanted: blocks that the first waiting request needs; 0: none waits for blocks.
     """
 
@@ -51,12 +55,13 @@ class Pool:
     coming: int
     promised: int
     growth: int
+    soon: int
     wanted: int
 
     @property
     def room(self) -> int:
         """Free blocks for what events write."""
-        return self.free - self.promised
+        return self.free - self.soon
 
     def shortage(self, mark: float, least_written: int) -> int:
         """Blocks that are missing below the mark, for the running requests, or the waiting one.

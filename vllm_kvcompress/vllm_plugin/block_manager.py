@@ -7,7 +7,7 @@ are null in it, and the blocks that hold what was kept are booked beside it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -263,11 +263,17 @@ class CompressedBlockManager(FullAttentionManager):
         """Blocks of events that have run, to be given back with the requests' next tokens."""
         return sum(plan.num_source_blocks for plan, _ in self._incoming.values())
 
-    def promised_blocks(self, new_request_id: str = "") -> int:
+    def promised_blocks(
+        self, new_request_id: str = "", ahead: Mapping[str, int] | None = None
+    ) -> int:
         """Blocks that the requests which hold some are still going to take.
 
         A prompt that is being read goes on to its peak. All others grow: a block for each lets a
         new request be read before one of them has to give way.
+
+        Args:
+            new_request_id: is not counted.
+            ahead: tokens that the others will have after some steps, if only these count.
         """
         promised = 0
         for request_id, ledger in self.ledgers.items():
@@ -275,8 +281,10 @@ class CompressedBlockManager(FullAttentionManager):
             if not blocks or request_id == new_request_id:
                 continue
             missing = 1
+            if ahead is not None:
+                missing = max(0, -(-ahead.get(request_id, 0) // self.block_size) - len(blocks))
             if len(blocks) * self.block_size < ledger.num_read_tokens:
-                missing = max(1, self._blocks_to_peak(request_id))
+                missing = max(missing, self._blocks_to_peak(request_id))
             promised += missing
         return promised
 

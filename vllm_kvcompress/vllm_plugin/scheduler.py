@@ -10,7 +10,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.ledger import Adoption, EventPlan, Observation, RequestLedger, StepPlan
-from vllm_kvcompress.relief import Pool, choose
+from vllm_kvcompress.relief import STEPS_OF_RELIEF, Pool, choose
 from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
@@ -110,12 +110,14 @@ class CompressionMixin:
         if mark is None or not self.running:
             return
         block_pool = self.kv_cache_manager.block_pool
+        ahead = {r.request_id: r.num_computed_tokens + STEPS_OF_RELIEF for r in self.running}
         pool = Pool(
             size=block_pool.num_gpu_blocks - 1,
             free=block_pool.get_num_free_blocks(),
             coming=sum(each.coming_blocks() for each in self.compressed_managers),
             promised=sum(each.promised_blocks() for each in self.compressed_managers),
             growth=len(self.running) * len(self.compressed_managers),
+            soon=sum(each.promised_blocks(ahead=ahead) for each in self.compressed_managers),
             wanted=compat.blocks_to_admit(self),
         )
         able = [
