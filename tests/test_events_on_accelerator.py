@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.accelerator import ACCELERATOR, Synchronised, watched
-from tests.event_cases import BLOCK_SIZE, GROUP, Request, make_pool, once
+from tests.event_cases import BLOCK_SIZE, GROUP, Request, left_by, make_pool, once
 from tests.policies.cases import Shape, make_pipeline
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool
@@ -55,7 +56,11 @@ CASES = [*((policy, {}) for policy in every_policy()), *every_choice()]
 
 @pytest.fixture
 def pipeline(request: pytest.FixtureRequest, tmp_path: Path) -> Pipeline:
-    policy, params = request.param
+    return small_pipeline(*request.param, tmp_path)
+
+
+def small_pipeline(policy: str, params: dict[str, object], tmp_path: Path) -> Pipeline:
+    """A policy whose windows fit small requests."""
     names = {p.name for info in describe(policy) for p in info.parameters}
     small = {name: 9 for name in names & WINDOWED}
     return make_pipeline(policy, SHAPE, tmp_path, **small, **params)
@@ -104,3 +109,33 @@ def test_bounds_of_kept_pages_hold(tmp_path: Path) -> None:
     for event, bound in zip(seen, bounds, strict=True):
         assert event.max_kept == max(int(counts.max()) for counts in event.page_counts)
         assert event.max_kept <= bound.max_kept <= sum(map(int, event.page_counts[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_events_on_a_gpu_leave_what_they_leave_on_a_cpu(tmp_path: Path) -> None:
+    """And once its kernels are compiled, nothing in a whole event waits for it."""
+    for policy, params in CASES:
+        left = []
+        for device, mode in (("cpu", "default"), ("cuda", "default"), ("cuda", "error")):
+            pool = make_pool(InterleavedPagePool, torch.device(device))
+            request = Request(small_pipeline(policy, params, tmp_path), pool)
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                request.run()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            left.append(left_by(request))
+        for found in left[1:]:
+            check_left(found, left[0], policy)
+
+
+def check_left(
+    found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], what: str
+) -> None:
+    """That a GPU's events left what a CPU's did, ties and rounding aside."""
+    for layer, other in zip(expected, found, strict=True):
+        assert torch.equal(other["counts"].cpu(), layer["counts"]), what
+        for name in ("keys", "values", "carried"):
+            close = torch.isclose(other[name].cpu(), layer[name], 1e-4, 1e-4, equal_nan=True)
+            assert close.all(), (what, name)

@@ -12,7 +12,7 @@ from vllm_kvcompress.attention_loss import AttentionLoss
 from vllm_kvcompress.carried import CarriedNumbers
 from vllm_kvcompress.compressor import compress_layer
 from vllm_kvcompress.event_views import EventViews, Sources
-from vllm_kvcompress.kernels.paged_shapes import paged_kernels
+from vllm_kvcompress.kernels import paged
 from vllm_kvcompress.ledger import EventPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.paged_windows import PagedWindows
@@ -212,8 +212,7 @@ class EventRunner:
         pool, merged = self.pool, selection.merged
         size, kept = pool.block_size, selection.kept_indices
         if view.pages is not None and merged.keys is None and merged.values is None:
-            run = paged_kernels(view.pages.body)
-            run.compact_pages(view.pages.body, selection.page_counts, kept, pages)
+            paged.compact_pages(view.pages.body, selection.page_counts, kept, pages)
             return
         heads = selection.heads(size)
         keys = (view.keys if merged.keys is None else merged.keys)[heads, kept]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -44,9 +45,20 @@ def test_results_have_the_twins_shapes_and_types(name: str) -> None:
     assert looks(shapes(moved(ENTRIES, "meta"), *moved(ARGUMENTS[name], "meta"))) == expected
 
 
-def test_only_pages_without_numbers_take_shapes() -> None:
-    assert paged_shapes.paged_kernels(ENTRIES) is paged
-    assert paged_shapes.paged_kernels(moved(ENTRIES, "meta")) is paged_shapes
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_only_pages_without_numbers_take_shapes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    for module in (paged_shapes, paged_torch):
+
+        def noting(*_: Any, module: ModuleType = module) -> None:
+            taken.append(module)
+
+        noting.__name__ = name
+        monkeypatch.setattr(module, name, noting)
+    kernel = paged.by_device(getattr(paged_torch, name), "no_triton")
+    for device in ("meta", "cpu"):
+        kernel(moved(ENTRIES, device), *moved(ARGUMENTS[name], device))
+    assert taken == [paged_shapes, paged_torch]
 
 
 def moment_split() -> int:

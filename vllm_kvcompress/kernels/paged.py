@@ -1,5 +1,8 @@
 """Kernels over pages, one name each: Triton for pages on a GPU, plain torch for any others.
 
+Pages on torch's meta device have no numbers; for them only results' shapes are made, and the most
+memory that is taken meanwhile.
+
 Triton is imported by the first call that needs it, so that nothing here depends on it.
 """
 
@@ -10,7 +13,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels import paged_shapes, paged_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
 P = ParamSpec("P")
@@ -25,11 +28,14 @@ def triton_kernel(module: str, name: str) -> Any:
 
 def by_device(twin: PagedKernel[P, T], module: str) -> PagedKernel[P, T]:
     """`twin`, or the function of the same name and signature in `module` for pages on a GPU."""
+    shapes: PagedKernel[P, T] = getattr(paged_shapes, twin.__name__, twin)
 
     @functools.wraps(twin)
     def call(entries: PagedEntries, /, *args: P.args, **kwargs: P.kwargs) -> T:
         chosen: PagedKernel[P, T] = twin
-        if entries.pages.is_cuda:
+        if entries.pages.is_meta:
+            chosen = shapes
+        elif entries.pages.is_cuda:
             chosen = triton_kernel(module, twin.__name__)
         return chosen(entries, *args, **kwargs)
 

@@ -6,22 +6,13 @@ known before there is one.
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import paged
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
 MOMENT_SPLIT = 512  # entries whose sums a program of `moments_triton` writes
 KEYDIFF_BYTES = 1 << 14  # of keys whose sum a program of `keydiff_triton` writes
-
-
-def paged_kernels(entries: PagedEntries) -> Any:
-    """The module of kernels for these pages: this one, or `paged`."""
-    return sys.modules[__name__] if entries.pages.is_meta else paged
 
 
 def compact_pages(

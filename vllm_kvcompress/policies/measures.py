@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress import kernels
-from vllm_kvcompress.kernels.paged_shapes import paged_kernels
+from vllm_kvcompress.kernels import paged
 from vllm_kvcompress.policies.base import LayerView
 
 
@@ -20,8 +20,7 @@ def observed_mass(view: LayerView) -> Tensor:
         return kernels.window_mass(
             view.keys, view.lengths, view.tail_keys, view.queries, view.scale, view.bias
         )
-    run = paged_kernels(pages.whole)
-    mass = run.window_mass(pages.whole, pages.num_tail, view.queries, view.scale, view.bias)
+    mass = paged.window_mass(pages.whole, pages.num_tail, view.queries, view.scale, view.bias)
     return mass[:, : view.num_entries]
 
 
@@ -32,7 +31,7 @@ def key_differences(view: LayerView, anchor: str) -> Tensor:
     """
     if view.pages is None or anchor == "median":
         return kernels.keydiff_scores(view.keys, view.lengths, anchor)
-    return paged_kernels(view.pages.body).keydiff_scores(view.pages.body, anchor)
+    return paged.keydiff_scores(view.pages.body, anchor)
 
 
 def value_norms_l1(view: LayerView, wanted: Tensor) -> Tensor:
@@ -40,8 +39,7 @@ def value_norms_l1(view: LayerView, wanted: Tensor) -> Tensor:
     assert view.output_weight is not None
     if view.pages is None:
         return kernels.value_norms_l1(view.values, view.output_weight, wanted)
-    run = paged_kernels(view.pages.body)
-    return run.value_norms_l1(view.pages.body, view.output_weight, wanted)
+    return paged.value_norms_l1(view.pages.body, view.output_weight, wanted)
 
 
 def value_norms_l2(view: LayerView) -> Tensor:
@@ -49,13 +47,13 @@ def value_norms_l2(view: LayerView) -> Tensor:
     assert view.output_gram is not None
     if view.pages is None:
         return kernels.value_norms_l2(view.values, view.output_gram)
-    return paged_kernels(view.pages.body).value_norms_l2(view.pages.body, view.output_gram)
+    return paged.value_norms_l2(view.pages.body, view.output_gram)
 
 
 def moments_with(view: LayerView, state: Tensor, evicted: Tensor) -> Tensor:
     """[H, moment_size] fp32 the state with `evicted` entries ([H, n] bool) added."""
     if view.pages is not None:
-        return paged_kernels(view.pages.body).add_to_moments(view.pages.body, state, evicted)
+        return paged.add_to_moments(view.pages.body, state, evicted)
     # Head by head, so that temporaries stay in the cache.
     heads = [slice(head, head + 1) for head in range(view.num_heads)]
     return torch.cat(
@@ -75,6 +73,5 @@ def merged_groups(
     """
     assert view.pages is not None
     weights = (key_weights.contiguous(), value_weights.contiguous())
-    run = paged_kernels(view.pages.body)
-    keys, values = run.merge_groups(view.pages.body, link.contiguous(), *weights)
+    keys, values = paged.merge_groups(view.pages.body, link.contiguous(), *weights)
     return keys, values

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 # room is doubled when there is too little.
 TABLES_SHARE = 0.01
 RINGS = 8  # of last queries, at first
+ROUNDING = 1.1  # of what an allocator takes for tensors of so many bytes
 
 
 def reserved_bytes(vllm_config: VllmConfig, pipelines: dict[str, Pipeline], available: int) -> int:
@@ -52,4 +53,4 @@ def reserved_bytes(vllm_config: VllmConfig, pipelines: dict[str, Pipeline], avai
     event = max(event_workspace_bytes(pipeline, shape) for pipeline in bound)
     window = max(pipeline.needs.window_size for pipeline in bound)
     query = shape.num_layers * shape.num_query_heads * shape.head_size * shape.dtype.itemsize
-    return event + RINGS * window * query + int(TABLES_SHARE * available)
+    return int(ROUNDING * event + TABLES_SHARE * available) + RINGS * window * query
