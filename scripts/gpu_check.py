@@ -28,6 +28,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu.report import Results, with_earlier, write_results  # noqa: E402
 
 BANDWIDTH_BYTES = 1 << 32
+GPU_TESTS = (
+    "tests/kernels",
+    "tests/policies/test_devices.py",
+    "tests/test_events_on_accelerator.py",
+)
 MOST_WORKERS = 8  # processes of pytest; each holds a context on the GPU
 
 
@@ -63,12 +68,12 @@ def why_not() -> str | None:
 
 
 def run_pytest(quick: bool) -> str | None:
-    """The last line of the kernel tests on the GPU, in bf16 alone if quick; None without pytest."""
+    """The last line of the tests for GPUs, kernels in bf16 alone if quick; None without pytest."""
     if importlib.util.find_spec("pytest") is None:
         return None
-    command = [sys.executable, "-m", "pytest", "tests/kernels", "-m", "gpu", "-q"]
+    command = [sys.executable, "-m", "pytest", *GPU_TESTS, "-m", "gpu", "-q"]
     if quick:
-        command += ["-k", "bfloat16 or test_device"]
+        command += ["-k", "bfloat16 or test_device or events_on_a_gpu"]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
