@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.engine.conftest import Run, request
-from tests.engine.oracle import KeptTokensDecoder
-from tests.engine.test_compressed_attention import kept_positions
+from tests.engine.oracle import KeptTokensDecoder, kept_positions
 from tests.tiny_models import prompt
 from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
 

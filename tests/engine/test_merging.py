@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import tiny_models
 from tests.engine.conftest import Run, request
-from tests.engine.oracle import KeptTokensDecoder
-from tests.engine.test_compressed_attention import kept_positions
+from tests.engine.oracle import KeptTokensDecoder, kept_positions
 from tests.tiny_models import prompt
 
 BLOCK, HEADS, LAYERS = 32, 2, 3

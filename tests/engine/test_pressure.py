@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import Run, request
-from tests.engine.oracle import KeptTokensDecoder
-from tests.engine.test_compressed_attention import kept_positions
+from tests.engine.oracle import KeptTokensDecoder, kept_positions
 from tests.tiny_models import prompt
 
 BLOCK, LAYERS = 32, 3

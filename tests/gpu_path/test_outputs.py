@@ -7,15 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from tests.engine.conftest import request
-from tests.engine.oracle import KeptTokensDecoder
-from tests.engine.test_compressed_attention import kept_positions
+from tests.engine.oracle import check_decoding
 from tests.gpu_path.conftest import Run
 from tests.tiny_models import prompt
 
-BLOCK = 32
 ADAKV = {"policy": "adakv+criticalkv", "budget": 0.25}
 
 
@@ -84,16 +81,8 @@ def test_decoding_matches_dense_attention_over_the_kept_tokens(
         record_kept=True,
         **how,
     )
-    kept = kept_positions(report["kept"], num_layers=3)
-    decoder = KeptTokensDecoder(llama, tokens, kept, num_tokens // BLOCK * BLOCK)
-    logits = decoder.first_logits
-    output = report["outputs"]["a"]
-    assert len(output["tokens"]) == max_tokens
-    for token, logprobs in zip(output["tokens"], output["logprobs"], strict=True):
-        expected = torch.log_softmax(logits, 0)
-        for candidate, logprob in logprobs.items():
-            assert float(expected[int(candidate)]) == pytest.approx(logprob, abs=2e-3)
-        logits = decoder.step(token)
+    assert len(report["outputs"]["a"]["tokens"]) == max_tokens
+    check_decoding(llama, tokens, report["kept"], report["outputs"]["a"])
 
 
 CHUNK = {"policy": "snapkv", "budget": 0.3, "trigger": "chunk:128"}
