@@ -166,17 +166,18 @@ class CompressedGPUBuilder:
         """Compressed requests: a sequence per (request, head), in that order."""
         spec = self.kv_cache_spec
         num_heads, num_sequences = spec.num_kv_heads, batch.seq_lens.shape[1]
-        num_tokens, index = num_sequences, None
+        num_tokens, longest, index = num_sequences, 1, None
         if common.max_query_len == 1 and len(batch.whole) == 0:
             query_start_loc = self._count_to(num_sequences)
         else:
             places, own_starts = sequences(starts, batch.rows, num_heads)
             index, query_start_loc = (upload(each, self.device) for each in (places, own_starts))
-            num_tokens = len(places)
+            num_tokens, longest = len(places), int(np.diff(own_starts).max())
         group = CompressedGPUBackend.state.num_query_heads // num_heads
         ragged = replace(
             metadata,
             num_actual_tokens=num_tokens,
+            max_query_len=longest,
             query_start_loc=query_start_loc,
             max_seq_len=batch.page_table.shape[2] * spec.block_size,
             **self.ragged_changes(num_sequences, group, spec.head_size),
