@@ -12,6 +12,7 @@ compared after every step. A scenario is a dictionary:
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -213,6 +214,11 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     for stream in (sys.stdout, sys.stderr):
         os.dup2(descriptor, stream.fileno())
     os.environ.update(environment)
+    gc.freeze()  # vLLM collects garbage again and again, and all that it has imported is none
+    import torch._dynamo
+
+    # vLLM compiles the ranks of logprobs even in eager mode, in every process anew.
+    torch._dynamo.config.disable = True
     from vllm_kvcompress.vllm_plugin.compat import attached_stats
 
     scenario = json.loads(Path(scenario_path).read_text())
