@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -101,6 +102,7 @@ def _serve_calls(
     _redirect_output(log)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this is a process of its own already
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    gc.freeze()  # vLLM collects garbage while it starts, and its imports are none
     llm = _build(model, settings, options)
     pipe.send(("ready", None))
     while True:
