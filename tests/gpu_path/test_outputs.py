@@ -148,7 +148,7 @@ def test_requests_are_compressed_for_room(llama: str, run_gpu_path: Run) -> None
 
 def test_two_ranks_say_what_one_says(llama: str, run_gpu_path: Run) -> None:
     """Tensor parallel: each rank compresses its own heads and frees the same blocks."""
-    phases = [[request("a", prompt(600, seed=1), 12), request("b", prompt(300, seed=2), 12)]]
+    phases = [[request("a", prompt(300, seed=1), 5), request("b", prompt(200, seed=2), 5)]]
     settings = {"policy": "snapkv", "budget": 0.25}
     one = run_gpu_path(llama, phases, settings=settings)
     two = run_gpu_path(
