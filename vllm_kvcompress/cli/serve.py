@@ -104,12 +104,7 @@ def options_parser() -> argparse.ArgumentParser:
         f"(default {DEFAULT_MIN_TOKENS})",
     )
     _add_request_options(group)
-    group.add_argument(
-        "--kv-attention",
-        metavar="K",
-        help="kernels for attention on GPUs: flash or triton (vLLM's), own (this package's, for "
-        "compressed requests), or auto (default)",
-    )
+    _add_gpu_options(group)
     group.add_argument(
         "--config",
         metavar="FILE",
@@ -126,6 +121,16 @@ def options_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
     return parser
+
+
+def _add_gpu_options(group: argparse._ArgumentGroup) -> None:
+    """What there is to choose on GPUs alone."""
+    group.add_argument(
+        "--kv-attention",
+        metavar="K",
+        help="kernels for attention on GPUs: flash or triton (vLLM's), own (this package's, for "
+        "compressed requests), or auto (default)",
+    )
 
 
 def _add_request_options(group: argparse._ArgumentGroup) -> None:

@@ -27,7 +27,8 @@ from vllm_kvcompress.packings import Packing, find_packing
 from vllm_kvcompress.pages import PackedPagePool, PagePool, flat_pages
 from vllm_kvcompress.resident_batch import ResidentBatch
 from vllm_kvcompress.vllm_plugin.attention.sequences import HostNumbers, sequences
-from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, WorkerState
+from vllm_kvcompress.vllm_plugin.group_state import GroupStep
+from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible
 
 if TYPE_CHECKING:

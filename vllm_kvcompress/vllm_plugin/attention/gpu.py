@@ -23,7 +23,8 @@ from vllm_kvcompress.pages import InterleavedPagePool, PagePool, flat_pages
 from vllm_kvcompress.resident_batch import ResidentBatch
 from vllm_kvcompress.transfers import upload
 from vllm_kvcompress.vllm_plugin.attention.sequences import sequences
-from vllm_kvcompress.vllm_plugin.resident_state import GroupStep, WorkerState
+from vllm_kvcompress.vllm_plugin.group_state import GroupStep
+from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible
 
 if TYPE_CHECKING:
