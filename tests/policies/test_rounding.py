@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.policies import oracles
-from vllm_kvcompress.policies.rounding import apportion, spread
+from vllm_kvcompress.kernels.selection import apportion
+from vllm_kvcompress.policies.rounding import spread
 
 
 @st.composite

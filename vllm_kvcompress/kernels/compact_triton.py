@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.launch_triton import on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
-from vllm_kvcompress.kernels.paged_rows_triton import on_device, padded
 
 COPY_BYTES = 1 << 14  # that a program holds in registers
 

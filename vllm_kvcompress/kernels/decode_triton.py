@@ -23,15 +23,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
+from vllm_kvcompress.kernels.launch_triton import on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias, expect
-from vllm_kvcompress.kernels.paged_rows_triton import (
-    LOG2_E,
-    TILE_BYTES,
-    finite_maximum,
-    on_device,
-    padded,
-    tile_size,
-)
+from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, TILE_BYTES, finite_maximum, tile_size
 
 INTERPRETED_PROGRAMS = 5  # few, so that small tests have sequences of several pieces
 

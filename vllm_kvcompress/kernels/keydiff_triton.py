@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.launch_triton import on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
-from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets, on_device, padded, tile_size
+from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets, tile_size
 
 ANCHORS = ("mean_normalized", "mean_raw", "pairwise")
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.launch_triton import on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
-from vllm_kvcompress.kernels.paged_rows_triton import on_device, padded
 
 TILE_BYTES = 1 << 13  # of the fp32 keys, and as much of values, that a program holds
 

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.launch_triton import on_device, padded
 from vllm_kvcompress.kernels.moments_torch import join_moments, moment_size
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
-from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets, on_device, padded
+from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets
 
 TILE = 32  # entries at once, in fp32
 SPLIT_TILES = 16  # that a program reads: few, for enough programs, but each writes [D, D] numbers

@@ -4,18 +4,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import torch
 import triton
 import triton.language as tl
 
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.launch_triton import padded
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
 LOG2_E = 1.4426950408889634
-FEWEST_ROWS = 16  # of any factor of a tl.dot
 # Keys of a tile. With as many bytes of values, and the next tile in flight, a program takes about
 # 72 KB of shared memory, so that three fit a multiprocessor of an H100 or H200.
 TILE_BYTES = 1 << 14
@@ -53,32 +48,7 @@ def finite_maximum(maximum):
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
-def padded(size: int, least: int = FEWEST_ROWS) -> int:
-    """The next power of two, which is what tiles are made of; masks hide the rest."""
-    return max(least, int(triton.next_power_of_2(size)))
-
-
 def tile_size(entries: PagedEntries, tile_bytes: int = TILE_BYTES, most: int = 128) -> int:
     """Entries of a tile so that its keys take about `tile_bytes`."""
     row = padded(entries.head_size) * entries.pages.element_size()
     return min(most, padded(tile_bytes // row))
-
-
-@contextmanager
-def on_device(entries: PagedEntries) -> Iterator[None]:
-    """Launches go to the device that holds the pages, which need not be the current one.
-
-    Raises:
-        InvariantError: the pages are on no GPU and Triton does not interpret.
-    """
-    if entries.pages.is_cuda:
-        with torch.cuda.device(entries.device):
-            yield
-        return
-    expect(
-        os.environ.get("TRITON_INTERPRET") == "1",
-        "pages on a CUDA device",
-        f"pages on {entries.device}",
-        "use vllm_kvcompress.kernels.paged, which picks the kernel by device",
-    )
-    yield

@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
+from vllm_kvcompress.kernels.launch_triton import on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias, expect
-from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, on_device, padded, tile_size
+from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, tile_size
 
 MOST_ROWS = 128  # of a program
 

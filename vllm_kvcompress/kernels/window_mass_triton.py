@@ -13,13 +13,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.launch_triton import on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias, expect
 from vllm_kvcompress.kernels.paged_rows_triton import (
     LOG2_E,
     entry_offsets,
     finite_maximum,
-    on_device,
-    padded,
     tile_size,
 )
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.scores_torch import valid_entries
+from vllm_kvcompress.kernels.selection import apportion, top_entries
 from vllm_kvcompress.policies.base import Allocator, LayerView
 from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
-from vllm_kvcompress.policies.ranking import top_entries
-from vllm_kvcompress.policies.rounding import apportion, spread
+from vllm_kvcompress.policies.rounding import spread
 from vllm_kvcompress.transfers import upload
 
 

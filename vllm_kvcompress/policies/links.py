@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.scores_torch import finite, valid_entries
+from vllm_kvcompress.kernels.selection import top_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
 from vllm_kvcompress.policies.measures import merged_groups
 from vllm_kvcompress.policies.protect import Protection
-from vllm_kvcompress.policies.ranking import top_entries
 
 
 class Links(Protocol):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels import moment_residuals, moment_size
 from vllm_kvcompress.kernels.scores_torch import valid_entries
+from vllm_kvcompress.kernels.selection import top_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
 from vllm_kvcompress.policies.measures import moments_with
 from vllm_kvcompress.policies.protect import Protection
-from vllm_kvcompress.policies.ranking import top_entries
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.scores_torch import valid_entries
+from vllm_kvcompress.kernels.selection import top_entries
 from vllm_kvcompress.policies.base import LayerView, Needs
 from vllm_kvcompress.policies.measures import value_norms_l1, value_norms_l2
 from vllm_kvcompress.policies.protect import Protection
-from vllm_kvcompress.policies.ranking import top_entries
 
 
 class Selector(Protocol):

@@ -1,0 +1,44 @@
+"""What launches of all Triton kernels share."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import triton
+from torch import Tensor
+
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+
+FEWEST_ROWS = 16  # of any factor of a tl.dot
+
+
+def padded(size: int, least: int = FEWEST_ROWS) -> int:
+    """The next power of two, which is what tiles are made of; masks hide the rest."""
+    return max(least, int(triton.next_power_of_2(size)))
+
+
+@contextmanager
+def on_device(holder: PagedEntries | Tensor) -> Iterator[None]:
+    """Launches go to the device that holds the pages or the tensor, whatever the current one.
+
+    Raises:
+        InvariantError: they are on no GPU and Triton does not interpret.
+    """
+    device = holder.device
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+        return
+    expect(
+        os.environ.get("TRITON_INTERPRET") == "1",
+        "pages or tensors on a CUDA device",
+        f"some on {device}",
+        "call the kernel by its name in vllm_kvcompress.kernels.paged or .selection, which pick "
+        "by device",
+    )
+    yield
