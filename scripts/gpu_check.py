@@ -84,10 +84,11 @@ def run_pytest(quick: bool) -> str | None:
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
     """Both kinds of checks."""
-    from benchmarks.gpu.checks import check_kernels
+    from benchmarks.gpu.checks import check_kernels, check_selection
 
     block_sizes = (16, 64) if options.quick else (16, 32, 64, 128)
-    return {"kernels": check_kernels(block_sizes), "pytest": run_pytest(options.quick)}
+    kernels = [*check_kernels(block_sizes), *check_selection()]
+    return {"kernels": kernels, "pytest": run_pytest(options.quick)}
 
 
 def passed(checks: dict[str, Any]) -> bool:

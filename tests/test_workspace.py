@@ -12,11 +12,11 @@ import torch
 
 from tests.policies.cases import POLICIES, duoattention_file, headkv_file
 from vllm_kvcompress.events import EventRunner, LayerWeights
-from vllm_kvcompress.kernels import paged, scores_torch
+from vllm_kvcompress.kernels import paged, scores_torch, selection
 from vllm_kvcompress.ledger import EventPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.pages import InterleavedPagePool
-from vllm_kvcompress.policies import Pipeline, resolve
+from vllm_kvcompress.policies import Pipeline, allocate, links, moments, resolve, select
 from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.query_windows import QueryWindows
 from vllm_kvcompress.workspace import EventShape, LiveBytes, event_workspace_bytes
@@ -73,7 +73,7 @@ def make_runner(pipeline: Pipeline) -> EventRunner:
 def measured(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> int:
     """The bytes of tensors alive at once in the last layer of a first event that keeps half.
 
-    Kernels over pages are taken to need nothing but their results, as on a GPU.
+    Kernels that GPUs have of their own are taken to need nothing but their results, as on a GPU.
     """
     monkeypatch.setattr(scores_torch, "TILE_BYTES", scores_torch.DEVICE_TILE_BYTES)
     runner, num_blocks = make_runner(pipeline), SHAPE.num_blocks
@@ -106,6 +106,8 @@ def measured(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> int:
         monkeypatch.setattr(paged, name, without_its_own(getattr(paged, name)))
     for name in ("value_norms_l1", "value_norms_l2", "window_mass"):
         monkeypatch.setattr(paged, name, without_its_own(getattr(paged, name)))
+    for module in (allocate, links, moments, select):
+        monkeypatch.setattr(module, "top_entries", without_its_own(selection.top_entries))
     with memory:
         runner.run_layer(event, SHAPE.num_layers - 1, 0.1)
     return memory.peak

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from benchmarks.gpu import shapes
 from benchmarks.gpu.measure import progress
-from vllm_kvcompress.kernels import moment_size, paged, paged_torch
+from vllm_kvcompress.kernels import moment_size, paged, paged_torch, selection, selection_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
 TOLERANCE = 3e-2  # bf16, after a softmax or a projection
+SELECTED_FROM = (33, 8192, 100_000)
 LENGTHS = (45, 0, 1, 130, 16, 777, 77, 33)
 Check = tuple[str, Callable[[Any], Any]]
 
@@ -30,6 +31,27 @@ def check_kernels(block_sizes: tuple[int, ...]) -> list[dict[str, Any]]:
             ]
             row = {"kernel": name, "block_size": block_size, "error": max(errors)}
             rows.append({**row, "passed": max(errors) <= TOLERANCE})
+    return rows
+
+
+def check_selection() -> list[dict[str, Any]]:
+    """The same for kernels that work on no pages: what they return must be equal."""
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    rows = []
+    for num_entries in SELECTED_FROM:
+        scores = torch.randn(8, num_entries, device="cuda", generator=generator)
+        scores = (scores * 100).round()  # many are equal
+        valid = scores % 7 != 0
+        num_kept = valid.sum(dim=1) // torch.arange(1, 9, device="cuda")
+        floor, cap = num_kept * 0 + 1, num_kept + 1
+        checks: dict[str, Callable[[Any], Tensor]] = {
+            "top_entries": lambda k, a=(scores, valid, num_kept): k.top_entries(*a),
+            "apportion": lambda k, a=(num_kept, 8 * num_entries // 9, floor, cap): k.apportion(*a),
+        }
+        for name, run in checks.items():
+            equal = torch.equal(run(selection), run(selection_torch))
+            error = 0.0 if equal else float("inf")
+            rows.append({"kernel": name, "block_size": 0, "error": error, "passed": equal})
     return rows
 
 

@@ -107,3 +107,14 @@ def test_merge(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
     weights = random(2, entries.capacity)
     check(compiler, "merge_triton.merge_groups", 1, entries, entries.valid(), weights, weights)
+
+
+@pytest.mark.parametrize("num_heads", [2, 40])
+def test_selection(compiler: Child, num_heads: int) -> None:
+    scores = random(num_heads, 5008)
+    numbers = torch.ones(num_heads, dtype=torch.int64)
+    launcher = "top_entries_triton.top_entries"
+    found = check(compiler, launcher, 5, scores, scores > 0, numbers)
+    # Heads hold whole pages, so that scores are read 16 bytes at a time.
+    assert "ld.global.v4" in found["_keep_kernel"].ptx
+    check(compiler, "apportion_triton.apportion", 1, numbers.float(), 9, numbers, 9 * numbers)

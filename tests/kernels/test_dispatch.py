@@ -11,33 +11,40 @@ from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from tests.policies.test_imports import import_without
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import paged, paged_torch
+from vllm_kvcompress.kernels import paged, paged_torch, selection, selection_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
 KERNELS = {
     "add_to_moments": "moments_triton",
+    "apportion": "apportion_triton",
     "compact_pages": "compact_triton",
     "decode_attention": "decode_triton",
     "keydiff_scores": "keydiff_triton",
     "merge_groups": "merge_triton",
     "prefill_attention": "prefill_triton",
+    "top_entries": "top_entries_triton",
     "value_norms_l1": "value_norms_triton",
     "value_norms_l2": "value_norms_triton",
     "window_mass": "window_mass_triton",
 }
 
 
-def test_nothing_imports_triton_before_it_is_needed() -> None:
-    done = import_without("vllm_kvcompress.kernels.paged", "triton", "vllm")
+SELECTION = ("apportion", "top_entries")
+
+
+@pytest.mark.parametrize("module", ["paged", "selection"])
+def test_nothing_imports_triton_before_it_is_needed(module: str) -> None:
+    done = import_without(f"vllm_kvcompress.kernels.{module}", "triton", "vllm")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_launchers_have_their_twins_signature(compiler: Child, name: str) -> None:
     launcher = f"vllm_kvcompress.kernels.{KERNELS[name]}.{name}"
-    twin = str(inspect.signature(getattr(paged_torch, name)))
+    names, twins = (selection, selection_torch) if name in SELECTION else (paged, paged_torch)
+    twin = str(inspect.signature(getattr(twins, name)))
     assert compiler.call("tests.kernels.launches.signature_of", launcher) == twin
-    assert str(inspect.signature(getattr(paged, name))) == twin
+    assert str(inspect.signature(getattr(names, name))) == twin
 
 
 def test_pages_on_the_cpu_take_the_twin() -> None:
@@ -49,7 +56,9 @@ def test_pages_on_the_cpu_take_the_twin() -> None:
 
 
 def test_launchers_refuse_pages_on_the_cpu(compiler: Child) -> None:
-    with pytest.raises(InvariantError, match=r"expected pages on a CUDA device.*kernels\.paged"):
+    with pytest.raises(
+        InvariantError, match=r"expected pages or tensors on a CUDA device.*kernels\.paged"
+    ):
         compiler.call(
             "vllm_kvcompress.kernels.keydiff_triton.keydiff_scores", make_entries([5]), "mean_raw"
         )

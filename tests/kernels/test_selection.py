@@ -18,6 +18,7 @@ from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import selection_torch
 
 TOP_ENTRIES = "vllm_kvcompress.kernels.top_entries_triton.top_entries"
+LAUNCH = "vllm_kvcompress.kernels.top_entries_triton.launch_top_entries"
 APPORTION = "vllm_kvcompress.kernels.apportion_triton.apportion"
 NAN, INF = float("nan"), float("inf")
 # Zeros of both signs, the smallest numbers that differ, and what is kept whatever comes.
@@ -50,8 +51,8 @@ def drawn(kind: str, num_heads: int, num_entries: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ["different", "equal", "special"])
-# Within a tile of 4,096 entries, at its end, and over several.
-@pytest.mark.parametrize("num_entries", [1, 37, 4096, 4097, 9001])
+# Within a tile of 2,048 entries, at its end, and over several.
+@pytest.mark.parametrize("num_entries", [1, 37, 2048, 2049, 5001])
 def test_top_entries_are_those_of_a_sort(backend: Backend, kind: str, num_entries: int) -> None:
     scores = drawn(kind, 5, num_entries).to(backend.dtype)
     chance = torch.tensor([1.0, 0.7, 0.0, 0.3, 1.0])[:, None]
@@ -74,17 +75,16 @@ def test_any_scores(interpreter_calls: Callable[..., Any], data: st.DataObject) 
     assert places_of(kept) == expected_entries(scores, valid, [num_kept])
 
 
-def test_ties_over_more_tiles_than_a_digit_has_values(interpreter: Child) -> None:
-    """Whoever looks at the tiles behind looks at 256 at once."""
-    num_entries = 300 * 4096
+def test_ties_over_many_tiles(interpreter: Child) -> None:
+    """A program looks at the tiles behind its own a few at once."""
+    num_entries, tile = 13 * 64 - 3, 64
     valid = torch.zeros(1, num_entries, dtype=torch.bool)
-    places = torch.tensor([5, 4095, 4096, 280 * 4096 + 1, num_entries - 1])
+    places = torch.tensor([5, 63, 64, 7 * 64 + 1, 11 * 64, num_entries - 1])
     valid[0, places] = True
-    for count in (1, 2, 4):
-        kept = interpreter.call(
-            TOP_ENTRIES, torch.zeros(1, num_entries), valid, torch.tensor([count])
-        )
-        assert kept[0].nonzero()[:, 0].tolist() == places[-count:].tolist()
+    scores = torch.zeros(1, num_entries)
+    for count in range(7):
+        kept = interpreter.call(LAUNCH, scores, valid, torch.tensor([count]), tile=tile, scan=4)
+        assert kept[0].nonzero()[:, 0].tolist() == places[6 - count :].tolist()
 
 
 def test_rows_that_are_parts_of_longer_ones(backend: Backend) -> None:

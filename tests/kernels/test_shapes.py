@@ -12,7 +12,14 @@ import torch
 from tests.kernels.backends import moved
 from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
-from vllm_kvcompress.kernels import paged, paged_shapes, paged_torch
+from vllm_kvcompress.kernels import (
+    paged_shapes,
+    paged_torch,
+    selection,
+    selection_shapes,
+    selection_torch,
+)
+from vllm_kvcompress.kernels.dispatch import by_device
 from vllm_kvcompress.kernels.moments_torch import moment_size
 
 ENTRIES = make_entries([40, 21], dtype=torch.bfloat16)
@@ -55,10 +62,19 @@ def test_only_pages_without_numbers_take_shapes(name: str, monkeypatch: pytest.M
 
         noting.__name__ = name
         monkeypatch.setattr(module, name, noting)
-    kernel = paged.by_device(getattr(paged_torch, name), "no_triton")
+    kernel = by_device(getattr(paged_torch, name), paged_shapes, "no_triton")
     for device in ("meta", "cpu"):
         kernel(moved(ENTRIES, device), *moved(ARGUMENTS[name], device))
     assert taken == [paged_shapes, paged_torch]
+
+
+def test_flags_of_entries_have_the_twins_shape_and_type() -> None:
+    arguments = (WEIGHTS, FLAGS, torch.tensor([3, 5]))
+    twin = inspect.signature(selection_torch.top_entries)
+    assert inspect.signature(selection_shapes.top_entries) == twin
+    found = selection.top_entries(*moved(arguments, "meta"))
+    assert found.is_meta
+    assert looks(found) == looks(selection.top_entries(*arguments))
 
 
 def moment_split() -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TILE = 4096  # entries that a program of `top_entries_triton` goes through
+TILE = 2048  # entries that a program of `top_entries_triton` goes through
 COUNTS_BYTES = 1024  # that it writes: one number for each value of a digit
 NUM_DIGITS = 4  # of a score, for each of which a head has counts of all its programs
 

@@ -56,7 +56,7 @@ def _lowest_kept(counts, num_kept, KNOWN: tl.constexpr):
     return digits, left
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles"])
 def _count_kernel(
     scores, valid, num_kept, counts, num_entries, num_tiles, DIGIT: tl.constexpr, TILE: tl.constexpr
 ):
@@ -74,15 +74,25 @@ def _count_kernel(
         tl.store(counts + (DIGITS + tl.program_id(0)) * BINS + bins, found)
 
 
-@triton.jit(do_not_specialize=["num_entries", "num_tiles"])
-def _keep_kernel(scores, valid, num_kept, counts, kept, num_entries, num_tiles, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=["num_tiles"])
+def _keep_kernel(
+    scores,
+    valid,
+    num_kept,
+    counts,
+    kept,
+    num_entries,
+    num_tiles,
+    TILE: tl.constexpr,
+    SCAN: tl.constexpr,
+):
     """kept [H, n] bytes: 1 for the best entries."""
     counts += tl.program_id(1).to(tl.int64) * (DIGITS + num_tiles) * BINS
     keys, able, place = _load_keys(scores, valid, num_entries, TILE)
     lowest, left = _lowest_kept(counts, num_kept, DIGITS)
     later = tl.zeros([], tl.int32)
-    for start in range(tl.program_id(0) + 1, num_tiles, BINS):
-        tiles = start + tl.arange(0, BINS)
+    for start in range(tl.program_id(0) + 1, num_tiles, SCAN):
+        tiles = start + tl.arange(0, SCAN)
         of_tile = counts + (DIGITS + tiles) * BINS + (lowest % BINS).to(tl.int32)
         later += tl.sum(tl.load(of_tile, mask=tiles < num_tiles, other=0), 0)
     equal = (able & (keys == lowest)).to(tl.int32)
@@ -100,23 +110,37 @@ def top_entries(scores: Tensor, valid: Tensor, num_kept: Tensor) -> Tensor:
         f"{tuple(scores.shape)}, {tuple(valid.shape)} and {tuple(num_kept.shape)}",
         "pass one row per head",
     )
+    return launch_top_entries(scores, valid, num_kept)
+
+
+def launch_top_entries(
+    scores: Tensor, valid: Tensor, num_kept: Tensor, tile: int = TILE, scan: int = 256
+) -> Tensor:
+    """As `top_entries`, with the work cut in a stated way.
+
+    Args:
+        scores: [H, n] fp32.
+        valid: [H, n] bool.
+        num_kept: [H] int64.
+        tile: entries of a program.
+        scan: tiles whose counts a program reads at once.
+    """
     num_heads, num_entries = scores.shape
     kept = torch.empty(valid.shape, dtype=torch.bool, device=scores.device)
     if kept.numel() == 0:
         return kept
-    num_tiles = triton.cdiv(num_entries, TILE)
+    num_tiles = triton.cdiv(num_entries, tile)
     counts = torch.empty(
         (num_heads, NUM_DIGITS + num_tiles, BINS.value), dtype=torch.int32, device=scores.device
     )
     counts[:, :NUM_DIGITS] = 0
     inputs = (scores.contiguous(), valid.contiguous(), num_kept.contiguous(), counts)
+    sizes = (num_entries, num_tiles)
     grid = (num_tiles, num_heads)
     with on_device(scores):
         for digit in range(NUM_DIGITS):
-            _count_kernel[grid](
-                *inputs, num_entries, num_tiles, DIGIT=digit, TILE=TILE, num_warps=8
-            )
+            _count_kernel[grid](*inputs, *sizes, DIGIT=digit, TILE=tile, num_warps=8)
         _keep_kernel[grid](
-            *inputs, kept.view(torch.uint8), num_entries, num_tiles, TILE=TILE, num_warps=8
+            *inputs, kept.view(torch.uint8), *sizes, TILE=tile, SCAN=scan, num_warps=8
         )
     return kept
