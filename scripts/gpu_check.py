@@ -3,8 +3,8 @@
 
     python scripts/gpu_check.py [--part tests decode prefill events tune] [--quick] [--out FOLDER]
 
-Needs an NVIDIA GPU, torch and triton. Uses pytest, pytest-xdist and tqdm where they are installed,
-and compares with vLLM's kernel where Python finds vllm's sources. Writes gpu-<device>.json and
+Needs an NVIDIA GPU, torch and triton. Uses numpy (for whole events), pytest, pytest-xdist and tqdm
+where they are installed, and compares with vLLM's kernel where Python finds vllm's sources. Writes gpu-<device>.json and
 gpu-<device>.md after every part; parts that an earlier run left there stay if it had the same
 settings, versions and kernels. Ends with 1 if a check failed; then nothing is measured.
 """
@@ -136,6 +136,8 @@ def measure_events(options: argparse.Namespace) -> Results:
     """Events, and the bandwidth that compaction is compared with."""
     from benchmarks.gpu import events, measure
 
+    if (reason := events.why_no_whole_events()) is not None:
+        print(reason)
     prompts = (8192,) if options.quick else (8192, 32768, 131072)
     copy = measure.copy_bandwidth(BANDWIDTH_BYTES, repeats(options))
     rows = events.measure_events(prompts, options.block_size, repeats(options), copy)

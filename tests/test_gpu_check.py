@@ -21,6 +21,15 @@ from benchmarks.gpu.report import (
     write_results,
 )
 from benchmarks.gpu.shapes import NUM_HEADS, ragged_lengths
+from benchmarks.gpu.whole_events import (
+    REQUEST,
+    Cache,
+    Model,
+    WholeEvent,
+    every_policy,
+    make_pipeline,
+)
+from vllm_kvcompress.policies.registry import POLICIES
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
 CHECKS = {"kernels": [{"kernel": "x", "block_size": 16, "error": 0.0, "passed": True}]}
@@ -60,8 +69,9 @@ EVENT = {
     "prompt": 32768,
     "prefill_seconds": 1.5,
     "seconds": {"window_mass": 0.012, "compaction": 0.003},
-    "of_prefill": {"window_mass": 0.008, "compaction": 0.002},
-    "events_of_prefill": {"snapkv": 0.01},
+    "policies": [
+        {"policy": "adakv", "seconds": 0.0204, "host_seconds": 0.031, "of_prefill": 0.0136}
+    ],
     "compaction_of_copy_bandwidth": 0.875,
 }
 
@@ -74,8 +84,15 @@ def test_tables_hold_the_numbers() -> None:
     assert "| read | 4.50 |" in text
     assert "| 8 | 25.0% | ragged | lse | 60.0 | 4.10 | 91.3% | 3.90 | 4.20 |" in text
     assert "| 2048 | ragged | paged | 1000.0 | 456 |" in text
-    assert "| 32768 | 1.50 | 12.00 | 3.00 |" in text
-    assert "| 32768 | 1.0% | 87.5% |" in text
+    assert "| policy | 32768: GPU | 32768: host | 32768: of prefill |" in text
+    assert "| adakv | 20.4 | 31.0 | 1.4% |" in text
+    assert "| 32768 | 1.50 | 12.00 | 3.00 | 87.5% |" in text
+
+
+def test_kernels_alone_make_a_table_too() -> None:
+    text = as_markdown(results(events=[{**EVENT, "policies": []}]))
+    assert "Whole events" not in text
+    assert "| 32768 | 1.50 | 12.00 | 3.00 | 87.5% |" in text
 
 
 def test_ragged_heads_are_compared_with_uniform_ones() -> None:
@@ -145,6 +162,30 @@ def test_it_refuses_without_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "gpu_check needs an NVIDIA GPU that torch can use" in done.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_every_policy_takes_part() -> None:
+    parts = {part for name in every_policy() for part in name.partition(":")[0].split("+")}
+    assert {*POLICIES, "criticalkv", "cam", "obcache", "momentfix"} <= parts
+
+
+@pytest.mark.parametrize("name", every_policy())
+def test_events_that_are_measured_keep_a_quarter(name: str) -> None:
+    """As they run on a GPU, but over few small pages; the same again after they are forgotten."""
+    model = Model(3, num_heads=2, group=2, head_size=16, hidden_size=64, dtype=torch.float32)
+    event = WholeEvent(make_pipeline(name, model, 16), Cache(model, 512, 16, "cpu"))
+    kept = []
+    for _ in range(2):
+        event.observe()
+        event.run()
+        tables = event.runner.tables
+        kept.append(tables.counts[:, tables.slots[REQUEST]].clone())
+        event.forget()
+        assert not tables.slots
+        assert not event.runner.windows.slots
+    held = event.runner.pipeline.state_pages(16, 2, 16, 16, event.cache.pool.page_bytes)
+    assert int(kept[0].sum()) == 3 * (8 * 2 - held)
+    assert torch.equal(*kept)
 
 
 def test_ragged_lengths_are_whole_pages_with_the_same_total() -> None:

@@ -1,7 +1,8 @@
-"""What a compression event costs, part by part, against the prefill of the same prompt."""
+"""What events cost against the prefill of the same prompt: whole ones, and their kernels."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -18,18 +19,12 @@ WINDOW_SIZE = 32
 KEPT = 0.25
 # Tokens that go through the linear layers at once, as in chunked prefill.
 CHUNK = 8192
-EVENTS = {
-    "snapkv": ("window_mass", "compaction"),
-    "snapkv+criticalkv": ("window_mass", "value_norms_l1", "compaction"),
-    "snapkv+criticalkv:l2": ("window_mass", "value_norms_l2", "compaction"),
-    "keydiff": ("keydiff", "compaction"),
-}
 
 
 def measure_events(
     prompts: tuple[int, ...], block_size: int, repeats: int, copy_bandwidth: float
 ) -> list[Row]:
-    """One row per prompt: seconds of all layers, shares of the prefill."""
+    """One row per prompt: seconds of all layers, of whole events and of single kernels."""
     rows = []
     for num_tokens in progress(prompts, "events"):
         prefill = prefill_seconds(num_tokens, repeats)
@@ -39,20 +34,32 @@ def measure_events(
         }
         kept = int(KEPT * num_tokens) // block_size * block_size
         copied = 2 * shapes.entry_bytes(kept) * shapes.NUM_HEADS * shapes.NUM_LAYERS
-        shares = {name: seconds / prefill for name, seconds in parts.items()}
         rows.append(
             {
                 "prompt": num_tokens,
                 "prefill_seconds": prefill,
                 "seconds": parts,
-                "of_prefill": shares,
-                "events_of_prefill": {
-                    event: sum(shares[part] for part in used) for event, used in EVENTS.items()
-                },
+                "policies": _whole_events(num_tokens, block_size, repeats, prefill),
                 "compaction_of_copy_bandwidth": copied / parts["compaction"] / copy_bandwidth,
             }
         )
     return rows
+
+
+def why_no_whole_events() -> str | None:
+    """What is missing here for whole events, as a sentence; None: nothing."""
+    if importlib.util.find_spec("numpy") is None:
+        return "numpy is not installed: whole events are left out, kernels alone are measured."
+    return None
+
+
+def _whole_events(num_tokens: int, block_size: int, repeats: int, prefill: float) -> list[Row]:
+    """As `measure_whole_events`; none where something is missing."""
+    if why_no_whole_events() is not None:
+        return []
+    from benchmarks.gpu.whole_events import measure_whole_events
+
+    return measure_whole_events(num_tokens, block_size, max(3, repeats // 5), prefill)
 
 
 def prefill_seconds(num_tokens: int, repeats: int) -> float:

@@ -45,7 +45,7 @@ def as_markdown(results: Results) -> str:
     parts = [
         f"# Kernels on {results['device']}",
         f"Measured by `scripts/gpu_check.py`{_flags(results)} with {versions}. "
-        "Times are medians on the device, from replayed graphs with flushed caches.",
+        "Times are medians on the device, of kernels from replayed graphs with flushed caches.",
     ]
     sections = {
         "checks": _checks,
@@ -156,30 +156,41 @@ def raggedness(rows: Sequence[Results]) -> float | None:
 
 
 def _events(rows: Sequence[Results]) -> str:
-    parts, events = list(rows[0]["seconds"]), list(rows[0]["events_of_prefill"])
-    header = ("prompt", "prefill s", *(f"{part} ms" for part in parts))
-    times = [
+    parts = list(rows[0]["seconds"])
+    kernels = [
         (
             row["prompt"],
             f"{row['prefill_seconds']:.2f}",
             *(f"{1e3 * row['seconds'][part]:.2f}" for part in parts),
-        )
-        for row in rows
-    ]
-    shares = [
-        (
-            row["prompt"],
-            *(_share(row["events_of_prefill"][event]) for event in events),
             _share(row["compaction_of_copy_bandwidth"]),
         )
         for row in rows
     ]
-    last = ("prompt", *events, "compaction, of copy bandwidth")
+    last = ("prompt", "prefill s", *(f"{part} ms" for part in parts), "compaction, of copying")
+    text = "## Events, all layers\n\n"
+    if rows[0]["policies"]:
+        text += _whole_events(rows) + "\n\nSingle kernels:\n\n"
+    return text + table(last, kernels)
+
+
+def _whole_events(rows: Sequence[Results]) -> str:
+    names = [row["policy"] for row in rows[0]["policies"]]
+    cells = [
+        (name, *(cell for row in rows for cell in _whole_event(row["policies"][place])))
+        for place, name in enumerate(names)
+    ]
+    header = [f"{row['prompt']}: {cell}" for row in rows for cell in ("GPU", "host", "of prefill")]
     return (
-        "## Events, all layers\n\n"
-        + table(header, times)
-        + "\n\nAs shares of the prefill:\n\n"
-        + table(last, shares)
+        "Whole events by prompt, in ms: how long the GPU works, and how long the host takes to "
+        "queue it, which it does while the GPU is still at the prompt.\n\n"
+    ) + table(("policy", *header), cells)
+
+
+def _whole_event(row: Results) -> tuple[str, str, str]:
+    return (
+        f"{1e3 * row['seconds']:.1f}",
+        f"{1e3 * row['host_seconds']:.1f}",
+        _share(row["of_prefill"]),
     )
 
 

@@ -1,0 +1,256 @@
+"""Whole events, as a server runs them: every policy, all layers, against the prefill."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import shapes
+from benchmarks.gpu.events import KEPT
+from benchmarks.gpu.measure import progress
+from vllm_kvcompress import profiler
+from vllm_kvcompress.events import EventRunner, LayerWeights
+from vllm_kvcompress.ledger import EventPlan, Observation
+from vllm_kvcompress.page_tables import PageTables
+from vllm_kvcompress.pages import InterleavedPagePool
+from vllm_kvcompress.policies import Pipeline, resolve
+from vllm_kvcompress.policies.registry import POLICIES
+from vllm_kvcompress.policies.rotary import Rotary
+from vllm_kvcompress.query_windows import QueryWindows
+
+Row = dict[str, Any]
+REQUEST = "request"
+GHZ = 2  # at most, of a GPU's clock
+COMBINED = (
+    "adakv+criticalkv",
+    "adakv+criticalkv:l2",
+    "pyramidkv+adakv",
+    "h2o+cam",
+    "snapkv+obcache",
+    "snapkv+momentfix",
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model's shape, by default Llama-3.1-8B's.
+
+    Attributes:
+        num_layers, num_heads, group, head_size, hidden_size: as they are called there.
+        dtype: of the cache.
+    """
+
+    num_layers: int = shapes.NUM_LAYERS
+    num_heads: int = shapes.NUM_HEADS
+    group: int = shapes.GROUP
+    head_size: int = shapes.HEAD_SIZE
+    hidden_size: int = shapes.HIDDEN_SIZE
+    dtype: torch.dtype = shapes.DTYPE
+
+    @property
+    def num_query_heads(self) -> int:
+        """Of a layer."""
+        return self.num_heads * self.group
+
+
+def every_policy() -> tuple[str, ...]:
+    """What is measured: every policy by itself, and some with modifiers."""
+    return (*POLICIES, *COMBINED)
+
+
+def make_pipeline(name: str, model: Model, block_size: int) -> Pipeline:
+    """A policy, or `policy:norm`, bound to the model; measured heads are made up.
+
+    Args:
+        name: as in `every_policy`.
+        model: which model.
+        block_size: tokens of a page.
+    """
+    policy, _, norm = name.partition(":")
+    draw = random.Random(0)
+    scores = [
+        [[draw.random()] for _ in range(model.num_query_heads)] for _ in range(model.num_layers)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        profile = None
+        if policy == "headkv":
+            profile = Path(folder) / "headkv.json"
+            profiler.write_headkv(profile, scores)
+        elif policy == "duoattention":
+            profile = Path(folder) / "pattern.tsv"
+            profiler.write_duoattention(profile, scores, model.num_heads, profiler.StreamingSizes())
+        pipeline = resolve(policy, {"norm": norm} if norm else {}, profile)
+    return pipeline.bind(model.num_layers, model.num_heads, model.num_query_heads, block_size)
+
+
+class Cache:
+    """A prompt's pages in all layers, with random contents, and blocks for what is kept.
+
+    Args:
+        model: which model.
+        num_tokens: of the prompt, whole blocks of it.
+        block_size: tokens of a page.
+        device: where.
+    """
+
+    def __init__(self, model: Model, num_tokens: int, block_size: int, device: str) -> None:
+        self.model, self.device = model, torch.device(device)
+        self.num_blocks = num_tokens // block_size
+        self.num_kept = max(1, int(KEPT * self.num_blocks))
+        self.block_size = block_size
+        per_block = model.num_layers * model.num_heads
+        num_pages = (self.num_blocks + self.num_kept) * per_block
+        pages = torch.empty(
+            num_pages, 2 * block_size * model.head_size, dtype=model.dtype, device=device
+        )
+        self.pool = InterleavedPagePool(
+            pages=pages.normal_(),
+            pages_per_block=per_block,
+            layer_offsets=model.num_heads * torch.arange(model.num_layers, device=device),
+            num_heads=model.num_heads,
+            block_size=block_size,
+            head_size=model.head_size,
+        )
+        order = torch.randperm(self.num_blocks, generator=torch.Generator().manual_seed(1))
+        self.block_row = order.int().to(device)
+        self.weights = self._weights()
+
+    def _weights(self) -> LayerWeights:
+        """Of every layer."""
+        model, dims = self.model, self.model.head_size
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, device=self.device) / model.hidden_size**0.5
+
+        weight = drawn(model.hidden_size, model.num_heads, model.group, dims).to(model.dtype)
+        by_head = weight.permute(1, 2, 3, 0).flatten(0, 1).float()
+        return LayerWeights(
+            output_weight=weight.permute(1, 3, 2, 0),
+            output_gram=(by_head @ by_head.transpose(1, 2)).contiguous(),
+            rotary=Rotary(drawn(dims // 2).abs()),
+        )
+
+
+class WholeEvent:
+    """The event at the end of a prompt, again and again.
+
+    Args:
+        pipeline: the policy.
+        cache: the prompt's.
+    """
+
+    def __init__(self, pipeline: Pipeline, cache: Cache) -> None:
+        self.cache = cache
+        windows = QueryWindows(cache.model.num_layers, pipeline.needs.window_size, cache.device)
+        self.runner = EventRunner(
+            PageTables(cache.pool),
+            windows,
+            {pipeline.name: pipeline},
+            [cache.weights] * cache.model.num_layers,
+        )
+        position = cache.num_blocks * cache.block_size
+        self.plan = EventPlan(
+            request_id=REQUEST,
+            group=0,
+            policy=pipeline.name,
+            trigger="prompt",
+            position=position,
+            window_size=min(position, pipeline.needs.window_size),
+            first_block=0,
+            end_block=cache.num_blocks,
+            resident_blocks=0,
+            fresh_block_ids=tuple(range(cache.num_blocks, cache.num_blocks + cache.num_kept)),
+        )
+        size = (self.plan.window_size, cache.model.num_query_heads, cache.model.head_size)
+        self.queries = torch.randn(*size, device=cache.device).to(cache.model.dtype)
+
+    def observe(self) -> None:
+        """Records the last queries, which attention does while a step runs."""
+        size = self.plan.window_size
+        if not size:
+            return
+        seen = Observation(offset=0, position=self.plan.position - size, num_tokens=size)
+        where = self.runner.windows.locate([(REQUEST, 0, seen)])
+        for layer in range(self.cache.model.num_layers):
+            self.runner.windows.record(layer, self.queries, where)
+
+    def run(self) -> None:
+        """The event, over all layers; afterwards the request is whole again."""
+        runner = self.runner
+        event = runner.begin(self.plan, self.cache.block_row)
+        for layer in range(self.cache.model.num_layers):
+            runner.run_layer(event, layer, self.cache.model.head_size**-0.5)
+        runner.finish(event)
+
+    def forget(self) -> None:
+        """What the event left."""
+        self.runner.tables.release(REQUEST)
+        self.runner.windows.release(REQUEST)
+
+
+def measure_whole_events(
+    num_tokens: int, block_size: int, repeats: int, prefill_seconds: float
+) -> list[Row]:
+    """One row per policy: seconds on the device and on the host, and the share of the prefill.
+
+    Args:
+        num_tokens: of the prompt.
+        block_size: tokens of a page.
+        repeats: of every event.
+        prefill_seconds: of the same prompt.
+    """
+    model = Model()
+    cache = Cache(model, num_tokens, block_size, "cuda")
+    rows = []
+    for name in progress(every_policy(), f"events of {num_tokens} tokens"):
+        event = WholeEvent(make_pipeline(name, model, block_size), cache)
+        on_device, on_host = event_seconds(event, repeats)
+        rows.append(
+            {
+                "policy": name,
+                "seconds": on_device,
+                "host_seconds": on_host,
+                "of_prefill": on_device / prefill_seconds,
+            }
+        )
+    return rows
+
+
+def event_seconds(event: WholeEvent, repeats: int) -> tuple[float, float]:
+    """Medians of the time that a GPU works on an event, and that the host takes to queue it.
+
+    The GPU is kept busy until the host is done, as by the prompt's last chunk in a server. What
+    is left if the host is slower than that counts as the GPU's.
+    """
+    spans = []
+    for nth in range(repeats + 2):
+        event.observe()
+        torch.cuda.synchronize()
+        if spans:
+            torch.cuda._sleep(int(1.5e9 * GHZ * max(host for _, host in spans[-2:])))
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        started = time.perf_counter()
+        event.run()
+        host = time.perf_counter() - started
+        after.record()
+        after.synchronize()
+        event.forget()
+        # The first two compile kernels and fill the allocator.
+        if nth:
+            spans.append((before.elapsed_time(after) / 1000, host))
+    return _medians(spans[1:])
+
+
+def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    device, host = np.median(np.array(spans), axis=0)
+    return float(device), float(host)
