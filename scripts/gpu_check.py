@@ -4,9 +4,10 @@
     python scripts/gpu_check.py [--part tests decode prefill events tune] [--quick] [--out FOLDER]
 
 Needs an NVIDIA GPU, torch and triton. Uses numpy (for whole events), pytest, pytest-xdist and tqdm
-where they are installed, and compares with vLLM's kernel where Python finds vllm's sources. Writes gpu-<device>.json and
-gpu-<device>.md after every part; parts that an earlier run left there stay if it had the same
-settings, versions and kernels. Ends with 1 if a check failed; then nothing is measured.
+where they are installed, and compares with vLLM's kernel where Python finds vllm's sources. Writes
+gpu-<device>.json and gpu-<device>.md after every part; parts that an earlier run left there stay if
+it had the same settings, versions and kernels. Ends with 1 if a check failed; then nothing is
+measured.
 """
 
 from __future__ import annotations
