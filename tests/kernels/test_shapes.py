@@ -68,13 +68,19 @@ def test_only_pages_without_numbers_take_shapes(name: str, monkeypatch: pytest.M
     assert taken == [paged_shapes, paged_torch]
 
 
-def test_flags_of_entries_have_the_twins_shape_and_type() -> None:
-    arguments = (WEIGHTS, FLAGS, torch.tensor([3, 5]))
-    twin = inspect.signature(selection_torch.top_entries)
-    assert inspect.signature(selection_shapes.top_entries) == twin
-    found = selection.top_entries(*moved(arguments, "meta"))
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("top_entries", (WEIGHTS, FLAGS, torch.tensor([3, 5]))),
+        ("apportion", (torch.ones(2), 9, torch.tensor([1, 1]), torch.tensor([8, 8]))),
+    ],
+)
+def test_selections_have_the_twins_shapes_and_types(name: str, arguments: tuple[Any, ...]) -> None:
+    twin, call = getattr(selection_torch, name), getattr(selection, name)
+    assert inspect.signature(getattr(selection_shapes, name)) == inspect.signature(twin)
+    found = call(*moved(arguments, "meta"))
     assert found.is_meta
-    assert looks(found) == looks(selection.top_entries(*arguments))
+    assert looks(found) == looks(call(*arguments))
 
 
 def moment_split() -> int:

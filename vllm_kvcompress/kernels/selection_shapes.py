@@ -20,3 +20,8 @@ def top_entries(scores: Tensor, valid: Tensor, num_kept: Tensor) -> Tensor:
     kept = torch.empty_like(valid)
     del counts
     return kept
+
+
+def apportion(shares: Tensor, total: int, floor: Tensor, cap: Tensor) -> Tensor:
+    """As `selection_torch.apportion`."""
+    return torch.empty_like(cap)
