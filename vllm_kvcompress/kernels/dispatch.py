@@ -30,6 +30,11 @@ T = TypeVar("T")
 Kernel = Callable[Concatenate[H, P], T]
 
 
+def implementation(device: torch.device) -> str:
+    """Which one is taken there: `triton`, `shapes` or `torch`."""
+    return {"cuda": "triton", "meta": "shapes"}.get(device.type, "torch")
+
+
 def triton_kernel(module: str, name: str) -> Any:
     """The launcher `name` of `vllm_kvcompress.kernels.<module>`."""
     return getattr(importlib.import_module(f"vllm_kvcompress.kernels.{module}"), name)
@@ -47,10 +52,9 @@ def by_device(twin: Kernel[H, P, T], shapes: ModuleType, module: str) -> Kernel[
 
     @functools.wraps(twin)
     def call(holder: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        chosen: Kernel[H, P, T] = twin
-        if holder.device.type == "meta":
-            chosen = shapes_alone
-        elif holder.device.type == "cuda":
+        kind = implementation(holder.device)
+        chosen: Kernel[H, P, T] = shapes_alone if kind == "shapes" else twin
+        if kind == "triton":
             chosen = triton_kernel(module, twin.__name__)
         return chosen(holder, *args, **kwargs)
 
