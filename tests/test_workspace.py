@@ -102,7 +102,13 @@ def measured(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> int:
 
         return call
 
-    for name in ("add_to_moments", "compact_pages", "keydiff_scores", "merge_groups"):
+    for name in (
+        "add_to_moments",
+        "compact_pages",
+        "keydiff_scores",
+        "merge_groups",
+        "nearest_keys",
+    ):
         monkeypatch.setattr(paged, name, without_its_own(getattr(paged, name)))
     for name in ("value_norms_l1", "value_norms_l2", "window_mass"):
         monkeypatch.setattr(paged, name, without_its_own(getattr(paged, name)))

@@ -172,3 +172,22 @@ def merged(entries: Any, link: Any, weights: Any, which: int) -> list[list[Vecto
             j = end
         found.append(out)
     return found
+
+
+def nearest(entries: Any, kept: list[list[bool]]) -> tuple[list[Vector], list[list[int]]]:
+    """Highest cosine of each evicted key to a kept one, and which; 0 for all others."""
+    cosines, places = [], []
+    for keys, flags in zip(rows_of(entries, 0), kept, strict=True):
+        best, where = [0.0] * entries.capacity, [0] * entries.capacity
+        for i, key in enumerate(keys):
+            highest = NONE
+            for j, other in enumerate(keys):
+                if flags[i] or not flags[j]:
+                    continue
+                sizes = math.sqrt(dot(key, key) * dot(other, other))
+                cosine = dot(key, other) / sizes if sizes else 0.0
+                if cosine > highest:
+                    highest, best[i], where[i] = cosine, cosine, j
+        cosines.append(best)
+        places.append(where)
+    return cosines, places

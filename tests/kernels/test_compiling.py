@@ -78,12 +78,13 @@ def test_scores(compiler: Child, head_size: int, block_size: int) -> None:
 
 
 @pytest.mark.parametrize("head_size", [128, 256])
-def test_norms_in_fp32(compiler: Child, head_size: int) -> None:
+def test_what_takes_most_in_fp32(compiler: Child, head_size: int) -> None:
     """Their tiles are the largest."""
     entries = make_entries([70, 3], 16, head_size)
     weight = random(2, head_size, 4, 256)
     wanted = entries.valid()
     check(compiler, "value_norms_triton.value_norms_l1", 1, entries, weight, wanted)
+    check(compiler, "nearest_triton.nearest_keys", 2, entries, wanted)
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (128, 64), (256, 32)])
@@ -107,6 +108,14 @@ def test_merge(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
     weights = random(2, entries.capacity)
     check(compiler, "merge_triton.merge_groups", 1, entries, entries.valid(), weights, weights)
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128), (256, 32)])
+def test_nearest(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, head_size, BF16)
+    launcher = "nearest_triton.nearest_keys"
+    found = check(compiler, launcher, 2, entries, random(2, entries.capacity) > 1)
+    assert "wgmma" in found["_nearest_kernel"].ptx
 
 
 @pytest.mark.parametrize("num_heads", [2, 40])

@@ -21,6 +21,7 @@ KERNELS = {
     "decode_attention": "decode_triton",
     "keydiff_scores": "keydiff_triton",
     "merge_groups": "merge_triton",
+    "nearest_keys": "nearest_triton",
     "prefill_attention": "prefill_triton",
     "top_entries": "top_entries_triton",
     "value_norms_l1": "value_norms_triton",

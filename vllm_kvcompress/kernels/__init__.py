@@ -7,6 +7,7 @@ from vllm_kvcompress.kernels.moments_torch import (
     moment_residuals,
     moment_size,
 )
+from vllm_kvcompress.kernels.nearest_torch import nearest_keys
 from vllm_kvcompress.kernels.perturbation_torch import window_perturbation
 from vllm_kvcompress.kernels.scores_torch import (
     keydiff_scores,
@@ -24,6 +25,7 @@ __all__ = [
     "max_or_mean_pool",
     "moment_residuals",
     "moment_size",
+    "nearest_keys",
     "value_norms_l1",
     "value_norms_l2",
     "window_mass",

@@ -23,7 +23,7 @@ def _ideal(weight, least, most, total):
 
     The sum grows with the multiple, linearly between the points where a head reaches a bound.
     """
-    points = tl.cat(least / weight, most / weight, can_reorder=True)
+    points = tl.ravel(tl.join(least / weight, most / weight))
     reached = points[:, None] * weight[None, :]
     sums = tl.sum(tl.minimum(tl.maximum(reached, least[None, :]), most[None, :]), 1)
     few, inf = sums < total, float("inf")

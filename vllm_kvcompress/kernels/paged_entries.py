@@ -75,7 +75,7 @@ class PagedEntries:
     @property
     def flat_lengths(self) -> Tensor:
         """[S] lengths."""
-        return self.lengths.flatten()
+        return self.lengths.flatten().contiguous()
 
     def keys(self) -> Tensor:
         """[S, capacity, head_size] keys, zeros behind the lengths (a copy)."""

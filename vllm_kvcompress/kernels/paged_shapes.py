@@ -61,6 +61,20 @@ def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Ten
     return torch.empty_like(state)
 
 
+def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """As `paged_torch.nearest_keys`."""
+    cosines = _per_entry(entries)
+    places = torch.empty_like(cosines, dtype=torch.int64)
+    valid = entries.valid()
+    lists = []
+    for flags in (kept & valid, valid & ~kept):
+        number = flags.cumsum(dim=1)
+        lists.append((torch.where(flags, number - 1, 0).to(torch.int32), number[:, -1]))
+    inverse = torch.empty_like(cosines)
+    del inverse, lists
+    return cosines, places
+
+
 def merge_groups(
     entries: PagedEntries, link: Tensor, key_weights: Tensor, value_weights: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_kvcompress.kernels import moments_torch, scores_torch
+from vllm_kvcompress.kernels import moments_torch, nearest_torch, scores_torch
 from vllm_kvcompress.kernels.attention_torch import attention_with_lse
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
@@ -167,6 +167,21 @@ def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Ten
     """
     gone = evicted & entries.valid()
     return moments_torch.add_to_moments(state, entries.keys(), entries.values(), gone)
+
+
+def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest cosine of each evicted key to a kept one of its head, and which (D2O).
+
+    Args:
+        entries: S = KV heads.
+        kept: [S, capacity] bool; entries behind the lengths do not count.
+
+    Returns:
+        [S, capacity] fp32 cosines and [S, capacity] int64 places, of equals the earlier; 0 for
+        entries that are not evicted, and where a head keeps nothing.
+    """
+    kept = kept & entries.valid()
+    return nearest_torch.nearest_keys(entries.keys(), entries.flat_lengths, kept)
 
 
 def merge_groups(

@@ -33,8 +33,9 @@ def _load_keys(scores, valid, num_entries, TILE: tl.constexpr):
     """[TILE] uint32 keys in the order of scores, which entries count, and where they lie."""
     nth = tl.program_id(0) * TILE + tl.arange(0, TILE)
     place = tl.program_id(1).to(tl.int64) * num_entries + nth
-    able = tl.load(valid + place, mask=nth < num_entries, other=0) != 0
-    numbers = tl.load(scores + place, mask=able, other=0.0).to(tl.float32)
+    inside = nth < num_entries
+    able = tl.load(valid + place, mask=inside, other=0) != 0
+    numbers = tl.load(scores + place, mask=inside, other=0.0).to(tl.float32)
     numbers = tl.where(numbers == numbers, numbers, float("-inf"))
     numbers = tl.where(numbers == 0.0, 0.0, numbers)  # there is one zero
     bits = numbers.to(tl.uint32, bitcast=True)

@@ -61,6 +61,17 @@ def moments_with(view: LayerView, state: Tensor, evicted: Tensor) -> Tensor:
     )
 
 
+def nearest_keys(view: LayerView, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """[H, n] fp32 the highest cosine of each evicted key to a kept one, and [H, n] int64 which.
+
+    0 for entries that are not evicted.
+    """
+    if view.pages is None:
+        return kernels.nearest_keys(view.keys, view.lengths, kept)
+    cosines, places = paged.nearest_keys(view.pages.body, kept)
+    return cosines, places
+
+
 def merged_groups(
     view: LayerView, link: Tensor, key_weights: Tensor, value_weights: Tensor
 ) -> tuple[Tensor, Tensor]:

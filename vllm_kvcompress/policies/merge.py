@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.scores_torch import finite, tile_bytes, valid_entries
+from vllm_kvcompress.kernels.scores_torch import finite, valid_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
+from vllm_kvcompress.policies.measures import nearest_keys
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,8 @@ class SimilarKeys:
             return Merged(state=torch.zeros(num_heads, 1, device=view.device))
         valid = valid_entries(view.lengths, view.num_entries)
         evicted = valid & ~kept
-        best, target = _most_similar(finite(view.keys, valid), kept)
-        mean = (best * evicted).sum(dim=1) / evicted.sum(dim=1).clamp_min(1)
+        best, target = nearest_keys(view, kept)
+        mean = best.sum(dim=1) / evicted.sum(dim=1).clamp_min(1)
         theta = mean if view.state is None else (view.state[:, 0] + mean) / 2
         weight = best.masked_fill(~evicted | (best < theta[:, None]), 0).clamp_min(0)
         total = 1 + torch.zeros_like(weight).scatter_add(1, target, weight)
@@ -153,23 +154,3 @@ def _uniform(view: LayerView) -> Tensor:
         bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
     bits = (bits ^ ((bits >> 31) & ((1 << 33) - 1))) & ((1 << 52) - 1)
     return bits.double() / (1 << 52)
-
-
-def _most_similar(keys: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """For every entry the highest cosine to a kept one, and which; the earlier of equals.
-
-    Returns:
-        [H, n] fp32 and [H, n] int64. Tiles of entries: never [n, n].
-    """
-    num_heads, num_entries, _ = keys.shape
-    norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32, keepdim=True)
-    unit = keys.float() / norms.clamp_min(1e-8)
-    best = unit.new_empty(num_heads, num_entries)
-    target = torch.empty(num_heads, num_entries, dtype=torch.int64, device=keys.device)
-    rows = max(1, tile_bytes(keys.device) // (4 * num_heads * num_entries))
-    for start in range(0, num_entries, rows):
-        part = slice(start, start + rows)
-        cosines = unit[:, part] @ unit.transpose(1, 2)
-        cosines = cosines.masked_fill(~kept[:, None], float("-inf"))
-        best[:, part], target[:, part] = cosines.max(dim=2)
-    return best, target

@@ -1,0 +1,214 @@
+"""The kept key that is most similar to each evicted one (D2O), over pages.
+
+Kept and evicted entries are listed head by head, so that every product of a tile of one and a tile
+of the other is one that somebody asked for.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_rows_triton import tile_size
+
+# Of the evicted keys that a program has, and of each tile of kept ones that it goes over.
+ROWS_BYTES, TILE_BYTES = 1 << 16, 1 << 15
+
+
+@triton.jit
+def _listed_keys(
+    pages,
+    table_row,
+    listed,
+    first,
+    count,
+    page_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """[TILE, DIMS] keys of the entries from number `first` on in a list of `count`, and [TILE]
+    which entries these are; zeros behind the list's end."""
+    nth = first + tl.arange(0, TILE)
+    present = nth < count
+    dims = tl.arange(0, DIMS)
+    entries = tl.load(listed + nth, mask=present, other=0)
+    page = tl.load(table_row + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+    rows = pages + page * page_stride + (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
+    keys = tl.load(
+        rows[:, None] + dims[None, :],
+        mask=present[:, None] & (dims < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    return keys, entries
+
+
+@triton.jit(do_not_specialize=["table_stride", "capacity"])
+def _norms_kernel(
+    pages,
+    page_table,
+    listed,
+    counts,
+    inverse,
+    capacity,
+    page_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """inverse [S, capacity] fp32: one over the norms of listed keys, in the list's order."""
+    head = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * TILE
+    count = tl.load(counts + head).to(tl.int32)
+    if first < count:
+        keys, _ = _listed_keys(
+            pages,
+            page_table + head * table_stride,
+            listed + head * capacity,
+            first,
+            count,
+            page_stride,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            TILE,
+            DIMS,
+        )
+        wide = keys.to(tl.float32)
+        norms = tl.sqrt(tl.sum(wide * wide, 1))
+        nth = first + tl.arange(0, TILE)
+        to = inverse + head * capacity + nth
+        tl.store(to, 1.0 / tl.maximum(norms, 1e-8), mask=nth < count)
+
+
+@triton.jit(do_not_specialize=["table_stride", "capacity"])
+def _nearest_kernel(
+    pages,
+    page_table,
+    kept,
+    num_kept,
+    gone,
+    num_gone,
+    inverse,
+    cosines,
+    places,
+    capacity,
+    page_stride,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """cosines and places [S, capacity] of a tile of evicted entries, against all kept ones."""
+    head = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * ROWS
+    count, total = tl.load(num_gone + head).to(tl.int32), tl.load(num_kept + head).to(tl.int32)
+    table_row, kept_row = page_table + head * table_stride, kept + head * capacity
+    if (first < count) & (total > 0):
+        gone_row = gone + head * capacity
+        own, entries = _listed_keys(
+            pages,
+            table_row,
+            gone_row,
+            first,
+            count,
+            page_stride,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            ROWS,
+            DIMS,
+        )
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        nearest = tl.zeros([ROWS], tl.int32)
+        for start in range(0, total, TILE):
+            keys, _ = _listed_keys(
+                pages,
+                table_row,
+                kept_row,
+                start,
+                total,
+                page_stride,
+                BLOCK_SIZE,
+                HEAD_SIZE,
+                TILE,
+                DIMS,
+            )
+            nth = start + tl.arange(0, TILE)
+            scales = tl.load(inverse + head * capacity + nth, mask=nth < total, other=0.0)
+            products = tl.dot(own, tl.trans(keys), input_precision="ieee") * scales[None, :]
+            products = tl.where((nth < total)[None, :], products, float("-inf"))
+            highest, which = tl.max(products, 1, return_indices=True)
+            nearest = tl.where(highest > best, start + which, nearest)
+            best = tl.maximum(highest, best)
+        wide = own.to(tl.float32)
+        norms = tl.sqrt(tl.sum(wide * wide, 1))
+        mask = first + tl.arange(0, ROWS) < count
+        to = head * capacity + entries
+        tl.store(cosines + to, best / tl.maximum(norms, 1e-8), mask=mask)
+        tl.store(places + to, tl.load(kept_row + nearest).to(tl.int64), mask=mask)
+
+
+def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
+    """As `paged_torch.nearest_keys`, in Triton."""
+    num_heads, capacity = entries.num_sequences, entries.capacity
+    expect(
+        tuple(kept.shape) == (num_heads, capacity) and kept.dtype == torch.bool,
+        f"flags [{num_heads}, {capacity}]",
+        f"{tuple(kept.shape)} in {kept.dtype}",
+        "give one for every entry of the page table's rows",
+    )
+    cosines = torch.zeros((num_heads, capacity), device=entries.device)
+    places = torch.zeros((num_heads, capacity), dtype=torch.int64, device=entries.device)
+    if cosines.numel() == 0:
+        return cosines, places
+    valid = entries.valid()
+    here, gone = _listed(kept & valid), _listed(valid & ~kept)
+    inverse = torch.empty_like(cosines)
+    tile = tile_size(entries, TILE_BYTES)
+    strides = (capacity, entries.pages.stride(0), entries.page_table.stride(0))
+    sizes = dict(
+        BLOCK_SIZE=entries.block_size,
+        HEAD_SIZE=entries.head_size,
+        TILE=tile,
+        DIMS=padded(entries.head_size),
+    )
+    rows = tile_size(entries, ROWS_BYTES)
+    pages = (entries.pages, entries.page_table)
+    with on_device(entries):
+        _norms_kernel[(triton.cdiv(capacity, tile), num_heads)](
+            *pages, *here, inverse, *strides, **sizes
+        )
+        _nearest_kernel[(triton.cdiv(capacity, rows), num_heads)](
+            *pages,
+            *here,
+            *gone,
+            inverse,
+            cosines,
+            places,
+            *strides,
+            **sizes,
+            ROWS=rows,
+            num_warps=8,
+        )
+    return cosines, places
+
+
+def _listed(flags: Tensor) -> tuple[Tensor, Tensor]:
+    """[S, n] int32 which entries have flags, in order, then anything; and [S] how many."""
+    number = flags.cumsum(dim=1)
+    last = flags.shape[1]
+    to = torch.where(flags, number - 1, last)
+    nth = torch.arange(last, dtype=torch.int32, device=flags.device).expand_as(to)
+    listed = torch.empty((flags.shape[0], last + 1), dtype=torch.int32, device=flags.device)
+    listed.scatter_(1, to, nth)
+    return listed[:, :last].contiguous(), number[:, -1].contiguous()
