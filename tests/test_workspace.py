@@ -31,6 +31,8 @@ SHAPE = EventShape(
     dtype=torch.bfloat16,
 )
 CPU = torch.device("cpu")
+# Pieces of outputs, in fp32: 4 heads, 256 queries in groups of 2, 2 splits, 64 dims.
+BY_KERNELS = {"h2o+obcache": 4 * 4 * 256 * 2 * 2 * 64}
 
 
 def bound(policy: str, directory: Path) -> Pipeline:
@@ -110,7 +112,7 @@ def measured(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> int:
         "nearest_keys",
     ):
         monkeypatch.setattr(paged, name, without_its_own(getattr(paged, name)))
-    for name in ("value_norms_l1", "value_norms_l2", "window_mass"):
+    for name in ("value_norms_l1", "value_norms_l2", "window_mass", "window_perturbation"):
         monkeypatch.setattr(paged, name, without_its_own(getattr(paged, name)))
     for module in (allocate, links, moments, select):
         monkeypatch.setattr(module, "top_entries", without_its_own(selection.top_entries))
@@ -126,7 +128,7 @@ def test_events_take_no_more_and_not_much_less(
     pipeline = bound(policy, tmp_path)
     said = event_workspace_bytes(pipeline, SHAPE)
     taken = measured(pipeline, monkeypatch)
-    assert taken <= said <= 3 * taken
+    assert taken <= said <= 3 * taken + BY_KERNELS.get(policy, 0)
 
 
 def test_what_is_alive_is_counted() -> None:

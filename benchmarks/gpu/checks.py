@@ -84,6 +84,10 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     yield "decode_attention", lambda k: k.decode_attention(entries, one, shapes.SCALE, bias)
     yield "prefill_attention", lambda k: k.prefill_attention(entries, chunk, shapes.SCALE, bias)
     yield "window_mass", lambda k: [k.window_mass(entries, 0, window, shapes.SCALE, bias)]
+    for variant in ("value", "key", "joint"):
+        asked = (entries, 0, window, shapes.SCALE, variant)
+        name = f"window_perturbation:{variant}"
+        yield name, lambda k, a=asked: [k.window_perturbation(*a)]
     for anchor in ("mean_normalized", "mean_raw", "pairwise"):
         yield f"keydiff_scores:{anchor}", lambda k, a=anchor: [k.keydiff_scores(entries, a)]
     yield "value_norms_l1", lambda k: [k.value_norms_l1(entries, weight, wanted)]

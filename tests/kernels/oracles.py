@@ -191,3 +191,34 @@ def nearest(entries: Any, kept: list[list[bool]]) -> tuple[list[Vector], list[li
         cosines.append(best)
         places.append(where)
     return cosines, places
+
+
+def perturbation(
+    entries: Any, num_tail: int, queries: Any, scale: float, variant: str
+) -> list[list[float]]:
+    """[S][capacity]: squared change of the window's outputs without an entry, summed."""
+    keys, values = rows_of(entries, 0), rows_of(entries, 1)
+    group = queries.shape[1] // len(keys)
+    rows = queries.double().tolist()
+    found = []
+    for s in range(len(keys)):
+        total = [0.0] * entries.capacity
+        for i in range(len(rows)):
+            visible = max(0, len(keys[s]) - (len(rows) - 1 - i))
+            for g in range(group):
+                query = rows[i][s * group + g]
+                logits = [scale * dot(query, keys[s][j]) for j in range(visible)]
+                output, lse = attend(
+                    query, keys[s][:visible], values[s][:visible], [0.0] * visible, scale
+                )
+                for j in range(min(visible, len(keys[s]) - num_tail)):
+                    weight, e = math.exp(logits[j] - lse), logits[j]
+                    apart = [v - o for v, o in zip(values[s][j], output, strict=True)]
+                    changed = {
+                        "value": values[s][j],
+                        "key": [e * d for d in apart],
+                        "joint": [v + e * d for v, d in zip(values[s][j], apart, strict=True)],
+                    }[variant]
+                    total[j] += weight * weight * dot(changed, changed)
+        found.append(total)
+    return found

@@ -68,6 +68,9 @@ def test_scores(compiler: Child, head_size: int, block_size: int) -> None:
     queries = random(32, 8, head_size, dtype=BF16)
     found = check(compiler, "window_mass_triton.window_mass", 2, entries, 2, queries, 0.1, None)
     assert all("wgmma" in kernel.ptx for kernel in found.values())
+    launcher = "perturbation_triton.window_perturbation"
+    found = check(compiler, launcher, 2, entries, 2, queries, 0.1, "joint")
+    assert all("wgmma" in kernel.ptx for kernel in found.values())
     check(compiler, "keydiff_triton.keydiff_scores", 2, entries, "mean_raw")
     weight = random(2, head_size, 4, 256, dtype=BF16)
     launcher = "value_norms_triton.value_norms_l1"

@@ -27,6 +27,7 @@ KERNELS = {
     "value_norms_l1": "value_norms_triton",
     "value_norms_l2": "value_norms_triton",
     "window_mass": "window_mass_triton",
+    "window_perturbation": "perturbation_triton",
 }
 
 

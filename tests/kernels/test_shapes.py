@@ -35,6 +35,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "value_norms_l1": (random(2, DIMS, 2, 128, dtype=torch.bfloat16), FLAGS),
     "value_norms_l2": (random(4, DIMS, DIMS),),
     "window_mass": (3, random(5, 4, DIMS, dtype=torch.bfloat16), 0.1),
+    "window_perturbation": (3, random(5, 4, DIMS, dtype=torch.bfloat16), 0.1, "joint"),
 }
 
 

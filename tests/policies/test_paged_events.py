@@ -37,6 +37,7 @@ NEVER_GATHER = [
     "adakv+criticalkv",
     "pyramidkv+adakv+criticalkv",
     "snapkv+momentfix",
+    "snapkv+obcache",
     "duoattention",
 ]
 

@@ -33,6 +33,30 @@ def window_mass(
     return _per_entry(entries)
 
 
+def window_perturbation(
+    entries: PagedEntries, num_tail: int, queries: Tensor, scale: float, variant: str
+) -> Tensor:
+    """As `paged_torch.window_perturbation`."""
+    num_rows = queries.shape[0] * queries.shape[1] // entries.num_sequences
+    splits = perturbation_splits(entries, num_rows)
+    pieces = torch.empty(
+        entries.num_sequences, num_rows, splits, entries.head_size, device=entries.device
+    )
+    del pieces
+    return _per_entry(entries)
+
+
+def perturbation_splits(entries: PagedEntries, num_rows: int) -> int:
+    """Into how many parts `perturbation_triton` splits entries: to keep a GPU busy, and not more.
+
+    Args:
+        entries: S = KV heads.
+        num_rows: queries of a head, with their group.
+    """
+    programs = entries.num_sequences * -(-num_rows // 128)
+    return max(1, min(-(-entries.capacity // 1024), 512 // programs))
+
+
 def keydiff_scores(entries: PagedEntries, anchor: str) -> Tensor:
     """As `paged_torch.keydiff_scores`."""
     row_bytes = 2 * entries.head_size * entries.pages.element_size()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_kvcompress.kernels import moments_torch, nearest_torch, scores_torch
+from vllm_kvcompress.kernels import moments_torch, nearest_torch, perturbation_torch, scores_torch
 from vllm_kvcompress.kernels.attention_torch import attention_with_lse
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
@@ -116,12 +116,34 @@ def window_mass(
     Returns:
         [S, capacity] fp32, mean over the window and the group; 0 for the tail and behind it.
     """
-    body = (entries.flat_lengths - num_tail).clamp_min(0).to(torch.int64)
+    body = _body(entries, num_tail)
     keys = entries.keys()
-    places = body[:, None] + torch.arange(num_tail, device=entries.device)
-    tail = keys.gather(1, places[..., None].expand(-1, -1, entries.head_size))
     added = None if bias is None else whole_bias(entries, bias)
+    tail = _behind(keys, body, num_tail)
     return scores_torch.window_mass(keys, body, tail, queries, scale, added)
+
+
+def window_perturbation(
+    entries: PagedEntries, num_tail: int, queries: Tensor, scale: float, variant: str
+) -> Tensor:
+    """How much the window's attention outputs would change without an entry (OBCache).
+
+    Args:
+        entries: S = KV heads of one request; each holds the tail.
+        num_tail: last entries of every head, which are seen but get no score.
+        queries: [w, S * G, D] last queries, oldest first, in the pages' type.
+        scale: softmax scale.
+        variant: value, key or joint, as `kernels.window_perturbation`.
+
+    Returns:
+        [S, capacity] fp32, summed over the window and the group; 0 for the tail and behind it.
+    """
+    body = _body(entries, num_tail)
+    keys, values = entries.keys(), entries.values()
+    tails = (_behind(keys, body, num_tail), _behind(values, body, num_tail))
+    return perturbation_torch.window_perturbation(
+        keys, values, body, *tails, queries, scale, variant
+    )
 
 
 def keydiff_scores(entries: PagedEntries, anchor: str) -> Tensor:
@@ -219,3 +241,14 @@ def whole_bias(entries: PagedEntries, bias: Tensor) -> Tensor:
     missing = max(0, entries.capacity - bias.shape[1])
     wide = functional.pad(bias, (0, missing))[:, : entries.capacity]
     return wide.masked_fill(~entries.valid(), 0)
+
+
+def _body(entries: PagedEntries, num_tail: int) -> Tensor:
+    """[S] int64 entries before the tail."""
+    return (entries.flat_lengths - num_tail).clamp_min(0).to(torch.int64)
+
+
+def _behind(rows: Tensor, body: Tensor, num_tail: int) -> Tensor:
+    """[S, num_tail, D] the tail's rows of [S, capacity, D]."""
+    places = body[:, None] + torch.arange(num_tail, device=rows.device)
+    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[2]))

@@ -1,7 +1,7 @@
 """The observation window's attention to each entry, without a [heads, window, tokens] tensor.
 
 Logits are computed twice: once for the log-sum-exp of every query, and once to add up what each
-entry gets. The rows of a head are its queries and their group: row i * G + g is query i's member g.
+entry gets.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -14,84 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias, expect
-from vllm_kvcompress.kernels.paged_rows_triton import (
-    LOG2_E,
-    entry_offsets,
-    finite_maximum,
-    tile_size,
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias
+from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, finite_maximum, tile_size
+from vllm_kvcompress.kernels.window_rows_triton import (
+    CHANGING,
+    MOST_ROWS,
+    check_window,
+    window_logits,
+    window_rows,
 )
 
 SPLIT_TILES = 8  # that a program of the first pass reads: enough programs for prompts of 8k tokens
-MOST_ROWS = 128  # of a program
-# Numbers that change from event to event must not make Triton compile again while serving.
-CHANGING = ("num_queries", "num_tail", "bias_width", "table_stride", "bias_stride")
-
-
-@triton.jit
-def _logits(
-    pages,
-    table_row,
-    bias_row,
-    query,
-    start,
-    body,
-    length,
-    bias_width,
-    page_stride,
-    log2_scale,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    DIMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """[rows, TILE] logits in base 2 of the entries from `start` on, the first of them present."""
-    nth = start + tl.arange(0, TILE)
-    dims = tl.arange(0, DIMS)
-    present = nth < length
-    offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
-    keys = tl.load(
-        pages + offsets[:, None] + dims[None, :],
-        mask=present[:, None] & (dims < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
-    logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
-    if HAS_BIAS:
-        # The tail behind the body has no bias.
-        weighed = (nth < body) & (nth < bias_width)
-        added = tl.load(bias_row + nth, mask=weighed, other=0.0)
-        logits += (added * 1.4426950408889634)[None, :]
-    return logits
-
-
-@triton.jit
-def _rows_of(
-    queries,
-    head,
-    start,
-    num_queries,
-    length,
-    stride_w,
-    stride_h,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """Rows from `start` on: [ROWS, DIMS] queries, and how many entries each one sees."""
-    row = start + tl.arange(0, ROWS)
-    dims = tl.arange(0, DIMS)
-    nth = row // GROUP
-    inside = nth < num_queries
-    place = nth.to(tl.int64) * stride_w + (head * GROUP + row % GROUP).to(tl.int64) * stride_h
-    query = tl.load(
-        queries + place[:, None] + dims[None, :],
-        mask=inside[:, None] & (dims < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
-    visible = tl.where(inside, length - (num_queries - 1 - nth), 0)
-    return query, visible
 
 
 @triton.jit(do_not_specialize=[*CHANGING, "sums_stride_s", "sums_stride_r"])
@@ -127,7 +60,7 @@ def _row_sums_kernel(
     first_row = tl.program_id(1) * ROWS
     head = tl.program_id(2)
     length = tl.load(lengths + head).to(tl.int32)
-    query, visible = _rows_of(
+    query, visible = window_rows(
         queries,
         head,
         first_row,
@@ -149,7 +82,7 @@ def _row_sums_kernel(
     last = tl.minimum(tl.cdiv(length, TILE), (split + 1) * TILES)
     for tile in range(split * TILES, last):
         start = tile * TILE
-        logits = _logits(
+        logits = window_logits(
             pages,
             page_table + wide * table_stride,
             bias_row,
@@ -220,7 +153,7 @@ def _column_sums_kernel(
     num_rows = num_queries * GROUP
     if start < body:
         for first_row in range(0, num_rows, ROWS):
-            query, visible = _rows_of(
+            query, visible = window_rows(
                 queries,
                 head,
                 first_row,
@@ -233,7 +166,7 @@ def _column_sums_kernel(
                 HEAD_SIZE,
                 DIMS,
             )
-            logits = _logits(
+            logits = window_logits(
                 pages,
                 page_table + wide * table_stride,
                 bias_row,
@@ -268,7 +201,8 @@ def window_mass(
     bias: Tensor | None = None,
 ) -> Tensor:
     """As `paged_torch.window_mass`, in Triton."""
-    _check(entries, queries, bias)
+    check_window(entries, queries)
+    check_bias(entries, bias)
     num_heads, capacity = entries.num_sequences, entries.capacity
     num_queries, num_rows = queries.shape[0], queries.shape[0] * queries.shape[1] // num_heads
     mass = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
@@ -327,23 +261,3 @@ def window_mass(
             **sizes,
         )
     return mass
-
-
-def _check(entries: PagedEntries, queries: Tensor, bias: Tensor | None) -> None:
-    num_heads = entries.num_sequences
-    expect(
-        queries.dim() == 3
-        and num_heads > 0
-        and queries.shape[1] % num_heads == 0
-        and queries.shape[2] == entries.head_size,
-        f"queries [window, {num_heads} * group, {entries.head_size}]",
-        str(tuple(queries.shape)),
-        "pass the last queries of all query heads",
-    )
-    expect(
-        queries.dtype == entries.pages.dtype and queries.stride(2) == 1,
-        f"queries of the pages' type {entries.pages.dtype}, rows side by side",
-        f"{queries.dtype} with strides {queries.stride()}",
-        "convert them, or call contiguous()",
-    )
-    check_bias(entries, bias)

@@ -24,6 +24,21 @@ def observed_mass(view: LayerView) -> Tensor:
     return mass[:, : view.num_entries]
 
 
+def perturbations(view: LayerView, variant: str) -> Tensor:
+    """[H, n] fp32 change of the observed queries' outputs without an entry.
+
+    As `kernels.window_perturbation`.
+    """
+    pages = view.pages
+    if pages is None:
+        own, tail = (view.keys, view.values), (view.tail_keys, view.tail_values)
+        return kernels.window_perturbation(
+            *own, view.lengths, *tail, view.queries, view.scale, variant
+        )
+    whole = (pages.whole, pages.num_tail, view.queries, view.scale, variant)
+    return paged.window_perturbation(*whole)[:, : view.num_entries]
+
+
 def key_differences(view: LayerView, anchor: str) -> Tensor:
     """[H, n] fp32 minus the cosine between each key and an anchor, as `keydiff_scores`.
 

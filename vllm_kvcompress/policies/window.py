@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import max_or_mean_pool, window_perturbation
+from vllm_kvcompress.kernels import max_or_mean_pool
 from vllm_kvcompress.policies.base import LayerView, Needs
-from vllm_kvcompress.policies.measures import observed_mass
+from vllm_kvcompress.policies.measures import observed_mass, perturbations
 
 
 @dataclass(frozen=True)
@@ -101,16 +101,7 @@ class Perturbation:
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 pooled perturbations; the group is summed before pooling."""
-        raw = window_perturbation(
-            view.keys,
-            view.values,
-            view.lengths,
-            view.tail_keys,
-            view.tail_values,
-            view.queries,
-            view.scale,
-            self.variant,
-        )
+        raw = perturbations(view, self.variant)
         return pool_left_of_window(view, raw, self.kernel_size, self.pooling)
 
 

@@ -1,0 +1,82 @@
+"""OBCache's scores over pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import oracles
+from tests.kernels.backends import Backend, assert_close
+from tests.kernels.cases import make_entries, random
+from tests.kernels.child import Child
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+PERTURBATION = "vllm_kvcompress.kernels.perturbation_triton.window_perturbation"
+VARIANTS = ["value", "key", "joint"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_tail", [0, 2, 3])
+def test_twin_is_the_oracle(num_tail: int, variant: str) -> None:
+    """A head shorter than the window, too."""
+    entries = make_entries([3, 17, 8], block_size=4, head_size=8)
+    queries = random(5, 6, 8)
+    changes = paged_torch.window_perturbation(entries, num_tail, queries, 0.3, variant)
+    expected = oracles.perturbation(entries, num_tail, queries, 0.3, variant)
+    assert_close(changes, torch.tensor(expected), torch.float32)
+    assert changes.any()
+
+
+def check(
+    backend: Backend, entries: PagedEntries, num_tail: int, window: int, group: int, variant: str
+) -> None:
+    num_heads = entries.num_sequences
+    queries = random(window, num_heads * group, entries.head_size, dtype=backend.dtype)
+    arguments = (entries, num_tail, queries, entries.head_size**-0.5, variant)
+    expected = backend.twin(paged_torch.window_perturbation, *arguments)
+    changes = backend.call(PERTURBATION, *arguments)
+    size = expected.amax(dim=1, keepdim=True).clamp_min(1e-30)
+    assert_close(changes / size, expected / size, backend.dtype)
+    assert (changes >= 0).all()
+    assert expected.any()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_tail", [0, 15])
+def test_variants_and_tails(backend: Backend, variant: str, num_tail: int) -> None:
+    entries = make_entries([64 + num_tail, 16 + num_tail], dtype=backend.dtype)
+    check(backend, entries, num_tail, 4, 2, variant)
+
+
+@pytest.mark.parametrize(("head_size", "block_size"), [(80, 32), (128, 16), (256, 64)])
+def test_shapes(backend: Backend, head_size: int, block_size: int) -> None:
+    check(
+        backend, make_entries([200, 0, 1], block_size, head_size, backend.dtype), 0, 3, 4, "joint"
+    )
+
+
+def test_more_rows_than_a_program_takes(backend: Backend) -> None:
+    check(backend, make_entries([50, 33], dtype=backend.dtype), 3, 45, 4, "joint")
+
+
+def test_more_entries_than_a_split_has(backend: Backend) -> None:
+    """Outputs of several programs become one; the second head lies in the first split."""
+    check(backend, make_entries([2100, 30], dtype=backend.dtype), 4, 3, 2, "key")
+
+
+def test_no_queries(backend: Backend) -> None:
+    entries = make_entries([20], dtype=backend.dtype)
+    none = random(0, 4, 64, dtype=backend.dtype)
+    changes = backend.call(PERTURBATION, entries, 0, none, 1.0, "value")
+    assert changes.shape == (1, entries.capacity)
+    assert not changes.any()
+
+
+def test_what_a_launch_refuses(interpreter: Child) -> None:
+    entries = make_entries([5, 3])
+    with pytest.raises(InvariantError, match=r"expected queries \[window, 2 \* group, 64\]"):
+        interpreter.call(PERTURBATION, entries, 0, random(3, 5, 64), 1.0, "key")
+    with pytest.raises(InvariantError, match="expected a variant of value, key, joint, got 'all'"):
+        interpreter.call(PERTURBATION, entries, 0, random(3, 4, 64), 1.0, "all")
