@@ -31,6 +31,18 @@ SHAPE = EventShape(
     dtype=torch.bfloat16,
 )
 CPU = torch.device("cpu")
+PAGED_KERNELS = (
+    "add_to_moments",
+    "compact_pages",
+    "keydiff_scores",
+    "merge_groups",
+    "moment_residuals",
+    "nearest_keys",
+    "value_norms_l1",
+    "value_norms_l2",
+    "window_mass",
+    "window_perturbation",
+)
 # Pieces of outputs, in fp32: 4 heads, 256 queries in groups of 2, 2 splits, 64 dims.
 BY_KERNELS = {"h2o+obcache": 4 * 4 * 256 * 2 * 2 * 64}
 
@@ -104,15 +116,7 @@ def measured(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> int:
 
         return call
 
-    for name in (
-        "add_to_moments",
-        "compact_pages",
-        "keydiff_scores",
-        "merge_groups",
-        "nearest_keys",
-    ):
-        monkeypatch.setattr(paged, name, without_its_own(getattr(paged, name)))
-    for name in ("value_norms_l1", "value_norms_l2", "window_mass", "window_perturbation"):
+    for name in PAGED_KERNELS:
         monkeypatch.setattr(paged, name, without_its_own(getattr(paged, name)))
     for module in (allocate, links, moments, select):
         monkeypatch.setattr(module, "top_entries", without_its_own(selection.top_entries))

@@ -94,6 +94,8 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     yield "value_norms_l2", lambda k: [k.value_norms_l2(entries, gram)]
     yield "add_to_moments", lambda k: [k.add_to_moments(entries, state, evicted)]
     yield "merge_groups", lambda k: k.merge_groups(entries, evicted, weights, weights)
+    moments = paged_torch.add_to_moments(entries, state, evicted)
+    yield "moment_residuals", lambda k: [k.moment_residuals(entries, moments, 0.1)]
     yield "nearest_keys", lambda k: k.nearest_keys(entries, ~evicted)[:1]
     yield "compact_pages", lambda k: [_compacted(k, entries)]
 

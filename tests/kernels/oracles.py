@@ -222,3 +222,22 @@ def perturbation(
                     total[j] += weight * weight * dot(changed, changed)
         found.append(total)
     return found
+
+
+def residuals(entries: Any, state: Any, scale: float) -> list[Vector]:
+    """[S][capacity]: norms of v - mean v - (scale / n_e) X k; 0 behind the lengths."""
+    dims, found = entries.head_size, []
+    for s, (keys, values) in enumerate(zip(rows_of(entries, 0), rows_of(entries, 1), strict=True)):
+        numbers = state[s].double().tolist()
+        count, mean, cross = numbers[0], numbers[1 + dims : 1 + 2 * dims], numbers[1 + 2 * dims :]
+        norms = [0.0] * entries.capacity
+        for j, (key, value) in enumerate(zip(keys, values, strict=True)):
+            rest = [
+                value[a]
+                - mean[a]
+                - scale / max(count, 1) * dot(cross[a * dims : (a + 1) * dims], key)
+                for a in range(dims)
+            ]
+            norms[j] = math.sqrt(dot(rest, rest))
+        found.append(norms)
+    return found

@@ -104,6 +104,7 @@ def test_moments(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
     state = torch.zeros(2, moment_size(head_size))
     check(compiler, "moments_triton.add_to_moments", 2, entries, state, entries.valid())
+    check(compiler, "residuals_triton.moment_residuals", 1, entries, state, 0.1)
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])

@@ -21,6 +21,7 @@ KERNELS = {
     "decode_attention": "decode_triton",
     "keydiff_scores": "keydiff_triton",
     "merge_groups": "merge_triton",
+    "moment_residuals": "residuals_triton",
     "nearest_keys": "nearest_triton",
     "prefill_attention": "prefill_triton",
     "top_entries": "top_entries_triton",

@@ -31,6 +31,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "compact_pages": (torch.tensor([1, 1]), torch.arange(32) % 16, torch.tensor([0, 1])),
     "keydiff_scores": ("mean_raw",),
     "merge_groups": (torch.zeros(2, CAPACITY, dtype=torch.bool), WEIGHTS, WEIGHTS),
+    "moment_residuals": (torch.zeros(2, moment_size(DIMS)), 0.1),
     "nearest_keys": (FLAGS,),
     "value_norms_l1": (random(2, DIMS, 2, 128, dtype=torch.bfloat16), FLAGS),
     "value_norms_l2": (random(4, DIMS, DIMS),),

@@ -22,7 +22,7 @@ CASES: list[tuple[str, dict[str, object], set[str]]] = [
     ("duoattention", {}, {"compact_pages"}),
     ("adakv+criticalkv", {"norm": "l1"}, {"window_mass", "value_norms_l1", "compact_pages"}),
     ("pyramidkv+criticalkv", {"norm": "l2"}, {"window_mass", "value_norms_l2", "compact_pages"}),
-    ("snapkv+momentfix", {}, {"window_mass", "add_to_moments", "compact_pages"}),
+    ("momentkv", {}, {"window_mass", "moment_residuals", "add_to_moments", "compact_pages"}),
     ("snapkv+obcache", {}, {"window_perturbation", "compact_pages"}),
     ("d2o", {}, {"window_mass", "nearest_keys", "compact_pages"}),
     ("kvmerger", {}, {"window_mass", "merge_groups"}),

@@ -38,6 +38,7 @@ NEVER_GATHER = [
     "pyramidkv+adakv+criticalkv",
     "snapkv+momentfix",
     "snapkv+obcache",
+    "momentkv",
     "duoattention",
 ]
 

@@ -12,6 +12,7 @@ decode_attention = by_device(paged_torch.decode_attention, shapes, "decode_trito
 prefill_attention = by_device(paged_torch.prefill_attention, shapes, "prefill_triton")
 merge_groups = by_device(paged_torch.merge_groups, shapes, "merge_triton")
 keydiff_scores = by_device(paged_torch.keydiff_scores, shapes, "keydiff_triton")
+moment_residuals = by_device(paged_torch.moment_residuals, shapes, "residuals_triton")
 nearest_keys = by_device(paged_torch.nearest_keys, shapes, "nearest_triton")
 value_norms_l1 = by_device(paged_torch.value_norms_l1, shapes, "value_norms_triton")
 value_norms_l2 = by_device(paged_torch.value_norms_l2, shapes, "value_norms_triton")

@@ -43,6 +43,29 @@ def entry_offsets(
 
 
 @triton.jit
+def load_columns(
+    pages,
+    table_row,
+    start,
+    length,
+    page_stride,
+    first_dim,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """[TILE, DIMS] keys from dimension `first_dim` on, zeros behind the length; of values, if
+    `pages` is HEAD_SIZE further."""
+    present = start + tl.arange(0, TILE) < length
+    dims = first_dim + tl.arange(0, DIMS)
+    offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
+    rows = pages + offsets
+    mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
+    return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def finite_maximum(maximum):
     """A number to subtract from logits: 0 where there was none at all (minus infinity)."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)

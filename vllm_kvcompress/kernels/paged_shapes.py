@@ -85,6 +85,13 @@ def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Ten
     return torch.empty_like(state)
 
 
+def moment_residuals(entries: PagedEntries, state: Tensor, scale: float) -> Tensor:
+    """As `paged_torch.moment_residuals`."""
+    turn = state.new_empty(entries.num_sequences, entries.head_size, entries.head_size)
+    del turn
+    return _per_entry(entries)
+
+
 def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
     """As `paged_torch.nearest_keys`."""
     cosines = _per_entry(entries)

@@ -191,6 +191,19 @@ def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Ten
     return moments_torch.add_to_moments(state, entries.keys(), entries.values(), gone)
 
 
+def moment_residuals(entries: PagedEntries, state: Tensor, scale: float) -> Tensor:
+    """[S, capacity] fp32 what MomentKV's state does not foretell of values; 0 behind the lengths.
+
+    Args:
+        entries: S = KV heads.
+        state: [S, moment_size] fp32.
+        scale: softmax scale.
+    """
+    own = (entries.keys(), entries.values())
+    residuals = moments_torch.moment_residuals(state, *own, scale)
+    return residuals.masked_fill(~entries.valid(), 0)
+
+
 def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
     """The highest cosine of each evicted key to a kept one of its head, and which (D2O).
 

@@ -11,31 +11,9 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
-from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets
+from vllm_kvcompress.kernels.paged_rows_triton import load_columns
 
 L2_TILE = 64  # entries of a program
-
-
-@triton.jit
-def _load_values(
-    pages,
-    table_row,
-    start,
-    length,
-    page_stride,
-    first_dim,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """[TILE, DIMS] values from dimension `first_dim` on, zeros behind the length."""
-    present = start + tl.arange(0, TILE) < length
-    dims = first_dim + tl.arange(0, DIMS)
-    offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
-    rows = pages + HEAD_SIZE + offsets
-    mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
-    return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit(do_not_specialize=["table_stride", "wanted_stride", "capacity"])
@@ -71,8 +49,8 @@ def _l1_kernel(
     asked = tl.load(wanted + head * wanted_stride + nth, mask=nth < length, other=0) != 0
     total = tl.zeros([TILE], tl.float32)
     if tl.max(asked.to(tl.int32), 0) > 0:
-        values = _load_values(
-            pages,
+        values = load_columns(
+            pages + HEAD_SIZE,
             page_table + head * table_stride,
             start,
             length,
@@ -122,8 +100,8 @@ def _l2_kernel(
     dims = tl.arange(0, DIMS)
     total = tl.zeros([TILE], tl.float32)
     if start < length:
-        values = _load_values(
-            pages,
+        values = load_columns(
+            pages + HEAD_SIZE,
             table_row,
             start,
             length,
@@ -143,8 +121,8 @@ def _l2_kernel(
                 stripe = tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
                 # Three products of tf32 are nearly one of fp32, and run on tensor cores.
                 product = tl.dot(values, stripe, input_precision="tf32x3")
-                same = _load_values(
-                    pages,
+                same = load_columns(
+                    pages + HEAD_SIZE,
                     table_row,
                     start,
                     length,

@@ -76,6 +76,20 @@ def moments_with(view: LayerView, state: Tensor, evicted: Tensor) -> Tensor:
     )
 
 
+def moment_residuals(view: LayerView, state: Tensor) -> Tensor:
+    """[H, n] fp32 what a state of moments does not foretell of values."""
+    if view.pages is not None:
+        return paged.moment_residuals(view.pages.body, state, view.scale)
+    # Head by head, so that temporaries stay in the cache.
+    heads = [slice(head, head + 1) for head in range(view.num_heads)]
+    return torch.cat(
+        [
+            kernels.moment_residuals(state[h], view.keys[h], view.values[h], view.scale)
+            for h in heads
+        ]
+    )
+
+
 def nearest_keys(view: LayerView, kept: Tensor) -> tuple[Tensor, Tensor]:
     """[H, n] fp32 the highest cosine of each evicted key to a kept one, and [H, n] int64 which.
 

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import moment_residuals, moment_size
+from vllm_kvcompress.kernels import moment_size
 from vllm_kvcompress.kernels.scores_torch import valid_entries
 from vllm_kvcompress.kernels.selection import top_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
-from vllm_kvcompress.policies.measures import moments_with
+from vllm_kvcompress.policies.measures import moment_residuals, moments_with
 from vllm_kvcompress.policies.protect import Protection
 
 
@@ -55,15 +55,7 @@ class MomentResiduals:
         """[H, n] bool with `kept[h]` set in row h."""
         valid = valid_entries(view.lengths, view.num_entries)
         state = state_of(view)
-        residuals = torch.cat(
-            [
-                moment_residuals(
-                    state[h : h + 1], view.keys[h : h + 1], view.values[h : h + 1], view.scale
-                )
-                for h in range(len(state))
-            ]
-        )
-        weighted = chunk_means(scores * residuals, valid, self.chunk_size)
+        weighted = chunk_means(scores * moment_residuals(view, state), valid, self.chunk_size)
         first = weighted.masked_fill(protection.mask(view, kept), float("inf"))
         return top_entries(first, valid, kept)
 
