@@ -113,7 +113,7 @@ class Request:
             slot = np.array([self.runner.tables.slots["r"]])
             tokens, row = np.array([position]), np.zeros(1, dtype=np.int64)
             self.runner.tables.extend_tails(slot, row, self.block_row[None], tokens)
-        self._observe(plan)
+        self.observe(plan)
         event = self.runner.begin(plan, self.block_row)
         for layer in range(NUM_LAYERS):
             self.runner.run_layer(event, layer, SCALE)
@@ -140,7 +140,7 @@ class Request:
             fresh_block_ids=tuple(fresh),
         )
 
-    def _observe(self, plan: EventPlan) -> None:
+    def observe(self, plan: EventPlan) -> None:
         """Records the last queries, as attention does while a step runs."""
         num_queries = plan.window_size
         if not num_queries:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.accelerator import ACCELERATOR, Synchronised, watched
-from tests.event_cases import BLOCK_SIZE, GROUP, Request, left_by, make_pool, once
+from tests.event_cases import BLOCK_SIZE, GROUP, SCALE, Request, left_by, make_pool, once
 from tests.policies.cases import Shape, make_pipeline
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool
@@ -82,6 +83,42 @@ def test_events_never_wait(pipeline: Pipeline) -> None:
         assert [len(event.page_counts) for event in events] == [3] * len(positions)
         assert all(event.fresh_pages.device == ACCELERATOR for event in events)
         assert all(event.max_kept > 0 for event in events)
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators that make or write numbers, and not only look at some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        writes = any(argument.alias_info is not None for argument in func._schema.arguments)
+        looks = all(
+            returned.alias_info is not None and not returned.alias_info.is_write
+            for returned in func._schema.returns
+        )
+        makes = not func.overloadpacket.__name__.startswith(("empty", "new_empty"))
+        self.count += makes and not (writes and looks)
+        return results
+
+
+@pytest.mark.parametrize(
+    ("policy", "most"),
+    [("keydiff", 55), ("snapkv", 65), ("adakv", 90), ("adakv+criticalkv", 110)],
+)
+def test_events_queue_few_operators(policy: str, most: int, tmp_path: Path) -> None:
+    """Launches of Triton count as what makes their results' shapes: each takes the host a while."""
+    pipeline = small_pipeline(policy, {}, tmp_path)
+    request = Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR))
+    plan = request.plan(request.positions[0])
+    request.observe(plan)
+    event = request.runner.begin(plan, request.block_row)
+    request.runner.run_layer(event, 0, SCALE)
+    with Operators() as operators:
+        request.runner.run_layer(event, 1, SCALE)
+    assert most // 2 < operators.count <= most
 
 
 def test_an_event_that_reads_on_the_host_is_noticed(tmp_path: Path) -> None:

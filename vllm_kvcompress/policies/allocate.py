@@ -14,7 +14,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.scores_torch import valid_entries
 from vllm_kvcompress.kernels.selection import apportion, top_entries
 from vllm_kvcompress.policies.base import Allocator, LayerView
 from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
@@ -150,7 +149,7 @@ class Ada:
         num_heads, num_entries = scores.shape
         mean = total * view.block_size // num_heads
         protected = self.protection.mask(view, view.lengths.clamp_max(mean))
-        valid = valid_entries(view.lengths, num_entries)
+        valid = view.valid
         num_protected = protected.sum(dim=1)
         selectable = (total * view.block_size - num_protected.sum()).clamp_min(0)
         share = selectable / num_heads

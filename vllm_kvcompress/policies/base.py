@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
+from vllm_kvcompress.kernels.scores_torch import valid_entries
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -148,6 +150,11 @@ class LayerView:
         """Where the entries are."""
         device: torch.device = self.lengths.device
         return device
+
+    @functools.cached_property
+    def valid(self) -> Tensor:
+        """[H, n] bool: entries below each head's length."""
+        return valid_entries(self.lengths, self.num_entries)
 
     def with_accumulated(self, accumulated: Tensor) -> LayerView:
         """The same view with other sums of attention; what is not gathered yet stays so."""

@@ -13,7 +13,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.scores_torch import finite, valid_entries
+from vllm_kvcompress.kernels.scores_torch import finite
 from vllm_kvcompress.kernels.selection import top_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
 from vllm_kvcompress.policies.measures import merged_groups
@@ -47,7 +47,7 @@ class CosineLinks:
     def choose(self, view: LayerView, mass: Tensor, num_kept: Tensor) -> Tensor:
         """[H, n] bool."""
         nth = torch.arange(mass.shape[1], device=mass.device)
-        valid = valid_entries(view.lengths, mass.shape[1])
+        valid = view.valid
         _, recent = Protection(recent_fraction=self.recent_fraction).bounds(view, num_kept)
         open_entries = valid & (nth < (view.lengths - recent)[:, None])
         num_heavy = (num_kept * self.heavy_fraction).floor().to(torch.int64)
@@ -79,7 +79,7 @@ class LightLinks:
     def choose(self, view: LayerView, mass: Tensor, num_kept: Tensor) -> Tensor:
         """[H, n] bool."""
         nth = torch.arange(mass.shape[1], device=mass.device)
-        valid = valid_entries(view.lengths, mass.shape[1])
+        valid = view.valid
         sinks = (num_kept - 1).clamp(0, self.num_sinks)[:, None]
         tokens = tokens_of(view)
         pair = (mass + _shifted(mass)) * (tokens + _shifted(tokens))
@@ -104,7 +104,7 @@ class Groups:
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
         """[H, n] bool with `kept[h]` set in row h."""
-        first = valid_entries(view.lengths, scores.shape[1])
+        first = view.valid
         first = first & ~self.links.choose(view, scores, kept)
         sure = scores.masked_fill(protection.mask(view, kept), float("inf"))
         return top_entries(sure, first, kept)
@@ -154,7 +154,7 @@ class GroupSums:
     @classmethod
     def of(cls, view: LayerView, link: Tensor) -> GroupSums:
         """The groups that links make."""
-        valid = valid_entries(view.lengths, link.shape[1])
+        valid = view.valid
         nth = torch.arange(link.shape[1], device=link.device).expand_as(link)
         return cls(torch.where(link, 0, nth).cummax(dim=1).values, valid)
 

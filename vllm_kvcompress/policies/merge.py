@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.scores_torch import finite, valid_entries
+from vllm_kvcompress.kernels.scores_torch import finite
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
 from vllm_kvcompress.policies.measures import nearest_keys
 
@@ -47,7 +47,7 @@ class CacheMerging:
         """Values with those of evicted entries added."""
         mass = view.accumulated
         assert mass is not None
-        valid = valid_entries(view.lengths, view.num_entries)
+        valid = view.valid
         evicted = valid & ~kept
         # Kept entries are numbered; an evicted one's targets are the numbers [first, last).
         number = kept.cumsum(dim=1)
@@ -96,7 +96,7 @@ class SimilarKeys:
         num_heads = kept.shape[0]
         if view.layer < self.skip_layers:
             return Merged(state=torch.zeros(num_heads, 1, device=view.device))
-        valid = valid_entries(view.lengths, view.num_entries)
+        valid = view.valid
         evicted = valid & ~kept
         best, target = nearest_keys(view, kept)
         mean = best.sum(dim=1) / evicted.sum(dim=1).clamp_min(1)

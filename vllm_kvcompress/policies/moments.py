@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels import moment_size
-from vllm_kvcompress.kernels.scores_torch import valid_entries
 from vllm_kvcompress.kernels.selection import top_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
 from vllm_kvcompress.policies.measures import moment_residuals, moments_with
@@ -30,7 +29,7 @@ class Moments:
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
         """The new state; entries stay as they are."""
-        evicted = valid_entries(view.lengths, view.num_entries) & ~kept
+        evicted = view.valid & ~kept
         return Merged(state=moments_with(view, state_of(view), evicted))
 
 
@@ -53,7 +52,7 @@ class MomentResiduals:
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
         """[H, n] bool with `kept[h]` set in row h."""
-        valid = valid_entries(view.lengths, view.num_entries)
+        valid = view.valid
         state = state_of(view)
         weighted = chunk_means(scores * moment_residuals(view, state), valid, self.chunk_size)
         first = weighted.masked_fill(protection.mask(view, kept), float("inf"))

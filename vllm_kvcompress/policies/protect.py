@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.scores_torch import valid_entries
 from vllm_kvcompress.policies.base import LayerView
 
 
@@ -36,14 +35,13 @@ class Protection:
             kept: [H] int64 entries of the full blocks that each head is to keep.
         """
         tail = view.num_tail
-        recent = torch.full_like(kept, self.num_recent)
+        recent: int | Tensor = max(0, self.num_recent - tail)
         if self.recent_fraction:
-            recent = ((kept + tail).double() * self.recent_fraction).floor().to(torch.int64)
-        recent = (recent - tail).clamp_min(0)
+            share = ((kept + tail).double() * self.recent_fraction).floor().to(torch.int64)
+            recent = (share - tail).clamp_min(0)
         least = 0 if tail or not (self.num_recent or self.recent_fraction) else 1
-        recent = torch.minimum(recent, (kept - self.num_sinks).clamp_min(least))
-        recent = torch.minimum(recent, kept)
-        sinks = torch.minimum(torch.full_like(kept, self.num_sinks), kept - recent)
+        recent = torch.minimum((kept - self.num_sinks).clamp_min(least).clamp_max(recent), kept)
+        sinks = (kept - recent).clamp_max(self.num_sinks)
         return sinks, recent
 
     def mask(self, view: LayerView, kept: Tensor) -> Tensor:
@@ -52,7 +50,7 @@ class Protection:
         nth = torch.arange(view.num_entries, device=kept.device)
         first = nth < sinks[:, None]
         last = nth >= (view.lengths - recent)[:, None]
-        return (first | last) & valid_entries(view.lengths, view.num_entries)
+        return (first | last) & view.valid
 
 
 NOTHING_PROTECTED = Protection()

@@ -8,7 +8,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.scores_torch import valid_entries
 from vllm_kvcompress.kernels.selection import top_entries
 from vllm_kvcompress.policies.base import LayerView, Needs
 from vllm_kvcompress.policies.measures import value_norms_l1, value_norms_l2
@@ -40,7 +39,7 @@ class TopScores:
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
         """[H, n] bool."""
-        valid = valid_entries(view.lengths, view.num_entries)
+        valid = view.valid
         first = scores.masked_fill(protection.mask(view, kept), float("inf"))
         return top_entries(first, valid, kept)
 
@@ -72,7 +71,7 @@ class TwoStage:
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
         """[H, n] bool."""
-        valid = valid_entries(view.lengths, view.num_entries)
+        valid = view.valid
         protected = protection.mask(view, kept)
         num_protected = protected.sum(dim=1)
         budget = (kept - num_protected).clamp_min(0)
