@@ -17,6 +17,7 @@ from vllm_kvcompress.ledger import EventPlan
 from vllm_kvcompress.page_tables import PageTables
 from vllm_kvcompress.pages import InterleavedPagePool
 from vllm_kvcompress.policies import Pipeline, allocate, links, moments, resolve, select
+from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.query_windows import QueryWindows
 from vllm_kvcompress.workspace import EventShape, LiveBytes, event_workspace_bytes
@@ -90,6 +91,7 @@ def measured(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> int:
     Kernels that GPUs have of their own are taken to need nothing but their results, as on a GPU.
     """
     monkeypatch.setattr(scores_torch, "TILE_BYTES", scores_torch.DEVICE_TILE_BYTES)
+    monkeypatch.setattr(LayerView, "head_slices", lambda view, num_bytes=4: [slice(0, 4)])
     runner, num_blocks = make_runner(pipeline), SHAPE.num_blocks
     position = num_blocks * SHAPE.block_size + 5
     plan = EventPlan(

@@ -10,8 +10,10 @@ import torch
 
 from tests.event_cases import BLOCK_SIZE, GROUP, Request, left_by, make_pool
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
+from vllm_kvcompress.kernels import scores_torch
 from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool
 from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.policies.base import LayerView
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
 # Events within a block, and at the end of one.
@@ -68,6 +70,33 @@ def test_pages_and_gathered_tensors_give_the_same(
                 assert torch.equal(found["values"], expected["values"])
 
 
+MERGING = ["h2o+cam", "d2o", "kvmerger", "asymkv", "kvslimmer"]
+
+
+@pytest.mark.parametrize("policy", MERGING)
+@pytest.mark.parametrize("kind", [InterleavedPagePool, PackedPagePool])
+def test_several_heads_at_once_merge_as_one_by_one(
+    policy: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As off the CPU."""
+    pipeline = make_pipeline(policy, SHAPE, tmp_path)
+    expected = left_by(run(pipeline, kind, *COURSES[0]))
+    taken = []
+
+    def all_of_them(view: LayerView, num_bytes: int = 4) -> list[slice]:
+        taken.append(view.num_heads)
+        return [slice(0, view.num_heads)]
+
+    monkeypatch.setattr(LayerView, "head_slices", all_of_them)
+    for layer, same in zip(expected, left_by(run(pipeline, kind, *COURSES[0])), strict=True):
+        for name in ("counts", "pages"):
+            assert torch.equal(same[name], layer[name])
+        for name in ("keys", "values", "carried"):
+            torch.testing.assert_close(same[name], layer[name], rtol=1e-5, atol=1e-6)
+    assert taken
+    assert set(taken) == {2}
+
+
 @pytest.mark.parametrize("policy", NEVER_GATHER)
 def test_what_kernels_compute_from_pages_is_not_gathered(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -97,5 +126,17 @@ def test_fields_given_as_functions_are_made_once() -> None:
     assert view.accumulated is None
     assert torch.equal(changed.keys, whole.keys)
     assert changed.keys is view.keys
-    assert torch.equal(view.head(1).keys, whole.keys[1:])
+    assert torch.equal(view.heads(slice(1, 2)).keys, whole.keys[1:])
     assert calls == [1]
+
+
+def test_off_the_cpu_as_many_heads_at_once_as_a_tile_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = make_view(Shape(pages=(8,) * 5), 0)
+    assert view.head_slices() == [slice(h, h + 1) for h in range(5)]
+    there = replace(view, lengths=view.lengths.to("meta"))
+    of_a_head = 4 * view.num_entries * view.head_size
+    for tile, starts in ((5 * of_a_head, [0]), (3 * of_a_head - 1, [0, 2, 4]), (1, range(5))):
+        monkeypatch.setattr(scores_torch, "DEVICE_TILE_BYTES", tile)
+        assert [part.start for part in there.head_slices()] == list(starts)
+    monkeypatch.setattr(scores_torch, "DEVICE_TILE_BYTES", 4 * of_a_head)
+    assert [part.start for part in there.head_slices(num_bytes=8)] == [0, 2, 4]

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from vllm_kvcompress.kernels.scores_torch import valid_entries
+from vllm_kvcompress.kernels.scores_torch import tile_bytes, valid_entries
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,9 +162,22 @@ class LayerView:
         object.__setattr__(changed, "accumulated", accumulated)
         return changed
 
-    def head(self, head: int) -> LayerView:
-        """The entries of one KV head, without queries and W_O."""
-        mine = slice(head, head + 1)
+    def head_slices(self, num_bytes: int = 4) -> list[slice]:
+        """Heads that a policy may go through at once, with temporaries of [heads, n, D].
+
+        On the CPU one, so that temporaries stay in its cache; elsewhere as many as fit a tile.
+
+        Args:
+            num_bytes: of a number of theirs, times how many of them are alive at once if many.
+        """
+        at_once = 1
+        if self.device.type != "cpu":
+            entry_bytes = num_bytes * self.head_size
+            at_once = max(1, tile_bytes(self.device) // max(1, self.num_entries * entry_bytes))
+        return [slice(first, first + at_once) for first in range(0, self.num_heads, at_once)]
+
+    def heads(self, mine: slice) -> LayerView:
+        """The entries of some KV heads, without queries and W_O."""
         return replace(
             self,
             keys=lambda: self.keys[mine],

@@ -53,7 +53,8 @@ class CosineLinks:
         num_heavy = (num_kept * self.heavy_fraction).floor().to(torch.int64)
         num_heavy = torch.minimum(num_heavy, open_entries.sum(dim=1))
         open_entries = open_entries & ~top_entries(mass, open_entries, num_heavy)
-        cosines = neighbour_cosines(finite(view.keys, valid))
+        parts = [neighbour_cosines(finite(view.keys[h], valid[h])) for h in view.head_slices()]
+        cosines = torch.cat(parts)
         able = open_entries & _before(open_entries) & (nth % self.max_set != 0)
         able = able & (cosines > self.min_cosine)
         return top_entries(cosines, able, _needed(view, num_kept, able))
@@ -112,9 +113,9 @@ class Groups:
 
 def neighbour_cosines(keys: Tensor) -> Tensor:
     """[H, n] cosine of each key with the one before it; 0 for the first, and for zero keys."""
-    norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
-    # Head by head, since temporaries are in fp32.
-    dots = torch.stack([(head[1:].float() * head[:-1].float()).sum(dim=1) for head in keys])
+    wide = keys.float()
+    norms = torch.linalg.vector_norm(wide, dim=2)
+    dots = (wide[:, 1:] * wide[:, :-1]).sum(dim=2)
     cosines = dots / (norms[:, 1:] * norms[:, :-1]).clamp_min(1e-12)
     return torch.nn.functional.pad(cosines.clamp(-1, 1), (1, 0))
 
@@ -243,9 +244,8 @@ class GroupMerger:
         link = self.links.choose(view, scores, kept.sum(dim=1))
         whole = GroupSums.of(view, link)
         tokens = tokens_of(view).masked_fill(~whole.valid, 0)
-        # Head by head, so that temporaries stay in the cache.
-        heads = [slice(head, head + 1) for head in range(view.num_heads)]
-        views = [view.head(head) for head in range(view.num_heads)]
+        heads = view.head_slices()
+        views = [view.heads(h) for h in heads]
         groups = [GroupSums(whole.place[h], whole.valid[h]) for h in heads]
         weights = [
             self.weights.weigh(views[i], scores[h], groups[i], tokens[h])

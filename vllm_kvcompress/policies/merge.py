@@ -60,11 +60,9 @@ class CacheMerging:
         if self.draw == "random":
             share = (_uniform(view) < share).double()
         share = share.masked_fill(~evicted | (count == 0), 0) / count.clamp_min(1)
-        # Head by head, since temporaries are in fp64.
-        heads = [slice(head, head + 1) for head in range(view.num_heads)]
         parts = [
             _with_received(finite(view.values[h], valid[h]), share[h], first[h], last[h], kept[h])
-            for h in heads
+            for h in view.head_slices(num_bytes=4 * 8)  # four temporaries in fp64
         ]
         return Merged(values=torch.cat(parts))
 
@@ -110,8 +108,7 @@ class SimilarKeys:
             sums = wide.scatter_add(1, index, weight[h, :, None] * wide)
             return (sums / total[h, :, None]).to(entries.dtype)
 
-        # Head by head, since temporaries are in fp32.
-        heads = [slice(head, head + 1) for head in range(num_heads)]
+        heads = view.head_slices()
         keys = torch.cat([merged(view.keys, h) for h in heads])
         values = torch.cat([merged(view.values, h) for h in heads])
         return Merged(keys, values, theta[:, None])
