@@ -12,6 +12,7 @@ from benchmarks.gpu import shapes
 from benchmarks.gpu.measure import progress
 from vllm_kvcompress.kernels import moment_size, paged, paged_torch, selection, selection_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.rotary_torch import Turns
 
 TOLERANCE = 3e-2  # bf16, after a softmax or a projection
 SELECTED_FROM = (33, 8192, 100_000)
@@ -93,7 +94,14 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     yield "value_norms_l1", lambda k: [k.value_norms_l1(entries, weight, wanted)]
     yield "value_norms_l2", lambda k: [k.value_norms_l2(entries, gram)]
     yield "add_to_moments", lambda k: [k.add_to_moments(entries, state, evicted)]
-    yield "merge_groups", lambda k: k.merge_groups(entries, evicted, weights, weights)
+    steps = (100 * random(*weights.shape, dtype=torch.float32)).long()
+    turns = Turns(steps, random(dims // 2, dtype=torch.float32).abs())
+    both = (evicted, weights, weights)
+    yield "merge_groups", lambda k: k.merge_groups(entries, *both)
+    yield "merge_groups:turned", lambda k: k.merge_groups(entries, *both, turns)
+    yield "neighbour_cosines", lambda k: [k.neighbour_cosines(entries)]
+    yield "key_distances", lambda k: [k.key_distances(entries, torch.zeros_like(steps))]
+    yield "value_residuals", lambda k: list(k.value_residuals(entries, weights / 500, 2, 3))
     moments = paged_torch.add_to_moments(entries, state, evicted)
     yield "moment_residuals", lambda k: [k.moment_residuals(entries, moments, 0.1)]
     yield "nearest_keys", lambda k: k.nearest_keys(entries, ~evicted)[:1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from typing import Any
 
@@ -156,7 +157,19 @@ def moments(entries: Any, evicted: Any) -> list[list[float]]:
     return found
 
 
-def merged(entries: Any, link: Any, weights: Any, which: int) -> list[list[Vector]]:
+def turned(row: Vector, step: int, frequencies: Vector, halves: bool) -> Vector:
+    """A key, as complex numbers, so many positions later."""
+    size, found = len(frequencies), list(row)
+    for i, frequency in enumerate(frequencies):
+        first, second = (i, i + size) if halves else (2 * i, 2 * i + 1)
+        pair = complex(row[first], row[second]) * cmath.exp(1j * step * frequency)
+        found[first], found[second] = pair.real, pair.imag
+    return found
+
+
+def merged(
+    entries: Any, link: Any, weights: Any, which: int, turns: Any = None
+) -> list[list[Vector]]:
     """[S][capacity][D]: weighted means of groups at their first entries, zeros elsewhere."""
     found = []
     for s, rows in enumerate(rows_of(entries, which)):
@@ -167,6 +180,12 @@ def merged(entries: Any, link: Any, weights: Any, which: int) -> list[list[Vecto
             while end < len(rows) and link[s, end]:
                 end += 1
             group = [(float(weights[s, i]), rows[i]) for i in range(j, end)]
+            if turns is not None and len(group) > 1:
+                frequencies = turns.frequencies.double().tolist()
+                group = [
+                    (weight, turned(row, int(turns.steps[s, i]), frequencies, turns.halves))
+                    for i, (weight, row) in enumerate(group, start=j)
+                ]
             whole = sum(weight for weight, _ in group)
             out[j] = [sum(w * row[c] for w, row in group) / whole for c in range(len(out[j]))]
             j = end
@@ -240,4 +259,48 @@ def residuals(entries: Any, state: Any, scale: float) -> list[Vector]:
             ]
             norms[j] = math.sqrt(dot(rest, rest))
         found.append(norms)
+    return found
+
+
+def neighbour_cosines(entries: Any) -> list[Vector]:
+    """[S][capacity]: cosine with the key before."""
+    found = []
+    for keys in rows_of(entries, 0):
+        cosines = [0.0] * entries.capacity
+        for j in range(1, len(keys)):
+            sizes = math.sqrt(dot(keys[j], keys[j])) * math.sqrt(dot(keys[j - 1], keys[j - 1]))
+            cosines[j] = dot(keys[j], keys[j - 1]) / sizes if sizes else 0.0
+        found.append(cosines)
+    return found
+
+
+def key_distances(entries: Any, others: Any) -> list[Vector]:
+    """[S][capacity]: distance from the key at another place."""
+    found = []
+    for s, keys in enumerate(rows_of(entries, 0)):
+        distances = [0.0] * entries.capacity
+        for j, key in enumerate(keys):
+            distances[j] = math.dist(key, keys[int(others[s, j])])
+        found.append(distances)
+    return found
+
+
+def value_residuals(entries: Any, weights: Any, order: int, num_pairs: int) -> list[list[Vector]]:
+    """[1 + pairs][S][capacity]: norms of v - o, and of sums of two of these."""
+    found: list[list[Vector]] = [[] for _ in range(1 + num_pairs)]
+    for s, values in enumerate(rows_of(entries, 1)):
+        dims = range(entries.head_size)
+        centre = [
+            sum(float(weights[s, j]) * value[c] for j, value in enumerate(values)) for c in dims
+        ]
+        rest = [[x - o for x, o in zip(value, centre, strict=True)] for value in values]
+        for apart in range(1 + num_pairs):
+            norms = [0.0] * entries.capacity
+            for j in range(len(rest) - apart):
+                if apart:
+                    both = [x + y for x, y in zip(rest[j], rest[j + apart], strict=True)]
+                    norms[j] = math.sqrt(dot(both, both))
+                else:
+                    norms[j] = sum(abs(x) ** order for x in rest[j]) ** (1 / order)
+            found[apart].append(norms)
     return found

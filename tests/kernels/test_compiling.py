@@ -15,6 +15,7 @@ import torch
 from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from vllm_kvcompress.kernels import moment_size
+from vllm_kvcompress.kernels.rotary_torch import Turns
 
 KERNELS = "vllm_kvcompress.kernels."
 BF16 = torch.bfloat16
@@ -111,7 +112,17 @@ def test_moments(compiler: Child, head_size: int, block_size: int) -> None:
 def test_merge(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
     weights = random(2, entries.capacity)
-    check(compiler, "merge_triton.merge_groups", 1, entries, entries.valid(), weights, weights)
+    arguments = (entries, entries.valid(), weights, weights)
+    check(compiler, "merge_triton.merge_groups", 1, *arguments)
+    steps = torch.arange(entries.capacity).expand(2, -1)
+    for halves in (True, False):
+        turns = Turns(steps, random(head_size // 2), halves)
+        check(compiler, "merge_triton.merge_groups", 1, *arguments, turns)
+    check(compiler, "neighbours_triton.neighbour_cosines", 1, entries)
+    check(compiler, "neighbours_triton.key_distances", 1, entries, steps)
+    for order, num_pairs in ((1, 0), (2, 3)):
+        launcher = "value_residuals_triton.value_residuals"
+        check(compiler, launcher, 2, entries, weights, order, num_pairs)
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128), (256, 32)])

@@ -13,6 +13,7 @@ from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import paged_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.rotary_torch import Turns
 
 MERGE = "vllm_kvcompress.kernels.merge_triton.merge_groups"
 
@@ -47,6 +48,41 @@ def test_is_the_twin(backend: Backend, head_size: int, block_size: int) -> None:
     for one, other in zip(found, expected, strict=True):
         assert one.dtype == backend.dtype
         assert_close(one, other, backend.dtype)
+        assert torch.equal(one[3], other[3])
+
+
+def some_turns(entries: PagedEntries, halves: bool, rotary: int) -> Turns:
+    """Back and forth, and for padding anything."""
+    shape = (entries.num_sequences, entries.capacity)
+    steps = (random(*shape, seed=8) * 50).long().masked_fill(~entries.valid(), 2**40)
+    return Turns(steps, random(rotary // 2, seed=9).abs(), halves)
+
+
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("rotary", [8, 4])
+def test_turned_keys_of_the_twin_are_the_oracle_s(halves: bool, rotary: int) -> None:
+    entries = make_entries([3, 0, 17, 8], block_size=4, head_size=8)
+    link, *weights = make_case(entries)
+    turns = some_turns(entries, halves, rotary)
+    keys, values = paged_torch.merge_groups(entries, link, *weights, turns)
+    expected = oracles.merged(entries, link, weights[0], 0, turns)
+    torch.testing.assert_close(keys, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+    assert torch.equal(values, paged_torch.merge_groups(entries, link, *weights)[1])
+
+
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize(("head_size", "block_size", "rotary"), [(64, 16, 64), (80, 32, 48)])
+def test_turned_keys_are_the_twins(
+    backend: Backend, halves: bool, head_size: int, block_size: int, rotary: int
+) -> None:
+    entries = make_entries([100, 0, 1, 45], block_size, head_size, backend.dtype)
+    link, *weights = make_case(entries)
+    link[3] = False
+    turns = some_turns(entries, halves, rotary)
+    expected = backend.twin(paged_torch.merge_groups, entries, link, *weights, turns)
+    found = backend.call(MERGE, entries, link, *weights, turns)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=4e-3, atol=4e-3)
         assert torch.equal(one[3], other[3])
 
 

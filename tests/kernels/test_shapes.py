@@ -29,10 +29,13 @@ WEIGHTS = torch.ones(2, CAPACITY)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "add_to_moments": (torch.zeros(2, moment_size(DIMS)), FLAGS),
     "compact_pages": (torch.tensor([1, 1]), torch.arange(32) % 16, torch.tensor([0, 1])),
+    "key_distances": (torch.zeros(2, CAPACITY, dtype=torch.int64),),
     "keydiff_scores": ("mean_raw",),
     "merge_groups": (torch.zeros(2, CAPACITY, dtype=torch.bool), WEIGHTS, WEIGHTS),
     "moment_residuals": (torch.zeros(2, moment_size(DIMS)), 0.1),
     "nearest_keys": (FLAGS,),
+    "neighbour_cosines": (),
+    "value_residuals": (WEIGHTS, 2, 3),
     "value_norms_l1": (random(2, DIMS, 2, 128, dtype=torch.bfloat16), FLAGS),
     "value_norms_l2": (random(4, DIMS, DIMS),),
     "window_mass": (3, random(5, 4, DIMS, dtype=torch.bfloat16), 0.1),

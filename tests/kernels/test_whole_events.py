@@ -25,8 +25,13 @@ CASES: list[tuple[str, dict[str, object], set[str]]] = [
     ("momentkv", {}, {"window_mass", "moment_residuals", "add_to_moments", "compact_pages"}),
     ("snapkv+obcache", {}, {"window_perturbation", "compact_pages"}),
     ("d2o", {}, {"window_mass", "nearest_keys", "compact_pages"}),
-    ("kvmerger", {}, {"window_mass", "merge_groups"}),
-    ("kvslimmer", {}, {"window_mass"}),
+    (
+        "kvmerger",
+        {},
+        {"window_mass", "neighbour_cosines", "key_distances", "merge_groups"},
+    ),
+    ("asymkv", {}, {"window_mass", "value_residuals", "merge_groups"}),
+    ("kvslimmer", {"variant": "paper"}, {"window_mass", "value_residuals", "merge_groups"}),
 ]
 
 

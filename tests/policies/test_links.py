@@ -13,10 +13,10 @@ import torch
 from tests.policies import oracles
 from tests.policies.cases import Shape, make_pipeline, make_view
 from vllm_kvcompress.compressor import compress_layer
-from vllm_kvcompress.kernels import attention_with_lse
+from vllm_kvcompress.kernels import attention_with_lse, neighbour_cosines
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.key_weights import AsymProxy, Gaussian, Slimmer
-from vllm_kvcompress.policies.links import GroupSums, neighbour_cosines, tokens_of
+from vllm_kvcompress.policies.links import GroupSums, tokens_of
 from vllm_kvcompress.policies.rotary import Rotary
 
 POLICIES = ["kvmerger", "asymkv", "kvslimmer"]

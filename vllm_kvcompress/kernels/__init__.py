@@ -8,6 +8,7 @@ from vllm_kvcompress.kernels.moments_torch import (
     moment_size,
 )
 from vllm_kvcompress.kernels.nearest_torch import nearest_keys
+from vllm_kvcompress.kernels.neighbours_torch import key_distances, neighbour_cosines
 from vllm_kvcompress.kernels.perturbation_torch import window_perturbation
 from vllm_kvcompress.kernels.scores_torch import (
     keydiff_scores,
@@ -16,18 +17,22 @@ from vllm_kvcompress.kernels.scores_torch import (
     value_norms_l2,
     window_mass,
 )
+from vllm_kvcompress.kernels.value_residuals_torch import value_residuals
 
 __all__ = [
     "add_to_moments",
     "attention_with_lse",
     "correct_with_moments",
+    "key_distances",
     "keydiff_scores",
     "max_or_mean_pool",
     "moment_residuals",
     "moment_size",
     "nearest_keys",
+    "neighbour_cosines",
     "value_norms_l1",
     "value_norms_l2",
+    "value_residuals",
     "window_mass",
     "window_perturbation",
 ]

@@ -11,8 +11,35 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.rotary_torch import Turns
 
 TILE_BYTES = 1 << 13  # of the fp32 keys, and as much of values, that a program holds
+
+
+@triton.jit
+def _turned(
+    key,
+    rows,
+    step,
+    frequencies,
+    active,
+    ROTARY: tl.constexpr,
+    HALVES: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """[TILE, DIMS] keys, which lie at `rows`, as they would be `step` positions later."""
+    dims = tl.arange(0, DIMS)
+    if HALVES:
+        pair, earlier = dims % (ROTARY // 2), dims < ROTARY // 2
+        partner = tl.where(earlier, dims + ROTARY // 2, dims - ROTARY // 2)
+    else:
+        pair, earlier = dims // 2, dims % 2 == 0
+        partner = tl.where(earlier, dims + 1, dims - 1)
+    rotary = dims < ROTARY
+    mask = active[:, None] & rotary[None, :]
+    other = tl.load(rows[:, None] + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    angle = step[:, None] * tl.load(frequencies + pair, mask=rotary, other=0.0)[None, :]
+    return key * tl.cos(angle) + tl.where(earlier, -1.0, 1.0)[None, :] * other * tl.sin(angle)
 
 
 @triton.jit(do_not_specialize=["table_stride", "capacity"])
@@ -25,9 +52,13 @@ def _merge_kernel(
     value_weights,
     keys_out,
     values_out,
+    steps,
+    frequencies,
     capacity,
     page_stride,
     table_stride,
+    ROTARY: tl.constexpr,
+    HALVES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -58,7 +89,12 @@ def _merge_kernel(
         place = head * capacity + entry
         of_key = tl.load(key_weights + place, mask=active, other=0.0)
         of_value = tl.load(value_weights + place, mask=active, other=0.0)
-        keys += of_key[:, None] * key
+        if ROTARY > 0:
+            step = tl.load(steps + place, mask=active, other=0).to(tl.float32)
+            turned = _turned(key, rows, step, frequencies, active, ROTARY, HALVES, DIMS)
+            keys += of_key[:, None] * turned
+        else:
+            keys += of_key[:, None] * key
         values += of_value[:, None] * value
         key_whole += of_key
         value_whole += of_value
@@ -80,7 +116,11 @@ def _merge_kernel(
 
 
 def merge_groups(
-    entries: PagedEntries, link: Tensor, key_weights: Tensor, value_weights: Tensor
+    entries: PagedEntries,
+    link: Tensor,
+    key_weights: Tensor,
+    value_weights: Tensor,
+    turns: Turns | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `paged_torch.merge_groups`, in Triton."""
     num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
@@ -114,9 +154,13 @@ def merge_groups(
             value_weights,
             keys,
             values,
+            None if turns is None else turns.steps.contiguous(),
+            None if turns is None else turns.frequencies,
             capacity,
             entries.pages.stride(0),
             entries.page_table.stride(0),
+            ROTARY=0 if turns is None else 2 * turns.frequencies.numel(),
+            HALVES=turns is not None and turns.halves,
             BLOCK_SIZE=entries.block_size,
             HEAD_SIZE=dims,
             TILE=tile,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
-from vllm_kvcompress.kernels.paged_rows_triton import tile_size
+from vllm_kvcompress.kernels.paged_rows_triton import load_rows, tile_size
 
 # Of the evicted keys that a program has, and of each tile of kept ones that it goes over.
 ROWS_BYTES, TILE_BYTES = 1 << 16, 1 << 15
@@ -38,15 +38,8 @@ def _listed_keys(
     which entries these are; zeros behind the list's end."""
     nth = first + tl.arange(0, TILE)
     present = nth < count
-    dims = tl.arange(0, DIMS)
     entries = tl.load(listed + nth, mask=present, other=0)
-    page = tl.load(table_row + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-    rows = pages + page * page_stride + (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
-    keys = tl.load(
-        rows[:, None] + dims[None, :],
-        mask=present[:, None] & (dims < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
+    keys = load_rows(pages, table_row, entries, present, page_stride, BLOCK_SIZE, HEAD_SIZE, DIMS)
     return keys, entries
 
 

@@ -43,6 +43,26 @@ def entry_offsets(
 
 
 @triton.jit
+def load_rows(
+    pages,
+    table_row,
+    entries,
+    present,
+    page_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """[any, DIMS] keys of any entries, zeros where not present; of values, if `pages` is
+    HEAD_SIZE further."""
+    dims = tl.arange(0, DIMS)
+    page = tl.load(table_row + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+    rows = pages + page * page_stride + (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
+    mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
+    return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def load_columns(
     pages,
     table_row,

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.rotary_torch import Turns
 
+RESIDUALS_SPLIT = 512  # entries whose sum a program of `value_residuals_triton` writes
 MOMENT_SPLIT = 512  # entries whose sums a program of `moments_triton` writes
 KEYDIFF_BYTES = 1 << 14  # of keys whose sum a program of `keydiff_triton` writes
 
@@ -106,8 +108,30 @@ def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
     return cosines, places
 
 
+def neighbour_cosines(entries: PagedEntries) -> Tensor:
+    """As `paged_torch.neighbour_cosines`."""
+    return _per_entry(entries)
+
+
+def key_distances(entries: PagedEntries, others: Tensor) -> Tensor:
+    """As `paged_torch.key_distances`."""
+    return _per_entry(entries)
+
+
+def value_residuals(entries: PagedEntries, weights: Tensor, order: int, num_pairs: int) -> Tensor:
+    """As `paged_torch.value_residuals`."""
+    splits = -(-entries.capacity // RESIDUALS_SPLIT)
+    sums = torch.empty(entries.num_sequences, splits, entries.head_size, device=entries.device)
+    del sums
+    return torch.empty((1 + num_pairs, *weights.shape), device=entries.device)
+
+
 def merge_groups(
-    entries: PagedEntries, link: Tensor, key_weights: Tensor, value_weights: Tensor
+    entries: PagedEntries,
+    link: Tensor,
+    key_weights: Tensor,
+    value_weights: Tensor,
+    turns: Turns | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `paged_torch.merge_groups`."""
     keys = entries.pages.new_empty(entries.num_sequences, entries.capacity, entries.head_size)

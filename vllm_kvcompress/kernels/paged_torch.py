@@ -9,9 +9,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_kvcompress.kernels import moments_torch, nearest_torch, perturbation_torch, scores_torch
+from vllm_kvcompress.kernels import (
+    moments_torch,
+    nearest_torch,
+    neighbours_torch,
+    perturbation_torch,
+    scores_torch,
+    value_residuals_torch,
+)
 from vllm_kvcompress.kernels.attention_torch import attention_with_lse
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.rotary_torch import Turns, turn
 
 
 def decode_attention(
@@ -219,8 +227,53 @@ def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
     return nearest_torch.nearest_keys(entries.keys(), entries.flat_lengths, kept)
 
 
+def neighbour_cosines(entries: PagedEntries) -> Tensor:
+    """[S, capacity] fp32 cosine of each key with the one before it, 0 for the first one.
+
+    0 also for zero keys, and behind the lengths.
+    """
+    cosines = neighbours_torch.neighbour_cosines(entries.keys())
+    return cosines.masked_fill(~entries.valid(), 0)
+
+
+def key_distances(entries: PagedEntries, others: Tensor) -> Tensor:
+    """[S, capacity] fp32 distance of each key from another one's; 0 behind the lengths.
+
+    Args:
+        entries: S = KV heads.
+        others: [S, capacity] int64 the other one's place, below the length.
+    """
+    distances = neighbours_torch.key_distances(entries.keys(), others)
+    return distances.masked_fill(~entries.valid(), 0)
+
+
+def value_residuals(entries: PagedEntries, weights: Tensor, order: int, num_pairs: int) -> Tensor:
+    """Norms of values less their weighted sum, and of sums of two such residuals.
+
+    Args:
+        entries: S = KV heads.
+        weights: [S, capacity] fp32; entries behind the lengths do not count.
+        order: 1 or 2, of the norms of single residuals.
+        num_pairs: how many of the entries behind each one make a pair with it.
+
+    Returns:
+        [1 + num_pairs, S, capacity] fp32, as `kernels.value_residuals`; 0 where an entry is
+        behind the length.
+    """
+    valid = entries.valid()
+    clean = weights.masked_fill(~valid, 0)
+    norms = value_residuals_torch.value_residuals(entries.values(), clean, order, num_pairs)
+    for apart in range(1 + num_pairs):
+        norms[apart] = norms[apart] * functional.pad(valid, (0, apart))[:, apart:]
+    return norms
+
+
 def merge_groups(
-    entries: PagedEntries, link: Tensor, key_weights: Tensor, value_weights: Tensor
+    entries: PagedEntries,
+    link: Tensor,
+    key_weights: Tensor,
+    value_weights: Tensor,
+    turns: Turns | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Weighted means of groups of neighbours, at the place of each group's first entry.
 
@@ -228,6 +281,7 @@ def merge_groups(
         entries: S = KV heads.
         link: [S, capacity] bool: an entry joins the one before it.
         key_weights, value_weights: [S, capacity] fp32, not negative.
+        turns: keys are turned before they are merged; None: they are not.
 
     Returns:
         [S, capacity, D] keys and values in the pages' type: an entry that is a group by itself as
@@ -237,13 +291,16 @@ def merge_groups(
     nth = torch.arange(entries.capacity, device=entries.device).expand_as(link)
     place = torch.where(link, 0, nth).cummax(dim=1).values
     size = torch.zeros_like(place).scatter_add(1, place, valid.long())
-    merged = []
+    merged: list[Tensor] = []
     for rows, weights in ((entries.keys(), key_weights), (entries.values(), value_weights)):
+        wide = rows.float()
+        if turns is not None and not merged:
+            wide = turn(wide, turns)
         weights = weights.masked_fill(~valid, 0)
         whole = torch.zeros_like(weights).scatter_add(1, place, weights).clamp_min(1e-30)
         index = place[..., None].expand_as(rows)
         sums = torch.zeros_like(rows, dtype=torch.float32)
-        sums = sums.scatter_add(1, index, weights[..., None] * rows.float())
+        sums = sums.scatter_add(1, index, weights[..., None] * wide)
         means = (sums / whole[..., None]).to(rows.dtype)
         merged.append(torch.where((size == 1)[..., None], rows, means))
     return merged[0], merged[1]

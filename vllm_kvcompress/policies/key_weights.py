@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.scores_torch import finite
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.links import GroupSums
+from vllm_kvcompress.policies.measures import key_distances, value_residuals
 
 LARGEST_EXACT = 4  # entries of a group for which KVSlimmer's weights are computed
 
@@ -23,10 +23,7 @@ class Gaussian:
 
     def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
         """[H, n] fp32."""
-        keys = finite(view.keys, groups.valid).float()
-        pivot = groups.highest(mass)
-        heads = torch.arange(keys.shape[0], device=keys.device)[:, None]
-        distance = torch.linalg.vector_norm(keys - keys[heads, pivot], dim=2)
+        distance = key_distances(view, groups.highest(mass))
         count = groups.sum(torch.ones_like(mass))
         mean = groups.spread(groups.sum(distance) / count.clamp_min(1))
         near = torch.exp(-((distance / mean.clamp_min(1e-20)) ** 2))
@@ -39,8 +36,8 @@ class AsymProxy:
 
     def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
         """[H, n] fp32; by tokens where a group's sum is 0."""
-        alpha, rest = _residuals(view, mass, groups)
-        weight = (alpha * torch.linalg.vector_norm(rest, dim=2)) ** 2
+        alpha = _shares(mass, groups)
+        weight = (alpha * value_residuals(view, alpha, order=2)[0]) ** 2
         return _unless_zero(groups, weight, tokens)
 
 
@@ -61,11 +58,12 @@ class Slimmer:
 
     def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
         """[H, n] fp32."""
-        alpha, rest = _residuals(view, mass, groups)
-        order = 2 if self.variant == "paper" else 1
-        size = torch.linalg.vector_norm(rest, ord=order, dim=2)
+        alpha = _shares(mass, groups)
+        exact = self.variant == "paper"
+        order, num_pairs = (2, LARGEST_EXACT - 1) if exact else (1, 0)
+        size, *pairs = value_residuals(view, alpha, order, num_pairs)
         own = alpha * (1 - 2 * alpha) * size
-        weight = own - self._cross(alpha, rest, size, groups)
+        weight = own - self._cross(alpha, size, pairs, groups)
         total, most = groups.sum(weight), groups.sum(own.abs())
         count = groups.sum(torch.ones_like(alpha))
         heavy = groups.sum((alpha >= 0.5).float()) + (groups.sum(alpha) >= 0.5).float()
@@ -75,31 +73,26 @@ class Slimmer:
         clipped = torch.where(groups.spread(unsafe), simple, weight.clamp_min(0))
         return _unless_zero(groups, clipped, tokens)
 
-    def _cross(self, alpha: Tensor, rest: Tensor, size: Tensor, groups: GroupSums) -> Tensor:
+    def _cross(self, alpha: Tensor, size: Tensor, pairs: list[Tensor], groups: GroupSums) -> Tensor:
         """[H, n] sum over the others of the group of |c_ij|."""
         if self.variant == "code":
             others = groups.spread(groups.sum(alpha)) - alpha
             theirs = groups.spread(groups.sum(alpha * size)) - alpha * size
             return alpha * (size * others + theirs)
         result = torch.zeros_like(alpha)
-        for offset in range(1, LARGEST_EXACT):
-            if offset >= alpha.shape[1]:
-                break
-            same = groups.place[:, offset:] == groups.place[:, :-offset]
-            pair = torch.linalg.vector_norm(rest[:, offset:] + rest[:, :-offset], dim=2)
-            pair = (alpha[:, offset:] * alpha[:, :-offset] * pair).masked_fill(~same, 0)
-            result[:, offset:] += pair
-            result[:, :-offset] += pair
+        for apart, pair in enumerate(pairs[: alpha.shape[1] - 1], start=1):
+            same = groups.place[:, apart:] == groups.place[:, :-apart]
+            both = alpha[:, apart:] * alpha[:, :-apart] * pair[:, :-apart]
+            both = both.masked_fill(~same, 0)
+            result[:, apart:] += both
+            result[:, :-apart] += both
         return result
 
 
-def _residuals(view: LayerView, mass: Tensor, groups: GroupSums) -> tuple[Tensor, Tensor]:
-    """[H, n] mass normalised over the entries, and [H, n, D] values less their mean by it."""
+def _shares(mass: Tensor, groups: GroupSums) -> Tensor:
+    """[H, n] mass normalised over the entries, 0 for padding."""
     clean = mass.masked_fill(~groups.valid, 0)
-    alpha = clean / clean.sum(dim=1, keepdim=True).clamp_min(1e-30)
-    values = finite(view.values, groups.valid).float()
-    output = (alpha[:, None] @ values)[:, 0]
-    return alpha, values - output[:, None]
+    return clean / clean.sum(dim=1, keepdim=True).clamp_min(1e-30)
 
 
 def _unless_zero(groups: GroupSums, weight: Tensor, tokens: Tensor) -> Tensor:

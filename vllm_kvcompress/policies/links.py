@@ -16,7 +16,7 @@ from torch import Tensor
 from vllm_kvcompress.kernels.scores_torch import finite
 from vllm_kvcompress.kernels.selection import top_entries
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
-from vllm_kvcompress.policies.measures import merged_groups
+from vllm_kvcompress.policies.measures import merged_groups, neighbour_cosines
 from vllm_kvcompress.policies.protect import Protection
 
 
@@ -53,8 +53,7 @@ class CosineLinks:
         num_heavy = (num_kept * self.heavy_fraction).floor().to(torch.int64)
         num_heavy = torch.minimum(num_heavy, open_entries.sum(dim=1))
         open_entries = open_entries & ~top_entries(mass, open_entries, num_heavy)
-        parts = [neighbour_cosines(finite(view.keys[h], valid[h])) for h in view.head_slices()]
-        cosines = torch.cat(parts)
+        cosines = neighbour_cosines(view)
         able = open_entries & _before(open_entries) & (nth % self.max_set != 0)
         able = able & (cosines > self.min_cosine)
         return top_entries(cosines, able, _needed(view, num_kept, able))
@@ -111,15 +110,6 @@ class Groups:
         return top_entries(sure, first, kept)
 
 
-def neighbour_cosines(keys: Tensor) -> Tensor:
-    """[H, n] cosine of each key with the one before it; 0 for the first, and for zero keys."""
-    wide = keys.float()
-    norms = torch.linalg.vector_norm(wide, dim=2)
-    dots = (wide[:, 1:] * wide[:, :-1]).sum(dim=2)
-    cosines = dots / (norms[:, 1:] * norms[:, :-1]).clamp_min(1e-12)
-    return torch.nn.functional.pad(cosines.clamp(-1, 1), (1, 0))
-
-
 def tokens_of(view: LayerView) -> Tensor:
     """[H, n] fp32: how many tokens each entry stands for."""
     if view.bias is None:
@@ -158,6 +148,10 @@ class GroupSums:
         valid = view.valid
         nth = torch.arange(link.shape[1], device=link.device).expand_as(link)
         return cls(torch.where(link, 0, nth).cummax(dim=1).values, valid)
+
+    def heads(self, which: slice) -> GroupSums:
+        """Those of some heads."""
+        return GroupSums(self.place[which], self.valid[which])
 
     def sum(self, values: Tensor) -> Tensor:
         """[H, n] or [H, n, D] fp32, 0 elsewhere; padding does not count."""
@@ -244,60 +238,72 @@ class GroupMerger:
         link = self.links.choose(view, scores, kept.sum(dim=1))
         whole = GroupSums.of(view, link)
         tokens = tokens_of(view).masked_fill(~whole.valid, 0)
-        heads = view.head_slices()
-        views = [view.heads(h) for h in heads]
-        groups = [GroupSums(whole.place[h], whole.valid[h]) for h in heads]
+        over_pages = view.pages is not None and self.value_mode != "paper"
+        heads = [slice(0, view.num_heads)] if over_pages else view.head_slices()
+        views = [view] if over_pages else [view.heads(h) for h in heads]
         weights = [
-            self.weights.weigh(views[i], scores[h], groups[i], tokens[h])
+            self.weights.weigh(views[i], scores[h], whole.heads(h), tokens[h])
             for i, h in enumerate(heads)
         ]
-        positions = None
-        if self._over_pages(view):
+        steps, positions = self._turns(view, scores, whole)
+        if over_pages:
             weight = torch.cat(weights)
             own = weight if self.values_like_keys else tokens
-            keys, values = merged_groups(view, link, weight, own)
+            keys, values = merged_groups(view, link, weight, own, steps)
         else:
             merged = [
-                self._merge(views[i], scores[h], groups[i], tokens[h], weights[i])
+                self._merge(
+                    views[i],
+                    whole.heads(h),
+                    weights[i],
+                    weights[i] if self.values_like_keys else tokens[h],
+                    None if steps is None else steps[h],
+                )
                 for i, h in enumerate(heads)
             ]
-            keys, values, positions = (torch.cat(parts) for parts in zip(*merged, strict=True))
+            keys, values = (torch.cat(parts) for parts in zip(*merged, strict=True))
         received = view.accumulated
         return Merged(
             keys,
             values,
             bias=whole.sum(tokens).clamp_min(1).log() if self.weighs_entries else None,
-            positions=positions if self.needs.positions else None,
+            positions=positions,
             accumulated=None if received is None else whole.sum(received),
         )
 
-    def _over_pages(self, view: LayerView) -> bool:
-        """Whether the kernel that reads pages computes the same."""
-        same = self.merge_space == "rotated" and self.value_mode != "paper"
-        return same and view.pages is not None
+    def _turns(
+        self, view: LayerView, scores: Tensor, groups: GroupSums
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """[H, n] by how many positions keys are turned, and where that puts them; None: not."""
+        if self.merge_space == "rotated":
+            return None, None
+        assert view.positions is not None
+        positions = groups.last(view.positions)
+        if self.merge_position == "pivot":
+            positions = view.positions.gather(1, groups.highest(scores))
+        return positions - view.positions, positions
 
     def _merge(
-        self, view: LayerView, scores: Tensor, groups: GroupSums, tokens: Tensor, weight: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and positions of one head."""
-        alone = groups.sum(torch.ones_like(tokens))
+        self,
+        view: LayerView,
+        groups: GroupSums,
+        key_weights: Tensor,
+        value_weights: Tensor,
+        steps: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of some heads."""
+        alone = groups.sum(torch.ones_like(key_weights))
         # An entry by itself stays as it is, to the bit.
         single = (alone == 1)[..., None]
-        keys, positions = view.keys, torch.zeros_like(groups.place)
-        if self.merge_space == "unrotated":
-            assert view.positions is not None
+        keys = view.keys
+        if steps is not None:
             assert view.rotary is not None
-            positions = groups.last(view.positions)
-            if self.merge_position == "pivot":
-                positions = view.positions.gather(1, groups.highest(scores))
-            keys = view.rotary.turn(finite(keys, groups.valid).float(), positions - view.positions)
-        keys = torch.where(single, view.keys, _mean(groups, weight, keys).to(view.keys.dtype))
-        own = weight if self.values_like_keys else tokens
-        values = _mean(groups, own, view.values)
+            keys = view.rotary.turn(finite(keys, groups.valid).float(), steps)
+        keys = torch.where(single, view.keys, _mean(groups, key_weights, keys).to(view.keys.dtype))
+        values = _mean(groups, value_weights, view.values)
         if self.value_mode == "paper":
             values = values * alone[..., None]
-        values = torch.where(single, view.values, values.to(view.values.dtype))
-        return keys, values, positions
+        return keys, torch.where(single, view.values, values.to(view.values.dtype))
 
 
 def _mean(groups: GroupSums, weight: Tensor, entries: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vllm_kvcompress import kernels
 from vllm_kvcompress.kernels import paged
+from vllm_kvcompress.kernels.scores_torch import finite
 from vllm_kvcompress.policies.base import LayerView
 
 
@@ -101,8 +102,39 @@ def nearest_keys(view: LayerView, kept: Tensor) -> tuple[Tensor, Tensor]:
     return cosines, places
 
 
+def neighbour_cosines(view: LayerView) -> Tensor:
+    """[H, n] fp32 cosine of each key with the one before it; 0 for the first, and padding any."""
+    if view.pages is not None:
+        return paged.neighbour_cosines(view.pages.body)
+    parts = [
+        kernels.neighbour_cosines(finite(view.keys[h], view.valid[h])) for h in view.head_slices()
+    ]
+    return torch.cat(parts)
+
+
+def key_distances(view: LayerView, others: Tensor) -> Tensor:
+    """[H, n] fp32 distance of each key from that at another place of its head ([H, n])."""
+    if view.pages is not None:
+        return paged.key_distances(view.pages.body, others)
+    return kernels.key_distances(finite(view.keys, view.valid), others)
+
+
+def value_residuals(view: LayerView, weights: Tensor, order: int, num_pairs: int = 0) -> Tensor:
+    """[1 + num_pairs, H, n] fp32 norms of values less their sum weighted by [H, n], and of pairs.
+
+    As `kernels.value_residuals`.
+    """
+    if view.pages is not None:
+        return paged.value_residuals(view.pages.body, weights, order, num_pairs)
+    return kernels.value_residuals(finite(view.values, view.valid), weights, order, num_pairs)
+
+
 def merged_groups(
-    view: LayerView, link: Tensor, key_weights: Tensor, value_weights: Tensor
+    view: LayerView,
+    link: Tensor,
+    key_weights: Tensor,
+    value_weights: Tensor,
+    steps: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """[H, n, D] keys and values of groups of neighbours, as `paged_torch.merge_groups`.
 
@@ -110,8 +142,13 @@ def merged_groups(
         view: of a layer whose kernels read pages.
         link: [H, n] bool: an entry joins the one before it.
         key_weights, value_weights: [H, n] fp32, not negative.
+        steps: [H, n] int64 positions by which keys are turned before; None: they are not.
     """
     assert view.pages is not None
+    turns = None
+    if steps is not None:
+        assert view.rotary is not None
+        turns = view.rotary.turns(steps)
     weights = (key_weights.contiguous(), value_weights.contiguous())
-    keys, values = paged.merge_groups(view.pages.body, link.contiguous(), *weights)
+    keys, values = paged.merge_groups(view.pages.body, link.contiguous(), *weights, turns)
     return keys, values

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vllm_kvcompress.kernels.rotary_torch import Turns, turn
+
 
 @dataclass(frozen=True)
 class Rotary:
@@ -24,15 +26,8 @@ class Rotary:
 
     def turn(self, keys: Tensor, steps: Tensor) -> Tensor:
         """Keys [..., D] fp32 as they would be `steps` [...] positions later."""
-        size = self.frequencies.numel()
-        angles = steps[..., None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        if self.halves:
-            first, second = slice(0, size), slice(size, 2 * size)
-        else:
-            first, second = slice(0, 2 * size, 2), slice(1, 2 * size, 2)
-        a, b = keys[..., first], keys[..., second]
-        turned = keys.clone()
-        turned[..., first] = a * cos - b * sin
-        turned[..., second] = b * cos + a * sin
-        return turned
+        return turn(keys, self.turns(steps))
+
+    def turns(self, steps: Tensor) -> Turns:
+        """Turns by so many positions, for kernels."""
+        return Turns(steps, self.frequencies, self.halves)
