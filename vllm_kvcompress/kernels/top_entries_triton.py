@@ -26,6 +26,7 @@ from vllm_kvcompress.kernels.selection_shapes import NUM_DIGITS, TILE
 BINS = tl.constexpr(256)
 DIGITS = tl.constexpr(NUM_DIGITS)
 SIGN = tl.constexpr(1 << 31)
+ALL_BITS = tl.constexpr((1 << 32) - 1)
 
 
 @triton.jit
@@ -39,7 +40,7 @@ def _load_keys(scores, valid, num_entries, TILE: tl.constexpr):
     numbers = tl.where(numbers == numbers, numbers, float("-inf"))
     numbers = tl.where(numbers == 0.0, 0.0, numbers)  # there is one zero
     bits = numbers.to(tl.uint32, bitcast=True)
-    return tl.where(bits >= SIGN, ~bits, bits | SIGN), able, place
+    return tl.where(bits >= SIGN, bits ^ ALL_BITS, bits | SIGN), able, place
 
 
 @triton.jit
