@@ -47,8 +47,9 @@ def every_choice() -> list[tuple[str, dict[str, object]]]:
     for policy in every_policy():
         for info in describe(policy):
             for parameter in info.parameters:
-                for choice in set(parameter.choices) - {parameter.default}:
-                    found.setdefault((info.name, choice), (policy, {parameter.name: choice}))
+                for choice in parameter.choices:
+                    if choice != parameter.default:
+                        found.setdefault((info.name, choice), (policy, {parameter.name: choice}))
     return list(found.values())
 
 
