@@ -95,13 +95,12 @@ class Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
-        writes = any(argument.alias_info is not None for argument in func._schema.arguments)
-        looks = all(
+        views = all(
             returned.alias_info is not None and not returned.alias_info.is_write
             for returned in func._schema.returns
         )
-        makes = not func.overloadpacket.__name__.startswith(("empty", "new_empty"))
-        self.count += makes and not (writes and looks)
+        only_room = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
+        self.count += not (views or only_room)
         return results
 
 

@@ -184,7 +184,7 @@ class WholeEvent:
             self.runner.windows.record(layer, self.queries, where)
 
     def run(self) -> None:
-        """The event, over all layers; afterwards the request is whole again."""
+        """The event, over all layers."""
         runner = self.runner
         event = runner.begin(self.plan, self.cache.block_row)
         for layer in range(self.cache.model.num_layers):
@@ -192,9 +192,8 @@ class WholeEvent:
         runner.finish(event)
 
     def forget(self) -> None:
-        """What the event left."""
+        """Makes the request whole again: what it keeps is dropped, its own pages are untouched."""
         self.runner.tables.release(REQUEST)
-        self.runner.windows.release(REQUEST)
 
 
 def measure_whole_events(

@@ -112,6 +112,29 @@ def _pieces_kernel(
     tl.store(sums + place, (maximum + tl.log2(some)) * 0.6931471805599453, mask=inside)
 
 
+@triton.jit
+def _squared_changes(in_base_2, output, values, squares, VARIANT: tl.constexpr):
+    """[rows, TILE] squared changes for a weight of 1: |a v + b o|^2, where b is -e or 0.
+
+    Args:
+        in_base_2: [rows, TILE] logits e in base 2.
+        output: [rows, DIMS] outputs o.
+        values: [TILE, DIMS] values v.
+        squares: [TILE] fp32 |v|^2.
+    """
+    change = tl.zeros(in_base_2.shape, tl.float32) + squares[None, :]
+    if VARIANT != "value":
+        along = tl.dot(output, tl.trans(values), input_precision="ieee")
+        own = tl.sum(output.to(tl.float32) * output.to(tl.float32), 1)
+        logits = in_base_2 * 0.6931471805599453
+        of_value = logits
+        if VARIANT == "joint":
+            of_value = 1.0 + logits
+        change = of_value * of_value * squares[None, :] - 2 * of_value * logits * along
+        change = tl.maximum(change + logits * logits * own[:, None], 0.0)
+    return change
+
+
 @triton.jit(do_not_specialize=[*CHANGING, "capacity"])
 def _change_kernel(
     queries,
@@ -191,21 +214,12 @@ def _change_kernel(
             whole = tl.load(lse + wide * num_rows + row, mask=row < num_rows, other=0.0)
             weights = tl.exp2(in_base_2 - whole[:, None] * 1.4426950408889634)
             weights = tl.where(nth[None, :] < visible[:, None], weights, 0.0)
-            change = tl.zeros([ROWS, TILE], tl.float32) + squares[None, :]
-            if VARIANT != "value":
-                output = tl.load(
-                    outputs + (wide * num_rows + row)[:, None] * HEAD_SIZE + dims[None, :],
-                    mask=(row < num_rows)[:, None] & (dims < HEAD_SIZE)[None, :],
-                    other=0.0,
-                )
-                along = tl.dot(output, tl.trans(values), input_precision="ieee")
-                own = tl.sum(output.to(tl.float32) * output.to(tl.float32), 1)
-                logits = in_base_2 * 0.6931471805599453
-                of_value = logits
-                if VARIANT == "joint":
-                    of_value = 1.0 + logits
-                change = of_value * of_value * squares[None, :] - 2 * of_value * logits * along
-                change = tl.maximum(change + logits * logits * own[:, None], 0.0)
+            output = tl.load(
+                outputs + (wide * num_rows + row)[:, None] * HEAD_SIZE + dims[None, :],
+                mask=(row < num_rows)[:, None] & (dims < HEAD_SIZE)[None, :],
+                other=0.0,
+            )
+            change = _squared_changes(in_base_2, output, values, squares, VARIANT)
             columns += tl.sum(weights * weights * change, 0)
     columns = tl.where(nth < length - num_tail, columns, 0.0)
     tl.store(changes + wide * capacity + nth, columns, mask=nth < capacity)
