@@ -98,7 +98,7 @@ class Step:
         windows = QueryWindows(NUM_LAYERS, 4, self.pool.device)
         weights = [LayerWeights()] * NUM_LAYERS
         self.runner = EventRunner(tables, windows, {"policy": self.pipeline}, weights)
-        self.batches = ResidentBatches(tables)
+        self.batches = ResidentBatches(tables, self.runner.read_by_attention)
         tables.acquire("gone")
         self.block_table = np.zeros((len(self.requests), 8), dtype=np.int32)
         for row, request in enumerate(self.requests):

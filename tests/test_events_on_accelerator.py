@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.accelerator import ACCELERATOR, Synchronised, watched
+from tests.accelerator import ACCELERATOR, Operators, Synchronised, watched
 from tests.event_cases import BLOCK_SIZE, GROUP, SCALE, Request, left_by, make_pool, once
 from tests.policies.cases import Shape, make_pipeline
 from vllm_kvcompress.errors import ConfigError
@@ -84,24 +83,6 @@ def test_events_never_wait(pipeline: Pipeline) -> None:
         assert [len(event.page_counts) for event in events] == [3] * len(positions)
         assert all(event.fresh_pages.device == ACCELERATOR for event in events)
         assert all(event.max_kept > 0 for event in events)
-
-
-class Operators(TorchDispatchMode):
-    """Counts operators that make or write numbers, and not only look at some."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        views = all(
-            returned.alias_info is not None and not returned.alias_info.is_write
-            for returned in func._schema.returns
-        )
-        only_room = func.overloadpacket.__name__.startswith(("empty", "new_empty"))
-        self.count += not (views or only_room)
-        return results
 
 
 @pytest.mark.parametrize(

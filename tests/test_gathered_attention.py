@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
-from tests.kernels.oracles import Vector, attend, dot
-from tests.step_cases import DIM, GROUP, NUM_HEADS, NUM_LAYERS, REQUESTS, Request, Step, make_pool
+from tests.kernels.oracles import Vector, attend, corrected
+from tests.step_cases import GROUP, NUM_HEADS, NUM_LAYERS, REQUESTS, Request, Step, make_pool
 from vllm_kvcompress.gathered_attention import gathered_attention, query_groups
 from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool, PagePool
 from vllm_kvcompress.policies.registry import resolve
@@ -24,20 +22,6 @@ BATCHES = {
 }
 
 
-def corrected(output: Vector, lse: float, query: Vector, state: Vector) -> Vector:
-    """MomentKV's correction of one output (arXiv 2606.01563)."""
-    count, mean_key, mean_value = state[0], state[1 : 1 + DIM], state[1 + DIM : 1 + 2 * DIM]
-    cross = state[1 + 2 * DIM :]
-    if count == 0:
-        return output
-    weight = 1 / (1 + math.exp(math.log(count) + SCALE * dot(query, mean_key) - lse))
-    estimate = [
-        mean + SCALE / count * dot(cross[c * DIM : (c + 1) * DIM], query)
-        for c, mean in enumerate(mean_value)
-    ]
-    return [weight * o + (1 - weight) * f for o, f in zip(output, estimate, strict=True)]
-
-
 def expected(step: Step, request: Request, layer: int, query_head: int, nth: int) -> Vector:
     """The output of the nth of a request's queries in this step."""
     row = step.requests.index(request)
@@ -49,7 +33,7 @@ def expected(step: Step, request: Request, layer: int, query_head: int, nth: int
     keys, values = step.keys[where].tolist()[:seen], step.values[where].tolist()[:seen]
     output, lse = attend(query, keys, values, added, SCALE)
     if where in step.states:
-        output = corrected(output, lse, query, step.states[where].tolist())
+        output = corrected(output, lse, query, step.states[where].tolist(), SCALE)
     return output
 
 
@@ -65,9 +49,7 @@ def test_outputs_are_those_of_plain_loops(
     found = torch.full_like(step.queries, float("nan"))
     for layer in range(NUM_LAYERS):
         for group in groups:
-            found[group.tokens] = gathered_attention(
-                step.runner, layer, batch, group, step.queries, SCALE
-            )
+            gathered_attention(step.runner, layer, group, step.queries, found, SCALE)
         for row, request in enumerate(step.requests):
             start = int(step.starts[row])
             for nth in range(request.num_queries):
@@ -82,20 +64,49 @@ def test_outputs_are_those_of_plain_loops(
 
 def test_requests_that_decode_are_one_group_and_chunks_are_alone() -> None:
     step = Step(resolve("asymkv"), make_pool(PackedPagePool))
-    decoding, chunk = query_groups(step.read(), step.starts)
-    slots = step.runner.tables.slots
-    assert decoding.tokens.tolist() == [[0], [9]]
-    assert decoding.slots.tolist() == [slots["a"], slots["c"]]
-    assert decoding.sequences is not None
-    assert decoding.sequences.tolist() == [0, 1, 4, 5]
-    assert chunk.tokens.tolist() == [[4, 5, 6, 7, 8]]
-    assert chunk.slots.tolist() == [slots["b"]]
-    assert chunk.sequences is not None
-    assert chunk.sequences.tolist() == [2, 3]
+    batch = step.read()
+    decoding, chunk = query_groups(batch, step.starts)
+    assert isinstance(decoding.tokens, torch.Tensor)
+    assert decoding.tokens.tolist() == [0, 9]
+    assert chunk.tokens == slice(4, 9)
+    assert (decoding.num_queries, chunk.num_queries) == (1, 5)
+    for group, heads in ((decoding, [0, 1, 4, 5]), (chunk, [2, 3])):
+        assert torch.equal(group.page_table, batch.page_table[:, heads])
+        assert torch.equal(group.lengths, batch.seq_lens[:, heads])
 
 
 def test_a_batch_that_only_decodes_is_taken_as_it_lies() -> None:
     step = Step(resolve("asymkv"), make_pool(PackedPagePool), BATCHES["decoding"])
-    (group,) = query_groups(step.read(), step.starts)
-    assert group.sequences is None
-    assert group.tokens.tolist() == [[0], [1]]
+    batch = step.read()
+    (group,) = query_groups(batch, step.starts)
+    assert group.tokens == slice(0, 2)
+    assert group.page_table is batch.page_table
+    assert group.carried is batch.carried is not None
+
+
+def test_neighbours_that_decode_are_taken_as_they_lie() -> None:
+    """Behind others that do not."""
+    step = Step(resolve("asymkv"), make_pool(PackedPagePool), (REQUESTS[2], *BATCHES["decoding"]))
+    decoding, chunk = query_groups(step.read(), step.starts)
+    assert (decoding.tokens, chunk.tokens) == (slice(5, 7), slice(0, 5))
+
+
+def test_what_attention_reads_is_found_again_only_when_something_changed() -> None:
+    """And is then what the request holds."""
+    step = Step(resolve("asymkv"), make_pool(PackedPagePool), BATCHES["decoding"])
+    first = step.read().carried
+    assert first is not None
+    assert step.read().carried is first
+    tables = step.runner.tables
+    tables.release("c")
+    slot = tables.acquire("c")
+    for layer in range(NUM_LAYERS):
+        tables.replace(layer, slot, torch.tensor([1, 2]), torch.tensor([7, 8, 9]))
+        tables.replace_state(layer, slot, torch.tensor([5]))
+    tables.begin_tail(slot, 3, 2)
+    found = step.read().carried
+    assert found is not None
+    assert found.pages[:, 1, :1].tolist() == [[5]] * NUM_LAYERS
+    assert found.starts[:, 2:].tolist() == [[0, 4]] * NUM_LAYERS
+    assert found.lengths[:, 2:].tolist() == [[4, 8]] * NUM_LAYERS
+    assert torch.equal(found.lengths[:, :2], first.lengths[:, :2])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.accelerator import ACCELERATOR, watched
+from tests.accelerator import ACCELERATOR, Operators, watched
 from tests.step_cases import (
     DIM,
     GROUP,
@@ -130,8 +130,29 @@ def test_gathered_attention(
         step = Step(resolve(policy), make_pool(InterleavedPagePool, ACCELERATOR), requests)
         batch = step.read()
         queries = upload(step.queries, ACCELERATOR)
+        outputs = torch.empty_like(queries)
         for group in query_groups(batch, step.starts):
             for layer in range(NUM_LAYERS):
-                outputs = gathered_attention(step.runner, layer, batch, group, queries, 0.4)
-                assert outputs.shape == (*group.tokens.shape, QUERY_HEADS, DIM)
-                queries[group.tokens] = outputs
+                gathered_attention(step.runner, layer, group, queries, outputs, 0.4)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "asymkv", "momentkv"])
+@pytest.mark.parametrize(
+    ("requests", "number"),
+    [((REQUESTS[0], REQUESTS[3]), 0), ((REQUESTS[2],), 0), (REQUESTS, 2)],
+)
+def test_attention_queues_its_kernels_and_little_else(
+    policy: str, requests: tuple[Request, ...], number: int
+) -> None:
+    """Nothing is gathered in every layer, but queries that others lie between, and their outputs.
+
+    Kernels themselves are not counted.
+    """
+    step = Step(resolve(policy), make_pool(InterleavedPagePool, ACCELERATOR), requests)
+    queries = upload(step.queries, ACCELERATOR)
+    outputs = torch.empty_like(queries)
+    groups = query_groups(step.read(), step.starts)
+    with Operators() as operators:
+        for group in groups:
+            gathered_attention(step.runner, 1, group, queries, outputs, 0.4)
+    assert operators.count == number

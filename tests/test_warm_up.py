@@ -50,6 +50,7 @@ def test_all_kernels_of_an_event_run_once_before(
     runner = Request(pipeline, make_pool(InterleavedPagePool)).runner
     warm_up(runner, NUM_HEADS * GROUP, pipeline.gathers, BLOCK)
     attention = {"decode_attention", "prefill_attention"} if pipeline.gathers else set()
+    attention |= {"correct_with_moments"} if pipeline.corrects else set()
     assert wanted
     assert called == wanted | attention
 

@@ -8,16 +8,48 @@ within a name head after head.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.page_tables import PageTables
+from vllm_kvcompress.pages import PagePool
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import Selection
 
+EVERY_LAYER = slice(None)
+
+
+@dataclass(frozen=True)
+class CarriedRuns:
+    """Where numbers lie that R requests carry: a run for every KV head, S = R * num_heads.
+
+    Attributes:
+        pages: [num_layers, R, any] int32 page ids.
+        starts, lengths: [num_layers, S] int32 where each head's run begins in these, and how many
+            numbers it has.
+    """
+
+    pages: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+    def select(self, requests: Tensor, sequences: Tensor) -> CarriedRuns:
+        """Those of some requests, whose heads are `sequences`."""
+        return CarriedRuns(
+            self.pages[:, requests], self.starts[:, sequences], self.lengths[:, sequences]
+        )
+
+    def of_layer(self, layer: int, pool: PagePool) -> PagedNumbers:
+        """A layer's, as kernels take them."""
+        numbers = pool.pages.view(torch.float32)
+        return PagedNumbers(numbers, self.pages[layer], self.starts[layer], self.lengths[layer])
+
 
 class CarriedNumbers:
-    """Reads and writes them.
+    """Finds and writes them.
 
     Args:
         tables: whose pages hold them.
@@ -27,27 +59,31 @@ class CarriedNumbers:
         self.tables = tables
         self.pool = tables.pool
 
-    def per_head(self, pipeline: Pipeline, pages: Tensor) -> Tensor:
-        """[..., num_heads, s] fp32 numbers per head in state pages [..., state_pages]."""
-        num_heads, size = self.pool.num_heads, pipeline.state_size(self.pool.head_size)
-        numbers = self.pool.floats(pages)[..., : num_heads * size]
-        return numbers.unflatten(-1, (num_heads, size))
+    def of_heads(
+        self, pipeline: Pipeline, slots: Tensor | slice, layers: slice = EVERY_LAYER
+    ) -> CarriedRuns:
+        """The numbers per head of requests."""
+        kept, size = self._kept(slots, layers), pipeline.state_size(self.pool.head_size)
+        nth = torch.arange(kept.shape[2], dtype=torch.int32, device=kept.device)
+        starts = (nth * size).expand_as(kept).flatten(1)
+        pages = self.tables.state[layers, slots]
+        return CarriedRuns(pages, starts, torch.full_like(starts, size))
 
-    def per_entry(
-        self, pipeline: Pipeline, name: str, layer: int, slots: Tensor | slice, width: int
-    ) -> Tensor:
-        """[R, num_heads, width] fp32 numbers of the kept entries of requests, 0 behind them."""
-        pool = self.pool
-        which = pipeline.carried_entries.index(name)
-        numbers = pool.floats(self.tables.state[layer, slots])
-        counts = self.tables.counts[layer, slots].long() * pool.block_size
-        first = counts.cumsum(dim=1) - counts
-        first = first + pool.num_heads * pipeline.state_size(pool.head_size)
-        first = first + which * counts.sum(dim=1, keepdim=True)
-        nth = torch.arange(width, device=numbers.device)
-        places = (first[..., None] + nth).clamp_max(numbers.shape[1] - 1)
-        found = numbers.gather(1, places.flatten(1)).view(places.shape)
-        return found.masked_fill(nth >= counts[..., None], 0)
+    def of_entries(
+        self, pipeline: Pipeline, name: str, slots: Tensor | slice, layers: slice = EVERY_LAYER
+    ) -> CarriedRuns:
+        """The numbers of that name of requests' kept entries, head after head."""
+        pool, kept = self.pool, self._kept(slots, layers)
+        starts = kept.cumsum(dim=2, dtype=torch.int32) - kept
+        starts += pool.num_heads * pipeline.state_size(pool.head_size)
+        if which := pipeline.carried_entries.index(name):
+            starts += which * kept.sum(dim=2, keepdim=True, dtype=torch.int32)
+        pages = self.tables.state[layers, slots]
+        return CarriedRuns(pages, starts.flatten(1), kept.flatten(1))
+
+    def _kept(self, slots: Tensor | slice, layers: slice) -> Tensor:
+        """[layers, R, num_heads] int32 kept entries."""
+        return self.tables.counts[layers, slots] * self.pool.block_size
 
     def write(
         self, pipeline: Pipeline, layer: int, slot: int, selection: Selection, pages: Tensor

@@ -122,7 +122,9 @@ class EventViews:
         """[num_heads, s] what the former event carried on, if there was one."""
         if not event.plan.resident_blocks or not event.pipeline.state_size(self.pool.head_size):
             return None
-        return self.carried.per_head(event.pipeline, self.tables.state[layer, event.slot])
+        runs = self.carried.of_heads(event.pipeline, *_only(event.slot, layer))
+        size = event.pipeline.state_size(self.pool.head_size)
+        return runs.of_layer(0, self.pool).gathered(size)
 
     def _bias(self, event: Event, layer: int, width: int) -> Tensor | None:
         """[num_heads, width] biases of what the former event kept; None where there are none."""
@@ -150,11 +152,16 @@ class EventViews:
 
     def _read_entries(self, name: str, event: Event, layer: int, width: int) -> Tensor:
         """[num_heads, width] what the former event carried on of every entry, 0 for later ones."""
-        slot = slice(event.slot, event.slot + 1)
-        return self.carried.per_entry(event.pipeline, name, layer, slot, width)[0]
+        runs = self.carried.of_entries(event.pipeline, name, *_only(event.slot, layer))
+        return runs.of_layer(0, self.pool).gathered(width)
 
     def _queries(self, plan: EventPlan, layer: int) -> Tensor:
         if not plan.window_size:
             pool = self.pool
             return pool.pages.new_zeros((0, pool.num_heads, pool.head_size))
         return self.windows.read(layer, plan.request_id, plan.position, plan.window_size)
+
+
+def _only(slot: int, layer: int) -> tuple[slice, slice]:
+    """One request and one layer."""
+    return slice(slot, slot + 1), slice(layer, layer + 1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.attention_loss import AttentionLoss
-from vllm_kvcompress.carried import CarriedNumbers
+from vllm_kvcompress.carried import CarriedNumbers, CarriedRuns
 from vllm_kvcompress.compressor import compress_layer
 from vllm_kvcompress.event_views import EventViews, Sources
 from vllm_kvcompress.kernels import paged
@@ -191,19 +191,17 @@ class EventRunner:
             self.tables.save(event.slot, plan.request_id, plan.fresh_block_ids[0])
         self.windows.end_event(plan.request_id)
 
-    def carried(self, pages: Tensor) -> Tensor:
-        """[..., num_heads, s] fp32 numbers per head in state pages [..., state_pages].
+    def read_by_attention(self, slots: Tensor) -> CarriedRuns | None:
+        """What attention reads of what requests in [R] slots carry, if it reads anything.
 
-        Of requests with the server's own policy.
+        The states that outputs are corrected with, or the biases of kept entries. Of requests with
+        the server's own policy.
         """
-        return self._carried.per_head(self.pipeline, pages)
-
-    def entry_bias(self, layer: int, slots: Tensor, width: int) -> Tensor:
-        """[R, num_heads, width] fp32 bias of the kept entries of requests, 0 behind them.
-
-        Of requests with the server's own policy.
-        """
-        return self._carried.per_entry(self.pipeline, "bias", layer, slots, width)
+        if self.pipeline.corrects:
+            return self._carried.of_heads(self.pipeline, slots)
+        if self.pipeline.weighs_entries:
+            return self._carried.of_entries(self.pipeline, "bias", slots)
+        return None
 
     def _write(
         self, event: Event, view: LayerView, sources: Sources, selection: Selection, pages: Tensor

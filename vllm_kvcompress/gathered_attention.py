@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.carried import CarriedRuns
 from vllm_kvcompress.events import EventRunner
-from vllm_kvcompress.kernels import attention_with_lse, correct_with_moments, paged
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels import attention_with_lse, paged
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.resident_batch import HostNumbers, ResidentBatch
 from vllm_kvcompress.transfers import upload
@@ -25,19 +26,27 @@ from vllm_kvcompress.transfers import upload
 class QueryGroup:
     """Compressed requests of a step that have equally many queries in it.
 
+    S = N * num_heads sequences, one for each of their heads.
+
     Attributes:
-        tokens: [N, m] int64 places of their queries among the batch's tokens.
-        slots: [N] int64 the requests' rows in the page tables.
-        sequences: [N * num_heads] int64 their heads among the batch's; None: all, in order.
+        tokens: [N * m] int64 places of their queries among the batch's tokens; a slice where these
+            lie one behind the other.
+        num_queries: m.
+        page_table: [num_layers, S, width] int32 page ids.
+        lengths: [num_layers, S] int32 resident tokens.
+        carried: what attention reads of what the policy carries; None: nothing.
     """
 
-    tokens: Tensor
-    slots: Tensor
-    sequences: Tensor | None
+    tokens: Tensor | slice
+    num_queries: int
+    page_table: Tensor
+    lengths: Tensor
+    carried: CarriedRuns | None
 
-    def select(self, numbers: Tensor) -> Tensor:
-        """The group's rows of [R * num_heads, ...] numbers of the batch."""
-        return numbers if self.sequences is None else numbers[self.sequences]
+    def by_head(self, rows: Tensor, num_heads: int) -> Tensor:
+        """[N * m, num_query_heads, head_size] -> [N, num_heads, G, m, head_size] (a view)."""
+        mine = rows.unflatten(0, (-1, self.num_queries)).unflatten(2, (num_heads, -1))
+        return mine.permute(0, 2, 3, 1, 4)
 
 
 def query_groups(batch: ResidentBatch, starts: HostNumbers) -> list[QueryGroup]:
@@ -59,71 +68,99 @@ def _query_group(
     batch: ResidentBatch, requests: HostNumbers, starts: HostNumbers, num_queries: int
 ) -> QueryGroup:
     device = batch.page_table.device
-    num_heads = batch.page_table.shape[1] // len(batch.rows)
     first = starts[batch.rows[requests]].astype(np.int64)
-    sequences = None
-    if len(requests) < len(batch.rows):
-        heads = np.arange(num_heads)
-        sequences = upload((requests[:, None] * num_heads + heads).flatten(), device)
+    tokens: Tensor | slice = slice(int(first[0]), int(first[-1]) + num_queries)
+    if (np.diff(first) != num_queries).any():
+        tokens = upload(first, device)
+    if len(requests) == len(batch.rows):
+        return QueryGroup(tokens, num_queries, batch.page_table, batch.seq_lens, batch.carried)
+    num_heads = batch.page_table.shape[1] // len(batch.rows)
+    heads = (requests[:, None] * num_heads + np.arange(num_heads)).flatten()
+    sequences, carried = upload(heads, device), batch.carried
+    if carried is not None:
+        carried = carried.select(upload(requests, device), sequences)
     return QueryGroup(
-        tokens=upload(first[:, None] + np.arange(num_queries), device),
-        slots=upload(batch.slots[requests], device),
-        sequences=sequences,
+        tokens,
+        num_queries,
+        batch.page_table[:, sequences],
+        batch.seq_lens[:, sequences],
+        carried,
     )
 
 
 def gathered_attention(
     runner: EventRunner,
     layer: int,
-    batch: ResidentBatch,
     group: QueryGroup,
     queries: Tensor,
+    outputs: Tensor,
     scale: float,
-) -> Tensor:
-    """Outputs for the group's queries, as the policy has them.
+) -> None:
+    """Writes the outputs for the group's queries, as the policy has them.
 
     Args:
-        runner: holds the pages, and what the policy carries.
+        runner: holds the pages, and the policy.
         layer: of the cache group.
-        batch: the compressed requests.
-        group: some of them.
-        queries: [num_tokens, num_query_heads, head_size] of the batch.
+        group: some of the compressed requests.
+        queries, outputs: [num_tokens, num_query_heads, head_size] of the batch.
         scale: of the logits.
-
-    Returns:
-        [N, m, num_query_heads, head_size].
     """
-    pool, num_heads = runner.pool, runner.pool.num_heads
-    page_table = group.select(batch.page_table[layer])
-    lengths = group.select(batch.seq_lens[layer])
-    mine = queries[group.tokens].unflatten(2, (num_heads, -1))
-    mine = mine.permute(0, 2, 3, 1, 4).flatten(0, 1)
-    bias = None
-    if runner.pipeline.weighs_entries:
-        width = page_table.shape[1] * pool.block_size
-        bias = runner.entry_bias(layer, group.slots, width).flatten(0, 1)
+    pool, pipeline = runner.pool, runner.pipeline
+    rows, in_place = queries[group.tokens], isinstance(group.tokens, slice)
+    out_rows = outputs[group.tokens] if in_place else torch.empty_like(rows)
+    mine = group.by_head(rows, pool.num_heads).flatten(0, 1)
+    out = group.by_head(out_rows, pool.num_heads).view(mine.shape)
+    carried = None if group.carried is None else group.carried.of_layer(layer, pool)
+    bias = carried if pipeline.weighs_entries else None
+    where = (group.page_table[layer], group.lengths[layer])
+    wanted = (mine, scale, bias, pipeline.corrects, out)
     if isinstance(pool, InterleavedPagePool):
-        outputs, lse = _over_pages(pool.entries(page_table, lengths), mine, scale, bias)
+        lse = _over_pages(pool, *where, *wanted)
     else:
-        keys, values = _copies(pool, page_table, lengths)
-        outputs, lse = attention_with_lse(mine, keys, values, lengths.long(), scale, bias)
-    if runner.pipeline.corrects:
-        state = runner.carried(runner.tables.state[layer, group.slots]).flatten(0, 1)
-        outputs = correct_with_moments(outputs, lse, mine, state, scale)
-    return outputs.unflatten(0, (-1, num_heads)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+        lse = _over_copies(pool, *where, *wanted)
+    if pipeline.corrects:
+        assert carried is not None
+        assert lse is not None
+        paged.correct_with_moments(carried, out, lse, mine, scale)
+    if not in_place:
+        outputs[group.tokens] = out_rows
 
 
 def _over_pages(
-    entries: PagedEntries, queries: Tensor, scale: float, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """As `attention_with_lse`, from pages as they are."""
+    pool: InterleavedPagePool,
+    page_table: Tensor,
+    lengths: Tensor,
+    queries: Tensor,
+    scale: float,
+    bias: PagedNumbers | None,
+    with_lse: bool,
+    out: Tensor,
+) -> Tensor | None:
+    """[S, G, m] log-sum-exps, and outputs [S, G, m, head_size], from pages as they are."""
+    entries = pool.entries(page_table, lengths)
     if queries.shape[2] > 1:
-        outputs, lse = paged.prefill_attention(entries, queries, scale, bias)
-        assert lse is not None
-        return outputs, lse
-    outputs, lse = paged.decode_attention(entries, queries[:, :, 0], scale, bias)
-    assert lse is not None
-    return outputs[:, :, None], lse[:, :, None]
+        return paged.prefill_attention(entries, queries, scale, bias, with_lse, out)[1]
+    one, to = queries[:, :, 0], out[:, :, 0]
+    lse = paged.decode_attention(entries, one, scale, bias, with_lse, to)[1]
+    return None if lse is None else lse[:, :, None]
+
+
+def _over_copies(
+    pool: PagePool,
+    page_table: Tensor,
+    lengths: Tensor,
+    queries: Tensor,
+    scale: float,
+    bias: PagedNumbers | None,
+    with_lse: bool,
+    out: Tensor,
+) -> Tensor:
+    """As `_over_pages`, for pages that no kernel reads."""
+    keys, values = _copies(pool, page_table, lengths)
+    added = None if bias is None else bias.gathered(keys.shape[1])
+    outputs, lse = attention_with_lse(queries, keys, values, lengths.long(), scale, added)
+    out.copy_(outputs)
+    return lse
 
 
 def _copies(pool: PagePool, page_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ class SavedRows:
     Attributes:
         table: [num_layers, num_heads, width] int32 page ids.
         counts: [num_layers, num_heads] int32.
-        state: [num_layers, width] int64.
+        state: [num_layers, width] int32.
         layer_pages: pages of each layer.
         max_kept: upper bound of the kept pages of any head.
     """
@@ -87,14 +87,14 @@ class PageTables:
         pool: the pages.
         table: [num_layers, slots, num_heads, width] int32 page ids.
         counts: [num_layers, slots, num_heads] int32 kept pages.
-        state: [num_layers, slots, width] int64 pages that hold what the policy carries.
+        state: [num_layers, slots, width] int32 pages that hold what the policy carries.
         version: changes whenever a row does.
     """
 
     def __init__(self, pool: PagePool) -> None:
         device = pool.pages.device
         self.pool = pool
-        self.state = torch.zeros((pool.num_layers, 0, 0), dtype=torch.int64, device=device)
+        self.state = torch.zeros((pool.num_layers, 0, 0), dtype=torch.int32, device=device)
         self.table = torch.zeros(
             (pool.num_layers, 0, pool.num_heads, 0), dtype=torch.int32, device=device
         )
@@ -162,7 +162,7 @@ class PageTables:
         missing = page_ids.numel() - self.state.shape[2]
         if missing > 0:
             self.state = torch.nn.functional.pad(self.state, (0, missing))
-        self.state[layer, slot, : page_ids.numel()] = page_ids
+        self.state[layer, slot, : page_ids.numel()] = page_ids.to(torch.int32)
 
     def save(self, slot: int, request_id: str, key: int) -> None:
         """Remembers a request's rows, for another one to begin with.

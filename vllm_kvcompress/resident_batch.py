@@ -5,6 +5,7 @@ What is planned on the host lies there in numpy arrays, what kernels read lies b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.carried import CarriedRuns
 from vllm_kvcompress.page_tables import Books, PageTables
 from vllm_kvcompress.transfers import upload
 
@@ -52,11 +54,13 @@ class ResidentBatch(BatchRows):
         page_table: [num_layers, R * num_heads, width] int32, rows side by side.
         seq_lens: [num_layers, R * num_heads] int32 resident tokens.
         alike: whether these are known to be the same in every layer.
+        carried: what attention reads of what the policy carries; None: nothing.
     """
 
     page_table: Tensor
     seq_lens: Tensor
     alike: bool
+    carried: CarriedRuns | None
 
 
 @dataclass
@@ -69,6 +73,7 @@ class _Gathered:
         excess: [num_layers, R, num_heads] int32 resident minus logical tokens.
         alike: whether this is known to be the same in every layer.
         limits: [R] logical tokens that the table covers.
+        carried: as in `ResidentBatch`.
     """
 
     table: Tensor
@@ -76,13 +81,22 @@ class _Gathered:
     excess: Tensor
     alike: bool
     limits: Books
+    carried: CarriedRuns | None
 
 
 class ResidentBatches:
-    """Makes each step's `ResidentBatch`, and most of it only when pages or requests changed."""
+    """Makes each step's `ResidentBatch`, and most of it only when pages or requests changed.
 
-    def __init__(self, tables: PageTables) -> None:
+    Args:
+        tables: of the requests.
+        carried: finds what attention reads of what requests in [R] slots carry; None: nothing.
+    """
+
+    def __init__(
+        self, tables: PageTables, carried: Callable[[Tensor], CarriedRuns | None] | None = None
+    ) -> None:
         self.tables = tables
+        self._carried = carried
         self._request_ids: list[str] = []
         self._version = -1
         self._rows = BatchRows.of(np.zeros(0, dtype=np.int64), tables.pool.device)
@@ -117,6 +131,7 @@ class ResidentBatches:
             page_table=known.table.flatten(1, 2)[:, :, : known.width],
             seq_lens=(known.excess + logical[:, None]).flatten(1),
             alike=known.alike,
+            carried=known.carried,
         )
 
     def _find(self, request_ids: list[str]) -> None:
@@ -150,4 +165,5 @@ class ResidentBatches:
         excess = tables.excess(found.slots)
         # Only the CPU can look without waiting for what runs on the device.
         alike = excess.device.type == "cpu" and bool((excess == excess[:1]).all())
-        return _Gathered(table, width, excess, alike, tables.tail_limits(found.slots))
+        carried = None if self._carried is None else self._carried(found.device_slots)
+        return _Gathered(table, width, excess, alike, tables.tail_limits(found.slots), carried)

@@ -82,10 +82,14 @@ def _record(runner: EventRunner, plan: EventPlan, queries: Tensor, block: int) -
 
 def _attend(runner: EventRunner, plan: EventPlan, row: Tensor, queries: Tensor) -> None:
     """Attention of a generated token, and of a chunk of two."""
-    batches, num_tokens = ResidentBatches(runner.tables), plan.position + 1
+    batches, num_tokens = (
+        ResidentBatches(runner.tables, runner.read_by_attention),
+        plan.position + 1,
+    )
     lengths = row.new_full((1,), num_tokens)
     batch = batches.read([_REQUEST], np.array([num_tokens]), lengths, row[None])
     assert batch is not None
     for num_queries in (1, 2):
         for group in query_groups(batch, np.array([0, num_queries])):
-            gathered_attention(runner, 0, batch, group, queries[:num_queries], 1.0)
+            rows = queries[:num_queries]
+            gathered_attention(runner, 0, group, rows, torch.empty_like(rows), 1.0)

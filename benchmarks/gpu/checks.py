@@ -12,6 +12,7 @@ from benchmarks.gpu import shapes
 from benchmarks.gpu.measure import progress
 from vllm_kvcompress.kernels import moment_size, paged, paged_torch, selection, selection_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.rotary_torch import Turns
 
 TOLERANCE = 3e-2  # bf16, after a softmax or a projection
@@ -82,8 +83,9 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     state = torch.zeros(num_heads, moment_size(dims), device="cuda")
     evicted = random(num_heads, entries.capacity) > 0
     weights = random(num_heads, entries.capacity, dtype=torch.float32).abs() + 0.1
-    yield "decode_attention", lambda k: k.decode_attention(entries, one, shapes.SCALE, bias)
-    yield "prefill_attention", lambda k: k.prefill_attention(entries, chunk, shapes.SCALE, bias)
+    added = PagedNumbers.of_rows(bias)
+    yield "decode_attention", lambda k: k.decode_attention(entries, one, shapes.SCALE, added)
+    yield "prefill_attention", lambda k: k.prefill_attention(entries, chunk, shapes.SCALE, added)
     yield "window_mass", lambda k: [k.window_mass(entries, 0, window, shapes.SCALE, bias)]
     for variant in ("value", "key", "joint"):
         asked = (entries, 0, window, shapes.SCALE, variant)
@@ -104,8 +106,17 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     yield "value_residuals", lambda k: list(k.value_residuals(entries, weights / 500, 2, 3))
     moments = paged_torch.add_to_moments(entries, state, evicted)
     yield "moment_residuals", lambda k: [k.moment_residuals(entries, moments, 0.1)]
+    yield "correct_with_moments", lambda k: [_corrected(k, moments, chunk)]
     yield "nearest_keys", lambda k: k.nearest_keys(entries, ~evicted)[:1]
     yield "compact_pages", lambda k: [_compacted(k, entries)]
+
+
+def _corrected(kernels: Any, moments: Tensor, queries: Tensor) -> Tensor:
+    """The queries themselves as outputs, corrected."""
+    outputs, lse = queries.clone(), queries.float().norm(dim=3)
+    state = PagedNumbers.of_rows(moments)
+    kernels.correct_with_moments(state, outputs, lse, queries, shapes.SCALE)
+    return outputs
 
 
 def _compacted(kernels: Any, entries: PagedEntries) -> Tensor:

@@ -19,6 +19,7 @@ from vllm_kvcompress.kernels.decode_triton import (
     launch_decode,
 )
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
 Row = dict[str, Any]
 
@@ -85,7 +86,7 @@ def _queries(num_sequences: int) -> torch.Tensor:
 def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[str, float]]:
     """Without anything, with the log-sum-exp, and with a bias besides."""
     queries = _queries(entries.num_sequences)
-    bias = torch.zeros(entries.num_sequences, entries.capacity, device="cuda")
+    bias = _biases(entries)
     for option, added, with_lse in (
         ("plain", None, False),
         ("lse", None, True),
@@ -96,6 +97,22 @@ def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[s
             decode_attention(entries, queries, shapes.SCALE, added, with_lse)
 
         yield option, seconds_of(work, plan.repeats)
+
+
+def _biases(entries: PagedEntries) -> PagedNumbers:
+    """Of all entries, in pages of the cache's size, as a policy carries them."""
+    heads = shapes.NUM_HEADS
+    page = entries.pages.shape[1] * entries.pages.element_size() // 4
+    pages_each = -(-heads * entries.capacity // page)
+    num_pages = entries.num_sequences // heads * pages_each
+    ids = torch.randperm(num_pages, dtype=torch.int32, device="cuda")
+    nth = torch.arange(entries.num_sequences, dtype=torch.int32, device="cuda")
+    return PagedNumbers(
+        torch.zeros(num_pages, page, device="cuda"),
+        ids.view(-1, pages_each),
+        nth % heads * entries.capacity,
+        entries.flat_lengths.to(torch.int32),
+    )
 
 
 def _vllm_seconds(entries: PagedEntries, plan: DecodePlan) -> float | None:

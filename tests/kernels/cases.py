@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
 
 def make_entries(
@@ -42,3 +43,29 @@ def make_entries(
 def random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal numbers."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def some_bias(lengths: Sequence[int], page: int = 16, seed: int = 2) -> PagedNumbers:
+    """Of sequences by themselves, or of two heads each where there are an even number of these.
+
+    Numbers lie in scattered pages, and begin anywhere in the first; what nobody has is NaN, and
+    ids behind the last page are wild.
+    """
+    heads = 1 if len(lengths) % 2 else 2
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.zeros(len(lengths), dtype=torch.int32)
+    table = torch.full((len(lengths) // heads, sum(lengths) // page + 3), 2**31 - 1)
+    num_pages = table.numel()
+    order = torch.randperm(num_pages, generator=generator).tolist()
+    pages = torch.full((num_pages * page,), torch.nan)
+    for row in range(len(table)):
+        end = 3
+        for s in range(row * heads, (row + 1) * heads):
+            starts[s], end = end, end + lengths[s]
+        held = [order.pop() for _ in range(-(-end // page))]
+        table[row, : len(held)] = torch.tensor(held)
+        for nth in range(3, end):
+            place = held[nth // page] * page + nth % page
+            pages[place] = 3 * torch.randn(1, generator=generator)
+    numbers = torch.tensor(lengths, dtype=torch.int32)
+    return PagedNumbers(pages.view(num_pages, page), table.to(torch.int32), starts, numbers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pkgutil
 from dataclasses import replace
@@ -18,6 +19,7 @@ from vllm_kvcompress.kernels.decode_triton import (
     launch_decode,
 )
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
 
 def signature_of(name: str) -> str:
@@ -29,6 +31,13 @@ def compacted(entries: PagedEntries, *args: Tensor) -> Tensor:
     """All pages after a compaction."""
     compact_pages(entries, *args)
     return entries.pages
+
+
+def corrected(module: str, state: PagedNumbers, outputs: Tensor, *args: object) -> Tensor:
+    """Outputs after a correction."""
+    kernels = importlib.import_module(f"vllm_kvcompress.kernels.{module}")
+    kernels.correct_with_moments(state, outputs, *args)
+    return outputs
 
 
 def decode_scanning(entries: PagedEntries, queries: Tensor, scale: float, scan: int) -> Tensor:

@@ -35,6 +35,14 @@ def bias_of(bias: Any, s: int, j: int) -> float:
     return float(bias[s, j]) if bias is not None and j < bias.shape[1] else 0.0
 
 
+def numbers_of(numbers: Any, s: int) -> Vector:
+    """Of sequence s, read from their pages one by one."""
+    pages, heads = numbers.pages.tolist(), len(numbers.starts) // len(numbers.page_table)
+    table, size = numbers.page_table[s // heads].tolist(), numbers.pages.shape[1]
+    places = range(int(numbers.starts[s]), int(numbers.starts[s] + numbers.lengths[s]))
+    return [pages[table[place // size]][place % size] for place in places]
+
+
 def attend(
     query: Vector, keys: list[Vector], values: list[Vector], added: Vector, scale: float
 ) -> tuple[Vector, float]:
@@ -59,7 +67,8 @@ def prefill(
     keys, values = rows_of(entries, 0), rows_of(entries, 1)
     outputs, sums = [], []
     for s, members in enumerate(queries.double().tolist()):
-        added = [bias_of(bias, s, j) for j in range(len(keys[s]))]
+        found = [] if bias is None else numbers_of(bias, s)
+        added = (found + [0.0] * len(keys[s]))[: len(keys[s])]
         pairs = []
         for rows in members:
             seen = [max(0, len(keys[s]) - (len(rows) - 1 - i)) for i in range(len(rows))]
@@ -72,6 +81,21 @@ def prefill(
         outputs.append([[pair[0] for pair in row] for row in pairs])
         sums.append([[pair[1] for pair in row] for row in pairs])
     return outputs, sums
+
+
+def corrected(output: Vector, lse: float, query: Vector, state: Vector, scale: float) -> Vector:
+    """MomentKV's correction of one output (arXiv 2606.01563)."""
+    dims = len(query)
+    count, mean_key, mean_value = state[0], state[1 : 1 + dims], state[1 + dims : 1 + 2 * dims]
+    cross = state[1 + 2 * dims :]
+    if count == 0:
+        return output
+    weight = 1 / (1 + math.exp(math.log(count) + scale * dot(query, mean_key) - lse))
+    estimate = [
+        mean + scale / count * dot(cross[c * dims : (c + 1) * dims], query)
+        for c, mean in enumerate(mean_value)
+    ]
+    return [weight * o + (1 - weight) * f for o, f in zip(output, estimate, strict=True)]
 
 
 def window_mass(

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.cases import make_entries, random
+from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.kernels import moment_size
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.rotary_torch import Turns
 
 KERNELS = "vllm_kvcompress.kernels."
@@ -37,7 +38,7 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([40, 3], block_size, head_size, BF16)
     queries = random(2, 4, head_size, dtype=BF16)
     found = check(
-        compiler, "decode_triton.decode_attention", 2, entries, queries, 0.1, random(2, 8)
+        compiler, "decode_triton.decode_attention", 2, entries, queries, 0.1, some_bias([8, 3])
     )
     pieces = found["_pieces_kernel"]
     assert "mma.sync" in pieces.ptx
@@ -96,7 +97,7 @@ def test_prefill(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
     queries = random(2, 4, 40, head_size, dtype=BF16)
     launcher = "prefill_triton.prefill_attention"
-    found = check(compiler, launcher, 1, entries, queries, 0.1, random(2, 9))
+    found = check(compiler, launcher, 1, entries, queries, 0.1, some_bias([9, 9]))
     assert "wgmma" in found["_prefill_kernel"].ptx
 
 
@@ -106,6 +107,11 @@ def test_moments(compiler: Child, head_size: int, block_size: int) -> None:
     state = torch.zeros(2, moment_size(head_size))
     check(compiler, "moments_triton.add_to_moments", 2, entries, state, entries.valid())
     check(compiler, "residuals_triton.moment_residuals", 1, entries, state, 0.1)
+    states = PagedNumbers.of_rows(state)
+    for num_queries in (1, 300):
+        queries = random(2, 4, num_queries, head_size, dtype=BF16)
+        arguments = (states, queries, random(2, 4, num_queries), queries, 0.1)
+        check(compiler, "correction_triton.correct_with_moments", 1, *arguments)
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])

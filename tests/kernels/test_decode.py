@@ -7,10 +7,11 @@ import torch
 
 from tests.kernels import oracles
 from tests.kernels.backends import Backend, assert_close
-from tests.kernels.cases import make_entries, random
+from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
 MODULE = "vllm_kvcompress.kernels.decode_triton."
 DECODE = MODULE + "decode_attention"
@@ -22,7 +23,7 @@ RAGGED = [45, 0, 1, 130, 16, 0, 77, 33]
 def test_twin_is_the_oracle(group: int, with_bias: bool) -> None:
     entries = make_entries([7, 0, 1, 19], block_size=4, head_size=8)
     queries = random(4, group, 8)
-    bias = random(4, 11) if with_bias else None
+    bias = some_bias([5, 0, 3, 11], page=4) if with_bias else None
     outputs, lse = paged_torch.decode_attention(entries, queries, 0.3, bias)
     expected, sums = oracles.prefill(entries, queries[:, :, None], 0.3, bias)
     assert_close(outputs, torch.tensor(expected)[:, :, 0], torch.float32)
@@ -30,7 +31,7 @@ def test_twin_is_the_oracle(group: int, with_bias: bool) -> None:
     assert_close(lse, torch.tensor(sums)[:, :, 0], torch.float32)
 
 
-def check(backend: Backend, entries: object, group: int, bias: torch.Tensor | None) -> None:
+def check(backend: Backend, entries: object, group: int, bias: PagedNumbers | None) -> None:
     """Triton against the twin, into an output full of NaN."""
     queries = random(len(entries.lengths), group, entries.head_size, dtype=backend.dtype)
     arguments = (entries, queries, entries.head_size**-0.5, bias)
@@ -50,7 +51,7 @@ def test_groups(backend: Backend, group: int) -> None:
 @pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
 def test_head_sizes(backend: Backend, head_size: int) -> None:
     entries = make_entries([45, 0, 70], head_size=head_size, dtype=backend.dtype)
-    check(backend, entries, 4, random(3, 50))
+    check(backend, entries, 4, some_bias([50, 2, 33]))
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
@@ -63,7 +64,12 @@ def test_block_sizes(backend: Backend, block_size: int) -> None:
 def test_bias_of_some_entries(backend: Backend) -> None:
     """Entries behind the bias have none."""
     entries = make_entries(RAGGED, dtype=backend.dtype)
-    check(backend, entries, 4, 3 * random(len(RAGGED), 40))
+    check(backend, entries, 4, some_bias([40, 0, 9, 100, 16, 8, 0, 33]))
+
+
+def test_bias_in_a_page_per_sequence(backend: Backend) -> None:
+    entries = make_entries(RAGGED, dtype=backend.dtype)
+    check(backend, entries, 4, PagedNumbers.of_rows(3 * random(len(RAGGED), 40)))
 
 
 def test_more_sequences_than_are_scanned_at_once(backend: Backend) -> None:
@@ -108,8 +114,8 @@ def test_what_a_launch_refuses(interpreter: Child) -> None:
     ):
         with pytest.raises(InvariantError, match=said):
             interpreter.call(DECODE, entries, queries, 0.1)
-    with pytest.raises(InvariantError, match="bias in fp32"):
-        interpreter.call(DECODE, entries, random(2, 4, 64), 0.1, random(2, 9).half())
+    with pytest.raises(InvariantError, match="biases of 2 sequences, got 3"):
+        interpreter.call(DECODE, entries, random(2, 4, 64), 0.1, some_bias([1, 2, 3]))
 
 
 def test_addresses_beyond_32_bits(interpreter: Child) -> None:

@@ -18,6 +18,7 @@ KERNELS = {
     "add_to_moments": "moments_triton",
     "apportion": "apportion_triton",
     "compact_pages": "compact_triton",
+    "correct_with_moments": "correction_triton",
     "decode_attention": "decode_triton",
     "key_distances": "neighbours_triton",
     "keydiff_scores": "keydiff_triton",

@@ -11,6 +11,7 @@ from tests.kernels.backends import Backend
 from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels import moment_size
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
 LAUNCHES = "tests.kernels.launches."
 KERNELS = "vllm_kvcompress.kernels."
@@ -31,11 +32,12 @@ def arguments_of(name: str, entries: PagedEntries) -> tuple[Any, ...]:
     """Of three heads; biases of fewer entries than there is room for."""
     dtype, wanted = entries.pages.dtype, entries.valid()
     bias, weights = random(3, 40), random(3, entries.capacity).abs()
+    added = PagedNumbers.of_rows(bias)
     held = set(entries.page_table.flatten().tolist())
     spare = [page for page in range(len(entries.pages)) if page not in held]
     chosen: dict[str, tuple[Any, ...]] = {
-        "decode_attention": (random(3, 4, 64, dtype=dtype), 0.1, bias),
-        "prefill_attention": (random(3, 4, 5, 64, dtype=dtype), 0.1, bias),
+        "decode_attention": (random(3, 4, 64, dtype=dtype), 0.1, added),
+        "prefill_attention": (random(3, 4, 5, 64, dtype=dtype), 0.1, added),
         "window_mass": (2, random(4, 12, 64, dtype=dtype), 0.1, bias),
         "keydiff_scores": ("mean_normalized",),
         "value_norms_l1": (random(3, 64, 2, 32, dtype=dtype), wanted),

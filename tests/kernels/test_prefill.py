@@ -7,11 +7,12 @@ import torch
 
 from tests.kernels import oracles
 from tests.kernels.backends import Backend, assert_close
-from tests.kernels.cases import make_entries, random
+from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import paged_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
 PREFILL = "vllm_kvcompress.kernels.prefill_triton.prefill_attention"
 DECODE = "vllm_kvcompress.kernels.decode_triton.decode_attention"
@@ -22,7 +23,7 @@ def test_twin_is_the_oracle(with_bias: bool) -> None:
     """With sequences shorter than the chunk, whose first queries see nothing."""
     entries = make_entries([7, 0, 3, 19], block_size=4, head_size=8)
     queries = random(4, 2, 5, 8)
-    bias = random(4, 11) if with_bias else None
+    bias = some_bias([5, 0, 3, 11], page=4) if with_bias else None
     outputs, lse = paged_torch.prefill_attention(entries, queries, 0.3, bias)
     expected, sums = oracles.prefill(entries, queries, 0.3, bias)
     assert_close(outputs, torch.tensor(expected), torch.float32)
@@ -35,13 +36,16 @@ def check(
     entries: PagedEntries,
     num_queries: int,
     group: int,
-    bias: torch.Tensor | None = None,
+    bias: PagedNumbers | None = None,
 ) -> None:
     shape = (entries.num_sequences, num_queries, group, entries.head_size)
     queries = random(*shape, dtype=backend.dtype).transpose(1, 2)
     arguments = (entries, queries, entries.head_size**-0.5, bias)
     expected, expected_lse = backend.twin(paged_torch.prefill_attention, *arguments)
-    outputs, lse = backend.call(PREFILL, *arguments)
+    # Sequences further apart than they are long, as where a batch has other queries between.
+    out = queries.new_full((*shape[:1], 2 * num_queries, *shape[2:]), torch.nan)
+    out = out.transpose(1, 2)[:, :, :num_queries]
+    outputs, lse = backend.call(PREFILL, *arguments, True, out)
     assert_close(outputs, expected, backend.dtype)
     assert_close(lse, expected_lse, backend.dtype)
 
@@ -54,7 +58,7 @@ def test_groups(backend: Backend, group: int) -> None:
 @pytest.mark.parametrize(("head_size", "block_size"), [(80, 32), (128, 16), (256, 64), (96, 128)])
 def test_shapes(backend: Backend, head_size: int, block_size: int) -> None:
     entries = make_entries([200, 0, 3], block_size, head_size, backend.dtype)
-    check(backend, entries, 9, 4, random(3, 150))
+    check(backend, entries, 9, 4, some_bias([150, 0, 2]))
 
 
 @pytest.mark.parametrize("length", [127, 128, 129, 260])
@@ -66,7 +70,7 @@ def test_every_row_ends_at_its_own_entry(backend: Backend, length: int) -> None:
 def test_one_query_is_decoding(backend: Backend) -> None:
     entries = make_entries([45, 0, 1, 130], dtype=backend.dtype)
     queries = random(4, 4, 64, dtype=backend.dtype)
-    bias = random(4, 100)
+    bias = some_bias([40, 0, 1, 100])
     expected, expected_lse = backend.call(DECODE, entries, queries, 0.1, bias)
     outputs, lse = backend.call(PREFILL, entries, queries[:, :, None], 0.1, bias)
     assert_close(outputs[:, :, 0], expected, backend.dtype)

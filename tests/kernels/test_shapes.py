@@ -21,20 +21,24 @@ from vllm_kvcompress.kernels import (
 )
 from vllm_kvcompress.kernels.dispatch import by_device
 from vllm_kvcompress.kernels.moments_torch import moment_size
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
 ENTRIES = make_entries([40, 21], dtype=torch.bfloat16)
 CAPACITY, DIMS = ENTRIES.capacity, ENTRIES.head_size
 FLAGS = torch.ones(2, CAPACITY, dtype=torch.bool)
 WEIGHTS = torch.ones(2, CAPACITY)
+QUERIES = random(2, 4, 5, DIMS, dtype=torch.bfloat16)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "add_to_moments": (torch.zeros(2, moment_size(DIMS)), FLAGS),
     "compact_pages": (torch.tensor([1, 1]), torch.arange(32) % 16, torch.tensor([0, 1])),
+    "decode_attention": (QUERIES[:, :, 0], 0.1),
     "key_distances": (torch.zeros(2, CAPACITY, dtype=torch.int64),),
     "keydiff_scores": ("mean_raw",),
     "merge_groups": (torch.zeros(2, CAPACITY, dtype=torch.bool), WEIGHTS, WEIGHTS),
     "moment_residuals": (torch.zeros(2, moment_size(DIMS)), 0.1),
     "nearest_keys": (FLAGS,),
     "neighbour_cosines": (),
+    "prefill_attention": (QUERIES, 0.1, PagedNumbers.of_rows(WEIGHTS)),
     "value_residuals": (WEIGHTS, 2, 3),
     "value_norms_l1": (random(2, DIMS, 2, 128, dtype=torch.bfloat16), FLAGS),
     "value_norms_l2": (random(4, DIMS, DIMS),),

@@ -7,7 +7,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets, finite_maximum
+from vllm_kvcompress.kernels.paged_rows_triton import (
+    entry_offsets,
+    finite_maximum,
+    paged_numbers,
+)
 
 
 @triton.jit
@@ -19,18 +23,20 @@ def attend_tiles(
     visible,
     pages,
     table_row,
+    bias_pages,
     bias_row,
+    bias_start,
+    bias_length,
     first_tile,
     last_tile,
     length,
-    bias_width,
     page_stride,
     log2_scale,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    BIAS_PAGE: tl.constexpr,
     EDGES: tl.constexpr,
 ):
     """Adds the entries of some tiles to a running softmax.
@@ -42,6 +48,9 @@ def attend_tiles(
         query: [rows, DIMS].
         visible: [rows] how many entries each row sees.
         first_tile, last_tile: tiles of the sequence, the last not included.
+        bias_pages, bias_row: numbers in pages, and which of these are the sequence's.
+        bias_start, bias_length: where its biases begin there, and how many there are.
+        BIAS_PAGE: numbers of such a page; 0: there are no biases.
         EDGES: whether some rows do not see some of these entries.
 
     Returns:
@@ -60,8 +69,10 @@ def attend_tiles(
         keys = tl.load(rows, mask=mask, other=0.0)
         values = tl.load(rows + HEAD_SIZE, mask=mask, other=0.0)
         logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
-        if HAS_BIAS:
-            added = tl.load(bias_row + nth, mask=present & (nth < bias_width), other=0.0)
+        if BIAS_PAGE > 0:
+            added = paged_numbers(
+                bias_pages, bias_row, bias_start + nth, nth < bias_length, BIAS_PAGE
+            )
             logits += (added * 1.4426950408889634)[None, :]
         if EDGES:
             logits = tl.where(nth[None, :] < visible[:, None], logits, float("-inf"))

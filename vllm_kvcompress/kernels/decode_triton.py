@@ -23,9 +23,16 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias, expect
-from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, TILE_BYTES, finite_maximum, tile_size
+from vllm_kvcompress.kernels.launch_triton import NumbersArguments, on_device, padded
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, expect
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers, check_bias
+from vllm_kvcompress.kernels.paged_rows_triton import (
+    LOG2_E,
+    TILE_BYTES,
+    finite_maximum,
+    sequence_numbers,
+    tile_size,
+)
 
 INTERPRETED_PROGRAMS = 5  # few, so that small tests have sequences of several pieces
 
@@ -86,23 +93,25 @@ def _find_tile(lengths, tile, num_sequences, TILE: tl.constexpr, SCAN: tl.conste
 
 
 # Numbers that change from batch to batch must not make Triton compile again while serving.
-@triton.jit(do_not_specialize=["num_sequences", "bias_width", "table_stride", "bias_stride"])
+@triton.jit(do_not_specialize=["num_sequences", "table_stride", "bias_table_stride"])
 def _pieces_kernel(
     queries,
     pages,
     page_table,
     lengths,
-    bias,
+    bias_pages,
+    bias_table,
+    bias_starts,
+    bias_lengths,
     piece_outputs,
     piece_maxima,
     piece_sums,
     num_sequences,
-    bias_width,
     query_stride_s,
     query_stride_g,
     page_stride,
     table_stride,
-    bias_stride,
+    bias_table_stride,
     log2_scale,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -110,7 +119,8 @@ def _pieces_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     DIMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    BIAS_HEADS: tl.constexpr,
+    BIAS_PAGE: tl.constexpr,
     SCAN: tl.constexpr,
 ):
     """One program: its run of tiles, sequence by sequence.
@@ -136,9 +146,11 @@ def _pieces_kernel(
             query = tl.load(
                 mine + member[:, None] * query_stride_g + dims[None, :], mask=inside, other=0.0
             )
-            bias_row = bias
-            if HAS_BIAS:
-                bias_row += wide * bias_stride
+            bias_row, bias_start, bias_length = bias_table, 0, 0
+            if BIAS_PAGE > 0:
+                bias_row, bias_start, bias_length = sequence_numbers(
+                    bias_table, bias_starts, bias_lengths, wide, bias_table_stride, BIAS_HEADS
+                )
             maximum = tl.full([ROWS], float("-inf"), tl.float32)
             whole = tl.zeros([ROWS], tl.float32)
             outputs = tl.zeros([ROWS, DIMS], tl.float32)
@@ -150,18 +162,20 @@ def _pieces_kernel(
                 tl.full([ROWS], 0, tl.int32) + length,
                 pages,
                 page_table + wide * table_stride,
+                bias_pages,
                 bias_row,
+                bias_start,
+                bias_length,
                 tile - before,
                 stop - before,
                 length,
-                bias_width,
                 page_stride,
                 log2_scale,
                 BLOCK_SIZE,
                 HEAD_SIZE,
                 TILE,
                 DIMS,
-                HAS_BIAS,
+                BIAS_PAGE,
                 True,
             )
             row = (wide + program) * GROUP + member
@@ -243,7 +257,7 @@ def decode_attention(
     entries: PagedEntries,
     queries: Tensor,
     scale: float,
-    bias: Tensor | None = None,
+    bias: PagedNumbers | None = None,
     with_lse: bool = True,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -255,7 +269,7 @@ def launch_decode(
     entries: PagedEntries,
     queries: Tensor,
     scale: float,
-    bias: Tensor | None,
+    bias: PagedNumbers | None,
     with_lse: bool,
     out: Tensor | None,
     settings: DecodeSettings,
@@ -272,7 +286,7 @@ def launch_decode(
     num_pieces = num_sequences + programs
     pieces = queries.new_empty((num_pieces, group, head_size), dtype=torch.float32)
     maxima, sums = queries.new_empty((2, num_pieces, group), dtype=torch.float32)
-    tile = tile_size(entries, settings.tile_bytes)
+    tile, numbers = tile_size(entries, settings.tile_bytes), NumbersArguments.of(bias)
     sizes = dict(
         GROUP=group, HEAD_SIZE=head_size, TILE=tile, DIMS=padded(head_size), SCAN=settings.scan
     )
@@ -282,21 +296,21 @@ def launch_decode(
             entries.pages,
             entries.page_table,
             lengths,
-            bias,
+            *numbers.tensors,
             pieces,
             maxima,
             sums,
             num_sequences,
-            0 if bias is None else bias.shape[1],
             queries.stride(0),
             queries.stride(1),
             entries.pages.stride(0),
             entries.page_table.stride(0),
-            0 if bias is None else bias.stride(0),
+            numbers.table_stride,
             scale * LOG2_E,
             BLOCK_SIZE=entries.block_size,
             ROWS=padded(group),
-            HAS_BIAS=bias is not None,
+            BIAS_HEADS=numbers.heads,
+            BIAS_PAGE=numbers.page,
             num_warps=settings.num_warps,
             num_stages=settings.num_stages,
             **sizes,
@@ -328,7 +342,7 @@ def _num_programs(device: torch.device, settings: DecodeSettings) -> int:
     return int(count) * settings.programs_per_sm
 
 
-def _check(entries: PagedEntries, queries: Tensor, bias: Tensor | None, out: Tensor) -> None:
+def _check(entries: PagedEntries, queries: Tensor, bias: PagedNumbers | None, out: Tensor) -> None:
     shape = (entries.num_sequences, entries.head_size)
     expect(
         queries.dim() == 3 and (queries.shape[0], queries.shape[2]) == shape,
@@ -342,10 +356,5 @@ def _check(entries: PagedEntries, queries: Tensor, bias: Tensor | None, out: Ten
         f"{queries.dtype} with strides {queries.stride()}",
         "convert them, or call contiguous()",
     )
-    expect(
-        out.shape == queries.shape and out.stride(2) == 1,
-        f"an output {tuple(queries.shape)} whose rows lie side by side",
-        f"{tuple(out.shape)} with strides {out.stride()}",
-        "leave it out, and one is made",
-    )
+    check_out(queries, out)
     check_bias(entries, bias)

@@ -7,12 +7,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
 FEWEST_ROWS = 16  # of any factor of a tl.dot
 
@@ -42,3 +44,28 @@ def on_device(holder: PagedEntries | Tensor) -> Iterator[None]:
         "by device",
     )
     yield
+
+
+class NumbersArguments(NamedTuple):
+    """What a launch passes of numbers in pages.
+
+    Attributes:
+        tensors: pages, page table, starts and lengths.
+        table_stride: of the page table.
+        heads: sequences that share a row of it.
+        page: numbers of a page; 0 where there are none.
+    """
+
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    table_stride: int
+    heads: int
+    page: int
+
+    @classmethod
+    def of(cls, numbers: PagedNumbers | None) -> NumbersArguments:
+        """Of numbers, if a launch has some."""
+        if numbers is None:
+            return cls((None,) * 4, 0, 1, 0)
+        tensors = (numbers.pages, numbers.page_table, numbers.starts, numbers.lengths)
+        table_stride = numbers.page_table.stride(0)
+        return cls(tensors, table_stride, numbers.sequences_per_row, numbers.pages.shape[1])

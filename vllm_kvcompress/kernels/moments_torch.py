@@ -119,9 +119,9 @@ def correct_with_moments(
     count, mean_key, mean_value, cross = split_moments(state, queries.shape[3])
     wide = queries.float()
     logit = scale * (wide @ mean_key[:, None, :, None])[..., 0]
-    weight = torch.sigmoid(lse - count.log()[:, None, None] - logit)[..., None]
+    weight = torch.sigmoid(lse - count.log()[:, None, None] - logit)
+    weight = weight.masked_fill((count == 0)[:, None, None], 1)[..., None]
     step = scale / count.clamp_min(1)
     estimate = (wide @ cross[:, None].transpose(2, 3)) * step[:, None, None, None]
     estimate = estimate + mean_value[:, None, None]
-    # Nothing evicted: ln 0 is minus infinity and the weight exactly 1.
     return (weight * outputs + (1 - weight) * estimate).to(outputs.dtype)

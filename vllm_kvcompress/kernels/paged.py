@@ -8,6 +8,7 @@ from vllm_kvcompress.kernels.dispatch import by_device
 
 add_to_moments = by_device(paged_torch.add_to_moments, shapes, "moments_triton")
 compact_pages = by_device(paged_torch.compact_pages, shapes, "compact_triton")
+correct_with_moments = by_device(paged_torch.correct_with_moments, shapes, "correction_triton")
 decode_attention = by_device(paged_torch.decode_attention, shapes, "decode_triton")
 prefill_attention = by_device(paged_torch.prefill_attention, shapes, "prefill_triton")
 merge_groups = by_device(paged_torch.merge_groups, shapes, "merge_triton")

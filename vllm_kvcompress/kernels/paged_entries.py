@@ -109,23 +109,15 @@ def expect(holds: bool, expected: str, actual: str, remedy: str) -> None:
         raise InvariantError(f"expected {expected}, got {actual}; {remedy}.")
 
 
-def check_bias(entries: PagedEntries, bias: Tensor | None) -> None:
-    """Refuses a bias that is not [S, any] fp32 with rows side by side.
+def check_out(queries: Tensor, out: Tensor) -> None:
+    """Refuses outputs that are not shaped as the queries.
 
     Raises:
-        InvariantError: it is not.
+        InvariantError: they are not.
     """
-    if bias is None:
-        return
     expect(
-        bias.dim() == 2 and bias.shape[0] == entries.num_sequences and bias.stride(1) == 1,
-        f"a bias [{entries.num_sequences}, entries] whose rows lie side by side",
-        f"{tuple(bias.shape)} with strides {bias.stride()}",
-        "give every sequence a row; entries behind its end have no bias",
-    )
-    expect(
-        bias.dtype == torch.float32,
-        "a bias in fp32",
-        str(bias.dtype),
-        "convert it: logarithms of multiplicities need the precision",
+        out.shape == queries.shape and out.stride(-1) == 1,
+        f"an output {tuple(queries.shape)} whose rows lie side by side",
+        f"{tuple(out.shape)} with strides {out.stride()}",
+        "leave it out, and one is made",
     )

@@ -86,6 +86,20 @@ def load_columns(
 
 
 @triton.jit
+def sequence_numbers(table, starts, lengths, sequence, table_stride, HEADS: tl.constexpr):
+    """A sequence's row of pages with numbers, where its own begin in these, and how many."""
+    row = table + sequence // HEADS * table_stride
+    return row, tl.load(starts + sequence), tl.load(lengths + sequence)
+
+
+@triton.jit
+def paged_numbers(pages, table_row, numbers, held, PAGE: tl.constexpr):
+    """fp32 numbers of the pages in `table_row`, PAGE in each; 0 where not held."""
+    page = tl.load(table_row + numbers // PAGE, mask=held, other=0).to(tl.int64)
+    return tl.load(pages + page * PAGE + numbers % PAGE, mask=held, other=0.0)
+
+
+@triton.jit
 def finite_maximum(maximum):
     """A number to subtract from logits: 0 where there was none at all (minus infinity)."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)

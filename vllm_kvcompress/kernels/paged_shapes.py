@@ -10,11 +10,42 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.rotary_torch import Turns
 
 RESIDUALS_SPLIT = 512  # entries whose sum a program of `value_residuals_triton` writes
 MOMENT_SPLIT = 512  # entries whose sums a program of `moments_triton` writes
 KEYDIFF_BYTES = 1 << 14  # of keys whose sum a program of `keydiff_triton` writes
+
+
+def decode_attention(
+    entries: PagedEntries,
+    queries: Tensor,
+    scale: float,
+    bias: PagedNumbers | None = None,
+    with_lse: bool = True,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `paged_torch.decode_attention`."""
+    return _attended(queries, with_lse, out)
+
+
+def prefill_attention(
+    entries: PagedEntries,
+    queries: Tensor,
+    scale: float,
+    bias: PagedNumbers | None = None,
+    with_lse: bool = True,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `paged_torch.prefill_attention`."""
+    return _attended(queries, with_lse, out)
+
+
+def correct_with_moments(
+    state: PagedNumbers, outputs: Tensor, lse: Tensor, queries: Tensor, scale: float
+) -> None:
+    """As `paged_torch.correct_with_moments`."""
 
 
 def compact_pages(
@@ -136,6 +167,12 @@ def merge_groups(
     """As `paged_torch.merge_groups`."""
     keys = entries.pages.new_empty(entries.num_sequences, entries.capacity, entries.head_size)
     return keys, torch.empty_like(keys)
+
+
+def _attended(queries: Tensor, with_lse: bool, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Outputs and, if wanted, log-sum-exps; what a step takes is not measured here."""
+    lse = torch.empty(queries.shape[:-1], device=queries.device) if with_lse else None
+    return torch.empty_like(queries) if out is None else out, lse
 
 
 def _per_entry(entries: PagedEntries) -> Tensor:

@@ -19,6 +19,7 @@ from vllm_kvcompress.kernels import (
 )
 from vllm_kvcompress.kernels.attention_torch import attention_with_lse
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.rotary_torch import Turns, turn
 
 
@@ -26,7 +27,7 @@ def decode_attention(
     entries: PagedEntries,
     queries: Tensor,
     scale: float,
-    bias: Tensor | None = None,
+    bias: PagedNumbers | None = None,
     with_lse: bool = True,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -36,7 +37,7 @@ def decode_attention(
         entries: lengths may be 0.
         queries: [S, G, D] in the pages' type.
         scale: softmax scale.
-        bias: [S, b] fp32 added to the logits of the first b entries; None: nothing.
+        bias: of S sequences, added to the logits of their first entries; None: nothing.
         with_lse: whether to return the log-sum-exp.
         out: [S, G, D] to write to; None: a new tensor.
 
@@ -44,19 +45,18 @@ def decode_attention(
         [S, G, D] in the queries' type, 0 for an empty sequence; and [S, G] fp32 natural
         log-sum-exp of the logits, minus infinity for an empty sequence (None unless asked for).
     """
-    outputs, lse = prefill_attention(entries, queries[:, :, None], scale, bias)
-    assert lse is not None
-    if out is not None:
-        out.copy_(outputs[:, :, 0])
-    return outputs[:, :, 0] if out is None else out, lse[:, :, 0] if with_lse else None
+    whole_out = None if out is None else out[:, :, None]
+    outputs, lse = prefill_attention(entries, queries[:, :, None], scale, bias, with_lse, whole_out)
+    return outputs[:, :, 0], None if lse is None else lse[:, :, 0]
 
 
 def prefill_attention(
     entries: PagedEntries,
     queries: Tensor,
     scale: float,
-    bias: Tensor | None = None,
+    bias: PagedNumbers | None = None,
     with_lse: bool = True,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of the last m entries' queries, causal among these.
 
@@ -64,22 +64,24 @@ def prefill_attention(
         entries: of which the last m are the queries' own.
         queries: [S, G, m, D] in the pages' type.
         scale: softmax scale.
-        bias: [S, b] fp32 added to the logits of the first b entries; None: nothing.
+        bias: of S sequences, added to the logits of their first entries; None: nothing.
         with_lse: whether to return the log-sum-exp.
+        out: [S, G, m, D] to write to; None: a new tensor.
 
     Returns:
         [S, G, m, D] in the queries' type, and [S, G, m] fp32 natural log-sum-exp (None unless
         asked for); 0 and minus infinity for queries that see nothing.
     """
     lengths = entries.flat_lengths
-    if bias is not None:
-        bias = whole_bias(entries, bias)
+    added = None if bias is None else bias.gathered(entries.capacity)
     outputs, lse = attention_with_lse(
-        queries, entries.keys(), entries.values(), lengths, scale, bias
+        queries, entries.keys(), entries.values(), lengths, scale, added
     )
     after = torch.arange(queries.shape[2] - 1, -1, -1, device=entries.device)
     blind = (after >= lengths[:, None])[:, None]
     outputs = outputs.masked_fill(blind[..., None], 0)
+    if out is not None:
+        outputs = out.copy_(outputs)
     return outputs, lse.masked_fill(blind, -torch.inf) if with_lse else None
 
 
@@ -210,6 +212,24 @@ def moment_residuals(entries: PagedEntries, state: Tensor, scale: float) -> Tens
     own = (entries.keys(), entries.values())
     residuals = moments_torch.moment_residuals(state, *own, scale)
     return residuals.masked_fill(~entries.valid(), 0)
+
+
+def correct_with_moments(
+    state: PagedNumbers, outputs: Tensor, lse: Tensor, queries: Tensor, scale: float
+) -> None:
+    """Adds to attention outputs, in place, what evicted entries are estimated to contribute.
+
+    As `kernels.correct_with_moments`, MomentKV's.
+
+    Args:
+        state: of S sequences, moment_size numbers each.
+        outputs: [S, G, m, D] of the resident entries.
+        lse: [S, G, m] natural log-sum-exp of their logits.
+        queries: [S, G, m, D].
+        scale: softmax scale.
+    """
+    rows = state.gathered(moments_torch.moment_size(queries.shape[3]))
+    outputs.copy_(moments_torch.correct_with_moments(outputs, lse, queries, rows, scale))
 
 
 def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,24 +16,27 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias, expect
-from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, tile_size
+from vllm_kvcompress.kernels.launch_triton import NumbersArguments, on_device, padded
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, expect
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers, check_bias
+from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, sequence_numbers, tile_size
 
 MOST_ROWS = 128  # of a program
 
 
-@triton.jit(do_not_specialize=["num_queries", "bias_width", "table_stride", "bias_stride"])
+@triton.jit(do_not_specialize=["num_queries", "table_stride", "bias_table_stride"])
 def _prefill_kernel(
     queries,
     pages,
     page_table,
     lengths,
-    bias,
+    bias_pages,
+    bias_table,
+    bias_starts,
+    bias_lengths,
     outputs,
     lse,
     num_queries,
-    bias_width,
     query_stride_s,
     query_stride_g,
     query_stride_m,
@@ -42,7 +45,7 @@ def _prefill_kernel(
     output_stride_m,
     page_stride,
     table_stride,
-    bias_stride,
+    bias_table_stride,
     log2_scale,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -50,7 +53,8 @@ def _prefill_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     DIMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    BIAS_HEADS: tl.constexpr,
+    BIAS_PAGE: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
     """ROWS rows of one sequence; the last rows first, since these have most to do."""
@@ -66,9 +70,11 @@ def _prefill_kernel(
     query = tl.load(queries + place[:, None] + dims[None, :], mask=mask, other=0.0)
     length = tl.load(lengths + sequence).to(tl.int32)
     visible = tl.where(inside, length - (num_queries - 1 - nth), 0)
-    bias_row = bias
-    if HAS_BIAS:
-        bias_row += sequence * bias_stride
+    bias_row, bias_start, bias_length = bias_table, 0, 0
+    if BIAS_PAGE > 0:
+        bias_row, bias_start, bias_length = sequence_numbers(
+            bias_table, bias_starts, bias_lengths, sequence, bias_table_stride, BIAS_HEADS
+        )
     table_row = page_table + sequence * table_stride
     # Tiles that the block's first query sees whole need no mask.
     least = tl.maximum(length - (num_queries - 1 - block * ROWS // GROUP), 0)
@@ -85,18 +91,20 @@ def _prefill_kernel(
         visible,
         pages,
         table_row,
+        bias_pages,
         bias_row,
+        bias_start,
+        bias_length,
         0,
         whole_tiles,
         length,
-        bias_width,
         page_stride,
         log2_scale,
         BLOCK_SIZE,
         HEAD_SIZE,
         TILE,
         DIMS,
-        HAS_BIAS,
+        BIAS_PAGE,
         False,
     )
     mixed, maximum, sums = attend_tiles(
@@ -107,18 +115,20 @@ def _prefill_kernel(
         visible,
         pages,
         table_row,
+        bias_pages,
         bias_row,
+        bias_start,
+        bias_length,
         whole_tiles,
         tl.cdiv(most, TILE),
         length,
-        bias_width,
         page_stride,
         log2_scale,
         BLOCK_SIZE,
         HEAD_SIZE,
         TILE,
         DIMS,
-        HAS_BIAS,
+        BIAS_PAGE,
         True,
     )
     nothing = sums == 0.0
@@ -138,34 +148,34 @@ def prefill_attention(
     entries: PagedEntries,
     queries: Tensor,
     scale: float,
-    bias: Tensor | None = None,
+    bias: PagedNumbers | None = None,
     with_lse: bool = True,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `paged_torch.prefill_attention`, in Triton."""
-    _check(entries, queries, bias)
+    outputs = torch.empty_like(queries) if out is None else out
+    _check(entries, queries, bias, outputs)
     num_sequences, group, num_queries, head_size = queries.shape
-    outputs = torch.empty_like(queries)
     shape = (num_sequences, group, num_queries)
     lse = queries.new_empty(shape, dtype=torch.float32) if with_lse else None
     if outputs.numel() == 0:
         return outputs, lse
-    rows = min(MOST_ROWS, padded(num_queries * group))
+    rows, numbers = min(MOST_ROWS, padded(num_queries * group)), NumbersArguments.of(bias)
     with on_device(entries):
         _prefill_kernel[(triton.cdiv(num_queries * group, rows), num_sequences)](
             queries,
             entries.pages,
             entries.page_table,
             entries.flat_lengths,
-            bias,
+            *numbers.tensors,
             outputs,
             lse,
             num_queries,
-            0 if bias is None else bias.shape[1],
             *queries.stride()[:3],
             *outputs.stride()[:3],
             entries.pages.stride(0),
             entries.page_table.stride(0),
-            0 if bias is None else bias.stride(0),
+            numbers.table_stride,
             scale * LOG2_E,
             GROUP=group,
             BLOCK_SIZE=entries.block_size,
@@ -173,7 +183,8 @@ def prefill_attention(
             TILE=tile_size(entries),
             ROWS=rows,
             DIMS=padded(head_size),
-            HAS_BIAS=bias is not None,
+            BIAS_HEADS=numbers.heads,
+            BIAS_PAGE=numbers.page,
             HAS_LSE=with_lse,
             num_warps=4 if rows <= 64 else 8,
             num_stages=4,
@@ -181,7 +192,7 @@ def prefill_attention(
     return outputs, lse
 
 
-def _check(entries: PagedEntries, queries: Tensor, bias: Tensor | None) -> None:
+def _check(entries: PagedEntries, queries: Tensor, bias: PagedNumbers | None, out: Tensor) -> None:
     shape = (entries.num_sequences, entries.head_size)
     expect(
         queries.dim() == 4 and (queries.shape[0], queries.shape[3]) == shape,
@@ -195,4 +206,5 @@ def _check(entries: PagedEntries, queries: Tensor, bias: Tensor | None) -> None:
         f"{queries.dtype} with strides {queries.stride()}",
         "convert them, or call contiguous()",
     )
+    check_out(queries, out)
     check_bias(entries, bias)

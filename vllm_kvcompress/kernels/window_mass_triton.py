@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_bias
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, finite_maximum, tile_size
 from vllm_kvcompress.kernels.window_rows_triton import (
     CHANGING,
@@ -202,7 +202,7 @@ def window_mass(
 ) -> Tensor:
     """As `paged_torch.window_mass`, in Triton."""
     check_window(entries, queries)
-    check_bias(entries, bias)
+    _check_bias(entries, bias)
     num_heads, capacity = entries.num_sequences, entries.capacity
     num_queries, num_rows = queries.shape[0], queries.shape[0] * queries.shape[1] // num_heads
     mass = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
@@ -261,3 +261,21 @@ def window_mass(
             **sizes,
         )
     return mass
+
+
+def _check_bias(entries: PagedEntries, bias: Tensor | None) -> None:
+    """Refuses a bias that is not [S, any] fp32 with rows side by side."""
+    if bias is None:
+        return
+    expect(
+        bias.dim() == 2 and bias.shape[0] == entries.num_sequences and bias.stride(1) == 1,
+        f"a bias [{entries.num_sequences}, entries] whose rows lie side by side",
+        f"{tuple(bias.shape)} with strides {bias.stride()}",
+        "give every sequence a row; entries behind its end have no bias",
+    )
+    expect(
+        bias.dtype == torch.float32,
+        "a bias in fp32",
+        str(bias.dtype),
+        "convert it: logarithms of multiplicities need the precision",
+    )

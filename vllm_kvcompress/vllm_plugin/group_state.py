@@ -43,7 +43,7 @@ class GroupState:
         self.runner = runner
         self.layer_index = layer_index
         self.softcap = softcap
-        self.batches = ResidentBatches(runner.tables)
+        self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
 
     @property
     def tables(self) -> PageTables:

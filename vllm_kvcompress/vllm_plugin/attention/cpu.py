@@ -250,9 +250,7 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
         shape = (-1, self.num_heads, self.head_size)
         rows, out_rows = query.view(shape), output.view(shape)
         for group in metadata.gathered:
-            out_rows[group.tokens] = gathered_attention(
-                runner, layer, metadata.step.batch, group, rows, self.scale
-            )
+            gathered_attention(runner, layer, group, rows, out_rows, self.scale)
 
     def _whole(self, metadata: CompressedCPUMetadata, query, kv_cache: Tensor, output) -> None:
         """Attention of the uncompressed requests of a mixed batch."""

@@ -267,9 +267,7 @@ class CompressedGPUImpl:
         if step.batch is not None:
             if compressed.gathered is not None:
                 for some in compressed.gathered:
-                    out_rows[some.tokens] = gathered_attention(
-                        group.runner, index, step.batch, some, rows, self.scale
-                    )
+                    gathered_attention(group.runner, index, some, rows, out_rows, self.scale)
             else:
                 self._ragged(layer, compressed, index, group.tables.pool, rows, out_rows)
             if compressed.whole is not None:

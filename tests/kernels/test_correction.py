@@ -1,0 +1,85 @@
+"""Attention outputs, corrected from states in pages."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels import oracles
+from tests.kernels.backends import Backend, assert_close
+from tests.kernels.cases import random, some_bias
+from tests.kernels.child import Child
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.moments_torch import moment_size
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+
+CORRECT = "tests.kernels.launches.corrected"
+SCALE = 0.2
+
+
+def some_states(num_sequences: int, dims: int, page: int) -> PagedNumbers:
+    """Of heads of which every third has evicted nothing, in scattered pages."""
+    states = some_bias([moment_size(dims)] * num_sequences, page)
+    heads = num_sequences // len(states.page_table)
+    for s in range(num_sequences):
+        start = int(states.starts[s])
+        states.pages[states.page_table[s // heads, start // page], start % page] = 7.0 * (s % 3)
+    return states
+
+
+def some_outputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Outputs, log-sum-exps of which one is of nothing, and queries; as a batch has them."""
+    num_sequences, group, num_queries, dims = shape
+    rows = (num_queries, num_sequences, group, dims)
+    lse = 3 * random(*shape[:3], seed=3)
+    lse[-1, 0, 0] = -torch.inf
+    outputs, queries = (random(*rows, seed=seed, dtype=dtype) for seed in (4, 5))
+    return outputs.permute(1, 2, 0, 3), lse, queries.permute(1, 2, 0, 3)
+
+
+def test_twin_is_the_oracle() -> None:
+    states = some_states(4, 6, page=8)
+    outputs, lse, queries = some_outputs(4, 2, 3, 6)
+    expected = [
+        [
+            [
+                oracles.corrected(*each, oracles.numbers_of(states, s), SCALE)
+                for each in zip(*rows, strict=True)
+            ]
+            for rows in zip(*members, strict=True)
+        ]
+        for s, members in enumerate(
+            zip(outputs.tolist(), lse.tolist(), queries.tolist(), strict=True)
+        )
+    ]
+    paged_torch.correct_with_moments(states, outputs, lse, queries, SCALE)
+    assert_close(outputs, torch.tensor(expected), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dims", "group", "num_queries", "page"),
+    [(64, 4, 1, 1024), (80, 1, 7, 640), (128, 8, 1, 2048), (96, 3, 30, 768), (256, 4, 2, 8192)],
+)
+def test_is_the_twin(backend: Backend, dims: int, group: int, num_queries: int, page: int) -> None:
+    states = some_states(3 if num_queries > 1 else 4, dims, page)
+    arguments = some_outputs(states.num_sequences, group, num_queries, dims, dtype=backend.dtype)
+    expected = backend.call(CORRECT, "paged_torch", states, *arguments, dims**-0.5)
+    found = backend.call(CORRECT, "correction_triton", states, *arguments, dims**-0.5)
+    assert found.dtype == backend.dtype
+    assert_close(found, expected, backend.dtype)
+    assert torch.equal(found[0], arguments[0][0])  # nothing was evicted
+    assert not torch.equal(found[1], arguments[0][1])
+
+
+def test_what_a_launch_refuses(interpreter: Child) -> None:
+    states = some_states(3, 16, page=32)
+    outputs, lse, queries = some_outputs(3, 2, 4, 16)
+    for arguments, said in (
+        ((outputs[:, :, :3], lse, queries), r"expected an output \(3, 2, 4, 16\)"),
+        ((outputs, lse[..., :3], queries), r"contiguous log-sum-exps \(3, 2, 4\)"),
+        (some_outputs(2, 2, 4, 16), "states of 2 sequences"),
+    ):
+        with pytest.raises(InvariantError, match=said):
+            interpreter.call(CORRECT, "correction_triton", states, *arguments, SCALE)
