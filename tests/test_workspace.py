@@ -38,9 +38,11 @@ PAGED_KERNELS = (
     "key_distances",
     "keydiff_scores",
     "merge_groups",
+    "merge_into",
     "moment_residuals",
     "nearest_keys",
     "neighbour_cosines",
+    "spread_values",
     "value_norms_l1",
     "value_norms_l2",
     "value_residuals",
@@ -94,7 +96,7 @@ def measured(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> int:
     Kernels that GPUs have of their own are taken to need nothing but their results, as on a GPU.
     """
     monkeypatch.setattr(scores_torch, "TILE_BYTES", scores_torch.DEVICE_TILE_BYTES)
-    monkeypatch.setattr(LayerView, "head_slices", lambda view, num_bytes=4: [slice(0, 4)])
+    monkeypatch.setattr(LayerView, "head_slices", lambda view: [slice(0, 4)])
     runner, num_blocks = make_runner(pipeline), SHAPE.num_blocks
     position = num_blocks * SHAPE.block_size + 5
     plan = EventPlan(

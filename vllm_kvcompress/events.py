@@ -213,13 +213,16 @@ class EventRunner:
             paged.compact_pages(view.pages.body, selection.page_counts, kept, pages)
             return
         heads = selection.heads(size)
-        keys = (view.keys if merged.keys is None else merged.keys)[heads, kept]
-        if merged.values is not None:
-            values = merged.values[heads, kept]
-        elif event.pipeline.needs.any_values:
-            values = view.values[heads, kept]
-        else:
-            values = pool.take_values(sources.body[heads, kept // size], kept % size)
+        # What the policy has gathered is at hand; the rest is read where it lies.
+        gathered = view.pages is None
+        keys, values = merged.keys, merged.values
+        if keys is None and gathered:
+            keys = view.keys
+        if values is None and gathered and event.pipeline.needs.any_values:
+            values = view.values
+        taken = (sources.body[heads, kept // size], kept % size)
+        keys = pool.take_keys(*taken) if keys is None else keys[heads, kept]
+        values = pool.take_values(*taken) if values is None else values[heads, kept]
         shape = (pages.numel(), size, pool.head_size)
         pool.write(pages, keys.view(shape), values.view(shape))
 

@@ -51,6 +51,10 @@ class PagePool(ABC):
         """[...] page ids -> [..., block_size, head_size] values (a copy)."""
 
     @abstractmethod
+    def take_keys(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
+        """[N] page ids and tokens within them -> [N, head_size] keys (a copy)."""
+
+    @abstractmethod
     def take_values(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
         """[N] page ids and tokens within them -> [N, head_size] values (a copy)."""
 
@@ -126,6 +130,11 @@ class PackedPagePool(PagePool):
         """As `PagePool.values`."""
         return self.value_packing.to_rows(self._halves(2 * page_ids + 1))
 
+    def take_keys(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
+        """As `PagePool.take_keys`."""
+        half = self.pages.shape[1] // 2
+        return self.key_packing.take_rows(self.pages[:, :half], page_ids, tokens)
+
     def take_values(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
         """As `PagePool.take_values`."""
         half = self.pages.shape[1] // 2
@@ -158,6 +167,10 @@ class InterleavedPagePool(PagePool):
     def values(self, page_ids: Tensor) -> Tensor:
         """As `PagePool.values`."""
         return self._rows[..., self.head_size :][page_ids]
+
+    def take_keys(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
+        """As `PagePool.take_keys`."""
+        return self._rows[..., : self.head_size][page_ids, tokens]
 
     def take_values(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
         """As `PagePool.take_values`."""

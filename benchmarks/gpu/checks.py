@@ -108,6 +108,9 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     yield "moment_residuals", lambda k: [k.moment_residuals(entries, moments, 0.1)]
     yield "correct_with_moments", lambda k: [_corrected(k, moments, chunk)]
     yield "nearest_keys", lambda k: k.nearest_keys(entries, ~evicted)[:1]
+    shares, nearest = weights * evicted, paged_torch.nearest_keys(entries, ~evicted)[1]
+    yield "spread_values", lambda k: [k.spread_values(entries, ~evicted, shares, 32)]
+    yield "merge_into", lambda k: k.merge_into(entries, ~evicted, nearest, shares * wanted)
     yield "compact_pages", lambda k: [_compacted(k, entries)]
 
 

@@ -328,3 +328,42 @@ def value_residuals(entries: Any, weights: Any, order: int, num_pairs: int) -> l
                     norms[j] = sum(abs(x) ** order for x in rest[j]) ** (1 / order)
             found[apart].append(norms)
     return found
+
+
+def spread(entries: Any, kept: Any, shares: Any, num_targets: int) -> list[list[Vector]]:
+    """[S][capacity][D]: each evicted value's share goes to the next kept ones (CaM)."""
+    found = []
+    for s, values in enumerate(rows_of(entries, 1)):
+        room = entries.page_table.shape[1] * entries.block_size
+        rows = [[0.0] * entries.head_size for _ in range(room)]
+        for j, value in enumerate(values):
+            if kept[s, j]:
+                rows[j] = [x + y for x, y in zip(rows[j], value, strict=True)]
+                continue
+            later = [t for t in range(j + 1, len(values)) if kept[s, t]][:num_targets]
+            for t in later:
+                given = [float(shares[s, j]) * x for x in value]
+                rows[t] = [x + y for x, y in zip(rows[t], given, strict=True)]
+        found.append(rows)
+    return found
+
+
+def merged_into(
+    entries: Any, which: int, kept: Any, targets: Any, weights: Any
+) -> list[list[Vector]]:
+    """[S][capacity][D]: kept rows averaged with those that go to them (D2O)."""
+    found = []
+    for s, held in enumerate(rows_of(entries, which)):
+        room = entries.page_table.shape[1] * entries.block_size
+        rows = [[0.0] * entries.head_size for _ in range(room)]
+        for t in range(len(held)):
+            if not kept[s, t]:
+                continue
+            coming = [j for j in range(len(held)) if weights[s, j] > 0 and int(targets[s, j]) == t]
+            whole = 1 + sum(float(weights[s, j]) for j in coming)
+            rows[t] = [
+                (held[t][c] + sum(float(weights[s, j]) * held[j][c] for j in coming)) / whole
+                for c in range(entries.head_size)
+            ]
+        found.append(rows)
+    return found

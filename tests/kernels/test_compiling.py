@@ -139,6 +139,16 @@ def test_nearest(compiler: Child, head_size: int, block_size: int) -> None:
     assert "wgmma" in found["_nearest_kernel"].ptx
 
 
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128), (256, 32)])
+def test_what_kept_entries_receive(compiler: Child, head_size: int, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, head_size, BF16)
+    kept, weights = entries.valid(), random(2, entries.capacity)
+    found = check(compiler, "spread_triton.spread_values", 1, entries, kept, weights, 32)
+    assert "mma" in found["_spread_kernel"].ptx
+    targets = torch.zeros(2, entries.capacity, dtype=torch.int64)
+    check(compiler, "merge_into_triton.merge_into", 4, entries, kept, targets, weights)
+
+
 @pytest.mark.parametrize("num_heads", [2, 40])
 def test_selection(compiler: Child, num_heads: int) -> None:
     scores = random(num_heads, 5008)

@@ -24,7 +24,9 @@ CASES: list[tuple[str, dict[str, object], set[str]]] = [
     ("pyramidkv+criticalkv", {"norm": "l2"}, {"window_mass", "value_norms_l2", "compact_pages"}),
     ("momentkv", {}, {"window_mass", "moment_residuals", "add_to_moments", "compact_pages"}),
     ("snapkv+obcache", {}, {"window_perturbation", "compact_pages"}),
-    ("d2o", {}, {"window_mass", "nearest_keys", "compact_pages"}),
+    ("d2o", {}, {"window_mass", "nearest_keys", "merge_into", "compact_pages"}),
+    ("streamingllm+cam", {}, {"window_mass", "spread_values"}),
+    ("h2o+cam", {"draw": "expected"}, {"window_mass", "spread_values"}),
     (
         "kvmerger",
         {},

@@ -10,6 +10,7 @@ from vllm_kvcompress.kernels.moments_torch import (
 from vllm_kvcompress.kernels.nearest_torch import nearest_keys
 from vllm_kvcompress.kernels.neighbours_torch import key_distances, neighbour_cosines
 from vllm_kvcompress.kernels.perturbation_torch import window_perturbation
+from vllm_kvcompress.kernels.received_torch import merge_into, spread_values
 from vllm_kvcompress.kernels.scores_torch import (
     keydiff_scores,
     max_or_mean_pool,
@@ -26,10 +27,12 @@ __all__ = [
     "key_distances",
     "keydiff_scores",
     "max_or_mean_pool",
+    "merge_into",
     "moment_residuals",
     "moment_size",
     "nearest_keys",
     "neighbour_cosines",
+    "spread_values",
     "value_norms_l1",
     "value_norms_l2",
     "value_residuals",

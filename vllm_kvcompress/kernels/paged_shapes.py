@@ -169,6 +169,24 @@ def merge_groups(
     return keys, torch.empty_like(keys)
 
 
+def merge_into(
+    entries: PagedEntries, kept: Tensor, targets: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `paged_torch.merge_into`."""
+    keys = entries.pages.new_empty(entries.num_sequences, entries.capacity, entries.head_size)
+    sums = torch.empty_like(keys, dtype=torch.float32)
+    values = torch.empty_like(keys)
+    del sums
+    return keys, values
+
+
+def spread_values(entries: PagedEntries, kept: Tensor, shares: Tensor, num_targets: int) -> Tensor:
+    """As `paged_torch.spread_values`."""
+    numbers = kept.cumsum(dim=1, dtype=torch.int32)
+    del numbers
+    return entries.pages.new_empty(entries.num_sequences, entries.capacity, entries.head_size)
+
+
 def _attended(queries: Tensor, with_lse: bool, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Outputs and, if wanted, log-sum-exps; what a step takes is not measured here."""
     lse = torch.empty(queries.shape[:-1], device=queries.device) if with_lse else None

@@ -14,6 +14,7 @@ from vllm_kvcompress.kernels import (
     nearest_torch,
     neighbours_torch,
     perturbation_torch,
+    received_torch,
     scores_torch,
     value_residuals_torch,
 )
@@ -324,6 +325,45 @@ def merge_groups(
         means = (sums / whole[..., None]).to(rows.dtype)
         merged.append(torch.where((size == 1)[..., None], rows, means))
     return merged[0], merged[1]
+
+
+def merge_into(
+    entries: PagedEntries, kept: Tensor, targets: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Means of kept entries, of weight 1, and of those that go to them (D2O).
+
+    Args:
+        entries: S = KV heads.
+        kept: [S, capacity] bool; entries behind the lengths do not count.
+        targets: [S, capacity] int64 the kept entry that each one goes to.
+        weights: [S, capacity] fp32, not negative; 0 for entries that go nowhere, and behind the
+            lengths.
+
+    Returns:
+        [S, capacity, D] keys and values in the pages' type; 0 for entries that are not kept.
+    """
+    gone = ~(kept & entries.valid())[..., None]
+    keys, values = (
+        received_torch.merge_into(rows, targets, weights).masked_fill(gone, 0)
+        for rows in (entries.keys(), entries.values())
+    )
+    return keys, values
+
+
+def spread_values(entries: PagedEntries, kept: Tensor, shares: Tensor, num_targets: int) -> Tensor:
+    """[S, capacity, D] values with what evicted entries before them give (CaM); 0 if not kept.
+
+    Args:
+        entries: S = KV heads.
+        kept: [S, capacity] bool; entries behind the lengths do not count.
+        shares: [S, capacity] fp32 part of a value that each of the next `num_targets` kept
+            entries gets; 0 for kept entries, anything behind the lengths.
+        num_targets: fewer where not so many follow.
+    """
+    valid = entries.valid()
+    kept, shares = kept & valid, shares.masked_fill(~valid, 0)
+    values = received_torch.spread_values(entries.values(), kept, shares, num_targets)
+    return values.masked_fill(~kept[..., None], 0)
 
 
 def whole_bias(entries: PagedEntries, bias: Tensor) -> Tensor:

@@ -162,17 +162,14 @@ class LayerView:
         object.__setattr__(changed, "accumulated", accumulated)
         return changed
 
-    def head_slices(self, num_bytes: int = 4) -> list[slice]:
-        """Heads that a policy may go through at once, with temporaries of [heads, n, D].
+    def head_slices(self) -> list[slice]:
+        """Heads that a policy may go through at once, with temporaries of [heads, n, D] in fp32.
 
         On the CPU one, so that temporaries stay in its cache; elsewhere as many as fit a tile.
-
-        Args:
-            num_bytes: of a number of theirs, times how many of them are alive at once if many.
         """
         at_once = 1
         if self.device.type != "cpu":
-            entry_bytes = num_bytes * self.head_size
+            entry_bytes = 4 * self.head_size
             at_once = max(1, tile_bytes(self.device) // max(1, self.num_entries * entry_bytes))
         return [slice(first, first + at_once) for first in range(0, self.num_heads, at_once)]
 

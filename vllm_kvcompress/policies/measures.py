@@ -152,3 +152,31 @@ def merged_groups(
     weights = (key_weights.contiguous(), value_weights.contiguous())
     keys, values = paged.merge_groups(view.pages.body, link.contiguous(), *weights, turns)
     return keys, values
+
+
+def spread_values(view: LayerView, kept: Tensor, shares: Tensor, num_targets: int) -> Tensor:
+    """[H, n, D] values; kept ones with the shares of those before, as `kernels.spread_values`."""
+    if view.pages is not None:
+        return paged.spread_values(view.pages.body, kept, shares.float(), num_targets)
+    parts = []
+    for h in view.head_slices():
+        values = finite(view.values[h], view.valid[h])
+        parts.append(kernels.spread_values(values, kept[h], shares[h], num_targets))
+    return torch.cat(parts)
+
+
+def merged_into(
+    view: LayerView, kept: Tensor, targets: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[H, n, D] keys and values; kept ones with those that go to them, as `kernels.merge_into`."""
+    if view.pages is not None:
+        keys, values = paged.merge_into(view.pages.body, kept, targets, weights)
+        return keys, values
+    merged = []
+    for rows in (view.keys, view.values):
+        parts = []
+        for h in view.head_slices():
+            clean = finite(rows[h], view.valid[h])
+            parts.append(kernels.merge_into(clean, targets[h], weights[h]))
+        merged.append(torch.cat(parts))
+    return merged[0], merged[1]

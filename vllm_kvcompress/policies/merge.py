@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.scores_torch import finite
 from vllm_kvcompress.policies.base import LayerView, Merged, Needs
-from vllm_kvcompress.policies.measures import nearest_keys
+from vllm_kvcompress.policies.measures import merged_into, nearest_keys, spread_values
 
 
 @dataclass(frozen=True)
@@ -60,11 +59,7 @@ class CacheMerging:
         if self.draw == "random":
             share = (_uniform(view) < share).double()
         share = share.masked_fill(~evicted | (count == 0), 0) / count.clamp_min(1)
-        parts = [
-            _with_received(finite(view.values[h], valid[h]), share[h], first[h], last[h], kept[h])
-            for h in view.head_slices(num_bytes=4 * 8)  # four temporaries in fp64
-        ]
-        return Merged(values=torch.cat(parts))
+        return Merged(values=spread_values(view, kept, share, self.num_targets))
 
 
 @dataclass(frozen=True)
@@ -100,40 +95,8 @@ class SimilarKeys:
         mean = best.sum(dim=1) / evicted.sum(dim=1).clamp_min(1)
         theta = mean if view.state is None else (view.state[:, 0] + mean) / 2
         weight = best.masked_fill(~evicted | (best < theta[:, None]), 0).clamp_min(0)
-        total = 1 + torch.zeros_like(weight).scatter_add(1, target, weight)
-
-        def merged(entries: Tensor, h: slice) -> Tensor:
-            wide = finite(entries[h], valid[h]).float()
-            index = target[h, :, None].expand_as(wide)
-            sums = wide.scatter_add(1, index, weight[h, :, None] * wide)
-            return (sums / total[h, :, None]).to(entries.dtype)
-
-        heads = view.head_slices()
-        keys = torch.cat([merged(view.keys, h) for h in heads])
-        values = torch.cat([merged(view.values, h) for h in heads])
+        keys, values = merged_into(view, kept, target, weight)
         return Merged(keys, values, theta[:, None])
-
-
-def _with_received(
-    values: Tensor, share: Tensor, first: Tensor, last: Tensor, kept: Tensor
-) -> Tensor:
-    """[H, n, D] values, kept ones with what the others add to them.
-
-    Args:
-        values: [H, n, D].
-        share: [H, n] fp64 of each value that goes to each of its targets.
-        first, last: [H, n] int64 its targets: kept entries by number, [first, last).
-        kept: [H, n] bool.
-    """
-    added = share[..., None] * values.double()
-    # What reaches a number: everything whose range has begun and not ended.
-    wide = (-1, -1, added.shape[2])
-    steps = added.new_zeros(added.shape[0], added.shape[1] + 1, added.shape[2])
-    steps.scatter_add_(1, first[..., None].expand(*wide), added)
-    steps.scatter_add_(1, last[..., None].expand(*wide), added.neg_())
-    number = (kept.cumsum(dim=1) - 1).clamp_min(0)
-    received = steps.cumsum(dim=1).gather(1, number[..., None].expand(*wide))
-    return (values.double() + received * kept[..., None]).to(values.dtype)
 
 
 def _running_sums(mass: Tensor, number: Tensor, kept: Tensor) -> Tensor:
