@@ -178,7 +178,8 @@ class InterleavedPagePool(PagePool):
 
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
         """As `PagePool.write`."""
-        self._rows[page_ids] = torch.cat((keys, values), dim=-1)
+        self._rows[..., : self.head_size][page_ids] = keys
+        self._rows[..., self.head_size :][page_ids] = values
 
     def entries(self, page_table: Tensor, lengths: Tensor) -> PagedEntries:
         """Sequences' entries, as kernels over pages take them.
