@@ -124,7 +124,7 @@ class EventViews:
             return None
         runs = self.carried.of_heads(event.pipeline, *_only(event.slot, layer))
         size = event.pipeline.state_size(self.pool.head_size)
-        return runs.of_layer(0, self.pool).gathered(size)
+        return runs.of_layer(0, self.pool).whole(size)
 
     def _bias(self, event: Event, layer: int, width: int) -> Tensor | None:
         """[num_heads, width] biases of what the former event kept; None where there are none."""

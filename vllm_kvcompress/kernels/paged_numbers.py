@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 
@@ -82,13 +83,24 @@ class PagedNumbers:
 
     def gathered(self, width: int) -> Tensor:
         """[S, width] fp32 first numbers of each sequence, zeros behind its last one (a copy)."""
-        nth = torch.arange(width, device=self.device)
-        held = nth < self.lengths[:, None]
-        number = (self.starts[:, None] + nth).masked_fill(~held, 0)
-        page_size = self.pages.shape[1]
-        table = self.page_table.repeat_interleave(self.sequences_per_row, dim=0)
-        page_ids = table.to(torch.int64).gather(1, number // page_size).masked_fill(~held, 0)
-        return self.pages[page_ids, number % page_size].masked_fill(~held, 0)
+        runs = self._runs(functional.pad(self._rows(), (0, width)), width)
+        behind = torch.arange(width, device=self.device) >= self.lengths[:, None]
+        return runs.masked_fill_(behind, 0)
+
+    def whole(self, length: int) -> Tensor:
+        """[S, length] fp32 numbers of sequences that all have as many (a copy)."""
+        return self._runs(self._rows(), length)
+
+    def _rows(self) -> Tensor:
+        """[S / H, any] fp32 numbers of the pages of each row of the table (a copy)."""
+        page_ids = self.page_table.to(torch.int64).clamp(0, len(self.pages) - 1)
+        return self.pages[page_ids].flatten(1)
+
+    def _runs(self, rows: Tensor, width: int) -> Tensor:
+        """[S, width] fp32 so many numbers from each start on (a copy, run by run)."""
+        of_row = torch.arange(len(rows), device=self.device)
+        of_row = of_row.repeat_interleave(self.sequences_per_row, output_size=self.num_sequences)
+        return rows.unfold(1, width, 1)[of_row, self.starts.to(torch.int64)]
 
 
 def check_bias(entries: PagedEntries, bias: PagedNumbers | None) -> None:

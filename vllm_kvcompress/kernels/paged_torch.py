@@ -229,7 +229,7 @@ def correct_with_moments(
         queries: [S, G, m, D].
         scale: softmax scale.
     """
-    rows = state.gathered(moments_torch.moment_size(queries.shape[3]))
+    rows = state.whole(moments_torch.moment_size(queries.shape[3]))
     outputs.copy_(moments_torch.correct_with_moments(outputs, lse, queries, rows, scale))
 
 
