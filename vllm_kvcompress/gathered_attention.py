@@ -18,6 +18,7 @@ from vllm_kvcompress.events import EventRunner
 from vllm_kvcompress.kernels import attention_with_lse, paged
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.pages import InterleavedPagePool, PagePool
+from vllm_kvcompress.query_rows import Places, places, rows_at
 from vllm_kvcompress.resident_batch import HostNumbers, ResidentBatch
 from vllm_kvcompress.transfers import upload
 
@@ -29,15 +30,14 @@ class QueryGroup:
     S = N * num_heads sequences, one for each of their heads.
 
     Attributes:
-        tokens: [N * m] int64 places of their queries among the batch's tokens; a slice where these
-            lie one behind the other.
+        tokens: [N * m] places of their queries among the batch's tokens.
         num_queries: m.
         page_table: [num_layers, S, width] int32 page ids.
         lengths: [num_layers, S] int32 resident tokens.
         carried: what attention reads of what the policy carries; None: nothing.
     """
 
-    tokens: Tensor | slice
+    tokens: Places
     num_queries: int
     page_table: Tensor
     lengths: Tensor
@@ -69,9 +69,7 @@ def _query_group(
 ) -> QueryGroup:
     device = batch.page_table.device
     first = starts[batch.rows[requests]].astype(np.int64)
-    tokens: Tensor | slice = slice(int(first[0]), int(first[-1]) + num_queries)
-    if (np.diff(first) != num_queries).any():
-        tokens = upload(first, device)
+    tokens = places((first[:, None] + np.arange(num_queries)).flatten(), device)
     if len(requests) == len(batch.rows):
         return QueryGroup(tokens, num_queries, batch.page_table, batch.seq_lens, batch.carried)
     num_heads = batch.page_table.shape[1] // len(batch.rows)
@@ -106,24 +104,21 @@ def gathered_attention(
         scale: of the logits.
     """
     pool, pipeline = runner.pool, runner.pipeline
-    rows, in_place = queries[group.tokens], isinstance(group.tokens, slice)
-    out_rows = outputs[group.tokens] if in_place else torch.empty_like(rows)
-    mine = group.by_head(rows, pool.num_heads).flatten(0, 1)
-    out = group.by_head(out_rows, pool.num_heads).view(mine.shape)
     carried = None if group.carried is None else group.carried.of_layer(layer, pool)
     bias = carried if pipeline.weighs_entries else None
     where = (group.page_table[layer], group.lengths[layer])
-    wanted = (mine, scale, bias, pipeline.corrects, out)
-    if isinstance(pool, InterleavedPagePool):
-        lse = _over_pages(pool, *where, *wanted)
-    else:
-        lse = _over_copies(pool, *where, *wanted)
-    if pipeline.corrects:
-        assert carried is not None
-        assert lse is not None
-        paged.correct_with_moments(carried, out, lse, mine, scale)
-    if not in_place:
-        outputs[group.tokens] = out_rows
+    with rows_at(group.tokens, queries, outputs) as (rows, out_rows):
+        mine = group.by_head(rows, pool.num_heads).flatten(0, 1)
+        out = group.by_head(out_rows, pool.num_heads).view(mine.shape)
+        wanted = (mine, scale, bias, pipeline.corrects, out)
+        if isinstance(pool, InterleavedPagePool):
+            lse = _over_pages(pool, *where, *wanted)
+        else:
+            lse = _over_copies(pool, *where, *wanted)
+        if pipeline.corrects:
+            assert carried is not None
+            assert lse is not None
+            paged.correct_with_moments(carried, out, lse, mine, scale)
 
 
 def _over_pages(

@@ -25,6 +25,7 @@ from vllm_kvcompress.events import EventRunner
 from vllm_kvcompress.gathered_attention import QueryGroup, gathered_attention, query_groups
 from vllm_kvcompress.packings import Packing, find_packing
 from vllm_kvcompress.pages import PackedPagePool, PagePool, flat_pages
+from vllm_kvcompress.query_rows import EVERY_ROW, Places, places, rows_at
 from vllm_kvcompress.resident_batch import ResidentBatch
 from vllm_kvcompress.vllm_plugin.attention.sequences import HostNumbers, sequences
 from vllm_kvcompress.vllm_plugin.group_state import GroupStep
@@ -35,18 +36,20 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
+CPU = torch.device("cpu")
+
 
 @dataclass
 class Subset:
     """Some sequences of a batch, as the kernel wants them.
 
     Attributes:
-        index: [T] int64 rows of the flattened queries that belong to them; None: all, in order.
+        where: [T] rows of the flattened queries that belong to them.
         query_start_loc: [S + 1] int32.
         schedules: kernel schedules, one per layer or one for all.
     """
 
-    index: Tensor | None
+    where: Places
     query_start_loc: Tensor
     schedules: list[Tensor]
 
@@ -139,17 +142,17 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     ) -> Subset:
         """Compressed requests: a sequence per (request, head), in that order."""
         num_heads = self.num_kv_heads
-        index = None
+        where = EVERY_ROW
         if common.max_query_len == 1 and len(batch.whole) == 0:
             query_start_loc = torch.arange(batch.seq_lens.shape[1] + 1, dtype=torch.int32)
         else:
-            places, own_starts = sequences(starts, batch.rows, num_heads)
-            index, query_start_loc = torch.from_numpy(places), torch.from_numpy(own_starts)
+            rows, own_starts = sequences(starts, batch.rows, num_heads)
+            where, query_start_loc = places(rows, CPU), torch.from_numpy(own_starts)
         schedules = [
             self._schedule(seq_lens, query_start_loc, self.num_heads // num_heads, 1)
             for seq_lens in batch.seq_lens[: 1 if batch.alike else None]
         ]
-        return Subset(index, query_start_loc, schedules)
+        return Subset(where, query_start_loc, schedules)
 
     def _whole(
         self, batch: ResidentBatch, common: CommonAttentionMetadata, starts: HostNumbers
@@ -161,7 +164,7 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         query_start_loc = torch.from_numpy(own_starts)
         seq_lens = common.seq_lens[batch.device_whole]
         schedule = self._schedule(seq_lens, query_start_loc, self.num_heads, self.num_kv_heads)
-        return Subset(torch.from_numpy(tokens), query_start_loc, [schedule])
+        return Subset(places(tokens, CPU), query_start_loc, [schedule])
 
     def _schedule(
         self, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_kv_heads: int
@@ -279,26 +282,23 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
     ) -> None:
         """One kernel call over the sequences of `subset`; writes their rows of the output."""
         key_cache, value_cache = cache.chunk(2, dim=2)
-        query = rows if subset.index is None else rows[subset.index]
-        output = out_rows if subset.index is None else torch.empty_like(query)
-        ops.cpu_attention_with_kv_cache(
-            query=query,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            output=output,
-            query_start_loc=subset.query_start_loc,
-            seq_lens=seq_lens,
-            scale=self.scale,
-            causal=True,
-            alibi_slopes=self.alibi_slopes,
-            sliding_window=self.sliding_window,
-            block_table=block_table,
-            softcap=self.logits_soft_cap,
-            scheduler_metadata=schedule,
-            s_aux=self.sinks,
-        )
-        if subset.index is not None:
-            out_rows[subset.index] = output
+        with rows_at(subset.where, rows, out_rows) as (query, output):
+            ops.cpu_attention_with_kv_cache(
+                query=query,
+                key_cache=key_cache,
+                value_cache=value_cache,
+                output=output,
+                query_start_loc=subset.query_start_loc,
+                seq_lens=seq_lens,
+                scale=self.scale,
+                causal=True,
+                alibi_slopes=self.alibi_slopes,
+                sliding_window=self.sliding_window,
+                block_table=block_table,
+                softcap=self.logits_soft_cap,
+                scheduler_metadata=schedule,
+                s_aux=self.sinks,
+            )
 
 
 def page_pool(layers, spec: AttentionSpec) -> PagePool:

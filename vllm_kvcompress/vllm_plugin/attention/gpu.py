@@ -20,6 +20,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.gathered_attention import QueryGroup, gathered_attention, query_groups
 from vllm_kvcompress.pages import InterleavedPagePool, PagePool, flat_pages
+from vllm_kvcompress.query_rows import EVERY_ROW, Places, places, rows_at
 from vllm_kvcompress.resident_batch import ResidentBatch
 from vllm_kvcompress.transfers import upload
 from vllm_kvcompress.vllm_plugin.attention.sequences import sequences
@@ -40,11 +41,11 @@ class Subset:
 
     Attributes:
         metadata: vLLM's own, for these requests alone.
-        index: [T] int64 rows of the queries that belong to them; None: all, in order.
+        where: [T] rows of the queries that belong to them.
     """
 
     metadata: Any
-    index: Tensor | None
+    where: Places
 
 
 @dataclass
@@ -167,13 +168,13 @@ class CompressedGPUBuilder:
         """Compressed requests: a sequence per (request, head), in that order."""
         spec = self.kv_cache_spec
         num_heads, num_sequences = spec.num_kv_heads, batch.seq_lens.shape[1]
-        num_tokens, longest, index = num_sequences, 1, None
+        num_tokens, longest, where = num_sequences, 1, EVERY_ROW
         if common.max_query_len == 1 and len(batch.whole) == 0:
             query_start_loc = self._count_to(num_sequences)
         else:
-            places, own_starts = sequences(starts, batch.rows, num_heads)
-            index, query_start_loc = (upload(each, self.device) for each in (places, own_starts))
-            num_tokens, longest = len(places), int(np.diff(own_starts).max())
+            rows, own_starts = sequences(starts, batch.rows, num_heads)
+            where, query_start_loc = places(rows, self.device), upload(own_starts, self.device)
+            num_tokens, longest = len(rows), int(np.diff(own_starts).max())
         group = CompressedGPUBackend.state.num_query_heads // num_heads
         ragged = replace(
             metadata,
@@ -183,7 +184,7 @@ class CompressedGPUBuilder:
             max_seq_len=batch.page_table.shape[2] * spec.block_size,
             **self.ragged_changes(num_sequences, group, spec.head_size),
         )
-        return Subset(ragged, index)
+        return Subset(ragged, where)
 
     def _whole(
         self, batch: ResidentBatch, common: CommonAttentionMetadata, starts
@@ -193,7 +194,7 @@ class CompressedGPUBuilder:
         if len(rows) == 0:
             return None
         tokens, own_starts = sequences(starts, rows)
-        index, there = upload(tokens, self.device), batch.device_whole
+        where, there = places(tokens, self.device), batch.device_whole
         mine = replace(
             common,
             query_start_loc=upload(own_starts, self.device),
@@ -204,9 +205,9 @@ class CompressedGPUBuilder:
             num_actual_tokens=len(tokens),
             max_query_len=int(np.diff(own_starts).max()),
             block_table_tensor=common.block_table_tensor[there],
-            slot_mapping=common.slot_mapping[index],
+            slot_mapping=common.slot_mapping[where],
         )
-        return Subset(super().build(0, mine), index)
+        return Subset(super().build(0, mine), where)
 
     def _count_to(self, number: int) -> Tensor:
         """[number + 1] int32: 0, 1, 2 and so on."""
@@ -356,9 +357,6 @@ def _attend(
     out_rows: Tensor,
 ) -> None:
     """vLLM's attention over the sequences of `subset`; writes their rows of the output."""
-    query = rows if subset.index is None else rows[subset.index]
-    output = out_rows if subset.index is None else torch.empty_like(query)
-    # Keys and values are in the cache already; what stands here for them is not read.
-    forward(layer, query, query, query, cache, subset.metadata, output)
-    if subset.index is not None:
-        out_rows[subset.index] = output
+    with rows_at(subset.where, rows, out_rows) as (query, output):
+        # Keys and values are in the cache already; what stands here for them is not read.
+        forward(layer, query, query, query, cache, subset.metadata, output)
