@@ -60,7 +60,7 @@ class ResidentBatch(BatchRows):
     page_table: Tensor
     seq_lens: Tensor
     alike: bool
-    carried: CarriedRuns | None
+    carried: CarriedRuns | None = None
 
 
 @dataclass
@@ -81,7 +81,7 @@ class _Gathered:
     excess: Tensor
     alike: bool
     limits: Books
-    carried: CarriedRuns | None
+    carried: CarriedRuns | None = None
 
 
 class ResidentBatches:
