@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,10 +16,11 @@ from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.resident_batch import ResidentBatches
 
 _REQUEST = "warm-up"
+CHUNK = 32  # queries that take the larger of a kernel's two sizes, whatever the group
 
 
 def warm_up(runner: EventRunner, num_query_heads: int, gathers: bool, block: int) -> None:
-    """An event of every policy, and attention to what it keeps, on a block that nobody reads.
+    """Events of every policy, and attention to what they keep, on a block that nobody reads.
 
     Args:
         runner: with no requests yet.
@@ -29,30 +32,31 @@ def warm_up(runner: EventRunner, num_query_heads: int, gathers: bool, block: int
     mine = pool.pages[block * pool.pages_per_block : (block + 1) * pool.pages_per_block]
     mine.zero_()
     for name, pipeline in runner.pipelines.items():
-        plan = _plan(runner, name, pipeline, block)
-        row = torch.full((plan.end_block + 2,), block, dtype=torch.int32, device=pool.device)
-        queries = pool.pages.new_zeros((max(2, plan.window_size), num_query_heads, pool.head_size))
-        if plan.window_size:
-            _record(runner, plan, queries, block)
-        event = runner.begin(plan, row)
-        for layer in range(pool.num_layers):
-            runner.run_layer(event, layer, 1.0)
-        runner.finish(event)
+        plans = _plans(runner, name, pipeline, block)
+        blocks = plans[-1].end_block + 2
+        row = torch.full((blocks,), block, dtype=torch.int32, device=pool.device)
+        most = max(CHUNK, plans[0].window_size)
+        queries = pool.pages.new_zeros((most, num_query_heads, pool.head_size))
+        for plan in plans:
+            _compress(runner, plan, row, queries, block)
         if gathers:
-            _attend(runner, plan, row, queries)
+            _attend(runner, plans[-1], row, queries)
         runner.tables.release(_REQUEST)
         runner.windows.release(_REQUEST)
     mine.zero_()
 
 
-def _plan(runner: EventRunner, name: str, pipeline: Pipeline, block: int) -> EventPlan:
-    """Of the smallest event that has everything: a window, a partial block, room for state."""
+def _plans(runner: EventRunner, name: str, pipeline: Pipeline, block: int) -> list[EventPlan]:
+    """Of the smallest events that have everything: a window, a partial block, room for state.
+
+    The second, which finds what the first has left, only where requests are compressed again.
+    """
     pool, window = runner.pool, pipeline.needs.window_size
     num_kept = pipeline.least_blocks(
         pool.num_heads, pool.head_size, pool.block_size, pool.page_bytes
     )
     num_blocks = max(2 * num_kept, window // pool.block_size + 2)
-    return EventPlan(
+    first = EventPlan(
         request_id=_REQUEST,
         group=0,
         policy=name,
@@ -64,6 +68,30 @@ def _plan(runner: EventRunner, name: str, pipeline: Pipeline, block: int) -> Eve
         resident_blocks=0,
         fresh_block_ids=(block,) * num_kept,
     )
+    again = replace(
+        first,
+        position=first.position + num_blocks * pool.block_size,
+        first_block=num_blocks,
+        end_block=2 * num_blocks,
+        resident_blocks=num_kept,
+    )
+    return [first, again] if pipeline.repeats else [first]
+
+
+def _compress(
+    runner: EventRunner, plan: EventPlan, row: Tensor, queries: Tensor, block: int
+) -> None:
+    """One event, as a step runs it."""
+    if plan.resident_blocks:
+        slot = np.array([runner.tables.slots[_REQUEST]])
+        tokens, rows = np.array([plan.position]), np.zeros(1, dtype=np.int64)
+        runner.tables.extend_tails(slot, rows, row[None], tokens)
+    if plan.window_size:
+        _record(runner, plan, queries, block)
+    event = runner.begin(plan, row)
+    for layer in range(runner.pool.num_layers):
+        runner.run_layer(event, layer, 1.0)
+    runner.finish(event)
 
 
 def _record(runner: EventRunner, plan: EventPlan, queries: Tensor, block: int) -> None:
@@ -81,15 +109,13 @@ def _record(runner: EventRunner, plan: EventPlan, queries: Tensor, block: int) -
 
 
 def _attend(runner: EventRunner, plan: EventPlan, row: Tensor, queries: Tensor) -> None:
-    """Attention of a generated token, and of a chunk of two."""
-    batches, num_tokens = (
-        ResidentBatches(runner.tables, runner.read_by_attention),
-        plan.position + 1,
-    )
+    """Attention of a generated token, and of a short and a longer chunk."""
+    batches = ResidentBatches(runner.tables, runner.read_by_attention)
+    num_tokens = plan.position + 1
     lengths = row.new_full((1,), num_tokens)
     batch = batches.read([_REQUEST], np.array([num_tokens]), lengths, row[None])
     assert batch is not None
-    for num_queries in (1, 2):
+    for num_queries in (1, 2, CHUNK):
         for group in query_groups(batch, np.array([0, num_queries])):
             rows = queries[:num_queries]
             gathered_attention(runner, 0, group, rows, torch.empty_like(rows), 1.0)

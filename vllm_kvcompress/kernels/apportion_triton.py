@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import expect
 from vllm_kvcompress.kernels.selection_torch import ROUNDING, SMALLEST_SHARE
 
@@ -36,7 +36,7 @@ def _ideal(weight, least, most, total):
     return tl.minimum(tl.maximum(multiple * weight, least), most)
 
 
-@triton.jit(do_not_specialize=["total", "num_heads"])
+@kernel("total", "num_heads")
 def _apportion_kernel(shares, floor, cap, pages, total, num_heads, HEADS: tl.constexpr):
     """pages [H] int64, by the largest remainders of the ideal division."""
     head = tl.arange(0, HEADS)

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 
 COPY_BYTES = 1 << 14  # that a program holds in registers
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@kernel("table_stride")
 def _compact_kernel(
     pages,
     page_table,

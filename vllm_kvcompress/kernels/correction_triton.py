@@ -9,7 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import NumbersArguments, on_device, padded
+from vllm_kvcompress.kernels.launch_triton import (
+    NumbersArguments,
+    kernel,
+    on_device,
+    padded,
+    query_rows,
+)
 from vllm_kvcompress.kernels.moments_torch import moment_size
 from vllm_kvcompress.kernels.paged_entries import check_out, expect
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
@@ -19,7 +25,7 @@ from vllm_kvcompress.kernels.paged_rows_triton import paged_numbers, sequence_nu
 ROWS_BYTES, CROSS_BYTES = 1 << 15, 1 << 14
 
 
-@triton.jit(do_not_specialize=["num_queries", "table_stride"])
+@kernel("num_queries", "table_stride")
 def _correct_kernel(
     outputs,
     lse,
@@ -104,7 +110,7 @@ def correct_with_moments(
     if outputs.numel() == 0:
         return
     most, numbers = ROWS_BYTES // (4 * padded(head_size)), NumbersArguments.of(state)
-    rows = min(most, padded(num_queries * group))
+    rows = query_rows(num_queries * group, most)
     with on_device(queries):
         _correct_kernel[(triton.cdiv(num_queries * group, rows), num_sequences)](
             outputs,

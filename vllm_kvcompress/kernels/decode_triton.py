@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
-from vllm_kvcompress.kernels.launch_triton import NumbersArguments, on_device, padded
+from vllm_kvcompress.kernels.launch_triton import NumbersArguments, kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, expect
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers, check_bias
 from vllm_kvcompress.kernels.paged_rows_triton import (
@@ -92,8 +92,7 @@ def _find_tile(lengths, tile, num_sequences, TILE: tl.constexpr, SCAN: tl.conste
     return sequence, before
 
 
-# Numbers that change from batch to batch must not make Triton compile again while serving.
-@triton.jit(do_not_specialize=["num_sequences", "table_stride", "bias_table_stride"])
+@kernel("num_sequences", "table_stride", "bias_table_stride")
 def _pieces_kernel(
     queries,
     pages,
@@ -187,7 +186,7 @@ def _pieces_kernel(
         sequence += 1
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_programs"])
+@kernel("num_sequences", "num_programs")
 def _reduce_kernel(
     piece_outputs,
     piece_maxima,

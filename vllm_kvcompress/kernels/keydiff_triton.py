@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets, tile_size
 
@@ -41,7 +41,7 @@ def _load_keys(
     return keys, 1.0 / tl.maximum(norms, 1e-8)
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_tiles"])
+@kernel("table_stride", "num_tiles")
 def _anchor_kernel(
     pages,
     page_table,
@@ -81,7 +81,7 @@ def _anchor_kernel(
     tl.store(parts + place, total, mask=dims < HEAD_SIZE)
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@kernel("table_stride", "capacity")
 def _cosine_kernel(
     pages,
     page_table,

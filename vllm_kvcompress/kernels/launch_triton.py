@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -17,11 +17,34 @@ from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
 FEWEST_ROWS = 16  # of any factor of a tl.dot
+MOST_ROWS = 128  # of queries that a program has
+# Tensors that may be parts of larger ones, and begin anywhere in these.
+PARTS = (
+    *("page_table", "lengths", "targets", "starts"),
+    *("bias_table", "bias_starts", "bias_lengths"),
+)
 
 
 def padded(size: int, least: int = FEWEST_ROWS) -> int:
     """The next power of two, which is what tiles are made of; masks hide the rest."""
     return max(least, int(triton.next_power_of_2(size)))
+
+
+def kernel(*changing: str) -> Any:
+    """`triton.jit` for kernels that are compiled once, whatever requests there are.
+
+    Triton compiles a kernel anew for numbers that are 1 or multiples of 16 and for tensors that do
+    not begin at a multiple of 16 bytes. A request would wait for that.
+
+    Args:
+        changing: names of numbers that change from step to step.
+    """
+    return triton.jit(do_not_specialize=changing, do_not_specialize_on_alignment=PARTS)
+
+
+def query_rows(number: int, most: int = MOST_ROWS) -> int:
+    """Rows of a program for so many queries: of two sizes, for which a kernel is compiled."""
+    return FEWEST_ROWS if number <= FEWEST_ROWS else most
 
 
 @contextmanager

@@ -13,14 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows
 
 TILE = 32  # entries at once, in fp32
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@kernel("table_stride", "capacity")
 def _add_kernel(
     pages,
     page_table,
@@ -51,7 +51,7 @@ def _add_kernel(
     tl.atomic_add(to, weight[:, None] * rows.to(tl.float32), mask=mask, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@kernel("table_stride", "capacity")
 def _mean_kernel(
     pages,
     page_table,

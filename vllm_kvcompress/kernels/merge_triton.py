@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.rotary_torch import Turns
 
@@ -42,7 +42,7 @@ def _turned(
     return key * tl.cos(angle) + tl.where(earlier, -1.0, 1.0)[None, :] * other * tl.sin(angle)
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@kernel("table_stride", "capacity")
 def _merge_kernel(
     pages,
     page_table,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.moments_torch import join_moments, moment_size
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets
@@ -22,7 +22,7 @@ TILE = 32  # entries at once, in fp32
 SPLIT_TILES = 16  # that a program reads: few, for enough programs, but each writes [D, D] numbers
 
 
-@triton.jit(do_not_specialize=["table_stride", "evicted_stride"])
+@kernel("table_stride", "evicted_stride")
 def _sums_kernel(
     pages,
     page_table,
@@ -65,7 +65,7 @@ def _sums_kernel(
     tl.store(sums + (part * 2 + 1) * HEAD_SIZE + dims, of_values, mask=dims < HEAD_SIZE)
 
 
-@triton.jit(do_not_specialize=["table_stride", "evicted_stride"])
+@kernel("table_stride", "evicted_stride")
 def _cross_kernel(
     pages,
     page_table,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows, tile_size
 
@@ -43,7 +43,7 @@ def _listed_keys(
     return keys, entries
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@kernel("table_stride", "capacity")
 def _norms_kernel(
     pages,
     page_table,
@@ -82,7 +82,7 @@ def _norms_kernel(
         tl.store(to, 1.0 / tl.maximum(norms, 1e-8), mask=nth < count)
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@kernel("table_stride", "capacity")
 def _nearest_kernel(
     pages,
     page_table,

@@ -9,12 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows, tile_size
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@kernel("table_stride", "capacity")
 def _compare_kernel(
     pages,
     page_table,

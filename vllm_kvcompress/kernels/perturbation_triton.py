@@ -15,13 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import MOST_ROWS, kernel, on_device, padded, query_rows
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, entry_offsets, tile_size
 from vllm_kvcompress.kernels.paged_shapes import perturbation_splits
 from vllm_kvcompress.kernels.window_rows_triton import (
     CHANGING,
-    MOST_ROWS,
     check_window,
     window_logits,
     window_rows,
@@ -30,7 +29,7 @@ from vllm_kvcompress.kernels.window_rows_triton import (
 VARIANTS = ("value", "key", "joint")
 
 
-@triton.jit(do_not_specialize=[*CHANGING, "num_splits", "num_tiles"])
+@kernel(*CHANGING, "num_splits", "num_tiles")
 def _pieces_kernel(
     queries,
     pages,
@@ -137,7 +136,7 @@ def _squared_changes(in_base_2, output, values, squares, VARIANT: tl.constexpr):
     return change
 
 
-@triton.jit(do_not_specialize=[*CHANGING, "capacity"])
+@kernel(*CHANGING, "capacity")
 def _change_kernel(
     queries,
     pages,
@@ -243,7 +242,7 @@ def window_perturbation(
     changes = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
     if changes.numel() == 0 or num_queries == 0:
         return changes
-    rows = min(MOST_ROWS, padded(num_rows))
+    rows = query_rows(num_rows)
     sizes = dict(
         GROUP=num_rows // num_queries,
         BLOCK_SIZE=entries.block_size,
@@ -251,7 +250,7 @@ def window_perturbation(
         TILE=tile_size(entries),
         ROWS=rows,
         DIMS=padded(entries.head_size),
-        num_warps=4 if rows <= 64 else 8,
+        num_warps=4 if rows < MOST_ROWS else 8,
     )
     strides = (
         queries.stride(0),

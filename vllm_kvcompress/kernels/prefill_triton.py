@@ -16,15 +16,20 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
-from vllm_kvcompress.kernels.launch_triton import NumbersArguments, on_device, padded
+from vllm_kvcompress.kernels.launch_triton import (
+    MOST_ROWS,
+    NumbersArguments,
+    kernel,
+    on_device,
+    padded,
+    query_rows,
+)
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, expect
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers, check_bias
 from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, sequence_numbers, tile_size
 
-MOST_ROWS = 128  # of a program
 
-
-@triton.jit(do_not_specialize=["num_queries", "table_stride", "bias_table_stride"])
+@kernel("num_queries", "table_stride", "bias_table_stride")
 def _prefill_kernel(
     queries,
     pages,
@@ -160,7 +165,7 @@ def prefill_attention(
     lse = queries.new_empty(shape, dtype=torch.float32) if with_lse else None
     if outputs.numel() == 0:
         return outputs, lse
-    rows, numbers = min(MOST_ROWS, padded(num_queries * group)), NumbersArguments.of(bias)
+    rows, numbers = query_rows(num_queries * group), NumbersArguments.of(bias)
     with on_device(entries):
         _prefill_kernel[(triton.cdiv(num_queries * group, rows), num_sequences)](
             queries,
@@ -186,7 +191,7 @@ def prefill_attention(
             BIAS_HEADS=numbers.heads,
             BIAS_PAGE=numbers.page,
             HAS_LSE=with_lse,
-            num_warps=4 if rows <= 64 else 8,
+            num_warps=4 if rows < MOST_ROWS else 8,
             num_stages=4,
         )
     return outputs, lse

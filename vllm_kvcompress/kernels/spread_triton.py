@@ -15,12 +15,12 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows, tile_size
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity", "num_targets", "num_tiles"])
+@kernel("table_stride", "capacity", "num_targets", "num_tiles")
 def _spread_kernel(
     pages,
     page_table,

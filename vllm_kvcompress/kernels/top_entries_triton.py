@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device
 from vllm_kvcompress.kernels.paged_entries import expect
 from vllm_kvcompress.kernels.selection_shapes import NUM_DIGITS, TILE
 
@@ -58,7 +58,7 @@ def _lowest_kept(counts, num_kept, KNOWN: tl.constexpr):
     return digits, left
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@kernel("num_tiles")
 def _count_kernel(
     scores, valid, num_kept, counts, num_entries, num_tiles, DIGIT: tl.constexpr, TILE: tl.constexpr
 ):
@@ -76,7 +76,7 @@ def _count_kernel(
         tl.store(counts + (DIGITS + tl.program_id(0)) * BINS + bins, found)
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@kernel("num_tiles")
 def _keep_kernel(
     scores,
     valid,

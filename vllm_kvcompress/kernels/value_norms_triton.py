@@ -9,14 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import load_columns
 
 L2_TILE = 64  # entries of a program
 
 
-@triton.jit(do_not_specialize=["table_stride", "wanted_stride", "capacity"])
+@kernel("table_stride", "wanted_stride", "capacity")
 def _l1_kernel(
     pages,
     page_table,
@@ -74,7 +74,7 @@ def _l1_kernel(
     tl.store(norms + head * capacity + nth, total, mask=nth < capacity)
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@kernel("table_stride", "capacity")
 def _l2_kernel(
     pages,
     page_table,

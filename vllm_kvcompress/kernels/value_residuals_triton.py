@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows
 from vllm_kvcompress.kernels.paged_shapes import RESIDUALS_SPLIT
@@ -18,7 +18,7 @@ TILE = 32  # entries at once, in fp32
 TILES = RESIDUALS_SPLIT // TILE  # that a program of the first pass reads
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@kernel("table_stride", "capacity")
 def _sums_kernel(
     pages,
     page_table,
@@ -58,7 +58,7 @@ def _sums_kernel(
     tl.store(sums + place, total, mask=dims < HEAD_SIZE)
 
 
-@triton.jit(do_not_specialize=["table_stride", "capacity"])
+@kernel("table_stride", "capacity")
 def _norms_kernel(
     pages,
     page_table,

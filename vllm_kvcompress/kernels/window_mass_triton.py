@@ -13,12 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.launch_triton import on_device, padded
+from vllm_kvcompress.kernels.launch_triton import MOST_ROWS, kernel, on_device, padded, query_rows
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, finite_maximum, tile_size
 from vllm_kvcompress.kernels.window_rows_triton import (
     CHANGING,
-    MOST_ROWS,
     check_window,
     window_logits,
     window_rows,
@@ -27,7 +26,7 @@ from vllm_kvcompress.kernels.window_rows_triton import (
 SPLIT_TILES = 8  # that a program of the first pass reads: enough programs for prompts of 8k tokens
 
 
-@triton.jit(do_not_specialize=[*CHANGING, "sums_stride_s", "sums_stride_r"])
+@kernel(*CHANGING, "sums_stride_s", "sums_stride_r")
 def _row_sums_kernel(
     queries,
     pages,
@@ -112,7 +111,7 @@ def _row_sums_kernel(
     tl.store(sums + place, natural, mask=row < num_queries * GROUP)
 
 
-@triton.jit(do_not_specialize=[*CHANGING, "capacity"])
+@kernel(*CHANGING, "capacity")
 def _column_sums_kernel(
     queries,
     pages,
@@ -208,7 +207,7 @@ def window_mass(
     mass = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
     if mass.numel() == 0 or num_queries == 0:
         return mass
-    rows = min(MOST_ROWS, padded(num_rows))
+    rows = query_rows(num_rows)
     tile = tile_size(entries)
     sizes = dict(
         GROUP=num_rows // num_queries,
@@ -218,7 +217,7 @@ def window_mass(
         ROWS=rows,
         DIMS=padded(entries.head_size),
         HAS_BIAS=bias is not None,
-        num_warps=4 if rows <= 64 else 8,
+        num_warps=4 if rows < MOST_ROWS else 8,
     )
     strides = (
         queries.stride(0),

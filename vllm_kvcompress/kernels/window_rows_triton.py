@@ -14,8 +14,7 @@ from torch import Tensor
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets
 
-MOST_ROWS = 128  # of a program
-# Numbers that change from event to event must not make Triton compile again while serving.
+# Numbers that change from event to event.
 CHANGING = ("num_queries", "num_tail", "bias_width", "table_stride", "bias_stride")
 
 
