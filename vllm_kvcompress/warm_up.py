@@ -84,7 +84,7 @@ def _compress(
     """One event, as a step runs it."""
     if plan.resident_blocks:
         slot = np.array([runner.tables.slots[_REQUEST]])
-        tokens, rows = np.array([plan.position]), np.zeros(1, dtype=np.int64)
+        tokens, rows = np.array([plan.position]), np.array([0])
         runner.tables.extend_tails(slot, rows, row[None], tokens)
     if plan.window_size:
         _record(runner, plan, queries, block)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,24 +28,31 @@ def leave(
         triton: whether the kernels are Triton's.
     """
     taken: set[str] = set()
-    find, choose = dispatch.triton_kernel, dispatch.implementation
-
-    def noting(module: str, name: str) -> Any:
-        taken.add(name)
-        return find(module, name)
-
-    def always(device: torch.device) -> str:
-        return "triton"
-
-    dispatch.triton_kernel = noting
-    dispatch.implementation = always if triton else choose
-    try:
+    with only_triton(taken) if triton else nullcontext():
         pipeline = make_pipeline(policy, shape, directory, **params)
         request = Request(pipeline, make_pool(InterleavedPagePool))
         left = []
         for position in request.positions:
             request.compress(position)
             left.append(left_by(request))
+    return left, taken
+
+
+@contextmanager
+def only_triton(taken: set[str] | None = None) -> Iterator[None]:
+    """All kernels are Triton's, wherever tensors are; `taken` gets the names of those used."""
+    find, choose = dispatch.triton_kernel, dispatch.implementation
+
+    def noting(module: str, name: str) -> Any:
+        if taken is not None:
+            taken.add(name)
+        return find(module, name)
+
+    def always(device: torch.device) -> str:
+        return "triton"
+
+    dispatch.triton_kernel, dispatch.implementation = noting, always
+    try:
+        yield
     finally:
         dispatch.triton_kernel, dispatch.implementation = find, choose
-    return left, taken

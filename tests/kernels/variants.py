@@ -1,0 +1,111 @@
+"""Which kernels Triton would compile, noted while it interprets; for a child process of its own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import triton
+
+from tests import event_cases
+from tests.event_cases import GROUP, HEAD_SIZE, NUM_HEADS, Request, make_pool
+from tests.kernels.events import only_triton
+from tests.policies.cases import Shape, make_pipeline
+from vllm_kvcompress.gathered_attention import gathered_attention, query_groups
+from vllm_kvcompress.kernels import launch_triton
+from vllm_kvcompress.pages import InterleavedPagePool
+from vllm_kvcompress.resident_batch import ResidentBatches
+from vllm_kvcompress.transfers import upload
+from vllm_kvcompress.warm_up import warm_up
+
+Variant = tuple[str, tuple[tuple[str, Any], ...]]
+
+
+class Noting:
+    """A kernel that notes what Triton would compile for a launch, and then is launched.
+
+    Attributes:
+        noted: of all kernels, since somebody cleared it.
+    """
+
+    noted: ClassVar[set[Variant]] = set()
+
+    def __init__(self, function: Callable[..., None], changing: tuple[str, ...]) -> None:
+        self.kernel = triton.jit(function)
+        self.name, self.changing = function.__name__, changing
+        self.signature = inspect.signature(function)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            named = {name: kwargs[name] for name in kwargs if name in self.signature.parameters}
+            given = self.signature.bind(*args, **named).arguments
+            options = [(name, kwargs[name]) for name in kwargs if name not in named]
+            kinds = [(name, self.kind(name, value)) for name, value in given.items()]
+            Noting.noted.add((self.name, tuple(sorted([*kinds, *options]))))
+            self.kernel[grid](*args, **kwargs)
+
+        return launch
+
+    def kind(self, name: str, value: Any) -> Any:
+        """What of an argument the compiled kernel depends on."""
+        if "constexpr" in str(self.signature.parameters[name].annotation):
+            return repr(value)
+        if isinstance(value, torch.Tensor):
+            aligned = name in launch_triton.PARTS or value.data_ptr() % 16 == 0
+            return f"{value.dtype} {'at 16 bytes' if aligned else 'anywhere'}"
+        if isinstance(value, int) and name not in self.changing:
+            return "1" if value == 1 else f"int {value % 16 == 0}"
+        return type(value).__name__
+
+
+def noting_kernel(*changing: str) -> Callable[[Callable[..., None]], Noting]:
+    """Instead of `launch_triton.kernel`."""
+    return lambda function: Noting(function, changing)
+
+
+def not_warmed_up(
+    policy: str, params: dict[str, object], shape: Shape, directory: Path
+) -> tuple[int, list[Variant]]:
+    """How many variants warming up compiles, and which ones requests need besides.
+
+    Args:
+        policy: of `tests.policies.cases.POLICIES`.
+        params: its parameters.
+        shape: of the requests.
+        directory: for profiles.
+    """
+    launch_triton.kernel = noting_kernel
+    event_cases.BLOCK_SIZE = shape.block_size
+    pipeline = make_pipeline(policy, shape, directory, **params)
+    courses = [("fraction", (280, 411)), ("tokens", (165,))]
+    with only_triton():
+        Noting.noted = set()
+        runner = Request(pipeline, make_pool(InterleavedPagePool)).runner
+        warm_up(runner, NUM_HEADS * GROUP, pipeline.gathers, block=0)
+        warm, Noting.noted = Noting.noted, set()
+        for budget, positions in courses:
+            request = Request(pipeline, make_pool(InterleavedPagePool), budget, positions)
+            for position in positions:
+                request.compress(position)
+                if pipeline.gathers:
+                    attend(request, position)
+    return len(warm), sorted(Noting.noted - warm)
+
+
+def attend(request: Request, position: int) -> None:
+    """Attention of a generated token, and of chunks of several lengths."""
+    runner = request.runner
+    batches = ResidentBatches(runner.tables, runner.read_by_attention)
+    tokens = np.array([position])
+    lengths, row = upload(tokens.astype(np.int32), runner.pool.device), request.block_row[None]
+    batch = batches.read(["r"], tokens, lengths, row)
+    assert batch is not None
+    for num_queries in (1, 2, 7, 9, 33):
+        queries = torch.randn(num_queries, NUM_HEADS * GROUP, HEAD_SIZE)
+        for group in query_groups(batch, np.array([0, num_queries])):
+            for layer in range(runner.pool.num_layers):
+                gathered_attention(runner, layer, group, queries, queries.clone(), 1.0)
