@@ -179,6 +179,16 @@ def test_what_comes_for_a_request_that_is_gone_is_passed_over() -> None:
     assert tables.widths(np.array([slot])).tolist() == [4]
 
 
+def test_what_comes_for_an_earlier_event_is_passed_over() -> None:
+    tables, late = make_tables(), LateNumber(0)
+    late.number = 1
+    slot = tables.acquire("a")
+    tables.begin_tail(slot, 10, 4, late)
+    tables.begin_tail(slot, 12, 5)
+    tables.settle()
+    assert tables.widths(np.array([slot])).tolist() == [5]
+
+
 QUERY_HEADS, HEAD_SIZE = 6, 2
 
 

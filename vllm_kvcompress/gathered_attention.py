@@ -110,37 +110,14 @@ def gathered_attention(
     with rows_at(group.tokens, queries, outputs) as (rows, out_rows):
         mine = group.by_head(rows, pool.num_heads).flatten(0, 1)
         out = group.by_head(out_rows, pool.num_heads).view(mine.shape)
-        wanted = (mine, scale, bias, pipeline.corrects, out)
-        if isinstance(pool, InterleavedPagePool):
-            lse = _over_pages(pool, *where, *wanted)
-        else:
-            lse = _over_copies(pool, *where, *wanted)
+        lse = _attend(pool, *where, mine, scale, bias, pipeline.corrects, out)
         if pipeline.corrects:
             assert carried is not None
             assert lse is not None
             paged.correct_with_moments(carried, out, lse, mine, scale)
 
 
-def _over_pages(
-    pool: InterleavedPagePool,
-    page_table: Tensor,
-    lengths: Tensor,
-    queries: Tensor,
-    scale: float,
-    bias: PagedNumbers | None,
-    with_lse: bool,
-    out: Tensor,
-) -> Tensor | None:
-    """[S, G, m] log-sum-exps, and outputs [S, G, m, head_size], from pages as they are."""
-    entries = pool.entries(page_table, lengths)
-    if queries.shape[2] > 1:
-        return paged.prefill_attention(entries, queries, scale, bias, with_lse, out)[1]
-    one, to = queries[:, :, 0], out[:, :, 0]
-    lse = paged.decode_attention(entries, one, scale, bias, with_lse, to)[1]
-    return None if lse is None else lse[:, :, None]
-
-
-def _over_copies(
+def _attend(
     pool: PagePool,
     page_table: Tensor,
     lengths: Tensor,
@@ -149,13 +126,20 @@ def _over_copies(
     bias: PagedNumbers | None,
     with_lse: bool,
     out: Tensor,
-) -> Tensor:
-    """As `_over_pages`, for pages that no kernel reads."""
-    keys, values = _copies(pool, page_table, lengths)
-    added = None if bias is None else bias.gathered(keys.shape[1])
-    outputs, lse = attention_with_lse(queries, keys, values, lengths.long(), scale, added)
-    out.copy_(outputs)
-    return lse
+) -> Tensor | None:
+    """Outputs [S, G, m, head_size] and, if wanted, [S, G, m] log-sum-exps."""
+    if not isinstance(pool, InterleavedPagePool):
+        keys, values = _copies(pool, page_table, lengths)
+        added = None if bias is None else bias.gathered(keys.shape[1])
+        outputs, lse = attention_with_lse(queries, keys, values, lengths.long(), scale, added)
+        out.copy_(outputs)
+        return lse
+    entries = pool.entries(page_table, lengths)
+    if queries.shape[2] > 1:
+        return paged.prefill_attention(entries, queries, scale, bias, with_lse, out)[1]
+    one, to = queries[:, :, 0], out[:, :, 0]
+    lse_of_one = paged.decode_attention(entries, one, scale, bias, with_lse, to)[1]
+    return None if lse_of_one is None else lse_of_one[:, :, None]
 
 
 def _copies(pool: PagePool, page_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:

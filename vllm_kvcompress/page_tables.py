@@ -205,6 +205,8 @@ class PageTables:
         self.tails.first_block[slot] = first_block
         self.tails.num_pages[slot] = 0
         self.tails.max_kept[slot] = max_kept
+        # A number that an earlier event still waits for is no longer this row's.
+        self._fullest.pop(slot, None)
         if fullest is not None:
             self._fullest[slot] = fullest
 

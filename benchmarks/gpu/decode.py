@@ -12,12 +12,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu import shapes, vllm_attention
 from benchmarks.gpu.measure import progress, seconds_of
+from vllm_kvcompress.kernels.correction_triton import correct_with_moments
 from vllm_kvcompress.kernels.decode_triton import (
     DEFAULT_SETTINGS,
     DecodeSettings,
     decode_attention,
     launch_decode,
 )
+from vllm_kvcompress.kernels.moments_torch import moment_size
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
@@ -84,34 +86,51 @@ def _queries(num_sequences: int) -> torch.Tensor:
 
 
 def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[str, float]]:
-    """Without anything, with the log-sum-exp, and with a bias besides."""
+    """Without anything, with the log-sum-exp, with a bias besides, with MomentKV's correction."""
     queries = _queries(entries.num_sequences)
-    bias = _biases(entries)
-    for option, added, with_lse in (
-        ("plain", None, False),
-        ("lse", None, True),
-        ("bias+lse", bias, True),
+    size = moment_size(shapes.HEAD_SIZE)
+    states = _carried(entries, size, torch.full_like(entries.flat_lengths, size))
+    biases = _carried(entries, entries.capacity, entries.flat_lengths)
+    for option, bias, state in (
+        ("plain", None, None),
+        ("lse", None, None),
+        ("bias+lse", biases, None),
+        ("lse+correction", None, states),
     ):
+        with_lse = option != "plain"
 
-        def work(added: Any = added, with_lse: bool = with_lse) -> None:
-            decode_attention(entries, queries, shapes.SCALE, added, with_lse)
+        def work(
+            bias: PagedNumbers | None = bias,
+            state: PagedNumbers | None = state,
+            with_lse: bool = with_lse,
+        ) -> None:
+            outputs, lse = decode_attention(entries, queries, shapes.SCALE, bias, with_lse)
+            if state is not None and lse is not None:
+                rows = (outputs[:, :, None], lse[..., None], queries[:, :, None])
+                correct_with_moments(state, *rows, shapes.SCALE)
 
         yield option, seconds_of(work, plan.repeats)
 
 
-def _biases(entries: PagedEntries) -> PagedNumbers:
-    """Of all entries, in pages of the cache's size, as a policy carries them."""
+def _carried(entries: PagedEntries, room: int, lengths: torch.Tensor) -> PagedNumbers:
+    """Ones for every head, in pages of the cache's size, as a policy carries numbers.
+
+    Args:
+        entries: of the heads.
+        room: from a head's numbers to the next one's.
+        lengths: how many each has.
+    """
     heads = shapes.NUM_HEADS
     page = entries.pages.shape[1] * entries.pages.element_size() // 4
-    pages_each = -(-heads * entries.capacity // page)
+    pages_each = -(-heads * room // page)
     num_pages = entries.num_sequences // heads * pages_each
-    ids = torch.randperm(num_pages, dtype=torch.int32, device="cuda")
-    nth = torch.arange(entries.num_sequences, dtype=torch.int32, device="cuda")
+    ids = torch.randperm(num_pages, dtype=torch.int32, device=entries.device)
+    nth = torch.arange(entries.num_sequences, dtype=torch.int32, device=entries.device)
     return PagedNumbers(
-        torch.zeros(num_pages, page, device="cuda"),
+        torch.ones(num_pages, page, device=entries.device),
         ids.view(-1, pages_each),
-        nth % heads * entries.capacity,
-        entries.flat_lengths.to(torch.int32),
+        nth % heads * room,
+        lengths.to(torch.int32),
     )
 
 

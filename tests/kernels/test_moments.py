@@ -89,5 +89,5 @@ def test_what_a_launch_refuses(interpreter: Child) -> None:
     with pytest.raises(InvariantError, match=r"expected a state .* start from zeros"):
         interpreter.call(MOMENTS, entries, torch.zeros(2, 9), evicted)
     state = torch.zeros(2, moment_size(64))
-    with pytest.raises(InvariantError, match=r"expected evicted \[2, 32\] bool"):
+    with pytest.raises(InvariantError, match=r"expected evicted \[2, 32\] in torch.bool"):
         interpreter.call(MOMENTS, entries, state, evicted[:, 1:])

@@ -70,5 +70,7 @@ def test_zero_keys_are_like_nothing(backend: Backend) -> None:
 
 def test_what_a_launch_refuses(interpreter: Child) -> None:
     entries = make_entries([5])
-    with pytest.raises(InvariantError, match=r"expected flags \[1, 32\], got \(1, 5\)"):
+    with pytest.raises(
+        InvariantError, match=r"expected kept \[1, 32\] in torch.bool, got \(1, 5\)"
+    ):
         interpreter.call(NEAREST, entries, torch.ones(1, 5, dtype=torch.bool))

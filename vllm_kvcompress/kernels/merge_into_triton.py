@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, per_entry
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows
 
 TILE = 32  # entries at once, in fp32
@@ -90,22 +90,13 @@ def merge_into(
 ) -> tuple[Tensor, Tensor]:
     """As `paged_torch.merge_into`, in Triton."""
     num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
-    for name, given, dtype in (
-        ("kept", kept, torch.bool),
-        ("targets", targets, torch.int64),
-        ("weights", weights, torch.float32),
-    ):
-        expect(
-            tuple(given.shape) == (num_heads, capacity) and given.dtype == dtype,
-            f"{name} [{num_heads}, {capacity}] in {dtype}",
-            f"{tuple(given.shape)} in {given.dtype}",
-            "give one for every entry of the page table's rows",
-        )
+    kept = per_entry(entries, "kept", kept, torch.bool)
+    targets = per_entry(entries, "targets", targets, torch.int64)
+    weights = per_entry(entries, "weights", weights, torch.float32)
     keys = entries.pages.new_empty((num_heads, capacity, dims))
     values = torch.empty_like(keys)
     if keys.numel() == 0:
         return keys, values
-    kept, targets, weights = kept.contiguous(), targets.contiguous(), weights.contiguous()
     totals = torch.zeros_like(weights).scatter_add_(1, targets, weights)
     sums = torch.empty_like(keys, dtype=torch.float32)
     table = (entries.page_table, entries.flat_lengths)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, per_entry
 from vllm_kvcompress.kernels.rotary_torch import Turns
 
 TILE_BYTES = 1 << 13  # of the fp32 keys, and as much of values, that a program holds
@@ -124,19 +124,9 @@ def merge_groups(
 ) -> tuple[Tensor, Tensor]:
     """As `paged_torch.merge_groups`, in Triton."""
     num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
-    for name, given, dtype in (
-        ("link", link, torch.bool),
-        ("key_weights", key_weights, torch.float32),
-        ("value_weights", value_weights, torch.float32),
-    ):
-        expect(
-            tuple(given.shape) == (num_heads, capacity)
-            and given.dtype == dtype
-            and given.is_contiguous(),
-            f"contiguous {name} [{num_heads}, {capacity}] in {dtype}",
-            f"{tuple(given.shape)} in {given.dtype}",
-            "give one for every entry of the page table's rows",
-        )
+    link = per_entry(entries, "link", link, torch.bool)
+    key_weights = per_entry(entries, "key_weights", key_weights, torch.float32)
+    value_weights = per_entry(entries, "value_weights", value_weights, torch.float32)
     keys = torch.empty(
         (num_heads, capacity, dims), dtype=entries.pages.dtype, device=entries.device
     )

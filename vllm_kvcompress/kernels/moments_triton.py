@@ -15,14 +15,14 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.moments_torch import join_moments, moment_size
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect, per_entry
 from vllm_kvcompress.kernels.paged_rows_triton import entry_offsets
 
 TILE = 32  # entries at once, in fp32
 SPLIT_TILES = 16  # that a program reads: few, for enough programs, but each writes [D, D] numbers
 
 
-@kernel("table_stride", "evicted_stride")
+@kernel("table_stride", "capacity")
 def _sums_kernel(
     pages,
     page_table,
@@ -32,7 +32,7 @@ def _sums_kernel(
     sums,
     page_stride,
     table_stride,
-    evicted_stride,
+    capacity,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -51,7 +51,7 @@ def _sums_kernel(
         nth = start + tl.arange(0, TILE)
         present = nth < length
         offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
-        gone = tl.load(evicted + head * evicted_stride + nth, mask=present, other=0) != 0
+        gone = tl.load(evicted + head * capacity + nth, mask=present, other=0) != 0
         mask = gone[:, None] & (dims < HEAD_SIZE)[None, :]
         rows = pages + offsets[:, None] + dims[None, :]
         keys = tl.load(rows, mask=mask, other=0.0).to(tl.float32)
@@ -65,7 +65,7 @@ def _sums_kernel(
     tl.store(sums + (part * 2 + 1) * HEAD_SIZE + dims, of_values, mask=dims < HEAD_SIZE)
 
 
-@kernel("table_stride", "evicted_stride")
+@kernel("table_stride", "capacity")
 def _cross_kernel(
     pages,
     page_table,
@@ -75,7 +75,7 @@ def _cross_kernel(
     cross,
     page_stride,
     table_stride,
-    evicted_stride,
+    capacity,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -99,7 +99,7 @@ def _cross_kernel(
         nth = start + tl.arange(0, TILE)
         present = nth < length
         offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
-        gone = tl.load(evicted + head * evicted_stride + nth, mask=present, other=0) != 0
+        gone = tl.load(evicted + head * capacity + nth, mask=present, other=0) != 0
         some = gone[:, None] & (column < HEAD_SIZE)[None, :]
         keys = tl.load(pages + offsets[:, None] + column[None, :], mask=some, other=0.0)
         every = gone[:, None] & inside[None, :]
@@ -116,7 +116,8 @@ def _cross_kernel(
 def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Tensor:
     """As `paged_torch.add_to_moments`, in Triton."""
     num_heads, dims = entries.num_sequences, entries.head_size
-    _check(entries, state, evicted)
+    _check(entries, state)
+    evicted = per_entry(entries, "evicted", evicted, torch.bool)
     if num_heads == 0 or entries.capacity == 0:
         return state.clone()
     splits = triton.cdiv(entries.capacity, TILE * SPLIT_TILES)
@@ -124,7 +125,7 @@ def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Ten
     sums = state.new_empty((num_heads, splits, 2, dims))
     cross = state.new_empty((num_heads, splits, dims, dims))
     pages = (entries.pages, entries.page_table, entries.flat_lengths, evicted.view(torch.uint8))
-    strides = (entries.pages.stride(0), entries.page_table.stride(0), evicted.stride(0))
+    strides = (entries.pages.stride(0), entries.page_table.stride(0), entries.capacity)
     sizes = dict(
         BLOCK_SIZE=entries.block_size,
         HEAD_SIZE=dims,
@@ -143,19 +144,11 @@ def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Ten
     return join_moments(state, count, means[:, 0], means[:, 1], cross.sum(dim=1))
 
 
-def _check(entries: PagedEntries, state: Tensor, evicted: Tensor) -> None:
+def _check(entries: PagedEntries, state: Tensor) -> None:
     shape = (entries.num_sequences, moment_size(entries.head_size))
     expect(
         tuple(state.shape) == shape and state.dtype == torch.float32,
         f"a state {list(shape)} in fp32",
         f"{tuple(state.shape)} in {state.dtype}",
         "start from zeros at a first event",
-    )
-    expect(
-        tuple(evicted.shape) == (entries.num_sequences, entries.capacity)
-        and evicted.dtype == torch.bool
-        and evicted.stride(1) == 1,
-        f"evicted [{entries.num_sequences}, {entries.capacity}] bool, rows side by side",
-        f"{tuple(evicted.shape)} {evicted.dtype} with strides {evicted.stride()}",
-        "say for every entry of the page table's rows whether it is evicted",
     )

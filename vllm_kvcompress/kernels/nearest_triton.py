@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, per_entry
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows, tile_size
 
 # Of the evicted keys that a program has, and of each tile of kept ones that it goes over.
@@ -154,12 +154,7 @@ def _nearest_kernel(
 def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
     """As `paged_torch.nearest_keys`, in Triton."""
     num_heads, capacity = entries.num_sequences, entries.capacity
-    expect(
-        tuple(kept.shape) == (num_heads, capacity) and kept.dtype == torch.bool,
-        f"flags [{num_heads}, {capacity}]",
-        f"{tuple(kept.shape)} in {kept.dtype}",
-        "give one for every entry of the page table's rows",
-    )
+    kept = per_entry(entries, "kept", kept, torch.bool)
     cosines = torch.zeros((num_heads, capacity), device=entries.device)
     places = torch.zeros((num_heads, capacity), dtype=torch.int64, device=entries.device)
     if cosines.numel() == 0:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, per_entry
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows, tile_size
 
 
@@ -67,14 +67,7 @@ def neighbour_cosines(entries: PagedEntries) -> Tensor:
 
 def key_distances(entries: PagedEntries, others: Tensor) -> Tensor:
     """As `paged_torch.key_distances`, in Triton."""
-    shape = (entries.num_sequences, entries.capacity)
-    expect(
-        tuple(others.shape) == shape,
-        f"places of other entries {list(shape)}",
-        str(tuple(others.shape)),
-        "give one for every entry of the page table's rows",
-    )
-    return _compare(entries, others.contiguous())
+    return _compare(entries, per_entry(entries, "others", others, torch.int64))
 
 
 def _compare(entries: PagedEntries, others: Tensor | None) -> Tensor:

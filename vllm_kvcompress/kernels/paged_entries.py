@@ -109,6 +109,22 @@ def expect(holds: bool, expected: str, actual: str, remedy: str) -> None:
         raise InvariantError(f"expected {expected}, got {actual}; {remedy}.")
 
 
+def per_entry(entries: PagedEntries, name: str, given: Tensor, dtype: torch.dtype) -> Tensor:
+    """[S, capacity] numbers or flags, one for each entry, side by side.
+
+    Raises:
+        InvariantError: they are not as many, or of another type.
+    """
+    shape = (entries.num_sequences, entries.capacity)
+    expect(
+        tuple(given.shape) == shape and given.dtype == dtype,
+        f"{name} {list(shape)} in {dtype}",
+        f"{tuple(given.shape)} in {given.dtype}",
+        "give one for every entry of the page table's rows",
+    )
+    return given.contiguous()
+
+
 def check_out(queries: Tensor, out: Tensor) -> None:
     """Refuses outputs that are not shaped as the queries.
 

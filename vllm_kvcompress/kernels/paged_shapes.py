@@ -18,18 +18,6 @@ MOMENT_SPLIT = 512  # entries whose sums a program of `moments_triton` writes
 KEYDIFF_BYTES = 1 << 14  # of keys whose sum a program of `keydiff_triton` writes
 
 
-def decode_attention(
-    entries: PagedEntries,
-    queries: Tensor,
-    scale: float,
-    bias: PagedNumbers | None = None,
-    with_lse: bool = True,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """As `paged_torch.decode_attention`."""
-    return _attended(queries, with_lse, out)
-
-
 def prefill_attention(
     entries: PagedEntries,
     queries: Tensor,
@@ -38,8 +26,12 @@ def prefill_attention(
     with_lse: bool = True,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `paged_torch.prefill_attention`."""
-    return _attended(queries, with_lse, out)
+    """As `paged_torch.prefill_attention`; what a step takes is not measured here."""
+    lse = torch.empty(queries.shape[:-1], device=queries.device) if with_lse else None
+    return torch.empty_like(queries) if out is None else out, lse
+
+
+decode_attention = prefill_attention
 
 
 def correct_with_moments(
@@ -185,12 +177,6 @@ def spread_values(entries: PagedEntries, kept: Tensor, shares: Tensor, num_targe
     numbers = kept.cumsum(dim=1, dtype=torch.int32)
     del numbers
     return entries.pages.new_empty(entries.num_sequences, entries.capacity, entries.head_size)
-
-
-def _attended(queries: Tensor, with_lse: bool, out: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Outputs and, if wanted, log-sum-exps; what a step takes is not measured here."""
-    lse = torch.empty(queries.shape[:-1], device=queries.device) if with_lse else None
-    return torch.empty_like(queries) if out is None else out, lse
 
 
 def _per_entry(entries: PagedEntries) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, per_entry
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows, tile_size
 
 
@@ -82,13 +82,8 @@ def _spread_kernel(
 def spread_values(entries: PagedEntries, kept: Tensor, shares: Tensor, num_targets: int) -> Tensor:
     """As `paged_torch.spread_values`, in Triton."""
     num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
-    for name, given, dtype in (("kept", kept, torch.bool), ("shares", shares, torch.float32)):
-        expect(
-            tuple(given.shape) == (num_heads, capacity) and given.dtype == dtype,
-            f"{name} [{num_heads}, {capacity}] in {dtype}",
-            f"{tuple(given.shape)} in {given.dtype}",
-            "give one for every entry of the page table's rows",
-        )
+    kept = per_entry(entries, "kept", kept, torch.bool)
+    shares = per_entry(entries, "shares", shares, torch.float32)
     outputs = entries.pages.new_empty((num_heads, capacity, dims))
     if outputs.numel() == 0:
         return outputs
@@ -102,9 +97,9 @@ def spread_values(entries: PagedEntries, kept: Tensor, shares: Tensor, num_targe
             entries.pages,
             entries.page_table,
             entries.flat_lengths,
-            kept.contiguous(),
+            kept,
             numbers,
-            shares.contiguous(),
+            shares,
             (places // tile).to(torch.int32),
             outputs,
             capacity,

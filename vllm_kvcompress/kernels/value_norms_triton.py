@@ -10,13 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect, per_entry
 from vllm_kvcompress.kernels.paged_rows_triton import load_columns
 
 L2_TILE = 64  # entries of a program
 
 
-@kernel("table_stride", "wanted_stride", "capacity")
+@kernel("table_stride", "capacity")
 def _l1_kernel(
     pages,
     page_table,
@@ -28,7 +28,6 @@ def _l1_kernel(
     width,
     page_stride,
     table_stride,
-    wanted_stride,
     weight_stride_h,
     weight_stride_d,
     weight_stride_g,
@@ -46,7 +45,7 @@ def _l1_kernel(
     length = tl.load(lengths + head).to(tl.int32)
     nth = start + tl.arange(0, TILE)
     dims = tl.arange(0, DIMS)
-    asked = tl.load(wanted + head * wanted_stride + nth, mask=nth < length, other=0) != 0
+    asked = tl.load(wanted + head * capacity + nth, mask=nth < length, other=0) != 0
     total = tl.zeros([TILE], tl.float32)
     if tl.max(asked.to(tl.int32), 0) > 0:
         values = load_columns(
@@ -157,12 +156,7 @@ def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor)
         f"{tuple(output_weight.shape)} in {output_weight.dtype}",
         "split it by KV head and group",
     )
-    expect(
-        tuple(wanted.shape) == (num_heads, capacity) and wanted.stride(1) == 1,
-        f"wanted [{num_heads}, {capacity}] with rows side by side",
-        f"{tuple(wanted.shape)} with strides {wanted.stride()}",
-        "say for every entry of the page table's rows whether its norm is needed",
-    )
+    wanted = per_entry(entries, "wanted", wanted, torch.bool)
     norms = torch.empty(num_heads, capacity, device=entries.device)
     if norms.numel() == 0:
         return norms
@@ -179,7 +173,6 @@ def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor)
             output_weight.shape[3],
             entries.pages.stride(0),
             entries.page_table.stride(0),
-            wanted.stride(0),
             *output_weight.stride(),
             GROUP=output_weight.shape[2],
             TILE=tile,

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect, per_entry
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows
 from vllm_kvcompress.kernels.paged_shapes import RESIDUALS_SPLIT
 
@@ -112,12 +112,7 @@ def _norms_kernel(
 def value_residuals(entries: PagedEntries, weights: Tensor, order: int, num_pairs: int) -> Tensor:
     """As `paged_torch.value_residuals`, in Triton."""
     num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
-    expect(
-        tuple(weights.shape) == (num_heads, capacity) and weights.dtype == torch.float32,
-        f"weights [{num_heads}, {capacity}] in fp32",
-        f"{tuple(weights.shape)} in {weights.dtype}",
-        "give one for every entry of the page table's rows",
-    )
+    weights = per_entry(entries, "weights", weights, torch.float32)
     expect(order in (1, 2), "norms of order 1 or 2", str(order), "pass one of these")
     norms = torch.empty((1 + num_pairs, num_heads, capacity), device=entries.device)
     if norms.numel() == 0:
@@ -130,9 +125,7 @@ def value_residuals(entries: PagedEntries, weights: Tensor, order: int, num_pair
         BLOCK_SIZE=entries.block_size, HEAD_SIZE=dims, TILE=TILE, DIMS=padded(dims), num_warps=4
     )
     with on_device(entries):
-        _sums_kernel[(splits, num_heads)](
-            *pages, weights.contiguous(), sums, *strides, TILES=TILES, **sizes
-        )
+        _sums_kernel[(splits, num_heads)](*pages, weights, sums, *strides, TILES=TILES, **sizes)
         _norms_kernel[(triton.cdiv(capacity, TILE), num_heads)](
             *pages, sums.sum(dim=1), norms, *strides, ORDER=order, PAIRS=num_pairs, **sizes
         )

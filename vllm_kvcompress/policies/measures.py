@@ -149,8 +149,7 @@ def merged_groups(
     if steps is not None:
         assert view.rotary is not None
         turns = view.rotary.turns(steps)
-    weights = (key_weights.contiguous(), value_weights.contiguous())
-    keys, values = paged.merge_groups(view.pages.body, link.contiguous(), *weights, turns)
+    keys, values = paged.merge_groups(view.pages.body, link, key_weights, value_weights, turns)
     return keys, values
 
 
