@@ -97,7 +97,7 @@ def test_what_launches_refuse(interpreter: Child) -> None:
     entries = make_entries([5])
     with pytest.raises(InvariantError, match=r"others \[1, 32\] in torch.int64, got \(1, 5\)"):
         interpreter.call(DISTANCES, entries, torch.zeros(1, 5, dtype=torch.int64))
-    with pytest.raises(InvariantError, match=r"expected weights \[1, 32\] in fp32"):
+    with pytest.raises(InvariantError, match=r"expected weights \[1, 32\] in torch.float32"):
         interpreter.call(RESIDUALS, entries, torch.zeros(1, 32).half(), 2, 0)
     with pytest.raises(InvariantError, match="expected norms of order 1 or 2, got 3"):
         interpreter.call(RESIDUALS, entries, torch.zeros(1, 32), 3, 0)
