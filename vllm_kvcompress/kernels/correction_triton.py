@@ -17,7 +17,7 @@ from vllm_kvcompress.kernels.launch_triton import (
     query_rows,
 )
 from vllm_kvcompress.kernels.moments_torch import moment_size
-from vllm_kvcompress.kernels.paged_entries import check_out, expect
+from vllm_kvcompress.kernels.paged_entries import check_out, mismatch
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.paged_rows_triton import paged_numbers, sequence_numbers
 
@@ -95,18 +95,18 @@ def correct_with_moments(
     """As `paged_torch.correct_with_moments`, in Triton."""
     num_sequences, group, num_queries, head_size = queries.shape
     check_out(queries, outputs)
-    expect(
-        lse.shape == queries.shape[:3] and lse.is_contiguous() and lse.dtype == torch.float32,
-        f"contiguous log-sum-exps {tuple(queries.shape[:3])} in fp32",
-        f"{tuple(lse.shape)} in {lse.dtype}",
-        "pass those of the same attention",
-    )
-    expect(
-        state.num_sequences == num_sequences and state.pages.device == queries.device,
-        f"states of {num_sequences} sequences on {queries.device}",
-        f"{state.num_sequences} on {state.device}",
-        f"give every KV head of every request {moment_size(head_size)} numbers",
-    )
+    if not (lse.shape == queries.shape[:3] and lse.is_contiguous() and lse.dtype == torch.float32):
+        raise mismatch(
+            f"contiguous log-sum-exps {tuple(queries.shape[:3])} in fp32",
+            f"{tuple(lse.shape)} in {lse.dtype}",
+            "pass those of the same attention",
+        )
+    if not (state.num_sequences == num_sequences and state.pages.device == queries.device):
+        raise mismatch(
+            f"states of {num_sequences} sequences on {queries.device}",
+            f"{state.num_sequences} on {state.device}",
+            f"give every KV head of every request {moment_size(head_size)} numbers",
+        )
     if outputs.numel() == 0:
         return
     most, numbers = ROWS_BYTES // (4 * padded(head_size)), NumbersArguments.of(state)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
 from vllm_kvcompress.kernels.launch_triton import NumbersArguments, kernel, on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, mismatch
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers, check_bias
 from vllm_kvcompress.kernels.paged_rows_triton import (
     LOG2_E,
@@ -343,17 +343,17 @@ def _num_programs(device: torch.device, settings: DecodeSettings) -> int:
 
 def _check(entries: PagedEntries, queries: Tensor, bias: PagedNumbers | None, out: Tensor) -> None:
     shape = (entries.num_sequences, entries.head_size)
-    expect(
-        queries.dim() == 3 and (queries.shape[0], queries.shape[2]) == shape,
-        f"queries [{shape[0]}, group, {shape[1]}]",
-        str(tuple(queries.shape)),
-        "view the queries of a step as one sequence per request and KV head",
-    )
-    expect(
-        queries.dtype == entries.pages.dtype and queries.stride(2) == 1,
-        f"queries of the pages' type {entries.pages.dtype}, rows side by side",
-        f"{queries.dtype} with strides {queries.stride()}",
-        "convert them, or call contiguous()",
-    )
+    if not (queries.dim() == 3 and (queries.shape[0], queries.shape[2]) == shape):
+        raise mismatch(
+            f"queries [{shape[0]}, group, {shape[1]}]",
+            str(tuple(queries.shape)),
+            "view the queries of a step as one sequence per request and KV head",
+        )
+    if not (queries.dtype == entries.pages.dtype and queries.stride(2) == 1):
+        raise mismatch(
+            f"queries of the pages' type {entries.pages.dtype}, rows side by side",
+            f"{queries.dtype} with strides {queries.stride()}",
+            "convert them, or call contiguous()",
+        )
     check_out(queries, out)
     check_bias(entries, bias)

@@ -37,24 +37,26 @@ class PagedEntries:
 
     def __post_init__(self) -> None:
         page = 2 * self.block_size * self.head_size
-        expect(
-            self.pages.dim() == 2 and self.pages.shape[1] == page and self.pages.stride(1) == 1,
-            f"pages [num_pages, {page}] whose elements lie side by side",
-            f"shape {tuple(self.pages.shape)} with strides {self.pages.stride()}",
-            "pass the flat page view of the cache and its own block and head sizes",
-        )
-        expect(
-            self.page_table.dim() == 2 and self.page_table.stride(1) == 1,
-            "a page table [sequences, width] whose rows lie side by side",
-            f"shape {tuple(self.page_table.shape)} with strides {self.page_table.stride()}",
-            "flatten requests and heads into one dimension and call contiguous()",
-        )
-        expect(
-            self.lengths.numel() == self.page_table.shape[0],
-            f"{self.page_table.shape[0]} lengths, one per row of the page table",
-            str(self.lengths.numel()),
-            "give every KV head of every request its own length",
-        )
+        if not (
+            self.pages.dim() == 2 and self.pages.shape[1] == page and self.pages.stride(1) == 1
+        ):
+            raise mismatch(
+                f"pages [num_pages, {page}] whose elements lie side by side",
+                f"shape {tuple(self.pages.shape)} with strides {self.pages.stride()}",
+                "pass the flat page view of the cache and its own block and head sizes",
+            )
+        if not (self.page_table.dim() == 2 and self.page_table.stride(1) == 1):
+            raise mismatch(
+                "a page table [sequences, width] whose rows lie side by side",
+                f"shape {tuple(self.page_table.shape)} with strides {self.page_table.stride()}",
+                "flatten requests and heads into one dimension and call contiguous()",
+            )
+        if self.lengths.numel() != self.page_table.shape[0]:
+            raise mismatch(
+                f"{self.page_table.shape[0]} lengths, one per row of the page table",
+                str(self.lengths.numel()),
+                "give every KV head of every request its own length",
+            )
 
     @property
     def device(self) -> torch.device:
@@ -99,14 +101,23 @@ class PagedEntries:
         return rows.masked_fill(~valid[..., None], 0)
 
 
+def mismatch(expected: str, actual: str, remedy: str) -> InvariantError:
+    """What was expected, what came, and what to do.
+
+    To be raised behind a condition in what runs in every step, where writing the sentences would
+    take longer than the check.
+    """
+    return InvariantError(f"expected {expected}, got {actual}; {remedy}.")
+
+
 def expect(holds: bool, expected: str, actual: str, remedy: str) -> None:
-    """Raises an error in three parts unless `holds`.
+    """Raises what `mismatch` says unless `holds`.
 
     Raises:
-        InvariantError: says what was expected, what came and what to do.
+        InvariantError: it does not.
     """
     if not holds:
-        raise InvariantError(f"expected {expected}, got {actual}; {remedy}.")
+        raise mismatch(expected, actual, remedy)
 
 
 def per_entry(entries: PagedEntries, name: str, given: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,12 +127,12 @@ def per_entry(entries: PagedEntries, name: str, given: Tensor, dtype: torch.dtyp
         InvariantError: they are not as many, or of another type.
     """
     shape = (entries.num_sequences, entries.capacity)
-    expect(
-        tuple(given.shape) == shape and given.dtype == dtype,
-        f"{name} {list(shape)} in {dtype}",
-        f"{tuple(given.shape)} in {given.dtype}",
-        "give one for every entry of the page table's rows",
-    )
+    if not (tuple(given.shape) == shape and given.dtype == dtype):
+        raise mismatch(
+            f"{name} {list(shape)} in {dtype}",
+            f"{tuple(given.shape)} in {given.dtype}",
+            "give one for every entry of the page table's rows",
+        )
     return given.contiguous()
 
 
@@ -131,9 +142,9 @@ def check_out(queries: Tensor, out: Tensor) -> None:
     Raises:
         InvariantError: they are not.
     """
-    expect(
-        out.shape == queries.shape and out.stride(-1) == 1,
-        f"an output {tuple(queries.shape)} whose rows lie side by side",
-        f"{tuple(out.shape)} with strides {out.stride()}",
-        "leave it out, and one is made",
-    )
+    if not (out.shape == queries.shape and out.stride(-1) == 1):
+        raise mismatch(
+            f"an output {tuple(queries.shape)} whose rows lie side by side",
+            f"{tuple(out.shape)} with strides {out.stride()}",
+            "leave it out, and one is made",
+        )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, mismatch
 
 
 @dataclass(frozen=True)
@@ -35,28 +35,31 @@ class PagedNumbers:
     lengths: Tensor
 
     def __post_init__(self) -> None:
-        expect(
-            self.pages.dim() == 2 and self.pages.is_contiguous(),
-            "pages [num_pages, numbers], one behind the other",
-            f"shape {tuple(self.pages.shape)} with strides {self.pages.stride()}",
-            "pass the flat page view of the cache as fp32",
-        )
-        expect(
-            self.pages.dtype == torch.float32,
-            "numbers in fp32",
-            str(self.pages.dtype),
-            "convert them: logarithms of multiplicities need the precision",
-        )
-        expect(
-            self.page_table.dim() == 2
-            and self.page_table.stride(1) == 1
-            and self.lengths.shape == self.starts.shape == (self.num_sequences,)
-            and self.num_sequences == self.sequences_per_row * len(self.page_table),
-            "a start and a length for every sequence, and rows of pages that equally many share",
-            f"{tuple(self.starts.shape)}, {tuple(self.lengths.shape)} and "
-            f"{tuple(self.page_table.shape)}",
-            "give every request a row, and every KV head of it a start and a length",
-        )
+        if not (self.pages.dim() == 2 and self.pages.is_contiguous()):
+            raise mismatch(
+                "pages [num_pages, numbers], one behind the other",
+                f"shape {tuple(self.pages.shape)} with strides {self.pages.stride()}",
+                "pass the flat page view of the cache as fp32",
+            )
+        if self.pages.dtype != torch.float32:
+            raise mismatch(
+                "numbers in fp32",
+                str(self.pages.dtype),
+                "convert them: logarithms of multiplicities need the precision",
+            )
+        starts, lengths, table = self.starts.shape, self.lengths.shape, self.page_table.shape
+        if not (len(table) == 2 and starts == lengths and starts[0] % max(1, table[0]) == 0):
+            raise mismatch(
+                "a start and a length for each of equally many sequences of every row of pages",
+                f"{tuple(starts)}, {tuple(lengths)} and {tuple(table)}",
+                "give every request a row, and every KV head of it a start and a length",
+            )
+        if self.page_table.stride(1) != 1:
+            raise mismatch(
+                "a page table whose rows lie side by side",
+                f"strides {self.page_table.stride()}",
+                "call contiguous()",
+            )
 
     @classmethod
     def of_rows(cls, numbers: Tensor) -> PagedNumbers:
@@ -109,9 +112,8 @@ def check_bias(entries: PagedEntries, bias: PagedNumbers | None) -> None:
     Raises:
         InvariantError: they are.
     """
-    if bias is not None:
-        expect(
-            bias.num_sequences == entries.num_sequences,
+    if bias is not None and bias.num_sequences != entries.num_sequences:
+        raise mismatch(
             f"biases of {entries.num_sequences} sequences",
             str(bias.num_sequences),
             "give every sequence some; entries behind its end have no bias",

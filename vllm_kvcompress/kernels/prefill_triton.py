@@ -24,7 +24,7 @@ from vllm_kvcompress.kernels.launch_triton import (
     padded,
     query_rows,
 )
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, expect
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, mismatch
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers, check_bias
 from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, sequence_numbers, tile_size
 
@@ -199,17 +199,17 @@ def prefill_attention(
 
 def _check(entries: PagedEntries, queries: Tensor, bias: PagedNumbers | None, out: Tensor) -> None:
     shape = (entries.num_sequences, entries.head_size)
-    expect(
-        queries.dim() == 4 and (queries.shape[0], queries.shape[3]) == shape,
-        f"queries [{shape[0]}, group, m, {shape[1]}]",
-        str(tuple(queries.shape)),
-        "view a chunk's queries as one sequence per request and KV head",
-    )
-    expect(
-        queries.dtype == entries.pages.dtype and queries.stride(3) == 1,
-        f"queries of the pages' type {entries.pages.dtype}, rows side by side",
-        f"{queries.dtype} with strides {queries.stride()}",
-        "convert them, or call contiguous()",
-    )
+    if not (queries.dim() == 4 and (queries.shape[0], queries.shape[3]) == shape):
+        raise mismatch(
+            f"queries [{shape[0]}, group, m, {shape[1]}]",
+            str(tuple(queries.shape)),
+            "view a chunk's queries as one sequence per request and KV head",
+        )
+    if not (queries.dtype == entries.pages.dtype and queries.stride(3) == 1):
+        raise mismatch(
+            f"queries of the pages' type {entries.pages.dtype}, rows side by side",
+            f"{queries.dtype} with strides {queries.stride()}",
+            "convert them, or call contiguous()",
+        )
     check_out(queries, out)
     check_bias(entries, bias)
