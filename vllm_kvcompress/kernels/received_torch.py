@@ -16,17 +16,21 @@ def spread_values(values: Tensor, kept: Tensor, shares: Tensor, num_targets: int
             kept entries and padding.
         num_targets: fewer where not so many follow.
     """
-    number = kept.cumsum(dim=1)  # of kept entries so far: those that come next begin with it
-    last = torch.minimum(number + num_targets, number[:, -1:])
-    added = shares[..., None].double() * values.double()
-    # What reaches a number: everything whose range has begun and not ended.
-    wide = (-1, -1, added.shape[2])
-    steps = added.new_zeros(added.shape[0], added.shape[1] + 1, added.shape[2])
-    steps.scatter_add_(1, number[..., None].expand(*wide), added)
-    steps.scatter_add_(1, last[..., None].expand(*wide), added.neg_())
-    own = (number - 1).clamp_min(0)
-    received = steps.cumsum(dim=1).gather(1, own[..., None].expand(*wide))
-    return (values.double() + received * kept[..., None]).to(values.dtype)
+    head, place = kept.nonzero(as_tuple=True)
+    number = (kept.cumsum(dim=1) - 1)[head, place]
+    # An entry gets from those behind the kept one `num_targets` numbers before it.
+    before = (torch.arange(len(place), device=place.device) - num_targets).clamp_min(0)
+    behind = torch.where(number >= num_targets, place[before], 0)
+    sums = torch.zeros(
+        (values.shape[0], values.shape[1] + 1, values.shape[2]),
+        dtype=torch.float64,
+        device=values.device,
+    )
+    torch.cumsum(shares[..., None].double() * values, dim=1, out=sums[:, 1:])
+    own = values[head, place].double()
+    mixed = values.clone()
+    mixed[head, place] = (own + sums[head, place] - sums[head, behind]).to(values.dtype)
+    return mixed
 
 
 def merge_into(rows: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
