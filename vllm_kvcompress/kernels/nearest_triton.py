@@ -1,7 +1,8 @@
 """The kept key that is most similar to each evicted one (D2O), over pages.
 
 Kept and evicted entries are listed head by head, so that every product of a tile of one and a tile
-of the other is one that somebody asked for.
+of the other is one that somebody asked for. Kept keys are copied next to one another first: every
+program goes over all of them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -44,11 +45,12 @@ def _listed_keys(
 
 
 @kernel("table_stride", "capacity")
-def _norms_kernel(
+def _copy_kernel(
     pages,
     page_table,
     listed,
     counts,
+    copies,
     inverse,
     capacity,
     page_stride,
@@ -58,7 +60,8 @@ def _norms_kernel(
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """inverse [S, capacity] fp32: one over the norms of listed keys, in the list's order."""
+    """copies [S, room, HEAD_SIZE] of listed keys, in the list's order, and inverse [S, room] fp32
+    one over their norms; zero keys behind the list's end, up to the end of a tile."""
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * TILE
     count = tl.load(counts + head).to(tl.int32)
@@ -77,12 +80,14 @@ def _norms_kernel(
         )
         wide = keys.to(tl.float32)
         norms = tl.sqrt(tl.sum(wide * wide, 1))
-        nth = first + tl.arange(0, TILE)
-        to = inverse + head * capacity + nth
-        tl.store(to, 1.0 / tl.maximum(norms, 1e-8), mask=nth < count)
+        to = head * tl.num_programs(0) * TILE + first + tl.arange(0, TILE)
+        tl.store(inverse + to, 1.0 / tl.maximum(norms, 1e-8))
+        dims = tl.arange(0, DIMS)
+        rows = copies + to[:, None] * HEAD_SIZE + dims[None, :]
+        tl.store(rows, keys, mask=(dims < HEAD_SIZE)[None, :])
 
 
-@kernel("table_stride", "capacity")
+@kernel("table_stride", "capacity", "room")
 def _nearest_kernel(
     pages,
     page_table,
@@ -90,10 +95,12 @@ def _nearest_kernel(
     num_kept,
     gone,
     num_gone,
+    copies,
     inverse,
     cosines,
     places,
     capacity,
+    room,
     page_stride,
     table_stride,
     BLOCK_SIZE: tl.constexpr,
@@ -123,23 +130,19 @@ def _nearest_kernel(
         )
         best = tl.full([ROWS], float("-inf"), tl.float32)
         nearest = tl.zeros([ROWS], tl.int32)
+        dims = tl.arange(0, DIMS)
         for start in range(0, total, TILE):
-            keys, _ = _listed_keys(
-                pages,
-                table_row,
-                kept_row,
-                start,
-                total,
-                page_stride,
-                BLOCK_SIZE,
-                HEAD_SIZE,
-                TILE,
-                DIMS,
-            )
             nth = start + tl.arange(0, TILE)
-            scales = tl.load(inverse + head * capacity + nth, mask=nth < total, other=0.0)
-            products = tl.dot(own, tl.trans(keys), input_precision="ieee") * scales[None, :]
-            products = tl.where((nth < total)[None, :], products, float("-inf"))
+            place = head * room + nth
+            rows = copies + place[:, None] * HEAD_SIZE + dims[None, :]
+            if DIMS == HEAD_SIZE:
+                keys = tl.load(rows)
+            else:
+                keys = tl.load(rows, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
+            scales = tl.load(inverse + place)
+            hidden = tl.where(nth < total, 0.0, float("-inf"))
+            products = tl.dot(own, tl.trans(keys), input_precision="ieee")
+            products = tl.fma(products, scales[None, :], hidden[None, :])
             highest, which = tl.max(products, 1, return_indices=True)
             nearest = tl.where(highest > best, start + which, nearest)
             best = tl.maximum(highest, best)
@@ -161,9 +164,11 @@ def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
         return cosines, places
     valid = entries.valid()
     here, gone = _listed(kept & valid), _listed(valid & ~kept)
-    inverse = torch.empty_like(cosines)
     tile = tile_size(entries, TILE_BYTES)
-    strides = (capacity, entries.pages.stride(0), entries.page_table.stride(0))
+    num_tiles = triton.cdiv(capacity, tile)
+    copies = entries.pages.new_empty((num_heads, num_tiles * tile, entries.head_size))
+    inverse = cosines.new_empty((num_heads, num_tiles * tile))
+    strides = (entries.pages.stride(0), entries.page_table.stride(0))
     sizes = dict(
         BLOCK_SIZE=entries.block_size,
         HEAD_SIZE=entries.head_size,
@@ -173,16 +178,19 @@ def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
     rows = tile_size(entries, ROWS_BYTES)
     pages = (entries.pages, entries.page_table)
     with on_device(entries):
-        _norms_kernel[(triton.cdiv(capacity, tile), num_heads)](
-            *pages, *here, inverse, *strides, **sizes
+        _copy_kernel[(num_tiles, num_heads)](
+            *pages, *here, copies, inverse, capacity, *strides, **sizes
         )
         _nearest_kernel[(triton.cdiv(capacity, rows), num_heads)](
             *pages,
             *here,
             *gone,
+            copies,
             inverse,
             cosines,
             places,
+            capacity,
+            num_tiles * tile,
             *strides,
             **sizes,
             ROWS=rows,

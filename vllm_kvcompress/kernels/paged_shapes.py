@@ -127,7 +127,8 @@ def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
         number = flags.cumsum(dim=1)
         lists.append((torch.where(flags, number - 1, 0).to(torch.int32), number[:, -1]))
     inverse = torch.empty_like(cosines)
-    del inverse, lists
+    copies = entries.pages.new_empty(entries.num_sequences, entries.capacity, entries.head_size)
+    del copies, inverse, lists
     return cosines, places
 
 
