@@ -53,6 +53,7 @@ DECODE = {
     "layout": "ragged",
     "option": "lse",
     "seconds": 6e-5,
+    "host_seconds": 8.2e-5,
     "bytes_per_second": 4.1e12,
     "of_read_bandwidth": 0.913,
     "vllm_seconds": None,
@@ -82,7 +83,7 @@ def test_tables_hold_the_numbers() -> None:
     )
     assert "1 of 1 checks passed. pytest: 12 passed in 3s." in text
     assert "| read | 4.50 |" in text
-    assert "| 8 | 25.0% | ragged | lse | 60.0 | 4.10 | 91.3% | 3.90 | 4.20 |" in text
+    assert "| 8 | 25.0% | ragged | lse | 60.0 | 82 | 4.10 | 91.3% | 3.90 | 4.20 |" in text
     assert "| 2048 | ragged | paged | 1000.0 | 456 |" in text
     assert "| policy | 32768: GPU | 32768: host | 32768: of prefill |" in text
     assert "| adakv | 20.4 | 31.0 | 1.4% |" in text

@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu import shapes, vllm_attention
-from benchmarks.gpu.measure import progress, seconds_of
+from benchmarks.gpu.measure import host_seconds_of, progress, seconds_of
 from vllm_kvcompress.kernels.correction_triton import correct_with_moments
 from vllm_kvcompress.kernels.decode_triton import (
     DEFAULT_SETTINGS,
@@ -61,7 +61,7 @@ def measure_decode(plan: DecodePlan, read_bandwidth: float) -> list[Row]:
             lengths = shapes.lengths_of(layout, batch, num_tokens, plan.context, plan.block_size)
             entries = shapes.make_entries(lengths, plan.block_size)
             other = _vllm_seconds(entries, plan)
-            for option, seconds in _option_seconds(entries, plan):
+            for option, seconds, host_seconds in _option_seconds(entries, plan):
                 num_bytes = shapes.entry_bytes(int(lengths.sum()))
                 rows.append(
                     {
@@ -70,6 +70,7 @@ def measure_decode(plan: DecodePlan, read_bandwidth: float) -> list[Row]:
                         "layout": layout,
                         "option": option,
                         "seconds": seconds,
+                        "host_seconds": host_seconds,
                         "bytes_per_second": num_bytes / seconds,
                         "of_read_bandwidth": num_bytes / seconds / read_bandwidth,
                         "vllm_seconds": other,
@@ -85,8 +86,11 @@ def _queries(num_sequences: int) -> torch.Tensor:
     )
 
 
-def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[str, float]]:
-    """Without anything, with the log-sum-exp, with a bias besides, with MomentKV's correction."""
+def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[str, float, float]]:
+    """Time on the GPU and on the host, of attention without anything and with more.
+
+    With the log-sum-exp, with a bias besides, or with MomentKV's correction.
+    """
     queries = _queries(entries.num_sequences)
     size = moment_size(shapes.HEAD_SIZE)
     states = _carried(entries, size, torch.full_like(entries.flat_lengths, size))
@@ -109,7 +113,7 @@ def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[s
                 rows = (outputs[:, :, None], lse[..., None], queries[:, :, None])
                 correct_with_moments(state, *rows, shapes.SCALE)
 
-        yield option, seconds_of(work, plan.repeats)
+        yield option, seconds_of(work, plan.repeats), host_seconds_of(work)
 
 
 def _carried(entries: PagedEntries, room: int, lengths: torch.Tensor) -> PagedNumbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -50,6 +51,21 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
         after.synchronize()
         times.append(before.elapsed_time(after) / 1000)
     return statistics.median(times)
+
+
+def host_seconds_of(work: Callable[[], Any], calls: int = 50) -> float:
+    """Mean time that the host takes to queue `work`, for fewer launches than a GPU's queue holds.
+
+    Attention runs between a server's graphs, so that every step pays this in every layer.
+    """
+    work()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(calls):
+        work()
+    seconds = time.perf_counter() - started
+    torch.cuda.synchronize()
+    return seconds / calls
 
 
 @triton.jit

@@ -97,7 +97,7 @@ def _bandwidth(bandwidths: Results) -> str:
 
 
 def _decode(rows: Sequence[Results]) -> str:
-    header = ("requests", "kept", "heads", "outputs", "µs", "TB/s", "of read bandwidth")
+    header = ("requests", "kept", "heads", "outputs", "µs", "host, µs", "TB/s", "of read bandwidth")
     names = list(rows[0]["full_cache"])
     compared = any(row["vllm_seconds"] for row in rows)
     cells = []
@@ -110,6 +110,7 @@ def _decode(rows: Sequence[Results]) -> str:
                 row["layout"],
                 row["option"],
                 f"{1e6 * row['seconds']:.1f}",
+                f"{1e6 * row['host_seconds']:.0f}",
                 f"{row['bytes_per_second'] / 1e12:.2f}",
                 _share(row["of_read_bandwidth"]),
                 *([f"{1e6 * row['vllm_seconds']:.1f}"] if compared else []),
