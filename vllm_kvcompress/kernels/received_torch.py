@@ -16,21 +16,20 @@ def spread_values(values: Tensor, kept: Tensor, shares: Tensor, num_targets: int
             kept entries and padding.
         num_targets: fewer where not so many follow.
     """
-    head, place = kept.nonzero(as_tuple=True)
-    number = (kept.cumsum(dim=1) - 1)[head, place]
-    # An entry gets from those behind the kept one `num_targets` numbers before it.
-    before = (torch.arange(len(place), device=place.device) - num_targets).clamp_min(0)
-    behind = torch.where(number >= num_targets, place[before], 0)
+    num_heads, num_entries, dims = values.shape
     sums = torch.zeros(
-        (values.shape[0], values.shape[1] + 1, values.shape[2]),
-        dtype=torch.float64,
-        device=values.device,
+        (num_heads, num_entries + 1, dims), dtype=torch.float64, device=values.device
     )
     torch.cumsum(shares[..., None].double() * values, dim=1, out=sums[:, 1:])
-    own = values[head, place].double()
-    mixed = values.clone()
-    mixed[head, place] = (own + sums[head, place] - sums[head, behind]).to(values.dtype)
-    return mixed
+    # An entry gets from those behind the kept one that lies `num_targets` kept ones before it.
+    number = kept.cumsum(dim=1) - 1
+    nth = torch.arange(num_entries, device=values.device).expand_as(number)
+    places = torch.zeros((num_heads, num_entries + 1), dtype=torch.int64, device=values.device)
+    places.scatter_(1, torch.where(kept, number, num_entries), nth)
+    behind = places.gather(1, (number - num_targets).clamp_min(0))
+    behind = behind.masked_fill(number < num_targets, 0)[..., None].expand_as(values)
+    received = (sums[:, :-1] - sums.gather(1, behind)).masked_fill_(~kept[..., None], 0)
+    return (values + received).to(values.dtype)
 
 
 def merge_into(rows: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
