@@ -58,6 +58,23 @@ def test_of_equal_keys_the_first_is_the_nearest(backend: Backend) -> None:
     assert_close(cosines[gone], torch.ones(147), torch.float32)
 
 
+def test_what_is_least_unlike_is_the_nearest(backend: Backend) -> None:
+    """Though nothing is alike, and whatever lies behind the last kept key."""
+    entries = make_entries([40], dtype=backend.dtype)
+    rows = entries.pages.view(-1, 16, 2, 64)
+    kept = torch.zeros(1, entries.capacity, dtype=torch.bool)
+    kept[0, [5, 20]] = True
+    rows[:, :, 0] = 1
+    for place, size in ((5, -2.0), (20, -1.0)):
+        key = rows[int(entries.page_table[0, place // 16]), place % 16, 0]
+        key[:] = size
+        key[:place] = 0  # turned away from the others by so much
+    cosines, places = backend.call(NEAREST, entries, kept)
+    gone = entries.valid() & ~kept
+    assert (places[gone] == 20).all()
+    assert_close(cosines[gone], torch.full((38,), -((44 / 64) ** 0.5)), torch.float32)
+
+
 def test_zero_keys_are_like_nothing(backend: Backend) -> None:
     entries = make_entries([20], dtype=backend.dtype)
     entries.pages.zero_()

@@ -1,0 +1,56 @@
+"""Numbers that are carried from event to event lie in the state pages as documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, make_pool
+from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, Shape, make_pipeline
+from vllm_kvcompress.carried import CarriedNumbers
+from vllm_kvcompress.pages import InterleavedPagePool
+
+SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
+CARRIED = {
+    "h2o": ("accumulated",),
+    "d2o": ("accumulated",),
+    "kvmerger": ("bias", "accumulated"),
+    "asymkv": ("bias", "positions"),
+}
+
+
+@pytest.mark.parametrize("policy", CARRIED)
+def test_runs_of_entries_are_found_name_by_name(policy: str, tmp_path: Path) -> None:
+    """Numbers per head first, then each name's, head after head."""
+    request = Request(make_pipeline(policy, SHAPE, tmp_path), make_pool(InterleavedPagePool))
+    request.compress(request.positions[0])
+    pool, tables, pipeline = request.pool, request.runner.tables, request.pipeline
+    assert pipeline.carried_entries == CARRIED[policy]
+    slot, carried = tables.slots["r"], CarriedNumbers(tables)
+    for layer in range(NUM_LAYERS):
+        numbers = pool.floats(tables.state[layer, slot]).tolist()
+        kept = [BLOCK_SIZE * count for count in tables.counts[layer, slot].tolist()]
+        place = NUM_HEADS * pipeline.state_size(HEAD_SIZE)
+        for name in CARRIED[policy]:
+            runs = carried.of_entries(pipeline, name, torch.tensor([slot]))
+            found = runs.of_layer(layer, pool).gathered(max(kept)).tolist()
+            for head in range(NUM_HEADS):
+                mine = numbers[place : place + kept[head]]
+                assert found[head] == mine + [0.0] * (max(kept) - kept[head])
+                if name == "positions":
+                    assert mine == sorted(set(mine))
+                place += kept[head]
+
+
+@pytest.mark.parametrize("policy", ["momentkv", "d2o"])
+def test_runs_of_heads_are_found(policy: str, tmp_path: Path) -> None:
+    request = Request(make_pipeline(policy, SHAPE, tmp_path), make_pool(InterleavedPagePool))
+    request.compress(request.positions[0])
+    pool, tables, pipeline = request.pool, request.runner.tables, request.pipeline
+    slot, size = tables.slots["r"], pipeline.state_size(HEAD_SIZE)
+    runs = CarriedNumbers(tables).of_heads(pipeline, torch.tensor([slot]))
+    for layer in range(NUM_LAYERS):
+        numbers = pool.floats(tables.state[layer, slot])[: NUM_HEADS * size]
+        assert torch.equal(runs.of_layer(layer, pool).whole(size), numbers.view(NUM_HEADS, size))
