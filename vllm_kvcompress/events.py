@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -213,18 +213,20 @@ class EventRunner:
             paged.compact_pages(view.pages.body, selection.page_counts, kept, pages)
             return
         heads = selection.heads(size)
-        # What the policy has gathered is at hand; the rest is read where it lies.
-        gathered = view.pages is None
         keys, values = merged.keys, merged.values
-        if keys is None and gathered:
-            keys = view.keys
-        if values is None and gathered and event.pipeline.needs.any_values:
-            values = view.values
-        taken = (sources.body[heads, kept // size], kept % size)
-        keys = pool.take_keys(*taken) if keys is None else keys[heads, kept]
-        values = pool.take_values(*taken) if values is None else values[heads, kept]
-        shape = (pages.numel(), size, pool.head_size)
-        pool.write(pages, keys.view(shape), values.view(shape))
+        if view.pages is None:  # what the policy has gathered is at hand
+            keys = view.keys if keys is None else keys
+            if values is None and event.pipeline.needs.any_values:
+                values = view.values
+
+        def survivors(rows: Tensor | None, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+            if rows is None:
+                found = take(sources.body[heads, kept // size], kept % size)
+            else:
+                found = rows[heads, kept]
+            return found.view(pages.numel(), size, pool.head_size)
+
+        pool.write(pages, survivors(keys, pool.take_keys), survivors(values, pool.take_values))
 
     def _max_kept(self, counts: Tensor, view: LayerView, total: int) -> int:
         """Pages of the fullest head; off the CPU a bound that needs no synchronisation."""
