@@ -24,7 +24,7 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
 from vllm_kvcompress.kernels.launch_triton import NumbersArguments, kernel, on_device, padded
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, mismatch
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, check_queries
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers, check_bias
 from vllm_kvcompress.kernels.paged_rows_triton import (
     LOG2_E,
@@ -275,7 +275,9 @@ def launch_decode(
 ) -> tuple[Tensor, Tensor | None]:
     """`decode_attention` with the work cut by `settings`."""
     out = torch.empty_like(queries) if out is None else out
-    _check(entries, queries, bias, out)
+    check_queries(entries, queries, "group")
+    check_out(queries, out)
+    check_bias(entries, bias)
     num_sequences, group, head_size = queries.shape
     lse = queries.new_empty((num_sequences, group), dtype=torch.float32) if with_lse else None
     if num_sequences == 0:
@@ -339,21 +341,3 @@ def _num_programs(device: torch.device, settings: DecodeSettings) -> int:
         return INTERPRETED_PROGRAMS
     count = torch.cuda.get_device_properties(device).multi_processor_count
     return int(count) * settings.programs_per_sm
-
-
-def _check(entries: PagedEntries, queries: Tensor, bias: PagedNumbers | None, out: Tensor) -> None:
-    shape = (entries.num_sequences, entries.head_size)
-    if not (queries.dim() == 3 and (queries.shape[0], queries.shape[2]) == shape):
-        raise mismatch(
-            f"queries [{shape[0]}, group, {shape[1]}]",
-            str(tuple(queries.shape)),
-            "view the queries of a step as one sequence per request and KV head",
-        )
-    if not (queries.dtype == entries.pages.dtype and queries.stride(2) == 1):
-        raise mismatch(
-            f"queries of the pages' type {entries.pages.dtype}, rows side by side",
-            f"{queries.dtype} with strides {queries.stride()}",
-            "convert them, or call contiguous()",
-        )
-    check_out(queries, out)
-    check_bias(entries, bias)

@@ -136,6 +136,32 @@ def per_entry(entries: PagedEntries, name: str, given: Tensor, dtype: torch.dtyp
     return given.contiguous()
 
 
+def check_queries(entries: PagedEntries, queries: Tensor, *between: str) -> None:
+    """Refuses queries that are not [S, ..., D] in the pages' type.
+
+    Args:
+        entries: of S sequences.
+        queries: with the dimensions `between`, named for the error.
+
+    Raises:
+        InvariantError: they are not.
+    """
+    sizes = (entries.num_sequences, entries.head_size)
+    whole = queries.dim() == 2 + len(between)
+    if not (whole and (queries.shape[0], queries.shape[-1]) == sizes):
+        raise mismatch(
+            f"queries [{', '.join((str(sizes[0]), *between, str(sizes[1])))}]",
+            str(tuple(queries.shape)),
+            "view the queries of a step as one sequence per request and KV head",
+        )
+    if not (queries.dtype == entries.pages.dtype and queries.stride(-1) == 1):
+        raise mismatch(
+            f"queries of the pages' type {entries.pages.dtype}, rows side by side",
+            f"{queries.dtype} with strides {queries.stride()}",
+            "convert them, or call contiguous()",
+        )
+
+
 def check_out(queries: Tensor, out: Tensor) -> None:
     """Refuses outputs that are not shaped as the queries.
 

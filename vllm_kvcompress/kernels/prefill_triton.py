@@ -24,7 +24,7 @@ from vllm_kvcompress.kernels.launch_triton import (
     padded,
     query_rows,
 )
-from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, mismatch
+from vllm_kvcompress.kernels.paged_entries import PagedEntries, check_out, check_queries
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers, check_bias
 from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, sequence_numbers, tile_size
 
@@ -88,54 +88,31 @@ def _prefill_kernel(
     sums = tl.zeros([ROWS], tl.float32)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
-    mixed, maximum, sums = attend_tiles(
-        mixed,
-        maximum,
-        sums,
-        query,
-        visible,
-        pages,
-        table_row,
-        bias_pages,
-        bias_row,
-        bias_start,
-        bias_length,
-        0,
-        whole_tiles,
-        length,
-        page_stride,
-        log2_scale,
-        BLOCK_SIZE,
-        HEAD_SIZE,
-        TILE,
-        DIMS,
-        BIAS_PAGE,
-        False,
-    )
-    mixed, maximum, sums = attend_tiles(
-        mixed,
-        maximum,
-        sums,
-        query,
-        visible,
-        pages,
-        table_row,
-        bias_pages,
-        bias_row,
-        bias_start,
-        bias_length,
-        whole_tiles,
-        tl.cdiv(most, TILE),
-        length,
-        page_stride,
-        log2_scale,
-        BLOCK_SIZE,
-        HEAD_SIZE,
-        TILE,
-        DIMS,
-        BIAS_PAGE,
-        True,
-    )
+    for edges in tl.static_range(2):
+        mixed, maximum, sums = attend_tiles(
+            mixed,
+            maximum,
+            sums,
+            query,
+            visible,
+            pages,
+            table_row,
+            bias_pages,
+            bias_row,
+            bias_start,
+            bias_length,
+            0 if edges == 0 else whole_tiles,
+            whole_tiles if edges == 0 else tl.cdiv(most, TILE),
+            length,
+            page_stride,
+            log2_scale,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            TILE,
+            DIMS,
+            BIAS_PAGE,
+            edges == 1,
+        )
     nothing = sums == 0.0
     mixed = tl.where(nothing[:, None], 0.0, mixed / tl.where(nothing, 1.0, sums)[:, None])
     place = sequence * output_stride_s + wide_member * output_stride_g + wide_nth * output_stride_m
@@ -159,7 +136,9 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """As `paged_torch.prefill_attention`, in Triton."""
     outputs = torch.empty_like(queries) if out is None else out
-    _check(entries, queries, bias, outputs)
+    check_queries(entries, queries, "group", "m")
+    check_out(queries, outputs)
+    check_bias(entries, bias)
     num_sequences, group, num_queries, head_size = queries.shape
     shape = (num_sequences, group, num_queries)
     lse = queries.new_empty(shape, dtype=torch.float32) if with_lse else None
@@ -195,21 +174,3 @@ def prefill_attention(
             num_stages=4,
         )
     return outputs, lse
-
-
-def _check(entries: PagedEntries, queries: Tensor, bias: PagedNumbers | None, out: Tensor) -> None:
-    shape = (entries.num_sequences, entries.head_size)
-    if not (queries.dim() == 4 and (queries.shape[0], queries.shape[3]) == shape):
-        raise mismatch(
-            f"queries [{shape[0]}, group, m, {shape[1]}]",
-            str(tuple(queries.shape)),
-            "view a chunk's queries as one sequence per request and KV head",
-        )
-    if not (queries.dtype == entries.pages.dtype and queries.stride(3) == 1):
-        raise mismatch(
-            f"queries of the pages' type {entries.pages.dtype}, rows side by side",
-            f"{queries.dtype} with strides {queries.stride()}",
-            "convert them, or call contiguous()",
-        )
-    check_out(queries, out)
-    check_bias(entries, bias)
