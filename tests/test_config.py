@@ -177,10 +177,9 @@ def test_no_trigger_at_all_is_refused() -> None:
     ("values", "reason"),
     [
         ({"policy": "snapkv", "budget": 0.5, "bugdet": 1}, "unknown setting bugdet.*budget, min_"),
-        ({"policy": "snapkv"}, "budget missing"),
         ({"budget": 0.5}, "policy missing"),
         ({"policy": None, "budget": 0.5}, "policy missing"),
-        ({}, "budget and policy missing"),
+        ({}, "policy missing"),
         ("snapkv", "expected a section"),
         ({"policy": "", "budget": 0.5}, "policy: expected a name"),
         ({"policy": 3, "budget": 0.5}, "policy: expected a name"),
@@ -197,6 +196,21 @@ def test_wrong_sections_are_refused_in_one_sentence(values: object, reason: str)
     with pytest.raises(ConfigError, match=reason) as caught:
         Settings.from_dict(values)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("values", [{}, {"budget": None}])
+def test_without_a_budget_half_is_kept_and_said_with_how_to_change_it(values: dict) -> None:
+    settings = Settings.from_dict({"policy": "snapkv", **values})
+    assert settings == Settings("snapkv", 0.5)
+    assert settings.to_dict()["budget"] == 0.5
+    assert settings.budget_text.startswith("0.5 of each prompt (the default; --kv-budget")
+
+
+@pytest.mark.parametrize(("budget", "text"), [(0.25, "0.25 of each"), (512, "512 tokens per KV")])
+def test_a_chosen_budget_is_said_without_advice(budget: float | int, text: str) -> None:
+    said = Settings("snapkv", budget).budget_text
+    assert said.startswith(text)
+    assert "default" not in said
 
 
 def test_dashes_in_keys_and_missing_values_are_understood() -> None:

@@ -22,6 +22,7 @@ NO_POLICY = "none"
 CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs, like the next two
 REQUEST_POLICY = "kv_policy"
 REQUEST_BUDGET = "kv_budget"
+DEFAULT_BUDGET = 0.5  # half of each prompt, until quality on language says what else
 ATTENTION_KERNELS = ("auto", "flash", "triton", "own")
 DEFAULT_MIN_TOKENS = 64  # two blocks of the CPU default; shorter requests free next to nothing
 
@@ -66,7 +67,7 @@ class Settings:
 
     Attributes:
         policy: parts joined by `+`, such as `adakv+criticalkv`; `none` serves stock vLLM.
-        budget: kept fraction of the prompt (float), or kept tokens per head (int).
+        budget: kept fraction of the prompt (float), or kept tokens per head (int); 0.5 unless said.
         triggers: when requests are compressed.
         params: overrides of the policy's parameters, by name.
         profile: path of the head profile or pattern file, for policies that need one.
@@ -81,7 +82,7 @@ class Settings:
     """
 
     policy: str
-    budget: float | int
+    budget: float | int = DEFAULT_BUDGET
     triggers: tuple[Trigger, ...] = (Trigger("prompt"),)
     params: dict[str, Scalar] = field(default_factory=dict, hash=False)
     profile: str | None = None
@@ -141,7 +142,7 @@ class Settings:
         """Settings from a section of YAML or of `--additional-config`.
 
         Args:
-            values: `policy` and `budget`, and optionally `trigger` (text or a list), `params`,
+            values: `policy`, and optionally `budget`, `trigger` (text or a list), `params`,
                 `profile`, `min_tokens`, `request_policies` (text or a list) and
                 `min_request_budget` with `max_request_budget`, `reuse_contexts` and `attention`.
 
@@ -150,7 +151,7 @@ class Settings:
         """
         if not isinstance(values, Mapping):
             raise ConfigError(
-                f"{SETTINGS_KEY}: expected a section with policy and budget, found {values!r}."
+                f"{SETTINGS_KEY}: expected a section with a policy, found {values!r}."
             )
         given = {str(key).replace("-", "_"): v for key, v in values.items() if v is not None}
         unknown = sorted(given.keys() - _KEYS)
@@ -159,12 +160,10 @@ class Settings:
                 f"{SETTINGS_KEY}: unknown setting {', '.join(unknown)}; "
                 f"valid ones are {', '.join(sorted(_KEYS))}."
             )
-        missing = sorted({"policy", "budget"} - given.keys())
-        if missing:
+        if "policy" not in given:
             raise ConfigError(
-                f"{SETTINGS_KEY}: {' and '.join(missing)} missing; say what to compress with and "
-                "how far, such as --kv-policy adakv+criticalkv --kv-budget 0.25, or the same as "
-                "policy and budget in YAML."
+                f"{SETTINGS_KEY}: policy missing; say what to compress with, such as --kv-policy "
+                "adakv+criticalkv, or the same as policy in YAML."
             )
         arguments: dict[str, Any] = dict(given)
         if "trigger" in arguments:
@@ -235,6 +234,16 @@ class Settings:
         if policy == self.policy:
             return replace(self, budget=chosen)
         return replace(self, policy=policy, budget=chosen, params={}, profile=None)
+
+    @property
+    def budget_text(self) -> str:
+        """The budget in words; where it is the default, also how to change it."""
+        if not isinstance(self.budget, float):
+            return f"{self.budget} tokens per KV head"
+        text = f"{self.budget:g} of each prompt"
+        if self.budget == DEFAULT_BUDGET:
+            text += f" (the default; --kv-budget, or budget under {SETTINGS_KEY}, changes it)"
+        return text
 
     @property
     def trigger(self) -> str:

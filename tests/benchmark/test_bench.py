@@ -115,7 +115,7 @@ def bench(directory: Path, scenario: str, *options: str) -> dict[str, Any]:
 
 
 def test_more_requests_at_once_from_the_same_pool(tmp_path: Path) -> None:
-    options = ["--requests", "8", "--prompt", "512", "--output", "32"]
+    options = ["--requests", "8", "--prompt", "512", "--output", "32", "--kv-budget", "0.25"]
     figures = bench(tmp_path, "pool", *options)
     stock, ours = figures["medians"]["stock"], figures["medians"]["compressed"]
     assert stock["peak_running"] == 4
@@ -143,8 +143,11 @@ def test_conversations_hit_the_prefix_cache_as_stock_does(tmp_path: Path) -> Non
     assert figures["ratios"]["hit_rate"] > 0.9
 
 
-def test_attention_is_timed_where_asked(tmp_path: Path) -> None:
+def test_attention_is_timed_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And without --kv-budget half is kept, which is said."""
     figures = bench(tmp_path, "long-decode", "--prompt", "1024", "--output", "8")
+    assert figures["settings"]["budget"] == 0.5
+    assert "long-decode: policy adakv, budget 0.5 of each prompt (the" in capsys.readouterr().out
     for engine in ("stock", "compressed"):
         medians = figures["medians"][engine]
         assert 0 < medians["decode_attention"] < medians["decode_step"]

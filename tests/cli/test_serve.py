@@ -72,6 +72,24 @@ def test_config_is_read_in_both_spellings(tmp_path: Path, joined: bool) -> None:
     assert request.settings.budget == 0.5
 
 
+@pytest.mark.usefixtures("any_policy")
+@pytest.mark.parametrize("source", ["flag", "yaml", "additional-config"])
+def test_a_policy_is_enough(tmp_path: Path, source: str) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("kvcompress: {policy: snapkv}\n")
+    arguments = {
+        "flag": ["--kv-policy", "snapkv"],
+        "yaml": ["--config", str(path)],
+        "additional-config": ["--additional-config.kvcompress.policy", "snapkv"],
+    }[source]
+    request = sorted_out("m", *arguments)
+    assert request.settings is not None
+    assert request.settings.to_dict() == {"policy": "snapkv", "budget": 0.5, "trigger": "prompt"}
+    said = serve.summary(request.settings)
+    assert "budget 0.5 of each prompt (the default; --kv-budget" in said
+    assert "about 2 times fewer blocks" in said
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_shipped_configurations_are_valid(path: Path) -> None:
     request = sorted_out("--config", str(path))
@@ -88,7 +106,6 @@ def test_configurations_are_shipped() -> None:
     ("arguments", "reason"),
     [
         ("m --kv-budget 0.5", "policy missing"),
-        ("m --kv-policy snapkv", "budget missing"),
         ("m --kv-policy snapkv --kv-budget 0", "positive"),
         ("m --kv-policy snapkv --kv-budget 1", "could mean"),
         ("m --kv-policy snapkv --kv-budget .5 --kv-trigger pressure:90", "between 0 and 1"),

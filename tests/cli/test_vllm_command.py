@@ -163,7 +163,6 @@ def test_yaml_becomes_arguments_as_in_vllm(tmp_path: Path) -> None:
     [
         ("kvcompress: snapkv\n", "expected settings under kvcompress"),
         ("kvcompress: {policy: snapkv, budget: 0.5, bugdet: 1}\n", "unknown setting bugdet"),
-        ("kvcompress: {policy: snapkv}\n", "budget missing"),
         ("kvcompress: {budget: 0.5}\n", "policy missing"),
         ("kvcompress: {policy: snapkv, budget: 0.5, params: 3}\n", "names with values"),
         ("- a\n", "expected options of vllm serve"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from itertools import chain
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
+from vllm_kvcompress.cli import eval as eval_command
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.evaluation.engine import Engine, Question
@@ -32,6 +34,14 @@ def read(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]
     rows = {f"{row['setup']}/{row['mode']}": row for row in results["rows"]}
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     return rows, answers
+
+
+def test_without_budgets_half_is_kept() -> None:
+    parser = argparse.ArgumentParser()
+    eval_command.add_options(parser)
+    asked = parser.parse_args([MODEL, "--tasks", TASKS[0], "--out", "unused"])
+    names = [setup.name for setup in eval_command.plan_of(asked).setups]
+    assert names == ["full", "adakv+criticalkv@0.5"]
 
 
 @pytest.fixture(scope="module")

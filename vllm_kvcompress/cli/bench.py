@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.cli.eval import engine_option
-from vllm_kvcompress.cli.serve import policy_param
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.cli.serve import policy_param, summary
+from vllm_kvcompress.config import DEFAULT_BUDGET, Settings
 from vllm_kvcompress.errors import ConfigError
 
 _NAMES = ("pool", "long-decode", "oversize", "chat", "off", "mixed")
@@ -57,7 +57,7 @@ def add_parser(subparsers: Any) -> None:
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     ours = parser.add_argument_group("compression")
     ours.add_argument("--kv-policy", default="adakv", metavar="P", help="as of serve (adakv)")
-    ours.add_argument("--kv-budget", default="0.25", metavar="B", help="as of serve (0.25)")
+    ours.add_argument("--kv-budget", metavar="B", help=f"as of serve ({DEFAULT_BUDGET})")
     ours.add_argument("--kv-trigger", metavar="T", help="as of serve (prompt)")
     ours.add_argument(
         "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="as of serve"
@@ -107,6 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in names:
         benchmark = benchmark_of(name, arguments)
+        print(f"{name}: {summary(Settings.from_dict(benchmark.effective_settings))}", flush=True)
         result = measure(benchmark, arguments.out / "engines.log")
         written = report.write(benchmark, result, arguments.out)
         print(written[1].read_text())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.cli.serve import policy_param
-from vllm_kvcompress.config import parse_budget
+from vllm_kvcompress.config import DEFAULT_BUDGET, parse_budget
 from vllm_kvcompress.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -98,7 +98,11 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "--policies", type=_list, default=["adakv+criticalkv"], metavar="P,...", help="policies"
     )
     compared.add_argument(
-        "--budgets", type=_list, default=["0.25"], metavar="B,...", help="of each policy (0.25)"
+        "--budgets",
+        type=_list,
+        default=[str(DEFAULT_BUDGET)],
+        metavar="B,...",
+        help=f"of each policy ({DEFAULT_BUDGET})",
     )
     compared.add_argument(
         "--mode",
@@ -123,6 +127,9 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_kvcompress.evaluation import runner
 
     plan = plan_of(arguments)
+    if not plan.base_url:
+        names = ", ".join(setup.name for setup in plan.setups)
+        print(f"compares {names}; --policies and --budgets change that", flush=True)
     write_results(plan, arguments.out, runner.run(plan, arguments.out, progress_bar))
     return 0
 

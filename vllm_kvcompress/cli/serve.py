@@ -10,7 +10,13 @@ import sys
 from typing import Any
 
 from vllm_kvcompress.cli.vllm_command import ServeRequest, read_request
-from vllm_kvcompress.config import DEFAULT_MIN_TOKENS, SETTINGS_KEY, Scalar, Settings
+from vllm_kvcompress.config import (
+    DEFAULT_BUDGET,
+    DEFAULT_MIN_TOKENS,
+    SETTINGS_KEY,
+    Scalar,
+    Settings,
+)
 from vllm_kvcompress.errors import ConfigError
 
 HELP = "serve a model with vLLM and a compressed KV cache"
@@ -43,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(shlex.join(["vllm", *command]))
         return 0
     if request.settings is not None:
-        print(f"vllm-kvcompress: {_summary(request.settings)}", file=sys.stderr, flush=True)
+        print(f"vllm-kvcompress: {summary(request.settings)}", file=sys.stderr, flush=True)
     launch.serve(command)
     return 0
 
@@ -57,7 +63,7 @@ def options_parser() -> argparse.ArgumentParser:
     """Our own options; everything else is left for vLLM."""
     parser = argparse.ArgumentParser(
         prog="vllm-kvcompress serve",
-        usage="%(prog)s [MODEL] [--kv-policy P --kv-budget B] [any `vllm serve` option]",
+        usage="%(prog)s [MODEL] [--kv-policy P [--kv-budget B]] [any `vllm serve` option]",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
@@ -74,7 +80,7 @@ def options_parser() -> argparse.ArgumentParser:
         "--kv-budget",
         metavar="B",
         help="how much to keep: a fraction of the prompt such as 0.25 (1.0: all), or tokens per "
-        "KV head such as 2048, in the mean over heads and layers",
+        f"KV head such as 2048, in the mean over heads and layers (default {DEFAULT_BUDGET})",
     )
     group.add_argument(
         "--kv-trigger",
@@ -245,18 +251,16 @@ def _count(text: str | None) -> int | None:
     return int(text)
 
 
-def _summary(settings: Settings) -> str:
+def summary(settings: Settings) -> str:
+    """What the settings do, in one line."""
     if not settings.compresses and settings.may_compress:
         return f"requests choose among {', '.join(settings.request_policies)}; others stay whole"
     if not settings.compresses:
         return f"policy {settings.policy} with budget 1.0 keeps everything: stock vLLM"
+    text = f"policy {settings.policy}, budget {settings.budget_text}, trigger {settings.trigger}"
     if isinstance(settings.budget, float):
-        budget = f"{settings.budget:g} of each prompt"
-        gain = f"; a compressed prompt holds about {1 / settings.budget:.3g} times fewer blocks"
-    else:
-        budget = f"{settings.budget} tokens per KV head"
-        gain = ""
-    return f"policy {settings.policy}, budget {budget}, trigger {settings.trigger}{gain}"
+        text += f"; a compressed prompt holds about {1 / settings.budget:.3g} times fewer blocks"
+    return text
 
 
 def _print_help(keyword: str) -> int:

@@ -79,7 +79,7 @@ class CompressionMixin:
             "its %d blocks, and up to %d while it is read; %d blocks serve %.2f such requests at a "
             "time (uncompressed: %.2f).",
             settings.policy,
-            settings.budget,
+            settings.budget_text,
             settings.trigger,
             length,
             rule.held_blocks(length),
