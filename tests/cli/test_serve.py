@@ -187,6 +187,17 @@ def test_printed_command_is_understood_by_vllm(capsys: pytest.CaptureFixture[str
     }
 
 
+def test_users_may_extend_our_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["serve", "m", "--kv-policy", "snapkv", "--print-vllm-command"]
+    worker = "tests.engine.test_start.OperatorsWorker"
+    assert main([*arguments, "--worker-cls", worker]) == 0
+    printed = shlex.split(capsys.readouterr().out)
+    assert printed.count("--worker-cls") == 1
+    assert printed[printed.index("--worker-cls") + 1] == worker
+    assert main([*arguments, "--worker-cls", "vllm.v1.worker.cpu_worker.CPUWorker"]) == 2
+    assert "takes the place where compression attaches" in capsys.readouterr().err
+
+
 def test_cpu_distribution_answers_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm_kvcompress.cli.distribution import answer_for_vllm
 

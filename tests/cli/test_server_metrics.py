@@ -1,7 +1,8 @@
-"""/metrics of real servers, fed by a scheduler that reports one event per request."""
+"""/metrics of real servers: every event counted once, whatever started them."""
 
 from __future__ import annotations
 
+import shlex
 import time
 from pathlib import Path
 
@@ -11,10 +12,13 @@ import urllib3
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import tiny_models
-from tests.cli.server_process import PLAIN_VLLM, serving
+from tests.cli.server_process import OUR_SERVE, PLAIN_VLLM, serving
+from vllm_kvcompress.cli.main import main
 
-OUR_LAUNCH = "import sys; from vllm_kvcompress.cli import launch; launch.serve(sys.argv[1:])"
 NUM_REQUESTS = 12
+PROMPT_TOKENS, SHORT = 170, 40
+FULL_BLOCKS = PROMPT_TOKENS // 32
+KEPT_BLOCKS = -(-FULL_BLOCKS // 2)  # half, which is the default
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +48,27 @@ def scraped(address: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     ("code", "num_api_servers"),
-    [(OUR_LAUNCH, 1), (OUR_LAUNCH, 2), (PLAIN_VLLM, 1)],
+    [(OUR_SERVE, 1), (OUR_SERVE, 2), (PLAIN_VLLM, 1)],
     ids=["one API server", "two API servers", "plain vllm serve"],
 )
 def test_metrics_count_every_event_once(
-    model: Path, tmp_path: Path, code: str, num_api_servers: int
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: str,
+    num_api_servers: int,
 ) -> None:
-    arguments = ["serve", str(model), "--served-model-name", "tiny", "--enforce-eager"]
-    arguments += ["--max-model-len", "256", "--dtype", "float32", "--block-size", "32"]
-    arguments += ["--api-server-count", str(num_api_servers)]
-    arguments += ["--scheduler-cls", "tests.cli.reporting_scheduler.ReportingScheduler"]
-    arguments += ["--additional-config", '{"kvcompress": {"policy": "snapkv", "budget": 0.25}}']
-    with serving(code, arguments, tmp_path / "server.log") as address:
+    """The command with a policy and nothing else, and what it prints for plain vLLM."""
+    arguments = ["serve", str(model), "--kv-policy", "snapkv"]
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # --print-vllm-command would lower it
+    if code == PLAIN_VLLM:
+        assert main([*arguments, "--print-vllm-command"]) == 0
+        arguments = shlex.split(capsys.readouterr().out)[1:]
+    arguments += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "256"]
+    arguments += ["--dtype", "float32", "--api-server-count", str(num_api_servers)]
+    log = tmp_path / "server.log"
+    with serving(code, arguments, log) as address:
         before = scraped(address)
         assert before["kvcompress_info"] == 1
         assert before["kvcompress_events_total"] == 0
@@ -63,19 +76,41 @@ def test_metrics_count_every_event_once(
         for index in range(NUM_REQUESTS):
             # A connection each, so that several API servers share them.
             with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
-                prompt = tiny_models.prompt(40, seed=index)
-                client.completions.create(model="tiny", prompt=prompt, max_tokens=4)
+                for num_tokens in (PROMPT_TOKENS, SHORT):
+                    prompt = tiny_models.prompt(num_tokens, seed=index)
+                    client.completions.create(model="tiny", prompt=prompt, max_tokens=4)
         deadline = time.monotonic() + 20
         after = scraped(address)
-        while after["kvcompress_compression_ratio"] != 1 and time.monotonic() < deadline:
+        while not settled(after) and time.monotonic() < deadline:
             time.sleep(0.2)
             after = scraped(address)
     assert after["kvcompress_compression_ratio"] == 1
     assert after["kvcompress_events_total"] == NUM_REQUESTS
-    assert after["kvcompress_source_tokens_total"] == 128 * NUM_REQUESTS
-    assert after["kvcompress_resident_tokens_total"] == 32 * NUM_REQUESTS
-    assert after["kvcompress_blocks_freed_total"] == 4 * NUM_REQUESTS
-    assert after["kvcompress_blocks_written_total"] == NUM_REQUESTS
-    assert after["kvcompress_skipped_total{nothing_to_free}"] == NUM_REQUESTS
-    assert after["kvcompress_kept_fraction_sum"] == 0.25 * NUM_REQUESTS
+    assert after["kvcompress_source_tokens_total"] == 32 * FULL_BLOCKS * NUM_REQUESTS
+    assert after["kvcompress_resident_tokens_total"] == 32 * KEPT_BLOCKS * NUM_REQUESTS
+    assert after["kvcompress_blocks_freed_total"] == FULL_BLOCKS * NUM_REQUESTS
+    assert after["kvcompress_blocks_written_total"] == KEPT_BLOCKS * NUM_REQUESTS
+    assert after["kvcompress_skipped_total{shorter_than_min_tokens}"] == NUM_REQUESTS
+    kept = KEPT_BLOCKS / FULL_BLOCKS * NUM_REQUESTS
+    assert after["kvcompress_kept_fraction_sum"] == pytest.approx(kept)
     assert after["kvcompress_event_seconds_count"] == NUM_REQUESTS
+    assert "budget 0.5 of each prompt (the default; --kv-budget" in log.read_text()
+
+
+def settled(samples: dict[str, float]) -> bool:
+    """Whether the last request is over, and everything said of its event."""
+    return (
+        samples["kvcompress_compression_ratio"] == 1
+        and samples["kvcompress_event_seconds_count"] == NUM_REQUESTS
+    )
+
+
+def test_settings_without_our_classes_are_refused(model: Path, tmp_path: Path) -> None:
+    """Plain `vllm serve` with --additional-config alone would compress nothing."""
+    arguments = ["serve", str(model), "--enforce-eager", "--max-model-len", "256"]
+    arguments += ["--dtype", "float32"]
+    arguments += ["--additional-config", '{"kvcompress": {"policy": "snapkv"}}']
+    log = tmp_path / "server.log"
+    with pytest.raises(RuntimeError), serving(PLAIN_VLLM, arguments, log):
+        pass
+    assert "--scheduler-cls is not given, so nothing would be compressed; add" in log.read_text()

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
+from vllm_kvcompress.vllm_plugin.compat import plugin_options
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
 
 SETTINGS = {"policy": "adakv", "budget": 0.25}
@@ -37,9 +39,12 @@ def engine_config(model: str, settings: dict[str, Any] | None, **options: Any) -
     """vLLM's own configuration for a model and options, without starting an engine."""
     from vllm.engine.arg_utils import EngineArgs
 
-    extra = {"kvcompress": settings} if settings else {}
-    arguments = EngineArgs(model=model, additional_config=extra, max_model_len=256, **options)
-    return arguments.create_engine_config()
+    given: dict[str, Any] = {"max_model_len": 256}
+    if settings:
+        paths = plugin_options(Settings("adakv"))
+        given |= {name: paths[name] for name in ("scheduler_cls", "worker_cls")}
+        given["additional_config"] = {"kvcompress": settings}
+    return EngineArgs(model=model, **{**given, **options}).create_engine_config()
 
 
 @pytest.mark.parametrize(

@@ -12,19 +12,27 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvcompress.cli.distribution import answer_for_vllm
-from vllm_kvcompress.cli.vllm_command import ServeRequest
+from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
 from vllm_kvcompress.config import SETTINGS_KEY
 from vllm_kvcompress.vllm_plugin.compat import plugin_options
-from vllm_kvcompress.vllm_plugin.refusals import check_engine
+from vllm_kvcompress.vllm_plugin.refusals import check_engine, is_ours
 
 _CPU_BLOCK_SIZE = "32"  # finer than vLLM's 128 and as fast: budgets are kept more exactly
 
 
 def vllm_command(request: ServeRequest) -> list[str]:
-    """The arguments of `vllm`, from `serve` on, for this build of vLLM."""
+    """The arguments of `vllm`, from `serve` on, for this build of vLLM.
+
+    Raises:
+        ConfigError: the user gave an option that compression needs another value.
+    """
     options = {}
     if request.settings is not None:
         paths = plugin_options(request.settings)
+        for name in ("scheduler_cls", "worker_cls"):  # users may extend ours
+            given = option_values(request.vllm_arguments, f"--{name.replace('_', '-')}")
+            if given and is_ours(name, given[-1]):
+                paths[name] = given[-1]
         options = {name.replace("_", "-"): path for name, path in paths.items()}
         if current_platform.is_cpu():
             options["block-size"] = _CPU_BLOCK_SIZE

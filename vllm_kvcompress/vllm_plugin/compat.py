@@ -71,6 +71,26 @@ def plugin_options(settings: Settings) -> dict[str, str]:
     )
 
 
+def is_subclass(named: object, base: type) -> bool:
+    """Whether an option of vLLM that takes a class, or its dotted path, was given a subclass.
+
+    Raises:
+        UnsupportedError: the path leads nowhere.
+    """
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    found = named
+    if isinstance(named, str):
+        try:
+            found = resolve_obj_by_qualname(named)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UnsupportedError(
+                f"{named} cannot be imported ({type(error).__name__}: {error}); expected the path "
+                f"of a class, such as {base.__module__}.{base.__qualname__}."
+            ) from error
+    return isinstance(found, type) and issubclass(found, base)
+
+
 def cache_bytes_per_token(vllm_config: Any) -> int:
     """Bytes that a token takes in the KV cache, all ranks together, as if no layer had a window."""
     model = vllm_config.model_config

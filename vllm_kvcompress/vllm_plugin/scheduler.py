@@ -14,6 +14,7 @@ from vllm_kvcompress.relief import STEPS_OF_RELIEF, Pool, choose
 from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
+from vllm_kvcompress.vllm_plugin.refusals import check_classes
 from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class CompressionMixin:
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        check_classes(self.vllm_config)
         coordinator = self.kv_cache_manager.coordinator
         self.compressed_managers = [
             manager

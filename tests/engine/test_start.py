@@ -1,0 +1,83 @@
+"""Nothing serves uncompressed that was told to compress: a class that was left out is named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Run, request
+from tests.engine.test_refusals import SETTINGS, engine_config
+from tests.tiny_models import prompt
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin.cpu_worker import CompressionCPUWorker
+from vllm_kvcompress.vllm_plugin.refusals import check_classes
+from vllm_kvcompress.vllm_plugin.scheduler import CompressionScheduler
+from vllm_kvcompress.vllm_plugin.stat_logger import CompressionStatLogger
+
+PLUGIN = "vllm_kvcompress.vllm_plugin"
+
+
+class OperatorsScheduler(CompressionScheduler):
+    """What somebody builds on ours."""
+
+
+class OperatorsWorker(CompressionCPUWorker):
+    """The same."""
+
+
+LEFT_OUT = [
+    pytest.param(
+        {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+        "--worker-cls is vllm.v1.worker.cpu_worker.CPUWorker, so nothing would be compressed; add "
+        f"--worker-cls {PLUGIN}.cpu_worker.CompressionCPUWorker",
+        id="worker",
+    ),
+    pytest.param(
+        {"scheduler_cls": None},
+        "--scheduler-cls is not given, so nothing would be compressed; add "
+        f"--scheduler-cls {PLUGIN}.scheduler.CompressionScheduler",
+        id="scheduler",
+    ),
+]
+PHASES = [[request("a", prompt(200, seed=1), 2)]]
+
+
+@pytest.mark.parametrize(("classes", "reason"), LEFT_OUT)
+def test_an_engine_does_not_start(
+    llama: str, run_engine: Run, classes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(pytest.fail.Exception) as caught:
+        run_engine(llama, PHASES, settings=SETTINGS, **classes)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(("classes", "reason"), LEFT_OUT)
+def test_the_statistics_logger_asks_for_both(
+    llama: str, classes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        CompressionStatLogger(engine_config(llama, SETTINGS, **classes), [0])
+    assert reason in str(caught.value)
+
+
+def test_a_path_that_leads_nowhere_is_refused(llama: str) -> None:
+    config = engine_config(llama, SETTINGS, worker_cls="nowhere.Worker")
+    with pytest.raises(UnsupportedError, match=r"nowhere\.Worker cannot be imported.*such as"):
+        check_classes(config)
+
+
+def test_without_compression_nobody_asks(llama: str) -> None:
+    for settings in (None, {"policy": "none"}, {"policy": "adakv", "budget": 1.0}):
+        check_classes(engine_config(llama, settings, scheduler_cls=None))
+
+
+def test_subclasses_of_ours_serve(llama: str, run_engine: Run) -> None:
+    report = run_engine(
+        llama,
+        PHASES,
+        settings=SETTINGS,
+        scheduler_cls=f"{__name__}.OperatorsScheduler",
+        worker_cls=f"{__name__}.OperatorsWorker",
+    )
+    assert len(report["events"]) == 1
