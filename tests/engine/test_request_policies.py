@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
@@ -111,6 +114,35 @@ def test_without_leave_requests_choose_nothing() -> None:
 def test_the_check_survives_pickling() -> None:
     check = check_of(Settings.from_dict(SERVER))
     assert pickle.loads(pickle.dumps(check)).settings == check.settings
+
+
+@pytest.mark.parametrize("settings", [Settings("adakv", 0.25), Settings.from_dict(SERVER)])
+def test_the_check_loads_for_both_model_runners(settings: Settings) -> None:
+    """By the name that vLLM is given, in the API process, which checks, and in the worker."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.v1.sample import logits_processor as v1
+    from vllm.v1.worker.gpu.sample import logits_processor as v2
+
+    names = [plugin_options(settings)["logits_processors"]]
+    refused, accepted = params({"kv_policy": "tova"}), params({"theirs": 1})
+    v1.validate_logits_processors_parameters(names, accepted)
+    with pytest.raises(VLLMValidationError, match="this server"):
+        v1.validate_logits_processors_parameters(names, refused)
+    validate = v2.build_custom_logits_processors_params_validator(names)
+    validate(accepted)
+    with pytest.raises(VLLMValidationError, match="this server"):
+        validate(refused)
+
+    config: Any = SimpleNamespace(
+        speculative_config=None, scheduler_config=SimpleNamespace(max_num_seqs=2)
+    )
+    under_v1 = v1.build_logitsprocs(config, torch.device("cpu"), False, False, names)
+    (first,) = [p for p in under_v1.argmax_invariant if isinstance(p, RequestCheck)]
+    (second,) = v2.build_custom_logits_processors(config, MagicMock(), False, names)
+    logits = torch.randn(2, 5)
+    assert first.apply(logits) is logits
+    assert second.apply(logits, MagicMock()) is logits
+    assert second.add_request(0, accepted) is False
 
 
 def test_attention_of_two_kinds_is_refused_at_start_up(llama: str, run_engine: Run) -> None:

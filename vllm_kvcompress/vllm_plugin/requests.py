@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.v1.sample.logits_processor import LogitsProcessor
+from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
+from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from vllm_kvcompress.config import CONTEXT_TOKENS, REQUEST_BUDGET, REQUEST_POLICY, Settings
 
 if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
-    from vllm.config import VllmConfig
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 PREFIX = "kv_"
@@ -91,11 +91,12 @@ def _budget(value: Any) -> float | None:
     return float(value)
 
 
-class RequestCheck(LogitsProcessor):
+class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
     """Has vLLM refuse requests with wrong `vllm_xargs` at admission, with HTTP 400.
 
-    Logits processors are vLLM's place for checks of single requests. This one leaves logits as
-    they are, and says so, so that greedy sampling never calls it.
+    Logits processors are vLLM's place for checks of single requests. Model runners V1 and V2 load
+    subclasses of their own interface only, so this is both. It leaves logits as they are, and says
+    so to each: under V1 greedy sampling never calls it, under V2 no request asks for it.
 
     vLLM checks without telling the server's configuration, but names the class: what the server
     allows is part of the name, `RequestCheck_` and the settings (see `compat.plugin_options`).
@@ -106,8 +107,8 @@ class RequestCheck(LogitsProcessor):
 
     settings: ClassVar[Settings | None] = None
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
-        pass
+    def __init__(self, *args: Any) -> None:
+        """Takes what either model runner gives, and keeps nothing."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -126,16 +127,20 @@ class RequestCheck(LogitsProcessor):
             )
         cls.settings.for_request(options.policy, options.budget)
 
-    def apply(self, logits: torch.Tensor) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, *context: Any) -> torch.Tensor:
         """The logits, unchanged."""
         return logits
 
     def is_argmax_invariant(self) -> bool:
-        """True."""
+        """True (asked by model runner V1)."""
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Nothing to keep."""
+        """Nothing to keep (told by model runner V1)."""
+
+    def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
+        """False: no logits of this request are changed (asked by model runner V2)."""
+        return False
 
 
 @cache
