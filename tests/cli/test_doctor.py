@@ -6,11 +6,17 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from vllm.v1.sample.logits_processor import LogitsProcessor as V1Processor
+from vllm.v1.sample.logits_processor import cached_load_custom_logitsprocs
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor as V2Processor
+from vllm.v1.worker.gpu.sample.logits_processor.loader import _cached_load_v2_logitsprocs
 
 from tests import tiny_models
 from vllm_kvcompress import __version__
 from vllm_kvcompress.cli import doctor
 from vllm_kvcompress.cli.main import main
+from vllm_kvcompress.vllm_plugin import requests
+from vllm_kvcompress.vllm_plugin.attention import registration
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +26,17 @@ def environment() -> Iterator[None]:
     yield
     os.environ.clear()
     os.environ.update(before)
+
+
+@pytest.fixture
+def fresh_loaders() -> Iterator[None]:
+    """vLLM remembers what it has loaded."""
+    caches = (cached_load_custom_logitsprocs, _cached_load_v2_logitsprocs)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
 
 
 def test_report_names_versions_entry_points_and_classes(
@@ -34,6 +51,36 @@ def test_report_names_versions_entry_points_and_classes(
     assert report["entry point vllm.general_plugins"].endswith(":register")
     assert report["entry point vllm.stat_logger_plugins"].endswith(":CompressionStatLogger")
     assert report["--scheduler-cls"].endswith("CompressionScheduler")
+    assert report["--worker-cls"].endswith("CompressionCPUWorker")
+    assert report["attention (cpu)"].endswith("CompressedCPUAttentionBackend")
+    for runner in ("V1", "V2"):
+        assert report[f"--logits-processors (model runner {runner})"].endswith(":RequestCheck")
+
+
+@pytest.mark.parametrize(("runner", "other"), [("V1", V2Processor), ("V2", V1Processor)])
+def test_a_check_of_requests_that_one_model_runner_refuses_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fresh_loaders: None,
+    runner: str,
+    other: type,
+) -> None:
+    """It can be imported, but vLLM's loaders want an interface each."""
+    half = type("HalfCheck", (other,), {"validate_params": classmethod(lambda *_: None)})
+    monkeypatch.setattr(requests, "RequestCheck", half)
+    assert main(["doctor"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (problem,) = [number for number, line in enumerate(lines) if "problem:" in line]
+    assert lines[problem - 1].startswith(f"--logits-processors (model runner {runner})")
+    assert "subclass of" in lines[problem]
+
+
+def test_a_class_that_cannot_be_loaded_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registration, "_CPU", "vllm_kvcompress.vllm_plugin.attention.gone.Backend")
+    assert main(["doctor"]) == 1
+    assert "problem: cannot be loaded (ModuleNotFoundError" in capsys.readouterr().out
 
 
 def test_a_filter_that_hides_the_plugin_is_a_problem(

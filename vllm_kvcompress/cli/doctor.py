@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
@@ -135,14 +134,15 @@ def _compiler() -> Finding:
 
 
 def _backend() -> Iterator[Finding]:
-    """The platform, and whether the classes that serve would name can be imported."""
+    """The platform, and every class that serve would have vLLM load, by vLLM's own loaders."""
     from vllm.platforms import current_platform
 
-    from vllm_kvcompress.vllm_plugin.compat import plugin_options
+    from vllm_kvcompress.vllm_plugin.attention.registration import backend_paths
+    from vllm_kvcompress.vllm_plugin.compat import option_loaders, plugin_options
 
     yield Finding("backend", str(current_platform.device_name or current_platform.device_type))
     try:
-        options = plugin_options(Settings("adakv", 0.25))
+        options = plugin_options(Settings("adakv"))
     except ConfigError as error:
         yield Finding("compression", "not available", str(error))
         return
@@ -151,14 +151,19 @@ def _backend() -> Iterator[Finding]:
         if "." not in path:  # a name of vLLM's own
             yield Finding(name, path)
             continue
-        # vLLM writes some as module.Class and others as module:Class.
-        module, _, member = path.replace(":", ".").rpartition(".")
-        problem = ""
-        try:
-            getattr(importlib.import_module(module), member)
-        except Exception as error:  # whatever it is, the report has to say it
-            problem = f"cannot be imported ({type(error).__name__}: {error})."
-        yield Finding(name, path, problem)
+        for loader, load in option_loaders(option).items():
+            yield _loaded(f"{name} ({loader})" if loader else name, path, load)
+    for kernels, path in backend_paths().items():
+        load = option_loaders("attention_backend")[""]
+        yield _loaded(f"attention ({kernels})", path, load)
+
+
+def _loaded(name: str, path: str, load: Callable[[str], object]) -> Finding:
+    try:
+        load(path)
+    except Exception as error:  # whatever it is, the report has to say it
+        return Finding(name, path, f"cannot be loaded ({type(error).__name__}: {error}).")
+    return Finding(name, path)
 
 
 def _served(arguments: list[str]) -> Finding:

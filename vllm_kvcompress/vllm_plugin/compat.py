@@ -91,6 +91,33 @@ def is_subclass(named: object, base: type) -> bool:
     return isinstance(found, type) and issubclass(found, base)
 
 
+def option_loaders(name: str) -> dict[str, Callable[[str], object]]:
+    """How vLLM loads what an option of `plugin_options` names; each raises where it would refuse.
+
+    Returns:
+        By who loads it; both model runners have a loader of their own for checks of requests, and
+        the API process uses that of the runner that will serve.
+    """
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    if name != "logits_processors":
+        return {"": resolve_obj_by_qualname}
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
+    from vllm.v1.worker.gpu.sample.logits_processor.loader import (
+        build_custom_logits_processors_params_validator,
+    )
+
+    return {
+        "model runner V1": lambda path: validate_logits_processors_parameters(
+            [path], SamplingParams()
+        ),
+        "model runner V2": lambda path: build_custom_logits_processors_params_validator([path])(
+            SamplingParams()
+        ),
+    }
+
+
 def cache_bytes_per_token(vllm_config: Any) -> int:
     """Bytes that a token takes in the KV cache, all ranks together, as if no layer had a window."""
     model = vllm_config.model_config

@@ -57,6 +57,15 @@ def use_gpu_backend(vllm_config: VllmConfig, kernels: str) -> None:
     register_backend(AttentionBackendEnum.CUSTOM, _GPU[kernels])
 
 
+def backend_paths() -> dict[str, str]:
+    """By kernels, the attention backends that serving may take on vLLM's platform."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return {"cpu": _CPU}
+    return {name: path for name, path in _GPU.items() if name != "flash" or _has_flash()}
+
+
 def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
     """The kernels that vLLM would take for this model, of those that take our pages.
 
@@ -72,15 +81,11 @@ def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
 
 def _takes_flash(vllm_config: VllmConfig) -> bool:
     """Whether FlashAttention is there, and takes the model's heads and type on this GPU."""
+    if not _has_flash():
+        return False
     from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-    try:
-        from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
-        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
-    except ImportError:  # vLLM was built without it
-        return False
-    if not is_flash_attn_varlen_func_available():
-        return False
     model = vllm_config.model_config
     return not FlashAttentionBackend.validate_configuration(
         head_size=model.get_head_size(),
@@ -95,3 +100,14 @@ def _takes_flash(vllm_config: VllmConfig) -> bool:
         device_capability=current_platform.get_device_capability(),
         attn_type="decoder",
     )
+
+
+def _has_flash() -> bool:
+    """Whether vLLM was built with FlashAttention."""
+    try:
+        from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend  # noqa: F401
+    except ImportError:
+        return False
+    available: bool = is_flash_attn_varlen_func_available()
+    return available
