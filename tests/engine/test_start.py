@@ -11,7 +11,7 @@ from tests.engine.test_refusals import SETTINGS, engine_config
 from tests.tiny_models import prompt
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.cpu_worker import CompressionCPUWorker
-from vllm_kvcompress.vllm_plugin.refusals import check_classes
+from vllm_kvcompress.vllm_plugin.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.scheduler import CompressionScheduler
 from vllm_kvcompress.vllm_plugin.stat_logger import CompressionStatLogger
 
@@ -64,12 +64,12 @@ def test_the_statistics_logger_asks_for_both(
 def test_a_path_that_leads_nowhere_is_refused(llama: str) -> None:
     config = engine_config(llama, SETTINGS, worker_cls="nowhere.Worker")
     with pytest.raises(UnsupportedError, match=r"nowhere\.Worker cannot be imported.*such as"):
-        check_classes(config)
+        check_engine(config)
 
 
 def test_without_compression_nobody_asks(llama: str) -> None:
     for settings in (None, {"policy": "none"}, {"policy": "adakv", "budget": 1.0}):
-        check_classes(engine_config(llama, settings, scheduler_cls=None))
+        check_engine(engine_config(llama, settings, scheduler_cls=None))
 
 
 def test_subclasses_of_ours_serve(llama: str, run_engine: Run) -> None:

@@ -25,9 +25,18 @@ os.environ["TORCH_COMPILE_DISABLE"] = "1"  # torch would ask Triton for a compil
 import torch
 from triton.backends import backends
 
-# vLLM uses Triton only where a driver is active; on CPUs it looks for one of this name. Nothing
-# is asked of it, since nothing is compiled.
-backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))
+
+class Driver:
+    """Of no device. Nothing is asked of it, since nothing is compiled."""
+
+    @staticmethod
+    def is_active() -> bool:
+        """It is."""
+        return True
+
+
+# vLLM uses Triton only where a driver is active; on CPUs it looks for one of this name.
+backends["cpu"] = SimpleNamespace(driver=Driver)
 
 torch.cuda.get_device_capability = lambda device=None: (9, 0)  # vLLM sizes launches by it
 

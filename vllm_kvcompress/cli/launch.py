@@ -15,7 +15,8 @@ from vllm_kvcompress.cli.distribution import answer_for_vllm
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
 from vllm_kvcompress.config import SETTINGS_KEY
 from vllm_kvcompress.vllm_plugin.compat import plugin_options
-from vllm_kvcompress.vllm_plugin.refusals import check_engine, is_ours
+from vllm_kvcompress.vllm_plugin.needed_classes import is_ours
+from vllm_kvcompress.vllm_plugin.refusals import check_engine
 
 _CPU_BLOCK_SIZE = "32"  # finer than vLLM's 128 and as fast: budgets are kept more exactly
 

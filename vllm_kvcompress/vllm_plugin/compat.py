@@ -10,7 +10,7 @@ from collections.abc import Callable
 from importlib.metadata import Distribution
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.errors import InvariantError, UnsupportedError
 from vllm_kvcompress.ledger import StepPlan
 
 if TYPE_CHECKING:
@@ -140,11 +140,6 @@ def allow_amx() -> None:
 # --- scheduler ---------------------------------------------------------------------------
 
 
-def ends_chunks_for_mamba(scheduler: Any) -> bool:
-    """Whether vLLM already decides where prefill chunks end."""
-    return bool(scheduler.need_mamba_block_aligned_split)
-
-
 def enable_chunk_ends(scheduler: Any) -> None:
     """Makes vLLM ask `_mamba_block_aligned_split` where to end each prefill chunk."""
     scheduler.need_mamba_block_aligned_split = True
@@ -262,17 +257,31 @@ def attached_seconds(model_runner_output: Any) -> list[tuple[str, float]]:
     return getattr(model_runner_output, _SECONDS_ATTRIBUTE, [])
 
 
-def batch_request_ids(model_runner: Any, common: Any) -> list[str]:
+def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> list[str]:
     """Request ids in the order of the batch's rows.
 
-    Model runner V2 has no batch that lasts; it says with the metadata which of its requests are
-    in the step.
+    Model runner V2 has no batch that lasts, and does not say with every model's metadata which of
+    its requests are in the step: with hybrid Mamba models it does not. They are sorted as it sorts
+    them.
+
+    Raises:
+        InvariantError: the rows are not as long as those requests'.
     """
-    states = getattr(model_runner, "req_states", None)
-    if states is None:
+    if not hasattr(model_runner, "req_states"):
         request_ids: list[str] = model_runner.input_batch.req_ids
         return request_ids[: common.num_reqs]
-    return [states.index_to_req_id[index] for index in common.req_idx[: common.num_reqs].tolist()]
+    from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+
+    num_tokens = scheduler_output.num_scheduled_tokens
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    ordered: list[str] = sort_batch_req_ids(num_tokens, drafts, model_runner.decode_query_len)
+    rows = common.query_start_loc_cpu[: common.num_reqs + 1].diff().tolist()
+    if rows != [num_tokens[request_id] for request_id in ordered]:
+        raise InvariantError(
+            f"expected rows of {[num_tokens[each] for each in ordered]} tokens, as vLLM "
+            f"{SUPPORTED_VLLM} orders requests, got {rows}; this vLLM orders them otherwise."
+        )
+    return ordered
 
 
 def host_lengths(common: Any) -> Any:
@@ -295,6 +304,19 @@ def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     """vLLM's attention modules, by name."""
     context = vllm_config.compilation_config.static_forward_context
     return [context[name] for name in layer_names]
+
+
+def shared_caches(vllm_config: Any) -> dict[str, str]:
+    """Attention layers without a cache of their own, and the layers whose caches they read.
+
+    vLLM's cache groups name only layers that own a cache.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    context = vllm_config.compilation_config.static_forward_context
+    layers = {name: layer for name, layer in context.items() if isinstance(layer, Attention)}
+    targets = {name: layer.kv_sharing_target_layer_name for name, layer in layers.items()}
+    return {name: target for name, target in targets.items() if target is not None}
 
 
 # Rotary embeddings whose frequencies are the same whatever the length, and for one axis.
@@ -329,7 +351,7 @@ def rotary_embedding(model: Any, layer_name: str) -> Rotary:
 
 
 def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Tensor:
-    """[hidden, in_features] o_proj weight of an attention layer, on this rank.
+    """[hidden, in_features] o_proj weight of an attention layer, on this rank; without adapters.
 
     On GPUs an ordinary weight is what the model multiplies with, and no copy. Elsewhere kernels
     may have packed or quantised it away, so the layer is asked: projecting the identity gives its
@@ -349,6 +371,7 @@ def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Te
             f"{parent_name}.o_proj and found none in this model; use the policy without "
             "+criticalkv."
         ) from None
+    projection = getattr(projection, "base_layer", projection)  # beneath an adapter (LoRA)
     dtype = projection.params_dtype
     weight = getattr(projection, "weight", None)
     if weight is not None and weight.is_cuda and _is_plain(projection):

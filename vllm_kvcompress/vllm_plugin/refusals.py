@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.needed_classes import missing_classes
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
 _OFF = "or serve without --kv-policy"
 
@@ -30,66 +32,22 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
     settings = engine_settings(vllm_config)
     if settings is None or not settings.may_compress:
         return settings
-    for reason in _reasons(vllm_config, settings):
+    reasons = chain(
+        missing_classes(vllm_config, settings),
+        _reasons_of_model(vllm_config.model_config),
+        _reasons_of_caching(vllm_config, settings),
+        _reasons_of_options(vllm_config),
+    )
+    for reason in reasons:
         raise UnsupportedError(reason)
     return settings
 
 
-def check_classes(vllm_config: VllmConfig) -> None:
-    """Refuses to start without one of the classes that compress, which wait for each other.
+def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
+    """Yields a sentence for everything about the model that is in the way.
 
-    The scheduler, the worker and the statistics logger each ask, since vLLM builds whichever of
-    them the command line names, and takes its own for the others.
-
-    Raises:
-        UnsupportedError: names the option that is missing.
+    What a model's configuration does not say is found when its layers are there, by `WorkerState`.
     """
-    settings = engine_settings(vllm_config)
-    if settings is None or not settings.may_compress:
-        return
-    for reason in _missing_classes(vllm_config, settings):
-        raise UnsupportedError(reason)
-
-
-def is_ours(name: str, value: object) -> bool:
-    """Whether vLLM was given one of our classes, or a subclass.
-
-    Args:
-        name: scheduler_cls or worker_cls.
-        value: what was given: a class, or its dotted path.
-
-    Raises:
-        UnsupportedError: the path leads nowhere.
-    """
-    from vllm_kvcompress.vllm_plugin.scheduler import CompressionMixin
-    from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
-
-    bases = {"scheduler_cls": CompressionMixin, "worker_cls": CompressionWorker}
-    return compat.is_subclass(value, bases[name])
-
-
-def _missing_classes(config: VllmConfig, settings: Settings):
-    """Yields a sentence for each of our classes, or subclasses of them, that vLLM was not given."""
-    ours = compat.plugin_options(settings)
-    given = {
-        "scheduler_cls": config.scheduler_config.scheduler_cls,
-        "worker_cls": config.parallel_config.worker_cls,
-    }
-    for name, value in given.items():
-        if value == ours[name] or is_ours(name, value):
-            continue
-        option = f"--{name.replace('_', '-')}"
-        yield (
-            f"--additional-config asks for compression, but {option} is {value or 'not given'}, so "
-            f"nothing would be compressed; add {option} {ours[name]} (or a subclass of it), or "
-            "start with `vllm-kvcompress serve`, which gives all options that are needed."
-        )
-
-
-def _reasons(config: VllmConfig, settings: Settings):
-    """Yields a sentence for everything that is in the way."""
-    yield from _missing_classes(config, settings)
-    model, parallel = config.model_config, config.parallel_config
     if model.use_mla:
         yield (
             "MLA models keep one latent vector per token, not keys and values per head, so there "
@@ -105,6 +63,43 @@ def _reasons(config: VllmConfig, settings: Settings):
             f"a {model.runner_type} model finishes with its prompt, so there is no cache to "
             "compress; serve it without --kv-policy."
         )
+    if model.is_attention_free:
+        yield (
+            f"{model.architecture} has no attention layer, so there is no KV cache to compress; "
+            "serve it without --kv-policy."
+        )
+    if model.is_mm_prefix_lm:
+        yield (
+            f"{model.architecture} lets all tokens of an image see each other, which attention "
+            "over a compressed cache does not do; serve text alone with --language-model-only "
+            f"{_OFF}."
+        )
+    num_shared = getattr(model.hf_text_config, "num_kv_shared_layers", 0)
+    if num_shared:
+        yield (
+            f"the last {num_shared} layers of {model.architecture} read the caches of earlier "
+            "ones, and a cache that layers share is not compressed; serve it without --kv-policy."
+        )
+
+
+def _reasons_of_caching(config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a sentence for everything about prefix caching that is in the way."""
+    if config.model_config.is_hybrid and config.cache_config.mamba_cache_mode == "align":
+        yield (
+            f"{config.model_config.architecture} has Mamba or linear-attention layers, for whose "
+            "prefix caching vLLM decides where prefill chunks end, as compression does; add "
+            f"--no-enable-prefix-caching {_OFF}."
+        )
+    if settings.reuse_contexts and not config.cache_config.enable_prefix_caching:
+        yield (
+            "--kv-reuse-contexts finds contexts by vLLM's block hashes, which "
+            "--no-enable-prefix-caching switches off; leave one of the two out."
+        )
+
+
+def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
+    """Yields a sentence for every option of vLLM that is in the way."""
+    parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield (
             "context parallelism splits a request's tokens over ranks while compression splits "

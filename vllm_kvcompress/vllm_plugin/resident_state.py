@@ -51,6 +51,7 @@ class WorkerState:
         self.groups: dict[int, GroupState] = {}
         self._model_runner = None
         self._plan: StepPlan | None = None
+        self._scheduler_output: SchedulerOutput | None = None
         self._steps: list[tuple[GroupState, GroupStep]] = []
         self._timed: list[tuple[str, list[Stopwatch]]] = []
         self._watched: list[dict[str, Any]] | None = None
@@ -130,6 +131,7 @@ class WorkerState:
                 f"model's full-attention layers in {len(groups)} cache groups that cannot lend "
                 "each other blocks; use a policy that treats layers alike, such as adakv."
             )
+        check_sharing(groups, compat.shared_caches(self.vllm_config))
         for number, group in groups:
             self.groups[number] = self._bind_group(number, group)
 
@@ -144,6 +146,7 @@ class WorkerState:
             for group in self.groups.values():
                 group.forget(request_id)
         self._plan = compat.attached_plan(scheduler_output) or StepPlan()
+        self._scheduler_output = scheduler_output
         self._steps = []
 
     def prepare(self, group: int, common: CommonAttentionMetadata) -> GroupStep | None:
@@ -151,7 +154,7 @@ class WorkerState:
         state = self.groups.get(group)
         if self._plan is None or state is None:
             return None
-        request_ids = compat.batch_request_ids(self._model_runner, common)
+        request_ids = compat.batch_request_ids(self._model_runner, self._scheduler_output, common)
         step = state.prepare(self._plan, request_ids, common)
         if step.batch is None and not step.events and step.observed is None:
             return None
@@ -171,7 +174,7 @@ class WorkerState:
                 if self._watched is not None:
                     self._watched.append(_described(event, state.tables.pool.block_size))
         self._timed += stopwatches.values()
-        self._plan, self._steps = None, []
+        self._plan, self._scheduler_output, self._steps = None, None, []
 
     def take_seconds(self) -> list[tuple[str, float]]:
         """Policy and duration of events whose duration became known since the last call.
@@ -314,8 +317,22 @@ def check_layer(layer) -> None:
             f"{layer.layer_name} uses ALiBi, whose bias depends on positions that compressed "
             "heads no longer have; serve this model without --kv-policy."
         )
-    if impl.kv_sharing_target_layer_name is not None:
-        raise UnsupportedError(
-            f"{layer.layer_name} shares the cache of {impl.kv_sharing_target_layer_name}; "
-            "shared caches are not compressed; serve this model without --kv-policy."
-        )
+
+
+def check_sharing(groups: list[tuple[int, KVCacheGroupSpec]], shared: dict[str, str]) -> None:
+    """Refuses models of which layers read caches that others own and compress.
+
+    Args:
+        groups: the compressed ones.
+        shared: names of layers, and of those whose caches they read.
+
+    Raises:
+        UnsupportedError: names two such layers.
+    """
+    owners = {name for _, group in groups for name in group.layer_names}
+    for name, owner in shared.items():
+        if owner in owners:
+            raise UnsupportedError(
+                f"{name} reads the cache of {owner}, and a cache that layers share is not "
+                "compressed; serve this model without --kv-policy."
+            )

@@ -14,7 +14,8 @@ from vllm_kvcompress.relief import STEPS_OF_RELIEF, Pool, choose
 from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
-from vllm_kvcompress.vllm_plugin.refusals import check_classes
+from vllm_kvcompress.vllm_plugin.needed_classes import check_classes
+from vllm_kvcompress.vllm_plugin.refusals import engine_settings
 from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class CompressionMixin:
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        check_classes(self.vllm_config)
+        check_classes(self.vllm_config, engine_settings(self.vllm_config))
         coordinator = self.kv_cache_manager.coordinator
         self.compressed_managers = [
             manager
@@ -45,11 +46,6 @@ class CompressionMixin:
         if not self.compressed_managers:
             return
         self.spec = self.compressed_managers[0].kv_cache_spec
-        if compat.ends_chunks_for_mamba(self):
-            raise UnsupportedError(
-                "--kv-policy does not work together with Mamba prefix caching ('align' mode): "
-                "both decide where prefill chunks end; add --no-enable-prefix-caching."
-            )
         self._check_context_reuse()
         compat.enable_chunk_ends(self)
         compat.limit_prefix_caching(coordinator, self._cacheable_tokens)
@@ -59,14 +55,7 @@ class CompressionMixin:
 
     def _check_context_reuse(self) -> None:
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        if not self.spec.settings.reuse_contexts:
-            return
-        if not self.cache_config.enable_prefix_caching:
-            raise UnsupportedError(
-                "--kv-reuse-contexts finds contexts by vLLM's block hashes, which "
-                "--no-enable-prefix-caching switches off; leave one of the two out."
-            )
-        if len(managers) > 1:
+        if self.spec.settings.reuse_contexts and len(managers) > 1:
             raise UnsupportedError(
                 "--kv-reuse-contexts needs a model of full-attention layers only: the others of "
                 "this one would have to read the context again; leave it out."

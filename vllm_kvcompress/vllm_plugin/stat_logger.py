@@ -12,7 +12,8 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
 from vllm_kvcompress.stats import StepStats
 from vllm_kvcompress.vllm_plugin import compat
-from vllm_kvcompress.vllm_plugin.refusals import check_classes, engine_settings
+from vllm_kvcompress.vllm_plugin.needed_classes import check_classes
+from vllm_kvcompress.vllm_plugin.refusals import engine_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +34,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         settings = engine_settings(vllm_config)
         if settings is None or not settings.policies:
             return
-        check_classes(vllm_config)
+        check_classes(vllm_config, settings)
         from vllm_kvcompress.metrics import process_metrics
 
         self.metrics = process_metrics()

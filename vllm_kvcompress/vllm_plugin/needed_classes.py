@@ -1,0 +1,63 @@
+"""The classes of ours that vLLM has to be given together: one alone would compress nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin import compat
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def check_classes(vllm_config: VllmConfig, settings: Settings | None) -> None:
+    """Refuses to start without one of the classes that compress, which wait for each other.
+
+    The scheduler, the worker and the statistics logger each ask, since vLLM builds whichever of
+    them the command line names, and takes its own for the others.
+
+    Raises:
+        UnsupportedError: names the option that is missing.
+    """
+    if settings is None or not settings.may_compress:
+        return
+    for reason in missing_classes(vllm_config, settings):
+        raise UnsupportedError(reason)
+
+
+def is_ours(name: str, value: object) -> bool:
+    """Whether vLLM was given one of our classes, or a subclass.
+
+    Args:
+        name: scheduler_cls or worker_cls.
+        value: what was given: a class, or its dotted path.
+
+    Raises:
+        UnsupportedError: the path leads nowhere.
+    """
+    from vllm_kvcompress.vllm_plugin.scheduler import CompressionMixin
+    from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
+
+    bases = {"scheduler_cls": CompressionMixin, "worker_cls": CompressionWorker}
+    return compat.is_subclass(value, bases[name])
+
+
+def missing_classes(config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a sentence for each of our classes, or subclasses of them, that vLLM was not given."""
+    ours = compat.plugin_options(settings)
+    given = {
+        "scheduler_cls": config.scheduler_config.scheduler_cls,
+        "worker_cls": config.parallel_config.worker_cls,
+    }
+    for name, value in given.items():
+        if value == ours[name] or is_ours(name, value):
+            continue
+        option = f"--{name.replace('_', '-')}"
+        yield (
+            f"--additional-config asks for compression, but {option} is {value or 'not given'}, so "
+            f"nothing would be compressed; add {option} {ours[name]} (or a subclass of it), or "
+            "start with `vllm-kvcompress serve`, which gives all options that are needed."
+        )
