@@ -26,6 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_kvcompress.benchmark.report import machine
+from vllm_kvcompress.dtypes import dtype_text, fast_dtype
 
 PLUGIN = "vllm_kvcompress.vllm_plugin"
 POLICIES = [
@@ -45,7 +46,7 @@ POLICIES = [
 PROFILES = {"headkv": "headkv.json", "duoattention": "duo/pattern.tsv"}
 
 
-def write_model(directory: str, shape: dict[str, int]) -> None:
+def write_model(directory: str, shape: dict[str, int], dtype: str) -> None:
     """A random Llama of the given shape, without tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -54,7 +55,7 @@ def write_model(directory: str, shape: dict[str, int]) -> None:
         vocab_size=1024, max_position_embeddings=65536, tie_word_embeddings=True, **shape
     )
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    LlamaForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
 
 
 def write_profiles(directory: Path, options: argparse.Namespace) -> None:
@@ -106,7 +107,7 @@ def build_engine(name: str, model: str, options: argparse.Namespace) -> Any:
     return LLM(
         model,
         skip_tokenizer_init=True,
-        dtype="bfloat16",
+        dtype=options.dtype,
         enforce_eager=True,
         block_size=32,
         max_model_len=length,
@@ -178,7 +179,7 @@ def measure(names: list[str], options: argparse.Namespace) -> dict[str, list[dic
     }
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as model:
-        write_model(model, shape)
+        write_model(model, shape, options.dtype)
         write_profiles(Path(model), options)
         engines = {}
         for name in tqdm(names, desc="starting engines"):
@@ -225,12 +226,14 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--dtype", default=fast_dtype(), help="of weights and cache (%(default)s)")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument(
         "--at-once", type=int, default=7, help="engines beside stock's that memory has room for"
     )
     parser.add_argument("--out", type=Path, help="also write the figures here, as JSON")
     options = parser.parse_args()
+    print(dtype_text(options.dtype))
     names = ["off", "budget-1.0", *options.policies.split(",")]
     table = {}
     for start in range(0, len(names), options.at_once):

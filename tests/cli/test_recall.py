@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
+from vllm_kvcompress.dtypes import fast_dtype
 from vllm_kvcompress.reference.evaluate import HELD_OUT_SEED
 from vllm_kvcompress.reference.tasks import FAMILIES, Sample, generate_sample, score
 
@@ -32,6 +33,7 @@ def addresses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, st
     """A stock server and a compressed one, side by side."""
     folder = tmp_path_factory.mktemp("recall")
     common = ["serve", str(MODEL), "--served-model-name", "reference", "--enforce-eager"]
+    common += ["--dtype", fast_dtype()]
     with (
         serving(OUR_SERVE, [*common, "--kv-policy", "none"], folder / "full.log") as full,
         serving(OUR_SERVE, [*common, *QUARTER], folder / "quarter.log") as quarter,

@@ -10,15 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from vllm_kvcompress.cli import eval as eval_command
 from vllm_kvcompress.cli.main import main
+from vllm_kvcompress.dtypes import fast_dtype
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.evaluation.engine import Engine, Question
 
 MODEL = str(ROOT / "models" / "reference")
+DTYPE = fast_dtype()
 ENGINE = ["--engine", "enforce_eager=true", "--engine", "max_model_len=2048"]
+ENGINE += ["--engine", f"dtype={DTYPE}"]
 SAMPLES, LENGTH, BLOCK = 3, 512, 32
 TASKS = ("words/single", "words/multikey")
 
@@ -74,8 +78,9 @@ def test_a_quarter_of_the_blocks_is_resident(finished: Path) -> None:
     for answer in answers:
         if answer["setup"] == "full":
             assert answer["resident_tokens"] == answer["prompt_tokens"]
-            # keys and values of 4 layers, 4 heads of 32, in bfloat16
-            assert answer["resident_bytes"] == answer["prompt_tokens"] * 2 * 4 * 4 * 32 * 2
+            # keys and values of 4 layers, 4 heads of 32
+            size = getattr(torch, DTYPE).itemsize
+            assert answer["resident_bytes"] == answer["prompt_tokens"] * 2 * 4 * 4 * 32 * size
             continue
         agnostic = answer["mode"] == "query-agnostic"
         # <bos>, the context; and behind it the question of two words, and <answer>
@@ -166,6 +171,7 @@ def test_a_finished_run_starts_no_engine(
 def test_a_running_server_answers_like_an_engine(finished: Path, tmp_path: Path) -> None:
     """The same questions at the same settings: the same words, and as much resident."""
     arguments = ["serve", MODEL, "--served-model-name", "reference", "--enforce-eager"]
+    arguments += ["--dtype", DTYPE]
     arguments += ["--kv-policy", "adakv", "--kv-budget", "0.25"]
     with serving(OUR_SERVE, arguments, tmp_path / "server.log") as address:
         folder = tmp_path / "out"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from vllm_kvcompress.dtypes import fast_dtype
 from vllm_kvcompress.reference.evaluate import HELD_OUT_SEED, evaluate, prompt_ids
 from vllm_kvcompress.reference.tasks import FAMILIES, generate_sample
 from vllm_kvcompress.reference.tokenizer import BOS, build_tokenizer
@@ -30,7 +31,7 @@ SHIPPED = Path(__file__).parents[2] / "models" / "reference"
 def shipped() -> Any:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(SHIPPED).eval()
+    return AutoModelForCausalLM.from_pretrained(SHIPPED, dtype=fast_dtype()).eval()
 
 
 @pytest.fixture(scope="module")

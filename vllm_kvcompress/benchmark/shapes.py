@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Self
 
+from vllm_kvcompress.dtypes import fast_dtype
 from vllm_kvcompress.errors import ConfigError
 
 VOCABULARY = 1024
@@ -17,7 +18,7 @@ class ModelShape:
 
     Attributes:
         layers, hidden, heads, kv_heads, head_size: as in a model's configuration.
-        dtype: of weights and cache.
+        dtype: of weights and cache; one that this machine computes in fast, unless said.
     """
 
     layers: int = 4
@@ -25,7 +26,7 @@ class ModelShape:
     heads: int = 8
     kv_heads: int = 8
     head_size: int = 128
-    dtype: str = "bfloat16"
+    dtype: str = field(default_factory=fast_dtype)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -34,7 +35,7 @@ class ModelShape:
         Raises:
             ConfigError: an unknown name, or no number.
         """
-        known = [field.name for field in fields(cls)]
+        known = [each.name for each in fields(cls)]
         values: dict[str, int | str] = {}
         for part in filter(None, text.split(",")):
             name, _, value = part.partition("=")

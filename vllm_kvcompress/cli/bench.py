@@ -10,6 +10,7 @@ from typing import Any
 from vllm_kvcompress.cli.eval import engine_option
 from vllm_kvcompress.cli.serve import policy_param, summary
 from vllm_kvcompress.config import DEFAULT_BUDGET, Settings
+from vllm_kvcompress.dtypes import dtype_text
 from vllm_kvcompress.errors import ConfigError
 
 _NAMES = ("pool", "long-decode", "oversize", "chat", "off", "mixed")
@@ -71,7 +72,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="NAME=N,...",
         help="of the model: layers (4), hidden (512), heads (8), kv_heads (8), head_size (128), "
-        "dtype (bfloat16)",
+        "dtype (bfloat16; float32 on CPUs that would emulate it)",
     )
     load.add_argument("--requests", type=int, metavar="N", help="requests of a load (32)")
     load.add_argument(
@@ -107,7 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in names:
         benchmark = benchmark_of(name, arguments)
-        print(f"{name}: {summary(Settings.from_dict(benchmark.effective_settings))}", flush=True)
+        print(f"{name}: {summary(Settings.from_dict(benchmark.effective_settings))}")
+        print(f"{name}: {dtype_text(benchmark.shape.dtype)}", flush=True)
         result = measure(benchmark, arguments.out / "engines.log")
         written = report.write(benchmark, result, arguments.out)
         print(written[1].read_text())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vllm_kvcompress.dtypes import emulates_bfloat16
 from vllm_kvcompress.reference.initialise import ROPE_THETA, plant_induction
 from vllm_kvcompress.reference.tasks import FAMILIES, generate_scene
 from vllm_kvcompress.reference.tokenizer import ANSWER, BOS, EOS, SPECIAL, WORDS, encode
@@ -198,8 +199,9 @@ def train(recipe: Recipe, on_step: Callable[[Progress], None] = lambda progress:
         ids, labels, families = make_batch(length, copying, recipe, rng, progress.accuracy)
         for group in optimizer.param_groups:
             group["lr"] = _learning_rate(recipe, progress)
-        # Half precision pays only where attention is long.
-        half = progress.length >= 512
+        # Half precision pays only where attention is long, and the machine has it.
+        emulated = recipe.device == "cpu" and emulates_bfloat16()
+        half = progress.length >= 512 and not emulated
         with torch.autocast(recipe.device, dtype=torch.bfloat16, enabled=half):
             loss, right = answer_loss(model, ids.to(recipe.device), labels.to(recipe.device))
         optimizer.zero_grad(set_to_none=True)
