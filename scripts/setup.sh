@@ -26,7 +26,10 @@ fail() {
 }
 
 version_of() { # interpreter; nothing where it is missing, or a shim with nothing behind it
-    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true
+    local version
+    if version="$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)"; then
+        echo "$version"
+    fi
 }
 
 is_supported() { # version
