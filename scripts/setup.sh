@@ -36,8 +36,14 @@ is_supported() { # version
     [[ -n "$1" && " ${supported[*]} " == *" $1 "* ]]
 }
 
-has_venv() { # interpreter
-    "$1" -c 'import ensurepip, venv' 2>/dev/null
+has() { # interpreter, what
+    local code
+    case "$2" in
+        venv) code='import ensurepip, venv' ;;
+        headers) code='import os, sysconfig; os.stat(sysconfig.get_path("include") + "/Python.h")' ;;
+        libnuma) code='import ctypes; ctypes.CDLL("libnuma.so.1")' ;;
+    esac
+    "$1" -c "$code" 2>/dev/null
 }
 
 wanted_stamp() { # version
@@ -56,22 +62,34 @@ is_current() {
 }
 
 choose_python() { # sets python and python_version
-    local candidates=(python3.11 python3.12 python3.13 python3) without_venv=""
+    local candidate version candidates=(python3.11 python3.12 python3.13 python3)
     [[ -z "${PYTHON:-}" ]] || candidates=("$PYTHON")
-    for python in "${candidates[@]}"; do
-        python_version="$(version_of "$python")"
-        is_supported "$python_version" || continue
-        has_venv "$python" && return
-        without_venv="${without_venv:-$python}"
+    python=""
+    for candidate in "${candidates[@]}"; do
+        version="$(version_of "$candidate")"
+        if is_supported "$version" && { [[ -z "$python" ]] || has "$candidate" venv; }; then
+            python="$candidate" python_version="$version"
+            ! has "$python" venv || return 0
+        fi
     done
-    [[ -z "$without_venv" ]] ||
-        fail "$without_venv has no venv module; install it (Debian and Ubuntu:" \
-            "apt-get install python$(version_of "$without_venv")-venv)"
+    [[ -z "$python" ]] || return 0 # check_system says what it lacks
     [[ -z "${PYTHON:-}" ]] ||
-        fail "PYTHON=$PYTHON is ${python_version:+Python }${python_version:-no working interpreter}," \
+        fail "PYTHON=$PYTHON is ${version:+Python }${version:-no working interpreter}," \
             "but Python 3.11, 3.12 or 3.13 is needed"
-    fail "no Python 3.11, 3.12 or 3.13 found; install one with its venv module (Debian 12:" \
-        "apt-get install python3.11-venv), or name it: PYTHON=/path/to/python3.12"
+    fail "no Python 3.11, 3.12 or 3.13 found; install one (Debian 12: apt-get install" \
+        "python3.11-dev python3.11-venv), or name it: PYTHON=/path/to/python3.12"
+}
+
+check_system() {
+    local name="python$python_version" packages=()
+    command -v flock >/dev/null && command -v lscpu >/dev/null || packages+=(util-linux)
+    command -v g++ >/dev/null || packages+=(g++) # vLLM compiles model code, for which it needs
+    has "$python" headers || packages+=("$name-dev") # Python's header files
+    has "$python" venv || packages+=("$name-venv")
+    has "$python" libnuma || packages+=(libnuma1) # vLLM's CPU build is linked with it
+    [[ ${#packages[@]} -eq 0 ]] ||
+        fail "this machine lacks what these packages of Debian and Ubuntu hold:" \
+            "apt-get install ${packages[*]} (for the Python at $(command -v "$python"))"
 }
 
 make_venv() {
@@ -121,9 +139,7 @@ if is_current; then
     exit 0
 fi
 choose_python
-command -v g++ >/dev/null ||
-    fail "g++ not found; vLLM compiles model code with it (Debian and Ubuntu: apt-get install g++)"
-command -v flock >/dev/null || fail "flock not found; install util-linux"
+check_system
 
 exec 3>&2 # what pip says on its way, but for errors
 exec 9<"${BASH_SOURCE[0]}" # the lock is on this script: .venv may not exist yet
