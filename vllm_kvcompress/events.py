@@ -98,10 +98,10 @@ class EventRunner:
         self.windows = windows
         self.pipelines = pipelines
         self.pipeline = next(iter(pipelines.values()))
-        self.weights = weights
+        self.weights = list(weights)
         self.loss: AttentionLoss | None = None
         self._carried = CarriedNumbers(tables)
-        self._views = EventViews(self._carried, windows, weights)
+        self._views = EventViews(self._carried, windows, self.weights)
 
     def begin(self, plan: EventPlan, block_row: Tensor) -> Event:
         """Sets an event up before the model runs.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvcompress.vllm_plugin.attention import gpu
@@ -33,15 +34,24 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         logger.info("Attention with compression, on vLLM's %s kernels.", kernels)
         return state
 
+    def _leave_attention(self, vllm_config: VllmConfig) -> None:
+        """As if the backend CUSTOM, which is nobody's then, had not been asked for."""
+        config = vllm_config.attention_config
+        if config.backend is AttentionBackendEnum.CUSTOM and not config.backend.is_overridden():
+            config.backend = None
+
     def determine_available_memory(self) -> int:
         """vLLM's, less what compression needs beside the cache.
 
-        A size that the user has set is left alone.
+        A size that the user has set is left alone. One that vLLM remembers from an earlier start
+        (its start-up plan) was written down before anything was taken off.
         """
+        chosen = self.cache_config.kv_cache_memory_bytes  # vLLM puts its plan's in the same place
         available: int = super().determine_available_memory()
-        if self.state is None or self.cache_config.kv_cache_memory_bytes:
+        if self.state is None or chosen:
             return available
         reserved = reserved_bytes(self.vllm_config, self.state.pipelines, available)
+        reserved += AttentionBackendEnum.CUSTOM.get_class().scratch_bytes(self.vllm_config)
         logger.info(
             "Of %.2f GiB for the KV cache, %.2f are left for compression events and page tables.",
             available / 2**30,
@@ -50,9 +60,8 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         return available - reserved
 
     def compile_or_warm_up_model(self):
-        """vLLM's, and ours: Triton compiles kernels when they first run."""
-        times = super().compile_or_warm_up_model()
+        """Ours, and vLLM's, at whose end vLLM begins to report what Triton compiles."""
         if self.state is not None:
             with torch.inference_mode():  # as steps do: what is made in it changes in it alone
                 self.state.warm_up()
-        return times
+        return super().compile_or_warm_up_model()

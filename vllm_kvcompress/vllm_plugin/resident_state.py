@@ -41,6 +41,8 @@ class WorkerState:
         settings: the user's settings.
         pipelines: the policies of requests, the server's own first (not yet bound to heads).
         groups: by vLLM's group number.
+        most_sequences: of a step, one per KV head of each compressed request, that vLLM's kernels
+            take without waiting for the longest; None: any number.
     """
 
     def __init__(self, vllm_config: VllmConfig, settings: Settings, make_pool: MakePool) -> None:
@@ -49,6 +51,7 @@ class WorkerState:
         self._make_pool = make_pool
         self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
         self.groups: dict[int, GroupState] = {}
+        self.most_sequences: int | None = None
         self._model_runner = None
         self._plan: StepPlan | None = None
         self._scheduler_output: SchedulerOutput | None = None
@@ -69,6 +72,11 @@ class WorkerState:
         """
         own = self.settings.attention == "own"
         return own or any(pipeline.gathers for pipeline in self.pipelines.values())
+
+    def attends(self, num_sequences: int) -> bool:
+        """Whether this package's kernels attend for a step's compressed requests."""
+        most = self.most_sequences
+        return self.gathers or (most is not None and num_sequences > most)
 
     @property
     def num_query_heads(self) -> int:
@@ -137,8 +145,17 @@ class WorkerState:
 
     def warm_up(self) -> None:
         """Runs what this package's kernels compute once, so that no request waits for compilers."""
+        most_requests = self.vllm_config.scheduler_config.max_num_seqs
         for group in self.groups.values():
-            warm_up(group.runner, self.num_query_heads, self.gathers, compat.NULL_BLOCK)
+            attends = self.attends(most_requests * group.tables.pool.num_heads)
+            warm_up(group.runner, self.num_query_heads, attends, compat.NULL_BLOCK)
+
+    def refresh_weights(self) -> None:
+        """Takes what policies know of the model's weights from the weights once more."""
+        for group in self.groups.values():
+            layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
+            for number, layer in enumerate(layers):
+                group.runner.weights[number] = self._weights(layer)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the step's plan and forgets the requests that are gone."""

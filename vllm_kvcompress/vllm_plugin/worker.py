@@ -31,10 +31,15 @@ class CompressionWorker:
         settings = check_engine(vllm_config)
         if settings is not None and settings.may_compress:
             self.state = self._make_state(vllm_config, settings)
+        else:
+            self._leave_attention(vllm_config)
 
     def _make_state(self, vllm_config: VllmConfig, settings: Settings) -> WorkerState:
         """Puts our attention backend in place, before any layer exists."""
         raise NotImplementedError
+
+    def _leave_attention(self, vllm_config: VllmConfig) -> None:
+        """Has vLLM choose its own attention backend, where nothing is ever compressed."""
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the cache, then lays our page view over it."""
@@ -59,6 +64,21 @@ class CompressionWorker:
         if self.state is not None and output is not None:
             self._attach_seconds(output)
         return output
+
+    def reload_weights(self, *args, **kwargs) -> None:
+        """vLLM's; policies then read the new weights."""
+        super().reload_weights(*args, **kwargs)
+        self.refresh_weights()
+
+    def finish_weight_update(self) -> None:
+        """vLLM's, at the end of a transfer from a trainer; policies then read the new weights."""
+        super().finish_weight_update()
+        self.refresh_weights()
+
+    def refresh_weights(self) -> None:
+        """For `collective_rpc`, after weights were changed in ways that vLLM does not know."""
+        if self.state is not None:
+            self.state.refresh_weights()
 
     def watch(self, measures: bool) -> None:
         """Called through `collective_rpc`: see `WorkerState.watch`."""

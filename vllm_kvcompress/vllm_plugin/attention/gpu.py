@@ -29,6 +29,7 @@ from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -90,6 +91,11 @@ class CompressedGPUBackend:
         return (KVCacheLayout.BLHNC,)
 
     @classmethod
+    def scratch_bytes(cls, vllm_config: VllmConfig) -> int:
+        """What vLLM's kernels may take for a moment, for compressed requests, on one rank."""
+        return 0
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """What is kept of a request follows from sums whose order is not fixed."""
         return False
@@ -107,7 +113,14 @@ class CompressedGPUBackend:
 
 
 class CompressedGPUBuilder:
-    """Builds, once per step and cache group, what its layers share; mixed into vLLM's builder."""
+    """Builds, once per step and cache group, what its layers share; mixed into vLLM's builder.
+
+    Attributes:
+        supports_update_block_table: whether another cache group's metadata would do, with this
+            one's block table in it; not while it holds that group's compressed requests.
+    """
+
+    supports_update_block_table = False
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
@@ -118,8 +131,14 @@ class CompressedGPUBuilder:
         """Attention runs between the graphs: which requests are compressed changes by the step."""
         return AttentionCGSupport.NEVER
 
-    def ragged_changes(self, num_sequences: int, group: int, head_size: int) -> dict[str, Any]:
-        """Fields of vLLM's metadata that differ for sequences of one KV head."""
+    def ragged_changes(self, num_rows: int, group: int, head_size: int) -> dict[str, Any]:
+        """Fields of vLLM's metadata that differ for sequences of one KV head.
+
+        Args:
+            num_rows: queries of all sequences, of `group` heads each.
+            group: query heads per KV head.
+            head_size: elements of each.
+        """
         raise NotImplementedError
 
     def build(
@@ -150,7 +169,7 @@ class CompressedGPUBuilder:
             return CompressedStep(step, num_tokens)
         starts = common.query_start_loc_cpu.numpy()
         whole = self._whole(batch, common, starts)
-        if state.gathers:
+        if state.attends(batch.seq_lens.shape[1]):
             gathered = query_groups(batch, starts)
             return CompressedStep(step, num_tokens, gathered=gathered, whole=whole)
         return CompressedStep(
@@ -182,7 +201,7 @@ class CompressedGPUBuilder:
             max_query_len=longest,
             query_start_loc=query_start_loc,
             max_seq_len=batch.page_table.shape[2] * spec.block_size,
-            **self.ragged_changes(num_sequences, group, spec.head_size),
+            **self.ragged_changes(num_tokens, group, spec.head_size),
         )
         return Subset(ragged, where)
 

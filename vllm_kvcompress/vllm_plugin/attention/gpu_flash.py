@@ -1,16 +1,29 @@
-"""vLLM's FlashAttention, with compression."""
+"""vLLM's FlashAttention, with compression.
+
+Version 3 divides long sequences among programs, which is what makes heads of unequal length as
+fast as equal ones. It does so for batches of up to 992 sequences: in larger ones a step waits for
+its longest head. Compressed requests then take this package's own kernels instead.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backends import flash_attn
 
+from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.attention.gpu import (
     CompressedGPUBackend,
     CompressedGPUBuilder,
     CompressedGPUImpl,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+MOST_SEQUENCES = 992
+MOST_SPLITS = 32  # of one sequence
+FP32_BYTES = 4
 
 
 class CompressedFlashImpl(CompressedGPUImpl, flash_attn.FlashAttentionImpl):
@@ -22,13 +35,38 @@ class CompressedFlashImpl(CompressedGPUImpl, flash_attn.FlashAttentionImpl):
 class CompressedFlashBuilder(CompressedGPUBuilder, flash_attn.FlashAttentionMetadataBuilder):
     """vLLM's, whose schedules made ahead are for layers of equally long heads."""
 
-    def ragged_changes(self, num_sequences: int, group: int, head_size: int) -> dict[str, Any]:
-        """No schedule made ahead: lengths differ by layer; splits as the kernel sees fit."""
-        return {"scheduler_metadata": None, "max_num_splits": 0}
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        state, impl = CompressedGPUBackend.state, self._impl()
+        self._splits = impl.vllm_flash_attn_version == 3
+        if self._splits and not impl.logits_soft_cap:  # this package's kernels cap nothing
+            state.most_sequences = MOST_SEQUENCES
+
+    def ragged_changes(self, num_rows: int, group: int, head_size: int) -> dict[str, Any]:
+        """No schedule made ahead, since lengths differ by layer; and a bound for splits.
+
+        Each split holds an output in fp32 for every row, used or not. What that takes together
+        stays what `scratch_bytes` says.
+        """
+        splits = max(1, min(MOST_SPLITS, MOST_SPLITS * MOST_SEQUENCES // num_rows))
+        return {"scheduler_metadata": None, "max_num_splits": splits if self._splits else 0}
+
+    def _impl(self) -> Any:
+        return compat.attention_layers(self.vllm_config, self.layer_names)[0].impl
 
 
 class CompressedFlashBackend(CompressedGPUBackend, flash_attn.FlashAttentionBackend):
     """FlashAttention over a block-major cache, of which heads may own pages."""
+
+    @classmethod
+    def scratch_bytes(cls, vllm_config: VllmConfig) -> int:
+        """Outputs and log-sum-exps of the splits of version 3."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        if flash_attn.get_flash_attn_version(head_size=model.get_head_size()) != 3:
+            return 0
+        group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        row = FP32_BYTES * group * (model.get_head_size() + 1)
+        return MOST_SPLITS * MOST_SEQUENCES * row
 
     @staticmethod
     def get_impl_cls() -> type[CompressedFlashImpl]:

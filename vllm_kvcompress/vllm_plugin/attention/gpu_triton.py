@@ -25,7 +25,7 @@ class CompressedTritonBuilder(CompressedGPUBuilder, triton_attn.TritonAttentionM
 
     _splits: dict[str, Any] | None = None
 
-    def ragged_changes(self, num_sequences: int, group: int, head_size: int) -> dict[str, Any]:
+    def ragged_changes(self, num_rows: int, group: int, head_size: int) -> dict[str, Any]:
         """Few sequences are split among more programs, by the same rule as vLLM's."""
         if self._splits is None:
             most, segments = (
