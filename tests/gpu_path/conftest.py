@@ -13,8 +13,12 @@ import pytest
 
 from tests import tiny_models
 from tests.engine.conftest import run_engine  # noqa: F401  (a fixture)
+from tests.gpu_path.stand_ins import taken_for_cuda
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.vllm_plugin.compat import plugin_options
 
 Run = Callable[..., dict[str, Any]]
+STOCK = {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 240
 
@@ -22,6 +26,13 @@ TIMEOUT = 240
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_models.build("llama", tmp_path_factory.mktemp("models")))
+
+
+def cuda_options(settings: dict[str, Any]) -> dict[str, Any]:
+    """What `serve` passes to vLLM on CUDA for these settings."""
+    with taken_for_cuda():
+        options: dict[str, Any] = plugin_options(Settings.from_dict(settings))
+    return options | {"logits_processors": [options["logits_processors"]]}
 
 
 @pytest.fixture(scope="session")
@@ -70,17 +81,13 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
     ) -> dict[str, Any]:
         directory = tmp_path_factory.mktemp("scenario")
         scenario, report, log = (directory / name for name in ("scenario", "report", "log"))
-        plugin = "vllm_kvcompress.vllm_plugin"
-        worker = "StockWorker" if settings is None else "RehearsedGPUWorker"
         engine = {
             "num_gpu_blocks_override": 400,
             "max_num_batched_tokens": 256,
             "max_num_seqs": 8,
-            "worker_cls": f"tests.gpu_path.workers.{worker}",
+            **(STOCK if settings is None else cuda_options(settings)),
             **engine,
         }
-        if settings is not None:
-            engine["scheduler_cls"] = f"{plugin}.scheduler.AsyncCompressionScheduler"
         scenario.write_text(
             json.dumps(
                 {
@@ -95,7 +102,6 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
         )
         variables = {
             "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2")),
-            "KVCOMPRESS_TEST_KERNELS": kernels,
             **(environment or {}),
         }
         call = [str(scenario), str(report), str(log), variables, kernels]

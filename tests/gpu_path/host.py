@@ -4,7 +4,7 @@
 
 reads lines of JSON, [scenario, report, log, environment, kernels], and answers with an exit code.
 `kernels` are those of vLLM's attention: triton, interpreted; or, in torch_kernels.py, torch in
-Triton's place and flash in FlashAttention's.
+Triton's place and flash2 or flash3 in FlashAttention's. The rest of a GPU is in stand_ins.py.
 
 Triton decides when kernels are defined whether it interprets them, so this cannot be the process
 of the other tests.
@@ -41,23 +41,26 @@ backends["cpu"] = SimpleNamespace(driver=Driver)
 torch.cuda.get_device_capability = lambda device=None: (9, 0)  # vLLM sizes launches by it
 
 from tests.engine import engine_process  # noqa: E402
-from tests.gpu_path.torch_kernels import (  # noqa: E402
-    replace_flash_kernels,
-    replace_triton_kernels,
-)
+from tests.gpu_path.flash_attention import replace_flash_kernels  # noqa: E402
+from tests.gpu_path.stand_ins import replace_device  # noqa: E402
+from tests.gpu_path.torch_kernels import replace_triton_kernels  # noqa: E402
 from vllm_kvcompress.cli.distribution import answer_for_vllm  # noqa: E402
 from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES  # noqa: E402
 
 MODULES = (
     *ENGINE_MODULES,
     "vllm.v1.worker.cpu.model_runner",
+    "vllm.v1.worker.gpu.warmup",
     "vllm.v1.attention.backends.triton_attn",
     "vllm_kvcompress.vllm_plugin.attention.gpu_triton",
 )
+TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
+FLASH = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
 REPLACED = {
-    "triton": lambda: None,
-    "torch": replace_triton_kernels,
-    "flash": replace_flash_kernels,
+    "triton": (TRITON, lambda: None),
+    "torch": (TRITON, replace_triton_kernels),
+    "flash2": (FLASH, lambda: replace_flash_kernels(2)),
+    "flash3": (FLASH, lambda: replace_flash_kernels(3)),
 }
 
 
@@ -73,7 +76,9 @@ def main() -> None:
         if child == 0:
             code = 1
             try:
-                REPLACED[kernels]()
+                backend, replace_kernels = REPLACED[kernels]
+                replace_device(backend)
+                replace_kernels()
                 engine_process.run(scenario, report, log, environment)
                 code = 0
             except BaseException:

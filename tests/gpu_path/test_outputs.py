@@ -34,7 +34,8 @@ def mixed_batch() -> list[list[dict[str, Any]]]:
     [
         pytest.param({}, 0.25, id="asynchronous"),
         pytest.param({}, 1.0, id="asynchronous-whole"),
-        pytest.param({"kernels": "flash", "dtype": "bfloat16"}, 0.25, id="flash"),
+        pytest.param({"kernels": "flash2", "dtype": "bfloat16"}, 0.25, id="flash-2"),
+        pytest.param({"kernels": "flash3", "dtype": "bfloat16"}, 0.25, id="flash-3"),
     ],
 )
 def test_whole_requests_are_those_of_stock_vllm(
@@ -155,11 +156,7 @@ def test_two_ranks_say_what_one_says(llama: str, run_gpu_path: Run) -> None:
         llama,
         phases,
         settings=settings,
-        # Workers are forked, since a process of its own would not interpret Triton.
-        environment={
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-            "VLLM_WORKER_MULTIPROC_METHOD": "fork",
-        },
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
     )

@@ -80,13 +80,3 @@ def replace_triton_kernels() -> None:
 
     triton_attn.unified_attention = paged_attention
     triton_attn.triton_reshape_and_cache_flash = write_cache
-
-
-def replace_flash_kernels() -> None:
-    """In vLLM's FlashAttention backend, version 2."""
-    from vllm.v1.attention.backends import flash_attn
-
-    flash_attn.get_flash_attn_version = lambda *args, **kwargs: 2
-    flash_attn._FA4_DENSE_ATTENTION_KERNEL = paged_attention
-    flash_attn.reshape_and_cache_flash = write_cache
-    flash_attn.flash_attn_supports_quant_query_input = lambda: False

@@ -1,0 +1,88 @@
+"""What stands in for a GPU, so that vLLM's GPU worker, and ours, start and run on a CPU.
+
+The workers' own code runs: what is replaced asks a GPU for something. The model runners are vLLM's
+for CPUs, which are those for GPUs without streams and pinned memory.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.executor import multiproc_executor
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker import gpu_worker
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+GIB = 2**30
+FREE_BYTES, REQUESTED_BYTES, CONSUMED_BYTES = 8 * GIB, 4 * GIB, GIB
+
+
+@contextmanager
+def taken_for_cuda() -> Iterator[None]:
+    """The platform says that it is CUDA, on a Hopper GPU."""
+    answers = {
+        "is_cpu": False,
+        "is_cuda": True,
+        "get_device_capability": DeviceCapability(9, 0),
+    }
+    patches = {name: mock.Mock(return_value=answer) for name, answer in answers.items()}
+    with mock.patch.multiple(current_platform, **patches):
+        yield
+
+
+def replace_device(stock_backend: str) -> None:
+    """In this process, GPU workers start on the CPU.
+
+    Args:
+        stock_backend: path of the attention backend of layers for which none is chosen.
+    """
+    worker: Any = gpu_worker.Worker
+    worker.init_device = _init_device
+    gpu_worker.memory_profiling = _memory_profiling
+    gpu_worker.kernel_warmup = lambda *_: None  # of vLLM's kernels, which imports torchvision
+    # Interpreted, Triton cannot run the one; spawned, processes would know nothing of all this.
+    topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+    multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
+    torch.accelerator.synchronize = lambda *_: None
+    torch.accelerator.empty_cache = lambda: None
+
+    def backend(selected: AttentionBackendEnum | None, *_: Any, **__: Any) -> str:
+        return stock_backend if selected is None else selected.get_path()
+
+    type(current_platform).get_attn_backend_cls = staticmethod(backend)
+
+    from vllm_kvcompress.vllm_plugin.gpu_worker import CompressionGPUWorker
+
+    make_state = CompressionGPUWorker._make_state
+
+    def made_for_cuda(*args: Any) -> Any:
+        with taken_for_cuda():
+            return make_state(*args)
+
+    CompressionGPUWorker._make_state = made_for_cuda
+
+
+def _init_device(self: Any) -> None:
+    """`CPUWorker`'s, and what the GPU's finds out about memory."""
+    CPUWorker.init_device(self)
+    self.init_snapshot = SimpleNamespace(free_memory=FREE_BYTES, total_memory=FREE_BYTES)
+    self.requested_memory = REQUESTED_BYTES
+
+
+@contextmanager
+def _memory_profiling(snapshot: Any, weights_memory: int) -> Iterator[Any]:
+    yield SimpleNamespace(
+        total_consumed=CONSUMED_BYTES,
+        transient_peak_headroom=0,
+        non_kv_cache_memory=CONSUMED_BYTES,
+        after_profile=SimpleNamespace(free_memory=snapshot.free_memory - CONSUMED_BYTES),
+    )
