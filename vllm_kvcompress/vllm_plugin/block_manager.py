@@ -23,15 +23,15 @@ from vllm_kvcompress.ledger import (
 )
 from vllm_kvcompress.relief import Candidate
 from vllm_kvcompress.vllm_plugin.contexts import CompressedContext, ContextStore
+from vllm_kvcompress.vllm_plugin.dependent_blocks import LimitedCaching
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
-    from vllm.v1.request import Request
 
 
-class CompressedBlockManager(FullAttentionManager):
+class CompressedBlockManager(LimitedCaching, FullAttentionManager):
     """Allocates the fresh blocks of an event and frees its sources once it has run.
 
     Attributes:
@@ -189,13 +189,6 @@ class CompressedBlockManager(FullAttentionManager):
             else:
                 self._plan(request_id, num_tokens_main_model, decision)
         return new_blocks
-
-    def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
-        """Caches full blocks, but none that was computed after a compression event."""
-        limit = self.cacheable_tokens(request.request_id)
-        if limit is not None:
-            num_tokens = min(num_tokens, limit)
-        super().cache_blocks(request, num_tokens, *args, **kwargs)
 
     def cacheable_tokens(self, request_id: str) -> int | None:
         """Tokens that do not depend on any compression; None: all of them."""

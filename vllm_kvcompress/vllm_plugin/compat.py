@@ -145,25 +145,6 @@ def enable_chunk_ends(scheduler: Any) -> None:
     scheduler.need_mamba_block_aligned_split = True
 
 
-def limit_prefix_caching(coordinator: Any, limit: Callable[[str], int | None]) -> None:
-    """Keeps blocks of *other* cache groups that depend on a compression out of the cache.
-
-    The compressed groups' manager sees to its own blocks. Sliding-window layers of the same
-    model hold values that were computed from compressed attention, so they stop there too.
-    """
-    if len(coordinator.single_type_managers) == 1:
-        return
-    cache_blocks = coordinator.cache_blocks
-
-    def limited(request: Any, num_computed_tokens: int, *args: Any, **kwargs: Any) -> None:
-        tokens = limit(request.request_id)
-        if tokens is not None:
-            num_computed_tokens = min(num_computed_tokens, tokens)
-        cache_blocks(request, num_computed_tokens, *args, **kwargs)
-
-    coordinator.cache_blocks = limited
-
-
 def blocks_to_admit(scheduler: Any) -> int:
     """Blocks that the first waiting request needs free to be let in; 0: none waits for them."""
     waiting = scheduler.waiting

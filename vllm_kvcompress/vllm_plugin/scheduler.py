@@ -14,12 +14,14 @@ from vllm_kvcompress.relief import STEPS_OF_RELIEF, Pool, choose
 from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
+from vllm_kvcompress.vllm_plugin.dependent_blocks import DependentBlockManager
 from vllm_kvcompress.vllm_plugin.needed_classes import check_classes
 from vllm_kvcompress.vllm_plugin.refusals import engine_settings
 from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.metrics.stats import SchedulerStats
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
@@ -48,10 +50,22 @@ class CompressionMixin:
         self.spec = self.compressed_managers[0].kv_cache_spec
         self._check_context_reuse()
         compat.enable_chunk_ends(self)
-        compat.limit_prefix_caching(coordinator, self._cacheable_tokens)
         for manager in self.compressed_managers:
             manager.open_ledger = self._open_ledger
+        for manager in coordinator.single_type_managers:
+            self._limit_caching(manager)
         self._announce()
+
+    def _limit_caching(self, manager: SingleTypeKVCacheManager) -> None:
+        """Tells managers of other groups which of a request's blocks may be cached."""
+        if isinstance(manager, DependentBlockManager):
+            manager.cacheable_tokens = self.compressed_managers[0].cacheable_tokens
+        elif manager.enable_caching and not isinstance(manager, CompressedBlockManager):
+            raise UnsupportedError(
+                f"this model has {type(manager.kv_cache_spec).__name__} layers beside its "
+                "full-attention layers, whose blocks would be shared between requests although "
+                "they depend on what is compressed; add --no-enable-prefix-caching."
+            )
 
     def _check_context_reuse(self) -> None:
         managers = self.kv_cache_manager.coordinator.single_type_managers
@@ -245,9 +259,6 @@ class CompressionMixin:
             logger.warning("request %s: %s Passed over.", request.request_id, error)
             return RequestOptions()
         return options
-
-    def _cacheable_tokens(self, request_id: str) -> int | None:
-        return self.compressed_managers[0].cacheable_tokens(request_id)
 
     def _step_plan(self, output: SchedulerOutput) -> StepPlan:
         """The events and observations of the requests that are in this step."""

@@ -1,4 +1,4 @@
-"""The KV-cache spec of layers that are compressed: full attention plus the user's rule."""
+"""KV-cache specs: of layers that are compressed, and of others beside them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import copy
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+)
 
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.ledger import CompressionRule
@@ -51,8 +56,7 @@ class CompressedAttentionSpec(FullAttentionSpec):
         cls, spec: FullAttentionSpec, settings: Settings, demands: tuple[PolicyDemand, ...]
     ) -> Self:
         """The same layer, compressed."""
-        fields = {name: getattr(spec, name) for name in type(spec).__dataclass_fields__}
-        return cls(**fields, settings=settings, demands=demands)
+        return cls(**_fields(spec), settings=settings, demands=demands)
 
     def rule_of(self, settings: Settings) -> CompressionRule:
         """When requests with these settings are compressed, for this spec's block size."""
@@ -122,3 +126,33 @@ def is_compressible(spec: AttentionSpec) -> bool:
         and spec.attention_chunk_size is None
         and not spec.non_causal
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DependentSlidingWindowSpec(SlidingWindowSpec):
+    """A sliding window beside compressed layers, of whose attention its values are computed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DependentChunkedLocalSpec(ChunkedLocalAttentionSpec):
+    """The same of attention within chunks."""
+
+
+_DEPENDENT = {
+    SlidingWindowSpec: DependentSlidingWindowSpec,
+    ChunkedLocalAttentionSpec: DependentChunkedLocalSpec,
+}
+
+
+def dependent_on_compressed(spec: AttentionSpec) -> AttentionSpec:
+    """The spec of a layer that is not compressed itself, for a model that has compressed ones.
+
+    It says nothing new, and has a block manager of ours. Kinds of attention that never stand
+    beside plain full attention stay as they are.
+    """
+    kind = _DEPENDENT.get(type(spec))
+    return spec if kind is None else kind(**_fields(spec))
+
+
+def _fields(spec: AttentionSpec) -> dict[str, Any]:
+    return {name: getattr(spec, name) for name in type(spec).__dataclass_fields__}

@@ -30,7 +30,11 @@ from vllm_kvcompress.resident_batch import ResidentBatch
 from vllm_kvcompress.vllm_plugin.attention.sequences import HostNumbers, sequences
 from vllm_kvcompress.vllm_plugin.group_state import GroupStep
 from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
-from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible
+from vllm_kvcompress.vllm_plugin.spec import (
+    CompressedAttentionSpec,
+    dependent_on_compressed,
+    is_compressible,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -84,9 +88,9 @@ class CompressedCPUAttentionBackend(CPUAttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Marks plain full-attention layers as compressed; others stay as they are."""
+        """Marks plain full-attention layers as compressed, and others as dependent on them."""
         if not is_compressible(spec):
-            return spec
+            return dependent_on_compressed(spec)
         return CompressedAttentionSpec.from_full_attention(
             spec, cls.state.settings, cls.state.demands(spec)
         )

@@ -26,7 +26,11 @@ from vllm_kvcompress.transfers import upload
 from vllm_kvcompress.vllm_plugin.attention.sequences import sequences
 from vllm_kvcompress.vllm_plugin.group_state import GroupStep
 from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
-from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, is_compressible
+from vllm_kvcompress.vllm_plugin.spec import (
+    CompressedAttentionSpec,
+    dependent_on_compressed,
+    is_compressible,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -102,10 +106,10 @@ class CompressedGPUBackend:
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Marks plain full-attention layers as compressed; others stay as they are."""
+        """Marks plain full-attention layers as compressed, and others as dependent on them."""
         spec = super().customize_spec(spec)
         if not is_compressible(spec):
-            return spec
+            return dependent_on_compressed(spec)
         state = CompressedGPUBackend.state
         return CompressedAttentionSpec.from_full_attention(
             spec, state.settings, state.demands(spec)

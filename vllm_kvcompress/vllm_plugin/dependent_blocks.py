@@ -1,0 +1,68 @@
+"""Blocks of layers that are not compressed themselves, in a model that has compressed ones.
+
+What a sliding window holds of tokens behind a compression event was computed from compressed
+attention. Such blocks never enter the prefix cache, as little as those of compressed layers do:
+another request with the same tokens may be compressed elsewhere, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.single_type_kv_cache_manager import (
+    ChunkedLocalAttentionManager,
+    SlidingWindowManager,
+)
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from vllm_kvcompress.vllm_plugin.spec import (
+    DependentChunkedLocalSpec,
+    DependentSlidingWindowSpec,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class LimitedCaching:
+    """Mixed into a block manager of vLLM: blocks behind a compression event are not cached.
+
+    Attributes:
+        cacheable_tokens: tokens of a request, by its id, that do not depend on any compression;
+            None: all of them.
+    """
+
+    cacheable_tokens: Callable[[str], int | None]
+
+    def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
+        """Caches full blocks, but none that was computed after a compression event."""
+        limit = self.cacheable_tokens(request.request_id)
+        if limit is not None:
+            num_tokens = min(num_tokens, limit)
+        super().cache_blocks(request, num_tokens, *args, **kwargs)
+
+
+class DependentBlockManager(LimitedCaching):
+    """One whose `cacheable_tokens` the scheduler sets: a compressed group's manager knows them."""
+
+
+class DependentSlidingWindowManager(DependentBlockManager, SlidingWindowManager):
+    """For sliding windows."""
+
+
+class DependentChunkedLocalManager(DependentBlockManager, ChunkedLocalAttentionManager):
+    """For attention within chunks."""
+
+
+KVCacheSpecRegistry.register(
+    DependentSlidingWindowSpec,
+    DependentSlidingWindowManager,
+    uniform_type_base_spec=SlidingWindowSpec,
+)
+KVCacheSpecRegistry.register(
+    DependentChunkedLocalSpec,
+    DependentChunkedLocalManager,
+    uniform_type_base_spec=ChunkedLocalAttentionSpec,
+)
