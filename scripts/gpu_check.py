@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
-"""Checks the Triton kernels on this machine's GPU, and measures them.
+"""Checks the Triton kernels on this machine's GPU, a whole engine, and measures them.
 
-    python scripts/gpu_check.py [--part tests decode prefill events tune] [--quick] [--out FOLDER]
+    python scripts/gpu_check.py [--part tests engine decode prefill events tune] [--quick]
+        [--model MODEL] [--engine KEY=VALUE] [--out FOLDER]
 
 Needs an NVIDIA GPU, torch and triton. Uses numpy (for whole events), pytest, pytest-xdist and tqdm
-where they are installed, and compares with vLLM's kernel where Python finds vllm's sources. Writes
-gpu-<device>.json and gpu-<device>.md after every part; parts that an earlier run left there stay if
-it had the same settings, versions and kernels. Ends with 1 if a check failed; then nothing is
-measured.
+where they are installed, and compares with vLLM's kernels where Python finds vllm. The part
+`engine` needs vLLM for CUDA, and a model (any that vLLM takes; with --engine load_format=dummy its
+configuration is enough). Writes gpu-<device>.json and gpu-<device>.md after every part; parts that
+an earlier run left there stay if it had the same settings, versions and kernels. Ends with 1 if a
+check failed; then nothing is measured.
 """
 
 from __future__ import annotations
@@ -26,7 +28,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu.report import Results, with_earlier, write_results  # noqa: E402
+from benchmarks.gpu.report import (  # noqa: E402
+    Results,
+    engine_passed,
+    with_earlier,
+    write_results,
+)
 
 BANDWIDTH_BYTES = 1 << 32
 GPU_TESTS = (
@@ -43,14 +50,30 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "results", help="folder")
     parser.add_argument("--quick", action="store_true", help="small contexts, few repetitions")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a page")
+    parser.add_argument("--model", default="Qwen/Qwen3-8B", help="of the engine (%(default)s)")
+    parser.add_argument(
+        "--engine",
+        type=engine_option,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a keyword argument of vllm.LLM",
+    )
     parser.add_argument(
         "--part",
         nargs="+",
         choices=("tests", *MEASUREMENTS),
         default=("tests", "decode", "prefill", "events"),
-        help="what to do: everything but tune unless said",
+        help="what to do: everything but engine and tune unless said",
     )
     return parser.parse_args(arguments)
+
+
+def engine_option(text: str) -> tuple[str, Any]:
+    """As of `vllm-kvcompress eval`, whose imports only this part needs."""
+    from vllm_kvcompress.cli import eval as eval_command
+
+    return eval_command.engine_option(text)
 
 
 def why_not() -> str | None:
@@ -85,10 +108,15 @@ def run_pytest(quick: bool) -> str | None:
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
     """Both kinds of checks."""
-    from benchmarks.gpu.checks import check_kernels, check_selection
+    from benchmarks.gpu.checks import check_flash, check_kernels, check_selection
+    from benchmarks.gpu.flash import why_no_flash
 
     block_sizes = (16, 64) if options.quick else (16, 32, 64, 128)
     kernels = [*check_kernels(block_sizes), *check_selection()]
+    if (reason := why_no_flash()) is None:
+        kernels += check_flash(block_sizes)
+    else:
+        print(reason)
     return {"kernels": kernels, "pytest": run_pytest(options.quick)}
 
 
@@ -145,7 +173,18 @@ def measure_events(options: argparse.Namespace) -> Results:
     return {"copy_bandwidth": copy, "events": rows}
 
 
+def measure_engine(options: argparse.Namespace) -> Results:
+    """A whole engine, stock and compressed."""
+    from benchmarks.gpu import engine
+
+    plan = engine.EnginePlan(model=options.model, engine=dict(options.engine))
+    if options.quick:
+        plan = replace(plan, prompt=1024)
+    return {"engine": engine.measure_engine(plan, options.out)}
+
+
 MEASUREMENTS: dict[str, Callable[[argparse.Namespace], Results]] = {
+    "engine": measure_engine,
     "decode": measure_decode,
     "prefill": measure_prefill,
     "events": measure_events,
@@ -202,6 +241,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name in options.part:
             results.update(measure(options))
             write_results(results, options.out)
+    if "engine" in options.part and not engine_passed(results["engine"]):
+        return 1
     for path in write_results(results, options.out):
         print(path)
     return 0

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.gpu.engine import EnginePlan, measure_engine
+from benchmarks.gpu.flash import attend_per_head
 from benchmarks.gpu.report import (
     as_markdown,
+    engine_passed,
     raggedness,
     result_files,
     table,
@@ -29,6 +32,9 @@ from benchmarks.gpu.whole_events import (
     every_policy,
     make_pipeline,
 )
+from tests import tiny_models
+from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
 from vllm_kvcompress.policies.registry import POLICIES
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
@@ -154,6 +160,86 @@ def test_what_counts_as_passed(said: str, good: bool) -> None:
     passed = runpy.run_path(str(SCRIPT))["passed"]
     assert passed({**CHECKS, "pytest": said}) is good
     assert not passed({"kernels": [{"passed": False}], "pytest": None})
+
+
+def test_an_engine_serves_as_gpus_will(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same code on this build of vLLM, over a tiny model."""
+    monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "warn")  # set anew, and put back afterwards
+    model = str(tiny_models.build("llama", tmp_path))
+    engine = {"enforce_eager": True, "dtype": "float32", "num_gpu_blocks_override": 60}
+    plan = EnginePlan(model, requests=4, prompt=400, output=4, engine=engine)
+    found = measure_engine(plan, tmp_path / "logs")
+    assert engine_passed(found), found
+    assert (found["long"], found["short"], found["equal"]) == (2, 2, 2)
+    stock, ours = (found["engines"][name] for name in ("stock", "compressed"))
+    assert (stock["events"], ours["events"]) == (0, 2)
+    assert ours["tokens_per_second"] == pytest.approx(4 * 4 / ours["seconds"])
+    assert 0 < ours["first_token_seconds"] < ours["seconds"]
+    assert json.dumps(found)
+
+
+ENGINE = {
+    "model": "some/model",
+    "requests": 4,
+    "prompt": 4096,
+    "settings": {"policy": "adakv"},
+    "long": 2,
+    "short": 2,
+    "equal": 2,
+    "engines": {
+        name: {
+            "start_seconds": 61.2,
+            "tokens_per_second": 812.4,
+            "first_token_seconds": 0.25,
+            "events": events,
+            "lost_blocks": 0,
+            "compiled": 0,
+        }
+        for name, events in (("stock", 0), ("compressed", 2))
+    },
+}
+
+
+def test_an_engine_has_a_table() -> None:
+    text = as_markdown(results(engine=ENGINE))
+    assert "Passed. 2 of the short ones got stock's replies." in text
+    assert "| compressed | 61 | 812 | 250 | 2 | 0 | 0 |" in text
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"events": 1}, {"lost_blocks": 3}, {"compiled": 2}, {"refused": "RuntimeError: no"}]
+)
+def test_what_an_engine_must_not_do(wrong: dict[str, Any]) -> None:
+    stock, ours = (ENGINE["engines"][name] for name in ("stock", "compressed"))
+    found = {**ENGINE, "engines": {"stock": stock, "compressed": {**ours, **wrong}}}
+    assert engine_passed(ENGINE)
+    assert not engine_passed(found)
+    assert "Failed." in as_markdown(results(engine=found))
+    if "refused" in wrong:
+        assert "compressed ended: RuntimeError: no" in as_markdown(results(engine=found))
+
+
+def test_flash_attention_is_asked_for_heads_as_the_twin_is() -> None:
+    """With a stand-in that checks its arguments, and computes in torch."""
+    flash_attention = pytest.importorskip("tests.gpu_path.flash_attention")
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([45, 1, 130, 16])
+    counts = -(-lengths // 16)
+    pages = torch.randn(int(counts.sum()), 2 * 16 * 32, generator=generator).bfloat16()
+    table = torch.zeros(4, int(counts.max()), dtype=torch.int32)
+    held = torch.arange(table.shape[1]) < counts[:, None]
+    table[held] = torch.randperm(len(pages), generator=generator).int()
+    entries = PagedEntries(pages, table, lengths.int(), 16, 32)
+    queries = torch.randn(4, 2, 32, generator=generator).bfloat16()
+
+    def flash(**given: Any) -> None:
+        names = ("scheduler_metadata", "q_descale", "k_descale", "v_descale")
+        defaults = {"num_splits": 0, **dict.fromkeys(names)}
+        flash_attention.varlen_attention(**defaults, **given)
+
+    found = attend_per_head(flash, 3, entries, queries, 0.2)
+    expected = paged_torch.decode_attention(entries, queries, 0.2)[0]
+    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing to refuse")

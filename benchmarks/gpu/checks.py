@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import shapes
+from benchmarks.gpu.flash import attend_per_head, flash_attention
 from benchmarks.gpu.measure import progress
 from vllm_kvcompress.kernels import moment_size, paged, paged_torch, selection, selection_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
@@ -54,6 +55,24 @@ def check_selection() -> list[dict[str, Any]]:
             equal = torch.equal(run(selection), run(selection_torch))
             error = 0.0 if equal else float("inf")
             rows.append({"kernel": name, "block_size": 0, "error": error, "passed": equal})
+    return rows
+
+
+def check_flash(block_sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """vLLM's FlashAttention as compressed requests call it, against our twin."""
+    flash, version = flash_attention()
+    rows = []
+    for block_size in block_sizes:
+        # FlashAttention is given no empty sequences: every head keeps a page at least.
+        lengths = torch.tensor([length for length in LENGTHS if length])
+        entries = shapes.make_entries(lengths, block_size)
+        queries = torch.randn(len(lengths), 4, shapes.HEAD_SIZE, device="cuda").to(shapes.DTYPE)
+        found = attend_per_head(flash, version, entries, queries, shapes.SCALE)
+        expected = paged_torch.decode_attention(entries, queries, shapes.SCALE, None)[0]
+        error = _error(found, expected)
+        name = f"FlashAttention {version} per head"
+        row = {"kernel": name, "block_size": block_size, "error": error}
+        rows.append({**row, "passed": error <= TOLERANCE})
     return rows
 
 

@@ -11,6 +11,7 @@ from typing import Any
 Results = dict[str, Any]
 # What parts that are measured one after the other must have in common to be one report.
 SETTINGS = ("device", "versions", "quick", "block_size", "sources")
+STOCK, COMPRESSED = "stock", "compressed"
 BANDWIDTHS = ("read_bandwidth", "copy_bandwidth")
 
 
@@ -49,6 +50,7 @@ def as_markdown(results: Results) -> str:
     ]
     sections = {
         "checks": _checks,
+        "engine": _engine,
         "bandwidth": _bandwidth,
         "decode": _decode,
         "prefill": _prefill,
@@ -89,6 +91,51 @@ def _checks(checks: Results) -> str:
     if checks["pytest"] is not None:
         text += f" pytest: {checks['pytest']}."
     return "## Checks\n\n" + text
+
+
+def engine_passed(results: Results) -> bool:
+    """Whether both engines served: an event per long request, every block given back."""
+    stock, ours = (results["engines"][name] for name in (STOCK, COMPRESSED))
+    if "refused" in stock or "refused" in ours:
+        return False
+    return (
+        stock["events"] == 0
+        and ours["events"] == results["long"]
+        and stock["lost_blocks"] == ours["lost_blocks"] == 0
+        and ours["compiled"] <= stock["compiled"]
+    )
+
+
+def _engine(results: Results) -> str:
+    engines = results["engines"]
+    text = (
+        f"## A whole engine\n\n{results['model']}, {results['long']} requests of "
+        f"{results['prompt']} tokens and {results['short']} too short to be compressed, at once; "
+        f"compressed with {results['settings']}. "
+        f"{'Passed' if engine_passed(results) else 'Failed'}."
+    )
+    if results["equal"] is not None:
+        text += f" {results['equal']} of the short ones got stock's replies."
+    refused = {name: row["refused"] for name, row in engines.items() if "refused" in row}
+    for name, reason in refused.items():
+        text += f"\n\n{name} ended: {reason}"
+    cells = [
+        (
+            name,
+            f"{row['start_seconds']:.0f}",
+            f"{row['tokens_per_second']:.0f}",
+            f"{1e3 * row['first_token_seconds']:.0f}",
+            row["events"],
+            row["lost_blocks"],
+            row["compiled"],
+        )
+        for name, row in engines.items()
+        if name not in refused
+    ]
+    if not cells:
+        return text
+    header = ("engine", "start, s", "tokens/s", "first token, ms", "events", "blocks lost")
+    return text + "\n\n" + table((*header, "kernels compiled while serving"), cells)
 
 
 def _bandwidth(bandwidths: Results) -> str:
