@@ -213,4 +213,4 @@ def test_vllms_own_loggers_pass_our_statistics_over() -> None:
     for logger in (LoggingStatLogger(config), AggregatedLoggingStatLogger(config, [0])):
         logger.record(stats, None)
         logger.log()
-    assert compat.attached_stats(stats) == STEP.to_dict()
+    assert compat.detach_stats(stats) == STEP.to_dict()

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.compilation.cuda_graph import CUDAGraphStat
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
@@ -51,14 +52,26 @@ def test_step_travels_in_vllms_scheduler_statistics(step: StepStats) -> None:
     compat.attach_stats(stats, step.to_dict())
     received = MsgpackDecoder(SchedulerStats).decode(MsgpackEncoder().encode(stats))
     assert received.num_running_reqs == 3
-    values = compat.attached_stats(received)
+    values = compat.detach_stats(received)
     assert values is not None
     assert StepStats.from_dict(values) == step
 
 
 def test_statistics_of_stock_vllm_carry_nothing_of_ours() -> None:
-    assert compat.attached_stats(SchedulerStats()) is None
-    assert compat.attached_stats(SchedulerStats(num_kv_fetch_reqs_by_stage={"queued": 2})) is None
+    assert compat.detach_stats(SchedulerStats()) is None
+    stats = SchedulerStats(cudagraph_stats=CUDAGraphStat(5, 8, 3, "PIECEWISE"))
+    assert compat.detach_stats(stats) is None
+    assert stats == SchedulerStats(cudagraph_stats=CUDAGraphStat(5, 8, 3, "PIECEWISE"))
+
+
+@pytest.mark.parametrize("own", [None, CUDAGraphStat(5, 8, 3, "PIECEWISE")])
+def test_what_is_taken_out_leaves_vllms_own(own: CUDAGraphStat | None) -> None:
+    """vLLM's loggers come after ours, and count CUDA graphs where they are asked to."""
+    stats = SchedulerStats(cudagraph_stats=own)
+    compat.attach_stats(stats, StepStats(logical_tokens=7).to_dict())
+    assert stats != SchedulerStats(cudagraph_stats=own)
+    assert compat.detach_stats(stats) == StepStats(logical_tokens=7).to_dict()
+    assert stats == SchedulerStats(cudagraph_stats=own)
 
 
 @pytest.mark.parametrize(

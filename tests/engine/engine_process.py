@@ -219,7 +219,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
 
     # vLLM compiles the ranks of logprobs even in eager mode, in every process anew.
     torch._dynamo.config.disable = True
-    from vllm_kvcompress.vllm_plugin.compat import attached_stats
+    from vllm_kvcompress.vllm_plugin.compat import detach_stats
 
     scenario = json.loads(Path(scenario_path).read_text())
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
@@ -241,7 +241,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         stats = make_stats(*args, **kwargs)
-        ours = stats and attached_stats(stats)
+        ours = stats and detach_stats(stats)
         if ours:
             report["events"] += ours["events"]
             report["contexts_reused"] += ours["contexts_reused"]

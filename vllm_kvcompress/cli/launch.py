@@ -6,7 +6,6 @@ import argparse
 import contextlib
 
 from vllm.entrypoints.cli.serve import ServeSubcommand
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -14,7 +13,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_kvcompress.cli.distribution import answer_for_vllm
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
 from vllm_kvcompress.config import SETTINGS_KEY
-from vllm_kvcompress.vllm_plugin.compat import plugin_options
+from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.needed_classes import is_ours
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
 
@@ -29,7 +28,7 @@ def vllm_command(request: ServeRequest) -> list[str]:
     """
     options = {}
     if request.settings is not None:
-        paths = plugin_options(request.settings)
+        paths = compat.plugin_options(request.settings)
         for name in ("scheduler_cls", "worker_cls"):  # users may extend ours
             given = option_values(request.vllm_arguments, f"--{name.replace('_', '-')}")
             if given and is_ours(name, given[-1]):
@@ -47,7 +46,7 @@ def serve(command: list[str]) -> None:
         UnsupportedError: the model or an option of vLLM does not work with the settings.
     """
     answer_for_vllm()
-    cli_env_setup()
+    compat.prepare_environment()
     subcommand, arguments = parse(command)
     configure_logging_from_args(arguments)
     subcommand.validate(arguments)

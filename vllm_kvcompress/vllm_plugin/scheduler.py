@@ -94,6 +94,12 @@ class CompressionMixin:
             rule.concurrency(length, pool_blocks),
             pool_blocks / -(-length // rule.block_size),
         )
+        if compat.only_checked():
+            logger.warning(
+                "vllm-kvcompress was checked against the sources of vLLM %s but never run in it; "
+                "0.32 is the version that it is tested in.",
+                compat.vllm_version(),
+            )
 
     def schedule(self, *args, **kwargs) -> SchedulerOutput:
         """vLLM's schedule, with the step's plan attached when there is anything to do."""
@@ -170,17 +176,23 @@ class CompressionMixin:
             return num_new_tokens
         return min(num_new_tokens, position - start)
 
-    def _get_local_prefix_cache_hit(self, request: Request):
-        """vLLM's, or a compressed context: null blocks, since nothing of it is where it was."""
+    def _get_local_prefix_cache_hit(self, request: Request, *args, **kwargs):
+        """vLLM's, or a compressed context: null blocks, since nothing of it is where it was.
+
+        Since 0.33 vLLM also says how long a hit may be, where something else than the cache limits
+        it: then there is no context, which can only be taken whole.
+        """
         if self.compressed_managers and self.spec.settings.reuse_contexts:
             manager = self.compressed_managers[0]
             ledger = self._open_ledger(request.request_id, request.num_prompt_tokens)
-            context = manager.want_context(request.request_id, ledger.context_key)
+            limited = any(value is not None for value in (*args, *kwargs.values()))
+            key = None if limited else ledger.context_key
+            context = manager.want_context(request.request_id, key)
             if context is not None:
                 blocks = [self.kv_cache_manager.block_pool.null_block] * context.num_blocks
                 hit = self.kv_cache_manager.create_kv_cache_blocks((blocks,))
                 return hit, context.num_blocks * self.spec.block_size, 0, False
-        return super()._get_local_prefix_cache_hit(request)
+        return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
 
     def add_request(self, request: Request) -> None:
         """Queues a request.

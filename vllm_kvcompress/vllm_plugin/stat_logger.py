@@ -52,7 +52,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         """Called with every batch of outputs; most carry one step's statistics."""
         if self.metrics is None or scheduler_stats is None:
             return
-        values = compat.attached_stats(scheduler_stats)
+        values = compat.detach_stats(scheduler_stats)
         if values is not None:
             stats = StepStats.from_dict(values)
             self.metrics.observe(stats, self.model_name, str(engine_idx))
