@@ -46,8 +46,8 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             sets it.
     """
 
-    def __init__(self, kv_cache_spec: CompressedAttentionSpec, **kwargs) -> None:
-        super().__init__(kv_cache_spec, **kwargs)
+    def __init__(self, kv_cache_spec: CompressedAttentionSpec, *args, **kwargs) -> None:
+        super().__init__(kv_cache_spec, *args, **kwargs)
         self.ledgers: dict[str, RequestLedger] = {}
         self.pressed: set[str] = set()
         self.plans: dict[str, EventPlan] = {}

@@ -258,7 +258,7 @@ class CompressedGPUImpl:
                 num_heads // num_kv_heads, head_size, scale, 1, *args, **kwargs
             )
 
-    def fused_output_quant_supported(self, *args) -> bool:
+    def fused_output_quant_supported(self, *args, **kwargs) -> bool:
         """Outputs of two calls are put together in the model's own type."""
         return False
 

@@ -1,0 +1,1 @@
+"""Looks up in a vLLM's sources what this package relies on; see scripts/check_vllm.py."""
