@@ -11,7 +11,10 @@ import os
 import pickle
 import pkgutil
 import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import Any
 
 
@@ -66,3 +69,25 @@ class Child:
         """Ends the child."""
         self._pipe.close()
         self._process.join()
+
+
+def at_once(children: Sequence[Child], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """What every call returns: each made in a child that has nothing to do.
+
+    Args:
+        children: take one call at a time.
+        calls: a function's dotted name and its arguments.
+    """
+    idle: SimpleQueue[Child] = SimpleQueue()
+    for child in children:
+        idle.put(child)
+
+    def make(call: tuple[Any, ...]) -> Any:
+        child = idle.get()
+        try:
+            return child.call(*call)
+        finally:
+            idle.put(child)
+
+    with ThreadPoolExecutor(len(children)) as threads:
+        return list(threads.map(make, calls))

@@ -1,61 +1,123 @@
-"""Compiles what a launcher would launch on an H100 or H200, without having one."""
+"""Compiles what a launcher would launch on some GPU, without having one."""
 
 from __future__ import annotations
 
 import os
 import pkgutil
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import triton
+from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from vllm_kvcompress.kernels.fitting_triton import fitting_rows
+
+# Shared memory that a program may have, by compute capability ("Maximum amount of shared memory
+# per thread block" in the CUDA C++ programming guide).
+SHARED_BYTES = {
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    120: 99 << 10,
+}
+TENSOR_COLUMNS = 512  # of tensor memory, which 10.0 has
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel, as compiled.
+
+    Attributes:
+        name: of the kernel.
+        shared_bytes: shared memory of a program.
+        fits: whether a program may have that; where not, a smaller one comes next.
+        ptx: the assembly.
+        cubin: the machine code.
+    """
+
+    name: str
+    shared_bytes: int
+    fits: bool
+    ptx: str
+    cubin: bytes
+
+    def registers(self) -> tuple[int, int]:
+        """Of a thread, and how many bytes of its own it keeps in memory for want of more."""
+        tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(self.cubin)
+            file.flush()
+            found = subprocess.run(
+                [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
+            )
+        numbers = re.search(r"REG:(\d+) STACK:(\d+)", found.stdout)
+        assert numbers is not None, found.stdout
+        return int(numbers[1]), int(numbers[2])
+
 
 class NoDevice:
-    """What Triton asks of a driver before it compiles."""
+    """What Triton asks of a driver before it compiles.
+
+    Args:
+        capability: compute capability, 90 for 9.0.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.capability, 32)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.capability  # Triton has its kernels by device
 
     def get_current_stream(self, device: int) -> int:
         return 0
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """One kernel.
+@contextmanager
+def only_compiling(capability: int) -> Iterator[list[Compiled]]:
+    """Kernels are compiled instead of launched, or refused as on a GPU; yields them.
 
-    Attributes:
-        name: of the kernel.
-        shared_bytes: shared memory of a program.
-        ptx: the assembly.
+    Args:
+        capability: of the GPU.
     """
-
-    name: str
-    shared_bytes: int
-    ptx: str
-
-
-def compile_launch(launcher: str, *args: Any, **kwargs: Any) -> list[Compiled]:
-    """The kernels that `launcher(*args, **kwargs)` would run, each with these very arguments."""
-    found = []
-    launch = pkgutil.resolve_name(launcher)  # imported while Triton compiles
-    run = JITFunction.run
+    found: list[Compiled] = []
+    run, most = JITFunction.run, SHARED_BYTES[capability]
 
     def compile_only(self: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
         kernel = run(self, *given, grid=grid, warmup=True, **named)
-        found.append(Compiled(self.__name__, kernel.metadata.shared, kernel.asm["ptx"]))
+        shared, columns = kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", 0) or 0
+        fits = shared <= most and columns <= TENSOR_COLUMNS
+        ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
+        found.append(Compiled(self.__name__, shared, fits, ptx, cubin))
+        if not fits:
+            raise triton.OutOfResources(shared, most, "shared memory")
 
-    triton.runtime.driver.set_active(NoDevice())
+    triton.runtime.driver.set_active(NoDevice(capability))
+    fitting_rows.clear()  # of another GPU
     os.environ["TRITON_INTERPRET"] = "1"  # lets tensors on the CPU pass
     JITFunction.run = compile_only
     try:
-        launch(*args, **kwargs)
+        yield found
     finally:
         JITFunction.run = run
         os.environ["TRITON_INTERPRET"] = "0"
+
+
+def compile_launch(capability: int, launcher: str, *args: Any, **kwargs: Any) -> list[Compiled]:
+    """The kernels that `launcher(*args, **kwargs)` would run, each with these very arguments."""
+    launch = pkgutil.resolve_name(launcher)  # imported while Triton compiles
+    with only_compiling(capability) as found:
+        launch(*args, **kwargs)
     return found

@@ -29,6 +29,14 @@ def compiler() -> Iterator[Child]:
     process.close()
 
 
+@pytest.fixture(scope="session")
+def compilers(compiler: Child) -> Iterator[list[Child]]:
+    """Two, for what takes long."""
+    another = Child(interprets=False)
+    yield [compiler, another]
+    another.close()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """GPUs that are not there make no skipped tests; test_device.py says it once."""
     if "backend" in metafunc.fixturenames:

@@ -1,7 +1,7 @@
-"""Every kernel compiles for an H100 or H200, in bf16, and fits there. Needs no GPU.
+"""Every kernel compiles in bf16, for the GPUs that vLLM serves on, and fits there. Needs no GPU.
 
 The interpreter accepts what the compiler refuses: a loop variable that changes its type, shapes
-that are no powers of two.
+that are no powers of two. Triton is the one that vLLM's CUDA build brings (requirements).
 """
 
 from __future__ import annotations
@@ -13,24 +13,44 @@ import pytest
 import torch
 
 from tests.kernels.cases import make_entries, random, some_bias
-from tests.kernels.child import Child
+from tests.kernels.child import Child, at_once
+from tests.kernels.compiled_cases import HOLDING_TILES, launches
 from vllm_kvcompress.kernels import moment_size
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.rotary_torch import Turns
 
 KERNELS = "vllm_kvcompress.kernels."
 BF16 = torch.bfloat16
-MOST_SHARED_BYTES = 232_448  # that a program may have on compute capability 9.0
+COMPILE = "tests.kernels.compiling.compile_launch"
+A100_SHARED_BYTES = 166_912  # that a program may have on compute capability 8.0
 
 
 def check(compiler: Child, launcher: str, num_kernels: int, *args: Any, **kwargs: Any) -> Any:
-    """Kernels by name; they fit, and there are as many as expected."""
-    compiled = compiler.call(
-        "tests.kernels.compiling.compile_launch", KERNELS + launcher, *args, **kwargs
-    )
+    """Kernels by name, for an H100; they fit, and there are as many as expected."""
+    compiled = compiler.call(COMPILE, 90, KERNELS + launcher, *args, **kwargs)
     assert len(compiled) == num_kernels
-    assert all(kernel.shared_bytes <= MOST_SHARED_BYTES for kernel in compiled)
+    assert all(kernel.fits for kernel in compiled)
     return {kernel.name: kernel for kernel in compiled}
+
+
+# What 8.6 compiles to, 8.0 and 8.9 do, too: `scripts/compile_kernels.py` shows it.
+@pytest.mark.parametrize("capability", [86, 90, 100, 120])
+def test_programs_too_large_give_way_to_smaller_ones(
+    compilers: list[Child], capability: int
+) -> None:
+    """Every kernel that holds tiles in shared memory, at the largest head size."""
+    large = [launch for launch in launches(256) if launch.name in HOLDING_TILES]
+    calls = [(COMPILE, capability, launch.launcher, *launch.args) for launch in large]
+    refused = []
+    for launch, kernels in zip(large, at_once(compilers, calls), strict=True):
+        assert sum(kernel.fits for kernel in kernels) == launch.num_kernels, launch.name
+        refused += [kernel.shared_bytes for kernel in kernels if not kernel.fits]
+    assert {launch.name for launch in large} == HOLDING_TILES
+    if capability == 90:
+        assert not refused
+    if capability == 86:
+        assert refused
+        assert max(refused) <= A100_SHARED_BYTES
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128), (256, 64)])
@@ -47,7 +67,7 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
     assert set(sizes) == {"0x4", "0x10"}
     assert sizes.count("0x10") >= 32
     # Two tiles of keys and values in flight for each program, and room for a second program.
-    assert 4 * 2**14 <= pieces.shared_bytes <= MOST_SHARED_BYTES // 2
+    assert 4 * 2**14 <= pieces.shared_bytes <= 227 * 2**10 // 2
 
 
 def test_decode_without_bias_and_lse(compiler: Child) -> None:
@@ -64,52 +84,49 @@ def test_compact(compiler: Child, head_size: int, block_size: int) -> None:
     assert "st.global.v4" in found["_compact_kernel"].ptx
 
 
-@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (256, 32)])
-def test_scores(compiler: Child, head_size: int, block_size: int) -> None:
-    entries = make_entries([70, 3], block_size, head_size, BF16)
-    queries = random(32, 8, head_size, dtype=BF16)
+def test_scores(compiler: Child) -> None:
+    entries = make_entries([70, 3], 16, 128, BF16)
+    queries = random(32, 8, 128, dtype=BF16)
     found = check(compiler, "window_mass_triton.window_mass", 2, entries, 2, queries, 0.1, None)
     assert all("wgmma" in kernel.ptx for kernel in found.values())
     launcher = "perturbation_triton.window_perturbation"
     found = check(compiler, launcher, 2, entries, 2, queries, 0.1, "joint")
     assert all("wgmma" in kernel.ptx for kernel in found.values())
     check(compiler, "keydiff_triton.keydiff_scores", 2, entries, "mean_raw")
-    weight = random(2, head_size, 4, 256, dtype=BF16)
+    weight = random(2, 128, 4, 256, dtype=BF16)
     launcher = "value_norms_triton.value_norms_l1"
     found = check(compiler, launcher, 1, entries, weight, entries.valid())
     assert "wgmma" in found["_l1_kernel"].ptx
-    gram = random(8, head_size, head_size)
+    gram = random(8, 128, 128)
     check(compiler, "value_norms_triton.value_norms_l2", 1, entries, gram)
 
 
-@pytest.mark.parametrize("head_size", [128, 256])
-def test_what_takes_most_in_fp32(compiler: Child, head_size: int) -> None:
+def test_what_takes_most_in_fp32(compiler: Child) -> None:
     """Their tiles are the largest."""
-    entries = make_entries([70, 3], 16, head_size)
-    weight = random(2, head_size, 4, 256)
+    entries = make_entries([70, 3], 16, 128)
+    weight = random(2, 128, 4, 256)
     wanted = entries.valid()
     check(compiler, "value_norms_triton.value_norms_l1", 1, entries, weight, wanted)
     check(compiler, "nearest_triton.nearest_keys", 2, entries, wanted)
 
 
-@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (128, 64), (256, 32)])
-def test_prefill(compiler: Child, head_size: int, block_size: int) -> None:
-    entries = make_entries([70, 3], block_size, head_size, BF16)
-    queries = random(2, 4, 40, head_size, dtype=BF16)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_prefill(compiler: Child, block_size: int) -> None:
+    entries = make_entries([70, 3], block_size, 128, BF16)
+    queries = random(2, 4, 40, 128, dtype=BF16)
     launcher = "prefill_triton.prefill_attention"
     found = check(compiler, launcher, 1, entries, queries, 0.1, some_bias([9, 9]))
     assert "wgmma" in found["_prefill_kernel"].ptx
 
 
-@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (256, 32)])
-def test_moments(compiler: Child, head_size: int, block_size: int) -> None:
-    entries = make_entries([70, 3], block_size, head_size, BF16)
-    state = torch.zeros(2, moment_size(head_size))
+def test_moments(compiler: Child) -> None:
+    entries = make_entries([70, 3], 16, 128, BF16)
+    state = torch.zeros(2, moment_size(128))
     check(compiler, "moments_triton.add_to_moments", 2, entries, state, entries.valid())
     check(compiler, "residuals_triton.moment_residuals", 1, entries, state, 0.1)
     states = PagedNumbers.of_rows(state)
     for num_queries in (1, 300):
-        queries = random(2, 4, num_queries, head_size, dtype=BF16)
+        queries = random(2, 4, num_queries, 128, dtype=BF16)
         arguments = (states, queries, random(2, 4, num_queries), queries, 0.1)
         check(compiler, "correction_triton.correct_with_moments", 1, *arguments)
 
@@ -131,7 +148,7 @@ def test_merge(compiler: Child, head_size: int, block_size: int) -> None:
         check(compiler, launcher, 2, entries, weights, order, num_pairs)
 
 
-@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128), (256, 32)])
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
 def test_nearest(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
     launcher = "nearest_triton.nearest_keys"
@@ -139,7 +156,7 @@ def test_nearest(compiler: Child, head_size: int, block_size: int) -> None:
     assert "wgmma" in found["_nearest_kernel"].ptx
 
 
-@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128), (256, 32)])
+@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
 def test_what_kept_entries_receive(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
     kept, weights = entries.valid(), random(2, entries.capacity)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.launch_triton import (
     NumbersArguments,
     kernel,
@@ -110,8 +111,8 @@ def correct_with_moments(
     if outputs.numel() == 0:
         return
     most, numbers = ROWS_BYTES // (4 * padded(head_size)), NumbersArguments.of(state)
-    rows = query_rows(num_queries * group, most)
-    with on_device(queries):
+
+    def launch(rows: int) -> None:
         _correct_kernel[(triton.cdiv(num_queries * group, rows), num_sequences)](
             outputs,
             lse,
@@ -132,3 +133,7 @@ def correct_with_moments(
             num_warps=4,
             num_stages=2,
         )
+
+    with on_device(queries):
+        rows = query_rows(num_queries * group, most)
+        launch_fitting("correct_with_moments", rows, queries, launch)

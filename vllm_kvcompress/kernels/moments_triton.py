@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.moments_torch import join_moments, moment_size
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect, per_entry
@@ -133,14 +134,25 @@ def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Ten
         TILES=SPLIT_TILES,
         DIMS=padded(dims),
     )
-    columns, warps = (64, 4) if dims <= 128 else (32, 8)
+    most, warps = (64, 4) if dims <= 128 else (32, 8)
     with on_device(entries):
         _sums_kernel[(splits, num_heads)](*pages, counts, sums, *strides, num_warps=4, **sizes)
         count = counts.sum(dim=1)
         means = sums.sum(dim=1) / count.clamp_min(1)[:, None, None]
-        _cross_kernel[(splits, num_heads, triton.cdiv(dims, columns))](
-            *pages, means, cross, *strides, COLUMNS=columns, num_warps=warps, num_stages=2, **sizes
-        )
+
+        def launch(columns: int) -> None:
+            _cross_kernel[(splits, num_heads, triton.cdiv(dims, columns))](
+                *pages,
+                means,
+                cross,
+                *strides,
+                COLUMNS=columns,
+                num_warps=warps,
+                num_stages=2,
+                **sizes,
+            )
+
+        launch_fitting("add_to_moments", most, entries.pages, launch)
     return join_moments(state, count, means[:, 0], means[:, 1], cross.sum(dim=1))
 
 

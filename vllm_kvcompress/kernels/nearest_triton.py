@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, per_entry
 from vllm_kvcompress.kernels.paged_rows_triton import load_rows, tile_size
@@ -175,12 +176,9 @@ def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
         TILE=tile,
         DIMS=padded(entries.head_size),
     )
-    rows = tile_size(entries, ROWS_BYTES)
     pages = (entries.pages, entries.page_table)
-    with on_device(entries):
-        _copy_kernel[(num_tiles, num_heads)](
-            *pages, *here, copies, inverse, capacity, *strides, **sizes
-        )
+
+    def launch(rows: int) -> None:
         _nearest_kernel[(triton.cdiv(capacity, rows), num_heads)](
             *pages,
             *here,
@@ -196,6 +194,13 @@ def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
             ROWS=rows,
             num_warps=8,
         )
+
+    with on_device(entries):
+        _copy_kernel[(num_tiles, num_heads)](
+            *pages, *here, copies, inverse, capacity, *strides, **sizes
+        )
+        rows = tile_size(entries, ROWS_BYTES)
+        launch_fitting("nearest_keys", rows, entries.pages, launch)
     return cosines, places
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
+from vllm_kvcompress.kernels.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.launch_triton import MOST_ROWS, kernel, on_device, padded, query_rows
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, entry_offsets, tile_size
@@ -242,15 +243,14 @@ def window_perturbation(
     changes = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
     if changes.numel() == 0 or num_queries == 0:
         return changes
-    rows = query_rows(num_rows)
+    most = query_rows(num_rows)
     sizes = dict(
         GROUP=num_rows // num_queries,
         BLOCK_SIZE=entries.block_size,
         HEAD_SIZE=entries.head_size,
         TILE=tile_size(entries),
-        ROWS=rows,
         DIMS=padded(entries.head_size),
-        num_warps=4 if rows < MOST_ROWS else 8,
+        num_warps=4 if most < MOST_ROWS else 8,
     )
     strides = (
         queries.stride(0),
@@ -262,7 +262,8 @@ def window_perturbation(
     splits = perturbation_splits(entries, num_rows)
     pieces = changes.new_empty((num_heads, num_rows, splits, entries.head_size))
     sums = changes.new_empty((num_heads, num_rows, splits))
-    with on_device(entries):
+
+    def launch_pieces(rows: int) -> None:
         _pieces_kernel[(splits, triton.cdiv(num_rows, rows), num_heads)](
             *pages,
             pieces,
@@ -272,13 +273,20 @@ def window_perturbation(
             triton.cdiv(triton.cdiv(capacity, sizes["TILE"]), splits),
             *strides,
             scale * LOG2_E,
+            ROWS=rows,
             num_stages=3,
             **sizes,
         )
+
+    with on_device(entries):
+        launch_fitting("window_perturbation (outputs)", most, entries.pages, launch_pieces)
         outputs, lse = _joined(pieces, sums)
+        outputs = outputs.to(queries.dtype)
+
+    def launch_change(rows: int) -> None:
         _change_kernel[(triton.cdiv(capacity, sizes["TILE"]), num_heads)](
             *pages,
-            outputs.to(queries.dtype),
+            outputs,
             lse,
             changes,
             num_queries,
@@ -287,9 +295,13 @@ def window_perturbation(
             *strides,
             scale * LOG2_E,
             VARIANT=variant,
+            ROWS=rows,
             num_stages=2,
             **sizes,
         )
+
+    with on_device(entries):
+        launch_fitting(f"window_perturbation ({variant})", most, entries.pages, launch_change)
     return changes
 
 

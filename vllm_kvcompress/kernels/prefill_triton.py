@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention_tiles_triton import attend_tiles
+from vllm_kvcompress.kernels.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.launch_triton import (
     MOST_ROWS,
     NumbersArguments,
@@ -144,8 +145,9 @@ def prefill_attention(
     lse = queries.new_empty(shape, dtype=torch.float32) if with_lse else None
     if outputs.numel() == 0:
         return outputs, lse
-    rows, numbers = query_rows(num_queries * group), NumbersArguments.of(bias)
-    with on_device(entries):
+    most, numbers = query_rows(num_queries * group), NumbersArguments.of(bias)
+
+    def launch(rows: int) -> None:
         _prefill_kernel[(triton.cdiv(num_queries * group, rows), num_sequences)](
             queries,
             entries.pages,
@@ -170,7 +172,10 @@ def prefill_attention(
             BIAS_HEADS=numbers.heads,
             BIAS_PAGE=numbers.page,
             HAS_LSE=with_lse,
-            num_warps=4 if rows < MOST_ROWS else 8,
+            num_warps=4 if most < MOST_ROWS else 8,
             num_stages=4,
         )
+
+    with on_device(entries):
+        launch_fitting("prefill_attention", most, entries.pages, launch)
     return outputs, lse

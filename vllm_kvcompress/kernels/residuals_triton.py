@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.moments_torch import moment_size, split_moments
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
@@ -95,23 +96,28 @@ def moment_residuals(entries: PagedEntries, state: Tensor, scale: float) -> Tens
         return residuals
     count, _, means, cross = split_moments(state, dims)
     turn = cross.transpose(1, 2) * (scale / count.clamp_min(1))[:, None, None]
-    with on_device(entries):
-        _residuals_kernel[(triton.cdiv(capacity, TILE), num_heads)](
+    turn, means = turn.contiguous(), means.contiguous()
+
+    def launch(tile: int) -> None:
+        _residuals_kernel[(triton.cdiv(capacity, tile), num_heads)](
             entries.pages,
             entries.page_table,
             entries.flat_lengths,
-            turn.contiguous(),
-            means.contiguous(),
+            turn,
+            means,
             residuals,
             capacity,
             entries.pages.stride(0),
             entries.page_table.stride(0),
             BLOCK_SIZE=entries.block_size,
             HEAD_SIZE=dims,
-            TILE=TILE,
+            TILE=tile,
             COLUMNS=32 if dims <= 128 else 16,
             DIMS=padded(dims),
             num_warps=4,
             num_stages=2,
         )
+
+    with on_device(entries):
+        launch_fitting("moment_residuals", TILE, entries.pages, launch)
     return residuals

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect, per_entry
 from vllm_kvcompress.kernels.paged_rows_triton import load_columns
@@ -160,8 +161,9 @@ def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor)
     norms = torch.empty(num_heads, capacity, device=entries.device)
     if norms.numel() == 0:
         return norms
-    tile, columns = _l1_tile(entries)
-    with on_device(entries):
+    most, columns = _l1_tile(entries)
+
+    def launch(tile: int) -> None:
         _l1_kernel[(triton.cdiv(capacity, tile), num_heads)](
             entries.pages,
             entries.page_table,
@@ -181,6 +183,9 @@ def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor)
             num_stages=3,
             **_sizes(entries),
         )
+
+    with on_device(entries):
+        launch_fitting("value_norms_l1", most, entries.pages, launch)
     return norms
 
 
@@ -201,8 +206,9 @@ def value_norms_l2(entries: PagedEntries, output_gram: Tensor) -> Tensor:
     norms = torch.empty(num_heads, capacity, device=entries.device)
     if norms.numel() == 0:
         return norms
-    with on_device(entries):
-        _l2_kernel[(triton.cdiv(capacity, L2_TILE), num_heads)](
+
+    def launch(tile: int) -> None:
+        _l2_kernel[(triton.cdiv(capacity, tile), num_heads)](
             entries.pages,
             entries.page_table,
             entries.flat_lengths,
@@ -212,12 +218,15 @@ def value_norms_l2(entries: PagedEntries, output_gram: Tensor) -> Tensor:
             entries.pages.stride(0),
             entries.page_table.stride(0),
             GROUP=output_gram.shape[0] // num_heads,
-            TILE=L2_TILE,
+            TILE=tile,
             COLUMNS=32 if dims <= 128 else 16,
             num_warps=4,
             num_stages=2,
             **_sizes(entries),
         )
+
+    with on_device(entries):
+        launch_fitting("value_norms_l2", L2_TILE, entries.pages, launch)
     return norms
 
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.launch_triton import MOST_ROWS, kernel, on_device, padded, query_rows
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, finite_maximum, tile_size
@@ -207,17 +208,16 @@ def window_mass(
     mass = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
     if mass.numel() == 0 or num_queries == 0:
         return mass
-    rows = query_rows(num_rows)
+    most = query_rows(num_rows)
     tile = tile_size(entries)
     sizes = dict(
         GROUP=num_rows // num_queries,
         BLOCK_SIZE=entries.block_size,
         HEAD_SIZE=entries.head_size,
         TILE=tile,
-        ROWS=rows,
         DIMS=padded(entries.head_size),
         HAS_BIAS=bias is not None,
-        num_warps=4 if rows < MOST_ROWS else 8,
+        num_warps=4 if most < MOST_ROWS else 8,
     )
     strides = (
         queries.stride(0),
@@ -230,7 +230,8 @@ def window_mass(
     bias_width = 0 if bias is None else bias.shape[1]
     splits = triton.cdiv(capacity, tile * SPLIT_TILES)
     sums = mass.new_empty((num_heads, num_rows, splits))
-    with on_device(entries):
+
+    def launch_sums(rows: int) -> None:
         _row_sums_kernel[(splits, triton.cdiv(num_rows, rows), num_heads)](
             queries,
             *pages,
@@ -242,13 +243,20 @@ def window_mass(
             *sums.stride()[:2],
             scale * LOG2_E,
             TILES=SPLIT_TILES,
+            ROWS=rows,
             num_stages=4,
             **sizes,
         )
+
+    with on_device(entries):
+        launch_fitting("window_mass (sums)", most, entries.pages, launch_sums)
+        lse = sums.logsumexp(dim=2)
+
+    def launch_mass(rows: int) -> None:
         _column_sums_kernel[(triton.cdiv(capacity, tile), num_heads)](
             queries,
             *pages,
-            sums.logsumexp(dim=2),
+            lse,
             mass,
             num_queries,
             num_tail,
@@ -256,9 +264,13 @@ def window_mass(
             capacity,
             *strides,
             scale * LOG2_E,
+            ROWS=rows,
             num_stages=2,
             **sizes,
         )
+
+    with on_device(entries):
+        launch_fitting("window_mass", most, entries.pages, launch_mass)
     return mass
 
 

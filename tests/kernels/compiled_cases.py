@@ -1,0 +1,109 @@
+"""Launches of every kernel, at the largest shapes that each is compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.kernels.cases import make_entries, random, some_bias
+from vllm_kvcompress.kernels import moment_size
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.rotary_torch import Turns
+
+KERNELS = "vllm_kvcompress.kernels."
+GROUP = 4  # query heads of a KV head
+# Launches whose programs have more than some KB of shared memory.
+HOLDING_TILES = {
+    *("decode_attention", "prefill_attention", "window_mass", "window_perturbation joint"),
+    *("value_norms_l1", "value_norms_l2", "add_to_moments", "moment_residuals"),
+    *("correct_with_moments", "nearest_keys", "spread_values"),
+}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call.
+
+    Attributes:
+        launcher: dotted name.
+        num_kernels: that it launches.
+        args: for it.
+        variant: of several that it is launched in.
+    """
+
+    launcher: str
+    num_kernels: int
+    args: tuple[Any, ...]
+    variant: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the launcher without its module, and of the variant."""
+        return f"{self.launcher.rpartition('.')[2]} {self.variant}".strip()
+
+
+def launches(
+    head_size: int,
+    block_size: int = 16,
+    dtype: torch.dtype = torch.bfloat16,
+    num_queries: int = 300,
+) -> Iterator[Launch]:
+    """Of every kernel over pages.
+
+    Args:
+        head_size: of keys and values.
+        block_size: tokens of a page; smaller than a tile, a tile's page ids are read, too.
+        dtype: of pages, queries and weights.
+        num_queries: of a chunk, as many as take the larger of two sizes of programs.
+    """
+
+    def launch(launcher: str, num_kernels: int, *args: Any, variant: str = "") -> Launch:
+        return Launch(KERNELS + launcher, num_kernels, args, variant)
+
+    entries = make_entries([70, 3], block_size, head_size, dtype)
+    bias, weights, kept = some_bias([70, 3]), random(2, entries.capacity), entries.valid()
+    queries = random(2, GROUP, num_queries, head_size, dtype=dtype)
+    yield launch("decode_triton.decode_attention", 2, entries, queries[:, :, 0], 0.1, bias)
+    yield launch("prefill_triton.prefill_attention", 1, entries, queries, 0.1, bias)
+
+    window = random(64, 2 * GROUP, head_size, dtype=dtype)
+    yield launch("window_mass_triton.window_mass", 2, entries, 2, window, 0.1, weights)
+    for variant in ("value", "key", "joint"):
+        launcher = "perturbation_triton.window_perturbation"
+        yield launch(launcher, 2, entries, 2, window, 0.1, variant, variant=variant)
+    yield launch("keydiff_triton.keydiff_scores", 2, entries, "mean_normalized")
+    output_weight = random(2, head_size, GROUP, 256, dtype=dtype)
+    yield launch("value_norms_triton.value_norms_l1", 1, entries, output_weight, kept)
+    gram = random(2 * GROUP, head_size, head_size)
+    yield launch("value_norms_triton.value_norms_l2", 1, entries, gram)
+
+    state = torch.zeros(2, moment_size(head_size))
+    yield launch("moments_triton.add_to_moments", 2, entries, state, kept)
+    yield launch("residuals_triton.moment_residuals", 1, entries, state, 0.1)
+    states, lse = PagedNumbers.of_rows(state), random(2, GROUP, num_queries)
+    arguments = (states, queries.clone(), lse, queries, 0.1)
+    yield launch("correction_triton.correct_with_moments", 1, *arguments)
+
+    steps = torch.arange(entries.capacity).expand(2, -1)
+    turns = Turns(steps, random(head_size // 2), True)
+    yield launch("neighbours_triton.neighbour_cosines", 1, entries)
+    yield launch("neighbours_triton.key_distances", 1, entries, steps)
+    yield launch("value_residuals_triton.value_residuals", 2, entries, weights, 2, 3)
+    yield launch("merge_triton.merge_groups", 1, entries, kept, weights, weights, turns)
+    yield launch("nearest_triton.nearest_keys", 2, entries, kept)
+    targets = torch.zeros(2, entries.capacity, dtype=torch.int64)
+    yield launch("merge_into_triton.merge_into", 4, entries, kept, targets, weights)
+    yield launch("spread_triton.spread_values", 1, entries, kept, weights, 32)
+    numbers, indices = torch.tensor([1, 0]), torch.arange(block_size)
+    yield launch("compact_triton.compact_pages", 1, entries, numbers, indices, torch.tensor([0]))
+
+
+def launches_without_pages() -> Iterator[Launch]:
+    """Of the kernels that choose what stays."""
+    scores, numbers = random(40, 5008), torch.ones(40, dtype=torch.int64)
+    yield Launch(KERNELS + "top_entries_triton.top_entries", 5, (scores, scores > 0, numbers))
+    shares = (numbers.float(), 9, numbers, 9 * numbers)
+    yield Launch(KERNELS + "apportion_triton.apportion", 1, shares)
