@@ -41,14 +41,14 @@ FAMILIES = {
 }
 
 
-def build(family: str, directory: Path, **overrides: object) -> Path:
+def build(family: str, directory: Path, seed: int = 0, **overrides: object) -> Path:
     """Writes a random model of a family, with its tokenizer, and returns its directory.
 
     Attention is made sharper than at initialisation, so that which tokens are kept matters, and
     in half of the heads diffuse, so that heads deserve different budgets.
     """
     settings = {**COMMON, **FAMILIES[family], **overrides}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = AutoModelForCausalLM.from_config(config).to(torch.float32)
     for name, parameter in model.named_parameters():

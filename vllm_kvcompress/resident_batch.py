@@ -17,6 +17,7 @@ from vllm_kvcompress.carried import CarriedRuns
 from vllm_kvcompress.page_tables import Books, PageTables
 from vllm_kvcompress.transfers import upload
 
+ROW_MULTIPLE = 16
 HostNumbers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
@@ -159,9 +160,13 @@ class ResidentBatches:
         return known
 
     def _gather(self, width: int) -> _Gathered:
-        """The batch's rows of the tables, with room for an eighth more columns."""
+        """The batch's rows of the tables, with room for an eighth more columns.
+
+        Rows are multiples of 16 numbers, of which kernels need to be compiled for no other kind.
+        """
         tables, found = self.tables, self._rows
-        table = tables.gather(found.device_slots, width + max(8, width // 8))
+        room = width + max(8, width // 8)
+        table = tables.gather(found.device_slots, -(-room // ROW_MULTIPLE) * ROW_MULTIPLE)
         excess = tables.excess(found.slots)
         # Only the CPU can look without waiting for what runs on the device.
         alike = excess.device.type == "cpu" and bool((excess == excess[:1]).all())

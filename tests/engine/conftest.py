@@ -53,6 +53,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
         settings: dict[str, Any] | None = None,
         record_kept: bool = False,
         environment: dict[str, str] | None = None,
+        calls: list[Any] | None = None,
         **engine: Any,
     ) -> dict[str, Any]:
         directory = tmp_path_factory.mktemp("scenario")
@@ -66,6 +67,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
                     "settings": settings,
                     "phases": phases,
                     "record_kept": record_kept,
+                    "calls": calls or [],
                 }
             )
         )

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import importlib
 import json
+import pkgutil
 import sys
 from types import ModuleType
 from typing import Any
 
 import torch
-from vllm import platforms
+from vllm import EngineArgs, platforms
 from vllm.config import AttentionConfig
 
 from tests.engine.test_refusals import SETTINGS, engine_config
@@ -54,17 +55,40 @@ def main() -> None:
         cls = getattr(importlib.import_module(module), name)
         parents[option] = [f"{c.__module__}.{c.__qualname__}" for c in cls.__mro__]
     said = {name: registered(config, attention) for name, attention in ATTENTION.items()}
-    print(json.dumps({"options": options, "parents": parents, "said": said}))
+    graphs = {
+        f"{kernels} {runner}": cuda_graphs(sys.argv[1], kernels, runner)
+        for kernels in ("flash", "triton")
+        for runner in ("V2", "V1")
+    }
+    print(json.dumps({"options": options, "parents": parents, "said": said, "graphs": graphs}))
 
 
-def registered(config: Any, attention: AttentionConfig) -> str:
+def registered(config: Any, attention: AttentionConfig, kernels: str = "flash") -> str:
     """The class that stands for CUSTOM afterwards, or the refusal."""
     config.attention_config = attention
     try:
-        use_gpu_backend(config, "flash")
+        use_gpu_backend(config, kernels)
     except UnsupportedError as error:
         return str(error)
     return AttentionBackendEnum.CUSTOM.get_path()
+
+
+def cuda_graphs(model: str, kernels: str, runner: str) -> list[str]:
+    """What vLLM would capture by default, and what it makes of it for our backend."""
+    settings = Settings("adakv", 0.25)
+    given: Any = {**plugin_options(settings), "additional_config": {"kvcompress": SETTINGS}}
+    given["logits_processors"] = [given["logits_processors"]]
+    config = EngineArgs(model, **given).create_engine_config()
+    backend: Any = pkgutil.resolve_name(registered(config, config.attention_config, kernels))
+    compilation = config.compilation_config
+    wanted = compilation.cudagraph_mode.name
+    found = compilation.resolve_cudagraph_mode_and_sizes(
+        backend.get_builder_cls().get_cudagraph_support(config, None),
+        backend.__name__,
+        use_v2_model_runner=runner == "V2",
+        max_num_reqs=config.scheduler_config.max_num_seqs,
+    )
+    return [wanted, found.name]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ compared after every step. A scenario is a dictionary:
     asynchronous: schedule the next step while one runs
     phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?, xargs?}
     record_kept: report the kept indices of every event
+    probes: names (module:function) of what is called with the report before the engine starts
+    calls: lists [phase, method of the workers, keyword arguments] of what is called before a phase
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pkgutil
 import sys
 from collections import Counter
 from pathlib import Path
@@ -226,6 +229,8 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     report["contexts_reused"] = 0
     if scenario.get("record_kept"):
         record_kept(report)
+    for name in scenario.get("probes", ()):
+        pkgutil.resolve_name(name)(report)
     engine = build_engine(scenario)
     report["kept"].clear()  # of the event that warms a GPU up
     books = Books(engine)
@@ -248,7 +253,10 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
         return stats
 
     books.scheduler.make_stats = recording
-    for phase in scenario["phases"]:
+    for number, phase in enumerate(scenario["phases"]):
+        for at, method, arguments in scenario.get("calls", ()):
+            if at == number:
+                engine.collective_rpc(method, kwargs=arguments)
         run_phase(engine, books, phase, report)
     cache_config = engine.vllm_config.cache_config
     report["max_concurrency"] = cache_config.kv_cache_max_concurrency

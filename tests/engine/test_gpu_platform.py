@@ -39,6 +39,13 @@ def test_the_backend_is_registered_as_custom(on_cuda: dict[str, Any]) -> None:
     assert on_cuda["said"]["CUSTOM"].endswith("gpu_flash.CompressedFlashBackend")
 
 
+def test_attention_runs_between_graphs(on_cuda: dict[str, Any]) -> None:
+    """By default vLLM captures whole decoding steps too; ours are captured in pieces only."""
+    assert len(on_cuda["graphs"]) == 4
+    for how, (wanted, found) in on_cuda["graphs"].items():
+        assert (wanted, found) == ("FULL_AND_PIECEWISE", "PIECEWISE"), how
+
+
 @pytest.mark.parametrize("named", ["none", "FLASHINFER", "CUSTOM, FLASH_ATTN"])
 def test_other_backends_are_refused(on_cuda: dict[str, Any], named: str) -> None:
     said = on_cuda["said"][named]

@@ -65,6 +65,8 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
         runner: vLLM's model runner, V1 or V2.
         kernels: of vLLM's attention, see host.py.
         environment: further variables.
+        probes: functions of probes.py.
+        calls: of the scenario.
         engine: keyword arguments of vllm.LLM.
     """
 
@@ -77,6 +79,8 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
         runner: str = "V2",
         kernels: str = "torch",
         environment: dict[str, str] | None = None,
+        probes: list[str] | None = None,
+        calls: list[Any] | None = None,
         **engine: Any,
     ) -> dict[str, Any]:
         directory = tmp_path_factory.mktemp("scenario")
@@ -97,6 +101,8 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
                     "phases": phases,
                     "record_kept": record_kept,
                     "asynchronous": asynchronous,
+                    "probes": [f"tests.gpu_path.probes:{name}" for name in probes or ()],
+                    "calls": calls or [],
                 }
             )
         )

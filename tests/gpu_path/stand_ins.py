@@ -21,9 +21,10 @@ from vllm.v1.executor import multiproc_executor
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu import structured_outputs
 
-GIB = 2**30
-FREE_BYTES, REQUESTED_BYTES, CONSUMED_BYTES = 8 * GIB, 4 * GIB, GIB
+MIB = 2**20
+FREE_BYTES, REQUESTED_BYTES, CONSUMED_BYTES = 2048 * MIB, 1280 * MIB, 1024 * MIB
 
 
 @contextmanager
@@ -49,8 +50,10 @@ def replace_device(stock_backend: str) -> None:
     worker.init_device = _init_device
     gpu_worker.memory_profiling = _memory_profiling
     gpu_worker.kernel_warmup = lambda *_: None  # of vLLM's kernels, which imports torchvision
-    # Interpreted, Triton cannot run the one; spawned, processes would know nothing of all this.
+    # Kernels that Triton's interpreter does not take; all that warming up masks is allowed.
+    structured_outputs._apply_grammar_bitmask_kernel = mock.MagicMock()
     topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+    # Spawned, workers would know nothing of all this.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     torch.accelerator.synchronize = lambda *_: None
     torch.accelerator.empty_cache = lambda: None

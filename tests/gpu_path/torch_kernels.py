@@ -7,6 +7,7 @@ on GPUs alone. Only the kernels are replaced; vLLM's backends around them stay.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ def paged_attention(
     softmax_scale: float,
     causal: bool,
     block_table: Tensor,
+    window_size: Sequence[int] | None = None,
     **options: Any,
 ) -> None:
     """Causal attention of the last queries of every sequence, over its blocks.
@@ -37,6 +39,7 @@ def paged_attention(
         seqused_k: [S] lengths.
         softmax_scale, causal: as they say; only causal attention is asked for.
         block_table: [S, any] block ids.
+        window_size: tokens before a query that it attends to, and 0; negative or None: all.
         options: what does not change a plain causal softmax here.
     """
     assert causal is True
@@ -54,6 +57,8 @@ def paged_attention(
         queries = q[first:last].float().unflatten(1, (-1, group))
         logits = torch.einsum("qhgd,khd->hgqk", queries, keys) * softmax_scale
         later = torch.ones(last - first, length).triu(length - (last - first) + 1).bool()
+        if window_size is not None and window_size[0] >= 0:
+            later |= torch.ones_like(later).tril(length - (last - first) - 1 - window_size[0])
         weights = logits.masked_fill(later, -torch.inf).softmax(-1)
         mixed = torch.einsum("hgqk,khd->qhgd", weights, values)
         out[first:last] = mixed.flatten(1, 2).to(out.dtype)

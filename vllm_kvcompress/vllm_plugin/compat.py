@@ -338,6 +338,13 @@ def shared_caches(vllm_config: Any) -> dict[str, str]:
     return {name: target for name, target in targets.items() if target is not None}
 
 
+def metadata_builder(model_runner: Any, group: int, layer_name: str) -> Any:
+    """What builds the attention metadata of a layer of one cache group."""
+    groups = model_runner.attn_groups[group]
+    (found,) = [each for each in groups if layer_name in each.layer_names]
+    return found.get_metadata_builder()
+
+
 # Rotary embeddings whose frequencies are the same whatever the length, and for one axis.
 _PLAIN_ROTARY = (
     *("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding"),

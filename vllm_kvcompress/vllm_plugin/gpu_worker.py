@@ -10,6 +10,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvcompress.vllm_plugin.attention import gpu
+from vllm_kvcompress.vllm_plugin.attention.gpu_warm_up import warm_up_heads
 from vllm_kvcompress.vllm_plugin.attention.registration import kernels_for, use_gpu_backend
 from vllm_kvcompress.vllm_plugin.memory import reserved_bytes
 from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
@@ -64,4 +65,5 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         if self.state is not None:
             with torch.inference_mode():  # as steps do: what is made in it changes in it alone
                 self.state.warm_up()
+                warm_up_heads(self.state, self.model_runner)
         return super().compile_or_warm_up_model()

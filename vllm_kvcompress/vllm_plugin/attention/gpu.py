@@ -179,13 +179,13 @@ class CompressedGPUBuilder:
         return CompressedStep(
             step,
             num_tokens,
-            ragged=self._ragged(batch, metadata, common, starts),
+            ragged=self.by_head(batch, metadata, common, starts),
             whole=whole,
             seq_lens=batch.seq_lens.unbind(),
             tables=batch.page_table.unbind(),
         )
 
-    def _ragged(
+    def by_head(
         self, batch: ResidentBatch, metadata: Any, common: CommonAttentionMetadata, starts
     ) -> Subset:
         """Compressed requests: a sequence per (request, head), in that order."""
@@ -293,13 +293,13 @@ class CompressedGPUImpl:
                 for some in compressed.gathered:
                     gathered_attention(group.runner, index, some, rows, out_rows, self.scale)
             else:
-                self._ragged(layer, compressed, index, group.tables.pool, rows, out_rows)
+                self.attend_by_head(layer, compressed, index, group.tables.pool, rows, out_rows)
             if compressed.whole is not None:
                 self._whole(layer, compressed.whole, kv_cache, rows, out_rows)
         group.finish_layer(step, index, attn_metadata, rows, out_rows, self.scale)
         return output
 
-    def _ragged(
+    def attend_by_head(
         self,
         layer,
         compressed: CompressedStep,

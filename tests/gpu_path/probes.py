@@ -1,0 +1,125 @@
+"""What tests look at, or change, inside the engine's process; called before the engine starts."""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any
+
+
+def start_up(report: dict[str, Any]) -> None:
+    """Reports what happens while a worker starts, in order, and whether vLLM's monitor is on."""
+    from vllm.utils import jit_monitor
+    from vllm.v1.worker import gpu_worker
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+    from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
+
+    report["start_up"] = []
+
+    def note(owner: Any, name: str) -> None:
+        method = getattr(owner, name)
+
+        @wraps(method)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            report["start_up"].append([name, jit_monitor.is_active()])
+            return method(*args, **kwargs)
+
+        setattr(owner, name, noting)
+
+    note(WorkerState, "bind")
+    note(WorkerState, "warm_up")
+    note(gpu_worker, "warmup_kernels")
+    note(gpu_worker, "enable_gpu_sync_check")
+    for runner in (RunnerV2, RunnerV1):
+        note(runner, "profile_run")
+        note(runner, "capture_model")
+
+
+def memory(report: dict[str, Any]) -> None:
+    """Reports how many bytes vLLM leaves for the cache, and how many this package then does."""
+    import os
+
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from vllm_kvcompress.vllm_plugin.gpu_worker import CompressionGPUWorker
+
+    del os.environ["VLLM_CPU_KVCACHE_SPACE"]  # which vLLM takes for a user's choice
+    for name, cls in (("vllm", Worker), ("ours", CompressionGPUWorker)):
+
+        def noting(self: Any, determine: Any = cls.determine_available_memory, name: str = name):
+            report[name] = determine(self)
+            return report[name]
+
+        cls.determine_available_memory = noting
+
+
+def compiled(report: dict[str, Any]) -> None:
+    """Dynamo traces what torch would compile, and runs the graphs as they are."""
+    import os
+
+    import torch
+    from torch._inductor import compile_fx
+
+    os.environ["TORCH_COMPILE_DISABLE"] = "0"
+    torch._dynamo.config.disable = False
+    compile_fx.compile_fx = lambda graph, *_, **__: graph
+
+
+def flash_calls(report: dict[str, Any]) -> None:
+    """Reports what FlashAttention was called with."""
+    from tests.gpu_path import flash_attention
+
+    report["flash"] = flash_attention.calls
+
+
+def few_sequences(report: dict[str, Any]) -> None:
+    """As if FlashAttention 3 split batches of up to 4 sequences only, two requests of two heads."""
+    from tests.gpu_path import flash_attention
+    from vllm_kvcompress.vllm_plugin.attention import gpu, gpu_flash
+
+    gpu_flash.MOST_SEQUENCES = flash_attention.MOST_BATCHES_TO_SPLIT = 4
+    report["own"] = 0
+    attend = gpu.gathered_attention
+
+    def counting(*args: Any) -> None:
+        report["own"] += 1
+        attend(*args)
+
+    gpu.gathered_attention = counting
+    flash_calls(report)
+
+
+def by_head(report: dict[str, Any]) -> None:
+    """Reports what Triton would compile vLLM's attention for, over single heads of the model.
+
+    Before requests are served, and while they are.
+    """
+    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.worker import gpu_worker
+
+    report["compiled"] = {"before": [], "while": []}
+    attend, serve, when = (
+        triton_attn.unified_attention,
+        gpu_worker.enable_gpu_sync_check,
+        ["before"],
+    )
+
+    def noting(**given: Any) -> None:
+        if given["k"].shape[2] == 1:
+            numbers = [len(given["seqused_k"]), given["block_table"].stride(0)]
+            numbers += [tensor.stride(n) for tensor in (given["q"], given["out"]) for n in (0, 1)]
+            tensors = ("q", "out", "seqused_k", "cu_seqlens_q", "block_table")
+            addresses = [given[name].data_ptr() for name in tensors]
+            kinds = [number % 16 == 0 for number in (*numbers, *addresses)]
+            split = given["max_seqlen_q"] == 1 and numbers[0] <= given["seq_threshold_3D"]
+            kind = [split, numbers[0] == 1, *kinds]
+            if kind not in report["compiled"][when[0]]:
+                report["compiled"][when[0]].append(kind)
+        attend(**given)
+
+    def serving() -> None:
+        when[0] = "while"
+        serve()
+
+    triton_attn.unified_attention, gpu_worker.enable_gpu_sync_check = noting, serving
