@@ -298,7 +298,7 @@ def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> 
     if rows != [num_tokens[request_id] for request_id in ordered]:
         raise InvariantError(
             f"expected rows of {[num_tokens[each] for each in ordered]} tokens, as vLLM "
-            f"{SUPPORTED_VLLM} orders requests, got {rows}; this vLLM orders them otherwise."
+            f"{vllm_version()} orders requests, got {rows}; this vLLM orders them otherwise."
         )
     return ordered
 
