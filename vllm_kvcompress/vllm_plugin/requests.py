@@ -107,7 +107,7 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
 
     settings: ClassVar[Settings | None] = None
 
-    def __init__(self, *args: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Takes what either model runner gives, and keeps nothing."""
 
     @classmethod
