@@ -38,19 +38,21 @@ READ: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.core.sched.output.SchedulerOutput": (
         *("finished_req_ids", "preempted_req_ids", "scheduled_cached_reqs"),
-        *("num_scheduled_tokens", "total_num_scheduled_tokens"),
+        *("num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens"),
     ),
     "vllm.v1.core.sched.output.CachedRequestData": ("resumed_req_ids",),
     "vllm.v1.metrics.stats.SchedulerStats": ("cudagraph_stats",),
     "vllm.compilation.cuda_graph.CUDAGraphStat": ("runtime_mode",),
     "vllm.v1.worker.gpu.async_utils.AsyncOutput": ("model_runner_output",),
     "vllm.v1.worker.gpu_model_runner.AsyncGPUModelRunnerOutput": ("_model_runner_output",),
-    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("input_batch", "model"),
+    "vllm.v1.worker.gpu_model_runner.GPUModelRunner": ("input_batch", "model", "attn_groups"),
     "vllm.v1.worker.gpu_input_batch.InputBatch": ("req_ids",),
-    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": ("req_states", "model"),
-    "vllm.v1.worker.gpu.states.RequestState": ("index_to_req_id",),
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner": (
+        *("req_states", "model", "decode_query_len", "attn_groups"),
+    ),
+    "vllm.v1.worker.utils.AttentionGroup": ("get_metadata_builder",),
     "vllm.v1.attention.backend.CommonAttentionMetadata": (
-        *("req_idx", "num_reqs", "seq_lens_cpu_upper_bound", "seq_lens"),
+        *("num_reqs", "seq_lens_cpu_upper_bound", "seq_lens"),
         *("query_start_loc_cpu", "block_table_tensor", "slot_mapping"),
     ),
     "vllm.model_executor.layers.attention.Attention": ("impl", "kv_cache", "layer_name"),
@@ -61,7 +63,7 @@ READ: dict[str, tuple[str, ...]] = {
     "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadataBuilder": ("isa",),
     "vllm.v1.attention.backends.flash_attn.FlashAttentionImpl": (
         *("num_heads", "num_kv_heads", "head_size", "logits_soft_cap", "sinks", "alibi_slopes"),
-        *("kv_sharing_target_layer_name", "do_kv_cache_update"),
+        *("kv_sharing_target_layer_name", "do_kv_cache_update", "vllm_flash_attn_version"),
     ),
     "vllm.v1.attention.backends.triton_attn.TritonAttentionImpl": (
         *("num_heads", "num_kv_heads", "head_size", "logits_soft_cap", "sinks", "alibi_slopes"),
@@ -76,6 +78,8 @@ READ: dict[str, tuple[str, ...]] = {
         *("scheduler_metadata", "max_num_splits", "num_actual_tokens", "max_query_len"),
         *("query_start_loc", "max_seq_len", "seq_lens", "block_table"),
     ),
+    "vllm.v1.kv_cache_interface.KVCacheGroupSpec": ("layer_names", "kv_cache_spec"),
+    "vllm.lora.layers.row_parallel_linear.RowParallelLinearWithLoRA": ("base_layer",),
     "vllm.model_executor.layers.linear.LinearBase": ("params_dtype", "quant_method"),
     "vllm.model_executor.layers.rotary_embedding.base.RotaryEmbedding": (
         *("_compute_cos_sin_cache", "is_neox_style"),
@@ -111,11 +115,11 @@ NARROWED = {
 
 # Members of ours in the place of vLLM's that do not call `super()`: see `Reliance.replacing`.
 REPLACING = {
-    *("__init__", "apply", "customize_spec", "fused_output_quant_supported", "get_builder_cls"),
-    *("get_cudagraph_support", "get_impl_cls", "get_name", "is_argmax_invariant"),
-    *("log_engine_initialized", "max_memory_usage_bytes", "merge", "record"),
-    *("remove_skipped_blocks", "supported_kv_cache_layouts", "supports_batch_invariance"),
-    *("update_state", "validate_params"),
+    *("__init__", "add_request", "apply", "customize_spec", "fused_output_quant_supported"),
+    *("get_builder_cls", "get_cudagraph_support", "get_impl_cls", "get_name"),
+    *("is_argmax_invariant", "log_engine_initialized", "max_memory_usage_bytes", "merge"),
+    *("record", "remove_skipped_blocks", "supported_kv_cache_layouts", "supports_batch_invariance"),
+    *("supports_update_block_table", "update_state", "validate_params"),
 }
 
 # Texts by which vLLM finds us, and the module that has them.

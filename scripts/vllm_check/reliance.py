@@ -124,12 +124,13 @@ class Reliance:
         """
         names = set()
         for each in self._classes():
-            base = self.base_of(each)
-            for part in self._own(each) if base is not None else ():
+            bases = self.bases_of(each)
+            for part in self._own(each) if bases else ():
                 bodies = {name: ast.unparse(node) for name, node in part.methods.items()}
                 bodies |= dict.fromkeys(class_attributes(part), "")
                 for name, body in bodies.items():
-                    if base.find(name) and f"super().{name}(" not in body:
+                    replaced = any(base.find(name) for base in bases)
+                    if replaced and f"super().{name}(" not in body:
                         names.add(name)
         return names
 
@@ -144,8 +145,13 @@ class Reliance:
         return module.name.split(".")[0] == self.package.name
 
     def base_of(self, each: Class) -> Class | None:
-        """vLLM's class that a class of ours stems from, or is."""
+        """vLLM's first class that a class of ours stems from, or is."""
         return next((a for a in each.ancestors if not self.is_ours(a.module)), None)
+
+    def bases_of(self, each: Class) -> list[Class]:
+        """vLLM's classes that a class of ours names as its bases, or those of ours do."""
+        theirs = [a for a in each.ancestors if not self.is_ours(a.module)]
+        return [a for a in theirs if not any(a in b.ancestors for b in theirs if b is not a)]
 
     def _stems_from_vllm(self, each: Class) -> bool:
         return self.base_of(each) is not None
@@ -208,24 +214,20 @@ class Reliance:
                 self._module_exists(node.value, place(module, node))
 
     def _overrides(self, each: Class) -> None:
-        """Members of a class of ours that vLLM's base has too, or should."""
-        base = self.base_of(each)
-        assert base is not None
+        """Members of a class of ours that vLLM's bases have too, or should."""
+        bases = self.bases_of(each)
         for part in self._own(each):
-            for name, method in part.methods.items():
-                where = place(part.module, method)
-                parent = base.find(name)
-                if parent is None:
-                    if name in REPLACING - {"__init__"}:
-                        self.add(OVERRIDDEN, base.name, name, "missing", where)
-                    continue
+            for name in {*part.methods, *class_attributes(part)}:
                 if name.startswith("__") and name != "__init__":
                     continue
-                self.add(OVERRIDDEN, base.name, name, self._differs(parent, part, name), where)
-            for name in class_attributes(part) - {*part.methods}:
-                if base.find(name) is not None or name in REPLACING:
-                    problem = "" if base.find(name) else "missing"
-                    self.add(OVERRIDDEN, base.name, name, problem, place(part.module, part.node))
+                where = place(part.module, part.methods.get(name, part.node))
+                holders = [(base, base.find(name)) for base in bases if base.find(name)]
+                for base, holder in holders:
+                    assert holder is not None
+                    problem = self._differs(holder, part, name) if name in part.methods else ""
+                    self.add(OVERRIDDEN, base.name, name, problem, where)
+                if not holders and name in REPLACING - {"__init__"}:
+                    self.add(OVERRIDDEN, bases[0].name, name, "missing", where)
 
     def _differs(self, parent: Class, part: Class, name: str) -> str:
         if name not in parent.methods:

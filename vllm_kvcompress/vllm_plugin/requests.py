@@ -127,7 +127,7 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
             )
         cls.settings.for_request(options.policy, options.budget)
 
-    def apply(self, logits: torch.Tensor, *context: Any) -> torch.Tensor:
+    def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """The logits, unchanged."""
         return logits
 

@@ -12,7 +12,7 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.ledger import Adoption, EventPlan, Observation, RequestLedger, StepPlan
 from vllm_kvcompress.relief import STEPS_OF_RELIEF, Pool, choose
 from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
-from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin import compat, versions
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.dependent_blocks import DependentBlockManager
 from vllm_kvcompress.vllm_plugin.needed_classes import check_classes
@@ -94,12 +94,7 @@ class CompressionMixin:
             rule.concurrency(length, pool_blocks),
             pool_blocks / -(-length // rule.block_size),
         )
-        if compat.only_checked():
-            logger.warning(
-                "vllm-kvcompress was checked against the sources of vLLM %s but never run in it; "
-                "0.32 is the version that it is tested in.",
-                compat.vllm_version(),
-            )
+        versions.warn_of_version(logger)
 
     def schedule(self, *args, **kwargs) -> SchedulerOutput:
         """vLLM's schedule, with the step's plan attached when there is anything to do."""
