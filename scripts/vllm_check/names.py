@@ -50,7 +50,7 @@ READ: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu.model_runner.GPUModelRunner": (
         *("req_states", "model", "decode_query_len", "attn_groups"),
     ),
-    "vllm.v1.worker.utils.AttentionGroup": ("get_metadata_builder",),
+    "vllm.v1.worker.utils.AttentionGroup": ("layer_names", "get_metadata_builder"),
     "vllm.v1.attention.backend.CommonAttentionMetadata": (
         *("num_reqs", "seq_lens_cpu_upper_bound", "seq_lens"),
         *("query_start_loc_cpu", "block_table_tensor", "slot_mapping"),
