@@ -3,13 +3,14 @@
 # virtual environment of its own. Further arguments go to lm_eval.
 #
 #   BASE_URL  of the server (default: http://127.0.0.1:8000)
-#   PYTHON    the interpreter to use (default: python3.11)
+#   PYTHON    the interpreter to use (default: that of .venv)
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv-lm-eval"
+"$root/scripts/setup.sh"
 [[ -x "$venv/bin/lm_eval" ]] || {
-    "${PYTHON:-python3.11}" -m venv "$venv"
+    "${PYTHON:-$root/.venv/bin/python}" -m venv "$venv"
     "$venv/bin/python" -m pip install --disable-pip-version-check --quiet "lm_eval[api]==0.4.13"
 }
 
