@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -25,7 +26,9 @@ COMMON = {
     "pad_token_id": 2,
 }
 
-FAMILIES = {
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2"},
@@ -38,6 +41,31 @@ FAMILIES = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "query_pre_attn_scalar": 32,
     },
+    # The last two layers read the caches of the first two.
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 32,
+        "laurel_rank": 16,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": {"model_type": "qwen3_moe", **EXPERTS},
+    # Gated delta nets (vLLM's for CPUs want heads of 128, and bfloat16) beside full attention.
+    "qwen3_next": {
+        "model_type": "qwen3_next",
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 128,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+        "shared_expert_intermediate_size": 64,
+        **EXPERTS,
+    },
 }
 
 
@@ -47,12 +75,14 @@ def build(family: str, directory: Path, seed: int = 0, **overrides: object) -> P
     Attention is made sharper than at initialisation, so that which tokens are kept matters, and
     in half of the heads diffuse, so that heads deserve different budgets.
     """
-    settings = {**COMMON, **FAMILIES[family], **overrides}
+    settings: dict[str, Any] = {**COMMON, **FAMILIES[family], **overrides}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = AutoModelForCausalLM.from_config(config).to(torch.float32)
     for name, parameter in model.named_parameters():
         if name.endswith(("q_proj.weight", "k_proj.weight")):
+            parameter.data.mul_(8)
+        if name.endswith("q_norm.weight"):  # where there is one, the projection's size is nothing
             parameter.data.mul_(8)
         if name.endswith("q_proj.weight"):
             parameter.data[: parameter.shape[0] // 2].mul_(0.1)

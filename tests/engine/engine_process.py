@@ -6,7 +6,8 @@ compared after every step. A scenario is a dictionary:
     model: directory            engine: keyword arguments of vllm.LLM
     settings: our settings, or null for stock vLLM
     asynchronous: schedule the next step while one runs
-    phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?, xargs?}
+    phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?, xargs?,
+        lora? (an adapter's directory)}
     record_kept: report the kept indices of every event
     probes: names (module:function) of what is called with the report before the engine starts
     calls: lists [phase, method of the workers, keyword arguments] of what is called before a phase
@@ -171,6 +172,7 @@ def record_kept(report: dict[str, Any]) -> None:
 def run_phase(engine: Any, books: Books, requests: list[dict], report: dict[str, Any]) -> None:
     """Feeds a phase's requests at their steps and runs until all have ended."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     waiting = sorted(requests, key=lambda r: r.get("at_step", 0))
     aborts = {r["id"]: r["abort_at_step"] for r in requests if "abort_at_step" in r}
@@ -185,7 +187,9 @@ def run_phase(engine: Any, books: Books, requests: list[dict], report: dict[str,
                 logprobs=5,
                 extra_args=request.get("xargs"),
             )
-            engine.add_request(request["id"], {"prompt_token_ids": request["prompt"]}, params)
+            prompt, adapter = {"prompt_token_ids": request["prompt"]}, request.get("lora")
+            lora = LoRARequest("adapter", 1, adapter) if adapter else None
+            engine.add_request(request["id"], prompt, params, lora_request=lora)
         for request_id in [r for r, at in aborts.items() if at == step]:
             engine.abort_request([request_id])
         for output in engine.step():

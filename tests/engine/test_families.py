@@ -22,7 +22,7 @@ def phases() -> list[list[dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3"])
 def test_family(model_directory: Path, run_engine: Run, family: str) -> None:
     """adakv+criticalkv finds each family's queries, heads and output projection."""
     model = str(tiny_models.build(family, model_directory))

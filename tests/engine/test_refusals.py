@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
-from vllm_kvcompress.vllm_plugin.compat import plugin_options
+from vllm_kvcompress.vllm_plugin.compat import plugin_options, shared_caches
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
+from vllm_kvcompress.vllm_plugin.resident_state import check_sharing
 
 SETTINGS = {"policy": "adakv", "budget": 0.25}
 MLA = {
@@ -33,6 +36,35 @@ MLA = {
     "v_head_dim": 32,
     "max_position_embeddings": 512,
 }
+VISION = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
+    "projection_dim": 128,
+}
+# Of the kind of multimodal Gemma 3, whose code wants torchvision.
+PREFIX_LM = {
+    "model_type": "paligemma",
+    "architectures": ["PaliGemmaForConditionalGeneration"],
+    "text_config": {**COMMON, "model_type": "gemma"},
+    "vision_config": VISION,
+    "image_token_index": 250,
+    "projection_dim": 128,
+    "hidden_size": 128,
+}
+MAMBA = {
+    "model_type": "mamba",
+    "architectures": ["MambaForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+}
+HYBRID = {**COMMON, **FAMILIES["qwen3_next"], "architectures": ["Qwen3NextForCausalLM"]}
+SHARING = {**COMMON, **FAMILIES["gemma3n"], "architectures": ["Gemma3nForCausalLM"]}
 
 
 def engine_config(model: str, settings: dict[str, Any] | None, **options: Any) -> Any:
@@ -82,11 +114,61 @@ def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any
     check_engine(engine_config(llama, settings, kv_cache_dtype="fp8"))
 
 
-def test_latent_attention(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(MLA))
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (MLA, "MLA models keep one latent vector per token.*use a model with grouped-query"),
+        (PREFIX_LM, "all tokens of an image see each other.*text alone with --language-model-only"),
+        (MAMBA, "MambaForCausalLM has no attention layer.*serve it without --kv-policy"),
+        (SHARING, "the last 2 layers of Gemma3nForCausalLM read the caches of earlier ones"),
+        (HYBRID, "Mamba or linear-attention layers.*add --no-enable-prefix-caching"),
+    ],
+    ids=["latent", "prefix-LM", "attention-free", "shared-caches", "hybrid-prefix-caching"],
+)
+def test_models(tmp_path: Path, model: dict[str, Any], reason: str) -> None:
+    """Before their weights are loaded."""
+    (tmp_path / "config.json").write_text(json.dumps(model))
     config = engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True)
-    with pytest.raises(UnsupportedError, match="MLA models keep one latent vector per token"):
+    with pytest.raises(UnsupportedError, match=reason):
         check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [(PREFIX_LM, {"language_model_only": True}), (HYBRID, {"enable_prefix_caching": False})],
+    ids=["prefix-LM", "hybrid-prefix-caching"],
+)
+def test_what_refusals_propose(
+    tmp_path: Path, model: dict[str, Any], options: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    check_engine(engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True, **options))
+
+
+def test_contexts_are_reused_by_block_hashes(llama: str) -> None:
+    settings = {**SETTINGS, "reuse_contexts": True}
+    config = engine_config(llama, settings, enable_prefix_caching=False)
+    with pytest.raises(UnsupportedError, match=r"--kv-reuse-contexts.*leave one of the two out"):
+        check_engine(config)
+
+
+def test_layers_without_a_cache_of_their_own(llama: str) -> None:
+    """vLLM's cache groups do not name them; a model's configuration need not."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
+
+    config = engine_config(llama, SETTINGS)
+    names = [f"model.layers.{layer}.self_attn.attn" for layer in range(3)]
+    with set_current_vllm_config(config):
+        for name, owner in zip(names, (None, None, names[0]), strict=True):
+            Attention(4, 32, 1.0, 2, prefix=name, kv_sharing_target_layer_name=owner)
+    shared = shared_caches(config)
+    assert shared == {names[2]: names[0]}
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    check_sharing([(0, KVCacheGroupSpec([names[1]], spec))], shared)
+    with pytest.raises(UnsupportedError, match=f"{names[2]} reads the cache of {names[0]}"):
+        check_sharing([(0, KVCacheGroupSpec([names[0]], spec))], shared)
 
 
 def test_unknown_settings(llama: str) -> None:

@@ -1,0 +1,67 @@
+"""Models with other layers beside full attention, on the GPU path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import tiny_models
+from tests.engine.conftest import request
+from tests.gpu_path.conftest import Run
+from tests.tiny_models import prompt
+
+SNAPKV = {"policy": "snapkv", "budget": 0.25}
+# vLLM's gated delta nets for CPUs compute in bfloat16, of which logits round to 1/128 or 1/256.
+HYBRID = {"dtype": "bfloat16", "enable_prefix_caching": False}
+
+
+def check_outputs(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
+    """That the same was generated, up to a choice between candidates that are as good."""
+    for mine, theirs in zip(found["logprobs"], expected["logprobs"], strict=True):
+        (chosen, best), shared = (max(each, key=each.get) for each in (mine, theirs)), {*mine}
+        for token in shared & {*theirs}:
+            assert mine[token] == pytest.approx(theirs[token], abs=tolerance)
+        if chosen != best:
+            assert theirs[chosen] == pytest.approx(theirs[best], abs=tolerance)
+            return
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "tolerance"),
+    [
+        pytest.param("qwen3_next", HYBRID, 0.02, id="gated-delta-nets"),
+        pytest.param("gemma3", {}, 1e-4, id="sliding-windows"),
+    ],
+)
+def test_model_runner_v2_says_what_the_cpu_build_says(
+    tmp_path: Path,
+    run_gpu_path: Run,
+    run_engine: Run,
+    family: str,
+    options: dict[str, Any],
+    tolerance: float,
+) -> None:
+    """Requests of all lengths come and go, so that rows are not in the order of arrival."""
+    model = str(tiny_models.build(family, tmp_path))
+    phases = [
+        [
+            request("long", prompt(700, seed=1), 12),
+            request("short", prompt(50, seed=2), 12),
+            request("late", prompt(400, seed=3), 12, at_step=2),
+            request("later", prompt(560, seed=4), 12, at_step=4),
+        ]
+    ]
+    options = {"max_num_batched_tokens": 256, **options}
+    stock = run_engine(model, phases, **options)
+    expected = run_engine(model, phases, settings=SNAPKV, **options)
+    found = run_gpu_path(model, phases, settings=SNAPKV, **options)
+    assert len(found["events"]) == len(expected["events"]) >= 3
+    assert found["free_at_end"] == found["num_blocks"] - 1
+    for name, output in expected["outputs"].items():
+        check_outputs(found["outputs"][name], output, tolerance)
+    check_outputs(found["outputs"]["short"], stock["outputs"]["short"], tolerance)
+    for name in ("long", "later"):
+        with pytest.raises(AssertionError):
+            check_outputs(found["outputs"][name], stock["outputs"][name], tolerance)
