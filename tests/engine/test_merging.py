@@ -173,23 +173,3 @@ def test_a_budget_without_room_for_the_state_is_refused(llama: str, run_engine: 
             [[request("a", prompt(300, seed=1), 2)]],
             settings={"policy": "snapkv+momentfix", "budget": 32, "params": {"window_size": 8}},
         )
-
-
-def test_capped_logits_are_refused_where_formulas_leave_them_out(
-    model_directory: Path, run_engine: Run
-) -> None:
-    directory = model_directory / "capped"
-    directory.mkdir()
-    model = tiny_models.build(
-        "gemma3",
-        directory,
-        model_type="gemma2",
-        attn_logit_softcapping=50.0,
-        tie_word_embeddings=True,
-    )
-    with pytest.raises(pytest.fail.Exception, match="caps its attention logits"):
-        run_engine(
-            str(model),
-            [[request("a", prompt(300, seed=1), 2)]],
-            settings={"policy": "momentkv", "budget": 0.5},
-        )

@@ -12,9 +12,10 @@ import torch
 from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
+from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.compat import plugin_options, shared_caches
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
-from vllm_kvcompress.vllm_plugin.resident_state import check_sharing
+from vllm_kvcompress.vllm_plugin.resident_state import check_logits, check_sharing
 
 SETTINGS = {"policy": "adakv", "budget": 0.25}
 MLA = {
@@ -64,6 +65,12 @@ MAMBA = {
     "num_hidden_layers": 2,
 }
 HYBRID = {**COMMON, **FAMILIES["qwen3_next"], "architectures": ["Qwen3NextForCausalLM"]}
+CAPPED = {
+    **COMMON,
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "attn_logit_softcapping": 50.0,
+}
 SHARING = {**COMMON, **FAMILIES["gemma3n"], "architectures": ["Gemma3nForCausalLM"]}
 
 
@@ -143,6 +150,24 @@ def test_what_refusals_propose(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model))
     check_engine(engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True, **options))
+
+
+def test_policies_whose_formulas_leave_caps_out(tmp_path: Path) -> None:
+    """Caps that the model's configuration names, and those that only its layers know."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    (tmp_path / "config.json").write_text(json.dumps(CAPPED))
+    check_engine(engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True))
+    settings = {**SETTINGS, "policy": "momentkv"}
+    config = engine_config(str(tmp_path), settings, skip_tokenizer_init=True)
+    with pytest.raises(UnsupportedError, match=r"caps its attention logits.*momentkv.*adakv"):
+        check_engine(config)
+    with set_current_vllm_config(config):
+        layer = Attention(4, 32, 1.0, 2, prefix="layers.0.attn", logits_soft_cap=50.0)
+    pipeline = resolve_settings(Settings.from_dict(settings))["momentkv"]
+    with pytest.raises(UnsupportedError, match=r"layers.0.attn caps its attention logits"):
+        check_logits(layer, pipeline)
 
 
 def test_contexts_are_reused_by_block_hashes(llama: str) -> None:

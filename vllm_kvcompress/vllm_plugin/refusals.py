@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.needed_classes import missing_classes
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
     reasons = chain(
         missing_classes(vllm_config, settings),
         _reasons_of_model(vllm_config.model_config),
+        _reasons_of_policies(vllm_config.model_config, settings),
         _reasons_of_caching(vllm_config, settings),
         _reasons_of_options(vllm_config),
     )
@@ -80,6 +82,18 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
             f"the last {num_shared} layers of {model.architecture} read the caches of earlier "
             "ones, and a cache that layers share is not compressed; serve it without --kv-policy."
         )
+
+
+def _reasons_of_policies(model: ModelConfig, settings: Settings) -> Iterator[str]:
+    """Yields a sentence for every policy that this model is not for."""
+    if not getattr(model.hf_text_config, "attn_logit_softcapping", None):
+        return
+    for pipeline in resolve_settings(settings).values():
+        if pipeline.needs.plain_logits:
+            yield (
+                f"{model.architecture} caps its attention logits, which the formulas of "
+                f"{pipeline.name} leave out; use another policy, such as adakv."
+            )
 
 
 def _reasons_of_caching(config: VllmConfig, settings: Settings) -> Iterator[str]:
