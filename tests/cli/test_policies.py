@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
 from vllm_kvcompress.cli.main import main
+from vllm_kvcompress.cli.policies import STAGES
 from vllm_kvcompress.policies import all_policies
 
 
@@ -53,6 +57,23 @@ def test_explained_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line[:2] == ["protect", "window"] for line in lines)
     assert any(line[:2] == ["allocate", "(default)"] for line in lines)
     assert any(line[:2] == ["anchor", "mean_normalized"] for line in lines)
+
+
+def test_stages_are_explained_in_the_order_in_which_they_run() -> None:
+    """Merging comes before correcting, though Python's set has them the other way round here."""
+    explained = subprocess.run(
+        [sys.executable, "-m", "vllm_kvcompress.cli.main", "policies", "explain", "momentkv"],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first_words = [line.split()[0] for line in explained.stdout.splitlines() if line.strip()]
+    assert first_words[2:8] == list(STAGES)  # behind the policy's name and the heading
+
+
+def test_policies_name_no_other_stages() -> None:
+    assert {name for info in all_policies() for name in info.stages} == set(STAGES)
 
 
 @pytest.mark.parametrize("policy", ["headkv", "duoattention"])

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from vllm_kvcompress.policies import PolicyInfo
     from vllm_kvcompress.policies.parameters import Parameter
 
-_STAGES = ("score", "protect", "allocate", "select")
+# Of every pipeline, in the order in which they run.
+STAGES = ("score", "protect", "allocate", "select", "merge", "correct")
 _UNIFORM = "the same for every layer and head"
 _WIDTH = 100
 
@@ -23,7 +24,7 @@ class Stage:
     """One stage of a resolved pipeline.
 
     Attributes:
-        name: score, protect, allocate or select.
+        name: one of `STAGES`.
         does: what happens.
         part: which part of the policy string decides it; empty for the default.
     """
@@ -93,8 +94,7 @@ def pipeline_stages(parts: Sequence[PolicyInfo]) -> list[Stage]:
     for part in parts:
         for name, does in part.stages.items():
             decided[name] = Stage(name, does, part.name)
-    order = [name for name in _STAGES if name in decided]
-    return [decided[name] for name in [*order, *(decided.keys() - set(order))]]
+    return [decided[name] for name in sorted(decided, key=STAGES.index)]
 
 
 def _described(info: PolicyInfo) -> str:
