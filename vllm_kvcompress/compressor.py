@@ -1,4 +1,4 @@
-"""One request, one layer: observe, score, allocate, select, merge."""
+"""One request, one layer: what every head keeps, and what becomes of the rest."""
 
 from __future__ import annotations
 

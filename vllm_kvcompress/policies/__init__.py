@@ -1,6 +1,6 @@
 """Policies: what to keep of a request's cache, as a pipeline of small parts.
 
-score -> adjust -> allocate -> select; see `docs/writing-a-policy.md`.
+score -> protect -> allocate -> select -> merge -> correct; see `docs/writing-a-policy.md`.
 """
 
 from vllm_kvcompress.policies.pipeline import Pipeline

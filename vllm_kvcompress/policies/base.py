@@ -303,20 +303,7 @@ class Merger(Protocol):
 
 
 class Scorer(Protocol):
-    """Importance of each entry; higher is kept.
-
-    `kind` is one of mass, perturbation, geometric, positional; `scope` is head or layer (layer:
-    one score for all heads); `cross_head` says that scores of different heads are comparable.
-    """
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def scope(self) -> str: ...
-
-    @property
-    def cross_head(self) -> bool: ...
+    """Importance of each token; higher is kept."""
 
     @property
     def needs(self) -> Needs: ...

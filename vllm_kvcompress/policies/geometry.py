@@ -20,9 +20,6 @@ class KeyDiff:
         anchor: mean_normalized, mean_raw, median or pairwise.
     """
 
-    kind: ClassVar[str] = "geometric"
-    scope: ClassVar[str] = "head"
-    cross_head: ClassVar[bool] = True
     needs: ClassVar[Needs] = Needs()
 
     anchor: str = "mean_normalized"
@@ -36,9 +33,6 @@ class KeyDiff:
 class KeyNorm:
     """Minus the Euclidean norm of the key: keys of low norm draw the attention."""
 
-    kind: ClassVar[str] = "geometric"
-    scope: ClassVar[str] = "head"
-    cross_head: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs()
 
     def score(self, view: LayerView) -> Tensor:

@@ -15,9 +15,6 @@ from vllm_kvcompress.policies.base import LayerView, Needs
 class Recency:
     """The later the better; with protected sinks this is StreamingLLM."""
 
-    kind: ClassVar[str] = "positional"
-    scope: ClassVar[str] = "head"
-    cross_head: ClassVar[bool] = False
     needs: ClassVar[Needs] = Needs()
 
     def score(self, view: LayerView) -> Tensor:

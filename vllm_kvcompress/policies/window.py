@@ -7,7 +7,6 @@ event, TOVA (arXiv 2401.06104), OBCache (arXiv 2510.07651).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -26,10 +25,6 @@ class WindowMass:
         kernel_size: width of the pooling over neighbouring tokens; 1: none.
         pooling: max or mean.
     """
-
-    kind: ClassVar[str] = "mass"
-    scope: ClassVar[str] = "head"
-    cross_head: ClassVar[bool] = True
 
     window_size: int = 32
     kernel_size: int = 7
@@ -57,10 +52,6 @@ class AccumulatedMass:
         window_size: queries observed at an event, at most.
     """
 
-    kind: ClassVar[str] = "mass"
-    scope: ClassVar[str] = "head"
-    cross_head: ClassVar[bool] = True
-
     window_size: int = 256
 
     @property
@@ -84,10 +75,6 @@ class Perturbation:
         pooling: max or mean.
         variant: joint, value or key; what is pruned of the entry.
     """
-
-    kind: ClassVar[str] = "perturbation"
-    scope: ClassVar[str] = "head"
-    cross_head: ClassVar[bool] = True
 
     window_size: int = 32
     kernel_size: int = 7
@@ -132,10 +119,6 @@ class LastQueryMass:
     All heads of a layer keep the same entries. Under tensor parallelism the average is over the
     rank's own heads, so ranks may keep different entries.
     """
-
-    kind: ClassVar[str] = "mass"
-    scope: ClassVar[str] = "layer"
-    cross_head: ClassVar[bool] = False
 
     @property
     def needs(self) -> Needs:
