@@ -49,7 +49,7 @@ def test_every_series_is_there_before_the_first_event(registry: CollectorRegistr
         assert value("kvcompress_events_total", labels) == 0
     for reason in ("shorter_than_min_tokens", "nothing_to_free"):
         assert value("kvcompress_skipped_total", {**OWN, "reason": reason}) == 0
-    for name in ("source_tokens", "resident_tokens", "blocks_freed", "blocks_written"):
+    for name in ("source_tokens", "kept_tokens", "blocks_freed", "blocks_written"):
         assert value(f"kvcompress_{name}_total", OWN) == 0
     for name in ("kept_fraction", "event_seconds"):
         assert value(f"kvcompress_{name}_count", OWN) == 0
@@ -68,7 +68,7 @@ def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry
         assert value("kvcompress_events_total", labels) == 2
     assert value("kvcompress_skipped_total", {**OWN, "reason": "nothing_to_free"}) == 6
     assert value("kvcompress_source_tokens_total", OWN) == 2 * (1024 + 512)
-    assert value("kvcompress_resident_tokens_total", OWN) == 2 * (256 + 256)
+    assert value("kvcompress_kept_tokens_total", OWN) == 2 * (256 + 256)
     assert value("kvcompress_blocks_freed_total", OWN) == 2 * (32 + 16)
     assert value("kvcompress_blocks_written_total", OWN) == 2 * (8 + 8)
     assert value("kvcompress_contexts_reused_total", LABELS) == 2 * 2
@@ -97,7 +97,20 @@ def test_names_and_help_texts(registry: CollectorRegistry) -> None:
         assert family.name.startswith("kvcompress_")
         if not family.name.endswith("_created"):
             assert any(unit in family.documentation.lower() for unit in units), family.name
-    assert len([f for f in families if not f.name.endswith("_created")]) == 11
+    assert len([f for f in families if not f.name.endswith("_created")]) == 12
+
+
+def test_kept_tokens_are_still_there_under_their_former_name(registry: CollectorRegistry) -> None:
+    metrics = CompressionMetrics(registry)
+    metrics.start(SETTINGS, "m", "0")
+    former, current = "kvcompress_resident_tokens_total", "kvcompress_kept_tokens_total"
+    value = registry.get_sample_value
+    assert value(former, OWN) == 0
+    metrics.observe(STEP, "m", "0")
+    assert value(former, OWN) == value(current, OWN) == 256 + 256
+    text = generate_latest(registry).decode()
+    assert f"# HELP {former} Deprecated" in text
+    assert f"# HELP {current} Tokens per KV head" in text
 
 
 WRITER = """

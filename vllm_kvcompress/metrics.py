@@ -3,7 +3,7 @@
 Useful PromQL, beside vLLM's own `vllm:` metrics:
 
     kvcompress_compression_ratio
-    rate(kvcompress_resident_tokens_total[5m]) / rate(kvcompress_source_tokens_total[5m])
+    rate(kvcompress_kept_tokens_total[5m]) / rate(kvcompress_source_tokens_total[5m])
     rate(kvcompress_blocks_freed_total[5m]) - rate(kvcompress_blocks_written_total[5m])
     histogram_quantile(0.99, sum by (le) (rate(kvcompress_event_seconds_bucket[5m])))
     sum by (reason) (rate(kvcompress_skipped_total[5m]))
@@ -63,10 +63,16 @@ class CompressionMetrics:
             "partial last block of a request takes no part.",
             _POLICY,
         )
-        self.resident_tokens = self._counter(
-            "kvcompress_resident_tokens",
+        self.kept_tokens = self._counter(
+            "kvcompress_kept_tokens",
             "Tokens per KV head (mean over heads and layers) that compression events kept, out of "
             "kvcompress_source_tokens_total.",
+            _POLICY,
+        )
+        self.kept_tokens_old_name = self._counter(  # for dashboards made before 0.1.0
+            "kvcompress_resident_tokens",
+            "Deprecated, removed in 0.2.0: the tokens of kvcompress_kept_tokens_total under their "
+            "former name.",
             _POLICY,
         )
         self.blocks_freed = self._counter(
@@ -122,8 +128,9 @@ class CompressionMetrics:
             for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE):
                 self.skipped.labels(*own, reason)
             for collector in (
-                *(self.source_tokens, self.resident_tokens, self.blocks_freed),
-                *(self.blocks_written, self.kept_fraction, self.event_seconds),
+                *(self.source_tokens, self.kept_tokens, self.kept_tokens_old_name),
+                *(self.blocks_freed, self.blocks_written),
+                *(self.kept_fraction, self.event_seconds),
             ):
                 collector.labels(*own)
 
@@ -143,7 +150,8 @@ class CompressionMetrics:
         own = (*labels, event.policy)
         self.events.labels(*own, event.trigger).inc()
         self.source_tokens.labels(*own).inc(event.source_tokens)
-        self.resident_tokens.labels(*own).inc(event.resident_tokens)
+        self.kept_tokens.labels(*own).inc(event.resident_tokens)
+        self.kept_tokens_old_name.labels(*own).inc(event.resident_tokens)
         self.blocks_freed.labels(*own).inc(event.blocks_freed)
         self.blocks_written.labels(*own).inc(event.blocks_written)
         self.kept_fraction.labels(*own).observe(event.resident_tokens / event.source_tokens)

@@ -76,7 +76,7 @@ def test_a_prompt_is_one_event_and_the_command_line_budget_counts(
     gained = {name: after[name] - before[name] for name in after}
     assert gained["kvcompress_events_total"] == 1
     assert gained["kvcompress_source_tokens_total"] == 32 * FULL_BLOCKS
-    assert gained["kvcompress_resident_tokens_total"] == 32 * KEPT_BLOCKS
+    assert gained["kvcompress_kept_tokens_total"] == 32 * KEPT_BLOCKS
     assert gained["kvcompress_blocks_freed_total"] == FULL_BLOCKS
     assert gained["kvcompress_blocks_written_total"] == KEPT_BLOCKS
     assert gained["kvcompress_kept_fraction_count"] == 1

@@ -87,7 +87,7 @@ def test_metrics_count_every_event_once(
     assert after["kvcompress_compression_ratio"] == 1
     assert after["kvcompress_events_total"] == NUM_REQUESTS
     assert after["kvcompress_source_tokens_total"] == 32 * FULL_BLOCKS * NUM_REQUESTS
-    assert after["kvcompress_resident_tokens_total"] == 32 * KEPT_BLOCKS * NUM_REQUESTS
+    assert after["kvcompress_kept_tokens_total"] == 32 * KEPT_BLOCKS * NUM_REQUESTS
     assert after["kvcompress_blocks_freed_total"] == FULL_BLOCKS * NUM_REQUESTS
     assert after["kvcompress_blocks_written_total"] == KEPT_BLOCKS * NUM_REQUESTS
     assert after["kvcompress_skipped_total{shorter_than_min_tokens}"] == NUM_REQUESTS

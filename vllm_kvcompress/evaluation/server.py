@@ -105,7 +105,7 @@ class Server:
         return _Counted(
             finished=totals.get("vllm:request_success", 0.0),
             freed=totals.get("kvcompress_source_tokens", 0.0)
-            - totals.get("kvcompress_resident_tokens", 0.0),
+            - totals.get("kvcompress_kept_tokens", 0.0),
         )
 
 
