@@ -67,10 +67,19 @@ def compiled(report: dict[str, Any]) -> None:
 
 
 def flash_calls(report: dict[str, Any]) -> None:
-    """Reports what FlashAttention was called with."""
+    """Reports what FlashAttention is called with while requests are served."""
+    from vllm.v1.worker import gpu_worker
+
     from tests.gpu_path import flash_attention
 
     report["flash"] = flash_attention.calls
+    serve = gpu_worker.enable_gpu_sync_check
+
+    def serving() -> None:
+        flash_attention.calls.clear()
+        serve()
+
+    gpu_worker.enable_gpu_sync_check = serving
 
 
 def few_sequences(report: dict[str, Any]) -> None:

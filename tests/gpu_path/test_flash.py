@@ -11,7 +11,7 @@ from tests.gpu_path.conftest import Run
 from tests.tiny_models import prompt
 
 ADAKV = {"policy": "adakv", "budget": 0.25}
-FLASH_3 = {"kernels": "flash3", "dtype": "bfloat16"}
+FLASH_3 = {"kernels": "flash3", "dtype": "float16"}
 HEADS, GROUP = 4, 2  # query heads of the model, and of one KV head
 
 
