@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ from vllm_kvcompress.kernels.decode_triton import (
     decode_attention,
     launch_decode,
 )
+from vllm_kvcompress.kernels.launch_triton import FEWEST_ROWS
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
@@ -82,3 +85,19 @@ def from_longer_rows(name: str, entries: PagedEntries, *args: object) -> object:
     persistent[1:-1, :width] = entries.page_table
     rows = persistent[1:-1, :width]
     return pkgutil.resolve_name(name)(replace(entries, page_table=rows), *args)
+
+
+def with_fewest_rows(name: str, *args: object) -> tuple[object, int]:
+    """What the launcher of that dotted name returns with the smallest programs, or its arguments
+    if nothing; and of how many of its kernels these were."""
+    module = importlib.import_module(name.rpartition(".")[0])
+    asked: list[int] = []
+
+    def launch_fewest(_: str, rows: int, __: Tensor, launch: Callable[[int], object]) -> None:
+        asked.append(rows)
+        launch(FEWEST_ROWS)
+
+    with mock.patch.object(module, "launch_fitting", launch_fewest):
+        found = pkgutil.resolve_name(name)(*args)
+    assert min(asked) > FEWEST_ROWS
+    return args if found is None else found, len(asked)
