@@ -7,6 +7,7 @@ that are no powers of two. Triton is the one that vLLM's CUDA build brings (requ
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from vllm_kvcompress.kernels.rotary_torch import Turns
 
 KERNELS = "vllm_kvcompress.kernels."
 BF16 = torch.bfloat16
+ROOT = Path(__file__).parents[2]
 COMPILE = "tests.kernels.compiling.compile_launch"
 A100_SHARED_BYTES = 166_912  # that a program may have on compute capability 8.0
 
@@ -175,3 +177,9 @@ def test_selection(compiler: Child, num_heads: int) -> None:
     # Heads hold whole pages, so that scores are read 16 bytes at a time.
     assert "ld.global.v4" in found["_keep_kernel"].ptx
     check(compiler, "apportion_triton.apportion", 1, numbers.float(), 9, numbers, 9 * numbers)
+
+
+def test_triton_is_that_of_vllms_cuda_build() -> None:
+    """vllm 0.32.0 needs torch 2.13.0, whose CUDA build needs this one."""
+    locked = (ROOT / "requirements" / "cpu.lock").read_text().splitlines()
+    assert "triton==3.7.1" in locked
