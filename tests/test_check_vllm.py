@@ -29,7 +29,7 @@ from vllm_check.sources import Sources  # noqa: E402
 from vllm_kvcompress.vllm_plugin.spec import PolicyDemand  # noqa: E402
 
 # Attributes of models' modules and configurations, which need not be there.
-MODELS = {"o_proj", "rotary_emb", "num_kv_shared_layers"}
+MODELS = {"o_proj", "rotary_emb", "num_kv_shared_layers", "attn_logit_softcapping"}
 OPTIONS = {"model_tag", "headless"}  # of vLLM's command line
 # Python's and torch's objects that no import of ours names, and any dataclass.
 OBJECTS = (

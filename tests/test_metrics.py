@@ -163,9 +163,16 @@ def test_several_processes_add_up_and_the_latest_gauge_counts(tmp_path: Path) ->
 
 
 def vllm_config(section: dict[str, object] | None) -> SimpleNamespace:
+    """What the logger reads of vLLM's, as `serve` would fill it in."""
+    from vllm_kvcompress.vllm_plugin.compat import plugin_options
+
     additional = {} if section is None else {"kvcompress": section}
+    paths = plugin_options(SETTINGS)
     return SimpleNamespace(
-        additional_config=additional, model_config=SimpleNamespace(served_model_name="m")
+        additional_config=additional,
+        model_config=SimpleNamespace(served_model_name="m"),
+        scheduler_config=SimpleNamespace(scheduler_cls=paths["scheduler_cls"]),
+        parallel_config=SimpleNamespace(worker_cls=paths["worker_cls"]),
     )
 
 
