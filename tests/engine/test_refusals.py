@@ -15,7 +15,11 @@ from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.compat import plugin_options, shared_caches
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
-from vllm_kvcompress.vllm_plugin.resident_state import check_logits, check_sharing
+from vllm_kvcompress.vllm_plugin.resident_state import (
+    check_logits,
+    check_own_attention,
+    check_sharing,
+)
 
 SETTINGS = {"policy": "adakv", "budget": 0.25}
 MLA = {
@@ -163,11 +167,16 @@ def test_policies_whose_formulas_leave_caps_out(tmp_path: Path) -> None:
     config = engine_config(str(tmp_path), settings, skip_tokenizer_init=True)
     with pytest.raises(UnsupportedError, match=r"caps its attention logits.*momentkv.*adakv"):
         check_engine(config)
+    own = Settings("keydiff", 0.5, attention="own")
+    with pytest.raises(UnsupportedError, match=r"logits.*remove --kv-attention own"):
+        check_engine(engine_config(str(tmp_path), own.to_dict(), skip_tokenizer_init=True))
     with set_current_vllm_config(config):
         layer = Attention(4, 32, 1.0, 2, prefix="layers.0.attn", logits_soft_cap=50.0)
     pipeline = resolve_settings(Settings.from_dict(settings))["momentkv"]
     with pytest.raises(UnsupportedError, match=r"layers.0.attn caps its attention logits"):
         check_logits(layer, pipeline)
+    with pytest.raises(UnsupportedError, match=r"layers.0.attn.*remove --kv-attention own"):
+        check_own_attention(layer, own)
 
 
 def test_contexts_are_reused_by_block_hashes(llama: str) -> None:

@@ -88,6 +88,11 @@ def _reasons_of_policies(model: ModelConfig, settings: Settings) -> Iterator[str
     """Yields a sentence for every policy that this model is not for."""
     if not getattr(model.hf_text_config, "attn_logit_softcapping", None):
         return
+    if settings.attention == "own":
+        yield (
+            f"{model.architecture} caps its attention logits, which this package's kernels do "
+            "not; remove --kv-attention own."
+        )
     for pipeline in resolve_settings(settings).values():
         if pipeline.needs.plain_logits:
             yield (

@@ -242,6 +242,7 @@ class WorkerState:
         layers = compat.attention_layers(self.vllm_config, group.layer_names)
         for layer in layers:
             check_layer(layer)
+            check_own_attention(layer, self.settings)
             for pipeline in self.pipelines.values():
                 check_logits(layer, pipeline)
         spec = group.kv_cache_spec
@@ -314,6 +315,19 @@ def check_logits(layer, pipeline: Pipeline) -> None:
         raise UnsupportedError(
             f"{layer.layer_name} caps its attention logits, which the formulas of "
             f"{pipeline.name} leave out; use another policy, such as adakv."
+        )
+
+
+def check_own_attention(layer, settings: Settings) -> None:
+    """Refuses this package's kernels where a layer does more to its logits than they do.
+
+    Raises:
+        UnsupportedError: says which choice is left.
+    """
+    if settings.attention == "own" and layer.impl.logits_soft_cap:
+        raise UnsupportedError(
+            f"{layer.layer_name} caps its attention logits, which this package's kernels do not; "
+            "remove --kv-attention own."
         )
 
 
