@@ -363,7 +363,7 @@ def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Te
             f"{parent_name}.o_proj and found none in this model; use the policy without "
             "+criticalkv."
         ) from None
-    projection = getattr(projection, "base_layer", projection)  # beneath an adapter (LoRA)
+    projection = getattr(projection, "base_layer", projection)  # LoRA forwards public names
     dtype = projection.params_dtype
     weight = getattr(projection, "weight", None)
     if weight is not None and weight.is_cuda and _is_plain(projection):
