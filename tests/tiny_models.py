@@ -66,6 +66,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
         **EXPERTS,
     },
+    # Full layers, and others that attend within chunks.
+    "llama4": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 4,
+        "attention_chunk_size": 64,
+        "layer_types": ["chunked_attention", "full_attention"] * 2,
+        "no_rope_layers": [1, 0] * 2,
+        "moe_layers": [],
+        "interleave_moe_layer_step": 100,  # further than there are layers
+        "intermediate_size_mlp": 128,
+        "num_local_experts": 2,
+        "use_qk_norm": False,
+        "attn_temperature_tuning": False,
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,33 +11,54 @@ import pytest
 from tests import tiny_models
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin.scheduler import CompressionMixin
 
 PROMPT = prompt(1000, seed=1)
-EVERY_BLOCK = 32  # of sliding-window layers is cached; vLLM's default is the prompt's end alone
+# Tokens between which every block of the sliding windows is cached; vLLM's default is 0, for the
+# prompt's last ones alone. Of attention within chunks all blocks are.
+EVERY_BLOCK = {"gemma3": 32, "llama4": 0}
 
 
-def test_windows_computed_after_an_event_are_not_shared(
-    model_directory: Path, run_engine: Run
+@pytest.mark.parametrize("family", ["gemma3", "llama4"])
+def test_blocks_computed_after_an_event_are_not_shared(
+    model_directory: Path, run_engine: Run, family: str
 ) -> None:
     """A conversation goes on: its second turn must not read what the first computed compressed.
 
     The second turn puts the full-attention blocks behind the first one's event into the prefix
     cache, computed from uncompressed attention, so that the third request finds blocks of every
-    group there. Those of the sliding-window layers have to be the second's too.
+    group there. Those of the sliding windows, or of chunks, have to be the second's too.
     """
-    model = str(tiny_models.build("gemma3", model_directory))
+    model = str(tiny_models.build(family, model_directory))
     options: dict[str, Any] = {
         "settings": {"policy": "keydiff", "budget": 0.25},
-        "prefix_cache_retention_interval": EVERY_BLOCK,
+        "prefix_cache_retention_interval": EVERY_BLOCK[family],
     }
     first = request("first", PROMPT, 200)
     answer = run_engine(model, [[first]], **options)["outputs"]["first"]["tokens"]
-    turn = [*PROMPT, *answer, *prompt(30, seed=2)]
+    turn = [*PROMPT, *answer, *prompt(10, seed=2)]
     phases = [[first], [request("second", turn, 8)], [request("third", turn, 8)]]
     outputs = run_engine(model, phases, **options)["outputs"]
     assert outputs["second"]["cached"] == 992, "all that the first computed before its event"
-    assert outputs["third"]["cached"] == 1216
+    assert outputs["third"]["cached"] == 1184, "a part of it the first had computed too"
     for found, expected in zip(
         outputs["third"]["logprobs"], outputs["second"]["logprobs"], strict=True
     ):
         assert found == pytest.approx(expected, abs=1e-4)
+
+
+class Managers(CompressionMixin):
+    """The part of a scheduler that looks at block managers, and nothing else."""
+
+    def __init__(self, compressed: Any) -> None:
+        self.compressed_managers = [compressed]
+
+
+def test_groups_whose_caching_nobody_limits_are_refused() -> None:
+    managers = Managers(SimpleNamespace(cacheable_tokens=len))
+    other = SimpleNamespace(enable_caching=True, kv_cache_spec=SimpleNamespace())
+    with pytest.raises(UnsupportedError, match="add --no-enable-prefix-caching"):
+        managers._limit_caching(other)
+    other.enable_caching = False
+    managers._limit_caching(other)
