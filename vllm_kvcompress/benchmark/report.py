@@ -80,7 +80,7 @@ def table(benchmark: Benchmark, result: dict[str, Any]) -> str:
         cells = [_cell(by_name.get(engine), key, factor, digits) for engine in (STOCK, COMPRESSED)]
         ratio = result["ratios"].get(key)
         if any(cell not in ("", f"{0:.{digits}f}") for cell in cells) or key == "preemptions":
-            cells.append("" if ratio is None else f"{ratio:.2f}")
+            cells.append("" if ratio is None else f"{ratio:.2f}x")
             lines.append(f"| {name} | {' | '.join(cells)} |")
     for engine, reason in result["refused"].items():
         lines += ["", f"{engine} does not start: {reason}"]
