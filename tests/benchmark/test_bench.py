@@ -94,7 +94,7 @@ def test_report(tmp_path: Path) -> None:
     assert figures["ratios"]["decode_throughput"] == pytest.approx(2)
     assert figures["settings"] == {"policy": "adakv", "budget": 0.25}
     table = written[1].read_text()
-    assert "| tokens/s while decoding | 83 | 167 | 2.00 |" in table
+    assert "| tokens/s while decoding | 83 | 167 | 2.00x |" in table
     assert "| preemptions | 0 | 0 |  |" in table
     assert "of it attention" not in table
     assert "pool in use" in written[2].read_text()

@@ -32,7 +32,7 @@ MOMENTKV_PAPER = (
     "arXiv 2606.01563"
 )
 EVICTING = tuple(POLICIES)
-MERGE_SPACE = "keys as they are cached (rotated), or turned to one position first (unrotated)"
+MERGE_SPACE = "keys as they are cached (rotated), or re-rotated to one position first (unrotated)"
 PAIR_STAGES = {
     "score": "mean attention of the last window_size queries",
     "protect": "the first num_sinks tokens",
@@ -150,7 +150,7 @@ add_policy(
     PolicyInfo(
         "momentkv",
         MOMENTKV_PAPER,
-        "AdaKV's budgets; keeps what the moments of evicted tokens do not foretell, and corrects "
+        "AdaKV's budgets; keeps what the moments of evicted tokens do not predict, and corrects "
         "attention with these moments.",
         {
             "score": "mean attention of the last window_size queries",
