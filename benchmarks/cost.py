@@ -25,8 +25,8 @@ from typing import Any
 
 from tqdm import tqdm
 
-from vllm_kvcompress.benchmark.report import machine
-from vllm_kvcompress.dtypes import dtype_text, fast_dtype
+from vllm_kvcompress.tools.benchmark.report import machine
+from vllm_kvcompress.tools.dtypes import dtype_text, fast_dtype
 
 PLUGIN = "vllm_kvcompress.vllm_plugin"
 POLICIES = [
@@ -60,7 +60,7 @@ def write_model(directory: str, shape: dict[str, int], dtype: str) -> None:
 
 def write_profiles(directory: Path, options: argparse.Namespace) -> None:
     """Made-up measurements of the model's heads, for the policies that need some."""
-    from vllm_kvcompress import profiler
+    from vllm_kvcompress.tools import profiler
 
     draw = random.Random(0)
     scores = [

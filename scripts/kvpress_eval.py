@@ -37,10 +37,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vllm_kvcompress.evaluation.items import Item, generate  # noqa: E402
-from vllm_kvcompress.evaluation.metrics import METRICS  # noqa: E402
-from vllm_kvcompress.evaluation.prompts import split_prompt  # noqa: E402
-from vllm_kvcompress.evaluation.setups import AGNOSTIC, AWARE  # noqa: E402
+from vllm_kvcompress.tools.evaluation.items import Item, generate  # noqa: E402
+from vllm_kvcompress.tools.evaluation.metrics import METRICS  # noqa: E402
+from vllm_kvcompress.tools.evaluation.prompts import split_prompt  # noqa: E402
+from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, AWARE  # noqa: E402
 
 PRESSES: dict[str, Callable[[float], Any]] = {
     "streamingllm": StreamingLLMPress,

@@ -22,7 +22,7 @@ cd "$work"
 import dataclasses
 import json
 
-from vllm_kvcompress.reference.tasks import generate_sample
+from vllm_kvcompress.tools.reference.tasks import generate_sample
 
 for family in ("single", "multikey"):
     for number in range(10):

@@ -12,7 +12,7 @@ export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}"
 # The model is published in bfloat16, which some CPUs only emulate.
 dtype=()
 if [[ " $* " != *" --dtype"* && " $* " != *" --config"* ]] &&
-    [[ "$("$root/.venv/bin/python" -m vllm_kvcompress.dtypes)" == float32 ]]; then
+    [[ "$("$root/.venv/bin/python" -m vllm_kvcompress.tools.dtypes)" == float32 ]]; then
     echo "serve.sh: --dtype float32, since this CPU would emulate bfloat16; --dtype wins" >&2
     dtype=(--dtype float32)
 fi

@@ -7,7 +7,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 "$root/scripts/setup.sh"
 exec "$root/.venv/bin/python" -c '
-from vllm_kvcompress.cli.distribution import answer_for_vllm
+from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
 
 answer_for_vllm()
 from vllm.entrypoints.cli.main import main

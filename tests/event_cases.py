@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.policies.cases import HEAD_SIZE, HIDDEN_SIZE, NUM_LAYERS
-from vllm_kvcompress.events import Event, EventRunner, LayerWeights
-from vllm_kvcompress.ledger import CompressionRule, EventPlan, Observation
-from vllm_kvcompress.packings import known_packings
-from vllm_kvcompress.page_tables import PageTables
-from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool, PagePool
+from vllm_kvcompress.cache.page_order import known_packings
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
+from vllm_kvcompress.kernels.transfers import upload
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.rotary import Rotary
-from vllm_kvcompress.query_windows import QueryWindows
-from vllm_kvcompress.transfers import upload
+from vllm_kvcompress.scheduling.ledger import CompressionRule, EventPlan, Observation
 
 BLOCK_SIZE = 4
 NUM_HEADS = 2

@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.events import EventRunner, LayerWeights
-from vllm_kvcompress.packings import known_packings
-from vllm_kvcompress.page_tables import PageTables
-from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool, PagePool
+from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
+from vllm_kvcompress.cache.page_order import known_packings
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
+from vllm_kvcompress.kernels.transfers import upload
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.query_windows import QueryWindows
-from vllm_kvcompress.resident_batch import ResidentBatch, ResidentBatches
-from vllm_kvcompress.transfers import upload
 
 NUM_LAYERS, NUM_HEADS, GROUP, SIZE, DIM = 2, 2, 3, 4, 8
 NUM_BLOCKS, PER_BLOCK = 48, NUM_LAYERS * NUM_HEADS

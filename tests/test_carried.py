@@ -9,8 +9,8 @@ import torch
 
 from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, make_pool
 from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, Shape, make_pipeline
-from vllm_kvcompress.carried import CarriedNumbers
-from vllm_kvcompress.pages import InterleavedPagePool
+from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.cache.policy_state import CarriedNumbers
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
 CARRIED = {

@@ -18,7 +18,7 @@ from vllm_kvcompress.config import (
     parse_triggers,
 )
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.triggers import DEFAULT_CHUNK_TOKENS
+from vllm_kvcompress.scheduling.triggers import DEFAULT_CHUNK_TOKENS
 
 BUDGETS = st.one_of(
     st.floats(min_value=1e-4, max_value=1.0, exclude_min=True),
@@ -241,7 +241,12 @@ def test_rule_rounds_chunks_up_to_whole_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["vllm_kvcompress.config", "vllm_kvcompress.stats", "vllm_kvcompress.metrics"]
+    "module",
+    [
+        "vllm_kvcompress.config",
+        "vllm_kvcompress.metrics.stats",
+        "vllm_kvcompress.metrics.prometheus",
+    ],
 )
 def test_settings_and_statistics_need_neither_torch_nor_vllm(module: str) -> None:
     code = f"import sys, {module}; print([m for m in ('torch', 'vllm') if m in sys.modules])"

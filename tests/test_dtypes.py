@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_kvcompress import dtypes
+from vllm_kvcompress.tools import dtypes
 
 SEEN = {
     "Xeon with AMX": ("flags\t\t: fpu sse avx2 avx512f avx512_bf16 amx_bf16 amx_tile\n", False),

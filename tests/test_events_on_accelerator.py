@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.accelerator import ACCELERATOR, Operators, Synchronised, watched
 from tests.event_cases import BLOCK_SIZE, GROUP, SCALE, Request, left_by, make_pool, once
 from tests.policies.cases import Shape, make_pipeline
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool
 from vllm_kvcompress.policies import Pipeline, describe
 from vllm_kvcompress.policies.presets import MODIFIERS, POLICIES
 

@@ -7,8 +7,8 @@ import torch
 
 from tests.kernels.oracles import Vector, attend, corrected
 from tests.step_cases import GROUP, NUM_HEADS, NUM_LAYERS, REQUESTS, Request, Step, make_pool
-from vllm_kvcompress.gathered_attention import gathered_attention, query_groups
-from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool, PagePool
+from vllm_kvcompress.attention.biased import gathered_attention, query_groups
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
 from vllm_kvcompress.policies.registry import resolve
 
 SCALE = 0.4

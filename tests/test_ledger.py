@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_kvcompress.ledger import (
+from vllm_kvcompress.scheduling.ledger import (
     SKIP_NOTHING_TO_FREE,
     SKIP_SHORT,
     CompressionRule,

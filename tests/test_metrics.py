@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_kvcompress import __version__
 from vllm_kvcompress.config import Settings, parse_triggers
-from vllm_kvcompress.metrics import CompressionMetrics
-from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.metrics.prometheus import CompressionMetrics
+from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 
 SETTINGS = Settings("adakv+criticalkv", 0.25, parse_triggers("prompt,decode:64"))
 LABELS = {"model_name": "m", "engine": "0"}
@@ -117,8 +117,8 @@ WRITER = """
 import sys
 from prometheus_client import REGISTRY
 from tests.test_metrics import SETTINGS, STEP
-from vllm_kvcompress.metrics import process_metrics
-from vllm_kvcompress.stats import StepStats
+from vllm_kvcompress.metrics.prometheus import process_metrics
+from vllm_kvcompress.metrics.stats import StepStats
 
 metrics = process_metrics()
 metrics.start(SETTINGS, "m", "0")
@@ -180,7 +180,7 @@ def vllm_config(section: dict[str, object] | None) -> SimpleNamespace:
 def process_registry(monkeypatch: pytest.MonkeyPatch, registry: CollectorRegistry):
     """A registry of our own in the place of the process's."""
     metrics = CompressionMetrics(registry)
-    monkeypatch.setattr("vllm_kvcompress.metrics.process_metrics", lambda: metrics)
+    monkeypatch.setattr("vllm_kvcompress.metrics.prometheus.process_metrics", lambda: metrics)
     return registry
 
 
@@ -213,7 +213,7 @@ def test_logger_registers_nothing_without_a_policy(
     def refuse() -> None:
         raise AssertionError("collectors were registered")
 
-    monkeypatch.setattr("vllm_kvcompress.metrics.process_metrics", refuse)
+    monkeypatch.setattr("vllm_kvcompress.metrics.prometheus.process_metrics", refuse)
     logger = CompressionStatLogger(vllm_config(section), [0])
     logger.record(SchedulerStats(), None)
     logger.log_engine_initialized()

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.ledger import Observation
-from vllm_kvcompress.packings import known_packings
-from vllm_kvcompress.page_tables import PageTables
-from vllm_kvcompress.paged_windows import PagedWindows, window_blocks
-from vllm_kvcompress.pages import PackedPagePool
-from vllm_kvcompress.query_windows import QueryWindows
-from vllm_kvcompress.resident_batch import ResidentBatches
+from vllm_kvcompress.attention.batch import ResidentBatches
+from vllm_kvcompress.cache.page_order import known_packings
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import PackedPagePool
+from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.scheduling.ledger import Observation
 
 LAYERS, HEADS, SIZE = 2, 3, 4
 CPU = torch.device("cpu")

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vllm_kvcompress.cache.page_order import find_packing, known_packings
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, flat_pages
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
-from vllm_kvcompress.packings import find_packing, known_packings
-from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool, flat_pages
 
 SIZES = [(16, 32), (32, 32), (32, 80), (128, 64), (4, 6)]
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm_kvcompress.cli import profile
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
-from vllm_kvcompress.profiler import (
+from vllm_kvcompress.tools.profiler import (
     CHUNK_TOKENS,
     CONTENT_WORDS,
     CUE_WORDS,

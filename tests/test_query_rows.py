@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvcompress.query_rows import EVERY_ROW, places, rows_at
+from vllm_kvcompress.attention.query_rows import EVERY_ROW, places, rows_at
 
 CPU = torch.device("cpu")
 

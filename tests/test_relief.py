@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvcompress.relief import Candidate, Pool, choose
+from vllm_kvcompress.scheduling.pressure import Candidate, Pool, choose
 
 candidates = st.lists(
     st.builds(Candidate, st.uuids().map(str), st.integers(1, 60), st.integers(1, 60)), max_size=7

@@ -11,7 +11,7 @@ from vllm.compilation.cuda_graph import CUDAGraphStat
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.vllm_plugin import compat
 
 COUNTS = st.integers(0, 2**40)

@@ -21,15 +21,15 @@ from tests.step_cases import (
     Step,
     make_pool,
 )
-from vllm_kvcompress.gathered_attention import gathered_attention, query_groups
-from vllm_kvcompress.ledger import Observation
-from vllm_kvcompress.page_tables import PageTables
-from vllm_kvcompress.paged_windows import PagedWindows, window_blocks
-from vllm_kvcompress.pages import InterleavedPagePool
+from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
+from vllm_kvcompress.attention.biased import gathered_attention, query_groups
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.kernels.transfers import upload
 from vllm_kvcompress.policies.registry import resolve
-from vllm_kvcompress.query_windows import QueryWindows
-from vllm_kvcompress.resident_batch import ResidentBatch, ResidentBatches
-from vllm_kvcompress.transfers import upload
+from vllm_kvcompress.scheduling.ledger import Observation
 
 QUERY_HEADS = NUM_HEADS * GROUP
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from vllm_kvcompress.stopwatch import Stopwatch
+from vllm_kvcompress.compression.stopwatch import Stopwatch
 
 
 def test_the_host_s_time_is_known_at_once() -> None:

@@ -10,9 +10,9 @@ import torch
 
 from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, make_pool
 from tests.policies.cases import Shape, make_pipeline
+from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.compression.warm_up import warm_up
 from vllm_kvcompress.kernels import paged
-from vllm_kvcompress.pages import InterleavedPagePool
-from vllm_kvcompress.warm_up import warm_up
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
 POLICIES = [

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from tests.policies.cases import POLICIES, duoattention_file, headkv_file
-from vllm_kvcompress.events import EventRunner, LayerWeights
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
+from vllm_kvcompress.compression.workspace import EventShape, LiveBytes, event_workspace_bytes
 from vllm_kvcompress.kernels import paged, scores_torch, selection
-from vllm_kvcompress.ledger import EventPlan
-from vllm_kvcompress.page_tables import PageTables
-from vllm_kvcompress.pages import InterleavedPagePool
 from vllm_kvcompress.policies import Pipeline, allocate, links, moments, resolve, select
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.rotary import Rotary
-from vllm_kvcompress.query_windows import QueryWindows
-from vllm_kvcompress.workspace import EventShape, LiveBytes, event_workspace_bytes
+from vllm_kvcompress.scheduling.ledger import EventPlan
 
 SHAPE = EventShape(
     num_tokens=1536,

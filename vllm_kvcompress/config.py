@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.ledger import CompressionRule
-from vllm_kvcompress.triggers import TRIGGER_HELP, Trigger, parse_number, parse_triggers
+from vllm_kvcompress.scheduling.ledger import CompressionRule
+from vllm_kvcompress.scheduling.triggers import TRIGGER_HELP, Trigger, parse_number, parse_triggers
 
 Scalar = str | int | float | bool
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from benchmarks.gpu.measure import progress
 from benchmarks.gpu.report import COMPRESSED, STOCK
-from vllm_kvcompress.engine_process import EngineProcess
 from vllm_kvcompress.errors import EngineError
+from vllm_kvcompress.tools.engine_process import EngineProcess
 
 SHORT_TOKENS = 48  # shorter than what is compressed
 COMPILED = "during inference"  # vLLM's word for kernels that were compiled while requests waited

@@ -17,15 +17,15 @@ from torch import Tensor
 from benchmarks.gpu import shapes
 from benchmarks.gpu.events import KEPT
 from benchmarks.gpu.measure import progress
-from vllm_kvcompress import profiler
-from vllm_kvcompress.events import EventRunner, LayerWeights
-from vllm_kvcompress.ledger import EventPlan, Observation
-from vllm_kvcompress.page_tables import PageTables
-from vllm_kvcompress.pages import InterleavedPagePool
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.registry import POLICIES
 from vllm_kvcompress.policies.rotary import Rotary
-from vllm_kvcompress.query_windows import QueryWindows
+from vllm_kvcompress.scheduling.ledger import EventPlan, Observation
+from vllm_kvcompress.tools import profiler
 
 Row = dict[str, Any]
 REQUEST = "request"

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from vllm_kvcompress.benchmark import report
-from vllm_kvcompress.benchmark.measure import Benchmark, summarize
-from vllm_kvcompress.benchmark.scenarios import SCENARIOS, Size
-from vllm_kvcompress.benchmark.shapes import VOCABULARY, ModelShape
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.benchmark import report
+from vllm_kvcompress.tools.benchmark.measure import Benchmark, summarize
+from vllm_kvcompress.tools.benchmark.scenarios import SCENARIOS, Size
+from vllm_kvcompress.tools.benchmark.shapes import VOCABULARY, ModelShape
 
 TINY = "layers=2,hidden=64,heads=2,kv_heads=2,head_size=32,dtype=float32"
 FIGURES = {

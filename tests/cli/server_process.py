@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 OUR_SERVE = "import sys; from vllm_kvcompress.cli.main import main; sys.exit(main())"
 # The console script of vLLM, which the CPU distribution's metadata would break.
 PLAIN_VLLM = (
-    "from vllm_kvcompress.cli.distribution import answer_for_vllm; answer_for_vllm()\n"
+    "from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm; answer_for_vllm()\n"
     "from vllm.entrypoints.cli.main import main; main()"
 )
 

@@ -199,7 +199,7 @@ def test_users_may_extend_our_classes(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_cpu_distribution_answers_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_kvcompress.cli.distribution import answer_for_vllm
+    from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
 
     finders = [finder for finder in sys.meta_path if type(finder).__name__ != "_Finder"]
     monkeypatch.setattr(sys, "meta_path", finders)

@@ -121,7 +121,7 @@ class Books:
 
 def record_kept(report: dict[str, Any]) -> None:
     """Reports every layer's selection, in the order of the events."""
-    from vllm_kvcompress import events
+    from vllm_kvcompress.compression import runner as events
 
     compress = events.compress_layer
 

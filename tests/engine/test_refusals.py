@@ -15,7 +15,7 @@ from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.compat import plugin_options, shared_caches
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
-from vllm_kvcompress.vllm_plugin.resident_state import (
+from vllm_kvcompress.vllm_plugin.worker_state import (
     check_logits,
     check_own_attention,
     check_sharing,

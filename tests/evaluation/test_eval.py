@@ -15,9 +15,9 @@ import torch
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from vllm_kvcompress.cli import eval as eval_command
 from vllm_kvcompress.cli.main import main
-from vllm_kvcompress.dtypes import fast_dtype
 from vllm_kvcompress.errors import EngineError
-from vllm_kvcompress.evaluation.engine import Engine, Question
+from vllm_kvcompress.tools.dtypes import fast_dtype
+from vllm_kvcompress.tools.evaluation.engine import Engine, Question
 
 MODEL = str(ROOT / "models" / "reference")
 DTYPE = fast_dtype()
@@ -157,7 +157,7 @@ def test_a_finished_run_starts_no_engine(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does one that asks for less, and it shows what was asked for only."""
-    from vllm_kvcompress.evaluation import runner
+    from vllm_kvcompress.tools.evaluation import runner
 
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)

@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from tests import tiny_models
 from tests.cli.server_process import ROOT
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.evaluation.items import Item, generate, load
-from vllm_kvcompress.evaluation.prompts import split_prompt
-from vllm_kvcompress.reference.tasks import FAMILIES
+from vllm_kvcompress.tools.evaluation.items import Item, generate, load
+from vllm_kvcompress.tools.evaluation.prompts import split_prompt
+from vllm_kvcompress.tools.reference.tasks import FAMILIES
 
 
 def item(context: str, question: str, max_tokens: int = 8, **more: Any) -> Item:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.evaluation import longbench
-from vllm_kvcompress.evaluation.items import load_longbench
-from vllm_kvcompress.evaluation.metrics import METRICS
+from vllm_kvcompress.tools.evaluation import longbench
+from vllm_kvcompress.tools.evaluation.items import load_longbench
+from vllm_kvcompress.tools.evaluation.metrics import METRICS
 
 PUBLISHED_PROMPTS = "70171ab95ae90275adc377ca2739f044fee50457d04e0055c60651f63787e897"
 

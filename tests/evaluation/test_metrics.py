@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.evaluation.metrics import METRICS, check_metric
-from vllm_kvcompress.evaluation.summary import agreement
+from vllm_kvcompress.tools.evaluation.metrics import METRICS, check_metric
+from vllm_kvcompress.tools.evaluation.summary import agreement
 
 
 @pytest.mark.parametrize(

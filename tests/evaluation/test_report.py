@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from vllm_kvcompress.evaluation.recommendation import cheapest, rounds
-from vllm_kvcompress.evaluation.report import html_report
-from vllm_kvcompress.evaluation.setups import AGNOSTIC, AWARE, FULL, setups_of
-from vllm_kvcompress.evaluation.summary import markdown_table, summarize, text_table
+from vllm_kvcompress.tools.evaluation.recommendation import cheapest, rounds
+from vllm_kvcompress.tools.evaluation.report import html_report
+from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, AWARE, FULL, setups_of
+from vllm_kvcompress.tools.evaluation.summary import markdown_table, summarize, text_table
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 PHONE = 390  # CSS pixels

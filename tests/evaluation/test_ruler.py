@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from vllm_kvcompress.evaluation.items import generate as generate_items
-from vllm_kvcompress.evaluation.metrics import METRICS
-from vllm_kvcompress.evaluation.ruler import NOISE, TASKS, Prompt, generate, haystack
+from vllm_kvcompress.tools.evaluation.items import generate as generate_items
+from vllm_kvcompress.tools.evaluation.metrics import METRICS
+from vllm_kvcompress.tools.evaluation.ruler import NOISE, TASKS, Prompt, generate, haystack
 
 LENGTH = 1500
 

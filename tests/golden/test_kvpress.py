@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vllm_kvcompress.compressor import compress_layer
+from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import LayerView
 

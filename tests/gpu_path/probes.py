@@ -13,7 +13,7 @@ def start_up(report: dict[str, Any]) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
-    from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
+    from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
 
     report["start_up"] = []
 

@@ -11,8 +11,8 @@ import torch
 
 from tests.event_cases import Request, left_by, make_pool
 from tests.policies.cases import Shape, make_pipeline
+from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.kernels import dispatch
-from vllm_kvcompress.pages import InterleavedPagePool
 
 
 def leave(

@@ -15,12 +15,12 @@ from tests import event_cases
 from tests.event_cases import GROUP, HEAD_SIZE, NUM_HEADS, Request, make_pool
 from tests.kernels.events import only_triton
 from tests.policies.cases import Shape, make_pipeline
-from vllm_kvcompress.gathered_attention import gathered_attention, query_groups
+from vllm_kvcompress.attention.batch import ResidentBatches
+from vllm_kvcompress.attention.biased import gathered_attention, query_groups
+from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.compression.warm_up import warm_up
 from vllm_kvcompress.kernels import launch_triton
-from vllm_kvcompress.pages import InterleavedPagePool
-from vllm_kvcompress.resident_batch import ResidentBatches
-from vllm_kvcompress.transfers import upload
-from vllm_kvcompress.warm_up import warm_up
+from vllm_kvcompress.kernels.transfers import upload
 
 Variant = tuple[str, tuple[tuple[str, Any], ...]]
 

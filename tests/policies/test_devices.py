@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
-from vllm_kvcompress.compressor import compress_layer
+from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.policies.base import LayerView
 
 SHAPE = Shape(pages=(9, 6), tail=3)

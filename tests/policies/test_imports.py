@@ -10,11 +10,11 @@ import pytest
 MODULES = [
     "vllm_kvcompress.policies",
     "vllm_kvcompress.kernels",
-    "vllm_kvcompress.pages",
-    "vllm_kvcompress.ledger",
-    "vllm_kvcompress.stats",
-    "vllm_kvcompress.compressor",
-    "vllm_kvcompress.profiler",
+    "vllm_kvcompress.cache.pages",
+    "vllm_kvcompress.scheduling.ledger",
+    "vllm_kvcompress.metrics.stats",
+    "vllm_kvcompress.compression.layer",
+    "vllm_kvcompress.tools.profiler",
 ]
 BLOCKED = """
 import sys
@@ -38,13 +38,15 @@ def test_no_vllm(module: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["vllm_kvcompress.ledger", "vllm_kvcompress.stats"])
+@pytest.mark.parametrize(
+    "module", ["vllm_kvcompress.scheduling.ledger", "vllm_kvcompress.metrics.stats"]
+)
 def test_no_torch_in_the_books(module: str) -> None:
     done = import_without(module, "vllm", "torch")
     assert done.returncode == 0, done.stderr
 
 
 def test_the_block_blocks() -> None:
-    done = import_without("vllm_kvcompress.compressor", "torch")
+    done = import_without("vllm_kvcompress.compression.layer", "torch")
     assert done.returncode != 0
     assert "torch is blocked" in done.stderr

@@ -12,7 +12,7 @@ import torch
 
 from tests.policies import oracles
 from tests.policies.cases import Shape, make_pipeline, make_view
-from vllm_kvcompress.compressor import compress_layer
+from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels import attention_with_lse, neighbour_cosines
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.key_weights import AsymProxy, Gaussian, Slimmer

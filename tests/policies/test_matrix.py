@@ -14,7 +14,7 @@ import torch
 
 from tests.policies import oracles
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view, rows_of
-from vllm_kvcompress.compressor import compress_layer
+from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 

@@ -10,8 +10,8 @@ import torch
 
 from tests.event_cases import BLOCK_SIZE, GROUP, Request, left_by, make_pool
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool
 from vllm_kvcompress.kernels import scores_torch
-from vllm_kvcompress.pages import InterleavedPagePool, PackedPagePool
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvcompress.dtypes import fast_dtype
-from vllm_kvcompress.reference.evaluate import HELD_OUT_SEED, evaluate, prompt_ids
-from vllm_kvcompress.reference.tasks import FAMILIES, generate_sample
-from vllm_kvcompress.reference.tokenizer import BOS, build_tokenizer
-from vllm_kvcompress.reference.train import (
+from vllm_kvcompress.tools.dtypes import fast_dtype
+from vllm_kvcompress.tools.reference.evaluate import HELD_OUT_SEED, evaluate, prompt_ids
+from vllm_kvcompress.tools.reference.tasks import FAMILIES, generate_sample
+from vllm_kvcompress.tools.reference.tokenizer import BOS, build_tokenizer
+from vllm_kvcompress.tools.reference.train import (
     IGNORED,
     Recipe,
     answer_loss,

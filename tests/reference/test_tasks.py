@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvcompress.reference.tasks import FAMILIES, Sample, generate_sample, score
+from vllm_kvcompress.tools.reference.tasks import FAMILIES, Sample, generate_sample, score
 
 samples = st.builds(
     generate_sample, st.sampled_from(FAMILIES), st.integers(64, 700), st.integers(0, 10_000)

@@ -10,8 +10,8 @@ from typing import Any
 from vllm_kvcompress.cli.eval import engine_option
 from vllm_kvcompress.cli.serve import policy_param, summary
 from vllm_kvcompress.config import DEFAULT_BUDGET, Settings
-from vllm_kvcompress.dtypes import dtype_text
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.dtypes import dtype_text
 
 _NAMES = ("pool", "long-decode", "oversize", "chat", "off", "mixed")
 _DESCRIPTION = """\
@@ -101,8 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a setting that cannot work.
         EngineError: an engine ended.
     """
-    from vllm_kvcompress.benchmark import report
-    from vllm_kvcompress.benchmark.measure import measure
+    from vllm_kvcompress.tools.benchmark import report
+    from vllm_kvcompress.tools.benchmark.measure import measure
 
     names = _NAMES if "all" in arguments.scenario else tuple(dict.fromkeys(arguments.scenario))
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -123,9 +123,9 @@ def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Any:
     Raises:
         ConfigError: a setting that cannot work.
     """
-    from vllm_kvcompress.benchmark.measure import Benchmark
-    from vllm_kvcompress.benchmark.scenarios import SIZES, Size
-    from vllm_kvcompress.benchmark.shapes import ModelShape
+    from vllm_kvcompress.tools.benchmark.measure import Benchmark
+    from vllm_kvcompress.tools.benchmark.scenarios import SIZES, Size
+    from vllm_kvcompress.tools.benchmark.shapes import ModelShape
 
     given = {key: getattr(arguments, key) for key in ("requests", "prompt", "output")}
     given = {key: value for key, value in given.items() if value is not None}

@@ -14,7 +14,7 @@ from vllm_kvcompress.config import DEFAULT_BUDGET, parse_budget
 from vllm_kvcompress.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm_kvcompress.evaluation.runner import Plan
+    from vllm_kvcompress.tools.evaluation.runner import Plan
 
 
 def add_parser(subparsers: Any) -> None:
@@ -124,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a setting that cannot work.
         EngineError: an engine ended.
     """
-    from vllm_kvcompress.evaluation import runner
+    from vllm_kvcompress.tools.evaluation import runner
 
     plan = plan_of(arguments)
     if not plan.base_url:
@@ -140,8 +140,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     Raises:
         ConfigError: a setting that cannot work.
     """
-    from vllm_kvcompress.evaluation.runner import Plan
-    from vllm_kvcompress.evaluation.setups import MODES, SERVER, Setup, setups_of
+    from vllm_kvcompress.tools.evaluation.runner import Plan
+    from vllm_kvcompress.tools.evaluation.setups import MODES, SERVER, Setup, setups_of
 
     params: dict[str, Any] = {"trigger": arguments.kv_trigger, "profile": arguments.kv_profile}
     params["params"] = dict(map(policy_param, arguments.kv_param))
@@ -163,7 +163,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def write_results(plan: Plan, folder: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Prints the table, writes `results.json`, `.md` and `report.html`; returns the rows."""
-    from vllm_kvcompress.evaluation.summary import markdown_table, summarize, text_table
+    from vllm_kvcompress.tools.evaluation.summary import markdown_table, summarize, text_table
 
     rows = summarize(answers)
     results = {**plan.answers_key(), "rows": rows}
@@ -171,7 +171,7 @@ def write_results(plan: Plan, folder: Path, answers: list[dict[str, Any]]) -> li
     (folder / "results.md").write_text(markdown_table(rows))
     print(text_table(rows))
     if _has_matplotlib():
-        from vllm_kvcompress.evaluation.report import html_report
+        from vllm_kvcompress.tools.evaluation.report import html_report
 
         (folder / "report.html").write_text(html_report(plan.model, rows))
         print(f"report: {folder / 'report.html'}")
@@ -185,8 +185,8 @@ def _has_matplotlib() -> bool:
 
 
 def _items(arguments: argparse.Namespace) -> list[Any]:
-    from vllm_kvcompress.evaluation import items
-    from vllm_kvcompress.evaluation.metrics import check_metric
+    from vllm_kvcompress.tools.evaluation import items
+    from vllm_kvcompress.tools.evaluation.metrics import check_metric
 
     if not arguments.tasks and not arguments.data:
         raise ConfigError("nothing to ask: give --tasks, or questions of your own with --data.")
@@ -209,7 +209,7 @@ def _items(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _token_counter(model: str) -> Callable[[str], int]:
-    from vllm_kvcompress.evaluation.prompts import load_tokenizer
+    from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 
     tokenizer = load_tokenizer(model)
     return lambda text: len(tokenizer(text)["input_ids"])

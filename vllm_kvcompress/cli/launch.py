@@ -10,10 +10,10 @@ from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_kvcompress.cli.distribution import answer_for_vllm
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
 from vllm_kvcompress.config import SETTINGS_KEY
 from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
 from vllm_kvcompress.vllm_plugin.needed_classes import is_ours
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
 

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from tqdm import tqdm
 
-    from vllm_kvcompress import profiler
+    from vllm_kvcompress.tools import profiler
 
     _check(arguments)
     model, tokenizer = _load(arguments.model)

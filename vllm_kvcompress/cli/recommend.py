@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a setting that cannot work.
         EngineError: an engine ended.
     """
-    from vllm_kvcompress.evaluation import runner
-    from vllm_kvcompress.evaluation.recommendation import cheapest, rounds
+    from vllm_kvcompress.tools.evaluation import runner
+    from vllm_kvcompress.tools.evaluation.recommendation import cheapest, rounds
 
     if arguments.base_url:
         raise ConfigError(

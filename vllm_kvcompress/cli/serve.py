@@ -17,8 +17,8 @@ from vllm_kvcompress.config import (
     Scalar,
     Settings,
 )
-from vllm_kvcompress.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 
 HELP = "serve a model with vLLM and a compressed KV cache"
 _DESCRIPTION = """\

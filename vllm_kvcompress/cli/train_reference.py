@@ -28,8 +28,8 @@ def run(args: argparse.Namespace) -> int:
     """Trains, saves, evaluates; exit status 1 if the model does not answer well enough."""
     from tqdm import tqdm
 
-    from vllm_kvcompress.reference import publish
-    from vllm_kvcompress.reference.train import Progress, Recipe, train
+    from vllm_kvcompress.tools.reference import publish
+    from vllm_kvcompress.tools.reference.train import Progress, Recipe, train
 
     recipe = Recipe(
         minutes=args.minutes, max_length=args.max_length, seed=args.seed, device=args.device

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.selection import apportion, top_entries
+from vllm_kvcompress.kernels.transfers import upload
 from vllm_kvcompress.policies.base import Allocator, LayerView
 from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
 from vllm_kvcompress.policies.rounding import spread
-from vllm_kvcompress.transfers import upload
 
 
 @lru_cache(maxsize=1024)

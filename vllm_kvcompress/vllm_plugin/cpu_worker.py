@@ -9,8 +9,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.attention import cpu
 from vllm_kvcompress.vllm_plugin.attention.registration import use_cpu_backend
-from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
 from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
+from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

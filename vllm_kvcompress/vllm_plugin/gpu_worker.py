@@ -13,8 +13,8 @@ from vllm_kvcompress.vllm_plugin.attention import gpu
 from vllm_kvcompress.vllm_plugin.attention.gpu_warm_up import warm_up_heads
 from vllm_kvcompress.vllm_plugin.attention.registration import kernels_for, use_gpu_backend
 from vllm_kvcompress.vllm_plugin.memory import reserved_bytes
-from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
 from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
+from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

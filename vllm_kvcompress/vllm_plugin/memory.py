@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_kvcompress.compression.workspace import EventShape, event_workspace_bytes
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.workspace import EventShape, event_workspace_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,9 +9,15 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.ledger import Adoption, EventPlan, Observation, RequestLedger, StepPlan
-from vllm_kvcompress.relief import STEPS_OF_RELIEF, Pool, choose
-from vllm_kvcompress.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.scheduling.ledger import (
+    Adoption,
+    EventPlan,
+    Observation,
+    RequestLedger,
+    StepPlan,
+)
+from vllm_kvcompress.scheduling.pressure import STEPS_OF_RELIEF, Pool, choose
 from vllm_kvcompress.vllm_plugin import compat, versions
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.dependent_blocks import DependentBlockManager

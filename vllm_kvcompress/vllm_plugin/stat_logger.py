@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 
-from vllm_kvcompress.stats import StepStats
+from vllm_kvcompress.metrics.stats import StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.needed_classes import check_classes
 from vllm_kvcompress.vllm_plugin.refusals import engine_settings
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
-    from vllm_kvcompress.metrics import CompressionMetrics
+    from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 
 
 class CompressionStatLogger(AggregateStatLoggerBase):
@@ -35,7 +35,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         if settings is None or not settings.policies:
             return
         check_classes(vllm_config, settings)
-        from vllm_kvcompress.metrics import process_metrics
+        from vllm_kvcompress.metrics.prometheus import process_metrics
 
         self.metrics = process_metrics()
         self.model_name = vllm_config.model_config.served_model_name

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
-from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
+from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

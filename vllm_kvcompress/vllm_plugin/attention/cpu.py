@@ -21,20 +21,20 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_kvcompress.events import EventRunner
-from vllm_kvcompress.gathered_attention import QueryGroup, gathered_attention, query_groups
-from vllm_kvcompress.packings import Packing, find_packing
-from vllm_kvcompress.pages import PackedPagePool, PagePool, flat_pages
-from vllm_kvcompress.query_rows import EVERY_ROW, Places, places, rows_at
-from vllm_kvcompress.resident_batch import ResidentBatch
+from vllm_kvcompress.attention.batch import ResidentBatch
+from vllm_kvcompress.attention.biased import QueryGroup, gathered_attention, query_groups
+from vllm_kvcompress.attention.query_rows import EVERY_ROW, Places, places, rows_at
+from vllm_kvcompress.cache.page_order import Packing, find_packing
+from vllm_kvcompress.cache.pages import PackedPagePool, PagePool, flat_pages
+from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.vllm_plugin.attention.sequences import HostNumbers, sequences
-from vllm_kvcompress.vllm_plugin.group_state import GroupStep
-from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
 from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
     dependent_on_compressed,
     is_compressible,
 )
+from vllm_kvcompress.vllm_plugin.step import GroupStep
+from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata

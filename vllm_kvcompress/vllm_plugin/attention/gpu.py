@@ -17,20 +17,20 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from vllm_kvcompress.attention.batch import ResidentBatch
+from vllm_kvcompress.attention.biased import QueryGroup, gathered_attention, query_groups
+from vllm_kvcompress.attention.query_rows import EVERY_ROW, Places, places, rows_at
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool, flat_pages
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.gathered_attention import QueryGroup, gathered_attention, query_groups
-from vllm_kvcompress.pages import InterleavedPagePool, PagePool, flat_pages
-from vllm_kvcompress.query_rows import EVERY_ROW, Places, places, rows_at
-from vllm_kvcompress.resident_batch import ResidentBatch
-from vllm_kvcompress.transfers import upload
+from vllm_kvcompress.kernels.transfers import upload
 from vllm_kvcompress.vllm_plugin.attention.sequences import sequences
-from vllm_kvcompress.vllm_plugin.group_state import GroupStep
-from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
 from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
     dependent_on_compressed,
     is_compressible,
 )
+from vllm_kvcompress.vllm_plugin.step import GroupStep
+from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

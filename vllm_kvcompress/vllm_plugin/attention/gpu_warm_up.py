@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvcompress.resident_batch import BatchRows, ResidentBatch
+from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.attention.gpu import CompressedStep
-from vllm_kvcompress.vllm_plugin.group_state import GroupState, GroupStep
+from vllm_kvcompress.vllm_plugin.step import GroupState, GroupStep
 
 if TYPE_CHECKING:
-    from vllm_kvcompress.vllm_plugin.resident_state import WorkerState
+    from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
 
 ALIGNMENT = 16
 LAYERS = 4  # whose lengths lie one after another, and begin anywhere

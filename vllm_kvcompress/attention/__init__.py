@@ -1,0 +1,1 @@
+"""Attention of a step's compressed requests: their rows, pages and lengths."""

@@ -1,0 +1,174 @@
+"""The compressed requests of a batch, as attention needs them, step after step.
+
+What is planned on the host lies there in numpy arrays, what kernels read lies beside the pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.cache.page_tables import Books, PageTables
+from vllm_kvcompress.cache.policy_state import CarriedRuns
+from vllm_kvcompress.kernels.transfers import upload
+
+ROW_MULTIPLE = 16
+HostNumbers = np.ndarray[Any, np.dtype[np.integer[Any]]]
+
+
+@dataclass(frozen=True)
+class BatchRows:
+    """Which rows of a batch are compressed.
+
+    Attributes:
+        rows: [R] int64 the compressed ones.
+        whole: [W] int64 the others.
+        slots: [R] int64 rows in the page tables of the compressed ones.
+        device_rows, device_whole, device_slots: the same beside the pages.
+    """
+
+    rows: Books
+    whole: Books
+    slots: Books
+    device_rows: Tensor
+    device_whole: Tensor
+    device_slots: Tensor
+
+    @classmethod
+    def of(cls, slots: Books, device: torch.device) -> BatchRows:
+        """Of [rows] slots, -1 where a request is whole."""
+        rows, whole = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+        host = (rows, whole, slots[rows])
+        return cls(*host, *(upload(numbers, device) for numbers in host))
+
+
+@dataclass(frozen=True)
+class ResidentBatch(BatchRows):
+    """The compressed requests of a batch.
+
+    Attributes:
+        page_table: [num_layers, R * num_heads, width] int32, rows side by side.
+        seq_lens: [num_layers, R * num_heads] int32 resident tokens.
+        alike: whether these are known to be the same in every layer.
+        carried: what attention reads of what the policy carries; None: nothing.
+    """
+
+    page_table: Tensor
+    seq_lens: Tensor
+    alike: bool
+    carried: CarriedRuns | None = None
+
+
+@dataclass
+class _Gathered:
+    """What stays from step to step, while the batch and its kept pages are the same.
+
+    Attributes:
+        table: [num_layers, R, num_heads, any] int32 page ids, with room for what comes.
+        width: columns of it that are in use.
+        excess: [num_layers, R, num_heads] int32 resident minus logical tokens.
+        alike: whether this is known to be the same in every layer.
+        limits: [R] logical tokens that the table covers.
+        carried: as in `ResidentBatch`.
+    """
+
+    table: Tensor
+    width: int
+    excess: Tensor
+    alike: bool
+    limits: Books
+    carried: CarriedRuns | None = None
+
+
+class ResidentBatches:
+    """Makes each step's `ResidentBatch`, and most of it only when pages or requests changed.
+
+    Args:
+        tables: of the requests.
+        carried: finds what attention reads of what requests in [R] slots carry; None: nothing.
+    """
+
+    def __init__(
+        self, tables: PageTables, carried: Callable[[Tensor], CarriedRuns | None] | None = None
+    ) -> None:
+        self.tables = tables
+        self._carried = carried
+        self._request_ids: list[str] = []
+        self._version = -1
+        self._rows = BatchRows.of(np.zeros(0, dtype=np.int64), tables.pool.device)
+        self._gathered: _Gathered | None = None
+
+    def read(
+        self,
+        request_ids: list[str],
+        num_tokens: HostNumbers,
+        seq_lens: Tensor,
+        block_table: Tensor,
+    ) -> ResidentBatch | None:
+        """The batch after new tail pages were booked; None where no request is compressed.
+
+        Args:
+            request_ids: of all rows of the batch.
+            num_tokens: [rows] logical tokens, this step's included.
+            seq_lens: [rows] int32 the same, beside the pages.
+            block_table: [rows, max_blocks] int32 block ids by logical block, beside the pages.
+        """
+        if not self.tables.slots:
+            return None
+        if self._version != self.tables.version or self._request_ids != request_ids:
+            self._find(request_ids)
+        found = self._rows
+        if not len(found.rows):
+            return None
+        known = self._covering(num_tokens[found.rows].astype(np.int64), block_table)
+        logical = seq_lens[found.device_rows]
+        return ResidentBatch(
+            **vars(found),
+            page_table=known.table.flatten(1, 2)[:, :, : known.width],
+            seq_lens=(known.excess + logical[:, None]).flatten(1),
+            alike=known.alike,
+            carried=known.carried,
+        )
+
+    def _find(self, request_ids: list[str]) -> None:
+        """Which rows are compressed."""
+        slot_of = self.tables.slots
+        slots: Books = np.array([slot_of.get(rid, -1) for rid in request_ids], dtype=np.int64)
+        self._rows = BatchRows.of(slots, self.tables.pool.device)
+        self._request_ids, self._version = list(request_ids), self.tables.version
+        self._gathered = None
+
+    def _covering(self, num_tokens: Books, block_table: Tensor) -> _Gathered:
+        """What is known of the batch, brought up to [R] logical tokens."""
+        known = self._gathered
+        if known is not None and not (num_tokens > known.limits).any():
+            return known
+        tables, slots = self.tables, self._rows.slots
+        added = tables.extend_tails(slots, self._rows.rows, block_table, num_tokens)
+        self._version = tables.version
+        width = int(tables.widths(slots).max())
+        if known is None or width > known.table.shape[3]:
+            known = self._gathered = self._gather(width)
+        elif added is not None:
+            added.write(known.table, added.requests)
+        known.width, known.limits = width, tables.tail_limits(slots)
+        return known
+
+    def _gather(self, width: int) -> _Gathered:
+        """The batch's rows of the tables, with room for an eighth more columns.
+
+        Rows are multiples of 16 numbers, of which kernels need to be compiled for no other kind.
+        """
+        tables, found = self.tables, self._rows
+        room = width + max(8, width // 8)
+        table = tables.gather(found.device_slots, -(-room // ROW_MULTIPLE) * ROW_MULTIPLE)
+        excess = tables.excess(found.slots)
+        # Only the CPU can look without waiting for what runs on the device.
+        alike = excess.device.type == "cpu" and bool((excess == excess[:1]).all())
+        carried = None if self._carried is None else self._carried(found.device_slots)
+        return _Gathered(table, width, excess, alike, tables.tail_limits(found.slots), carried)

@@ -1,0 +1,154 @@
+"""Attention of compressed requests that vLLM's kernels do not give.
+
+With a bias per entry, for those that stand for several tokens, and with outputs that are corrected
+for what was evicted, which takes the log-sum-exp. Pages of GPUs go through kernels over pages;
+those of CPUs, which only vLLM's own kernels read as they are, are gathered first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch
+from vllm_kvcompress.attention.query_rows import Places, places, rows_at
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
+from vllm_kvcompress.cache.policy_state import CarriedRuns
+from vllm_kvcompress.compression.runner import EventRunner
+from vllm_kvcompress.kernels import attention_with_lse, paged
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.transfers import upload
+
+
+@dataclass(frozen=True)
+class QueryGroup:
+    """Compressed requests of a step that have equally many queries in it.
+
+    S = N * num_heads sequences, one for each of their heads.
+
+    Attributes:
+        tokens: [N * m] places of their queries among the batch's tokens.
+        num_queries: m.
+        page_table: [num_layers, S, width] int32 page ids.
+        lengths: [num_layers, S] int32 resident tokens.
+        carried: what attention reads of what the policy carries; None: nothing.
+    """
+
+    tokens: Places
+    num_queries: int
+    page_table: Tensor
+    lengths: Tensor
+    carried: CarriedRuns | None
+
+    def by_head(self, rows: Tensor, num_heads: int) -> Tensor:
+        """[N * m, num_query_heads, head_size] -> [N, num_heads, G, m, head_size] (a view)."""
+        mine = rows.unflatten(0, (-1, self.num_queries)).unflatten(2, (num_heads, -1))
+        return mine.permute(0, 2, 3, 1, 4)
+
+
+def query_groups(batch: ResidentBatch, starts: HostNumbers) -> list[QueryGroup]:
+    """All requests that decode together, and each that reads a chunk by itself.
+
+    Args:
+        batch: the compressed requests.
+        starts: [rows + 1] first token of every row of the batch.
+    """
+    lengths = np.diff(starts)[batch.rows]
+    decoding = np.flatnonzero(lengths == 1)
+    groups = [_query_group(batch, decoding, starts, 1)] if len(decoding) else []
+    for request in np.flatnonzero(lengths > 1):
+        groups.append(_query_group(batch, request[None], starts, int(lengths[request])))
+    return groups
+
+
+def _query_group(
+    batch: ResidentBatch, requests: HostNumbers, starts: HostNumbers, num_queries: int
+) -> QueryGroup:
+    device = batch.page_table.device
+    first = starts[batch.rows[requests]].astype(np.int64)
+    tokens = places((first[:, None] + np.arange(num_queries)).flatten(), device)
+    if len(requests) == len(batch.rows):
+        return QueryGroup(tokens, num_queries, batch.page_table, batch.seq_lens, batch.carried)
+    num_heads = batch.page_table.shape[1] // len(batch.rows)
+    heads = (requests[:, None] * num_heads + np.arange(num_heads)).flatten()
+    sequences, carried = upload(heads, device), batch.carried
+    if carried is not None:
+        carried = carried.select(upload(requests, device), sequences)
+    return QueryGroup(
+        tokens,
+        num_queries,
+        batch.page_table[:, sequences],
+        batch.seq_lens[:, sequences],
+        carried,
+    )
+
+
+def gathered_attention(
+    runner: EventRunner,
+    layer: int,
+    group: QueryGroup,
+    queries: Tensor,
+    outputs: Tensor,
+    scale: float,
+) -> None:
+    """Writes the outputs for the group's queries, as the policy has them.
+
+    Args:
+        runner: holds the pages, and the policy.
+        layer: of the cache group.
+        group: some of the compressed requests.
+        queries, outputs: [num_tokens, num_query_heads, head_size] of the batch.
+        scale: of the logits.
+    """
+    pool, pipeline = runner.pool, runner.pipeline
+    carried = None if group.carried is None else group.carried.of_layer(layer, pool)
+    bias = carried if pipeline.weighs_entries else None
+    where = (group.page_table[layer], group.lengths[layer])
+    with rows_at(group.tokens, queries, outputs) as (rows, out_rows):
+        mine = group.by_head(rows, pool.num_heads).flatten(0, 1)
+        out = group.by_head(out_rows, pool.num_heads).view(mine.shape)
+        lse = _attend(pool, *where, mine, scale, bias, pipeline.corrects, out)
+        if pipeline.corrects:
+            assert carried is not None
+            assert lse is not None
+            paged.correct_with_moments(carried, out, lse, mine, scale)
+
+
+def _attend(
+    pool: PagePool,
+    page_table: Tensor,
+    lengths: Tensor,
+    queries: Tensor,
+    scale: float,
+    bias: PagedNumbers | None,
+    with_lse: bool,
+    out: Tensor,
+) -> Tensor | None:
+    """Outputs [S, G, m, head_size] and, if wanted, [S, G, m] log-sum-exps."""
+    if not isinstance(pool, InterleavedPagePool):
+        keys, values = _copies(pool, page_table, lengths)
+        added = None if bias is None else bias.gathered(keys.shape[1])
+        outputs, lse = attention_with_lse(queries, keys, values, lengths.long(), scale, added)
+        out.copy_(outputs)
+        return lse
+    entries = pool.entries(page_table, lengths)
+    if queries.shape[2] > 1:
+        return paged.prefill_attention(entries, queries, scale, bias, with_lse, out)[1]
+    one, to = queries[:, :, 0], out[:, :, 0]
+    lse_of_one = paged.decode_attention(entries, one, scale, bias, with_lse, to)[1]
+    return None if lse_of_one is None else lse_of_one[:, :, None]
+
+
+def _copies(pool: PagePool, page_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """[S, n, head_size] keys and values, zeros behind the lengths.
+
+    A page may hold anything there, such as numbers of another type.
+    """
+    page_ids = page_table.long()
+    keys, values = pool.keys(page_ids).flatten(1, 2), pool.values(page_ids).flatten(1, 2)
+    padding = torch.arange(keys.shape[1], device=keys.device) >= lengths[:, None]
+    keys[padding] = values[padding] = 0
+    return keys, values

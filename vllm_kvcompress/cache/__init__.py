@@ -1,0 +1,1 @@
+"""Where tokens, pages, queries and what policies carry lie in vLLM's blocks."""

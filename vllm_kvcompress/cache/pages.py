@@ -1,0 +1,231 @@
+"""Pages: the K and V of one (layer, KV head) for `block_size` tokens, as one run of memory.
+
+With the layout BLHNC the whole cache is a flat array of pages:
+
+    page = block * pages_per_block + layer_offset[layer] + head
+
+Inside a page kernels order the elements as suits them. On GPUs every token's key and value lie
+side by side (`InterleavedPagePool`). CPU kernels keep K before V and order the elements of either
+(`PackedPagePool`, where a `Packing` says how). Whoever reads or writes tokens asks the pool.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.cache.page_order import Packing
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
+
+
+@dataclass(frozen=True)
+class PagePool(ABC):
+    """All pages of the cache, and where a cache group's layers lie in a block.
+
+    Attributes:
+        pages: [num_pages, 2 * block_size * head_size] view of the whole cache.
+        pages_per_block: pages between a block and the next.
+        layer_offsets: [num_layers] int64, a layer's first page inside a block, beside the pages.
+        num_heads: KV heads per layer (of this rank).
+        block_size: tokens of a page.
+        head_size: elements of a key.
+    """
+
+    pages: Tensor
+    pages_per_block: int
+    layer_offsets: Tensor
+    num_heads: int
+    block_size: int
+    head_size: int
+
+    @abstractmethod
+    def keys(self, page_ids: Tensor) -> Tensor:
+        """[...] page ids -> [..., block_size, head_size] keys (a copy)."""
+
+    @abstractmethod
+    def values(self, page_ids: Tensor) -> Tensor:
+        """[...] page ids -> [..., block_size, head_size] values (a copy)."""
+
+    @abstractmethod
+    def take_keys(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
+        """[N] page ids and tokens within them -> [N, head_size] keys (a copy)."""
+
+    @abstractmethod
+    def take_values(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
+        """[N] page ids and tokens within them -> [N, head_size] values (a copy)."""
+
+    @abstractmethod
+    def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Writes whole pages: [P] page ids, [P, block_size, head_size] keys and values."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the cache group."""
+        return int(self.layer_offsets.numel())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        device: torch.device = self.pages.device
+        return device
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page."""
+        return int(self.pages.shape[1] * self.pages.element_size())
+
+    def block_page_offsets(self) -> Tensor:
+        """[num_layers * num_heads] int64: this group's pages inside a block, layer by layer."""
+        heads = torch.arange(self.num_heads, device=self.layer_offsets.device)
+        return (self.layer_offsets[:, None] + heads).flatten()
+
+    def fresh_pages(self, block_ids: Tensor) -> Tensor:
+        """[K] blocks -> [K * num_layers * num_heads] int64 pages, in dealing order."""
+        return (block_ids[:, None] * self.pages_per_block + self.block_page_offsets()).flatten()
+
+    def floats(self, page_ids: Tensor) -> Tensor:
+        """[..., P] pages that hold fp32 numbers -> [..., numbers] (a copy)."""
+        return self.pages[page_ids].flatten(-2).view(torch.float32)
+
+    def write_floats(self, page_ids: Tensor, numbers: Tensor) -> None:
+        """Writes fp32 numbers [m] into whole pages [P], the rest as zeros."""
+        room = page_ids.numel() * self.page_bytes // 4
+        padded = torch.nn.functional.pad(numbers, (0, room - numbers.numel()))
+        self.pages[page_ids] = padded.view(self.pages.dtype).view(page_ids.numel(), -1)
+
+
+@dataclass(frozen=True)
+class PackedPagePool(PagePool):
+    """Pages of vLLM's CPU kernels: K, then V, each in an order of its own.
+
+    Attributes:
+        key_packing, value_packing: order of the elements inside a page.
+
+    Raises:
+        InvariantError: packings of other sizes than the page's.
+    """
+
+    key_packing: Packing
+    value_packing: Packing
+
+    def __post_init__(self) -> None:
+        for packing in (self.key_packing, self.value_packing):
+            sizes = (packing.block_size, packing.head_size)
+            if sizes != (self.block_size, self.head_size):
+                raise InvariantError(
+                    f"expected packings of {self.block_size} tokens of {self.head_size} elements, "
+                    f"got {packing.name} of {sizes[0]} of {sizes[1]}; take one of known_packings "
+                    "for the page's own sizes."
+                )
+
+    def keys(self, page_ids: Tensor) -> Tensor:
+        """As `PagePool.keys`."""
+        return self.key_packing.to_rows(self._halves(2 * page_ids))
+
+    def values(self, page_ids: Tensor) -> Tensor:
+        """As `PagePool.values`."""
+        return self.value_packing.to_rows(self._halves(2 * page_ids + 1))
+
+    def take_keys(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
+        """As `PagePool.take_keys`."""
+        half = self.pages.shape[1] // 2
+        return self.key_packing.take_rows(self.pages[:, :half], page_ids, tokens)
+
+    def take_values(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
+        """As `PagePool.take_values`."""
+        half = self.pages.shape[1] // 2
+        return self.value_packing.take_rows(self.pages[:, half:], page_ids, tokens)
+
+    def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As `PagePool.write`."""
+        half = self.pages.shape[1] // 2
+        self.pages[page_ids, :half] = self.key_packing.from_rows(keys)
+        self.pages[page_ids, half:] = self.value_packing.from_rows(values)
+
+    def _halves(self, halves: Tensor) -> Tensor:
+        """[...] numbers of half pages, K before V -> [..., elements of a half] (a copy)."""
+        size = self.pages.shape[1] // 2
+        chosen = self.pages.view(-1, size).index_select(0, halves.flatten())
+        return chosen.view(*halves.shape, size)
+
+
+@dataclass(frozen=True)
+class InterleavedPagePool(PagePool):
+    """Pages of vLLM's GPU backends: a token's key and value lie side by side.
+
+    page: block_size rows of [ K: head_size ][ V: head_size ]
+    """
+
+    def keys(self, page_ids: Tensor) -> Tensor:
+        """As `PagePool.keys`."""
+        return self._rows[..., : self.head_size][page_ids]
+
+    def values(self, page_ids: Tensor) -> Tensor:
+        """As `PagePool.values`."""
+        return self._rows[..., self.head_size :][page_ids]
+
+    def take_keys(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
+        """As `PagePool.take_keys`."""
+        return self._rows[..., : self.head_size][page_ids, tokens]
+
+    def take_values(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
+        """As `PagePool.take_values`."""
+        return self._rows[..., self.head_size :][page_ids, tokens]
+
+    def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
+        """As `PagePool.write`."""
+        self._rows[..., : self.head_size][page_ids] = keys
+        self._rows[..., self.head_size :][page_ids] = values
+
+    def entries(self, page_table: Tensor, lengths: Tensor) -> PagedEntries:
+        """Sequences' entries, as kernels over pages take them.
+
+        Args:
+            page_table: [S, width] int32 or int64 page ids.
+            lengths: [S] int32 or int64 resident tokens.
+        """
+        return PagedEntries(self.pages, page_table, lengths, self.block_size, self.head_size)
+
+    @property
+    def _rows(self) -> Tensor:
+        """[num_pages, block_size, 2 * head_size] view of the pages."""
+        return self.pages.unflatten(1, (self.block_size, 2 * self.head_size))
+
+
+def flat_pages(layer_caches: list[Tensor]) -> tuple[Tensor, int, list[int]]:
+    """The flat page view over one group's per-layer cache views.
+
+    Args:
+        layer_caches: per layer [num_blocks, num_kv_heads, block_size, 2 * head_size] views of
+            one allocation in the layout BLHNC.
+
+    Returns:
+        pages [num_pages, 2 * block_size * head_size], pages per block, first page of each layer.
+
+    Raises:
+        InvariantError: the views are not whole pages of one allocation.
+    """
+    first = layer_caches[0]
+    num_blocks, _, block_size, content = first.shape
+    page = block_size * content
+    storage = first.untyped_storage()
+    offsets = []
+    for cache in layer_caches:
+        same = cache.untyped_storage().data_ptr() == storage.data_ptr()
+        strides = (cache.stride(0) % page, cache.stride(1), cache.stride(2), cache.stride(3))
+        if not same or strides != (0, page, content, 1) or cache.storage_offset() % page:
+            raise InvariantError(
+                f"expected every layer's cache as whole pages of {page} elements in one "
+                f"allocation, got shape {tuple(cache.shape)} with strides {cache.stride()} at "
+                f"offset {cache.storage_offset()}; the KV-cache layout must be BLHNC."
+            )
+        offsets.append(cache.storage_offset() // page)
+    pages_per_block = first.stride(0) // page
+    num_pages = num_blocks * pages_per_block
+    available = storage.nbytes() // first.element_size() // page
+    flat = torch.as_strided(first, (min(num_pages, available), page), (page, 1), 0)
+    return flat, pages_per_block, offsets

@@ -1,0 +1,101 @@
+"""Numbers that a policy carries from event to event, in pages of the request's own.
+
+    state pages of a layer:  [ per head: s numbers each ][ per entry: bias, positions, ... ]
+
+All are fp32. Those per entry follow one another name by name (`Pipeline.carried_entries`), and
+within a name head after head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.policies.base import Selection
+
+EVERY_LAYER = slice(None)
+
+
+@dataclass(frozen=True)
+class CarriedRuns:
+    """Where numbers lie that R requests carry: a run for every KV head, S = R * num_heads.
+
+    Attributes:
+        pages: [num_layers, R, any] int32 page ids.
+        starts, lengths: [num_layers, S] int32 where each head's run begins in these, and how many
+            numbers it has.
+    """
+
+    pages: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+    def select(self, requests: Tensor, sequences: Tensor) -> CarriedRuns:
+        """Those of some requests, whose heads are `sequences`."""
+        return CarriedRuns(
+            self.pages[:, requests], self.starts[:, sequences], self.lengths[:, sequences]
+        )
+
+    def of_layer(self, layer: int, pool: PagePool) -> PagedNumbers:
+        """A layer's, as kernels take them."""
+        numbers = pool.pages.view(torch.float32)
+        return PagedNumbers(numbers, self.pages[layer], self.starts[layer], self.lengths[layer])
+
+
+class CarriedNumbers:
+    """Finds and writes them.
+
+    Args:
+        tables: whose pages hold them.
+    """
+
+    def __init__(self, tables: PageTables) -> None:
+        self.tables = tables
+        self.pool = tables.pool
+
+    def of_heads(
+        self, pipeline: Pipeline, slots: Tensor | slice, layers: slice = EVERY_LAYER
+    ) -> CarriedRuns:
+        """The numbers per head of requests."""
+        kept, size = self._kept(slots, layers), pipeline.state_size(self.pool.head_size)
+        nth = torch.arange(kept.shape[2], dtype=torch.int32, device=kept.device)
+        starts = (nth * size).expand_as(kept).flatten(1)
+        pages = self.tables.state[layers, slots]
+        return CarriedRuns(pages, starts, torch.full_like(starts, size))
+
+    def of_entries(
+        self, pipeline: Pipeline, name: str, slots: Tensor | slice, layers: slice = EVERY_LAYER
+    ) -> CarriedRuns:
+        """The numbers of that name of requests' kept entries, head after head."""
+        pool, kept = self.pool, self._kept(slots, layers)
+        starts = kept.cumsum(dim=2, dtype=torch.int32) - kept
+        starts += pool.num_heads * pipeline.state_size(pool.head_size)
+        if which := pipeline.carried_entries.index(name):
+            starts += which * kept.sum(dim=2, keepdim=True, dtype=torch.int32)
+        pages = self.tables.state[layers, slots]
+        return CarriedRuns(pages, starts.flatten(1), kept.flatten(1))
+
+    def _kept(self, slots: Tensor | slice, layers: slice) -> Tensor:
+        """[layers, R, num_heads] int32 kept entries."""
+        return self.tables.counts[layers, slots] * self.pool.block_size
+
+    def write(
+        self, pipeline: Pipeline, layer: int, slot: int, selection: Selection, pages: Tensor
+    ) -> None:
+        """Writes what an event leaves in a layer to state pages, and books these."""
+        merged, numbers = selection.merged, []
+        if pipeline.state_size(self.pool.head_size):
+            assert merged.state is not None
+            numbers.append(merged.state.flatten())
+        heads = selection.heads(self.pool.block_size)
+        for name in pipeline.carried_entries:
+            entries = getattr(merged, name)
+            numbers.append(entries[heads, selection.kept_indices].float())
+        self.pool.write_floats(pages, torch.cat(numbers).float())
+        self.tables.replace_state(layer, slot, pages)

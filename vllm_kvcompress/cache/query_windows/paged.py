@@ -1,0 +1,101 @@
+"""The last queries of running requests, in blocks of the requests' own.
+
+Under the pressure trigger any request may be compressed at any token, so all of them keep their
+last queries, as long as they run. They lie in the block pool, where vLLM's allocator counts them:
+
+    place p of a ring, query head q  ->  row p * num_query_heads + q of the layer's ring pages,
+                                         2 * block_size rows of head_size to a page
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from torch import Tensor
+
+from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.cache.query_windows.rings import Located, Numbers, lay_out
+from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.scheduling.ledger import Observation
+
+
+def window_blocks(
+    window_size: int, num_query_heads: int, num_kv_heads: int, block_size: int
+) -> int:
+    """Blocks that a request's last queries take."""
+    pages = math.ceil(window_size * num_query_heads / (2 * block_size))
+    return math.ceil(pages / num_kv_heads)
+
+
+class PagedWindows:
+    """As `QueryWindows`, with rings in blocks that the scheduler hands out.
+
+    Args:
+        pool: the pages.
+        window_size: queries per ring.
+        num_query_heads: of this rank.
+    """
+
+    def __init__(self, pool: PagePool, window_size: int, num_query_heads: int) -> None:
+        self.window_size = window_size
+        self._pool = pool
+        self._num_query_heads = num_query_heads
+        self._layer_rows = pool.layer_offsets * self._rows_per_page
+        # By request the first row of each of its ring's pages, before a layer's offset.
+        self._pages: dict[str, Numbers] = {}
+
+    @property
+    def _rows(self) -> Tensor:
+        """[all rows, head_size] view of the pool."""
+        return self._pool.pages.view(-1, self._pool.head_size)
+
+    @property
+    def _rows_per_page(self) -> int:
+        return 2 * self._pool.block_size
+
+    def hold(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+        """Takes the blocks that a request's ring lies in."""
+        pool = self._pool
+        pages = np.array(block_ids)[:, None] * pool.pages_per_block + np.arange(pool.num_heads)
+        self._pages[request_id] = pages.flatten() * self._rows_per_page
+
+    def locate(self, rows: list[tuple[str, int, Observation]]) -> Located:
+        """Where this step's observed queries come from and go to; as `QueryWindows.locate`."""
+        tokens, row, positions = lay_out(rows)
+        pages = np.stack([self._pages[request_id] for request_id, _, _ in rows])
+        places = self._places(pages[row], positions)
+        device = self._pool.device
+        return Located(upload(tokens, device), upload(places, device))
+
+    def record(self, layer: int, queries: Tensor, where: Located) -> None:
+        """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings."""
+        rows = self._rows
+        rows[where.places + self._layer_rows[layer]] = queries[where.tokens].to(rows.dtype)
+
+    def read(self, layer: int, request_id: str, position: int, num_queries: int) -> Tensor:
+        """[num_queries, num_query_heads, head_size]: the last queries before `position`."""
+        places = self._places(
+            self._pages[request_id][None], np.arange(position - num_queries, position)
+        )
+        return self._rows[upload(places, self._pool.device) + self._layer_rows[layer]]
+
+    def _places(self, pages: Numbers, positions: Numbers) -> Numbers:
+        """[T, num_query_heads] rows of the queries of [T] positions, before a layer's offset.
+
+        Args:
+            pages: [T or 1, P] first rows of the pages of each one's ring.
+            positions: [T] in the request.
+        """
+        heads = np.arange(self._num_query_heads)
+        places = (positions % self.window_size)[:, None] * self._num_query_heads + heads
+        nth = np.arange(len(pages))[:, None]
+        found: Numbers = pages[nth, places // self._rows_per_page] + places % self._rows_per_page
+        return found
+
+    def end_event(self, request_id: str) -> None:
+        """The ring goes on: the next event may come at any token."""
+
+    def release(self, request_id: str) -> None:
+        """Forgets a request's ring; unknown requests are ignored."""
+        self._pages.pop(request_id, None)

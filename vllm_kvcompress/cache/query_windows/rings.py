@@ -1,0 +1,126 @@
+"""The last queries of requests that are about to be compressed.
+
+A window can straddle two prefill chunks, and a decode step brings one query at a time, so
+queries are recorded as they come, in a ring per request and layer: the query of position p
+lies at p modulo the window size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.scheduling.ledger import Observation
+
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True)
+class Located:
+    """Observed queries of a step; beside the rings.
+
+    Attributes:
+        tokens: [T] int64 places in the batch.
+        places: [T] or [T, num_query_heads] int64 rows of the rings' memory, before a
+            layer's offset.
+    """
+
+    tokens: Tensor
+    places: Tensor
+
+
+def lay_out(rows: list[tuple[str, int, Observation]]) -> tuple[Numbers, Numbers, Numbers]:
+    """Observed tokens of all requests, one after the other.
+
+    Args:
+        rows: request id, the request's first token in the batch, and what to observe of it.
+
+    Returns:
+        [T] int64 each: place in the batch, which of `rows`, position in the request.
+    """
+    # One number of each kind per request; their tokens are then laid out together.
+    tokens, positions, counts = np.array(
+        [(first + seen.offset, seen.position, seen.num_tokens) for _, first, seen in rows]
+    ).T
+    row: Numbers = np.repeat(np.arange(len(rows)), counts)
+    nth = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
+    return tokens[row] + nth, row, positions[row] + nth
+
+
+class QueryWindows:
+    """Rings of queries, one slot per observed request.
+
+    Args:
+        num_layers: of the cache group.
+        window_size: queries per ring.
+        device: of the queries.
+
+    Attributes:
+        window_size: queries per ring.
+        ring: [num_layers, slots, window_size, num_query_heads, head_size], allocated at first use.
+    """
+
+    def __init__(self, num_layers: int, window_size: int, device: torch.device) -> None:
+        self.num_layers = num_layers
+        self.window_size = window_size
+        self.device = device
+        self.ring: Tensor | None = None
+        self.slots: dict[str, int] = {}
+        self._free_slots: list[int] = []
+
+    def locate(self, rows: list[tuple[str, int, Observation]]) -> Located:
+        """Where this step's observed queries come from and go to.
+
+        Args:
+            rows: request id, the request's first token in the batch, and what to observe of it.
+        """
+        tokens, row, positions = lay_out(rows)
+        slots = np.array([self._slot(request_id) for request_id, _, _ in rows])[row]
+        places = slots * self.window_size + positions % self.window_size
+        return Located(*upload(np.stack((tokens, places)), self.device))
+
+    def record(self, layer: int, queries: Tensor, where: Located) -> None:
+        """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings."""
+        self._reserve(queries)
+        assert self.ring is not None
+        self.ring[layer].flatten(0, 1)[where.places] = queries[where.tokens]
+
+    def read(self, layer: int, request_id: str, position: int, num_queries: int) -> Tensor:
+        """[num_queries, num_query_heads, head_size]: the last queries before `position`."""
+        assert self.ring is not None
+        positions = torch.arange(position - num_queries, position, device=self.device)
+        places = positions % self.window_size
+        return self.ring[layer, self.slots[request_id], places]
+
+    def end_event(self, request_id: str) -> None:
+        """Frees a request's ring, until an event comes near again."""
+        self.release(request_id)
+
+    def release(self, request_id: str) -> None:
+        """Frees a request's ring; unknown requests are ignored."""
+        slot = self.slots.pop(request_id, None)
+        if slot is not None:
+            self._free_slots.append(slot)
+
+    def _slot(self, request_id: str) -> int:
+        if request_id not in self.slots:
+            free = self._free_slots
+            self.slots[request_id] = free.pop() if free else len(self.slots)
+        return self.slots[request_id]
+
+    def _reserve(self, queries: Tensor) -> None:
+        """Makes room for every slot handed out; at least eight at a time."""
+        have = 0 if self.ring is None else self.ring.shape[1]
+        need = len(self.slots) + len(self._free_slots)
+        if need <= have:
+            return
+        size = (self.num_layers, max(8, 2 * need), self.window_size, *queries.shape[1:])
+        ring = queries.new_zeros(size)
+        if self.ring is not None:
+            ring[:, :have] = self.ring
+        self.ring = ring

@@ -1,0 +1,1 @@
+"""One compression event: what a policy sees, decides and leaves behind."""

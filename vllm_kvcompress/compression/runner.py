@@ -1,0 +1,235 @@
+"""Runs compression events: reads source pages, asks the policy, writes the survivors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.policy_state import CarriedNumbers, CarriedRuns
+from vllm_kvcompress.cache.query_windows.paged import PagedWindows
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.layer import compress_layer
+from vllm_kvcompress.compression.stopwatch import Stopwatch
+from vllm_kvcompress.compression.view import EventViews, Sources
+from vllm_kvcompress.kernels import paged
+from vllm_kvcompress.kernels.transfers import Download, upload
+from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.policies.rotary import Rotary
+from vllm_kvcompress.policies.rounding import spread
+from vllm_kvcompress.scheduling.ledger import EventPlan
+from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What value-aware policies need of one layer (None where the pipeline does not ask).
+
+    Attributes:
+        output_weight: [num_heads, head_size, group, hidden] o_proj by KV head and its group.
+        output_gram: [num_query_heads, head_size, head_size] fp32 W W^T by query head.
+        rotary: how keys are rotated.
+    """
+
+    output_weight: Tensor | None = None
+    output_gram: Tensor | None = None
+    rotary: Rotary | None = None
+
+
+@dataclass
+class Event:
+    """One event of one request, while its step runs.
+
+    Attributes:
+        plan: what the scheduler decided.
+        slot: the request's row in the page tables.
+        pipeline: the request's policy.
+        blocks: [end_block - first_block (+ 1 if a partial block follows)] int64 block ids.
+        fresh_pages: [K * num_layers * num_heads] int64 pages that take the survivors.
+        layer_pages: pages of each layer afterwards, the state's not counted.
+        state_pages: pages of each layer for what the policy carries.
+        layer_starts: where each layer's pages begin in `fresh_pages`.
+        stopwatch: counts the time spent.
+        max_kept: pages of the fullest head so far; off the CPU an upper bound.
+        page_counts: [num_heads] int64 of every layer so far.
+    """
+
+    plan: EventPlan
+    slot: int
+    pipeline: Pipeline
+    blocks: Tensor
+    fresh_pages: Tensor
+    layer_pages: list[int]
+    stopwatch: Stopwatch
+    state_pages: int = 0
+    layer_starts: list[int] = field(default_factory=list)
+    max_kept: int = 0
+    page_counts: list[Tensor] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float | None:
+        """Time spent so far; None while a device still works."""
+        return self.stopwatch.seconds
+
+
+class EventRunner:
+    """Compresses requests of one cache group, layer by layer, as the model runs.
+
+    Attributes:
+        pipelines: the policies of requests, by name.
+        pipeline: the server's own. Where attention needs more than ordinary kernels give, it is
+            the only one.
+        loss: measures what later attention loses; None: nobody asked.
+    """
+
+    def __init__(
+        self,
+        tables: PageTables,
+        windows: QueryWindows | PagedWindows,
+        pipelines: Mapping[str, Pipeline],
+        weights: Sequence[LayerWeights],
+    ) -> None:
+        self.tables = tables
+        self.pool = tables.pool
+        self.windows = windows
+        self.pipelines = pipelines
+        self.pipeline = next(iter(pipelines.values()))
+        self.weights = list(weights)
+        self.loss: AttentionLoss | None = None
+        self._carried = CarriedNumbers(tables)
+        self._views = EventViews(self._carried, windows, self.weights)
+
+    def begin(self, plan: EventPlan, block_row: Tensor) -> Event:
+        """Sets an event up before the model runs.
+
+        Args:
+            plan: the event.
+            block_row: [max_blocks] int32 the request's block ids by logical block.
+        """
+        pool, tables = self.pool, self.tables
+        slot = tables.slots.get(plan.request_id)
+        if slot is None:
+            slot = tables.acquire(plan.request_id)
+        former = tables.layer_pages.get(plan.request_id, [0] * pool.num_layers)
+        num_kept = len(plan.fresh_block_ids)
+        pipeline = self.pipelines[plan.policy]
+        state_pages = pipeline.state_pages(
+            num_kept * pool.num_heads,
+            pool.num_heads,
+            pool.head_size,
+            pool.block_size,
+            pool.page_bytes,
+        )
+        layer_pages = self._layer_pages(pipeline, plan, former, state_pages)
+        partial = 1 if plan.position % pool.block_size else 0
+        starts = [
+            sum(layer_pages[:layer]) + layer * state_pages for layer in range(pool.num_layers)
+        ]
+        return Event(
+            plan=plan,
+            slot=slot,
+            pipeline=pipeline,
+            blocks=block_row[plan.first_block : plan.end_block + partial].to(torch.int64),
+            fresh_pages=pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device)),
+            layer_pages=layer_pages,
+            stopwatch=Stopwatch(pool.device),
+            state_pages=state_pages,
+            layer_starts=starts,
+        )
+
+    def _layer_pages(
+        self, pipeline: Pipeline, plan: EventPlan, former: list[int], reserved: int
+    ) -> list[int]:
+        """Pages for entries in each layer: the allocator's division, less those of the state."""
+        pool = self.pool
+        num_tail = plan.end_block - plan.first_block
+        capacity = [pages + num_tail * pool.num_heads + reserved for pages in former]
+        pages = pipeline.allocator.layer_pages(
+            len(plan.fresh_block_ids), capacity, pool.num_heads, plan.end_block
+        )
+        least = pool.num_heads + reserved
+        if reserved and min(pages) < least:
+            shares = [float(count) for count in pages]
+            pages = spread(shares, sum(pages), capacity, [least] * len(pages))
+        return [count - reserved for count in pages]
+
+    def run_layer(self, event: Event, layer: int, scale: float) -> None:
+        """Compresses one layer; called after the layer's attention."""
+        with event.stopwatch.running():
+            sources = self._views.sources(event, layer)
+            view = self._views.view(event, layer, scale, sources)
+            total = event.layer_pages[layer]
+            selection = compress_layer(event.pipeline, view, total)
+            start = event.layer_starts[layer]
+            pages = event.fresh_pages[start : start + total]
+            self._write(event, view, sources, selection, pages)
+            if event.state_pages:
+                behind = event.fresh_pages[start + total : start + total + event.state_pages]
+                self._carried.write(event.pipeline, layer, event.slot, selection, behind)
+            max_kept = self._max_kept(selection.page_counts, view, total)
+            counts = selection.page_counts
+            self.tables.replace(layer, event.slot, counts, pages, max_kept)
+        event.page_counts.append(counts)
+        event.max_kept = max(event.max_kept, max_kept)
+        if self.loss is not None:
+            values = self.pool.values(sources.body).flatten(1, 2)
+            self.loss.compress(event.plan, layer, event.slot, view, values, selection)
+
+    def finish(self, event: Event) -> None:
+        """After the last layer: from now on the request's tail starts at the event."""
+        plan = event.plan
+        self.tables.layer_pages[plan.request_id] = event.layer_pages
+        fullest = None
+        if self.pool.device.type != "cpu":
+            fullest = Download(torch.stack(event.page_counts).max())
+        self.tables.begin_tail(event.slot, plan.end_block, event.max_kept, fullest)
+        if plan.reusable:
+            self.tables.save(event.slot, plan.request_id, plan.fresh_block_ids[0])
+        self.windows.end_event(plan.request_id)
+
+    def read_by_attention(self, slots: Tensor) -> CarriedRuns | None:
+        """What attention reads of what requests in [R] slots carry, if it reads anything.
+
+        The states that outputs are corrected with, or the biases of kept entries. Of requests with
+        the server's own policy.
+        """
+        if self.pipeline.corrects:
+            return self._carried.of_heads(self.pipeline, slots)
+        if self.pipeline.weighs_entries:
+            return self._carried.of_entries(self.pipeline, "bias", slots)
+        return None
+
+    def _write(
+        self, event: Event, view: LayerView, sources: Sources, selection: Selection, pages: Tensor
+    ) -> None:
+        """Writes the survivors to fresh pages, head after head."""
+        pool, merged = self.pool, selection.merged
+        size, kept = pool.block_size, selection.kept_indices
+        if view.pages is not None and merged.keys is None and merged.values is None:
+            paged.compact_pages(view.pages.body, selection.page_counts, kept, pages)
+            return
+        heads = selection.heads(size)
+        keys, values = merged.keys, merged.values
+        if view.pages is None:  # what the policy has gathered is at hand
+            keys = view.keys if keys is None else keys
+            if values is None and event.pipeline.needs.any_values:
+                values = view.values
+
+        def survivors(rows: Tensor | None, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+            if rows is None:
+                found = take(sources.body[heads, kept // size], kept % size)
+            else:
+                found = rows[heads, kept]
+            return found.view(pages.numel(), size, pool.head_size)
+
+        pool.write(pages, survivors(keys, pool.take_keys), survivors(values, pool.take_values))
+
+    def _max_kept(self, counts: Tensor, view: LayerView, total: int) -> int:
+        """Pages of the fullest head; off the CPU a bound that needs no synchronisation."""
+        if counts.device.type == "cpu":
+            return int(counts.max())
+        return min(total, view.num_entries // self.pool.block_size)

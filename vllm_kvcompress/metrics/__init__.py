@@ -1,0 +1,1 @@
+"""What events did, from a step to /metrics."""

@@ -1,0 +1,182 @@
+"""What compression did, for Prometheus.
+
+Useful PromQL, beside vLLM's own `vllm:` metrics:
+
+    kvcompress_compression_ratio
+    rate(kvcompress_kept_tokens_total[5m]) / rate(kvcompress_source_tokens_total[5m])
+    rate(kvcompress_blocks_freed_total[5m]) - rate(kvcompress_blocks_written_total[5m])
+    histogram_quantile(0.99, sum by (le) (rate(kvcompress_event_seconds_bucket[5m])))
+    sum by (reason) (rate(kvcompress_skipped_total[5m]))
+"""
+
+from __future__ import annotations
+
+import functools
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
+
+from vllm_kvcompress import __version__
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.metrics.stats import EventRecord, StepStats
+from vllm_kvcompress.scheduling.ledger import SKIP_NOTHING_TO_FREE, SKIP_SHORT
+
+_LABELS = ["model_name", "engine"]  # as vLLM's own metrics
+_POLICY = ["policy"]  # all but the ratio tell the policies of requests apart
+_FRACTION_BUCKETS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0]
+_SECONDS_BUCKETS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
+
+
+class CompressionMetrics:
+    """The collectors of one registry.
+
+    With several API server processes each step's statistics reach exactly one of them, so
+    counters and histograms add up over processes, and of a gauge the latest value counts.
+
+    Args:
+        registry: where the collectors are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self.compression_ratio = self._gauge(
+            "kvcompress_compression_ratio",
+            "Logical tokens of the running requests divided by the tokens per KV head (mean over "
+            "heads and layers) that are resident in the KV cache for them. 1 = nothing is "
+            "compressed or nothing runs; 4 = a quarter is resident.",
+        )
+        self.info = self._gauge(
+            "kvcompress_info",
+            "Always 1. The compression settings of this server and the version of vllm-kvcompress "
+            "are in the labels; budget is a fraction of the prompt (with a decimal point) or "
+            "tokens per KV head.",
+            ["policy", "budget", "trigger", "version"],
+        )
+        self.events = self._counter(
+            "kvcompress_events",
+            "Number of compression events: one request compressed once, in all layers, by policy "
+            "and by what triggered it (prompt, chunk, decode or pressure).",
+            ["policy", "trigger"],
+        )
+        self.source_tokens = self._counter(
+            "kvcompress_source_tokens",
+            "Tokens per KV head (mean over heads and layers) that compression events read; the "
+            "partial last block of a request takes no part.",
+            _POLICY,
+        )
+        self.kept_tokens = self._counter(
+            "kvcompress_kept_tokens",
+            "Tokens per KV head (mean over heads and layers) that compression events kept, out of "
+            "kvcompress_source_tokens_total.",
+            _POLICY,
+        )
+        self.kept_tokens_old_name = self._counter(  # for dashboards made before 0.1.0
+            "kvcompress_resident_tokens",
+            "Deprecated, removed in 0.2.0: the tokens of kvcompress_kept_tokens_total under their "
+            "former name.",
+            _POLICY,
+        )
+        self.blocks_freed = self._counter(
+            "kvcompress_blocks_freed",
+            "KV cache blocks that compression events handed back to vLLM's allocator.",
+            _POLICY,
+        )
+        self.blocks_written = self._counter(
+            "kvcompress_blocks_written",
+            "Fresh KV cache blocks that compression events allocated and filled with what they "
+            "kept. Freed minus written = blocks gained.",
+            _POLICY,
+        )
+        self.skipped = self._counter(
+            "kvcompress_skipped",
+            "Number of compression events that a trigger called for but that were left out, by "
+            f"reason: {SKIP_SHORT} = fewer logical tokens than min_tokens; "
+            f"{SKIP_NOTHING_TO_FREE} = the budget is no smaller than what the request holds.",
+            ["policy", "reason"],
+        )
+        self.contexts_reused = self._counter(
+            "kvcompress_contexts_reused",
+            "Number of requests that began with a context which an earlier request had "
+            "compressed, and did not read it again.",
+        )
+        self.kept_fraction = self._histogram(
+            "kvcompress_kept_fraction",
+            "Fraction of its source tokens that a compression event kept, per event; between 0 "
+            "and 1.",
+            _FRACTION_BUCKETS,
+            _POLICY,
+        )
+        self.event_seconds = self._histogram(
+            "kvcompress_event_seconds",
+            "Seconds that a compression event took in the worker: scoring, selecting and writing, "
+            "summed over layers, on the first rank.",
+            _SECONDS_BUCKETS,
+            _POLICY,
+        )
+
+    def start(self, settings: Settings, model_name: str, engine: str) -> None:
+        """Shows the settings, and every series at its starting value, from the first scrape on."""
+        labels = (model_name, engine)
+        self.info.labels(
+            *labels, settings.policy, str(settings.budget), settings.trigger, __version__
+        ).set(1)
+        self.compression_ratio.labels(*labels).set(1)
+        self.contexts_reused.labels(*labels)
+        for policy in settings.policies:
+            own = (*labels, policy)
+            for trigger in settings.triggers:
+                self.events.labels(*own, trigger.kind)
+            for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE):
+                self.skipped.labels(*own, reason)
+            for collector in (
+                *(self.source_tokens, self.kept_tokens, self.kept_tokens_old_name),
+                *(self.blocks_freed, self.blocks_written),
+                *(self.kept_fraction, self.event_seconds),
+            ):
+                collector.labels(*own)
+
+    def observe(self, stats: StepStats, model_name: str, engine: str) -> None:
+        """Adds one step of one engine."""
+        labels = (model_name, engine)
+        self.compression_ratio.labels(*labels).set(stats.compression_ratio)
+        self.contexts_reused.labels(*labels).inc(stats.contexts_reused)
+        for skipped in stats.skipped:
+            self.skipped.labels(*labels, skipped.policy, skipped.reason).inc(skipped.count)
+        for event in stats.events:
+            self._observe_event(event, labels)
+        for duration in stats.durations:
+            self.event_seconds.labels(*labels, duration.policy).observe(duration.seconds)
+
+    def _observe_event(self, event: EventRecord, labels: tuple[str, str]) -> None:
+        own = (*labels, event.policy)
+        self.events.labels(*own, event.trigger).inc()
+        self.source_tokens.labels(*own).inc(event.source_tokens)
+        self.kept_tokens.labels(*own).inc(event.resident_tokens)
+        self.kept_tokens_old_name.labels(*own).inc(event.resident_tokens)
+        self.blocks_freed.labels(*own).inc(event.blocks_freed)
+        self.blocks_written.labels(*own).inc(event.blocks_written)
+        self.kept_fraction.labels(*own).observe(event.resident_tokens / event.source_tokens)
+
+    def _counter(self, name: str, text: str, extra_labels: list[str] | None = None) -> Counter:
+        labels = _LABELS + (extra_labels or [])
+        return Counter(name, text, labelnames=labels, registry=self._registry)
+
+    def _gauge(self, name: str, text: str, extra_labels: list[str] | None = None) -> Gauge:
+        return Gauge(
+            name,
+            text,
+            labelnames=_LABELS + (extra_labels or []),
+            registry=self._registry,
+            multiprocess_mode="mostrecent",
+        )
+
+    def _histogram(
+        self, name: str, text: str, buckets: list[float], extra_labels: list[str]
+    ) -> Histogram:
+        labels = _LABELS + extra_labels
+        return Histogram(name, text, labelnames=labels, registry=self._registry, buckets=buckets)
+
+
+@functools.cache
+def process_metrics() -> CompressionMetrics:
+    """The collectors behind this process's /metrics, registered at the first call."""
+    return CompressionMetrics(REGISTRY)

@@ -1,0 +1,1 @@
+"""When requests are compressed, and down to how many blocks: arithmetic, without torch and vLLM."""

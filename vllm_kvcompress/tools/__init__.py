@@ -1,0 +1,1 @@
+"""What measures and trains; nothing of it runs while requests are served."""

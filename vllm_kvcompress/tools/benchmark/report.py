@@ -1,0 +1,125 @@
+"""A scenario's figures as JSON, as a Markdown table, and as a plot."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from vllm_kvcompress.tools.benchmark.measure import COMPRESSED, STOCK, Benchmark
+
+# What the table shows: figure, name, how many of it make one, digits.
+_ROWS = (
+    ("decode_throughput", "tokens/s while decoding", 1, 0),
+    ("request_throughput", "requests/s", 1, 3),
+    ("output_throughput", "generated tokens/s", 1, 1),
+    ("ttft", "time to first token, ms", 1e3, 0),
+    ("tpot", "time per output token, ms", 1e3, 1),
+    ("decode_step", "decode step, ms", 1e3, 1),
+    ("decode_attention", "of it attention, ms", 1e3, 1),
+    ("hit_rate", "prefix-cache hit rate", 1, 3),
+    ("peak_running", "most requests in a step", 1, 0),
+    ("peak_usage", "peak usage of the pool", 1, 2),
+    ("preemptions", "preemptions", 1, 0),
+    ("events", "compression events", 1, 0),
+    ("scheduler_per_request", "scheduler per request and step, us", 1e6, 1),
+)
+
+
+def write(benchmark: Benchmark, result: dict[str, Any], directory: Path) -> list[Path]:
+    """Writes SCENARIO.json, SCENARIO.md and, where matplotlib is there, SCENARIO.svg.
+
+    Returns:
+        What was written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    name = benchmark.scenario
+    figures = {
+        "scenario": name,
+        "machine": machine(),
+        "size": asdict(benchmark.size),
+        "shape": asdict(benchmark.shape),
+        "settings": benchmark.effective_settings,
+        "pool_tokens": benchmark.load.pool_tokens,
+        "repeats": benchmark.repeats,
+        **{key: value for key, value in result.items() if key != "timelines"},
+    }
+    written = [directory / f"{name}.json", directory / f"{name}.md"]
+    written[0].write_text(json.dumps(figures, indent=2) + "\n")
+    written[1].write_text(table(benchmark, result))
+    picture = directory / f"{name}.svg"
+    try:
+        plot(result["timelines"], picture)
+    except ModuleNotFoundError:  # matplotlib comes with the extra [report]
+        return written
+    return [*written, picture]
+
+
+def table(benchmark: Benchmark, result: dict[str, Any]) -> str:
+    """The figures of both engines side by side, in Markdown."""
+    load, settings = benchmark.load, benchmark.effective_settings
+    by_name = result["medians"]
+    lines = [
+        f"## {benchmark.scenario}",
+        "",
+        f"{benchmark.size.requests} requests, prompts of {benchmark.size.prompt} tokens, "
+        f"{benchmark.size.output} generated; a pool of {load.pool_tokens} tokens "
+        f"({load.pool_tokens * benchmark.shape.bytes_per_token / 2**20:.0f} MiB); "
+        + ", ".join(f"{key} {_short(value)}" for key, value in settings.items())
+        + f"; medians of {benchmark.repeats}.",
+        "",
+        f"| | {STOCK} | {COMPRESSED} | ratio |",
+        "|---|---|---|---|",
+    ]
+    for key, name, factor, digits in _ROWS:
+        cells = [_cell(by_name.get(engine), key, factor, digits) for engine in (STOCK, COMPRESSED)]
+        ratio = result["ratios"].get(key)
+        if any(cell not in ("", f"{0:.{digits}f}") for cell in cells) or key == "preemptions":
+            cells.append("" if ratio is None else f"{ratio:.2f}x")
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    for engine, reason in result["refused"].items():
+        lines += ["", f"{engine} does not start: {reason}"]
+    return "\n".join(lines) + "\n"
+
+
+def plot(timelines: dict[str, Any], path: Path) -> None:
+    """Requests in a step, and the pool's usage, over time; of the last repetition."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True)
+    for name, line in timelines.items():
+        upper.plot(line["seconds"], line["running"], label=name, drawstyle="steps-pre")
+        lower.plot(line["seconds"], [100 * usage for usage in line["usage"]], label=name)
+    upper.set(ylabel="requests in a step")
+    upper.legend()
+    lower.set(ylabel="pool in use, %", xlabel="seconds", ylim=(0, 103))
+    for axis in (upper, lower):
+        axis.grid(alpha=0.3)
+        axis.set_ylim(bottom=0)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures come from."""
+    cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    model = re.search(r"model name\s*:\s*(.*)", cpu)
+    return {
+        "cpu": model.group(1) if model else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "amx": "amx_bf16" in cpu,
+        "torch": version("torch"),
+    }
+
+
+def _cell(figures: dict[str, float] | None, key: str, factor: float, digits: int) -> str:
+    return "" if figures is None else f"{factor * figures[key]:.{digits}f}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

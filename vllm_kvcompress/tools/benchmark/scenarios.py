@@ -1,0 +1,196 @@
+"""The loads: which requests come when, and how much memory there is for them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from vllm_kvcompress.tools.benchmark.shapes import VOCABULARY
+
+BLOCK_SIZE = 32
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One request of a load.
+
+    Attributes:
+        name: of the request.
+        tokens: its prompt, or what it adds to the conversation that it continues.
+        max_tokens: that it generates; all of them.
+        seconds: when it comes, from the beginning.
+        follows: the request whose prompt and reply it continues, once that has ended.
+    """
+
+    name: str
+    tokens: list[int]
+    max_tokens: int
+    seconds: float = 0.0
+    follows: str | None = None
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one repetition of a scenario does.
+
+    Attributes:
+        arrivals: makes the requests of a repetition, from its seed.
+        pool_tokens: tokens that fit the KV cache.
+        max_model_len: longest request.
+        settings: what differs from the user's settings.
+        engine: further options of both engines.
+        timed_attention: also take the time of attention, which needs eager mode.
+    """
+
+    arrivals: Callable[[random.Random], list[Arrival]]
+    pool_tokens: int
+    max_model_len: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    timed_attention: bool = False
+
+    @property
+    def engine_options(self) -> dict[str, Any]:
+        """Keyword arguments of `vllm.LLM`."""
+        return {
+            "block_size": BLOCK_SIZE,
+            "enforce_eager": True,
+            "skip_tokenizer_init": True,
+            # One block of every pool is vLLM's null block.
+            "num_gpu_blocks_override": self.pool_tokens // BLOCK_SIZE + 1,
+            "max_model_len": self.max_model_len,
+            **self.engine,
+        }
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the loads are.
+
+    Attributes:
+        requests: of the loads with many.
+        prompt: tokens of their prompts.
+        output: tokens that each generates.
+    """
+
+    requests: int = 32
+    prompt: int = 4096
+    output: int = 256
+
+
+def pool_limited(size: Size) -> Load:
+    """Many requests at once, and memory for four whole ones."""
+    whole = size.prompt + size.output
+
+    def arrivals(draw: random.Random) -> list[Arrival]:
+        return [
+            Arrival(f"r{n}", _tokens(draw, size.prompt), size.output) for n in range(size.requests)
+        ]
+
+    return Load(arrivals, pool_tokens=4 * _blocks(whole), max_model_len=_blocks(whole))
+
+
+def long_decode(size: Size) -> Load:
+    """One request that generates behind a long context, with memory enough."""
+    whole = size.prompt + size.output
+
+    def arrivals(draw: random.Random) -> list[Arrival]:
+        return [Arrival("r0", _tokens(draw, size.prompt), size.output)]
+
+    return Load(
+        arrivals,
+        pool_tokens=2 * _blocks(whole),
+        max_model_len=_blocks(whole),
+        timed_attention=True,
+    )
+
+
+def oversize(size: Size) -> Load:
+    """A prompt four times longer than the pool.
+
+    Compressed every few tokens, down to a twelfth: before an event's sources are freed they and
+    what it keeps are both there.
+    """
+    whole = size.prompt + size.output
+
+    def arrivals(draw: random.Random) -> list[Arrival]:
+        return [Arrival("r0", _tokens(draw, size.prompt), size.output)]
+
+    chunk = max(BLOCK_SIZE, size.prompt // 64 // BLOCK_SIZE * BLOCK_SIZE)
+    return Load(
+        arrivals,
+        pool_tokens=size.prompt // 4,
+        max_model_len=_blocks(whole),
+        settings={"trigger": f"chunk:{chunk}", "budget": 1 / 12},
+    )
+
+
+def chat(size: Size) -> Load:
+    """Conversations of six turns that share a system prompt; each turn reads all before it."""
+    turns, system = 6, size.prompt // 4
+    new = (size.prompt - system) // turns - size.output // 4
+    conversations = max(1, size.requests // 8)
+    longest = system + turns * (new + size.output // 4)
+
+    def arrivals(draw: random.Random) -> list[Arrival]:
+        shared, found = _tokens(draw, system), []
+        for c in range(conversations):
+            for turn in range(turns):
+                tokens = _tokens(draw, new)
+                former = f"c{c}t{turn - 1}" if turn else None
+                tokens = tokens if turn else shared + tokens
+                found.append(Arrival(f"c{c}t{turn}", tokens, size.output // 4, follows=former))
+        return found
+
+    return Load(
+        arrivals,
+        pool_tokens=2 * conversations * _blocks(longest),
+        max_model_len=_blocks(longest),
+    )
+
+
+def off(size: Size) -> Load:
+    """Compression switched off: what the installed extension costs by itself."""
+    load = pool_limited(replace(size, requests=max(4, size.requests // 4)))
+    return replace(load, settings={"policy": "none", "budget": 1.0})
+
+
+def mixed(size: Size) -> Load:
+    """Requests of all lengths that come at random, and memory for two and a half of the longest."""
+    whole = size.prompt + size.output
+
+    def arrivals(draw: random.Random) -> list[Arrival]:
+        found, now = [], 0.0
+        for n in range(size.requests):
+            now += draw.expovariate(1.0) * size.prompt / 16384
+            length = int(size.prompt * draw.choice((1 / 16, 1 / 4, 1 / 2, 1)))
+            generated = int(size.output * draw.choice((1 / 4, 1 / 2, 1)))
+            found.append(Arrival(f"r{n}", _tokens(draw, length), generated, seconds=now))
+        return found
+
+    return Load(arrivals, pool_tokens=_blocks(5 * whole // 2), max_model_len=_blocks(whole))
+
+
+SCENARIOS: dict[str, Callable[[Size], Load]] = {
+    "pool": pool_limited,
+    "long-decode": long_decode,
+    "oversize": oversize,
+    "chat": chat,
+    "off": off,
+    "mixed": mixed,
+}
+SIZES = {
+    "long-decode": Size(requests=1, prompt=32768, output=64),
+    "oversize": Size(requests=1, prompt=16384, output=64),
+}
+
+
+def _tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(VOCABULARY) for _ in range(count)]
+
+
+def _blocks(tokens: int) -> int:
+    """Tokens, up to whole blocks."""
+    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE

@@ -1,0 +1,139 @@
+"""A vLLM engine in a process of its own, which carries out calls one at a time."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from vllm_kvcompress.config import SETTINGS_KEY, Settings
+from vllm_kvcompress.errors import EngineError
+from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES
+
+
+class EngineProcess:
+    """Starts a vLLM engine in a child process; a context manager.
+
+    The child is a process of its own because a model's memory comes back only with its end. It
+    is forked from a process that has imported vLLM, which halves the start of every engine.
+
+    Args:
+        model: name or directory.
+        settings: ours, or None for stock vLLM.
+        options: further keyword arguments of `vllm.LLM`.
+        log: takes what the engine prints.
+        handle: a function of a module, called in the child with `vllm.LLM` and what `call` is
+            given; a `ValueError` of it is the caller's mistake, every other one ends the engine.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        settings: dict[str, Any] | None,
+        options: dict[str, Any],
+        log: Path,
+        handle: Callable[[Any, Any], Any],
+    ) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(ENGINE_MODULES))
+        self._log = log
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(
+            target=_serve_calls,
+            args=(theirs, model, settings, options, str(log), handle),
+        )
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> Self:
+        self._receive()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._pipe.close()
+        self._process.join(timeout=30)
+        if self._process.is_alive():
+            self._process.terminate()
+            self._process.join()
+
+    def call(self, argument: Any) -> Any:
+        """What `handle` returns for an argument, which must not be None.
+
+        Raises:
+            EngineError: the engine refused it, or ended.
+        """
+        return self._receive(argument)
+
+    def _receive(self, argument: Any = None) -> Any:
+        """The child's next word, after a call if there is one."""
+        try:
+            if argument is not None:
+                self._pipe.send(argument)
+            kind, value = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join(timeout=30)  # its last words are written while it ends
+            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-20:])
+            raise EngineError(f"the engine ended; the end of {self._log}:\n{tail}") from None
+        if kind == "error":
+            raise EngineError(value)
+        return value
+
+
+def _serve_calls(
+    pipe: Connection,
+    model: str,
+    settings: dict[str, Any] | None,
+    options: dict[str, Any],
+    log: str,
+    handle: Callable[[Any, Any], Any],
+) -> None:
+    """The child's life: builds the engine, then answers until the pipe is closed."""
+    _redirect_output(log)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this is a process of its own already
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+    gc.freeze()  # vLLM collects garbage while it starts, and its imports are none
+    llm = _build(model, settings, options)
+    pipe.send(("ready", None))
+    while True:
+        try:
+            argument = pipe.recv()
+        except EOFError:
+            return
+        try:
+            pipe.send(("reply", handle(llm, argument)))
+        except ValueError as error:
+            pipe.send(("error", str(error)))
+
+
+def _redirect_output(log: str) -> None:
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+
+
+def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    from vllm import LLM
+
+    from vllm_kvcompress.vllm_plugin.compat import allow_amx, plugin_options
+    from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
+
+    answer_for_vllm()
+    allow_amx()  # our worker sees to it, stock vLLM's does not
+    arguments: dict[str, Any] = {"disable_log_stats": False, "block_size": 32, **options}
+    if settings is not None:
+        paths: dict[str, Any] = dict(plugin_options(Settings.from_dict(settings)))
+        paths["logits_processors"] = [paths["logits_processors"]]
+        arguments |= {**paths, "additional_config": {SETTINGS_KEY: settings}}
+    return LLM(model, **arguments)

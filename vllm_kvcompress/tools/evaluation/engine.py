@@ -1,0 +1,131 @@
+"""A serving engine in a process of its own, which answers questions one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from vllm_kvcompress.config import CONTEXT_TOKENS
+from vllm_kvcompress.tools.engine_process import EngineProcess
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt for an engine.
+
+    Attributes:
+        context: token ids that come first.
+        question: those that follow.
+        max_tokens: of the reply.
+        agnostic: compress the context before the question is read.
+        measured: also measure what attention loses; the times then include that.
+    """
+
+    context: list[int]
+    question: list[int]
+    max_tokens: int
+    agnostic: bool
+    measured: bool = False
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What an engine said, and what it took.
+
+    Attributes:
+        text: the reply.
+        tokens: its ids.
+        prompt_tokens: of the whole prompt.
+        first_token_seconds: until the first token of the reply.
+        token_seconds: per further token, in the mean; 0 for a reply of one token.
+        resident_tokens: per head, in the mean, what the prompt holds once it has been read; what a
+            policy carries counts, by the pages that it takes.
+        resident_bytes: the same of all layers and heads; 0 where nobody can tell.
+        kept_tokens: by compressed layer and KV head, what the last event of the prompt kept of
+            the full blocks; empty where nothing was compressed, or nobody can tell.
+        attention_error, attention_mass: by layer and query head, what `AttentionLoss` says of
+            the queries after the first event; empty likewise, and where it was not measured.
+    """
+
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    first_token_seconds: float
+    token_seconds: float
+    resident_tokens: float
+    resident_bytes: int = 0
+    kept_tokens: list[list[int]] = field(default_factory=list)
+    attention_error: list[list[float]] = field(default_factory=list)
+    attention_mass: list[list[float]] = field(default_factory=list)
+
+
+class Engine(EngineProcess):
+    """An engine that answers questions; as `EngineProcess`.
+
+    Args:
+        model: name or directory.
+        settings: ours, or None for stock vLLM.
+        options: further keyword arguments of `vllm.LLM`.
+        log: takes what the engine prints.
+    """
+
+    def __init__(
+        self, model: str, settings: dict[str, Any] | None, options: dict[str, Any], log: Path
+    ) -> None:
+        super().__init__(model, settings, options, log, _answer)
+        self._compresses = settings is not None
+
+    def ask(self, question: Question) -> Reply:
+        """One reply, greedy.
+
+        Raises:
+            EngineError: the engine refused the question, or ended.
+        """
+        return Reply(**self.call((vars(question), self._compresses)))
+
+
+def _answer(llm: Any, call: tuple[dict[str, Any], bool]) -> dict[str, Any]:
+    """In the engine's process."""
+    question, compresses = call
+    return vars(_ask(llm, Question(**question), compresses))
+
+
+def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
+    from vllm import SamplingParams
+
+    from vllm_kvcompress.vllm_plugin.compat import cache_bytes_per_token
+
+    prompt = [*question.context, *question.question]
+    extra = {CONTEXT_TOKENS: len(question.context)} if question.agnostic else None
+    params = SamplingParams(temperature=0, max_tokens=question.max_tokens, extra_args=extra)
+    if compresses:
+        llm.collective_rpc("watch", args=(question.measured,))
+    output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+    choice, times = output.outputs[0], output.metrics
+    further = len(choice.token_ids) - 1
+    watched = llm.collective_rpc("watched")[0] if compresses else {}
+    resident, kept = float(len(prompt)), []
+    for event in watched.get("events", ()):
+        if event["position"] <= len(prompt):
+            kept = event["kept_tokens"]
+            mean = fmean(tokens for layer in kept for tokens in layer)
+            mean += event["carried_tokens"]
+            resident = mean + len(prompt) - event["compressed_tokens"]
+    return Reply(
+        text=choice.text,
+        tokens=list(choice.token_ids),
+        prompt_tokens=len(prompt),
+        first_token_seconds=times.first_token_latency,
+        token_seconds=(times.last_token_ts - times.first_token_ts) / further if further else 0.0,
+        resident_tokens=resident,
+        resident_bytes=round(resident * cache_bytes_per_token(llm.llm_engine.vllm_config)),
+        kept_tokens=kept,
+        attention_error=_rounded(watched.get("errors", [])),
+        attention_mass=_rounded(watched.get("masses", [])),
+    )
+
+
+def _rounded(rows: list[list[float]]) -> list[list[float]]:
+    return [[round(value, 5) for value in row] for row in rows]

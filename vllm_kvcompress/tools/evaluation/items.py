@@ -1,0 +1,238 @@
+"""Questions about contexts, and where they come from. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.evaluation import longbench, ruler
+from vllm_kvcompress.tools.evaluation.metrics import check_metric
+from vllm_kvcompress.tools.reference import tasks
+
+WORDS, RULER, LONGBENCH = "words", "ruler", "longbench"
+_MEMBERS: dict[str, tuple[str, ...]] = {
+    WORDS: tuple(tasks.FAMILIES),
+    RULER: tuple(ruler.TASKS),
+    LONGBENCH: tuple(longbench.TASKS),
+}
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question about one context.
+
+    Attributes:
+        task: the task's name, for the tables.
+        length: nominal tokens of the context, for the tables; 0 where none was asked for.
+        context: what may be compressed before the question is known.
+        question: what follows it.
+        answers: references; what they mean is the metric's.
+        metric: a name in METRICS.
+        max_tokens: of the reply.
+        answer_prefix: how the reply begins; the model goes on from there.
+        depth: where in the context the one needle lies, from 0 to 1; None where there is none.
+        separator: between context and question.
+        chat: whether a chat model's template goes around them.
+        may_cut: take tokens out of the middle of a context that is too long for the model.
+    """
+
+    task: str
+    length: int
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    metric: str
+    max_tokens: int
+    answer_prefix: str = ""
+    depth: float | None = None
+    separator: str = "\n"
+    chat: bool = True
+    may_cut: bool = False
+
+
+def generate(
+    task: str,
+    lengths: Sequence[int],
+    num_samples: int,
+    seed: int,
+    count_tokens: Callable[[str], int] | None = None,
+) -> list[Item]:
+    """Questions of a generated task; the same for the same arguments.
+
+    `ruler` is RULER's 13 tasks; `words` the word-level variant of its families, for the reference
+    model; a single one is `ruler/TASK` or `words/FAMILY`.
+
+    Args:
+        task: the task or suite.
+        lengths: tokens of the context (words) or of prompt and reply together (ruler).
+        num_samples: questions per task and length.
+        seed: of the first question; the others follow.
+        count_tokens: of a text; needed for `ruler`.
+
+    Raises:
+        ConfigError: no such task, or a length that it does not work with.
+    """
+    suite, chosen = split_task(task)
+
+    def item(name: str, length: int, number: int) -> Item:
+        if suite == WORDS:
+            return _word_item(name, length, seed + number)
+        assert count_tokens is not None
+        return _ruler_item(name, length, seed + number, count_tokens)
+
+    return [
+        item(name, length, number)
+        for name in chosen
+        for length in lengths
+        for number in range(num_samples)
+    ]
+
+
+def split_task(task: str) -> tuple[str, tuple[str, ...]]:
+    """A suite, and which of its tasks: `ruler` is all of them, `ruler/vt` one.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    suite, _, one = task.partition("/")
+    chosen = (one,) if one else _MEMBERS.get(suite, ())
+    if suite not in _MEMBERS or not set(chosen) <= set(_MEMBERS[suite]):
+        known = [
+            name
+            for group, names in _MEMBERS.items()
+            for name in (group, *(f"{group}/{member}" for member in names))
+        ]
+        raise ConfigError(f"--tasks {task}: no such task; known are {', '.join(known)}.")
+    return suite, chosen
+
+
+def load_longbench(task: str, folder: Path | None, num_samples: int) -> list[Item]:
+    """Questions of `longbench`, or of `longbench/TASK`, from the published files.
+
+    Args:
+        task: the task or suite.
+        folder: holds one TASK.jsonl per task.
+        num_samples: the first so many per task.
+
+    Raises:
+        ConfigError: no folder was given, a file is missing or not in the published format, or a
+            metric's library is not installed.
+    """
+    suite, chosen = split_task(task)
+    if folder is None:
+        raise ConfigError(
+            f"--tasks {task}: give --longbench-data, the folder with LongBench's published files."
+        )
+    found = []
+    for name in chosen:
+        about = longbench.TASKS[name]
+        check_metric(about.metric, f"--tasks {suite}/{name}: metric")
+        found += [
+            Item(
+                task=f"{suite}/{name}",
+                length=0,
+                context=prompt.context,
+                question=prompt.question,
+                answers=prompt.answers,
+                metric=about.metric,
+                max_tokens=about.max_tokens,
+                separator="",
+                chat=about.chat,
+                may_cut=True,
+            )
+            for prompt in longbench.load(name, folder, num_samples)
+        ]
+    return found
+
+
+def _ruler_item(name: str, length: int, seed: int, count_tokens: Callable[[str], int]) -> Item:
+    prompt = ruler.generate(name, length, seed, count_tokens)
+    if prompt is None:
+        raise ConfigError(f"--lengths {length}: too short for {RULER}/{name}; give more tokens.")
+    return Item(
+        task=f"{RULER}/{name}",
+        length=length,
+        context=prompt.context,
+        question=prompt.question,
+        answers=prompt.answers,
+        metric=f"contains_{prompt.match}",
+        max_tokens=prompt.max_tokens,
+        answer_prefix=prompt.answer_prefix,
+        depth=prompt.depth,
+    )
+
+
+def _word_item(family: str, length: int, seed: int) -> Item:
+    try:
+        sample = tasks.generate_sample(family, length, seed)
+    except ValueError as error:
+        raise ConfigError(f"--lengths {length}: {error}.") from None
+    return Item(
+        task=f"{WORDS}/{family}",
+        length=length,
+        context=sample.context,
+        question=sample.question,
+        answers=sample.answers,
+        metric="contains_all",
+        max_tokens=16,
+        depth=_depth(sample) if family in ("single", "multikey") else None,
+    )
+
+
+def _depth(sample: tasks.Sample) -> float:
+    """Where the fact that is asked for begins."""
+    words = sample.context.split()
+    return words.index(sample.question.split()[-1]) / len(words)
+
+
+def load(path: Path, metric: str, max_tokens: int) -> list[Item]:
+    """A user's questions: JSON lines of `{"context", "question", "answers"}`.
+
+    `answers` is a text or a list of texts, any of which is right; `metric` and `max_tokens` may
+    be given per line.
+
+    Raises:
+        ConfigError: names the file, the line and what is wrong with it.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--data {path}: cannot be read ({error}); check the path.") from None
+    items = [
+        _user_item(path, number, line, metric, max_tokens)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not items:
+        raise ConfigError(f"--data {path}: no questions in it; expected one JSON object a line.")
+    return items
+
+
+def _user_item(path: Path, number: int, line: str, metric: str, max_tokens: int) -> Item:
+    place = f"--data {path}, line {number}"
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: not valid JSON ({error}).") from None
+    if not isinstance(row, dict) or not {"context", "question", "answers"} <= row.keys():
+        raise ConfigError(f'{place}: expected an object with "context", "question" and "answers".')
+    answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
+    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):
+        raise ConfigError(f'{place}: "answers": expected a text or a list of texts.')
+    most = row.get("max_tokens", max_tokens)
+    if not isinstance(most, int) or most < 1:
+        raise ConfigError(f'{place}: "max_tokens" {most!r}: expected at least 1.')
+    name = row.get("metric", metric)
+    check_metric(name, f'{place}: "metric"')
+    return Item(
+        task=path.stem,
+        length=0,
+        context=str(row["context"]),
+        question=str(row["question"]),
+        answers=tuple(answers),
+        metric=name,
+        max_tokens=most,
+    )

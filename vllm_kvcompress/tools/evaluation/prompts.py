@@ -1,0 +1,77 @@
+"""Prompts as token ids, in two parts: the context, and the question that comes after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.evaluation.items import Item
+
+_MARK = "\u241e"  # a symbol that stands between the parts while a chat template is rendered
+
+
+def load_tokenizer(model: str) -> Any:
+    """A model's Hugging Face tokenizer.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{model}: no tokenizer could be loaded: {reason}") from None
+
+
+def longest_prompt(model: str) -> int | None:
+    """Tokens that a model was made for, replies included; None where its files do not say.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model}: {str(error).strip().splitlines()[0]}") from None
+    return getattr(config, "max_position_embeddings", None)
+
+
+def split_prompt(
+    tokenizer: Any, item: Item, longest: int | None = None
+) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt, cut between context and question.
+
+    The parts are tokenized on their own, so that the context's tokens do not depend on the
+    question, whether that is known when the context is compressed or not.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer; its chat template is used if it has one.
+        item: what is asked.
+        longest: tokens of prompt and reply together; beyond it, the middle of the context is
+            left out where the item allows it (LongBench's rule).
+    """
+    before = f"{item.context}{item.separator}"
+    if item.chat and getattr(tokenizer, "chat_template", None):
+        message = [{"role": "user", "content": f"{before}{_MARK}{item.question}"}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        first, _, second = text.partition(_MARK)
+        head = tokenizer(first, add_special_tokens=False)["input_ids"]
+    else:
+        head = tokenizer(before)["input_ids"]
+        second = item.question
+    rest = tokenizer(f"{second}{item.answer_prefix}", add_special_tokens=False)["input_ids"]
+    if item.may_cut and longest is not None:
+        head = _cut_middle(head, longest - item.max_tokens - len(rest))
+    return list(head), list(rest)
+
+
+def _cut_middle(tokens: list[int], room: int) -> list[int]:
+    """At most `room` tokens: the first half and the last."""
+    if len(tokens) <= room:
+        return tokens
+    half = max(0, room) // 2
+    return tokens[:half] + tokens[len(tokens) - half :]

@@ -1,0 +1,217 @@
+"""The results as one HTML file without scripts or links: a table, and plots as SVG."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, AWARE, FULL
+from vllm_kvcompress.tools.evaluation.summary import DEPTHS, percent
+
+_STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
+       max-width: 66rem; margin: 0 auto; padding: 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #ddd;
+         white-space: nowrap; }
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
+svg { width: 100%; height: auto; }
+@media print { h2 { break-after: avoid; } figure { break-inside: avoid; } }
+figure { margin: 0; }
+.panels { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); }
+.maps { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
+figcaption, p.caption { color: #555; }
+figcaption { font-size: .85rem; overflow-wrap: anywhere; }
+"""
+_COLUMNS = (
+    *("setup", "mode", "kept", "resident", "score", "agreement", "mass", "error"),
+    *("first token", "per token"),
+)
+
+
+def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
+    """The whole page.
+
+    Args:
+        model: name, for the title.
+        rows: of `summarize`.
+    """
+    compressed = [row for row in rows if row["setup"] != FULL]
+    parts = [f"<h1>KV-cache compression of {html.escape(model)}</h1>", _intro(rows)]
+    if compressed:
+        parts.append("<h2>Score against kept tokens</h2>")
+        parts.append(_quality(rows))
+    parts += ["<h2>All settings</h2>", _table(rows)]
+    if any(row["depths"] for row in rows):
+        parts.append("<h2>Where the needle lies</h2>")
+        parts.append(_depths(rows))
+    if any(row["kept_tokens"] for row in compressed):
+        parts.append("<h2>Tokens kept per layer and KV head</h2>")
+        parts.append(_heads(compressed))
+    if any(row["head_errors"] for row in compressed):
+        parts.append("<h2>What attention loses per layer and query head</h2>")
+        parts.append(_losses(compressed))
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{html.escape(model)}</title><style>{_STYLE}</style></head>"
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def _intro(rows: Sequence[dict[str, Any]]) -> str:
+    tasks = ", ".join(html.escape(task) for task in rows[0]["tasks"]) if rows else "none"
+    return (
+        f"<p>{rows[0]['questions'] if rows else 0} questions for every setting and mode; tasks: "
+        f"{tasks}. <b>{AWARE}</b>: the question is part of what is compressed. <b>{AGNOSTIC}</b>: "
+        "the context is compressed before the question is read.</p>"
+    )
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    body = "".join(f"<tr>{''.join(_cells(row))}</tr>" for row in rows)
+    caption = (
+        "Agreement: share of greedy tokens equal to the full cache's. Mass: share of the attention "
+        "weights on tokens that were not evicted. Error: relative, of attention outputs."
+    )
+    table = f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+    return f'{table}<p class="caption">{caption}</p>'
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    mode = "" if row["setup"] == FULL else row["mode"]
+    token = "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms"
+    texts = [row["setup"], mode]
+    resident = f"{row['resident_bytes'] / 2**20:.2f} MiB" if row["resident_bytes"] else ""
+    texts += [percent(row["kept"]), resident, percent(row["score"]), percent(row["agreement"])]
+    texts += [percent(row["attention_mass"]), percent(row["attention_error"])]
+    texts += [f"{row['first_token_ms']:.1f} ms", token]
+    return [f"<td>{html.escape(text)}</td>" for text in texts]
+
+
+def _quality(rows: Sequence[dict[str, Any]]) -> str:
+    """Score against kept fraction, one line per policy, one panel per mode."""
+    policies = list(dict.fromkeys(row["setup"].split("@")[0] for row in rows))
+    compared = [policy for policy in policies if policy != FULL]
+    full = next((row for row in rows if row["setup"] == FULL), None)
+    panels = []
+    for mode in (AWARE, AGNOSTIC):
+        mine = [row for row in rows if row["setup"] != FULL and row["mode"] == mode]
+        if not mine:
+            continue
+        figure, axis = _plot(4.5, 4.8)
+        for number, policy in enumerate(compared):
+            line = sorted(
+                (100 * row["kept"], 100 * row["score"])
+                for row in mine
+                if row["setup"].split("@")[0] == policy
+            )
+            if line:
+                marker = "osD^vPX"[number % 7]  # colours repeat after 10: no pair does before 70
+                axis.plot(*zip(*line, strict=True), marker=marker, markersize=5, label=policy)
+        if full is not None:
+            axis.axhline(100 * full["score"], color="black", linestyle="--", linewidth=1)
+        axis.set(title=mode, xlabel="resident tokens, % of the prompt", ylabel="score, %")
+        axis.set_ylim(-2, 103)
+        axis.grid(alpha=0.3)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+        panels.append(_svg(figure))
+    caption = "Mean over tasks. Dashed: the full cache."
+    return f'<div class="panels">{"".join(panels)}</div><p class="caption">{caption}</p>'
+
+
+def _depths(rows: Sequence[dict[str, Any]]) -> str:
+    """One small map per setup and mode: lengths by depths."""
+    pictures = []
+    for row in rows:
+        if not row["depths"]:
+            continue
+        lengths = list(row["depths"])
+        figure, axis = _plot(2.2, 0.9 + 0.3 * len(lengths))
+        values = [[_or_nan(score) for score in row["depths"][length]] for length in lengths]
+        axis.imshow(values, vmin=0, vmax=1, cmap="RdYlBu", aspect="auto")
+        axis.set_xticks([-0.5, DEPTHS / 2 - 0.5, DEPTHS - 0.5], ["0", "depth", "1"], fontsize=8)
+        axis.set_yticks(range(len(lengths)), lengths, fontsize=8)
+        pictures.append(_map(row, "", _svg(figure)))
+    caption = (
+        "Mean score by length (rows) and depth of the needle (columns), from red, 0, over yellow "
+        "to blue, 1; white: not asked."
+    )
+    return f'<p class="caption">{caption}</p><div class="maps">{"".join(pictures)}</div>'
+
+
+def _heads(rows: Sequence[dict[str, Any]]) -> str:
+    """One small map per setup and mode: layers by heads, as a share of the mean budget."""
+    pictures = []
+    for row in rows:
+        tokens = row["kept_tokens"]
+        if not tokens:
+            continue
+        mean = sum(map(sum, tokens)) / sum(map(len, tokens))
+        share = [[head / mean for head in layer] for layer in tokens]
+        pictures.append(_map(row, f"<br>mean {mean:.0f} tokens", _head_map(share, 2, "viridis")))
+    caption = (
+        "Mean over questions; rows are layers, columns heads; from dark, none, over green, the "
+        "mean, to yellow, twice the mean."
+    )
+    return f'<p class="caption">{caption}</p><div class="maps">{"".join(pictures)}</div>'
+
+
+def _losses(rows: Sequence[dict[str, Any]]) -> str:
+    """One small map per setup and mode: relative error of attention outputs."""
+    pictures = [
+        _map(
+            row,
+            f"<br>mass {percent(row['attention_mass'])}, error {percent(row['attention_error'])}",
+            _head_map(row["head_errors"], 1, "magma_r"),
+        )
+        for row in rows
+        if row["head_errors"]
+    ]
+    caption = (
+        "Relative error of attention outputs, for queries after the first event, against what "
+        "the same queries get from the whole cache; rows are layers, columns "
+        "query heads; from light, 0, to dark, 1 and more. Mass: share of the attention weights "
+        "on tokens that were not evicted."
+    )
+    return f'<p class="caption">{caption}</p><div class="maps">{"".join(pictures)}</div>'
+
+
+def _head_map(values: Sequence[Sequence[float]], most: float, colours: str) -> str:
+    """A heat map of layers by heads, from 0 to `most`."""
+    figure, axis = _plot(2.2, 1.4)
+    axis.imshow(values, vmin=0, vmax=most, cmap=colours, aspect="auto")
+    axis.set_xticks([])
+    axis.set_yticks([])
+    return _svg(figure)
+
+
+def _map(row: dict[str, Any], more: str, picture: str) -> str:
+    mode = "" if row["setup"] == FULL else f"<br>{row['mode']}"
+    caption = f"<figcaption>{html.escape(row['setup'])}{mode}{more}</figcaption>"
+    return f"<figure>{caption}{picture}</figure>"
+
+
+def _plot(width: float, height: float) -> Any:
+    """A figure and its axes, without matplotlib's global state."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _svg(figure: Any) -> str:
+    """A matplotlib figure as inline SVG."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _or_nan(score: float | None) -> float:
+    return float("nan") if score is None else score

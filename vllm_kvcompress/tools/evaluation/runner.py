@@ -1,0 +1,175 @@
+"""Asks every question at every setup, and survives being killed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.evaluation.engine import Engine, Question
+from vllm_kvcompress.tools.evaluation.items import Item
+from vllm_kvcompress.tools.evaluation.metrics import METRICS
+from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, longest_prompt, split_prompt
+from vllm_kvcompress.tools.evaluation.server import Server
+from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, SERVER, Setup
+
+Key = tuple[str, str, int]  # setup, mode, item
+
+PLAN, ANSWERS, LOG = "plan.json", "answers.jsonl", "engine.log"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One evaluation.
+
+    Attributes:
+        model: name or directory.
+        items: the questions.
+        setups: the settings to compare.
+        modes: query-aware, query-agnostic, or both.
+        params: further settings of ours, the same for all setups (trigger, params, profile).
+        engine: further keyword arguments of `vllm.LLM`.
+        base_url: of the server that is asked at the setup `server`.
+        served_name: what that calls the model.
+    """
+
+    model: str
+    items: Sequence[Item]
+    setups: Sequence[Setup]
+    modes: Sequence[str]
+    params: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, Any] = field(default_factory=dict)
+    base_url: str = ""
+    served_name: str = ""
+
+    def answers_key(self) -> dict[str, Any]:
+        """What answers depend on besides the setup: the same plan may go on with them."""
+        questions = json.dumps([asdict(item) for item in self.items]).encode()
+        return {
+            "model": self.model,
+            "questions": hashlib.sha256(questions).hexdigest(),
+            "params": self.params,
+            "engine": self.engine,
+            "server": self.base_url,
+        }
+
+    def open_questions(self, setup: Setup, done: set[Key]) -> list[tuple[str, int]]:
+        """Mode and item number of what has not been answered yet."""
+        return [
+            (mode, number)
+            for mode in setup.modes(self.modes)
+            for number in range(len(self.items))
+            if (setup.name, mode, number) not in done
+        ]
+
+
+def run(
+    plan: Plan, folder: Path, progress: Callable[[int, int], Callable[[str], None]]
+) -> list[dict[str, Any]]:
+    """Asks whatever `folder` has no answer to yet.
+
+    Args:
+        plan: the evaluation.
+        folder: takes the answers, as they come.
+        progress: called with (answered, all); returns what to call after every answer.
+
+    Returns:
+        All answers, in the order of setups, modes and items.
+
+    Raises:
+        ConfigError: the folder holds answers of another evaluation.
+        EngineError: an engine ended.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _claim(folder, plan)
+    answers = list(_read(folder / ANSWERS))
+    done = {_key(answer) for answer in answers}
+    still_open = {setup: plan.open_questions(setup, done) for setup in plan.setups}
+    num_all = sum(len(plan.open_questions(setup, set())) for setup in plan.setups)
+    advance = progress(num_all - sum(map(len, still_open.values())), num_all)
+    prompts = _prompts(plan) if any(still_open.values()) else []
+    with (folder / ANSWERS).open("a") as output:
+        for setup, questions in still_open.items():
+            if not questions:
+                continue
+            with _engine(plan, setup, folder / LOG) as engine:
+                for mode, number in questions:
+                    answer = _answer(engine, plan, number, prompts[number], mode)
+                    answer = {"setup": setup.name, "mode": mode, "item": number, **answer}
+                    output.write(json.dumps(answer) + "\n")
+                    output.flush()
+                    answers.append(answer)
+                    advance(f"{setup.name}, {mode}")
+    order = {setup.name: place for place, setup in enumerate(plan.setups)}
+    modes = {setup.name: setup.modes(plan.modes) for setup in plan.setups}
+    wanted = [answer for answer in answers if answer["mode"] in modes.get(answer["setup"], ())]
+    return sorted(wanted, key=lambda a: (order[a["setup"]], a["mode"], a["item"]))
+
+
+def _engine(plan: Plan, setup: Setup, log: Path) -> Engine | Server:
+    if setup.policy == SERVER:
+        return Server(plan.base_url, plan.served_name)
+    return Engine(plan.model, setup.settings(plan.params), plan.engine, log)
+
+
+def _prompts(plan: Plan) -> list[tuple[list[int], list[int]]]:
+    tokenizer = load_tokenizer(plan.model)
+    longest = plan.engine.get("max_model_len")
+    if longest is None and any(item.may_cut for item in plan.items):
+        longest = longest_prompt(plan.model)
+    return [split_prompt(tokenizer, item, longest) for item in plan.items]
+
+
+def _answer(
+    engine: Engine | Server,
+    plan: Plan,
+    number: int,
+    prompt: tuple[list[int], list[int]],
+    mode: str,
+) -> dict[str, Any]:
+    """The answer to an item; every other one measures attention, the others times."""
+    item, (context, question) = plan.items[number], prompt
+    reply = engine.ask(
+        Question(context, question, item.max_tokens, mode == AGNOSTIC, number % 2 == 0)
+    )
+    return {
+        "task": item.task,
+        "length": item.length,
+        "depth": item.depth,
+        "score": METRICS[item.metric](reply.text, item.answers),
+        **vars(reply),
+    }
+
+
+def _claim(folder: Path, plan: Plan) -> None:
+    """Refuses a folder that holds answers to other questions."""
+    path, mine = folder / PLAN, plan.answers_key()
+    if path.exists():
+        theirs = json.loads(path.read_text())
+        different = [key for key in mine if theirs.get(key) != mine[key]]
+        if different:
+            raise ConfigError(
+                f"--out {folder} holds answers of another evaluation (other "
+                f"{', '.join(different)}); give another folder, or remove this one."
+            )
+    path.write_text(json.dumps(mine, indent=2) + "\n")
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    """Answers of an earlier run; a line that was cut off by its end is dropped from the file."""
+    if not path.exists():
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    if lines and not lines[-1].endswith("\n"):
+        lines.pop()
+        path.write_text("".join(lines))
+    for line in lines:
+        yield json.loads(line)
+
+
+def _key(answer: dict[str, Any]) -> Key:
+    return answer["setup"], answer["mode"], answer["item"]

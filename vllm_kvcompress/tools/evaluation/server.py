@@ -1,0 +1,116 @@
+"""A running server, asked like an engine of our own."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from vllm_kvcompress.config import CONTEXT_TOKENS
+from vllm_kvcompress.errors import EngineError
+from vllm_kvcompress.tools.evaluation.engine import Question, Reply
+
+
+class Server:
+    """Questions to an OpenAI-compatible server; a context manager.
+
+    What it keeps is read from its metrics, so nobody else should use it meanwhile.
+
+    Args:
+        base_url: such as http://127.0.0.1:8000.
+        model: the name that it serves the model under.
+    """
+
+    def __init__(self, base_url: str, model: str) -> None:
+        import openai
+
+        self._address = base_url.rstrip("/").removesuffix("/v1")
+        self._model = model
+        self._client = openai.OpenAI(base_url=f"{self._address}/v1", api_key="none", max_retries=0)
+
+    def __enter__(self) -> Server:
+        self._counted()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._client.close()
+
+    def ask(self, question: Question) -> Reply:
+        """One reply, greedy.
+
+        Raises:
+            EngineError: the server refused the question, or is not there.
+        """
+        import openai
+
+        before = self._counted()
+        extra: dict[str, Any] = {"return_token_ids": True}
+        if question.agnostic:
+            extra["vllm_xargs"] = {CONTEXT_TOKENS: len(question.context)}
+        started = time.perf_counter()
+        text, tokens, arrivals = "", list[int](), list[float]()
+        try:
+            for chunk in self._client.completions.create(
+                model=self._model,
+                prompt=[*question.context, *question.question],
+                max_tokens=question.max_tokens,
+                temperature=0,
+                stream=True,
+                extra_body=extra,
+            ):
+                if chunk.choices:
+                    arrivals.append(time.perf_counter() - started)
+                    text += chunk.choices[0].text
+                    tokens += getattr(chunk.choices[0], "token_ids", None) or []
+        except openai.OpenAIError as error:
+            raise EngineError(f"{self._address}: {error}") from None
+        num_prompt = len(question.context) + len(question.question)
+        return Reply(
+            text=text,
+            tokens=tokens,
+            prompt_tokens=num_prompt,
+            first_token_seconds=arrivals[0],
+            token_seconds=(arrivals[-1] - arrivals[0]) / max(1, len(tokens) - 1),
+            resident_tokens=num_prompt - self._freed_since(before),
+        )
+
+    def _freed_since(self, before: _Counted) -> float:
+        """Tokens per head that events have freed; a reply can overtake the last step's metrics."""
+        deadline = time.monotonic() + 5
+        while (now := self._counted()).finished == before.finished:
+            if time.monotonic() > deadline:
+                raise EngineError(f"{self._address}/metrics: no request was counted as finished.")
+            time.sleep(0.005)
+        return now.freed - before.freed
+
+    def _counted(self) -> _Counted:
+        """What the server has counted so far."""
+        import httpx
+
+        try:
+            text = httpx.get(f"{self._address}/metrics", timeout=60).raise_for_status().text
+        except httpx.HTTPError as error:
+            raise EngineError(f"{self._address}/metrics: {error}; is it a vLLM server?") from None
+        totals = {
+            family.name: sum(s.value for s in family.samples if s.name.endswith("_total"))
+            for family in text_string_to_metric_families(text)
+        }
+        return _Counted(
+            finished=totals.get("vllm:request_success", 0.0),
+            freed=totals.get("kvcompress_source_tokens", 0.0)
+            - totals.get("kvcompress_kept_tokens", 0.0),
+        )
+
+
+class _Counted(NamedTuple):
+    """Totals of a server: finished requests, and tokens per head that events have freed."""
+
+    finished: float
+    freed: float

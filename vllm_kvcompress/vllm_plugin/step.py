@@ -1,0 +1,115 @@
+"""One cache group's compressed requests in one worker, and its work in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.query_windows.rings import Located
+from vllm_kvcompress.compression.runner import Event, EventRunner
+from vllm_kvcompress.scheduling.ledger import StepPlan
+from vllm_kvcompress.vllm_plugin import compat
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+@dataclass
+class GroupStep:
+    """One cache group's work in one step.
+
+    Attributes:
+        batch: the compressed requests, or None when every request is whole.
+        events: compression events at the end of each layer's attention.
+        observed: where queries to remember are, and where they go; or None.
+    """
+
+    batch: ResidentBatch | None = None
+    events: list[Event] = field(default_factory=list)
+    observed: Located | None = None
+
+
+class GroupState:
+    """One cache group of compressed layers, in one worker."""
+
+    def __init__(
+        self, group: int, runner: EventRunner, layer_index: dict[str, int], softcap: float
+    ) -> None:
+        self.group = group
+        self.runner = runner
+        self.layer_index = layer_index
+        self.softcap = softcap
+        self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
+
+    @property
+    def tables(self) -> PageTables:
+        """The page tables of the group's compressed requests."""
+        return self.runner.tables
+
+    def forget(self, request_id: str) -> None:
+        """Drops a request's state; unknown requests are ignored."""
+        self.tables.release(request_id)
+        self.runner.windows.release(request_id)
+
+    def prepare(
+        self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
+    ) -> GroupStep:
+        """Everything that the layers of the group share in this step."""
+        self.tables.settle()
+        for (group, request_id), block_ids in plan.windows.items():
+            if group == self.group:
+                self.runner.windows.hold(request_id, block_ids)
+        for adoption in plan.adoptions:
+            if adoption.group == self.group:
+                self.tables.restore(
+                    adoption.request_id, adoption.first_block_id, adoption.end_block
+                )
+        step = GroupStep(
+            batch=self.batches.read(
+                request_ids,
+                compat.host_lengths(common),
+                common.seq_lens,
+                common.block_table_tensor,
+            )
+        )
+        row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+        for event in plan.events:
+            if event.group == self.group:
+                block_row = common.block_table_tensor[row_of[event.request_id]]
+                step.events.append(self.runner.begin(event, block_row))
+        if plan.observations:
+            first_tokens = common.query_start_loc_cpu.tolist()
+            step.observed = self.runner.windows.locate(
+                [(rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()]
+            )
+        return step
+
+    def finish_layer(
+        self,
+        step: GroupStep,
+        layer: int,
+        metadata: Any,
+        queries: Tensor,
+        outputs: Tensor,
+        scale: float,
+    ) -> None:
+        """What follows a layer's attention: queries are remembered, and events run.
+
+        Args:
+            step: the group's work in this step.
+            layer: of the group.
+            metadata: vLLM's, of all requests.
+            queries, outputs: [tokens, num_query_heads, head_size] of all requests.
+            scale: softmax scale.
+        """
+        if step.batch is not None and self.runner.loss is not None:
+            starts, lengths = metadata.query_start_loc, metadata.seq_lens
+            self.runner.loss.observe(layer, step.batch, starts, lengths, queries, outputs, scale)
+        if step.observed is not None:
+            self.runner.windows.record(layer, queries, step.observed)
+        for event in step.events:
+            self.runner.run_layer(event, layer, scale)

@@ -1,0 +1,369 @@
+"""What a worker knows about compressed requests, and what it does for them in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
+from vllm_kvcompress.compression.stopwatch import Stopwatch
+from vllm_kvcompress.compression.warm_up import warm_up
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.policies import Pipeline, resolve_settings
+from vllm_kvcompress.policies.base import Needs
+from vllm_kvcompress.scheduling.ledger import StepPlan
+from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
+from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
+from vllm_kvcompress.vllm_plugin.step import GroupState, GroupStep
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+# The page view over the caches of a group's layers, which the attention backend knows how to lay.
+MakePool = Callable[[list[Any], "AttentionSpec"], PagePool]
+
+
+class WorkerState:
+    """All compressed groups of a worker, and the step that is running.
+
+    Attributes:
+        settings: the user's settings.
+        pipelines: the policies of requests, the server's own first (not yet bound to heads).
+        groups: by vLLM's group number.
+        most_sequences: of a step, one per KV head of each compressed request, that vLLM's kernels
+            take without waiting for the longest; None: any number.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, settings: Settings, make_pool: MakePool) -> None:
+        self.vllm_config = vllm_config
+        self.settings = settings
+        self._make_pool = make_pool
+        self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
+        self.groups: dict[int, GroupState] = {}
+        self.most_sequences: int | None = None
+        self._model_runner = None
+        self._plan: StepPlan | None = None
+        self._scheduler_output: SchedulerOutput | None = None
+        self._steps: list[tuple[GroupState, GroupStep]] = []
+        self._timed: list[tuple[str, list[Stopwatch]]] = []
+        self._watched: list[dict[str, Any]] | None = None
+
+    @property
+    def needs(self) -> Needs:
+        """What all policies together need."""
+        return reduce(Needs.joined, (pipeline.needs for pipeline in self.pipelines.values()))
+
+    @property
+    def gathers(self) -> bool:
+        """Whether attention to compressed requests is more than ordinary kernels give.
+
+        Or is to take this package's kernels all the same.
+        """
+        own = self.settings.attention == "own"
+        return own or any(pipeline.gathers for pipeline in self.pipelines.values())
+
+    def attends(self, num_sequences: int) -> bool:
+        """Whether this package's kernels attend for a step's compressed requests."""
+        most = self.most_sequences
+        return self.gathers or (most is not None and num_sequences > most)
+
+    @property
+    def num_query_heads(self) -> int:
+        """Of this rank, per layer."""
+        config = self.vllm_config
+        heads: int = config.model_config.get_num_attention_heads(config.parallel_config)
+        return heads
+
+    def demands(self, spec: AttentionSpec) -> tuple[PolicyDemand, ...]:
+        """What every policy asks of the rule that plans its events.
+
+        An event has to leave a page per layer and head beside what the policy carries.
+
+        Raises:
+            UnsupportedError: a budget in tokens that is smaller.
+        """
+        page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+        found = []
+        for policy, pipeline in self.pipelines.items():
+            blocks = pipeline.least_blocks(
+                spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes
+            )
+            budget = self.settings.budget
+            if isinstance(budget, int) and budget <= (blocks - 1) * spec.block_size:
+                raise UnsupportedError(
+                    f"what {pipeline.name} carries from event to event counts in the budget, "
+                    f"which {budget} tokens cannot hold beside a block of tokens per head; give "
+                    f"at least {blocks * spec.block_size}."
+                )
+            window_size = pipeline.needs.window_size
+            demand = PolicyDemand(policy, window_size, blocks)
+            if self.settings.pressure_mark is not None:
+                ring = window_blocks(
+                    self.needs.window_size,
+                    self.num_query_heads,
+                    spec.num_kv_heads,
+                    spec.block_size,
+                )
+                demand = replace(demand, window_blocks=ring if window_size else 0)
+            found.append(demand)
+        return tuple(found)
+
+    def bind(self, model_runner, kv_cache_config: KVCacheConfig) -> None:
+        """Lays page views over the allocated cache, once it exists."""
+        self._model_runner = model_runner
+        groups = [
+            (number, group)
+            for number, group in enumerate(kv_cache_config.kv_cache_groups)
+            if isinstance(group.kv_cache_spec, CompressedAttentionSpec)
+        ]
+        if not groups:
+            raise UnsupportedError(
+                "this model has no full-attention layer whose cache could be compressed; "
+                "serve it without --kv-policy."
+            )
+        dependent = [p.name for p in self.pipelines.values() if p.layer_dependent]
+        if len(groups) > 1 and dependent:
+            raise UnsupportedError(
+                f"{dependent[0]} divides its budget among layers, but vLLM keeps this "
+                f"model's full-attention layers in {len(groups)} cache groups that cannot lend "
+                "each other blocks; use a policy that treats layers alike, such as adakv."
+            )
+        check_sharing(groups, compat.shared_caches(self.vllm_config))
+        for number, group in groups:
+            self.groups[number] = self._bind_group(number, group)
+
+    def warm_up(self) -> None:
+        """Runs what this package's kernels compute once, so that no request waits for compilers."""
+        most_requests = self.vllm_config.scheduler_config.max_num_seqs
+        for group in self.groups.values():
+            attends = self.attends(most_requests * group.tables.pool.num_heads)
+            warm_up(group.runner, self.num_query_heads, attends, compat.NULL_BLOCK)
+
+    def refresh_weights(self) -> None:
+        """Takes what policies know of the model's weights from the weights once more."""
+        for group in self.groups.values():
+            layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
+            for number, layer in enumerate(layers):
+                group.runner.weights[number] = self._weights(layer)
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Takes the step's plan and forgets the requests that are gone."""
+        for request_id in compat.gone_request_ids(scheduler_output):
+            for group in self.groups.values():
+                group.forget(request_id)
+        self._plan = compat.attached_plan(scheduler_output) or StepPlan()
+        self._scheduler_output = scheduler_output
+        self._steps = []
+
+    def prepare(self, group: int, common: CommonAttentionMetadata) -> GroupStep | None:
+        """A group's work in this step; None outside of steps (profiling) and when there is none."""
+        state = self.groups.get(group)
+        if self._plan is None or state is None:
+            return None
+        request_ids = compat.batch_request_ids(self._model_runner, self._scheduler_output, common)
+        step = state.prepare(self._plan, request_ids, common)
+        if step.batch is None and not step.events and step.observed is None:
+            return None
+        self._steps.append((state, step))
+        return step
+
+    def end_step(self) -> None:
+        """Books the events of the step that has just run."""
+        stopwatches: dict[str, tuple[str, list[Stopwatch]]] = {}
+        for state, step in self._steps:
+            for event in step.events:
+                state.runner.finish(event)
+                plan = event.plan
+                stopwatches.setdefault(plan.request_id, (plan.policy, []))[1].append(
+                    event.stopwatch
+                )
+                if self._watched is not None:
+                    self._watched.append(_described(event, state.tables.pool.block_size))
+        self._timed += stopwatches.values()
+        self._plan, self._scheduler_output, self._steps = None, None, []
+
+    def take_seconds(self) -> list[tuple[str, float]]:
+        """Policy and duration of events whose duration became known since the last call.
+
+        Of a GPU's events that is some steps later. A request's events in one step, of several
+        cache groups, count as one.
+        """
+        known, waiting = [], []
+        for policy, stopwatches in self._timed:
+            seconds = [stopwatch.seconds for stopwatch in stopwatches]
+            if None in seconds:
+                waiting.append((policy, stopwatches))
+            else:
+                known.append((policy, sum(seconds)))
+        self._timed = waiting
+        return known
+
+    def watch(self, measures: bool) -> None:
+        """From now on remembers what events kept, and may measure what attention loses by it."""
+        self._watched = []
+        for group in self.groups.values():
+            loss = AttentionLoss(group.tables.pool, group.softcap) if measures else None
+            group.runner.loss = loss
+
+    def watched(self) -> dict[str, Any]:
+        """What was seen since `watch`, as plain numbers.
+
+        Returns:
+            `events` (position, and tokens kept by layer and head); `errors` and `masses` by layer
+            and query head, as in `AttentionLoss.means`, empty where nothing was measured.
+        """
+        losses = [group.runner.loss for group in self.groups.values() if group.runner.loss]
+        means = [loss.means() for loss in losses]
+        return {
+            "events": self._watched or [],
+            "errors": [layer for errors, _ in means for layer in errors],
+            "masses": [layer for _, masses in means for layer in masses],
+        }
+
+    def group_of(self, layer_names: list[str]) -> int | None:
+        """The compressed group that holds these layers, if any."""
+        for number, state in self.groups.items():
+            if layer_names[0] in state.layer_index:
+                return number
+        return None
+
+    def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupState:
+        layers = compat.attention_layers(self.vllm_config, group.layer_names)
+        for layer in layers:
+            check_layer(layer)
+            check_own_attention(layer, self.settings)
+            for pipeline in self.pipelines.values():
+                check_logits(layer, pipeline)
+        spec = group.kv_cache_spec
+        pool = self._make_pool(layers, spec)
+        parallel = self.vllm_config.parallel_config
+        pipelines = {
+            policy: pipeline.bind(
+                num_layers=len(layers),
+                num_kv_heads=spec.num_kv_heads,
+                num_query_heads=layers[0].impl.num_heads,
+                block_size=spec.block_size,
+                tp_rank=parallel.rank % parallel.tensor_parallel_size,
+                tp_size=parallel.tensor_parallel_size,
+            )
+            for policy, pipeline in self.pipelines.items()
+        }
+        windows: QueryWindows | PagedWindows
+        if self.settings.pressure_mark is None:
+            windows = QueryWindows(len(layers), self.needs.window_size, pool.device)
+        else:
+            windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
+        weights = [self._weights(layer) for layer in layers]
+        runner = EventRunner(PageTables(pool), windows, pipelines, weights)
+        index = {name: i for i, name in enumerate(group.layer_names)}
+        return GroupState(number, runner, index, layers[0].impl.logits_soft_cap or 0.0)
+
+    def _weights(self, layer) -> LayerWeights:
+        needs = self.needs
+        rotary = None
+        if needs.positions:
+            rotary = compat.rotary_embedding(self._model_runner.model, layer.layer_name)
+        if not needs.output_weight and not needs.output_gram:
+            return LayerWeights(rotary=rotary)
+        impl = layer.impl
+        flat = compat.output_projection(
+            self._model_runner.model, layer.layer_name, impl.num_heads * impl.head_size
+        )
+        weight = flat.t().reshape(impl.num_heads, impl.head_size, -1)
+        gram = groups = None
+        if needs.output_gram:
+            wide = weight.float()
+            gram = wide @ wide.transpose(1, 2)
+        if needs.output_weight:
+            groups = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2)
+            # GPU kernels read it as it lies, and memory is scarce there.
+            groups = groups if groups.is_cuda else groups.contiguous()
+        return LayerWeights(output_weight=groups, output_gram=gram, rotary=rotary)
+
+
+def _described(event: Event, block_size: int) -> dict[str, Any]:
+    """What an event did, as plain numbers."""
+    return {
+        "request_id": event.plan.request_id,
+        "group": event.plan.group,
+        "position": event.plan.position,
+        "compressed_tokens": event.plan.end_block * block_size,
+        "kept_tokens": [(counts * block_size).tolist() for counts in event.page_counts],
+        # What the policy carries, as tokens per head.
+        "carried_tokens": event.state_pages * block_size / len(event.page_counts[0]),
+    }
+
+
+def check_logits(layer, pipeline: Pipeline) -> None:
+    """Refuses policies whose formulas leave out what this layer does to its logits.
+
+    Raises:
+        UnsupportedError: names the policy.
+    """
+    if pipeline.needs.plain_logits and layer.impl.logits_soft_cap:
+        raise UnsupportedError(
+            f"{layer.layer_name} caps its attention logits, which the formulas of "
+            f"{pipeline.name} leave out; use another policy, such as adakv."
+        )
+
+
+def check_own_attention(layer, settings: Settings) -> None:
+    """Refuses this package's kernels where a layer does more to its logits than they do.
+
+    Raises:
+        UnsupportedError: says which choice is left.
+    """
+    if settings.attention == "own" and layer.impl.logits_soft_cap:
+        raise UnsupportedError(
+            f"{layer.layer_name} caps its attention logits, which this package's kernels do not; "
+            "remove --kv-attention own."
+        )
+
+
+def check_layer(layer) -> None:
+    """Refuses attention layers whose kernel cannot be called per head.
+
+    Raises:
+        UnsupportedError: says which feature is in the way.
+    """
+    impl = layer.impl
+    if impl.sinks is not None:
+        raise UnsupportedError(
+            f"{layer.layer_name} has learned attention sinks, which the kernel takes per query "
+            "head of a whole layer only; serve this model without --kv-policy."
+        )
+    if impl.alibi_slopes is not None:
+        raise UnsupportedError(
+            f"{layer.layer_name} uses ALiBi, whose bias depends on positions that compressed "
+            "heads no longer have; serve this model without --kv-policy."
+        )
+
+
+def check_sharing(groups: list[tuple[int, KVCacheGroupSpec]], shared: dict[str, str]) -> None:
+    """Refuses models of which layers read caches that others own and compress.
+
+    Args:
+        groups: the compressed ones.
+        shared: names of layers, and of those whose caches they read.
+
+    Raises:
+        UnsupportedError: names two such layers.
+    """
+    owners = {name for _, group in groups for name in group.layer_names}
+    for name, owner in shared.items():
+        if owner in owners:
+            raise UnsupportedError(
+                f"{name} reads the cache of {owner}, and a cache that layers share is not "
+                "compressed; serve this model without --kv-policy."
+            )
