@@ -17,7 +17,8 @@ from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
 from vllm_kvcompress.kernels.transfers import upload
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.rotary import Rotary
-from vllm_kvcompress.scheduling.ledger import CompressionRule, EventPlan, Observation
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation
+from vllm_kvcompress.scheduling.rule import CompressionRule
 
 BLOCK_SIZE = 4
 NUM_HEADS = 2

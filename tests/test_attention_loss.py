@@ -12,7 +12,7 @@ from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.pages import PackedPagePool, PagePool
 from vllm_kvcompress.policies.base import LayerView, Selection
-from vllm_kvcompress.scheduling.ledger import EventPlan
+from vllm_kvcompress.scheduling.plan import EventPlan
 from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
 
 HEADS, GROUP, SIZE, DIM, TOKENS = 2, 2, 4, 8, 19

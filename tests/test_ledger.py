@@ -8,12 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_kvcompress.scheduling.ledger import (
-    SKIP_NOTHING_TO_FREE,
-    SKIP_SHORT,
-    CompressionRule,
-    RequestLedger,
-)
+from vllm_kvcompress.scheduling.ledger import SKIP_NOTHING_TO_FREE, SKIP_SHORT, RequestLedger
+from vllm_kvcompress.scheduling.rule import CompressionRule
 
 BLOCK = 16
 

@@ -14,7 +14,7 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PackedPagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.scheduling.ledger import Observation
+from vllm_kvcompress.scheduling.plan import Observation
 
 LAYERS, HEADS, SIZE = 2, 3, 4
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_block
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.kernels.transfers import upload
 from vllm_kvcompress.policies.registry import resolve
-from vllm_kvcompress.scheduling.ledger import Observation
+from vllm_kvcompress.scheduling.plan import Observation
 
 QUERY_HEADS = NUM_HEADS * GROUP
 

@@ -20,7 +20,7 @@ from vllm_kvcompress.kernels import paged, scores_torch, selection
 from vllm_kvcompress.policies import Pipeline, allocate, links, moments, resolve, select
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.rotary import Rotary
-from vllm_kvcompress.scheduling.ledger import EventPlan
+from vllm_kvcompress.scheduling.plan import EventPlan
 
 SHAPE = EventShape(
     num_tokens=1536,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.scheduling.ledger import CompressionRule
+from vllm_kvcompress.scheduling.rule import CompressionRule
 from vllm_kvcompress.scheduling.triggers import TRIGGER_HELP, Trigger, parse_number, parse_triggers
 
 Scalar = str | int | float | bool

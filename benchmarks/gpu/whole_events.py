@@ -24,7 +24,7 @@ from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.registry import POLICIES
 from vllm_kvcompress.policies.rotary import Rotary
-from vllm_kvcompress.scheduling.ledger import EventPlan, Observation
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 from vllm_kvcompress.tools import profiler
 
 Row = dict[str, Any]

@@ -21,7 +21,7 @@ from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.policies.rounding import spread
-from vllm_kvcompress.scheduling.ledger import EventPlan
+from vllm_kvcompress.scheduling.plan import EventPlan
 from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
 
 

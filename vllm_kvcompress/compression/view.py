@@ -14,7 +14,7 @@ from vllm_kvcompress.cache.policy_state import CarriedNumbers
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.policies.base import LayerView, SourcePages
-from vllm_kvcompress.scheduling.ledger import EventPlan
+from vllm_kvcompress.scheduling.plan import EventPlan
 
 if TYPE_CHECKING:
     from vllm_kvcompress.compression.runner import Event, LayerWeights

@@ -13,7 +13,7 @@ from vllm_kvcompress.attention.biased import gathered_attention, query_groups
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.scheduling.ledger import EventPlan, Observation
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 _REQUEST = "warm-up"
 CHUNK = 32  # queries that take the larger of a kernel's two sizes, whatever the group

@@ -21,7 +21,7 @@ from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.rotary import Rotary
-from vllm_kvcompress.scheduling.ledger import EventPlan
+from vllm_kvcompress.scheduling.plan import EventPlan
 
 # What CUDA's operators take beside their results, in bytes per element that they go through.
 HIDDEN_BYTES = {"sort": 48, "nonzero_static": 16}

@@ -14,14 +14,10 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from vllm_kvcompress.scheduling.ledger import (
-    Adoption,
-    CompressionRule,
-    Decision,
-    EventPlan,
-    RequestLedger,
-)
+from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
+from vllm_kvcompress.scheduling.plan import Adoption, EventPlan
 from vllm_kvcompress.scheduling.pressure import Candidate
+from vllm_kvcompress.scheduling.rule import CompressionRule
 from vllm_kvcompress.vllm_plugin.contexts import CompressedContext, ContextStore
 from vllm_kvcompress.vllm_plugin.dependent_blocks import LimitedCaching
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec

@@ -13,7 +13,7 @@ from importlib.metadata import Distribution
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
-from vllm_kvcompress.scheduling.ledger import StepPlan
+from vllm_kvcompress.scheduling.plan import StepPlan
 from vllm_kvcompress.vllm_plugin.versions import vllm_version
 
 if TYPE_CHECKING:

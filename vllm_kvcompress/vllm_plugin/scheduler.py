@@ -10,13 +10,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
-from vllm_kvcompress.scheduling.ledger import (
-    Adoption,
-    EventPlan,
-    Observation,
-    RequestLedger,
-    StepPlan,
-)
+from vllm_kvcompress.scheduling.ledger import RequestLedger
+from vllm_kvcompress.scheduling.plan import Adoption, EventPlan, Observation, StepPlan
 from vllm_kvcompress.scheduling.pressure import STEPS_OF_RELIEF, Pool, choose
 from vllm_kvcompress.vllm_plugin import compat, versions
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager

@@ -11,7 +11,7 @@ from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows.rings import Located
 from vllm_kvcompress.compression.runner import Event, EventRunner
-from vllm_kvcompress.scheduling.ledger import StepPlan
+from vllm_kvcompress.scheduling.plan import StepPlan
 from vllm_kvcompress.vllm_plugin import compat
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
-from vllm_kvcompress.scheduling.ledger import StepPlan
+from vllm_kvcompress.scheduling.plan import StepPlan
 from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand

@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.cache.query_windows.rings import Located, Numbers, lay_out
 from vllm_kvcompress.kernels.transfers import upload
-from vllm_kvcompress.scheduling.ledger import Observation
+from vllm_kvcompress.scheduling.plan import Observation
 
 
 def window_blocks(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.transfers import upload
-from vllm_kvcompress.scheduling.ledger import Observation
+from vllm_kvcompress.scheduling.plan import Observation
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.policies.base import LayerView, Selection
-from vllm_kvcompress.scheduling.ledger import EventPlan
+from vllm_kvcompress.scheduling.plan import EventPlan
 
 MOST_QUERIES = 64  # of one step: its last ones, so that a long chunk does not take its square
 

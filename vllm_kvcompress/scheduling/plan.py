@@ -1,0 +1,90 @@
+"""What a step does besides running the model, as scheduler and workers both see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class EventPlan:
+    """One compression event of one request, as scheduler and workers both see it.
+
+    Attributes:
+        request_id: vLLM's request id.
+        group: vLLM's KV-cache group (models that mix kinds of layers have several).
+        policy: the request's.
+        trigger: which trigger fired.
+        position: computed tokens of the request at the end of the step.
+        window_size: queries to observe: the last so many tokens before `position`.
+        first_block: logical blocks [0, first_block) are already compressed.
+        end_block: logical blocks [0, end_block) are compressed afterwards.
+        reusable: later requests may begin with what this event leaves.
+        resident_blocks: fresh blocks of the former event (0: none), freed after this one.
+        fresh_block_ids: the blocks that take the survivors.
+    """
+
+    request_id: str
+    group: int
+    policy: str
+    trigger: str
+    position: int
+    window_size: int
+    first_block: int
+    end_block: int
+    resident_blocks: int
+    fresh_block_ids: tuple[int, ...]
+    reusable: bool = False
+
+    @property
+    def num_source_blocks(self) -> int:
+        """Blocks that the event reads: those of the former event and the full ones since."""
+        return self.resident_blocks + self.end_block - self.first_block
+
+
+@dataclass(frozen=True)
+class Adoption:
+    """A request that begins with a context which an earlier one had compressed.
+
+    Attributes:
+        request_id: vLLM's request id.
+        group: vLLM's KV-cache group.
+        first_block_id: the first block that holds what is left of the context.
+        end_block: logical blocks [0, end_block) are the context.
+    """
+
+    request_id: str
+    group: int
+    first_block_id: int
+    end_block: int
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Which of a request's queries in this step a later event will want to see.
+
+    Attributes:
+        offset: the first such token, counted from the request's first token in the step.
+        position: its position in the request.
+        num_tokens: how many, consecutively.
+    """
+
+    offset: int
+    position: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What workers do in one step besides running the model.
+
+    Attributes:
+        events: the compression events at the end of this step's attention.
+        adoptions: requests that begin with a context, compressed before.
+        windows: by group and request id, the blocks that its last queries are to lie in.
+        observations: by request id; only for policies that look at queries.
+    """
+
+    events: tuple[EventPlan, ...] = ()
+    adoptions: tuple[Adoption, ...] = ()
+    windows: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
+    observations: dict[str, Observation] = field(default_factory=dict)

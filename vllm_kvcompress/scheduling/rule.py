@@ -1,0 +1,160 @@
+"""The user's budget and triggers as arithmetic on token positions and block counts.
+
+Scheduler and workers derive everything from the same rule and the same positions, so they never
+have to agree after the fact.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+TRIGGER_PROMPT = "prompt"
+TRIGGER_CHUNK = "chunk"
+TRIGGER_DECODE = "decode"
+TRIGGER_PRESSURE = "pressure"
+
+
+@dataclass(frozen=True)
+class CompressionRule:
+    """The user's budget and triggers, in tokens and blocks.
+
+    Attributes:
+        block_size: tokens of a block.
+        fraction: kept fraction of the logical tokens, or None.
+        tokens: kept tokens per head, or None. Exactly one of the two is set.
+        at_prompt_end: compress when the last prompt token has been computed.
+        chunk_tokens: compress at every multiple of this many prompt tokens, at the prompt's
+            end, and after each further so many generated tokens (unless `decode_tokens` says
+            otherwise); a multiple of the block size, or None.
+        decode_tokens: compress after each so many generated tokens, or None.
+        pressure_mark: compress requests that generate when the pool is fuller than this part of
+            it, or others wait for room; None: never for that.
+        min_tokens: leave requests alone while they have fewer logical tokens.
+        window_size: the last queries that the policy observes at an event.
+        least_blocks: what an event leaves at least: one page per layer and head, and room for
+            what the policy carries on.
+        window_blocks: that hold a request's last queries, under pressure.
+    """
+
+    block_size: int
+    fraction: float | None = None
+    tokens: int | None = None
+    at_prompt_end: bool = True
+    chunk_tokens: int | None = None
+    decode_tokens: int | None = None
+    pressure_mark: float | None = None
+    min_tokens: int = 0
+    window_size: int = 0
+    least_blocks: int = 1
+    window_blocks: int = 0
+
+    def next_position(self, num_prompt_tokens: int, after: int) -> int | None:
+        """First position > `after` (in computed tokens) at which an event may happen."""
+        candidates = []
+        if self.chunk_tokens and after < num_prompt_tokens:
+            boundary = (after // self.chunk_tokens + 1) * self.chunk_tokens
+            candidates.append(min(boundary, num_prompt_tokens))
+        elif self.at_prompt_end and after < num_prompt_tokens:
+            candidates.append(num_prompt_tokens)
+        stride = self.decode_tokens or self.chunk_tokens
+        if stride:
+            generated = max(0, after - num_prompt_tokens)
+            candidates.append(num_prompt_tokens + (generated // stride + 1) * stride)
+        return min(candidates, default=None)
+
+    def is_position(self, num_prompt_tokens: int, position: int) -> bool:
+        """Whether an event may happen when `position` tokens have been computed."""
+        return self.next_position(num_prompt_tokens, position - 1) == position
+
+    def trigger_at(self, num_prompt_tokens: int, position: int) -> str:
+        """Name of the trigger that fires at an event position."""
+        if position == num_prompt_tokens and (self.at_prompt_end or self.chunk_tokens):
+            return TRIGGER_PROMPT if self.at_prompt_end else TRIGGER_CHUNK
+        if position < num_prompt_tokens or not self.decode_tokens:
+            return TRIGGER_CHUNK
+        return TRIGGER_DECODE
+
+    def target_blocks(self, num_prompt_tokens: int, position: int) -> int:
+        """Blocks that the full blocks of a request are to be compressed to.
+
+        A fraction counts from the whole prompt while it is being read (so that its beginning
+        is not squeezed more than its end), and from all tokens so far afterwards.
+        """
+        num_full_blocks = max(num_prompt_tokens, position) // self.block_size
+        if self.fraction is not None:
+            wanted = math.ceil(round(self.fraction * num_full_blocks, 6))
+        else:
+            assert self.tokens is not None
+            wanted = math.ceil(self.tokens / self.block_size)
+        return max(self.least_blocks, wanted)
+
+    def first_effective_position(self, num_prompt_tokens: int) -> int | None:
+        """First position at which a request with this prompt really is compressed, if any.
+
+        Only positions up to the end of the prompt: what follows is not known yet.
+        """
+        position = self.next_position(num_prompt_tokens, 0)
+        while position is not None and position <= num_prompt_tokens:
+            num_full_blocks = position // self.block_size
+            target = self.target_blocks(num_prompt_tokens, position)
+            if position >= self.min_tokens and target < num_full_blocks:
+                return position
+            position = self.next_position(num_prompt_tokens, position)
+        return None
+
+    def max_prefix_hit(self, num_prompt_tokens: int) -> int:
+        """Longest usable prefix-cache hit, in tokens.
+
+        A hit leaves no queries behind, so the first event's observation window has to be
+        computed anew, and at least one token, so that a step ends at the event.
+        """
+        position = self.first_effective_position(num_prompt_tokens)
+        if position is None and self.pressure_mark is not None:
+            position = num_prompt_tokens  # from then on an event may come at any token
+        if position is None:
+            return num_prompt_tokens - 1
+        return max(0, min(num_prompt_tokens - 1, position - max(1, self.window_size)))
+
+    def peak_blocks(self, num_tokens: int) -> int:
+        """Most blocks that a request of up to `num_tokens` tokens ever holds at once."""
+        num_blocks = math.ceil(num_tokens / self.block_size)
+        kept = min(self.target_blocks(num_tokens, num_tokens), num_blocks)
+        peak = num_blocks + kept
+        if self.chunk_tokens:
+            stride = max(self.chunk_tokens, self.decode_tokens or 0)
+            # kept + chunk + fresh; one more chunk while a step's sources are not yet freed. Before
+            # the first event nothing is kept, but all tokens up to `min_tokens` are there.
+            before = max(kept, math.ceil(self.min_tokens / self.block_size))
+            bounded = before + kept + 2 * math.ceil(stride / self.block_size) + 2
+            peak = min(peak, bounded)
+        return peak
+
+    def admission_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request needs free to read all of `num_tokens` tokens."""
+        if self.first_effective_position(num_tokens) is None:
+            return math.ceil(num_tokens / self.block_size) + self.window_blocks
+        return self.peak_blocks(num_tokens) + self.window_blocks
+
+    def held_blocks(self, num_tokens: int) -> int:
+        """Blocks that a request of `num_tokens` tokens holds between events: kept ones and a tail.
+
+        The tail of a prompt is a partial block; with events in between it grows up to the next.
+        """
+        num_blocks = math.ceil(num_tokens / self.block_size)
+        if self.first_effective_position(num_tokens) is None and self.pressure_mark is None:
+            return num_blocks
+        tail = self.decode_tokens or self.chunk_tokens or 1
+        kept = self.target_blocks(num_tokens, num_tokens)
+        kept = min(num_blocks, kept + math.ceil(tail / self.block_size))
+        return kept + self.window_blocks
+
+    def concurrency(self, num_tokens: int, pool_blocks: int) -> float:
+        """How many requests of `num_tokens` tokens a pool serves at a time.
+
+        All but one hold what is left of them, and the last one has room to be read.
+        """
+        waiting = pool_blocks - self.admission_blocks(num_tokens)
+        if waiting < 0:
+            return pool_blocks / self.admission_blocks(num_tokens)
+        return 1 + waiting / self.held_blocks(num_tokens)
