@@ -113,18 +113,19 @@ def _serve(llm: Any, call: tuple[list[list[int]], int, bool]) -> dict[str, Any]:
 
     from vllm import SamplingParams
 
+    from vllm_kvcompress.tools.evaluation.observer import watch, watched
     from vllm_kvcompress.vllm_plugin import compat
 
     prompts, max_tokens, compresses = call
     pool = compat.engine_parts(llm.llm_engine)[0].kv_cache_manager.block_pool
     free = pool.get_num_free_blocks()
     if compresses:
-        llm.collective_rpc("watch", args=(False,))
+        llm.collective_rpc(watch, args=(False,))
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     started = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - started
-    events = llm.collective_rpc("watched")[0]["events"] if compresses else []
+    events = llm.collective_rpc(watched)[0]["events"] if compresses else []
     return {
         "seconds": seconds,
         "tokens_per_second": len(prompts) * max_tokens / seconds,

@@ -13,6 +13,7 @@ from vllm_kvcompress.cache.policy_state import CarriedNumbers, CarriedRuns
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.layer import compress_layer
+from vllm_kvcompress.compression.observer import EventObserver
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.compression.view import EventViews, Sources
 from vllm_kvcompress.kernels import paged
@@ -22,7 +23,6 @@ from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.policies.rounding import spread
 from vllm_kvcompress.scheduling.plan import EventPlan
-from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class EventRunner:
         pipelines: the policies of requests, by name.
         pipeline: the server's own. Where attention needs more than ordinary kernels give, it is
             the only one.
-        loss: measures what later attention loses; None: nobody asked.
+        observer: a measuring tool; None while requests are served.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EventRunner:
         self.pipelines = pipelines
         self.pipeline = next(iter(pipelines.values()))
         self.weights = list(weights)
-        self.loss: AttentionLoss | None = None
+        self.observer: EventObserver | None = None
         self._carried = CarriedNumbers(tables)
         self._views = EventViews(self._carried, windows, self.weights)
 
@@ -175,9 +175,9 @@ class EventRunner:
             self.tables.replace(layer, event.slot, counts, pages, max_kept)
         event.page_counts.append(counts)
         event.max_kept = max(event.max_kept, max_kept)
-        if self.loss is not None:
+        if self.observer is not None:
             values = self.pool.values(sources.body).flatten(1, 2)
-            self.loss.compress(event.plan, layer, event.slot, view, values, selection)
+            self.observer.compressed(event, layer, view, values, selection)
 
     def finish(self, event: Event) -> None:
         """After the last layer: from now on the request's tail starts at the event."""
@@ -190,6 +190,8 @@ class EventRunner:
         if plan.reusable:
             self.tables.save(event.slot, plan.request_id, plan.fresh_block_ids[0])
         self.windows.end_event(plan.request_id)
+        if self.observer is not None:
+            self.observer.finished(event)
 
     def read_by_attention(self, slots: Tensor) -> CarriedRuns | None:
         """What attention reads of what requests in [R] slots carry, if it reads anything.

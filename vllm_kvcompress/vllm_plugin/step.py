@@ -106,9 +106,11 @@ class GroupState:
             queries, outputs: [tokens, num_query_heads, head_size] of all requests.
             scale: softmax scale.
         """
-        if step.batch is not None and self.runner.loss is not None:
+        if step.batch is not None and self.runner.observer is not None:
             starts, lengths = metadata.query_start_loc, metadata.seq_lens
-            self.runner.loss.observe(layer, step.batch, starts, lengths, queries, outputs, scale)
+            self.runner.observer.attended(
+                layer, step.batch, starts, lengths, queries, outputs, scale
+            )
         if step.observed is not None:
             self.runner.windows.record(layer, queries, step.observed)
         for event in step.events:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
@@ -79,15 +79,6 @@ class CompressionWorker:
         """For `collective_rpc`, after weights were changed in ways that vLLM does not know."""
         if self.state is not None:
             self.state.refresh_weights()
-
-    def watch(self, measures: bool) -> None:
-        """Called through `collective_rpc`: see `WorkerState.watch`."""
-        if self.state is not None:
-            self.state.watch(measures)
-
-    def watched(self) -> dict[str, Any]:
-        """Called through `collective_rpc`: see `WorkerState.watched`; empty when off."""
-        return {} if self.state is None else self.state.watched()
 
     def _attach_seconds(self, output) -> None:
         self.last_event_seconds = self.state.take_seconds()

@@ -11,7 +11,7 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
+from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.compression.warm_up import warm_up
 from vllm_kvcompress.config import Settings
@@ -19,7 +19,6 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
 from vllm_kvcompress.scheduling.plan import StepPlan
-from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
 from vllm_kvcompress.vllm_plugin.step import GroupState, GroupStep
@@ -57,7 +56,6 @@ class WorkerState:
         self._scheduler_output: SchedulerOutput | None = None
         self._steps: list[tuple[GroupState, GroupStep]] = []
         self._timed: list[tuple[str, list[Stopwatch]]] = []
-        self._watched: list[dict[str, Any]] | None = None
 
     @property
     def needs(self) -> Needs:
@@ -188,8 +186,6 @@ class WorkerState:
                 stopwatches.setdefault(plan.request_id, (plan.policy, []))[1].append(
                     event.stopwatch
                 )
-                if self._watched is not None:
-                    self._watched.append(_described(event, state.tables.pool.block_size))
         self._timed += stopwatches.values()
         self._plan, self._scheduler_output, self._steps = None, None, []
 
@@ -208,28 +204,6 @@ class WorkerState:
                 known.append((policy, sum(seconds)))
         self._timed = waiting
         return known
-
-    def watch(self, measures: bool) -> None:
-        """From now on remembers what events kept, and may measure what attention loses by it."""
-        self._watched = []
-        for group in self.groups.values():
-            loss = AttentionLoss(group.tables.pool, group.softcap) if measures else None
-            group.runner.loss = loss
-
-    def watched(self) -> dict[str, Any]:
-        """What was seen since `watch`, as plain numbers.
-
-        Returns:
-            `events` (position, and tokens kept by layer and head); `errors` and `masses` by layer
-            and query head, as in `AttentionLoss.means`, empty where nothing was measured.
-        """
-        losses = [group.runner.loss for group in self.groups.values() if group.runner.loss]
-        means = [loss.means() for loss in losses]
-        return {
-            "events": self._watched or [],
-            "errors": [layer for errors, _ in means for layer in errors],
-            "masses": [layer for _, masses in means for layer in masses],
-        }
 
     def group_of(self, layer_names: list[str]) -> int | None:
         """The compressed group that holds these layers, if any."""
@@ -290,19 +264,6 @@ class WorkerState:
             # GPU kernels read it as it lies, and memory is scarce there.
             groups = groups if groups.is_cuda else groups.contiguous()
         return LayerWeights(output_weight=groups, output_gram=gram, rotary=rotary)
-
-
-def _described(event: Event, block_size: int) -> dict[str, Any]:
-    """What an event did, as plain numbers."""
-    return {
-        "request_id": event.plan.request_id,
-        "group": event.plan.group,
-        "position": event.plan.position,
-        "compressed_tokens": event.plan.end_block * block_size,
-        "kept_tokens": [(counts * block_size).tolist() for counts in event.page_counts],
-        # What the policy carries, as tokens per head.
-        "carried_tokens": event.state_pages * block_size / len(event.page_counts[0]),
-    }
 
 
 def check_logits(layer, pipeline: Pipeline) -> None:

@@ -95,19 +95,20 @@ def _answer(llm: Any, call: tuple[dict[str, Any], bool]) -> dict[str, Any]:
 def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
     from vllm import SamplingParams
 
+    from vllm_kvcompress.tools.evaluation.observer import watch, watched
     from vllm_kvcompress.vllm_plugin.compat import cache_bytes_per_token
 
     prompt = [*question.context, *question.question]
     extra = {CONTEXT_TOKENS: len(question.context)} if question.agnostic else None
     params = SamplingParams(temperature=0, max_tokens=question.max_tokens, extra_args=extra)
     if compresses:
-        llm.collective_rpc("watch", args=(question.measured,))
+        llm.collective_rpc(watch, args=(question.measured,))
     output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
     choice, times = output.outputs[0], output.metrics
     further = len(choice.token_ids) - 1
-    watched = llm.collective_rpc("watched")[0] if compresses else {}
+    seen = llm.collective_rpc(watched)[0] if compresses else {}
     resident, kept = float(len(prompt)), []
-    for event in watched.get("events", ()):
+    for event in seen.get("events", ()):
         if event["position"] <= len(prompt):
             kept = event["kept_tokens"]
             mean = fmean(tokens for layer in kept for tokens in layer)
@@ -122,8 +123,8 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
         resident_tokens=resident,
         resident_bytes=round(resident * cache_bytes_per_token(llm.llm_engine.vllm_config)),
         kept_tokens=kept,
-        attention_error=_rounded(watched.get("errors", [])),
-        attention_mass=_rounded(watched.get("masses", [])),
+        attention_error=_rounded(seen.get("errors", [])),
+        attention_mass=_rounded(seen.get("masses", [])),
     )
 
 

@@ -1,0 +1,83 @@
+"""Looks on while a worker compresses; sent to workers through `LLM.collective_rpc`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from vllm_kvcompress.attention.batch import ResidentBatch
+from vllm_kvcompress.compression.runner import Event
+from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
+
+
+class Observer:
+    """What the events of one cache group kept, and what attention loses by it if asked for.
+
+    Attributes:
+        block_size: tokens of a block.
+        loss: None: not measured.
+        events: what they did, as plain numbers.
+    """
+
+    def __init__(self, block_size: int, loss: AttentionLoss | None) -> None:
+        self.block_size = block_size
+        self.loss = loss
+        self.events: list[dict[str, Any]] = []
+
+    def compressed(
+        self, event: Event, layer: int, view: LayerView, values: Tensor, selection: Selection
+    ) -> None:
+        """See `EventObserver`."""
+        if self.loss is not None:
+            self.loss.compress(event.plan, layer, event.slot, view, values, selection)
+
+    def attended(self, layer: int, batch: ResidentBatch, *step: Any) -> None:
+        """See `EventObserver`."""
+        if self.loss is not None:
+            self.loss.observe(layer, batch, *step)
+
+    def finished(self, event: Event) -> None:
+        """Notes what the event did."""
+        size = self.block_size
+        self.events.append(
+            {
+                "request_id": event.plan.request_id,
+                "group": event.plan.group,
+                "position": event.plan.position,
+                "compressed_tokens": event.plan.end_block * size,
+                "kept_tokens": [(counts * size).tolist() for counts in event.page_counts],
+                # What the policy carries, as tokens per head.
+                "carried_tokens": event.state_pages * size / len(event.page_counts[0]),
+            }
+        )
+
+
+def watch(worker: Any, measures: bool) -> None:
+    """From now on a worker remembers what events kept.
+
+    Args:
+        worker: of ours.
+        measures: also measure what attention loses by it.
+    """
+    for group in worker.state.groups.values():
+        pool = group.tables.pool
+        loss = AttentionLoss(pool, group.softcap) if measures else None
+        group.runner.observer = Observer(pool.block_size, loss)
+
+
+def watched(worker: Any) -> dict[str, Any]:
+    """What was seen since `watch`, as plain numbers.
+
+    Returns:
+        `events` (position, and tokens kept by layer and head); `errors` and `masses` by layer
+        and query head, as in `AttentionLoss.means`, empty where nothing was measured.
+    """
+    observers = [group.runner.observer for group in worker.state.groups.values()]
+    means = [observer.loss.means() for observer in observers if observer.loss is not None]
+    return {
+        "events": [event for observer in observers for event in observer.events],
+        "errors": [layer for errors, _ in means for layer in errors],
+        "masses": [layer for _, masses in means for layer in masses],
+    }
