@@ -104,7 +104,7 @@ def test_losses_are_those_of_plain_loops(softcap: float) -> None:
         **vars(BatchRows.of(np.array([-1, 0]), CPU)),
         page_table=table,
         seq_lens=torch.tensor([[len(row) for row in resident]], dtype=torch.int32),
-        alike=False,
+        same_in_all_layers=False,
     )
     # Another request's two tokens come first in the batch.
     pad = torch.full((2, HEADS * GROUP, DIM), float("nan"))

@@ -137,7 +137,9 @@ def check(batches: ResidentBatches, model: Model, order: list[str]) -> None:
                 assert page_table[layer][i * HEADS + head][: len(row)] == row
                 expected = len(model.kept[name][layer][head]) * SIZE + tail_tokens
                 assert lengths[layer][i * HEADS + head] == expected
-    assert batch.alike == all(torch.equal(row, batch.seq_lens[0]) for row in batch.seq_lens)
+    assert batch.same_in_all_layers == all(
+        torch.equal(row, batch.seq_lens[0]) for row in batch.seq_lens
+    )
 
 
 def test_rows_get_room_for_the_fullest_head_where_a_bound_is_known() -> None:

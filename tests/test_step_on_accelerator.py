@@ -22,7 +22,7 @@ from tests.step_cases import (
     make_pool,
 )
 from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
-from vllm_kvcompress.attention.biased import gathered_attention, query_groups
+from vllm_kvcompress.attention.biased import biased_attention, query_groups
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
@@ -71,7 +71,7 @@ def test_tables_and_batches_through_a_request_s_life() -> None:
             assert batch.page_table.device == batch.seq_lens.device == ACCELERATOR
             assert batch.page_table.dtype == batch.seq_lens.dtype == torch.int32
             assert (batch.rows.tolist(), batch.whole.tolist()) == ([1], [0])
-            assert not batch.alike
+            assert not batch.same_in_all_layers
         run_event(tables, "b", 40, 1)
         tables.save(tables.slots["b"], "b", key=3)
         batch = read(batches, {"b": 7, "a": num_tokens})
@@ -133,7 +133,7 @@ def test_gathered_attention(
         outputs = torch.empty_like(queries)
         for group in query_groups(batch, step.starts):
             for layer in range(NUM_LAYERS):
-                gathered_attention(step.runner, layer, group, queries, outputs, 0.4)
+                biased_attention(step.runner, layer, group, queries, outputs, 0.4)
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "asymkv", "momentkv"])
@@ -154,5 +154,5 @@ def test_attention_queues_its_kernels_and_little_else(
     groups = query_groups(step.read(), step.starts)
     with Operators() as operators:
         for group in groups:
-            gathered_attention(step.runner, 1, group, queries, outputs, 0.4)
+            biased_attention(step.runner, 1, group, queries, outputs, 0.4)
     assert operators.count == number

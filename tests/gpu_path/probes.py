@@ -89,13 +89,13 @@ def few_sequences(report: dict[str, Any]) -> None:
 
     gpu_flash.MOST_SEQUENCES = flash_attention.MOST_BATCHES_TO_SPLIT = 4
     report["own"] = 0
-    attend = gpu.gathered_attention
+    attend = gpu.biased_attention
 
     def counting(*args: Any) -> None:
         report["own"] += 1
         attend(*args)
 
-    gpu.gathered_attention = counting
+    gpu.biased_attention = counting
     flash_calls(report)
 
 

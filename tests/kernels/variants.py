@@ -16,7 +16,7 @@ from tests.event_cases import GROUP, HEAD_SIZE, NUM_HEADS, Request, make_pool
 from tests.kernels.events import only_triton
 from tests.policies.cases import Shape, make_pipeline
 from vllm_kvcompress.attention.batch import ResidentBatches
-from vllm_kvcompress.attention.biased import gathered_attention, query_groups
+from vllm_kvcompress.attention.biased import biased_attention, query_groups
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.warm_up import warm_up
 from vllm_kvcompress.kernels import launch_triton
@@ -108,4 +108,4 @@ def attend(request: Request, position: int) -> None:
         queries = torch.randn(num_queries, NUM_HEADS * GROUP, HEAD_SIZE)
         for group in query_groups(batch, np.array([0, num_queries])):
             for layer in range(runner.pool.num_layers):
-                gathered_attention(runner, layer, group, queries, queries.clone(), 1.0)
+                biased_attention(runner, layer, group, queries, queries.clone(), 1.0)

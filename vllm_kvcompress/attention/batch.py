@@ -54,13 +54,13 @@ class ResidentBatch(BatchRows):
     Attributes:
         page_table: [num_layers, R * num_heads, width] int32, rows side by side.
         seq_lens: [num_layers, R * num_heads] int32 resident tokens.
-        alike: whether these are known to be the same in every layer.
+        same_in_all_layers: whether these are known to be the same in every layer.
         carried: what attention reads of what the policy carries; None: nothing.
     """
 
     page_table: Tensor
     seq_lens: Tensor
-    alike: bool
+    same_in_all_layers: bool
     carried: CarriedRuns | None = None
 
 
@@ -72,7 +72,7 @@ class _Gathered:
         table: [num_layers, R, num_heads, any] int32 page ids, with room for what comes.
         width: columns of it that are in use.
         excess: [num_layers, R, num_heads] int32 resident minus logical tokens.
-        alike: whether this is known to be the same in every layer.
+        same_in_all_layers: whether this is known to be the same in every layer.
         limits: [R] logical tokens that the table covers.
         carried: as in `ResidentBatch`.
     """
@@ -80,7 +80,7 @@ class _Gathered:
     table: Tensor
     width: int
     excess: Tensor
-    alike: bool
+    same_in_all_layers: bool
     limits: Books
     carried: CarriedRuns | None = None
 
@@ -131,7 +131,7 @@ class ResidentBatches:
             **vars(found),
             page_table=known.table.flatten(1, 2)[:, :, : known.width],
             seq_lens=(known.excess + logical[:, None]).flatten(1),
-            alike=known.alike,
+            same_in_all_layers=known.same_in_all_layers,
             carried=known.carried,
         )
 
@@ -169,6 +169,8 @@ class ResidentBatches:
         table = tables.gather(found.device_slots, -(-room // ROW_MULTIPLE) * ROW_MULTIPLE)
         excess = tables.excess(found.slots)
         # Only the CPU can look without waiting for what runs on the device.
-        alike = excess.device.type == "cpu" and bool((excess == excess[:1]).all())
+        same_in_all_layers = excess.device.type == "cpu" and bool((excess == excess[:1]).all())
         carried = None if self._carried is None else self._carried(found.device_slots)
-        return _Gathered(table, width, excess, alike, tables.tail_limits(found.slots), carried)
+        return _Gathered(
+            table, width, excess, same_in_all_layers, tables.tail_limits(found.slots), carried
+        )

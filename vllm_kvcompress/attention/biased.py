@@ -8,6 +8,7 @@ those of CPUs, which only vLLM's own kernels read as they are, are gathered firs
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,10 +18,17 @@ from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch
 from vllm_kvcompress.attention.query_rows import Places, places, rows_at
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.cache.policy_state import CarriedRuns
-from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels import attention_with_lse, paged
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.policies import Pipeline
+
+
+class PagesOfPolicy(Protocol):
+    """The pages of a cache group, and the policy of its compressed requests."""
+
+    pool: PagePool
+    pipeline: Pipeline
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,8 @@ def _query_group(
     )
 
 
-def gathered_attention(
-    runner: EventRunner,
+def biased_attention(
+    pages: PagesOfPolicy,
     layer: int,
     group: QueryGroup,
     queries: Tensor,
@@ -97,13 +105,13 @@ def gathered_attention(
     """Writes the outputs for the group's queries, as the policy has them.
 
     Args:
-        runner: holds the pages, and the policy.
+        pages: where kept tokens lie, and under which policy.
         layer: of the cache group.
         group: some of the compressed requests.
         queries, outputs: [num_tokens, num_query_heads, head_size] of the batch.
         scale: of the logits.
     """
-    pool, pipeline = runner.pool, runner.pipeline
+    pool, pipeline = pages.pool, pages.pipeline
     carried = None if group.carried is None else group.carried.of_layer(layer, pool)
     bias = carried if pipeline.weighs_entries else None
     where = (group.page_table[layer], group.lengths[layer])

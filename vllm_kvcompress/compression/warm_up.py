@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatches
-from vllm_kvcompress.attention.biased import gathered_attention, query_groups
+from vllm_kvcompress.attention.biased import biased_attention, query_groups
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import Pipeline
@@ -118,4 +118,4 @@ def _attend(runner: EventRunner, plan: EventPlan, row: Tensor, queries: Tensor) 
     for num_queries in (1, 2, CHUNK):
         for group in query_groups(batch, np.array([0, num_queries])):
             rows = queries[:num_queries]
-            gathered_attention(runner, 0, group, rows, torch.empty_like(rows), 1.0)
+            biased_attention(runner, 0, group, rows, torch.empty_like(rows), 1.0)

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvcompress.attention.batch import ResidentBatch
-from vllm_kvcompress.attention.biased import QueryGroup, gathered_attention, query_groups
+from vllm_kvcompress.attention.biased import QueryGroup, biased_attention, query_groups
 from vllm_kvcompress.attention.query_rows import EVERY_ROW, Places, places, rows_at
 from vllm_kvcompress.cache.page_order import Packing, find_packing
 from vllm_kvcompress.cache.pages import PackedPagePool, PagePool, flat_pages
@@ -154,7 +154,7 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             where, query_start_loc = places(rows, CPU), torch.from_numpy(own_starts)
         schedules = [
             self._schedule(seq_lens, query_start_loc, self.num_heads // num_heads, 1)
-            for seq_lens in batch.seq_lens[: 1 if batch.alike else None]
+            for seq_lens in batch.seq_lens[: 1 if batch.same_in_all_layers else None]
         ]
         return Subset(where, query_start_loc, schedules)
 
@@ -257,7 +257,7 @@ class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
         shape = (-1, self.num_heads, self.head_size)
         rows, out_rows = query.view(shape), output.view(shape)
         for group in metadata.gathered:
-            gathered_attention(runner, layer, group, rows, out_rows, self.scale)
+            biased_attention(runner, layer, group, rows, out_rows, self.scale)
 
     def _whole(self, metadata: CompressedCPUMetadata, query, kv_cache: Tensor, output) -> None:
         """Attention of the uncompressed requests of a mixed batch."""

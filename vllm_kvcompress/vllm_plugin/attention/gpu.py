@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvcompress.attention.batch import ResidentBatch
-from vllm_kvcompress.attention.biased import QueryGroup, gathered_attention, query_groups
+from vllm_kvcompress.attention.biased import QueryGroup, biased_attention, query_groups
 from vllm_kvcompress.attention.query_rows import EVERY_ROW, Places, places, rows_at
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool, flat_pages
 from vllm_kvcompress.errors import UnsupportedError
@@ -291,7 +291,7 @@ class CompressedGPUImpl:
         if step.batch is not None:
             if compressed.gathered is not None:
                 for some in compressed.gathered:
-                    gathered_attention(group.runner, index, some, rows, out_rows, self.scale)
+                    biased_attention(group.runner, index, some, rows, out_rows, self.scale)
             else:
                 self.attend_by_head(layer, compressed, index, group.tables.pool, rows, out_rows)
             if compressed.whole is not None:

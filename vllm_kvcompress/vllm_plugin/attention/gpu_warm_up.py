@@ -89,5 +89,5 @@ def _batch(num_requests: int, pool: Any) -> ResidentBatch:
         **vars(found),
         page_table=torch.full((*sequences, ALIGNMENT), page, **numbers),
         seq_lens=torch.full(sequences, pool.block_size, **numbers),
-        alike=True,
+        same_in_all_layers=True,
     )

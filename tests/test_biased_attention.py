@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.oracles import Vector, attend, corrected
 from tests.step_cases import GROUP, NUM_HEADS, NUM_LAYERS, REQUESTS, Request, Step, make_pool
-from vllm_kvcompress.attention.biased import gathered_attention, query_groups
+from vllm_kvcompress.attention.biased import biased_attention, query_groups
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
 from vllm_kvcompress.policies.registry import resolve
 
@@ -49,7 +49,7 @@ def test_outputs_are_those_of_plain_loops(
     found = torch.full_like(step.queries, float("nan"))
     for layer in range(NUM_LAYERS):
         for group in groups:
-            gathered_attention(step.runner, layer, group, step.queries, found, SCALE)
+            biased_attention(step.runner, layer, group, step.queries, found, SCALE)
         for row, request in enumerate(step.requests):
             start = int(step.starts[row])
             for nth in range(request.num_queries):
