@@ -26,7 +26,7 @@ rules = st.builds(
 )
 
 
-def pressed(rule: CompressionRule, prompt: int, position: int) -> bool:
+def under_pressure(rule: CompressionRule, prompt: int, position: int) -> bool:
     """Now and then room is needed; only requests that generate give it."""
     return rule.pressure_mark is not None and position > prompt and position % 7 == 3
 
@@ -79,7 +79,7 @@ def test_a_request_never_holds_more_than_the_peak(
         if computed < prompt:
             step_end = min(step_end, prompt)
         held = ledger.resident_blocks + math.ceil(step_end / BLOCK) - ledger.compressed_blocks
-        decision = ledger.decide(step_end, pressed(rule, prompt, step_end))
+        decision = ledger.decide(step_end, under_pressure(rule, prompt, step_end))
         if decision is not None and not decision.skipped:
             sources = held - (1 if step_end % BLOCK else 0)
             assert decision.num_kept_blocks < sources
@@ -128,7 +128,7 @@ def test_observed_queries_cover_every_window(
         if seen is not None:
             assert seen.position == computed + seen.offset
             recorded |= set(range(seen.position, seen.position + seen.num_tokens))
-        decision = ledger.decide(end, pressed(rule, prompt, end))
+        decision = ledger.decide(end, under_pressure(rule, prompt, end))
         if decision is not None and not decision.skipped:
             window = ledger.observed_window(end)
             assert set(range(end - window, end)) <= recorded

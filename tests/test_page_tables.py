@@ -104,7 +104,7 @@ def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
             fresh = model.grow(name, data.draw(st.integers(0, 3)), fresh)
         order = data.draw(st.permutations(sorted({*model.kept, name, "whole"})))
         for _ in range(data.draw(st.integers(0, 3))):
-            tables.settle()
+            tables.poll()
             check(batches, model, order)
             if model.kept:
                 grown = data.draw(st.sampled_from(sorted(model.kept)))
@@ -142,7 +142,7 @@ def check(batches: ResidentBatches, model: Model, order: list[str]) -> None:
     )
 
 
-def test_rows_get_room_for_the_fullest_head_where_a_bound_is_known() -> None:
+def test_rows_get_room_for_the_longest_head_where_a_bound_is_known() -> None:
     counts, pages = torch.tensor([9, 2, 0]), torch.arange(11)
     widths = []
     for bound in (None, 9):
@@ -165,7 +165,7 @@ def test_rows_are_as_wide_as_a_bound_until_the_number_is_there() -> None:
     tables.begin_tail(slot, 10, 4, late)
     widths = []
     for _ in range(3):
-        tables.settle()
+        tables.poll()
         widths.append(tables.widths(np.array([slot])).tolist())
     assert widths == [[4], [3], [3]]
 
@@ -177,7 +177,7 @@ def test_what_comes_for_a_request_that_is_gone_is_passed_over() -> None:
     tables.release("a")
     slot = tables.acquire("b")
     tables.begin_tail(slot, 10, 4)
-    tables.settle()
+    tables.poll()
     assert tables.widths(np.array([slot])).tolist() == [4]
 
 
@@ -187,7 +187,7 @@ def test_what_comes_for_an_earlier_event_is_passed_over() -> None:
     slot = tables.acquire("a")
     tables.begin_tail(slot, 10, 4, late)
     tables.begin_tail(slot, 12, 5)
-    tables.settle()
+    tables.poll()
     assert tables.widths(np.array([slot])).tolist() == [5]
 
 

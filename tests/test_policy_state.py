@@ -10,7 +10,7 @@ import torch
 from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, make_pool
 from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, Shape, make_pipeline
 from vllm_kvcompress.cache.pages import InterleavedPagePool
-from vllm_kvcompress.cache.policy_state import CarriedNumbers
+from vllm_kvcompress.cache.policy_state import PolicyState
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
 CARRIED = {
@@ -28,7 +28,7 @@ def test_runs_of_entries_are_found_name_by_name(policy: str, tmp_path: Path) -> 
     request.compress(request.positions[0])
     pool, tables, pipeline = request.pool, request.runner.tables, request.pipeline
     assert pipeline.carried_entries == CARRIED[policy]
-    slot, carried = tables.slots["r"], CarriedNumbers(tables)
+    slot, carried = tables.slots["r"], PolicyState(tables)
     for layer in range(NUM_LAYERS):
         numbers = pool.floats(tables.state[layer, slot]).tolist()
         kept = [BLOCK_SIZE * count for count in tables.counts[layer, slot].tolist()]
@@ -50,7 +50,7 @@ def test_runs_of_heads_are_found(policy: str, tmp_path: Path) -> None:
     request.compress(request.positions[0])
     pool, tables, pipeline = request.pool, request.runner.tables, request.pipeline
     slot, size = tables.slots["r"], pipeline.state_size(HEAD_SIZE)
-    runs = CarriedNumbers(tables).of_heads(pipeline, torch.tensor([slot]))
+    runs = PolicyState(tables).of_heads(pipeline, torch.tensor([slot]))
     for layer in range(NUM_LAYERS):
         numbers = pool.floats(tables.state[layer, slot])[: NUM_HEADS * size]
         assert torch.equal(runs.of_layer(layer, pool).whole(size), numbers.view(NUM_HEADS, size))

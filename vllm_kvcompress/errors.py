@@ -18,4 +18,4 @@ class EngineError(KVCompressError, RuntimeError):
 
 
 class InvariantError(KVCompressError, RuntimeError):
-    """The books do not balance: a bug in this package, never a user's mistake."""
+    """The bookkeeping does not balance: a bug in this package, never a user's mistake."""

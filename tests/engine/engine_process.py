@@ -1,6 +1,6 @@
 """Runs the real engine in a process of its own and reports what it did, step by step.
 
-The engine core runs inside this process, so that the books of scheduler and worker can be
+The engine core runs inside this process, so that the bookkeeping of scheduler and worker can be
 compared after every step. A scenario is a dictionary:
 
     model: directory            engine: keyword arguments of vllm.LLM
@@ -58,7 +58,7 @@ def build_engine(scenario: dict[str, Any]) -> Any:
     return LLMEngine.from_vllm_config(config)
 
 
-class Books:
+class Bookkeeping:
     """Compares what scheduler, block pool and worker believe."""
 
     def __init__(self, engine: Any) -> None:
@@ -169,7 +169,9 @@ def record_kept(report: dict[str, Any]) -> None:
     events.compress_layer = recording
 
 
-def run_phase(engine: Any, books: Books, requests: list[dict], report: dict[str, Any]) -> None:
+def run_phase(
+    engine: Any, books: Bookkeeping, requests: list[dict], report: dict[str, Any]
+) -> None:
     """Feeds a phase's requests at their steps and runs until all have ended."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -237,7 +239,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
         pkgutil.resolve_name(name)(report)
     engine = build_engine(scenario)
     report["kept"].clear()  # of the event that warms a GPU up
-    books = Books(engine)
+    books = Bookkeeping(engine)
     report["preemptions"] = 0
     preempt = books.scheduler._preempt_request
 

@@ -1,6 +1,6 @@
 """Blocks: what a compressed request holds, what it gives back, and that nothing is lost.
 
-The scenario runner compares the books of scheduler, block pool and worker after every step.
+The scenario runner compares the bookkeeping of scheduler, block pool and worker after every step.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ SETTINGS = {"policy": "adakv+criticalkv", "budget": 0.25}
 
 
 def test_the_question_attends_to_the_compressed_context(llama: str, run_engine: Run) -> None:
-    """Logprobs of every token equal those of a model that kept only the survivors.
+    """Logprobs of every token equal those of a model that kept only those tokens.
 
     The same prompt was served before without a named context, so that the prefix cache holds
     blocks behind the context, which must not be used.

@@ -64,7 +64,7 @@ def test_a_waiting_request_is_let_in(llama: str, run_engine: Run) -> None:
 
 
 def test_more_requests_run_than_whole_ones_fit(llama: str, run_engine: Run) -> None:
-    """Room for three whole requests: the pool is never so full that nobody can give."""
+    """Room for three uncompressed requests: the pool is never so full that nobody can give."""
     requests = [request(f"r{i}", prompt(1000, seed=i), 100) for i in range(9)]
     pool = {"num_gpu_blocks_override": 105, "max_num_seqs": 16}
     stock = run_engine(llama, [requests], **pool)

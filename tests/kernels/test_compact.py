@@ -20,7 +20,7 @@ LAUNCHES = "tests.kernels.launches."
 def make_case(
     page_counts: list[int], block_size: int, head_size: int, dtype: torch.dtype
 ) -> tuple[PagedEntries, Tensor, Tensor, Tensor]:
-    """Sources of partial pages, and NaN pages for the survivors in between."""
+    """Sources of partial pages, and NaN pages for the kept tokens in between."""
     lengths = [(count + 1) * block_size + 3 for count in page_counts]
     entries = make_entries(lengths, block_size, head_size, dtype)
     total = sum(page_counts)

@@ -41,7 +41,7 @@ def test_no_vllm(module: str) -> None:
 @pytest.mark.parametrize(
     "module", ["vllm_kvcompress.scheduling.ledger", "vllm_kvcompress.metrics.stats"]
 )
-def test_no_torch_in_the_books(module: str) -> None:
+def test_no_torch_in_scheduling(module: str) -> None:
     done = import_without(module, "vllm", "torch")
     assert done.returncode == 0, done.stderr
 

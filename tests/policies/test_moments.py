@@ -89,7 +89,7 @@ def test_one_batch_is_any_sequence_of_batches(batches: list[int], seed: int) -> 
     assert torch.allclose(state, state_of(keys, values), atol=1e-3)
 
 
-def test_residuals_are_what_the_moments_do_not_foretell() -> None:
+def test_residuals_are_what_the_moments_do_not_predict() -> None:
     state = state_of(normal(1, 6, DIM, seed=3), normal(1, 6, DIM, seed=4))
     keys, values = normal(1, 4, DIM, seed=5), normal(1, 4, DIM, seed=6)
     found = moment_residuals(state, keys, values, SCALE)[0].tolist()

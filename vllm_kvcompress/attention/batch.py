@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.cache.page_tables import Books, PageTables
-from vllm_kvcompress.cache.policy_state import CarriedRuns
+from vllm_kvcompress.cache.page_tables import Integers, PageTables
+from vllm_kvcompress.cache.policy_state import PolicyStateRuns
 from vllm_kvcompress.kernels.transfers import upload
 
 ROW_MULTIPLE = 16
@@ -32,15 +32,15 @@ class BatchRows:
         device_rows, device_whole, device_slots: the same beside the pages.
     """
 
-    rows: Books
-    whole: Books
-    slots: Books
+    rows: Integers
+    whole: Integers
+    slots: Integers
     device_rows: Tensor
     device_whole: Tensor
     device_slots: Tensor
 
     @classmethod
-    def of(cls, slots: Books, device: torch.device) -> BatchRows:
+    def of(cls, slots: Integers, device: torch.device) -> BatchRows:
         """Of [rows] slots, -1 where a request is whole."""
         rows, whole = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
         host = (rows, whole, slots[rows])
@@ -61,7 +61,7 @@ class ResidentBatch(BatchRows):
     page_table: Tensor
     seq_lens: Tensor
     same_in_all_layers: bool
-    carried: CarriedRuns | None = None
+    carried: PolicyStateRuns | None = None
 
 
 @dataclass
@@ -71,7 +71,7 @@ class _Gathered:
     Attributes:
         table: [num_layers, R, num_heads, any] int32 page ids, with room for what comes.
         width: columns of it that are in use.
-        excess: [num_layers, R, num_heads] int32 resident minus logical tokens.
+        resident_offset: [num_layers, R, num_heads] int32 resident minus logical tokens.
         same_in_all_layers: whether this is known to be the same in every layer.
         limits: [R] logical tokens that the table covers.
         carried: as in `ResidentBatch`.
@@ -79,10 +79,10 @@ class _Gathered:
 
     table: Tensor
     width: int
-    excess: Tensor
+    resident_offset: Tensor
     same_in_all_layers: bool
-    limits: Books
-    carried: CarriedRuns | None = None
+    limits: Integers
+    carried: PolicyStateRuns | None = None
 
 
 class ResidentBatches:
@@ -94,10 +94,10 @@ class ResidentBatches:
     """
 
     def __init__(
-        self, tables: PageTables, carried: Callable[[Tensor], CarriedRuns | None] | None = None
+        self, tables: PageTables, carried: Callable[[Tensor], PolicyStateRuns | None] | None = None
     ) -> None:
         self.tables = tables
-        self._carried = carried
+        self._policy_state = carried
         self._request_ids: list[str] = []
         self._version = -1
         self._rows = BatchRows.of(np.zeros(0, dtype=np.int64), tables.pool.device)
@@ -110,7 +110,7 @@ class ResidentBatches:
         seq_lens: Tensor,
         block_table: Tensor,
     ) -> ResidentBatch | None:
-        """The batch after new tail pages were booked; None where no request is compressed.
+        """The batch after new tail pages were recorded; None where no request is compressed.
 
         Args:
             request_ids: of all rows of the batch.
@@ -130,7 +130,7 @@ class ResidentBatches:
         return ResidentBatch(
             **vars(found),
             page_table=known.table.flatten(1, 2)[:, :, : known.width],
-            seq_lens=(known.excess + logical[:, None]).flatten(1),
+            seq_lens=(known.resident_offset + logical[:, None]).flatten(1),
             same_in_all_layers=known.same_in_all_layers,
             carried=known.carried,
         )
@@ -138,12 +138,12 @@ class ResidentBatches:
     def _find(self, request_ids: list[str]) -> None:
         """Which rows are compressed."""
         slot_of = self.tables.slots
-        slots: Books = np.array([slot_of.get(rid, -1) for rid in request_ids], dtype=np.int64)
+        slots: Integers = np.array([slot_of.get(rid, -1) for rid in request_ids], dtype=np.int64)
         self._rows = BatchRows.of(slots, self.tables.pool.device)
         self._request_ids, self._version = list(request_ids), self.tables.version
         self._gathered = None
 
-    def _covering(self, num_tokens: Books, block_table: Tensor) -> _Gathered:
+    def _covering(self, num_tokens: Integers, block_table: Tensor) -> _Gathered:
         """What is known of the batch, brought up to [R] logical tokens."""
         known = self._gathered
         if known is not None and not (num_tokens > known.limits).any():
@@ -167,10 +167,17 @@ class ResidentBatches:
         tables, found = self.tables, self._rows
         room = width + max(8, width // 8)
         table = tables.gather(found.device_slots, -(-room // ROW_MULTIPLE) * ROW_MULTIPLE)
-        excess = tables.excess(found.slots)
+        resident_offset = tables.resident_offsets(found.slots)
         # Only the CPU can look without waiting for what runs on the device.
-        same_in_all_layers = excess.device.type == "cpu" and bool((excess == excess[:1]).all())
-        carried = None if self._carried is None else self._carried(found.device_slots)
+        same_in_all_layers = resident_offset.device.type == "cpu" and bool(
+            (resident_offset == resident_offset[:1]).all()
+        )
+        carried = None if self._policy_state is None else self._policy_state(found.device_slots)
         return _Gathered(
-            table, width, excess, same_in_all_layers, tables.tail_limits(found.slots), carried
+            table,
+            width,
+            resident_offset,
+            same_in_all_layers,
+            tables.tail_limits(found.slots),
+            carried,
         )

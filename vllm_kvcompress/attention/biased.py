@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch
 from vllm_kvcompress.attention.query_rows import Places, places, rows_at
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
-from vllm_kvcompress.cache.policy_state import CarriedRuns
+from vllm_kvcompress.cache.policy_state import PolicyStateRuns
 from vllm_kvcompress.kernels import attention_with_lse, paged
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.transfers import upload
@@ -49,7 +49,7 @@ class QueryGroup:
     num_queries: int
     page_table: Tensor
     lengths: Tensor
-    carried: CarriedRuns | None
+    carried: PolicyStateRuns | None
 
     def by_head(self, rows: Tensor, num_heads: int) -> Tensor:
         """[N * m, num_query_heads, head_size] -> [N, num_heads, G, m, head_size] (a view)."""

@@ -6,7 +6,7 @@ block appends one page per layer and head, and everything else stays.
     row of (layer, request, head):  [ kept pages: counts[l, r, h] ][ tail pages, one per block ]
 
 The tables lie beside the pages. What the host has to know of them without waiting for a device
-(how long tails are, how wide rows may be) is in books of its own.
+(how long tails are, how wide rows may be) is in arrays of its own.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.kernels.transfers import Download, upload
 
-Books = np.ndarray[Any, np.dtype[np.int64]]
+Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass
-class TailBooks:
-    """Host-side books of the tails, one entry per slot (numpy int64 arrays).
+class Tails:
+    """What the host knows of the tails, one entry per slot (numpy int64 arrays).
 
     Attributes:
         first_block: logical block at which the tail begins.
@@ -34,9 +34,9 @@ class TailBooks:
         max_kept: upper bound of the kept pages of any head.
     """
 
-    first_block: Books
-    num_pages: Books
-    max_kept: Books
+    first_block: Integers
+    num_pages: Integers
+    max_kept: Integers
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class PageTables:
         self.counts = torch.zeros(
             (pool.num_layers, 0, pool.num_heads), dtype=torch.int32, device=device
         )
-        self.tails = TailBooks(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
+        self.tails = Tails(*(np.zeros(0, dtype=np.int64) for _ in range(3)))
         self.slots: dict[str, int] = {}
         self.layer_pages: dict[str, list[int]] = {}
         self._free_slots: list[int] = []
         self._saved: dict[int, SavedRows] = {}
-        # By slot, the pages of the fullest head, where the host knows an upper bound so far.
-        self._fullest: dict[int, Download] = {}
+        # By slot, the pages of the longest head, where the host knows an upper bound so far.
+        self._longest_head: dict[int, Download] = {}
         self.version = 0
 
     def acquire(self, request_id: str) -> int:
@@ -118,8 +118,8 @@ class PageTables:
         slot = self._free_slots.pop()
         self.slots[request_id] = slot
         self.counts[:, slot] = 0
-        for books in (self.tails.first_block, self.tails.num_pages, self.tails.max_kept):
-            books[slot] = 0
+        for numbers in (self.tails.first_block, self.tails.num_pages, self.tails.max_kept):
+            numbers[slot] = 0
         return slot
 
     def release(self, request_id: str) -> None:
@@ -127,7 +127,7 @@ class PageTables:
         slot = self.slots.pop(request_id, None)
         self.layer_pages.pop(request_id, None)
         if slot is not None:
-            self._fullest.pop(slot, None)
+            self._longest_head.pop(slot, None)
             self.version += 1
             self._free_slots.append(slot)
 
@@ -191,7 +191,7 @@ class PageTables:
         self.begin_tail(slot, first_block, saved.max_kept)
 
     def begin_tail(
-        self, slot: int, first_block: int, max_kept: int, fullest: Download | None = None
+        self, slot: int, first_block: int, max_kept: int, longest_head: Download | None = None
     ) -> None:
         """After an event: the tail starts at `first_block` and its pages are not in the table.
 
@@ -199,43 +199,45 @@ class PageTables:
             slot: the request's slot.
             first_block: logical block.
             max_kept: upper bound of the kept pages of any head.
-            fullest: the exact number, where it is still to come from the device.
+            longest_head: its pages, exactly, where it is still to come from the device.
         """
         self.version += 1
         self.tails.first_block[slot] = first_block
         self.tails.num_pages[slot] = 0
         self.tails.max_kept[slot] = max_kept
         # A number that an earlier event still waits for is no longer this row's.
-        self._fullest.pop(slot, None)
-        if fullest is not None:
-            self._fullest[slot] = fullest
+        self._longest_head.pop(slot, None)
+        if longest_head is not None:
+            self._longest_head[slot] = longest_head
 
-    def settle(self) -> None:
+    def poll(self) -> None:
         """Takes the exact widths of rows that the device has told since, for upper bounds.
 
         How pages are divided among heads is known there first; until then a row counts as long as
         the division may make it.
         """
-        for slot, download in list(self._fullest.items()):
-            fullest = download.value
-            if fullest is not None:
-                del self._fullest[slot]
-                self.tails.max_kept[slot] = fullest
+        for slot, download in list(self._longest_head.items()):
+            longest_head = download.value
+            if longest_head is not None:
+                del self._longest_head[slot]
+                self.tails.max_kept[slot] = longest_head
                 self.version += 1
 
-    def tail_limits(self, slots: Books) -> Books:
+    def tail_limits(self, slots: Integers) -> Integers:
         """[R] logical tokens up to which each request's tail pages are in the table."""
         tails = self.tails
-        limits: Books = (tails.first_block[slots] + tails.num_pages[slots]) * self.pool.block_size
+        limits: Integers = (
+            tails.first_block[slots] + tails.num_pages[slots]
+        ) * self.pool.block_size
         return limits
 
-    def widths(self, slots: Books) -> Books:
+    def widths(self, slots: Integers) -> Integers:
         """[R] upper bounds of the pages in each request's rows."""
-        widths: Books = self.tails.max_kept[slots] + self.tails.num_pages[slots]
+        widths: Integers = self.tails.max_kept[slots] + self.tails.num_pages[slots]
         return widths
 
     def extend_tails(
-        self, slots: Books, rows: Books, block_table: Tensor, num_tokens: Books
+        self, slots: Integers, rows: Integers, block_table: Tensor, num_tokens: Integers
     ) -> TailPages | None:
         """Appends the pages of blocks that were added since the last step.
 
@@ -255,7 +257,7 @@ class PageTables:
             return None
         self.version += 1
         self._reserve(int((self.widths(slots) + missing).max()))
-        which: Books = np.repeat(np.arange(len(slots)), missing)
+        which: Integers = np.repeat(np.arange(len(slots)), missing)
         nth = np.arange(len(which)) - np.repeat(np.cumsum(missing) - missing, missing)
         nth += have[which]
         logical = tails.first_block[slots[which]] + nth
@@ -286,7 +288,7 @@ class PageTables:
         missing = max(0, width - self.table.shape[3])
         return torch.nn.functional.pad(self.table[:, slots, :, :width], (0, missing))
 
-    def excess(self, slots: Books) -> Tensor:
+    def resident_offsets(self, slots: Integers) -> Tensor:
         """[num_layers, R, num_heads] int32 resident minus logical tokens."""
         first = self.tails.first_block[slots]
         index, first_block = upload(np.stack((slots, first)), self.pool.device)
@@ -308,6 +310,6 @@ class PageTables:
         self.table, self.counts, self.state = table, counts, state
         self._free_slots.extend(range(num_slots - 1, old - 1, -1))
         for name in ("first_block", "num_pages", "max_kept"):
-            books: Books = np.zeros(num_slots, dtype=np.int64)
-            books[:old] = getattr(self.tails, name)
-            setattr(self.tails, name, books)
+            numbers: Integers = np.zeros(num_slots, dtype=np.int64)
+            numbers[:old] = getattr(self.tails, name)
+            setattr(self.tails, name, numbers)

@@ -23,7 +23,7 @@ EVERY_LAYER = slice(None)
 
 
 @dataclass(frozen=True)
-class CarriedRuns:
+class PolicyStateRuns:
     """Where numbers lie that R requests carry: a run for every KV head, S = R * num_heads.
 
     Attributes:
@@ -36,9 +36,9 @@ class CarriedRuns:
     starts: Tensor
     lengths: Tensor
 
-    def select(self, requests: Tensor, sequences: Tensor) -> CarriedRuns:
+    def select(self, requests: Tensor, sequences: Tensor) -> PolicyStateRuns:
         """Those of some requests, whose heads are `sequences`."""
-        return CarriedRuns(
+        return PolicyStateRuns(
             self.pages[:, requests], self.starts[:, sequences], self.lengths[:, sequences]
         )
 
@@ -48,7 +48,7 @@ class CarriedRuns:
         return PagedNumbers(numbers, self.pages[layer], self.starts[layer], self.lengths[layer])
 
 
-class CarriedNumbers:
+class PolicyState:
     """Finds and writes them.
 
     Args:
@@ -61,17 +61,17 @@ class CarriedNumbers:
 
     def of_heads(
         self, pipeline: Pipeline, slots: Tensor | slice, layers: slice = EVERY_LAYER
-    ) -> CarriedRuns:
+    ) -> PolicyStateRuns:
         """The numbers per head of requests."""
         kept, size = self._kept(slots, layers), pipeline.state_size(self.pool.head_size)
         nth = torch.arange(kept.shape[2], dtype=torch.int32, device=kept.device)
         starts = (nth * size).expand_as(kept).flatten(1)
         pages = self.tables.state[layers, slots]
-        return CarriedRuns(pages, starts, torch.full_like(starts, size))
+        return PolicyStateRuns(pages, starts, torch.full_like(starts, size))
 
     def of_entries(
         self, pipeline: Pipeline, name: str, slots: Tensor | slice, layers: slice = EVERY_LAYER
-    ) -> CarriedRuns:
+    ) -> PolicyStateRuns:
         """The numbers of that name of requests' kept entries, head after head."""
         pool, kept = self.pool, self._kept(slots, layers)
         starts = kept.cumsum(dim=2, dtype=torch.int32) - kept
@@ -79,7 +79,7 @@ class CarriedNumbers:
         if which := pipeline.carried_entries.index(name):
             starts += which * kept.sum(dim=2, keepdim=True, dtype=torch.int32)
         pages = self.tables.state[layers, slots]
-        return CarriedRuns(pages, starts.flatten(1), kept.flatten(1))
+        return PolicyStateRuns(pages, starts.flatten(1), kept.flatten(1))
 
     def _kept(self, slots: Tensor | slice, layers: slice) -> Tensor:
         """[layers, R, num_heads] int32 kept entries."""
@@ -88,7 +88,7 @@ class CarriedNumbers:
     def write(
         self, pipeline: Pipeline, layer: int, slot: int, selection: Selection, pages: Tensor
     ) -> None:
-        """Writes what an event leaves in a layer to state pages, and books these."""
+        """Writes what an event leaves in a layer to state pages, and records these."""
         merged, numbers = selection.merged, []
         if pipeline.state_size(self.pool.head_size):
             assert merged.state is not None

@@ -1,4 +1,4 @@
-"""Runs compression events: reads source pages, asks the policy, writes the survivors."""
+"""Runs compression events: reads source pages, asks the policy, writes the kept tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.policy_state import CarriedNumbers, CarriedRuns
+from vllm_kvcompress.cache.policy_state import PolicyState, PolicyStateRuns
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.layer import compress_layer
@@ -49,12 +49,12 @@ class Event:
         slot: the request's row in the page tables.
         pipeline: the request's policy.
         blocks: [end_block - first_block (+ 1 if a partial block follows)] int64 block ids.
-        fresh_pages: [K * num_layers * num_heads] int64 pages that take the survivors.
+        fresh_pages: [K * num_layers * num_heads] int64 pages that take the kept tokens.
         layer_pages: pages of each layer afterwards, the state's not counted.
         state_pages: pages of each layer for what the policy carries.
         layer_starts: where each layer's pages begin in `fresh_pages`.
         stopwatch: counts the time spent.
-        max_kept: pages of the fullest head so far; off the CPU an upper bound.
+        max_kept: pages of the longest head so far; off the CPU an upper bound.
         page_counts: [num_heads] int64 of every layer so far.
     """
 
@@ -100,8 +100,8 @@ class EventRunner:
         self.pipeline = next(iter(pipelines.values()))
         self.weights = list(weights)
         self.observer: EventObserver | None = None
-        self._carried = CarriedNumbers(tables)
-        self._views = EventViews(self._carried, windows, self.weights)
+        self._policy_state = PolicyState(tables)
+        self._views = EventViews(self._policy_state, windows, self.weights)
 
     def begin(self, plan: EventPlan, block_row: Tensor) -> Event:
         """Sets an event up before the model runs.
@@ -169,7 +169,7 @@ class EventRunner:
             self._write(event, view, sources, selection, pages)
             if event.state_pages:
                 behind = event.fresh_pages[start + total : start + total + event.state_pages]
-                self._carried.write(event.pipeline, layer, event.slot, selection, behind)
+                self._policy_state.write(event.pipeline, layer, event.slot, selection, behind)
             max_kept = self._max_kept(selection.page_counts, view, total)
             counts = selection.page_counts
             self.tables.replace(layer, event.slot, counts, pages, max_kept)
@@ -183,32 +183,32 @@ class EventRunner:
         """After the last layer: from now on the request's tail starts at the event."""
         plan = event.plan
         self.tables.layer_pages[plan.request_id] = event.layer_pages
-        fullest = None
+        longest_head = None
         if self.pool.device.type != "cpu":
-            fullest = Download(torch.stack(event.page_counts).max())
-        self.tables.begin_tail(event.slot, plan.end_block, event.max_kept, fullest)
+            longest_head = Download(torch.stack(event.page_counts).max())
+        self.tables.begin_tail(event.slot, plan.end_block, event.max_kept, longest_head)
         if plan.reusable:
             self.tables.save(event.slot, plan.request_id, plan.fresh_block_ids[0])
         self.windows.end_event(plan.request_id)
         if self.observer is not None:
             self.observer.finished(event)
 
-    def read_by_attention(self, slots: Tensor) -> CarriedRuns | None:
+    def read_by_attention(self, slots: Tensor) -> PolicyStateRuns | None:
         """What attention reads of what requests in [R] slots carry, if it reads anything.
 
         The states that outputs are corrected with, or the biases of kept entries. Of requests with
         the server's own policy.
         """
         if self.pipeline.corrects:
-            return self._carried.of_heads(self.pipeline, slots)
+            return self._policy_state.of_heads(self.pipeline, slots)
         if self.pipeline.weighs_entries:
-            return self._carried.of_entries(self.pipeline, "bias", slots)
+            return self._policy_state.of_entries(self.pipeline, "bias", slots)
         return None
 
     def _write(
         self, event: Event, view: LayerView, sources: Sources, selection: Selection, pages: Tensor
     ) -> None:
-        """Writes the survivors to fresh pages, head after head."""
+        """Writes the kept tokens to fresh pages, head after head."""
         pool, merged = self.pool, selection.merged
         size, kept = pool.block_size, selection.kept_indices
         if view.pages is not None and merged.keys is None and merged.values is None:
@@ -221,17 +221,17 @@ class EventRunner:
             if values is None and event.pipeline.needs.any_values:
                 values = view.values
 
-        def survivors(rows: Tensor | None, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        def kept_rows(rows: Tensor | None, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
             if rows is None:
                 found = take(sources.body[heads, kept // size], kept % size)
             else:
                 found = rows[heads, kept]
             return found.view(pages.numel(), size, pool.head_size)
 
-        pool.write(pages, survivors(keys, pool.take_keys), survivors(values, pool.take_values))
+        pool.write(pages, kept_rows(keys, pool.take_keys), kept_rows(values, pool.take_values))
 
     def _max_kept(self, counts: Tensor, view: LayerView, total: int) -> int:
-        """Pages of the fullest head; off the CPU a bound that needs no synchronisation."""
+        """Pages of the longest head; off the CPU a bound that needs no synchronisation."""
         if counts.device.type == "cpu":
             return int(counts.max())
         return min(total, view.num_entries // self.pool.block_size)

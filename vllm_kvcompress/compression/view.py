@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.pages import InterleavedPagePool
-from vllm_kvcompress.cache.policy_state import CarriedNumbers
+from vllm_kvcompress.cache.policy_state import PolicyState
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.policies.base import LayerView, SourcePages
@@ -52,7 +52,7 @@ class EventViews:
 
     def __init__(
         self,
-        carried: CarriedNumbers,
+        carried: PolicyState,
         windows: QueryWindows | PagedWindows,
         weights: Sequence[LayerWeights],
     ) -> None:

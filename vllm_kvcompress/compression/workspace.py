@@ -34,7 +34,7 @@ class EventShape:
     """What the memory of an event depends on, beside the policy.
 
     Attributes:
-        num_tokens: resident tokens of the fullest head, or an upper bound.
+        num_tokens: resident tokens of the longest head, or an upper bound.
         num_layers: compressed layers.
         num_heads: KV heads of this rank.
         num_query_heads: of this rank.
@@ -53,7 +53,7 @@ class EventShape:
 
     @property
     def num_blocks(self) -> int:
-        """Pages of the fullest head."""
+        """Pages of the longest head."""
         return -(-self.num_tokens // self.block_size)
 
 

@@ -83,7 +83,7 @@ def join_moments(
 
 
 def moment_residuals(state: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """[H, n] norms of v - mean v - (scale / n_e) X k: what the state does not foretell of a value.
+    """[H, n] norms of v - mean v - (scale / n_e) X k: what the state does not predict of a value.
 
     Where nothing was evicted, the norms of the values.
 

@@ -203,7 +203,7 @@ def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Ten
 
 
 def moment_residuals(entries: PagedEntries, state: Tensor, scale: float) -> Tensor:
-    """[S, capacity] fp32 what MomentKV's state does not foretell of values; 0 behind the lengths.
+    """[S, capacity] fp32 what MomentKV's state does not predict of values; 0 behind the lengths.
 
     Args:
         entries: S = KV heads.

@@ -1,4 +1,4 @@
-"""What MomentKV's state does not foretell of each value, over pages."""
+"""What MomentKV's state does not predict of each value, over pages."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 

@@ -22,7 +22,7 @@ class EventRecord:
         source_tokens: tokens per head that the event read (mean over heads and layers).
         resident_tokens: tokens per head that it kept (mean over heads and layers).
         blocks_freed: KV-cache blocks handed back to vLLM's allocator.
-        blocks_written: fresh blocks that took the survivors.
+        blocks_written: fresh blocks that took the kept tokens.
     """
 
     policy: str

@@ -78,7 +78,7 @@ def moments_with(view: LayerView, state: Tensor, evicted: Tensor) -> Tensor:
 
 
 def moment_residuals(view: LayerView, state: Tensor) -> Tensor:
-    """[H, n] fp32 what a state of moments does not foretell of values."""
+    """[H, n] fp32 what a state of moments does not predict of values."""
     if view.pages is not None:
         return paged.moment_residuals(view.pages.body, state, view.scale)
     # Head by head, so that temporaries stay in the cache.

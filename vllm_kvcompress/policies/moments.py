@@ -35,7 +35,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class MomentResiduals:
-    """Keeps entries with mass on what the moments do not foretell: alpha |r|, by chunks.
+    """Keeps entries with mass on what the moments do not predict: alpha |r|, by chunks.
 
     r_j = v_j - mean v - (scale / n_e) X k_j, or v_j where nothing was evicted yet. Scores are
     averaged over aligned chunks of entries.

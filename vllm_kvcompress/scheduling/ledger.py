@@ -28,7 +28,7 @@ class Decision:
 
 @dataclass
 class RequestLedger:
-    """The books of one request.
+    """The bookkeeping of one request.
 
     Attributes:
         num_prompt_tokens: logical tokens of the prompt; of its context, where the request names
@@ -55,19 +55,19 @@ class RequestLedger:
     context_key: Hashable = None
 
     def adopt(self, end_block: int, num_kept_blocks: int) -> None:
-        """Books a context that an earlier request had compressed, instead of an event."""
+        """Records a context that an earlier request had compressed, instead of an event."""
         self.commit(end_block * self.rule.block_size, num_kept_blocks)
 
-    def decide(self, position: int, pressed: bool = False) -> Decision | None:
+    def decide(self, position: int, under_pressure: bool = False) -> Decision | None:
         """What happens when `position` tokens have been computed; None: no trigger fires.
 
         Args:
             position: in computed tokens.
-            pressed: room is needed.
+            under_pressure: room is needed, and this request was selected.
         """
         if self.rule.is_position(self.num_prompt_tokens, position):
             trigger = self.rule.trigger_at(self.num_prompt_tokens, position)
-        elif pressed:
+        elif under_pressure:
             trigger = TRIGGER_PRESSURE
         else:
             return None
@@ -95,7 +95,7 @@ class RequestLedger:
         return min(self.rule.window_size, position - oldest)
 
     def commit(self, position: int, num_kept_blocks: int) -> None:
-        """Books an event."""
+        """Records an event."""
         self.compressed_blocks = position // self.rule.block_size
         self.resident_blocks = num_kept_blocks
         self.last_position = position

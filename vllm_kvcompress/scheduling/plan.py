@@ -20,7 +20,7 @@ class EventPlan:
         end_block: logical blocks [0, end_block) are compressed afterwards.
         reusable: later requests may begin with what this event leaves.
         resident_blocks: fresh blocks of the former event (0: none), freed after this one.
-        fresh_block_ids: the blocks that take the survivors.
+        fresh_block_ids: the blocks that take the kept tokens.
     """
 
     request_id: str

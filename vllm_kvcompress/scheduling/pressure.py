@@ -8,7 +8,7 @@ from dataclasses import dataclass
 LEAST_GAIN = 8  # a request is compressed only if that gives back at least its 8th part
 # Until an event's sources are back: its own step, one that asynchronous scheduling has planned
 # meanwhile, and the one that frees them.
-STEPS_OF_RELIEF = 3
+STEPS_UNTIL_FREED = 3
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Blocks of compressed requests, on vLLM's own block pool.
 
 A request's list of blocks stays indexed by logical block, as vLLM expects: compressed blocks
-are null in it, and the blocks that hold what was kept are booked beside it.
+are null in it, and the blocks that hold what was kept are recorded beside it.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
 
     Attributes:
         ledgers: by request id, for requests that hold blocks or wait for their first.
-        pressed: requests to be compressed in this step because room is needed.
+        selected: requests to be compressed in this step because room is needed.
         plans: events planned since the scheduler last took them, by request id.
         new_windows: blocks for the last queries of requests, since the scheduler last took them.
         contexts: compressed contexts, for later requests.
         adoptions: requests that begin with one, since the scheduler last took them.
         skipped: events that a trigger called for but the rule left out, by policy and reason.
-        open_ledger: a new request's books, by its id and the length of its prompt; the scheduler
+        open_ledger: a new request's ledger, by its id and the length of its prompt; the scheduler
             sets it.
     """
 
     def __init__(self, kv_cache_spec: CompressedAttentionSpec, *args, **kwargs) -> None:
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.ledgers: dict[str, RequestLedger] = {}
-        self.pressed: set[str] = set()
+        self.selected: set[str] = set()
         self.plans: dict[str, EventPlan] = {}
         self.skipped: Counter[tuple[str, str]] = Counter()
         self.open_ledger: Callable[[str, int], RequestLedger]
@@ -126,9 +126,9 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         if decision is None or decision.skipped:
             return num_blocks
         total = num_blocks + decision.num_kept_blocks
-        if request_id in self.pressed and total > self.block_pool.get_num_free_blocks():
+        if request_id in self.selected and total > self.block_pool.get_num_free_blocks():
             # Relief must not be what vLLM preempts somebody for.
-            self.pressed.discard(request_id)
+            self.selected.discard(request_id)
             return num_blocks
         return total
 
@@ -139,7 +139,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         if rule.first_effective_position(prefill_end) is not None:
             return rule.peak_blocks(num_tokens) - -(-num_tokens // self.block_size)
         if rule.pressure_mark is not None and has_others:
-            # A pool full of whole requests has no room left to compress any of them in.
+            # A pool full of uncompressed requests has no room left to compress any of them in.
             return rule.target_blocks(num_tokens, num_tokens)
         return 0
 
@@ -171,7 +171,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
     def allocate_new_blocks(
         self, request_id: str, num_tokens: int, num_tokens_main_model: int
     ) -> list[KVCacheBlock]:
-        """Blocks for new tokens; those of an event are allocated too but booked apart."""
+        """Blocks for new tokens; those of an event are allocated too but recorded apart."""
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         num_window_blocks = self.ledgers[request_id].rule.window_blocks
         if num_window_blocks and request_id not in self._windows:
@@ -213,8 +213,8 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         if request_id in self._incoming:
             blocks = blocks + self._incoming.pop(request_id)[1]
         blocks = blocks + self._windows.pop(request_id, [])
-        for books in (self.ledgers, self.plans, self.adoptions, self._wanted_contexts):
-            books.pop(request_id, None)
+        for records in (self.ledgers, self.plans, self.adoptions, self._wanted_contexts):
+            records.pop(request_id, None)
         self.new_windows.pop(request_id, None)
         return blocks
 
@@ -243,7 +243,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         ledger = self.ledgers.get(request_id)
         if ledger is None or ledger.rule.pressure_mark is None or request_id in self._incoming:
             return None
-        decision = ledger.decide(position, pressed=True)
+        decision = ledger.decide(position, under_pressure=True)
         if decision is None or decision.skipped:
             return None
         return Candidate(request_id, ledger.num_source_blocks(position), decision.num_kept_blocks)
@@ -287,15 +287,15 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
 
     def _decide(self, request_id: str, position: int) -> Decision | None:
         ledger = self.ledgers.get(request_id)
-        return ledger.decide(position, request_id in self.pressed) if ledger else None
+        return ledger.decide(position, request_id in self.selected) if ledger else None
 
     def _ledger(self, request_id: str, num_prompt_tokens: int) -> RequestLedger:
-        """A request's books, also before it holds blocks."""
+        """A request's ledger, also before it holds blocks."""
         ledger = self.ledgers.get(request_id)
         return self.open_ledger(request_id, num_prompt_tokens) if ledger is None else ledger
 
     def _plan(self, request_id: str, position: int, decision: Decision) -> None:
-        """Allocates an event's fresh blocks and books it as happening in this step.
+        """Allocates an event's fresh blocks and records it as happening in this step.
 
         Under asynchronous scheduling the event before it may not have been processed yet. Workers
         carry steps out in their order, so whoever gets its sources writes to them after it.

@@ -10,7 +10,7 @@ from vllm_kvcompress.policies import Pipeline
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Page tables hold 4 bytes for a page of some thousand; rows are as wide as the fullest head's, and
+# Page tables hold 4 bytes for a page of some thousand; rows are as wide as the longest head's, and
 # room is doubled when there is too little.
 TABLES_SHARE = 0.01
 RINGS = 8  # of last queries, at first

@@ -12,7 +12,7 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.scheduling.ledger import RequestLedger
 from vllm_kvcompress.scheduling.plan import Adoption, EventPlan, Observation, StepPlan
-from vllm_kvcompress.scheduling.pressure import STEPS_OF_RELIEF, Pool, choose
+from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
 from vllm_kvcompress.vllm_plugin import compat, versions
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.dependent_blocks import DependentBlockManager
@@ -100,7 +100,7 @@ class CompressionMixin:
     def schedule(self, *args, **kwargs) -> SchedulerOutput:
         """vLLM's schedule, with the step's plan attached when there is anything to do."""
         if self.compressed_managers:
-            self._relieve()
+            self._select_under_pressure()
         output = super().schedule(*args, **kwargs)
         if self.compressed_managers:
             plan = self._step_plan(output)
@@ -108,16 +108,16 @@ class CompressionMixin:
                 compat.attach_plan(output, plan)
         return output
 
-    def _relieve(self) -> None:
+    def _select_under_pressure(self) -> None:
         """Under the pressure trigger: names the requests that this step compresses for room."""
         manager = self.compressed_managers[0]
         for each in self.compressed_managers:
-            each.pressed.clear()
+            each.selected.clear()
         mark = self.spec.pressure_mark
         if mark is None or not self.running:
             return
         block_pool = self.kv_cache_manager.block_pool
-        ahead = {r.request_id: r.num_computed_tokens + STEPS_OF_RELIEF for r in self.running}
+        ahead = {r.request_id: r.num_computed_tokens + STEPS_UNTIL_FREED for r in self.running}
         pool = Pool(
             size=block_pool.num_gpu_blocks - 1,
             free=block_pool.get_num_free_blocks(),
@@ -138,7 +138,7 @@ class CompressionMixin:
         shortage = pool.shortage(mark, min(candidate.written for candidate in worth))
         for candidate in choose(worth, shortage, pool.room // len(self.compressed_managers)):
             for each in self.compressed_managers:
-                each.pressed.add(candidate.request_id)
+                each.selected.add(candidate.request_id)
 
     def _mamba_block_aligned_split(
         self,
@@ -209,7 +209,7 @@ class CompressionMixin:
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ):
-        """Books the events that the workers ran."""
+        """Records the events that the workers ran."""
         plan = compat.attached_plan(scheduler_output)
         if plan is not None and plan.events:
             self._step_stats.events += self._records(plan.events)
@@ -236,7 +236,7 @@ class CompressionMixin:
         return stats
 
     def _open_ledger(self, request_id: str, num_prompt_tokens: int) -> RequestLedger:
-        """A new request's books, by what it asks for and the server's settings."""
+        """A new request's ledger, by what it asks for and the server's settings."""
         options = self._options(self.requests[request_id])
         settings = self.spec.settings.for_request(options.policy, options.budget)
         rule = self.spec.rule_of(settings)

@@ -59,7 +59,7 @@ class GroupState:
         self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
     ) -> GroupStep:
         """Everything that the layers of the group share in this step."""
-        self.tables.settle()
+        self.tables.poll()
         for (group, request_id), block_ids in plan.windows.items():
             if group == self.group:
                 self.runner.windows.hold(request_id, block_ids)

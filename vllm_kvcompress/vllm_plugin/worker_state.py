@@ -177,7 +177,7 @@ class WorkerState:
         return step
 
     def end_step(self) -> None:
-        """Books the events of the step that has just run."""
+        """Records the events of the step that has just run."""
         stopwatches: dict[str, tuple[str, list[Stopwatch]]] = {}
         for state, step in self._steps:
             for event in step.events:

@@ -54,7 +54,7 @@ class AttentionLoss:
     def compress(
         self, plan: EventPlan, layer: int, slot: int, view: LayerView, values: Tensor, to: Selection
     ) -> None:
-        """Copies aside what an event reads for the first time, and books what it keeps.
+        """Copies aside what an event reads for the first time, and records what it keeps.
 
         Args:
             plan: the event.

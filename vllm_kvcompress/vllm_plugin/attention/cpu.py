@@ -191,7 +191,7 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
 
 class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's implementation for whole requests, the same kernel per head for compressed ones."""
+    """vLLM's implementation; for compressed requests the same kernel, per head."""
 
     def forward(
         self,

@@ -240,7 +240,7 @@ class CompressedGPUBuilder:
 
 
 class CompressedGPUImpl:
-    """vLLM's implementation for whole requests, and for compressed ones the same per head.
+    """vLLM's implementation for uncompressed requests, and for compressed ones the same per head.
 
     Attributes:
         per_head_class: vLLM's implementation.
