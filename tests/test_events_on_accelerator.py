@@ -119,7 +119,7 @@ def test_an_event_that_reads_on_the_host_is_noticed(tmp_path: Path) -> None:
 
 
 def test_bounds_of_kept_pages_hold(tmp_path: Path) -> None:
-    """What the bookkeeping of a device say without looking is at least what there is."""
+    """What the bookkeeping of a device says without looking is at least what there is."""
     pipeline = make_pipeline("adakv", SHAPE, tmp_path)
     seen = Request(pipeline, make_pool(PackedPagePool)).run()
     with watched():

@@ -126,7 +126,7 @@ def test_a_request_in_a_batch_is_a_request_alone_on_the_cpu_build(
     how: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """However scheduled; the bookkeeping of scheduler and worker are compared after every step."""
+    """However scheduled; the bookkeeping of scheduler and worker is compared after every step."""
     report = run_gpu_path(llama, mixed_batch(), settings=settings, **how)
     assert len(report["events"]) >= 4
     assert report["free_at_end"] == report["num_blocks"] - 1
