@@ -93,7 +93,7 @@ def test_attention_over_single_heads_is_compiled_before_requests(
     llama: str, run_gpu_path: Run
 ) -> None:
     """vLLM's Triton kernel, for as many sequences and as long chunks as requests bring."""
-    phases = [[request(f"r{i}", prompt(500, seed=i), 12, at_step=3 * i) for i in range(8)]]
+    phases = [[request(f"r{i}", prompt(300, seed=i), 16 + 4 * (7 - i)) for i in range(8)]]
     settings = {**ADAKV, "trigger": "chunk:128"}
     report = run_gpu_path(llama, phases, settings=settings, probes=["by_head"])
     before, later = report["compiled"]["before"], report["compiled"]["while"]

@@ -65,5 +65,6 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         if self.state is not None:
             with torch.inference_mode():  # as steps do: what is made in it changes in it alone
                 self.state.warm_up()
-                warm_up_heads(self.state, self.model_runner)
+                if not self.state.gathers:  # else vLLM's kernels never see single heads
+                    warm_up_heads(self.state, self.model_runner)
         return super().compile_or_warm_up_model()
