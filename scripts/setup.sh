@@ -157,7 +157,7 @@ install_torch
 say "2/4 vLLM's CPU build and what it needs: $(grep -c == "$root/requirements/cpu.lock") packages"
 install -r "$root/requirements/cpu.lock" || fail "could not install requirements/cpu.lock"
 say "3/4 tools to test, lint and plot: $(grep -c == "$root/requirements/dev.lock") packages"
-install -r "$root/requirements/dev.lock" || fail "could not install requirements/dev.lock"
+install --use-pep517 -r "$root/requirements/dev.lock" || fail "could not install requirements/dev.lock"
 say "4/4 this package"
 install --no-build-isolation -e "$root" || fail "could not install this package"
 echo "$new_stamp" >"$stamp"

@@ -116,7 +116,7 @@ def test_pytorchs_own_index_is_asked_by_itself(tmp_path: Path) -> None:
 
 def test_downloads_show_progress_on_a_terminal(tmp_path: Path) -> None:
     clone = make_clone(tmp_path)
-    payload = os.urandom(200_000).hex()
+    payload = os.urandom(400_000).hex()  # pip shows no bar for little
     add_package(clone.index, "alpha", "1.0", files={"alpha.py": f"DATA = {payload!r}"})
     output = b""
     with listening(partial(Folder, directory=str(clone.index))) as address:
