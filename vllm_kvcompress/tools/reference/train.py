@@ -6,6 +6,7 @@ Loss is on answers only. Every context is asked many questions, each laid out li
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable, Mapping
@@ -33,6 +34,7 @@ class Recipe:
 
     Attributes:
         minutes: time limit.
+        most_steps: of the optimizer; None: as many as the time allows.
         max_length: context tokens of the last stage.
         first_length: context tokens of the first stage.
         tokens_per_step: tokens of a batch.
@@ -43,6 +45,7 @@ class Recipe:
     """
 
     minutes: float = 30.0
+    most_steps: int | None = None
     max_length: int = 2048
     first_length: int = 64
     tokens_per_step: int = 4096
@@ -193,7 +196,10 @@ def train(recipe: Recipe, on_step: Callable[[Progress], None] = lambda progress:
     progress = Progress(length=recipe.first_length)
     started = time.monotonic()
     steps_at_length = 0
-    while progress.seconds < 60 * recipe.minutes:
+    steps = itertools.count() if recipe.most_steps is None else range(recipe.most_steps)
+    for _ in steps:
+        if progress.seconds >= 60 * recipe.minutes:
+            break
         copying = 0.3 if progress.length < 128 else 0.05
         length = _some_length(progress, rng)
         ids, labels, families = make_batch(length, copying, recipe, rng, progress.accuracy)
