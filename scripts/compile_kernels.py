@@ -134,18 +134,29 @@ def shared_table(rows: Sequence[Row]) -> Iterator[str]:
     for kernel in dict.fromkeys(row.kernel for row in rows):
         most = max(row.shared_bytes or 0 for row in rows if row.kernel == kernel)
         if most > FEW_BYTES:
-            yield f"| {kernel} | " + " | ".join(column[kernel] for column in shown) + " |"
+            yield (
+                f"| {kernel} | " + " | ".join(column.get(kernel, "none") for column in shown) + " |"
+            )
 
 
 def _column(rows: Sequence[Row], target: int) -> dict[str, str]:
-    cells: dict[str, list[str]] = {}
-    for row in rows:
+    """A cell for each kernel: its largest program for every head size, `none` where nothing is."""
+    sizes = sorted({row.shape.head_size for row in rows})
+    cells: dict[str, dict[int, Row]] = {}
+    for row in sorted(rows, key=lambda row: row.shared_bytes or 0):
         if row.shape.target == target:
-            shown = "none" if row.shared_bytes is None else f"{row.shared_bytes / 1000:.0f}"
-            shown = f"*{shown}*" if row.refused_bytes else shown
-            of_kernel = cells.setdefault(row.kernel, [])
-            of_kernel.append(shown)
-    return {kernel: " / ".join(cell) for kernel, cell in cells.items()}
+            cells.setdefault(row.kernel, {})[row.shape.head_size] = row
+    return {
+        kernel: " / ".join(_kilobytes(cell.get(size)) for size in sizes)
+        for kernel, cell in cells.items()
+    }
+
+
+def _kilobytes(row: Row | None) -> str:
+    if row is None or row.shared_bytes is None:
+        return "none"
+    shown = f"{row.shared_bytes / 1000:.0f}"
+    return f"*{shown}*" if row.refused_bytes else shown
 
 
 def spills_table(rows: Sequence[Row]) -> Iterator[str]:
