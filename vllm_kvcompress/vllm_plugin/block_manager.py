@@ -127,7 +127,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             return num_blocks
         total = num_blocks + decision.num_kept_blocks
         if request_id in self.selected and total > self.block_pool.get_num_free_blocks():
-            # Relief must not be what vLLM preempts somebody for.
+            # An event that is to make room must not make vLLM preempt another request.
             self.selected.discard(request_id)
             return num_blocks
         return total
