@@ -27,6 +27,7 @@ _COMMANDS = {
     "bench": "measure serving with and without compression",
     "recommend": "find the cheapest setting whose loss of quality is small enough",
     "profile": "measure a model's heads for headkv and duoattention",
+    "fetch-model": "fetch a small real language model, ready to be served",
     "train-reference": "train the small reference model that ships with the repository",
     "doctor": "check this installation, and what serve would refuse",
 }
