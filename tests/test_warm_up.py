@@ -15,10 +15,7 @@ from vllm_kvcompress.compression.warm_up import warm_up
 from vllm_kvcompress.kernels import paged
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
-POLICIES = [
-    *("adakv", "adakv+criticalkv", "snapkv", "keydiff", "streamingllm", "h2o"),
-    *("momentkv", "kvmerger", "kvslimmer", "d2o"),
-]
+POLICIES = ["adakv", "adakv+criticalkv", "snapkv", "h2o", "momentkv", "kvmerger", "d2o"]
 BLOCK = 0
 
 

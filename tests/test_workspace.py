@@ -33,19 +33,9 @@ SHAPE = EventShape(
 )
 CPU = torch.device("cpu")
 PAGED_KERNELS = (
-    "add_to_moments",
     "compact_pages",
-    "key_distances",
-    "keydiff_scores",
-    "merge_groups",
-    "merge_into",
-    "moment_residuals",
     "nearest_keys",
-    "neighbour_cosines",
-    "spread_values",
     "value_norms_l1",
-    "value_norms_l2",
-    "value_residuals",
     "window_mass",
     "window_perturbation",
 )

@@ -14,7 +14,6 @@ from benchmarks.gpu.measure import progress
 from vllm_kvcompress.kernels import moment_size, paged, paged_torch, selection, selection_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.rotary_torch import Turns
 
 TOLERANCE = 3e-2  # bf16, after a softmax or a projection
 SELECTED_FROM = (33, 8192, 100_000)
@@ -96,12 +95,9 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     one, chunk = random(num_heads, 4, dims), random(num_heads, 4, 40, dims)
     bias = random(num_heads, 100, dtype=torch.float32)
     window, weight = random(32, num_heads * 4, dims), random(num_heads, dims, 4, 512) / 16
-    gram = random(num_heads * 4, dims, dims, dtype=torch.float32)
-    gram = gram @ gram.transpose(1, 2)
     wanted = entries.valid()
     state = torch.zeros(num_heads, moment_size(dims), device="cuda")
     evicted = random(num_heads, entries.capacity) > 0
-    weights = random(num_heads, entries.capacity, dtype=torch.float32).abs() + 0.1
     added = PagedNumbers.of_rows(bias)
     yield "decode_attention", lambda k: k.decode_attention(entries, one, shapes.SCALE, added)
     yield "prefill_attention", lambda k: k.prefill_attention(entries, chunk, shapes.SCALE, added)
@@ -110,26 +106,10 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
         asked = (entries, 0, window, shapes.SCALE, variant)
         name = f"window_perturbation:{variant}"
         yield name, lambda k, a=asked: [k.window_perturbation(*a)]
-    for anchor in ("mean_normalized", "mean_raw", "pairwise"):
-        yield f"keydiff_scores:{anchor}", lambda k, a=anchor: [k.keydiff_scores(entries, a)]
     yield "value_norms_l1", lambda k: [k.value_norms_l1(entries, weight, wanted)]
-    yield "value_norms_l2", lambda k: [k.value_norms_l2(entries, gram)]
-    yield "add_to_moments", lambda k: [k.add_to_moments(entries, state, evicted)]
-    steps = (100 * random(*weights.shape, dtype=torch.float32)).long()
-    turns = Turns(steps, random(dims // 2, dtype=torch.float32).abs())
-    both = (evicted, weights, weights)
-    yield "merge_groups", lambda k: k.merge_groups(entries, *both)
-    yield "merge_groups:turned", lambda k: k.merge_groups(entries, *both, turns)
-    yield "neighbour_cosines", lambda k: [k.neighbour_cosines(entries)]
-    yield "key_distances", lambda k: [k.key_distances(entries, torch.zeros_like(steps))]
-    yield "value_residuals", lambda k: list(k.value_residuals(entries, weights / 500, 2, 3))
     moments = paged_torch.add_to_moments(entries, state, evicted)
-    yield "moment_residuals", lambda k: [k.moment_residuals(entries, moments, 0.1)]
     yield "correct_with_moments", lambda k: [_corrected(k, moments, chunk)]
     yield "nearest_keys", lambda k: k.nearest_keys(entries, ~evicted)[:1]
-    shares, nearest = weights * evicted, paged_torch.nearest_keys(entries, ~evicted)[1]
-    yield "spread_values", lambda k: [k.spread_values(entries, ~evicted, shares, 32)]
-    yield "merge_into", lambda k: k.merge_into(entries, ~evicted, nearest, shares * wanted)
     yield "compact_pages", lambda k: [_compacted(k, entries)]
 
 

@@ -11,15 +11,13 @@ import torch
 from tests.kernels.cases import make_entries, random, some_bias
 from vllm_kvcompress.kernels import moment_size
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.rotary_torch import Turns
 
 KERNELS = "vllm_kvcompress.kernels."
 GROUP = 4  # query heads of a KV head
 # Launches whose programs have more than some KB of shared memory.
 HOLDING_TILES = {
     *("decode_attention", "prefill_attention", "window_mass", "window_perturbation joint"),
-    *("value_norms_l1", "value_norms_l2", "add_to_moments", "moment_residuals"),
-    *("correct_with_moments", "nearest_keys", "spread_values"),
+    *("value_norms_l1", "correct_with_moments", "nearest_keys"),
 }
 
 
@@ -74,31 +72,16 @@ def launches(
     for variant in ("value", "key", "joint"):
         launcher = "perturbation_triton.window_perturbation"
         yield launch(launcher, 2, entries, 2, window, 0.1, variant, variant=variant)
-    yield launch("keydiff_triton.keydiff_scores", 2, entries, "mean_normalized")
     output_weight = random(2, head_size, GROUP, 256, dtype=dtype)
     yield launch("value_norms_triton.value_norms_l1", 1, entries, output_weight, kept)
-    gram = random(2 * GROUP, head_size, head_size)
-    yield launch("value_norms_triton.value_norms_l2", 1, entries, gram)
 
     state = torch.zeros(2, moment_size(head_size))
-    yield launch("moments_triton.add_to_moments", 2, entries, state, kept)
-    yield launch("residuals_triton.moment_residuals", 1, entries, state, 0.1)
     states, lse = PagedNumbers.of_rows(state), random(2, GROUP, num_queries)
     arguments = (states, queries.clone(), lse, queries, 0.1)
     yield launch("correction_triton.correct_with_moments", 1, *arguments)
-
-    steps = torch.arange(entries.capacity).expand(2, -1)
-    turns = Turns(steps, random(head_size // 2), True)
-    yield launch("neighbours_triton.neighbour_cosines", 1, entries)
-    yield launch("neighbours_triton.key_distances", 1, entries, steps)
-    yield launch("value_residuals_triton.value_residuals", 2, entries, weights, 2, 3)
-    yield launch("merge_triton.merge_groups", 1, entries, kept, weights, weights, turns)
-    yield launch("nearest_triton.nearest_keys", 2, entries, kept)
-    targets = torch.zeros(2, entries.capacity, dtype=torch.int64)
-    yield launch("merge_into_triton.merge_into", 4, entries, kept, targets, weights)
-    yield launch("spread_triton.spread_values", 1, entries, kept, weights, 32)
     numbers, indices = torch.tensor([1, 0]), torch.arange(block_size)
     yield launch("compact_triton.compact_pages", 1, entries, numbers, indices, torch.tensor([0]))
+    yield launch("nearest_triton.nearest_keys", 2, entries, kept)
 
 
 def launches_without_pages() -> Iterator[Launch]:

@@ -18,7 +18,6 @@ from tests.kernels.child import Child, at_once
 from tests.kernels.compiled_cases import HOLDING_TILES, launches
 from vllm_kvcompress.kernels import moment_size
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.rotary_torch import Turns
 
 KERNELS = "vllm_kvcompress.kernels."
 BF16 = torch.bfloat16
@@ -94,13 +93,10 @@ def test_scores(compiler: Child) -> None:
     launcher = "perturbation_triton.window_perturbation"
     found = check(compiler, launcher, 2, entries, 2, queries, 0.1, "joint")
     assert all("wgmma" in kernel.ptx for kernel in found.values())
-    check(compiler, "keydiff_triton.keydiff_scores", 2, entries, "mean_raw")
     weight = random(2, 128, 4, 256, dtype=BF16)
     launcher = "value_norms_triton.value_norms_l1"
     found = check(compiler, launcher, 1, entries, weight, entries.valid())
     assert "wgmma" in found["_l1_kernel"].ptx
-    gram = random(8, 128, 128)
-    check(compiler, "value_norms_triton.value_norms_l2", 1, entries, gram)
 
 
 def test_what_takes_most_in_fp32(compiler: Child) -> None:
@@ -121,11 +117,8 @@ def test_prefill(compiler: Child, block_size: int) -> None:
     assert "wgmma" in found["_prefill_kernel"].ptx
 
 
-def test_moments(compiler: Child) -> None:
-    entries = make_entries([70, 3], 16, 128, BF16)
+def test_correction(compiler: Child) -> None:
     state = torch.zeros(2, moment_size(128))
-    check(compiler, "moments_triton.add_to_moments", 2, entries, state, entries.valid())
-    check(compiler, "residuals_triton.moment_residuals", 1, entries, state, 0.1)
     states = PagedNumbers.of_rows(state)
     for num_queries in (1, 300):
         queries = random(2, 4, num_queries, 128, dtype=BF16)
@@ -134,38 +127,11 @@ def test_moments(compiler: Child) -> None:
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
-def test_merge(compiler: Child, head_size: int, block_size: int) -> None:
-    entries = make_entries([70, 3], block_size, head_size, BF16)
-    weights = random(2, entries.capacity)
-    arguments = (entries, entries.valid(), weights, weights)
-    check(compiler, "merge_triton.merge_groups", 1, *arguments)
-    steps = torch.arange(entries.capacity).expand(2, -1)
-    for halves in (True, False):
-        turns = Turns(steps, random(head_size // 2), halves)
-        check(compiler, "merge_triton.merge_groups", 1, *arguments, turns)
-    check(compiler, "neighbours_triton.neighbour_cosines", 1, entries)
-    check(compiler, "neighbours_triton.key_distances", 1, entries, steps)
-    for order, num_pairs in ((1, 0), (2, 3)):
-        launcher = "value_residuals_triton.value_residuals"
-        check(compiler, launcher, 2, entries, weights, order, num_pairs)
-
-
-@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
 def test_nearest(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
     launcher = "nearest_triton.nearest_keys"
     found = check(compiler, launcher, 2, entries, random(2, entries.capacity) > 1)
     assert "wgmma" in found["_nearest_kernel"].ptx
-
-
-@pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
-def test_what_kept_entries_receive(compiler: Child, head_size: int, block_size: int) -> None:
-    entries = make_entries([70, 3], block_size, head_size, BF16)
-    kept, weights = entries.valid(), random(2, entries.capacity)
-    found = check(compiler, "spread_triton.spread_values", 1, entries, kept, weights, 32)
-    assert "mma" in found["_spread_kernel"].ptx
-    targets = torch.zeros(2, entries.capacity, dtype=torch.int64)
-    check(compiler, "merge_into_triton.merge_into", 4, entries, kept, targets, weights)
 
 
 @pytest.mark.parametrize("num_heads", [2, 40])

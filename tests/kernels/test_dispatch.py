@@ -15,24 +15,14 @@ from vllm_kvcompress.kernels import paged, paged_torch, selection, selection_tor
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
 KERNELS = {
-    "add_to_moments": "moments_triton",
     "apportion": "apportion_triton",
     "compact_pages": "compact_triton",
     "correct_with_moments": "correction_triton",
     "decode_attention": "decode_triton",
-    "key_distances": "neighbours_triton",
-    "keydiff_scores": "keydiff_triton",
-    "merge_groups": "merge_triton",
-    "merge_into": "merge_into_triton",
-    "moment_residuals": "residuals_triton",
     "nearest_keys": "nearest_triton",
-    "neighbour_cosines": "neighbours_triton",
     "prefill_attention": "prefill_triton",
-    "spread_values": "spread_triton",
     "top_entries": "top_entries_triton",
     "value_norms_l1": "value_norms_triton",
-    "value_norms_l2": "value_norms_triton",
-    "value_residuals": "value_residuals_triton",
     "window_mass": "window_mass_triton",
     "window_perturbation": "perturbation_triton",
 }
@@ -65,11 +55,12 @@ def test_pages_on_the_cpu_take_the_twin() -> None:
 
 
 def test_launchers_refuse_pages_on_the_cpu(compiler: Child) -> None:
+    entries = make_entries([5])
     with pytest.raises(
         InvariantError, match=r"expected pages or tensors on a CUDA device.*kernels\.paged"
     ):
         compiler.call(
-            "vllm_kvcompress.kernels.keydiff_triton.keydiff_scores", make_entries([5]), "mean_raw"
+            "vllm_kvcompress.kernels.nearest_triton.nearest_keys", entries, entries.valid()
         )
 
 

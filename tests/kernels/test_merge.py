@@ -7,15 +7,11 @@ import torch
 from torch import Tensor
 
 from tests.kernels import oracles
-from tests.kernels.backends import Backend, assert_close
+from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
-from tests.kernels.child import Child
-from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import paged_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.rotary_torch import Turns
-
-MERGE = "vllm_kvcompress.kernels.merge_triton.merge_groups"
 
 
 def make_case(entries: PagedEntries) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,21 +32,6 @@ def test_twin_is_the_oracle() -> None:
         assert_close(found[which], expected, torch.float32)
 
 
-@pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (80, 32), (128, 128), (256, 64)])
-def test_is_the_twin(backend: Backend, head_size: int, block_size: int) -> None:
-    """Groups that go on behind a tile and a page; single entries to the bit."""
-    entries = make_entries([100, 0, 1, 45], block_size, head_size, backend.dtype)
-    link, *weights = make_case(entries)
-    link[0, 10:40] = True
-    link[3] = False
-    expected = backend.twin(paged_torch.merge_groups, entries, link, *weights)
-    found = backend.call(MERGE, entries, link, *weights)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == backend.dtype
-        assert_close(one, other, backend.dtype)
-        assert torch.equal(one[3], other[3])
-
-
 def some_turns(entries: PagedEntries, halves: bool, rotary: int) -> Turns:
     """Back and forth, and for padding anything."""
     shape = (entries.num_sequences, entries.capacity)
@@ -68,26 +49,3 @@ def test_turned_keys_of_the_twin_are_the_oracle_s(halves: bool, rotary: int) -> 
     expected = oracles.merged(entries, link, weights[0], 0, turns)
     torch.testing.assert_close(keys, torch.tensor(expected), rtol=1e-4, atol=1e-4)
     assert torch.equal(values, paged_torch.merge_groups(entries, link, *weights)[1])
-
-
-@pytest.mark.parametrize("halves", [True, False])
-@pytest.mark.parametrize(("head_size", "block_size", "rotary"), [(64, 16, 64), (80, 32, 48)])
-def test_turned_keys_are_the_twins(
-    backend: Backend, halves: bool, head_size: int, block_size: int, rotary: int
-) -> None:
-    entries = make_entries([100, 0, 1, 45], block_size, head_size, backend.dtype)
-    link, *weights = make_case(entries)
-    link[3] = False
-    turns = some_turns(entries, halves, rotary)
-    expected = backend.twin(paged_torch.merge_groups, entries, link, *weights, turns)
-    found = backend.call(MERGE, entries, link, *weights, turns)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one.float(), other.float(), rtol=4e-3, atol=4e-3)
-        assert torch.equal(one[3], other[3])
-
-
-def test_what_a_launch_refuses(interpreter: Child) -> None:
-    entries = make_entries([5, 3])
-    link, keys, values = make_case(entries)
-    with pytest.raises(InvariantError, match=r"key_weights \[2, 32\] in torch.float32"):
-        interpreter.call(MERGE, entries, link, keys.half(), values)

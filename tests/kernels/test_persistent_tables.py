@@ -9,7 +9,6 @@ import torch
 
 from tests.kernels.backends import Backend
 from tests.kernels.cases import make_entries, random
-from vllm_kvcompress.kernels import moment_size
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
 
@@ -19,11 +18,8 @@ NAMES = [
     KERNELS + "decode_triton.decode_attention",
     KERNELS + "prefill_triton.prefill_attention",
     KERNELS + "window_mass_triton.window_mass",
-    KERNELS + "keydiff_triton.keydiff_scores",
     KERNELS + "value_norms_triton.value_norms_l1",
-    KERNELS + "value_norms_triton.value_norms_l2",
-    KERNELS + "moments_triton.add_to_moments",
-    KERNELS + "merge_triton.merge_groups",
+    KERNELS + "nearest_triton.nearest_keys",
     LAUNCHES + "compacted",
 ]
 
@@ -31,19 +27,16 @@ NAMES = [
 def arguments_of(name: str, entries: PagedEntries) -> tuple[Any, ...]:
     """Of three heads; biases of fewer entries than there is room for."""
     dtype, wanted = entries.pages.dtype, entries.valid()
-    bias, weights = random(3, 40), random(3, entries.capacity).abs()
-    added = PagedNumbers.of_rows(bias)
+    bias = random(3, 40)
     held = set(entries.page_table.flatten().tolist())
     spare = [page for page in range(len(entries.pages)) if page not in held]
+    added = PagedNumbers.of_rows(bias)
     chosen: dict[str, tuple[Any, ...]] = {
         "decode_attention": (random(3, 4, 64, dtype=dtype), 0.1, added),
         "prefill_attention": (random(3, 4, 5, 64, dtype=dtype), 0.1, added),
         "window_mass": (2, random(4, 12, 64, dtype=dtype), 0.1, bias),
-        "keydiff_scores": ("mean_normalized",),
         "value_norms_l1": (random(3, 64, 2, 32, dtype=dtype), wanted),
-        "value_norms_l2": (random(6, 64, 64),),
-        "add_to_moments": (torch.zeros(3, moment_size(64)), random(*weights.shape) > 0),
-        "merge_groups": (random(*weights.shape) > 0, weights, weights),
+        "nearest_keys": (random(*wanted.shape) > 0.5,),
         "compacted": (torch.tensor([1, 0, 1]), torch.arange(32), torch.tensor(spare[:2])),
     }
     return chosen[name.rpartition(".")[2]]

@@ -14,7 +14,6 @@ from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import paged_torch
 
 L1 = "vllm_kvcompress.kernels.value_norms_triton.value_norms_l1"
-L2 = "vllm_kvcompress.kernels.value_norms_triton.value_norms_l2"
 
 
 def o_proj(num_heads: int, head_size: int, group: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -57,17 +56,7 @@ def test_l1_is_the_twin(backend: Backend, head_size: int, block_size: int, group
     assert norms[0].any()
 
 
-@pytest.mark.parametrize(("head_size", "block_size", "group"), SHAPES)
-def test_l2_is_the_twin(backend: Backend, head_size: int, block_size: int, group: int) -> None:
-    entries = make_entries([100, 0, 1], block_size, head_size, backend.dtype)
-    gram = gram_of(o_proj(3, head_size, group, 280, torch.float32))
-    expected = backend.twin(paged_torch.value_norms_l2, entries, gram)
-    # Values are the same 16-bit numbers for both; on a GPU three products of tf32 stand for one
-    # of fp32.
-    assert_close(backend.call(L2, entries, gram), expected, torch.float32)
-
-
-def test_what_launches_refuse(interpreter: Child) -> None:
+def test_what_a_launch_refuses(interpreter: Child) -> None:
     entries = make_entries([5, 3])
     weight = o_proj(2, 64, 4, 96, torch.float32)
     wanted = torch.ones(2, entries.capacity, dtype=torch.bool)
@@ -75,5 +64,3 @@ def test_what_launches_refuse(interpreter: Child) -> None:
         interpreter.call(L1, entries, weight.transpose(0, 1), wanted)
     with pytest.raises(InvariantError, match=r"expected wanted \[2, 32\]"):
         interpreter.call(L1, entries, weight, wanted[:, 1:])
-    with pytest.raises(InvariantError, match="Gram matrices"):
-        interpreter.call(L2, entries, gram_of(weight).half())

@@ -17,23 +17,12 @@ CHOICE = {"top_entries", "apportion"}
 # With each its kernels; together all that events use.
 CASES: list[tuple[str, dict[str, object], set[str]]] = [
     ("streamingllm", {}, {"compact_pages"}),
-    ("keydiff+window", {}, {"keydiff_scores", "compact_pages"}),
     ("h2o+adakv", {}, {"window_mass", "compact_pages"}),
-    ("duoattention", {}, {"compact_pages"}),
     ("adakv+criticalkv", {"norm": "l1"}, {"window_mass", "value_norms_l1", "compact_pages"}),
-    ("pyramidkv+criticalkv", {"norm": "l2"}, {"window_mass", "value_norms_l2", "compact_pages"}),
-    ("momentkv", {}, {"window_mass", "moment_residuals", "add_to_moments", "compact_pages"}),
+    ("momentkv", {}, {"window_mass", "compact_pages"}),
     ("snapkv+obcache", {}, {"window_perturbation", "compact_pages"}),
-    ("d2o", {}, {"window_mass", "nearest_keys", "merge_into", "compact_pages"}),
-    ("streamingllm+cam", {}, {"window_mass", "spread_values"}),
-    ("h2o+cam", {"draw": "expected"}, {"window_mass", "spread_values"}),
-    (
-        "kvmerger",
-        {},
-        {"window_mass", "neighbour_cosines", "key_distances", "merge_groups"},
-    ),
-    ("asymkv", {}, {"window_mass", "value_residuals", "merge_groups"}),
-    ("kvslimmer", {"variant": "paper"}, {"window_mass", "value_residuals", "merge_groups"}),
+    ("d2o", {}, {"window_mass", "nearest_keys", "compact_pages"}),
+    ("kvmerger", {}, {"window_mass"}),
 ]
 
 

@@ -31,22 +31,13 @@ CASES: list[tuple[str, dict[str, object]]] = [
 ]
 # What these policies compute, kernels compute from pages.
 NEVER_GATHER = [
-    "d2o",
-    "h2o+cam",
-    "streamingllm+cam",
-    "kvmerger",
-    "asymkv",
-    "kvslimmer",
     "streamingllm",
-    "keydiff+window",
     "tova",
     "h2o",
     "snapkv",
     "adakv+criticalkv",
     "pyramidkv+adakv+criticalkv",
-    "snapkv+momentfix",
     "snapkv+obcache",
-    "momentkv",
     "duoattention",
 ]
 
