@@ -16,7 +16,7 @@ from tests.policies.cases import Shape, make_pipeline
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import Pipeline, describe
-from vllm_kvcompress.policies.presets import MODIFIERS, POLICIES
+from vllm_kvcompress.policies.registry import modifiers, policies
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
 WINDOWED = {"window_size", "merge_window"}
@@ -27,10 +27,10 @@ COURSES = [("fraction", (70, 103)), ("tokens", (64, 96)), ("fraction", (71,))]
 def every_policy() -> list[str]:
     """All that users may write: every policy with every set of modifiers that is not refused."""
     found = []
-    for base in POLICIES:
-        for number in range(len(MODIFIERS) + 1):
-            for modifiers in itertools.combinations(MODIFIERS, number):
-                policy = "+".join((base, *modifiers))
+    for base in policies():
+        for number in range(len(modifiers()) + 1):
+            for on_top in itertools.combinations(modifiers(), number):
+                policy = "+".join((base, *on_top))
                 try:
                     infos = describe(policy)
                 except ConfigError:
@@ -45,7 +45,7 @@ def every_choice() -> list[tuple[str, dict[str, object]]]:
     found: dict[tuple[str, str], tuple[str, dict[str, object]]] = {}
     for policy in every_policy():
         for info in describe(policy):
-            for parameter in info.parameters:
+            for parameter in info.parameters():
                 for choice in parameter.choices:
                     if choice != parameter.default:
                         found.setdefault((info.name, choice), (policy, {parameter.name: choice}))
@@ -62,14 +62,14 @@ def pipeline(request: pytest.FixtureRequest, tmp_path: Path) -> Pipeline:
 
 def small_pipeline(policy: str, params: dict[str, object], tmp_path: Path) -> Pipeline:
     """A policy whose windows fit small requests."""
-    names = {p.name for info in describe(policy) for p in info.parameters}
+    names = {p.name for info in describe(policy) for p in info.parameters()}
     small = {name: 9 for name in names & WINDOWED}
     return make_pipeline(policy, SHAPE, tmp_path, **small, **params)
 
 
 def test_all_names_of_the_registry_take_part() -> None:
     parts = {part for policy, _ in CASES for part in policy.split("+")}
-    assert parts == {*POLICIES, *MODIFIERS}
+    assert parts == {*policies(), *modifiers()}
 
 
 @pytest.mark.parametrize("pipeline", CASES, indirect=True, ids=str)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from vllm_kvcompress.cli import profile
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
+from vllm_kvcompress.policies.duoattention import DuoAttention
 from vllm_kvcompress.tools.profiler import (
     CHUNK_TOKENS,
     CONTENT_WORDS,
@@ -184,9 +185,10 @@ def test_duoattention_files_fit_their_model(saved_model: Path, tmp_path: Path) -
     sizes = ["--sink-size", "4", "--recent-size", "8", "--sparsity", "0.5"]
     assert run_command(str(saved_model), *arguments, *sizes) == 0
     pipeline = resolve("duoattention", {}, out).bind(2, 2, 4, 16)
-    assert pipeline.profile is not None
-    assert sorted(gate for row in pipeline.profile.rows for gate in row)[:2] == [0.0, 0.0]
-    assert (pipeline.profile.num_sinks, pipeline.profile.num_recent) == (4, 8)
+    bound = pipeline.allocator
+    assert isinstance(bound, DuoAttention)
+    assert sorted(gate for row in bound.gates for gate in row)[:2] == [0.0, 0.0]
+    assert (bound.num_sinks, bound.num_recent) == (4, 8)
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,10 @@ from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
 from vllm_kvcompress.compression.workspace import EventShape, LiveBytes, event_workspace_bytes
 from vllm_kvcompress.kernels import paged, scores_torch, selection
-from vllm_kvcompress.policies import Pipeline, allocate, links, moments, resolve, select
+from vllm_kvcompress.policies import Pipeline, adakv, criticalkv, resolve
 from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.merging import asymkv, groups, kvmerger, momentkv
+from vllm_kvcompress.policies.parts import selection as selecting
 from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.scheduling.plan import EventPlan
 
@@ -115,7 +117,7 @@ def measured(pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch) -> int:
 
     for name in PAGED_KERNELS:
         monkeypatch.setattr(paged, name, without_its_own(getattr(paged, name)))
-    for module in (allocate, links, moments, select):
+    for module in (adakv, criticalkv, asymkv, groups, kvmerger, momentkv, selecting):
         monkeypatch.setattr(module, "top_entries", without_its_own(selection.top_entries))
     with memory:
         runner.run_layer(event, SHAPE.num_layers - 1, 0.1)

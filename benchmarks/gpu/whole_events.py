@@ -22,7 +22,7 @@ from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
 from vllm_kvcompress.policies import Pipeline, resolve
-from vllm_kvcompress.policies.registry import POLICIES
+from vllm_kvcompress.policies.registry import policies
 from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 from vllm_kvcompress.tools import profiler
@@ -64,7 +64,7 @@ class Model:
 
 def every_policy() -> tuple[str, ...]:
     """What is measured: every policy by itself, and some with modifiers."""
-    return (*POLICIES, *COMBINED)
+    return (*policies(), *COMBINED)
 
 
 def make_pipeline(name: str, model: Model, block_size: int) -> Pipeline:

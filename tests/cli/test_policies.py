@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from vllm_kvcompress.cli.main import main
-from vllm_kvcompress.cli.policies import STAGES
 from vllm_kvcompress.policies import all_policies
+from vllm_kvcompress.policies.policy import Stages
 
 
 def test_list_names_every_policy_parameter_and_paper(capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,7 +18,7 @@ def test_list_names_every_policy_parameter_and_paper(capsys: pytest.CaptureFixtu
     for info in all_policies():
         assert f"{info.name} {info.summary}" in text
         assert info.paper in text
-        for parameter in info.parameters:
+        for parameter in info.parameters():
             assert f"{parameter.name} {parameter.default} {parameter.meaning}" in text
 
 
@@ -69,11 +69,11 @@ def test_stages_are_explained_in_the_order_in_which_they_run() -> None:
         check=True,
     )
     first_words = [line.split()[0] for line in explained.stdout.splitlines() if line.strip()]
-    assert first_words[2:8] == list(STAGES)  # behind the policy's name and the heading
+    assert first_words[2:8] == list(Stages._fields)  # behind the policy's name and the heading
 
 
 def test_policies_name_no_other_stages() -> None:
-    assert {name for info in all_policies() for name in info.stages} == set(STAGES)
+    assert {name for info in all_policies() for name in info.stages.said()} == set(Stages._fields)
 
 
 @pytest.mark.parametrize("policy", ["headkv", "duoattention"])

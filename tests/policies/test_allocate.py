@@ -11,23 +11,28 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
-from vllm_kvcompress.policies.allocate import Ada, HeadTable, Pyramid, RetrievalHeads, Uniform
-from vllm_kvcompress.policies.base import Allocator, LayerView
-from vllm_kvcompress.policies.protect import Protection
+from vllm_kvcompress.policies.adakv import Ada
+from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.duoattention import DuoAttention
+from vllm_kvcompress.policies.headkv import HeadKV
+from vllm_kvcompress.policies.knorm import KNorm
+from vllm_kvcompress.policies.parts.allocation import UNIFORM, Allocator
+from vllm_kvcompress.policies.parts.protection import Protection
+from vllm_kvcompress.policies.pyramidkv import PyramidKV
 
 EQUAL_TABLE = ((1 / 8,) * 2,) * 4
 TABLE = ((0.3, 0.1), (0.05, 0.05), (0.25, 0.15), (0.1, 0.0))
 GATES = ((0.9, 0.1), (0.2, 0.3), (1.0, 0.8), (0.0, 0.05))
 ALLOCATORS: list[Allocator] = [
-    Uniform(),
-    Uniform(skip_layers=2),
-    Pyramid(window_size=8, beta=20.0, block_size=4),
-    Pyramid(window_size=64, beta=3.0, block_size=16),
+    UNIFORM,
+    KNorm(skip_layers=2),
+    PyramidKV(window_size=8, beta=20.0, block_size=4),
+    PyramidKV(window_size=64, beta=3.0, block_size=16),
     Ada(),
-    HeadTable(table=TABLE, block_size=4),
-    HeadTable(table=EQUAL_TABLE, beta=2.0, block_size=4),
-    RetrievalHeads(gates=GATES, num_streaming=10, block_size=4),
-    RetrievalHeads(gates=GATES, num_streaming=400, block_size=4),
+    HeadKV(importance=TABLE, block_size=4),
+    HeadKV(importance=EQUAL_TABLE, beta=2.0, block_size=4),
+    DuoAttention(gates=GATES, num_sinks=2, num_recent=8, block_size=4),
+    DuoAttention(gates=GATES, num_sinks=100, num_recent=300, block_size=4),
 ]
 
 
@@ -72,7 +77,7 @@ def test_head_totals_are_exact(
     least = [min(floor, total // 2, count) for count in counts]
     for low, page, high in zip(least, pages.tolist(), counts, strict=True):
         assert 0 <= page <= high
-        if not isinstance(allocator, RetrievalHeads):
+        if not isinstance(allocator, DuoAttention):
             assert page >= low
 
 
@@ -80,15 +85,15 @@ def test_head_totals_are_exact(
 
 
 def test_skipped_layers_keep_everything_and_the_others_pay() -> None:
-    pages = Uniform(skip_layers=2).layer_pages(20, [80] * 8, 2)
+    pages = KNorm(skip_layers=2).layer_pages(20, [80] * 8, 2)
     assert pages == [80, 80, 27, 27, 27, 27, 26, 26]
     assert sum(pages) == 20 * 2 * 8
 
 
 def test_fewer_layers_are_skipped_where_the_others_would_starve() -> None:
-    assert Uniform(skip_layers=2).layer_pages(3, [200] * 4, 2) == [6, 6, 6, 6]
+    assert KNorm(skip_layers=2).layer_pages(3, [200] * 4, 2) == [6, 6, 6, 6]
     # Two whole layers would leave 2 pages for each of the others, less than half of 12.
-    assert Uniform(skip_layers=2).layer_pages(6, [22] * 4, 2) == [22, 9, 9, 8]
+    assert KNorm(skip_layers=2).layer_pages(6, [22] * 4, 2) == [22, 9, 9, 8]
 
 
 # --- pyramid ----------------------------------------------------------------------------------
@@ -97,30 +102,30 @@ def test_fewer_layers_are_skipped_where_the_others_would_starve() -> None:
 @given(num_blocks=st.integers(1, 60), extra=st.integers(0, 200), beta=st.floats(1, 50))
 def test_pyramid_never_rises(num_blocks: int, extra: int, beta: float) -> None:
     full = num_blocks + extra
-    pages = Pyramid(window_size=8, beta=beta, block_size=4).layer_pages(num_blocks, [full] * 6, 1)
+    pages = PyramidKV(window_size=8, beta=beta, block_size=4).layer_pages(num_blocks, [full] * 6, 1)
     assert pages == sorted(pages, reverse=True)
 
 
 def test_pyramid_is_the_paper_s_line() -> None:
     """c = 30 - 2 = 28, min = 28 / 7 = 4, max = 2 * 28 - 4 = 52; from 54 to 6 pages in 4 steps."""
-    pyramid = Pyramid(window_size=8, beta=7.0, block_size=4)
+    pyramid = PyramidKV(window_size=8, beta=7.0, block_size=4)
     assert pyramid.layer_pages(30, [200 * 3] * 5, 3) == [162, 126, 90, 54, 18]
 
 
 def test_pyramid_stops_at_the_prompt() -> None:
     """max = n - w = 38, min = 2 * 28 - 38 = 18: from 40 to 20 pages."""
-    pyramid = Pyramid(window_size=8, beta=7.0, block_size=4)
+    pyramid = PyramidKV(window_size=8, beta=7.0, block_size=4)
     assert pyramid.layer_pages(30, [40] * 5, 1) == [40, 35, 30, 25, 20]
 
 
 @given(num_blocks=st.integers(1, 40))
 def test_pyramid_without_slope_is_uniform(num_blocks: int) -> None:
-    pyramid = Pyramid(window_size=8, beta=1.0, block_size=4)
+    pyramid = PyramidKV(window_size=8, beta=1.0, block_size=4)
     assert pyramid.layer_pages(num_blocks, [90] * 5, 2) == [2 * num_blocks] * 5
 
 
 def test_pyramid_of_one_layer() -> None:
-    assert Pyramid(block_size=4).layer_pages(3, [9], 1) == [3]
+    assert PyramidKV(block_size=4).layer_pages(3, [9], 1) == [3]
 
 
 # --- ada --------------------------------------------------------------------------------------
@@ -165,7 +170,7 @@ def test_ada_keeps_at_least_the_mass_of_uniform_to_the_page(total: int, seed: in
         return sum(float(row[: count * 4].sum()) for row, count in zip(ranked, pages, strict=True))
 
     # Rounding moves less than a page per head, each token at most the highest score.
-    assert mass(Ada(0.0, "floor")) >= mass(Uniform()) - 4 * 4 * 9.0 / 2
+    assert mass(Ada(0.0, "floor")) >= mass(UNIFORM) - 4 * 4 * 9.0 / 2
 
 
 def test_heads_with_the_best_entries_get_more() -> None:
@@ -200,18 +205,18 @@ def all_pages(allocator: Allocator, num_blocks: int, full: int) -> list[list[int
 
 def test_headkv_is_the_formula() -> None:
     """Window 2 pages, c = 20, pool = 20 / 2 * 8 = 80 pages, everyone 10: 12 + score * 80."""
-    allocator = HeadTable(table=TABLE, beta=2.0, window_size=8, block_size=4)
+    allocator = HeadKV(importance=TABLE, beta=2.0, window_size=8, block_size=4)
     assert all_pages(allocator, 22, 100) == [[36, 20], [16, 16], [32, 24], [20, 12]]
 
 
 def test_headkv_pools_what_lies_beyond_the_window() -> None:
     """Window 10 pages, c = 12: layers of score 0.4 get 20 + 2 * 6 + 0.4 * 48 = 51.2 pages."""
-    allocator = HeadTable(table=TABLE, beta=2.0, window_size=40, block_size=4)
+    allocator = HeadKV(importance=TABLE, beta=2.0, window_size=40, block_size=4)
     assert allocator.layer_pages(22, [200] * 4, 2) == [51, 37, 51, 37]
 
 
 def test_headkv_hands_on_what_full_heads_cannot_hold() -> None:
-    allocator = HeadTable(table=TABLE, beta=2.0, window_size=8, block_size=4)
+    allocator = HeadKV(importance=TABLE, beta=2.0, window_size=8, block_size=4)
     rows = all_pages(allocator, 22, 30)
     assert sum(map(sum, rows)) == 22 * 8
     assert rows[0] == [30, 26]
@@ -219,20 +224,20 @@ def test_headkv_hands_on_what_full_heads_cannot_hold() -> None:
 
 @given(num_blocks=st.integers(1, 50), beta=st.floats(1, 100))
 def test_headkv_of_equal_heads_is_uniform(num_blocks: int, beta: float) -> None:
-    allocator = HeadTable(table=EQUAL_TABLE, beta=beta, window_size=8, block_size=4)
+    allocator = HeadKV(importance=EQUAL_TABLE, beta=beta, window_size=8, block_size=4)
     assert all_pages(allocator, num_blocks, 50) == [[num_blocks] * 2] * 4
 
 
 def test_headkv_without_a_pool_is_uniform() -> None:
-    allocator = HeadTable(table=TABLE, beta=1e9, window_size=8, block_size=4)
+    allocator = HeadKV(importance=TABLE, beta=1e9, window_size=8, block_size=4)
     assert all_pages(allocator, 10, 50) == [[10, 10]] * 4
 
 
 # --- duoattention -----------------------------------------------------------------------------
 
 
-def duo(few_tokens: int = 10) -> RetrievalHeads:
-    return RetrievalHeads(gates=GATES, num_streaming=few_tokens, block_size=4)
+def duo(few_tokens: int = 10) -> DuoAttention:
+    return DuoAttention(gates=GATES, num_sinks=2, num_recent=few_tokens - 2, block_size=4)
 
 
 def test_duo_gives_everything_to_the_highest_gates() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +14,10 @@ from tests.policies.cases import Shape, make_pipeline, make_view
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels import attention_with_lse, neighbour_cosines
 from vllm_kvcompress.policies.base import LayerView, Selection
-from vllm_kvcompress.policies.key_weights import AsymProxy, Gaussian, Slimmer
-from vllm_kvcompress.policies.links import GroupSums, tokens_of
+from vllm_kvcompress.policies.merging.asymkv import AsymKV
+from vllm_kvcompress.policies.merging.groups import GroupMerging, GroupSums, tokens_of
+from vllm_kvcompress.policies.merging.kvmerger import KVMerger
+from vllm_kvcompress.policies.merging.kvslimmer import KVSlimmer
 from vllm_kvcompress.policies.rotary import Rotary
 
 POLICIES = ["kvmerger", "asymkv", "kvslimmer"]
@@ -24,13 +25,13 @@ SHAPE = Shape((9, 6), tail=3)
 
 
 def weigh(
-    weights: Any, view: LayerView, mass: torch.Tensor, groups: list[list[int]]
+    policy: GroupMerging, view: LayerView, mass: torch.Tensor, groups: list[list[int]]
 ) -> list[list[float]]:
     """Normalised weights of the groups of the only head."""
     link = torch.zeros(view.keys.shape[:2], dtype=torch.bool)
     for group in groups:
         link[0, group[1:]] = True
-    found = weights.weigh(view, mass, GroupSums.of(view, link), tokens_of(view))[0].tolist()
+    found = policy.weigh(view, mass, GroupSums.of(view, link), tokens_of(view))[0].tolist()
     return [[found[j] / sum(found[i] for i in group) for j in group] for group in groups]
 
 
@@ -45,7 +46,7 @@ GROUPS = [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9], [10], [11]]
 @pytest.mark.parametrize("seed", range(5))
 def test_gaussian_weights(seed: int) -> None:
     view, mass = random_case(seed)
-    found = weigh(Gaussian(), view, mass, GROUPS)
+    found = weigh(KVMerger(), view, mass, GROUPS)
     keys = view.keys[0].double().tolist()
     for group, weights in zip(GROUPS, found, strict=True):
         pivot = max(group, key=lambda j: float(mass[0, j]))
@@ -66,7 +67,7 @@ def residuals(view: LayerView, mass: torch.Tensor) -> tuple[list[float], list[li
 def test_asymkv_s_proxy_weights(seed: int) -> None:
     view, mass = random_case(seed)
     alpha, rest = residuals(view, mass)
-    for group, weights in zip(GROUPS, weigh(AsymProxy(), view, mass, GROUPS), strict=True):
+    for group, weights in zip(GROUPS, weigh(AsymKV(), view, mass, GROUPS), strict=True):
         raw = [(alpha[j] * oracles.norm(rest[j])) ** 2 for j in group]
         assert weights == pytest.approx([w / sum(raw) for w in raw], abs=1e-5)
 
@@ -84,7 +85,9 @@ def test_kvslimmer_s_weights(seed: int, variant: str) -> None:
             alpha[i] * alpha[j] * (oracles.norm(both) if variant == "paper" else size[i] + size[j])
         )
 
-    for group, weights in zip(GROUPS, weigh(Slimmer(variant), view, mass, GROUPS), strict=True):
+    for group, weights in zip(
+        GROUPS, weigh(KVSlimmer(variant=variant), view, mass, GROUPS), strict=True
+    ):
         own = {j: alpha[j] * (1 - 2 * alpha[j]) * size[j] for j in group}
         raw = [own[j] - sum(cross(i, j) for i in group if i != j) for j in group]
         safe = max(alpha[j] for j in group) < 0.5 and sum(alpha[j] for j in group) < 0.5
@@ -103,7 +106,7 @@ def test_kvslimmer_of_a_pair_is_the_paper_s_equation() -> None:
     c22 = oracles.norm([a2 * (1 - 2 * a2) * x for x in r2])
     c12 = oracles.norm([-a1 * a2 * (x + y) for x, y in zip(r1, r2, strict=True)])
     whole = c11 + c22 - 2 * c12
-    found = weigh(Slimmer(), view, mass, [[1, 2]])[0]
+    found = weigh(KVSlimmer(), view, mass, [[1, 2]])[0]
     assert found == pytest.approx([(c11 - c12) / whole, (c22 - c12) / whole], abs=1e-5)
 
 
@@ -112,7 +115,7 @@ def test_equal_mass_and_residuals_weigh_one_half() -> None:
     values = view.values.clone()
     values[0, 2] = values[0, 1]
     mass[0, 1:3] = 0.01
-    found = weigh(Slimmer(), replace(view, values=values), mass, [[1, 2]])[0]
+    found = weigh(KVSlimmer(), replace(view, values=values), mass, [[1, 2]])[0]
     assert found == pytest.approx([0.5, 0.5], abs=1e-5)
 
 
@@ -120,7 +123,7 @@ def test_little_mass_weighs_by_mass_and_residual() -> None:
     view, mass = random_case(3)
     mass[0, 1], mass[0, 2] = 1e-6, 3e-6
     alpha, rest = residuals(view, mass)
-    found = weigh(Slimmer(), view, mass, [[1, 2]])[0]
+    found = weigh(KVSlimmer(), view, mass, [[1, 2]])[0]
     raw = [alpha[j] * oracles.norm(rest[j]) for j in (1, 2)]
     assert found == pytest.approx([w / sum(raw) for w in raw], abs=1e-4)
 
@@ -149,7 +152,7 @@ def test_no_input_gives_anything_but_weights(case: str, variant: str) -> None:
         mass *= 1e-30
     view = replace(view, values=values)
     everything = [[0], [1, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11]]
-    for group in weigh(Slimmer(variant), view, mass, everything):
+    for group in weigh(KVSlimmer(variant=variant), view, mass, everything):
         assert all(0 <= weight <= 1 for weight in group)
         assert sum(group) == pytest.approx(1, abs=1e-5)
 

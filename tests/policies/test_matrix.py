@@ -17,6 +17,8 @@ from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view, rows
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.policies.duoattention import DuoAttention
+from vllm_kvcompress.policies.headkv import HeadKV
 
 CASES_PER_POLICY = 24
 
@@ -56,15 +58,12 @@ def kept_by_oracle(
     params: dict[str, Any] = dict(pipeline.params)
     profile: Any = None
     if policy == "duoattention":
-        assert pipeline.profile is not None
-        profile = pipeline.profile.rows
-        params["sinks"] = pipeline.profile.num_sinks
-        params["few"] = math.ceil(
-            (pipeline.profile.num_sinks + pipeline.profile.num_recent) / view.block_size
-        )
+        assert isinstance(pipeline.scorer, DuoAttention)  # which is as it was read
+        profile, params["sinks"] = pipeline.scorer.gates, pipeline.scorer.num_sinks
+        params["few"] = math.ceil((params["sinks"] + pipeline.scorer.num_recent) / view.block_size)
     elif policy.startswith("headkv"):
-        assert pipeline.profile is not None
-        rows, group = pipeline.profile.rows, view.queries.shape[1] // view.keys.shape[0]
+        assert isinstance(pipeline.scorer, HeadKV)
+        rows, group = pipeline.scorer.importance, view.queries.shape[1] // view.keys.shape[0]
         means = [
             [sum(row[i : i + group]) / group for i in range(0, len(row), group)] for row in rows
         ]

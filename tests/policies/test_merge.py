@@ -11,7 +11,8 @@ import torch
 from tests.policies import oracles
 from tests.policies.cases import Shape, make_view
 from vllm_kvcompress.policies.base import LayerView
-from vllm_kvcompress.policies.merge import CacheMerging, SimilarKeys
+from vllm_kvcompress.policies.merging.cam import CaM
+from vllm_kvcompress.policies.merging.d2o import D2O
 
 SHAPES = [Shape((9, 9)), Shape((3, 11), tail=2, group=1), Shape((4, 1, 6), tail=3)]
 
@@ -45,7 +46,7 @@ def cam_targets(kept: list[bool], i: int, most: int) -> list[int]:
 def test_cam_spreads_expected_values(shape: Shape, num_targets: int) -> None:
     view = observed(shape, 7)
     kept = some_kept(view, seed=num_targets)
-    merger = CacheMerging(num_targets, window_size=7, draw="expected")
+    merger = CaM(num_targets, merge_window=7, draw="expected")
     merged = merger.merge(view, torch.zeros(()), kept)
     assert merged.keys is None
     assert merged.state is None
@@ -75,7 +76,7 @@ def test_cam_hands_on_what_the_entry_gave_to_the_output() -> None:
     i = min(range(1, 8), key=lambda j: masses[j])
     kept = torch.ones(1, 16, dtype=torch.bool)
     kept[0, i] = False
-    merged = CacheMerging(4, window_size=7, draw="expected").merge(view, torch.zeros(()), kept)
+    merged = CaM(4, merge_window=7, draw="expected").merge(view, torch.zeros(()), kept)
     assert merged.values is not None
     received = (merged.values - view.values)[0].tolist()
     targets = cam_targets(kept[0].tolist(), i, 4)
@@ -89,8 +90,8 @@ def test_cam_draws_with_the_right_chance_and_always_alike() -> None:
     """Over many layers the mean of random draws is the expected one."""
     view = observed(Shape((9, 9)), 7)
     kept = some_kept(view, seed=5)
-    expected = CacheMerging(4, 7, "expected").merge(view, torch.zeros(()), kept).values
-    random = CacheMerging(4, 7, "random")
+    expected = CaM(4, 7, "expected").merge(view, torch.zeros(()), kept).values
+    random = CaM(4, 7, "random")
     draws = [
         random.merge(replace(view, layer=layer), torch.zeros(()), kept).values
         for layer in range(400)
@@ -111,7 +112,7 @@ def test_d2o_merges_into_the_most_similar_key(shape: Shape, theta: float | None)
     if theta is not None:
         view = replace(view, state=torch.full((view.keys.shape[0], 1), theta))
     kept = some_kept(view, seed=1)
-    merged = SimilarKeys().merge(view, torch.zeros(()), kept)
+    merged = D2O().merge(view, torch.zeros(()), kept)
     assert merged.keys is not None
     assert merged.values is not None
     assert merged.state is not None
@@ -143,7 +144,7 @@ def test_d2o_merges_into_the_most_similar_key(shape: Shape, theta: float | None)
 
 def test_d2o_leaves_the_first_layers_alone() -> None:
     view = replace(make_view(Shape((9, 9)), 1), layer=1)
-    merged = SimilarKeys(skip_layers=2).merge(view, torch.zeros(()), some_kept(view, seed=1))
+    merged = D2O(skip_layers=2).merge(view, torch.zeros(()), some_kept(view, seed=1))
     assert merged.keys is None
     assert merged.values is None
 
@@ -155,7 +156,7 @@ def test_d2o_merges_equal_keys_and_values_without_a_trace() -> None:
     kept = torch.ones(1, 8, dtype=torch.bool)
     kept[0, 3] = False
     view = replace(view, keys=keys, values=values)
-    merged = SimilarKeys().merge(view, torch.zeros(()), kept)
+    merged = D2O().merge(view, torch.zeros(()), kept)
     assert merged.keys is not None
     assert math.isclose(float(merged.state[0, 0]), 1.0, abs_tol=1e-6)  # type: ignore[index]
     # theta is the one cosine, about 1 up to rounding, and reached by itself

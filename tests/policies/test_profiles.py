@@ -10,8 +10,10 @@ import pytest
 from tests.policies.cases import duoattention_file, headkv_file
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
-from vllm_kvcompress.policies.allocate import HeadTable, RetrievalHeads
-from vllm_kvcompress.policies.profiles import bind_profile, load_duoattention, load_headkv
+from vllm_kvcompress.policies.base import ModelHeads
+from vllm_kvcompress.policies.duoattention import DuoAttention, read_pattern
+from vllm_kvcompress.policies.headkv import HeadKV, read_importance
+from vllm_kvcompress.policies.parts.profiles import Table
 
 
 def write(path: Path, content: object) -> Path:
@@ -21,15 +23,18 @@ def write(path: Path, content: object) -> Path:
 
 def test_headkv_scores_are_means(tmp_path: Path) -> None:
     path = write(tmp_path / "p.json", {"0-0": [0.2, 0.4], "0-1": [1], "1-1": [0.5], "1-0": [0, 1]})
-    assert load_headkv(path, 1.0).rows == ((pytest.approx(0.3), 1.0), (0.5, 0.5))
+    assert read_importance(path) == ((pytest.approx(0.3), 1.0), (0.5, 0.5))
+
+
+def importance(path: Path, model: ModelHeads, temperature: float = 1.0) -> Table:
+    """What a rank's KV heads get."""
+    return HeadKV(temperature=temperature).with_profile(path).bind(model).importance
 
 
 def test_headkv_means_over_the_group_sum_to_one(tmp_path: Path) -> None:
     scores = {f"{layer}-{head}": [layer + head] for layer in range(2) for head in range(4)}
-    profile = load_headkv(write(tmp_path / "p.json", scores), 1.0)
-    name, table = bind_profile(profile, 2, 2, 4, 0, 1)
-    assert name == "table"
-    assert table == (
+    path = write(tmp_path / "p.json", scores)
+    assert importance(path, ModelHeads(2, 2, 4, 16)) == (
         (pytest.approx(0.5 / 8), pytest.approx(2.5 / 8)),
         (pytest.approx(1.5 / 8), pytest.approx(3.5 / 8)),
     )
@@ -37,43 +42,40 @@ def test_headkv_means_over_the_group_sum_to_one(tmp_path: Path) -> None:
 
 def test_headkv_temperature_sharpens(tmp_path: Path) -> None:
     path = write(tmp_path / "p.json", {"0-0": [1], "0-1": [3]})
-    assert bind_profile(load_headkv(path, 2.0), 1, 2, 2, 0, 1)[1] == ((0.1, 0.9),)
+    assert importance(path, ModelHeads(1, 2, 2, 16), temperature=2.0) == ((0.1, 0.9),)
 
 
 def test_headkv_without_any_score_is_uniform(tmp_path: Path) -> None:
     path = write(tmp_path / "p.json", {"0-0": [0], "0-1": [0]})
-    assert bind_profile(load_headkv(path, 1.0), 1, 2, 2, 0, 1)[1] == ((0.5, 0.5),)
+    assert importance(path, ModelHeads(1, 2, 2, 16)) == ((0.5, 0.5),)
 
 
 def test_each_rank_takes_its_own_heads(tmp_path: Path) -> None:
-    scores = {f"0-{head}": [head] for head in range(8)}
-    profile = load_headkv(write(tmp_path / "p.json", scores), 1.0)
-    ranks = [bind_profile(profile, 1, 2, 4, rank, 2)[1][0] for rank in range(2)]
+    models = [ModelHeads(1, 2, 4, 16, tp_rank=rank, tp_size=2) for rank in range(2)]
+    path = write(tmp_path / "p.json", {f"0-{head}": [head] for head in range(8)})
+    ranks = [importance(path, model)[0] for model in models]
     assert ranks[0] == (pytest.approx(0.5 / 3), pytest.approx(2.5 / 3))
     assert ranks[1] == (pytest.approx(4.5 / 11), pytest.approx(6.5 / 11))
-    path = duoattention_file(tmp_path, 1, 4)
-    gates = load_duoattention(path)
-    both = [bind_profile(gates, 1, 2, 4, rank, 2)[1][0] for rank in range(2)]
-    assert both[0] + both[1] == gates.rows[0]
+    duo = DuoAttention().with_profile(duoattention_file(tmp_path, 1, 4))
+    both = [duo.bind(model).gates[0] for model in models]
+    assert both[0] + both[1] == duo.gates[0]
 
 
 def test_duoattention_reads_a_directory_and_clips_gates(tmp_path: Path) -> None:
     write(tmp_path / "full_attention_heads.tsv", "1.2\t-0.5\n\n0.25\t0.5\n")
     write(tmp_path / "config.json", {"sink_size": 64, "recent_size": 128, "more": 1})
     for path in (tmp_path, tmp_path / "full_attention_heads.tsv"):
-        profile = load_duoattention(path)
-        assert profile.rows == ((1.0, 0.0), (0.25, 0.5))
-        assert (profile.num_sinks, profile.num_recent) == (64, 128)
+        assert read_pattern(path) == (((1.0, 0.0), (0.25, 0.5)), 64, 128)
 
 
 def test_pipelines_are_bound_to_the_model(tmp_path: Path) -> None:
     headkv = resolve("headkv", {}, headkv_file(tmp_path, 3, 4)).bind(3, 2, 4, 16).allocator
-    assert isinstance(headkv, HeadTable)
+    assert isinstance(headkv, HeadKV)
     assert headkv.block_size == 16
-    assert sum(map(sum, headkv.table)) == pytest.approx(1)
+    assert sum(map(sum, headkv.importance)) == pytest.approx(1)
     duo = resolve("duoattention", {}, duoattention_file(tmp_path, 3, 2)).bind(3, 2, 4, 16)
-    assert isinstance(duo.allocator, RetrievalHeads)
-    assert duo.allocator.num_streaming == 7
+    assert isinstance(duo.allocator, DuoAttention)
+    assert (duo.allocator.num_sinks, duo.allocator.num_recent) == (2, 5)
     assert len(duo.allocator.gates) == 3
     assert duo.protection.num_sinks == 2
 
@@ -95,14 +97,14 @@ def test_pipelines_are_bound_to_the_model(tmp_path: Path) -> None:
 )
 def test_headkv_files_that_are_refused(tmp_path: Path, content: object, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        load_headkv(write(tmp_path / "p.json", content), 1.0)
+        read_importance(write(tmp_path / "p.json", content))
 
 
 def test_files_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_headkv(tmp_path / "none.json", 1.0)
+        read_importance(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_duoattention(tmp_path / "none.tsv")
+        read_pattern(tmp_path / "none.tsv")
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_duoattention_files_that_are_refused(
     if sizes is not None:
         write(tmp_path / "config.json", sizes)
     with pytest.raises(ConfigError, match=sentence):
-        load_duoattention(tmp_path)
+        read_pattern(tmp_path)
 
 
 def test_profiles_of_other_models_are_refused(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.policies import oracles
 from vllm_kvcompress.kernels.selection import apportion
-from vllm_kvcompress.policies.rounding import spread
+from vllm_kvcompress.policies.parts.rounding import spread
 
 
 @st.composite

@@ -20,8 +20,10 @@ from vllm_kvcompress.kernels import (
     window_mass,
 )
 from vllm_kvcompress.policies.base import LayerView
-from vllm_kvcompress.policies.geometry import KeyNorm
-from vllm_kvcompress.policies.window import LastQueryMass, Perturbation, WindowMass
+from vllm_kvcompress.policies.knorm import KNorm
+from vllm_kvcompress.policies.obcache import Perturbation
+from vllm_kvcompress.policies.snapkv import SnapKV
+from vllm_kvcompress.policies.tova import TOVA
 
 shapes = st.builds(
     Shape,
@@ -107,7 +109,7 @@ def test_zero_queries_give_zero_mass() -> None:
 @pytest.mark.parametrize("tail", [0, 3])
 def test_pooling_stops_at_the_window(pooling: str, kernel: int, tail: int) -> None:
     view = make_view(Shape(pages=(6, 3), tail=tail), 5)
-    rows = WindowMass(5, kernel, pooling).score(view)
+    rows = SnapKV(5, kernel, pooling).score(view)
     for row, head in zip(own(rows, Shape(pages=(6, 3))), oracles.heads_of(view), strict=True):
         expected = oracles.pooled(head, oracles.mass(head), kernel, pooling)
         assert torch.allclose(row.double(), torch.tensor(expected).double(), atol=1e-6)
@@ -121,7 +123,7 @@ def test_max_pooling_never_lowers_a_score(kernel: int, size: int, seed: int) -> 
 
 @given(shape=shapes)
 def test_tova_scores_all_heads_alike(shape: Shape) -> None:
-    scores = LastQueryMass().score(make_view(Shape((4, 4), shape.tail, group=shape.group), 1))
+    scores = TOVA().score(make_view(Shape((4, 4), shape.tail, group=shape.group), 1))
     assert torch.equal(scores[0], scores[1])
 
 
@@ -129,7 +131,7 @@ def test_tova_is_the_mean_of_all_query_heads() -> None:
     view = make_view(Shape(pages=(4, 4), tail=2, group=4), 1)
     rows = [oracles.mass(head) for head in oracles.heads_of(view)]
     expected = [(a + b) / 2 for a, b in zip(*rows, strict=True)]
-    assert torch.allclose(LastQueryMass().score(view)[0], torch.tensor(expected), atol=1e-6)
+    assert torch.allclose(TOVA().score(view)[0], torch.tensor(expected), atol=1e-6)
 
 
 @pytest.mark.parametrize("anchor", ["mean_normalized", "mean_raw", "median", "pairwise"])
@@ -207,7 +209,7 @@ def test_key_norms_ignore_rotation() -> None:
     random = torch.randn(HEAD_SIZE, HEAD_SIZE, generator=torch.Generator().manual_seed(3))
     rotated = make_view(Shape(pages=(6, 6)), 0)
     rotated.keys.copy_(view.keys @ torch.linalg.qr(random).Q)
-    assert torch.allclose(KeyNorm().score(rotated), KeyNorm().score(view), atol=1e-5)
+    assert torch.allclose(KNorm().score(rotated), KNorm().score(view), atol=1e-5)
 
 
 @pytest.mark.parametrize("group", [1, 2, 4])
@@ -276,5 +278,5 @@ def test_without_value_norms_the_perturbation_ranks_as_the_squared_weights() -> 
     view = make_view(Shape((4,), group=1), 1)
     values = view.values / view.values.norm(dim=2, keepdim=True)
     scores = Perturbation(1, 1, variant="value").score(replace(view, values=values))
-    mass = WindowMass(1, 1).score(view)
+    mass = SnapKV(1, 1).score(view)
     assert torch.allclose(scores, mass.square(), atol=1e-6)

@@ -15,8 +15,9 @@ from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view, rows
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels.selection_torch import sortable, top_entries
 from vllm_kvcompress.policies.base import LayerView
-from vllm_kvcompress.policies.protect import NOTHING_PROTECTED, Protection
-from vllm_kvcompress.policies.select import TopScores, TwoStage
+from vllm_kvcompress.policies.criticalkv import CriticalKV
+from vllm_kvcompress.policies.parts.protection import NOTHING_PROTECTED, Protection
+from vllm_kvcompress.policies.parts.selection import Selector
 
 SHAPE = Shape(pages=(8, 8), tail=1, group=2)
 
@@ -132,8 +133,8 @@ def test_h2o_that_keeps_only_recent_tokens_is_a_sliding_window(tmp_path: Path) -
 
 def test_duo_without_retrieval_heads_is_streamingllm(tmp_path: Path) -> None:
     duo = make_pipeline("duoattention", SHAPE, tmp_path)
-    assert duo.profile is not None
-    streaming = make_pipeline("streamingllm", SHAPE, tmp_path, num_sinks=duo.profile.num_sinks)
+    num_sinks = duo.protection.num_sinks
+    streaming = make_pipeline("streamingllm", SHAPE, tmp_path, num_sinks=num_sinks)
     view = make_view(SHAPE, 0)
     few = compress_layer(duo, view, 4)
     assert torch.equal(few.kept_indices, compress_layer(streaming, view, 4).kept_indices)
@@ -144,8 +145,8 @@ def test_snapkv_does_not_depend_on_the_scale_of_scores(factor: float) -> None:
     view = make_view(SHAPE, 0)
     scores, kept = scores_for(view), torch.tensor([12, 16])
     protection = Protection(num_recent=5)
-    plain = TopScores().select(view, scores, kept, protection)
-    assert torch.equal(TopScores().select(view, scores * factor, kept, protection), plain)
+    plain = Selector().select(view, scores, kept, protection)
+    assert torch.equal(Selector().select(view, scores * factor, kept, protection), plain)
 
 
 def test_snapkv_without_pooling_is_the_top_of_the_mass(tmp_path: Path) -> None:
@@ -164,7 +165,7 @@ def test_snapkv_without_pooling_is_the_top_of_the_mass(tmp_path: Path) -> None:
 def two_stage(
     view: LayerView, scores: torch.Tensor, kept: torch.Tensor, **settings: object
 ) -> torch.Tensor:
-    selector = replace(TwoStage(), **settings)  # type: ignore[arg-type]
+    selector = replace(CriticalKV(), **settings)  # type: ignore[arg-type]
     return selector.select(view, scores, kept, NOTHING_PROTECTED)
 
 
@@ -173,14 +174,14 @@ def test_constant_value_norms_give_the_plain_top(norm: str) -> None:
     view = make_view(SHAPE, 0)
     view.values.fill_(1.0)
     scores, kept = scores_for(view), torch.tensor([9, 20])
-    plain = TopScores().select(view, scores, kept, NOTHING_PROTECTED)
+    plain = Selector().select(view, scores, kept, NOTHING_PROTECTED)
     assert torch.equal(two_stage(view, scores, kept, norm=norm), plain)
 
 
 def test_one_stage_is_the_plain_top() -> None:
     view = make_view(SHAPE, 0)
     scores, kept = scores_for(view), torch.tensor([9, 20])
-    plain = TopScores().select(view, scores, kept, NOTHING_PROTECTED)
+    plain = Selector().select(view, scores, kept, NOTHING_PROTECTED)
     assert torch.equal(two_stage(view, scores, kept, alpha=1.0), plain)
     assert not torch.equal(two_stage(view, scores, kept, alpha=0.0), plain)
 
@@ -194,7 +195,7 @@ def test_the_first_stage_is_kept_and_the_count_is_exact(
     mask = two_stage(view, scores, kept, alpha=alpha)
     assert mask.sum(dim=1).tolist() == [count, 32 - count]
     first = (kept * alpha).floor().long()
-    sure = TopScores().select(view, scores, first, NOTHING_PROTECTED)
+    sure = Selector().select(view, scores, first, NOTHING_PROTECTED)
     assert bool((mask | ~sure).all())
 
 

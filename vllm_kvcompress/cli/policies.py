@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vllm_kvcompress.policies import PolicyInfo
-    from vllm_kvcompress.policies.parameters import Parameter
+    from vllm_kvcompress.policies import Part
+    from vllm_kvcompress.policies.parts.parameters import Parameter
 
-# Of every pipeline, in the order in which they run.
-STAGES = ("score", "protect", "allocate", "select", "merge", "correct")
 _UNIFORM = "the same for every layer and head"
 _WIDTH = 100
 
@@ -24,7 +22,7 @@ class Stage:
     """One stage of a resolved pipeline.
 
     Attributes:
-        name: one of `STAGES`.
+        name: one of `policies.policy.Stages`.
         does: what happens.
         part: which part of the policy string decides it; empty for the default.
     """
@@ -59,9 +57,9 @@ def _run_list(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_json(info) for info in infos], indent=2))
         return 0
     print("Policies (--kv-policy NAME); add modifiers with +, such as adakv+criticalkv\n")
-    print("\n\n".join(_described(info) for info in infos if not info.modifies))
+    print("\n\n".join(_described(info) for info in infos if not _modifies(info)))
     print("\nModifiers\n")
-    print("\n\n".join(_described(info) for info in infos if info.modifies))
+    print("\n\n".join(_described(info) for info in infos if _modifies(info)))
     return 0
 
 
@@ -76,35 +74,50 @@ def _run_explain(arguments: argparse.Namespace) -> int:
     print("+".join(part.name for part in parts))
     print("\nstages")
     print(_table([(s.name, s.part or "(default)", s.does) for s in stages]))
-    rows = [(p.name, str(p.default), _meaning(p)) for part in parts for p in part.parameters]
+    rows = [(p.name, str(p.default), _meaning(p)) for part in parts for p in part.parameters()]
     if rows:
         print("\nparameters, with defaults (--kv-param NAME=VALUE)")
         print(_table(rows))
     for part in parts:
-        if part.profile is not None:
-            print(f"\n{part.name} needs a {part.profile} file: --kv-profile FILE")
+        if kind := _profile(part):
+            print(f"\n{part.name} needs a {kind} file: --kv-profile FILE")
     print("\npapers")
     print(_table([(part.name, part.paper) for part in parts]))
     return 0
 
 
-def pipeline_stages(parts: Sequence[PolicyInfo]) -> list[Stage]:
+def pipeline_stages(parts: Sequence[type[Part]]) -> list[Stage]:
     """The stages in order; a modifier replaces those of the policy that it goes on."""
     decided = {"allocate": Stage("allocate", _UNIFORM, "")}
     for part in parts:
-        for name, does in part.stages.items():
+        for name, does in part.stages.said().items():
             decided[name] = Stage(name, does, part.name)
-    return [decided[name] for name in sorted(decided, key=STAGES.index)]
+    return [decided[name] for name in parts[0].stages._fields if name in decided]
 
 
-def _described(info: PolicyInfo) -> str:
+def _described(info: type[Part]) -> str:
     lines = [f"{info.name}  {info.summary}", f"  {info.paper}"]
-    if info.modifies:
-        lines.append(f"  goes on {', '.join(info.modifies)}")
-    if info.profile is not None:
-        lines.append(f"  needs a {info.profile} file (--kv-profile FILE)")
-    rows = [(p.name, str(p.default), _meaning(p)) for p in info.parameters]
+    if bases := _modifies(info):
+        lines.append(f"  goes on {', '.join(bases)}")
+    if kind := _profile(info):
+        lines.append(f"  needs a {kind} file (--kv-profile FILE)")
+    rows = [(p.name, str(p.default), _meaning(p)) for p in info.parameters()]
     return "\n".join([*lines, *([_table(rows, indent="    ")] if rows else [])])
+
+
+def _modifies(part: type[Part]) -> tuple[str, ...]:
+    """The policies that a modifier goes on; none for a policy."""
+    from vllm_kvcompress.policies import Modifier
+    from vllm_kvcompress.policies.registry import bases_of
+
+    return bases_of(part) if issubclass(part, Modifier) else ()
+
+
+def _profile(part: type[Part]) -> str | None:
+    """The kind of profile that it needs."""
+    from vllm_kvcompress.policies import Policy
+
+    return part.profile if issubclass(part, Policy) else None
 
 
 def _meaning(parameter: Parameter) -> str:
@@ -130,16 +143,16 @@ def _wrapped_row(row: tuple[str, ...], widths: list[int], indent: str) -> Iterat
         yield (head if index == 0 else " " * len(head)) + text
 
 
-def _as_json(info: PolicyInfo) -> dict[str, Any]:
+def _as_json(info: type[Part]) -> dict[str, Any]:
     return {
         "name": info.name,
-        "kind": "modifier" if info.modifies else "policy",
+        "kind": "modifier" if _modifies(info) else "policy",
         "summary": info.summary,
         "paper": info.paper,
-        "stages": dict(info.stages),
-        "parameters": [_parameter_json(parameter) for parameter in info.parameters],
-        "modifies": list(info.modifies),
-        "profile": info.profile,
+        "stages": info.stages.said(),
+        "parameters": [_parameter_json(parameter) for parameter in info.parameters()],
+        "modifies": list(_modifies(info)),
+        "profile": _profile(info),
     }
 
 
@@ -154,7 +167,7 @@ def _parameter_json(parameter: Parameter) -> dict[str, Any]:
     }
 
 
-def _explained_json(parts: Sequence[PolicyInfo], stages: Sequence[Stage]) -> dict[str, Any]:
+def _explained_json(parts: Sequence[type[Part]], stages: Sequence[Stage]) -> dict[str, Any]:
     return {
         "policy": "+".join(part.name for part in parts),
         "stages": [{"stage": s.name, "part": s.part, "does": s.does} for s in stages],

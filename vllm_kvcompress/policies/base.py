@@ -277,29 +277,31 @@ class Merged:
     accumulated: Tensor | None = None
 
 
-class Merger(Protocol):
-    """Puts something in the place of what is evicted.
-
-    `corrects` says that later attention outputs are corrected from the state (MomentKV),
-    `weighs_entries` that kept entries get a bias on their logits.
-    """
+class Merger:
+    """Puts something in the place of what is evicted."""
 
     @property
-    def needs(self) -> Needs: ...
+    def needs(self) -> Needs:
+        """What the engine has to hand over besides keys."""
+        return Needs()
 
     @property
-    def corrects(self) -> bool: ...
+    def corrects(self) -> bool:
+        """Whether later attention outputs are corrected from the policy state (MomentKV)."""
+        return False
 
     @property
-    def weighs_entries(self) -> bool: ...
+    def weighs_entries(self) -> bool:
+        """Whether kept entries get a bias on their logits."""
+        return False
 
     def state_size(self, head_size: int) -> int:
-        """fp32 numbers per KV head that are carried from event to event."""
-        ...
+        """fp32 numbers per KV head that stay from event to event."""
+        return 0
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
         """What becomes of the valid entries that are not `kept` ([H, n] bool)."""
-        ...
+        raise NotImplementedError
 
 
 class Scorer(Protocol):
@@ -313,29 +315,22 @@ class Scorer(Protocol):
         ...
 
 
-class Allocator(Protocol):
-    """Pages per layer (known before any layer runs) and per head (may depend on scores).
+@dataclass(frozen=True)
+class ModelHeads:
+    """What a policy is told of a model, and which heads are this rank's.
 
-    `layer_dependent` says that layers get different budgets.
+    Attributes:
+        num_layers: compressed layers.
+        num_kv_heads: KV heads of this rank.
+        num_query_heads: query heads of this rank.
+        block_size: tokens of a page.
+        tp_rank: which part of the heads this rank has.
+        tp_size: tensor-parallel size.
     """
 
-    @property
-    def layer_dependent(self) -> bool: ...
-
-    def layer_pages(
-        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
-    ) -> list[int]:
-        """Pages of each layer: at most `capacity[l]`, in sum `num_blocks * num_heads * layers`.
-
-        Args:
-            num_blocks: fresh blocks of the event; one is a page for every layer and head.
-            capacity: pages that each layer holds now, over all its heads.
-            num_heads: KV heads of this rank.
-            num_logical_blocks: full blocks of the request's tokens, kept or not; 0 if nothing
-                was compressed before.
-        """
-        ...
-
-    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
-        """[H] int64 pages of each head: sum `total`, each between `floor` and its length."""
-        ...
+    num_layers: int
+    num_kv_heads: int
+    num_query_heads: int
+    block_size: int
+    tp_rank: int = 0
+    tp_size: int = 1

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies.base import Allocator, Merger, Needs, Scorer
-from vllm_kvcompress.policies.profiles import HeadProfile, bind_profile
-from vllm_kvcompress.policies.protect import Protection
-from vllm_kvcompress.policies.select import Selector
+from vllm_kvcompress.policies.base import Merger, ModelHeads, Needs, Scorer
+from vllm_kvcompress.policies.parts.allocation import Allocator
+from vllm_kvcompress.policies.parts.protection import Protection
+from vllm_kvcompress.policies.parts.selection import Selector
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,6 @@ class Pipeline:
         protection: entries that are kept whatever their score.
         merger: what becomes of the others; None: nothing.
         params: the parameters in effect, by name.
-        profile: measured heads, for policies that need them.
         repeats: a request may be compressed again; else nothing is carried for a next time.
     """
 
@@ -37,7 +36,6 @@ class Pipeline:
     protection: Protection
     merger: Merger | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
-    profile: HeadProfile | None = None
     repeats: bool = True
 
     @property
@@ -131,37 +129,11 @@ class Pipeline:
         tp_rank: int = 0,
         tp_size: int = 1,
     ) -> Pipeline:
-        """The same policy for one model and one rank's heads.
-
-        Args:
-            num_layers: compressed layers.
-            num_kv_heads: KV heads of this rank.
-            num_query_heads: query heads of this rank.
-            block_size: tokens of a page.
-            tp_rank: which part of the heads this rank has.
-            tp_size: tensor-parallel size.
+        """The same policy for one model and one rank's heads, as `ModelHeads` has them.
 
         Raises:
             ConfigError: the profile is of another model.
         """
-        changes = _for_block_size(self.allocator, block_size)
-        if self.profile is not None:
-            name, table = bind_profile(
-                self.profile, num_layers, num_kv_heads, num_query_heads, tp_rank, tp_size
-            )
-            changes[name] = table
-        if not changes:
-            return self
-        allocator: Any = self.allocator
-        return replace(self, allocator=replace(allocator, **changes))
-
-
-def _for_block_size(allocator: Any, block_size: int) -> dict[str, Any]:
-    """What changes in an allocator, and in one inside it, once a page's tokens are known."""
-    changes: dict[str, Any] = {}
-    if hasattr(allocator, "block_size"):
-        changes["block_size"] = block_size
-    inner = getattr(allocator, "layers", None)
-    if inner is not None and (inside := _for_block_size(inner, block_size)):
-        changes["layers"] = replace(inner, **inside)
-    return changes
+        heads = (num_layers, num_kv_heads, num_query_heads, block_size)
+        model = ModelHeads(*heads, tp_rank=tp_rank, tp_size=tp_size)
+        return replace(self, allocator=self.allocator.bind(model))

@@ -1,115 +1,220 @@
-"""How a policy string is resolved, and which combinations are refused."""
+"""Which policies there are, what a policy string stands for, and which combinations are refused.
+
+A module of this folder, or of `merging/`, is found by being there; a policy in a package of
+somebody else's by an entry point of the group `vllm_kvcompress.policies` that names its class.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass, replace
+from functools import cache
+from importlib import import_module
+from importlib.metadata import entry_points
+from itertools import combinations
 from pathlib import Path
+from pkgutil import walk_packages
+from typing import Any
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config import NO_POLICY, Settings
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies import profiles
-from vllm_kvcompress.policies.parameters import check_parameters
+from vllm_kvcompress.policies.parts.parameters import check_parameters
 from vllm_kvcompress.policies.pipeline import Pipeline
-from vllm_kvcompress.policies.presets import MODIFIERS, POLICIES, PolicyInfo, Values
-from vllm_kvcompress.policies.presets_merging import MERGERS
-from vllm_kvcompress.policies.profiles import HeadProfile
+from vllm_kvcompress.policies.policy import Modifier, Part, Policy, Stages
+
+ENTRY_POINTS = "vllm_kvcompress.policies"
+# In the order in which they are listed; modules that are not named here follow.
+LISTED_FIRST = (
+    *("streamingllm", "knorm", "keydiff", "tova", "h2o", "snapkv", "pyramidkv", "adakv", "headkv"),
+    *("duoattention", "criticalkv", "window", "obcache", "merging.cam", "merging.d2o"),
+    *("merging.momentkv", "merging.kvmerger", "merging.asymkv", "merging.kvslimmer"),
+)
 
 
-def all_policies() -> tuple[PolicyInfo, ...]:
-    """Every policy, then every modifier."""
-    return tuple(info for info, _ in (*POLICIES.values(), *MODIFIERS.values()))
+def policies() -> dict[str, type[Policy]]:
+    """Every policy by name.
+
+    Raises:
+        ConfigError: a policy of another package is broken, or has a name that is taken.
+    """
+    return _known()[0]
 
 
-def describe(policy: str) -> tuple[PolicyInfo, ...]:
+def modifiers() -> dict[str, type[Modifier]]:
+    """Every modifier by name; raises as `policies`."""
+    return _known()[1]
+
+
+def all_policies() -> tuple[type[Part], ...]:
+    """Every policy, then every modifier; raises as `policies`."""
+    return (*policies().values(), *modifiers().values())
+
+
+def bases_of(modifier: type[Modifier]) -> tuple[str, ...]:
+    """Names of the policies that a modifier goes on, in its own order."""
+    order = {name: place for place, name in enumerate(modifier.goes_on)}
+    fitting = [name for name, policy in policies().items() if modifier.fits(policy)]
+    return tuple(sorted(fitting, key=lambda name: order.get(name, len(order))))
+
+
+@cache
+def _known() -> tuple[dict[str, type[Policy]], dict[str, type[Modifier]]]:
+    policies: dict[str, type[Policy]] = {}
+    modifiers: dict[str, type[Modifier]] = {}
+    for part, package in (*_own_parts(), *_foreign_parts()):
+        known: dict[str, Any] = policies if issubclass(part, Policy) else modifiers
+        if part.name in known:
+            raise ConfigError(
+                f'{package}: expected policies with names of their own, found "{part.name}", which '
+                f"{known[part.name].__module__} has; rename it, or uninstall the package."
+            )
+        known[part.name] = part
+    return policies, modifiers
+
+
+def _own_parts() -> Iterator[tuple[type[Part], str]]:
+    package = sys.modules[__package__]
+    prefix = f"{package.__name__}."
+    there = sorted(found.name for found in walk_packages(package.__path__, prefix))
+    for name in dict.fromkeys((*(prefix + module for module in LISTED_FIRST), *there)):
+        for part in vars(import_module(name)).values():
+            own = inspect.isclass(part) and part.__module__ == name
+            if own and issubclass(part, Part) and "name" in vars(part):
+                yield part, name
+
+
+def _foreign_parts() -> Iterator[tuple[type[Part], str]]:
+    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
+        package = f"package {entry.dist.name if entry.dist else entry.module} ({entry.value})"
+        try:
+            part = entry.load()
+        except Exception as error:
+            said = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ConfigError(
+                f"{package}: expected a policy that can be imported, found {said}; repair the "
+                "package, or uninstall it."
+            ) from error
+        if found := _what_is_wrong(part):
+            raise ConfigError(
+                f"{package}: expected a frozen dataclass of vllm_kvcompress.policies.Policy or "
+                f"Modifier, found {found}; repair the package, or uninstall it."
+            )
+        yield part, package
+
+
+def _what_is_wrong(part: object) -> str:
+    """What keeps something from being a policy or modifier; empty: nothing."""
+    if not inspect.isclass(part) or not issubclass(part, Policy | Modifier):
+        return repr(part)
+    if not is_dataclass(part) or "__dataclass_params__" not in vars(part):
+        return "a class that is no dataclass"
+    for attribute, kind in (("name", str), ("paper", str), ("summary", str), ("stages", Stages)):
+        if not isinstance(getattr(part, attribute, None), kind):
+            return f"{attribute} = {getattr(part, attribute, None)!r}"
+    if not re.fullmatch("[a-z][a-z0-9_-]*", part.name) or part.name == NO_POLICY:
+        return f"the name {part.name!r}"
+    if missing := sorted(part.__abstractmethods__):
+        return f"one without {' and '.join(missing)}"
+    try:
+        check_parameters(part.name, part.parameters(), {})
+    except ConfigError as error:
+        return f"a default that is refused ({error})"
+    return ""
+
+
+def describe(policy: str) -> tuple[type[Part], ...]:
     """The parts of a policy string: the policy, then its modifiers in order.
 
     Raises:
         ConfigError: an unknown part, no policy or two, or a modifier that does not fit.
     """
-    parts = [part.strip() for part in policy.split("+")]
-    for part in parts:
-        if part not in POLICIES and part not in MODIFIERS:
+    base, on_top = _parts(policy)
+    return (base, *on_top)
+
+
+def _parts(policy: str) -> tuple[type[Policy], list[type[Modifier]]]:
+    names = [name.strip() for name in policy.split("+")]
+    for name in names:
+        if name not in policies() and name not in modifiers():
             raise ConfigError(
-                f'unknown policy "{part}" in "{policy}"; policies are {", ".join(POLICIES)}; '
-                f"modifiers are {', '.join(MODIFIERS)}."
+                f'unknown policy "{name}" in "{policy}"; policies are {", ".join(policies())}; '
+                f"modifiers are {', '.join(modifiers())}."
             )
-    bases = [part for part in parts if part in POLICIES and not _modifies_another(part, parts)]
+    bases = [name for name in names if name in policies() and not _modifies_another(name, names)]
     if len(bases) != 1:
-        why = "a modifier needs something to modify" if not bases else _why_not_both(bases)
+        why = "a modifier needs something to modify"
+        if bases:
+            why = _why_not_both(*(policies()[name] for name in bases[:2]))
         raise ConfigError(
             f'policy "{policy}": expected one policy and any modifiers, found {len(bases)} '
-            f"policies, and {why}; choose one of {', '.join(bases or POLICIES)}."
+            f"policies, and {why}; choose one of {', '.join(bases or policies())}."
         )
-    modifiers = [part for part in parts if part in MODIFIERS and part not in bases]
-    if len(set(modifiers)) < len(modifiers):
+    base = policies()[bases[0]]
+    on_top = [modifiers()[name] for name in names if name in modifiers() and name not in bases]
+    if len(set(on_top)) < len(on_top):
         raise ConfigError(f'policy "{policy}": a modifier is named twice; once is enough.')
-    for name in modifiers:
-        valid = MODIFIERS[name][0].modifies
-        if bases[0] not in valid:
+    for modifier in on_top:
+        if not modifier.fits(base):
             raise ConfigError(
-                f'policy "{policy}": {_why_not(name, bases[0])}; '
-                f"{name} goes with {', '.join(valid)}."
+                f'policy "{policy}": {_why_not(modifier, base)}; '
+                f"{modifier.name} goes with {', '.join(bases_of(modifier))}."
             )
-    _refuse_pairs(policy, [bases[0], *modifiers])
-    return (POLICIES[bases[0]][0], *(MODIFIERS[name][0] for name in modifiers))
+    for first, second in combinations((base, *on_top), 2):
+        if why := _why_not_beside(first, second):
+            raise ConfigError(f'policy "{policy}": {why}; leave one out.')
+    return base, on_top
 
 
-def _refuse_pairs(policy: str, parts: list[str]) -> None:
-    """Refuses parts that each fit their base but not each other."""
-    mergers = [part for part in parts if part in MERGERS]
-    if len(mergers) > 1:
-        raise ConfigError(
-            f'policy "{policy}": {" and ".join(mergers)} would both make something of the same '
-            "evicted tokens, and count them twice; leave one out."
-        )
-    if {"obcache", "criticalkv"} <= set(parts):
-        raise ConfigError(
-            f'policy "{policy}": obcache and criticalkv both weigh attention with values; leave '
-            "one out."
-        )
-
-
-def _modifies_another(part: str, parts: list[str]) -> bool:
+def _modifies_another(name: str, names: list[str]) -> bool:
     """Whether a name that is both policy and modifier is the modifier here (pyramidkv+adakv)."""
-    return part in MODIFIERS and any(other in MODIFIERS[part][0].modifies for other in parts)
+    others = [policies()[other] for other in names if other in policies()]
+    return name in modifiers() and any(modifiers()[name].fits(other) for other in others)
 
 
-def _why_not_both(bases: list[str]) -> str:
-    """Why the first two policies do not go together."""
-    first, second = bases[:2]
-    pair = {first, second}
-    if first == second:
+def _why_not_both(first: type[Policy], second: type[Policy]) -> str:
+    """Why two policies do not go together."""
+    if first is second:
         return "the same one twice changes nothing"
-    if len(pair & {"adakv", "headkv", "duoattention"}) == 2:
-        return f"{first} and {second} both decide how much each head keeps"
-    if "pyramidkv" in pair and pair & {"headkv", "duoattention"}:
-        return f"{first} and {second} both decide how much each layer keeps"
-    if "adakv" in pair and (others := pair & {"knorm", "streamingllm", "tova", "keydiff"}):
-        return (
-            "adakv divides a layer's budget by each head's attention mass, which "
-            f"{others.pop()} does not score"
-        )
-    return f"{first} and {second} each decide on their own what to keep"
+    for decision in first.decides:
+        if decision in second.decides:
+            return f"{first.name} and {second.name} both decide {decision}"
+    return (
+        _refused(first, second)
+        or f"{first.name} and {second.name} each decide on their own what to keep"
+    )
 
 
-def _why_not(modifier: str, base: str) -> str:
-    if modifier == "criticalkv" and base == "tova":
-        return "criticalkv chooses inside each head, and tova keeps the same entries in all heads"
-    if modifier == "criticalkv" and base == "momentkv":
-        return "momentkv already weighs attention with values"
-    if modifier == "criticalkv":
+def _why_not(modifier: type[Modifier], base: type[Policy]) -> str:
+    if why := _refused(modifier, base):
+        return why
+    if modifier.stages.merge and base.stages.merge:
         return (
-            f"criticalkv weighs attention mass with value norms, and the scores of {base} are "
-            "no attention mass per head"
+            f"{base.name} already makes something of the evicted tokens, which would be counted "
+            "twice"
         )
-    if modifier == "obcache":
-        return f"obcache takes the place of the scores of snapkv or h2o, which {base} is not"
-    if base in MERGERS:
-        return f"{base} already makes something of the evicted tokens, which would be counted twice"
-    if modifier == "cam":
-        return f"cam was made for policies whose kept tokens move on, and {base} is none of them"
-    return f"{base} already says which recent tokens it keeps"
+    return modifier.otherwise.format(base.name)
+
+
+def _why_not_beside(first: type[Part], second: type[Part]) -> str:
+    """Why two parts that each fit do not fit together; empty: they do."""
+    if first.stages.merge and second.stages.merge:
+        return (
+            f"{first.name} and {second.name} would both make something of the same evicted tokens, "
+            "and count them twice"
+        )
+    shared = {p.name for p in first.parameters()} & {p.name for p in second.parameters()}
+    if shared:
+        return f"{first.name} and {second.name} both have a parameter {' and '.join(shared)}"
+    return _refused(first, second)
+
+
+def _refused(first: type[Part], second: type[Part]) -> str:
+    """What either says of the other; empty: nothing."""
+    said = first.refuses.get(second.name, "").format(second.name)
+    return said or second.refuses.get(first.name, "").format(first.name)
 
 
 def resolve(
@@ -127,15 +232,20 @@ def resolve(
     Raises:
         ConfigError: says what is wrong, why, and what is valid.
     """
-    infos = describe(policy)
-    parameters = [p for info in infos for p in info.parameters]
-    values = check_parameters(policy, parameters, params or {})
-    heads = _load_profile(infos[0], profile, values)
-    pipeline = POLICIES[infos[0].name][1](values, heads)
-    for info in infos[1:]:
-        pipeline = MODIFIERS[info.name][1](pipeline, values)
-    name = "+".join(info.name for info in infos)
-    return replace(pipeline, name=name, params=values, profile=heads)
+    base, on_top = _parts(policy)
+    parts = (base, *on_top)
+    known = [parameter for part in parts for parameter in part.parameters()]
+    values = check_parameters(policy, known, params or {})
+
+    def settings(part: type[Part]) -> dict[str, Any]:
+        return {parameter.name: values[parameter.name] for parameter in part.parameters()}
+
+    built = _with_profile(base(**settings(base)), profile)
+    name = "+".join(part.name for part in parts)
+    pipeline = replace(built.pipeline(), name=name, params=values)
+    for modifier in on_top:
+        pipeline = modifier(**settings(modifier)).modify(pipeline)
+    return pipeline
 
 
 def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
@@ -163,19 +273,19 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
     return pipelines
 
 
-def _load_profile(info: PolicyInfo, path: Path | None, values: Values) -> HeadProfile | None:
-    if info.profile is None:
+def _with_profile(policy: Policy, path: Path | None) -> Policy:
+    if policy.profile is None:
         if path is not None:
+            with_one = [name for name, known in policies().items() if known.profile is not None]
             raise ConfigError(
-                f"{info.name} measures heads while it runs and reads no profile; leave "
-                "--kv-profile out, or use headkv or duoattention."
+                f"{policy.name} measures heads while it runs and reads no profile; leave "
+                f"--kv-profile out, or use {' or '.join(with_one)}."
             )
-        return None
+        return policy
     if path is None:
         raise ConfigError(
-            f"{info.name} needs measured heads; give a file with --kv-profile, which "
-            f"`vllm-kvcompress profile MODEL --kind {info.profile} --out FILE` makes for any model."
+            f"{policy.name} needs measured heads; give a file with --kv-profile, which "
+            f"`vllm-kvcompress profile MODEL --kind {policy.profile} --out FILE` makes for any "
+            "model."
         )
-    if info.profile == profiles.HEADKV:
-        return profiles.load_headkv(path, values["temperature"])
-    return profiles.load_duoattention(path)
+    return policy.with_profile(path)

@@ -7,7 +7,8 @@ a query head spends there, from 0 to 1, is its score in that prompt.
     noise ... | cue content | ... noise | cue content
                 ^~~~~~~~~~~~ attention ~~~~~~~~^
 
-The files are those that the methods' authors publish; `policies.profiles` reads them.
+The files are those that the methods' authors publish; `policies/headkv.py` and
+`policies/duoattention.py` read them.
 """
 
 from __future__ import annotations

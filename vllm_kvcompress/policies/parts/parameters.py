@@ -1,13 +1,31 @@
-"""Parameters of policies: declared once, checked in one place."""
+"""Parameters of policies: fields of their dataclasses, checked where users' values come in."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
+
+
+def parameter(
+    default: int | float | str,
+    meaning: str,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass's field that users set; as `Parameter` has it."""
+    bounds = {"minimum": minimum, "maximum": maximum, "choices": choices}
+    return field(default=default, metadata={"meaning": meaning, **bounds})
+
+
+def parameters_of(part: type) -> tuple[Parameter, ...]:
+    """The fields of a dataclass that `parameter` made."""
+    settable: list[Any] = [each for each in fields(part) if "meaning" in each.metadata]
+    return tuple(Parameter(each.name, each.default, **each.metadata) for each in settable)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,130 @@
+"""AdaKV (arXiv 2407.11550): budgets per head, by scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.selection import top_entries
+from vllm_kvcompress.policies.base import LayerView, ModelHeads
+from vllm_kvcompress.policies.parts.allocation import UNIFORM, Allocator, divide
+from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies.parts.protection import NOTHING_PROTECTED, Protection
+from vllm_kvcompress.policies.pipeline import Pipeline
+from vllm_kvcompress.policies.policy import Modifier, Stages
+from vllm_kvcompress.policies.snapkv import SnapKV
+
+PAPER = "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv 2407.11550"
+
+
+def phi() -> Any:
+    """phi, a parameter of all that divide a budget as AdaKV does."""
+    return parameter(0.2, "part of the budget shared out evenly", 0.0, 1.0)
+
+
+def phi_mode() -> Any:
+    """How phi is taken, likewise."""
+    meaning = "blend (the authors' code) or floor (kvpress)"
+    return parameter("blend", meaning, choices=("blend", "floor"))
+
+
+@dataclass(frozen=True)
+class Ada(Allocator):
+    """Heads get budgets by how many of a layer's best tokens are theirs.
+
+    With c the mean selectable budget of a head and m_h its tokens among the layer's top H*c:
+    `blend` gives (1 - phi) * m_h + phi * c, `floor` first gives every head its best phi * c.
+
+    Attributes:
+        safeguard: phi.
+        mode: blend (the authors' code) or floor (kvpress, CriticalKV's code).
+        protection: tokens that do not compete.
+        layers: divides the budget among the layers.
+    """
+
+    safeguard: float = 0.2
+    mode: str = "blend"
+    protection: Protection = NOTHING_PROTECTED
+    layers: Allocator = UNIFORM
+
+    @property
+    def layer_dependent(self) -> bool:
+        """As what divides the budget among the layers."""
+        return self.layers.layer_dependent
+
+    def bind(self, model: ModelHeads) -> Self:
+        """With what divides the budget among the layers bound."""
+        return replace(self, layers=self.layers.bind(model))
+
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
+        """As what divides the budget among the layers."""
+        return self.layers.layer_pages(num_blocks, capacity, num_heads, num_logical_blocks)
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64 pages of each head."""
+        num_heads, num_tokens = scores.shape
+        mean = total * view.block_size // num_heads
+        protected = self.protection.mask(view, view.lengths.clamp_max(mean))
+        competing = view.valid & ~protected
+        num_protected = protected.sum(dim=1)
+        selectable = (total * view.block_size - num_protected.sum()).clamp_min(0)
+        share = selectable / num_heads
+        candidates = scores.masked_fill(protected, float("-inf"))
+        if self.mode == "floor":
+            least = (self.safeguard * share).floor().to(torch.int64).expand(num_heads)
+            best = top_entries(candidates, competing, least)
+            candidates = candidates.masked_fill(best, float("inf"))
+        won = top_entries(candidates.flatten()[None], competing.flatten()[None], selectable[None])
+        won_per_head = won.view(num_heads, num_tokens).sum(dim=1).float()
+        if self.mode == "blend":
+            won_per_head = (1 - self.safeguard) * won_per_head + self.safeguard * share
+        return divide(view, won_per_head + num_protected, total, floor)
+
+
+@dataclass(frozen=True)
+class AdaKV(SnapKV):
+    """SnapKV with `Ada`."""
+
+    name = "adakv"
+    paper = PAPER
+    summary = "SnapKV with budgets per head: heads that spread their attention keep more."
+    stages = SnapKV.stages._replace(allocate="by each head's share of the layer's highest scores")
+    decides = ("how much each head keeps",)
+    refuses = dict.fromkeys(
+        ("knorm", "streamingllm", "tova", "keydiff"),
+        "adakv divides a layer's budget by each head's attention mass, which {} does not score",
+    )
+
+    safeguard: float = phi()
+    safeguard_mode: str = phi_mode()
+
+    @property
+    def allocator(self) -> Ada:
+        """By scores; the window does not compete."""
+        return Ada(self.safeguard, self.safeguard_mode, self.protection)
+
+
+@dataclass(frozen=True)
+class AdaKVOnLayers(Modifier):
+    """`Ada` divides what the policy underneath gives to each layer."""
+
+    name = "adakv"
+    paper = PAPER
+    summary = "Budgets per head on top of another policy's scores and layers."
+    stages = Stages(
+        allocate="layers as the policy has it; heads by their share of the layer's highest scores"
+    )
+    goes_on = ("pyramidkv", "h2o")
+
+    safeguard: float = phi()
+    safeguard_mode: str = phi_mode()
+
+    def modify(self, base: Pipeline) -> Pipeline:
+        """With another allocator."""
+        allocator = Ada(self.safeguard, self.safeguard_mode, base.protection, base.allocator)
+        return replace(base, allocator=allocator)

@@ -1,0 +1,155 @@
+"""DuoAttention (arXiv 2410.10819): retrieval heads keep everything, the others stream.
+
+The authors' files: `full_attention_heads.tsv`, one line of gates per layer and a column per KV
+head, and beside it `config.json` with `sink_size` and `recent_size`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies.base import LayerView, ModelHeads
+from vllm_kvcompress.policies.parts.profiles import (
+    HOW,
+    Table,
+    check_finite,
+    on_device,
+    read_json,
+    rows_of_rank,
+)
+from vllm_kvcompress.policies.parts.protection import Protection
+from vllm_kvcompress.policies.parts.rounding import spread
+from vllm_kvcompress.policies.policy import Policy, Stages
+from vllm_kvcompress.policies.streamingllm import places
+
+
+@dataclass(frozen=True)
+class DuoAttention(Policy):
+    """Some heads keep everything, the others sinks and recent tokens.
+
+    How many heads can keep everything follows from the budget; those with the highest gates do,
+    and the one after them keeps what is left.
+
+    Attributes:
+        gates: by layer and KV head, from 0 to 1; once bound to a model those of the rank's heads.
+        num_sinks: first tokens that streaming heads keep.
+        num_recent: last tokens that streaming heads keep.
+        block_size: tokens of a page, once bound.
+    """
+
+    name = "duoattention"
+    paper = (
+        "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, "
+        "arXiv 2410.10819"
+    )
+    summary = "Retrieval heads keep everything, the others sinks and recent tokens."
+    stages = Stages(
+        score="position",
+        protect="the pattern's first sink_size tokens",
+        allocate="heads with the highest gates whole, as many as the budget allows",
+        select="most recent",
+    )
+    decides = ("how much each head keeps", "how much each layer keeps")
+    profile = "duoattention"
+    layer_dependent = True
+
+    gates: Table = ()
+    num_sinks: int = 128
+    num_recent: int = 256
+    block_size: int = 0
+
+    def with_profile(self, path: Path) -> Self:
+        """With the authors' files, or those that were measured."""
+        gates, sinks, recent = read_pattern(path)
+        return replace(self, gates=gates, num_sinks=sinks, num_recent=recent)
+
+    def bind(self, model: ModelHeads) -> Self:
+        """With the gates of this rank's heads."""
+        gates = rows_of_rank(self.gates, model, model.num_kv_heads, "KV")
+        return replace(self, gates=gates, block_size=model.block_size)
+
+    @property
+    def protection(self) -> Protection:
+        """The sinks."""
+        return Protection(num_sinks=self.num_sinks)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32."""
+        return places(view)
+
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
+        """Pages of each layer: everything for its retrieval heads, a few for the others.
+
+        A head that keeps everything has `num_logical_blocks` pages.
+        """
+        full = num_logical_blocks or max(capacity) // num_heads
+        few = min(self._few, num_blocks)
+        pages = [few * num_heads] * len(capacity)
+        left = num_blocks * num_heads * len(capacity) - sum(pages)
+        by_gate = sorted((-gate, layer) for layer, row in enumerate(self.gates) for gate in row)
+        for _, layer in by_gate:
+            more = min(left, max(0, full - few))
+            pages[layer] += more
+            left -= more
+        shares = [float(count) for count in pages]
+        within = [min(count, most) for count, most in zip(pages, capacity, strict=True)]
+        return spread(shares, sum(pages) + left, capacity, within)
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64 pages of each head: a few for all, then by gate up to everything."""
+        cap = torch.div(view.lengths, view.block_size, rounding_mode="floor")
+        few = torch.full_like(cap, min(self._few, total // cap.numel()))
+        least = torch.minimum(few, cap)
+        gates = self.gates[view.layer]
+        by_gate = tuple(sorted(range(len(gates)), key=lambda head: -gates[head]))
+        order = on_device(by_gate, torch.int64, cap.device)
+        room = (cap - least)[order]
+        before = room.cumsum(0) - room
+        more = (total - least.sum() - before).clamp_min(0).minimum(room)
+        return least.index_add(0, order, more)
+
+    @property
+    def _few(self) -> int:
+        """Pages of a streaming head."""
+        return math.ceil((self.num_sinks + self.num_recent) / self.block_size)
+
+
+def read_pattern(path: Path) -> tuple[Table, int, int]:
+    """Gates, sinks and recent tokens, from the TSV file or the directory that holds it.
+
+    Raises:
+        ConfigError: no such file, not the format, or lines of different lengths.
+    """
+    table = path / "full_attention_heads.tsv" if path.is_dir() else path
+    try:
+        lines = [line.split() for line in table.read_text().splitlines() if line.strip()]
+        gates = tuple(tuple(float(gate) for gate in line) for line in lines)
+    except OSError as error:
+        raise ConfigError(f"{table}: cannot be read ({error.strerror}); {HOW}.") from None
+    except ValueError as error:
+        raise ConfigError(
+            f"{table}: expected gates as numbers, one line per layer ({error}); {HOW}."
+        ) from None
+    if not gates or len({len(row) for row in gates}) != 1:
+        raise ConfigError(f"{table}: expected lines with one gate per KV head each; {HOW}.")
+    check_finite(table, gates)
+    sizes = read_json(table.parent / "config.json")
+    try:
+        sinks, recent = int(sizes["sink_size"]), int(sizes["recent_size"])
+        if min(sinks, recent) < 0:
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError(
+            f"{table.parent / 'config.json'}: expected sink_size and recent_size, in tokens, "
+            f"found {sizes}; {HOW}."
+        ) from None
+    return tuple(tuple(min(1.0, max(0.0, gate)) for gate in row) for row in gates), sinks, recent

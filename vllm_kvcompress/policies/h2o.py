@@ -1,0 +1,50 @@
+"""H2O (arXiv 2306.14048): heavy hitters, and recent tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_kvcompress.policies.base import LayerView, Needs
+from vllm_kvcompress.policies.parts.mass import accumulated_mass
+from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies.parts.protection import Protection
+from vllm_kvcompress.policies.policy import Policy, Stages
+
+
+@dataclass(frozen=True)
+class H2O(Policy):
+    """Attention that a token has received, added up event after event.
+
+    Of each event only the last `window_size` queries are observed; the paper adds up all.
+    """
+
+    name = "h2o"
+    paper = "H2O: Heavy-Hitter Oracle for Efficient Generative Inference, arXiv 2306.14048"
+    summary = "Heavy hitters, and recent tokens."
+    stages = Stages(
+        score="attention accumulated over the last window_size queries of every event",
+        protect="the most recent recent_fraction of the budget",
+        allocate="the same for every layer and head",
+        select="highest score",
+    )
+
+    window_size: int = parameter(
+        256, "last queries of an event whose attention is added up", minimum=1
+    )
+    recent_fraction: float = parameter(0.5, "part of the budget for recent tokens", 0.0, 1.0)
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries, and what earlier ones have added."""
+        return Needs(window_size=self.window_size, accumulated=True)
+
+    @property
+    def protection(self) -> Protection:
+        """Recent tokens."""
+        return Protection(recent_fraction=self.recent_fraction)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32."""
+        return accumulated_mass(view, self.window_size)

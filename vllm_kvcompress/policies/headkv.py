@@ -1,0 +1,137 @@
+"""HeadKV (arXiv 2410.19258): budgets per head from measured importance.
+
+The authors' file: JSON `{"layer-queryhead": [scores, ...], ...}`, an importance is their mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies.base import LayerView, ModelHeads
+from vllm_kvcompress.policies.parts.allocation import divide
+from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies.parts.profiles import (
+    HOW,
+    Table,
+    check_finite,
+    on_device,
+    read_json,
+    rows_of_rank,
+)
+from vllm_kvcompress.policies.parts.rounding import spread
+from vllm_kvcompress.policies.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class HeadKV(SnapKV):
+    """A pool of all heads' budgets is divided by importance.
+
+    With c the mean budget beyond the window, every head gets the window, c - c / beta, and of
+    the pool of all c / beta a share by its importance. What a full head cannot take stays in its
+    layer.
+
+    Attributes:
+        importance: by layer and query head, as measured; once bound to a model by layer and the
+            rank's KV heads, summing to 1.
+        block_size: tokens of a page, once bound.
+    """
+
+    name = "headkv"
+    paper = "Not All Heads Matter: A Head-Level KV Cache Compression Method, arXiv 2410.19258"
+    summary = "SnapKV with budgets per head from a measured table."
+    stages = SnapKV.stages._replace(allocate="by the heads' importance in the profile")
+    decides = ("how much each head keeps", "how much each layer keeps")
+    profile = "headkv"
+    layer_dependent = True
+
+    beta: float = parameter(1.01, "1/beta of every budget is pooled", 1.0)
+    temperature: float = parameter(1.0, "scores are raised to this power", 0.0)
+    importance: Table = ()
+    block_size: int = 0
+
+    def with_profile(self, path: Path) -> Self:
+        """With the authors' file, or one that was measured."""
+        return replace(self, importance=read_importance(path))
+
+    def bind(self, model: ModelHeads) -> Self:
+        """With the importance of this rank's KV heads: the mean of each group of query heads.
+
+        Ranks have equal budgets, each for its own heads, so it is relative to the rank's sum.
+        """
+        rows = rows_of_rank(self.importance, model, model.num_query_heads, "query")
+        group = model.num_query_heads // model.num_kv_heads
+        powered = [[max(0.0, score) ** self.temperature for score in row] for row in rows]
+        means = [
+            [sum(row[h * group : (h + 1) * group]) / group for h in range(model.num_kv_heads)]
+            for row in powered
+        ]
+        total = sum(map(sum, means))
+        if total <= 0:
+            means, total = [[1.0] * model.num_kv_heads for _ in rows], len(rows) * len(means[0])
+        table = tuple(tuple(value / total for value in row) for row in means)
+        return replace(self, importance=table, block_size=model.block_size)
+
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
+        """Pages of each layer: the sum of its heads'."""
+        window = self._window(num_blocks)
+        mean = num_blocks - window
+        shares = [
+            sum(window + mean * part for part in self._parts(layer))
+            for layer in range(len(capacity))
+        ]
+        total = num_blocks * num_heads * len(capacity)
+        return spread(shares, total, capacity, [num_heads] * len(capacity))
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64 pages of each head."""
+        parts = self._parts(view.layer)
+        window = self._window(total / len(parts))
+        # The mean of all layers that gives this layer its total.
+        mean = (total - window * len(parts)) / sum(parts)
+        shares = window + mean * on_device(parts, torch.float64, scores.device)
+        return divide(view, shares, total, floor)
+
+    def _window(self, mean_pages: float) -> float:
+        return min(self.window_size / self.block_size, mean_pages)
+
+    def _parts(self, layer: int) -> tuple[float, ...]:
+        """By head, its budget beyond the window as a multiple of the mean."""
+        num_all = len(self.importance) * len(self.importance[0])
+        even = 1 - 1 / self.beta
+        return tuple(even + score * num_all / self.beta for score in self.importance[layer])
+
+
+def read_importance(path: Path) -> Table:
+    """Importance by layer and query head.
+
+    Raises:
+        ConfigError: no such file, not the format, heads missing or values not finite.
+    """
+    means: dict[tuple[int, int], float] = {}
+    for key, scores in read_json(path).items():
+        try:
+            layer, head = (int(part) for part in key.split("-"))
+            values = [float(score) for score in scores]
+            means[layer, head] = sum(values) / len(values)
+        except (ValueError, TypeError, ZeroDivisionError):
+            raise ConfigError(
+                f'{path}: expected "layer-head": [scores], found {key!r}: {scores!r}; {HOW}.'
+            ) from None
+    num_layers = 1 + max((layer for layer, _ in means), default=-1)
+    num_heads = 1 + max((head for _, head in means), default=-1)
+    if len(means) != num_layers * num_heads or not means:
+        raise ConfigError(
+            f"{path}: expected every head of every layer, found {len(means)} of "
+            f"{num_layers} x {num_heads}; {HOW}."
+        )
+    table = tuple(tuple(means[la, h] for h in range(num_heads)) for la in range(num_layers))
+    check_finite(path, table)
+    return table

@@ -1,0 +1,58 @@
+"""Key norms (arXiv 2406.11430): keys of low norm draw the attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies.parts.rounding import spread
+from vllm_kvcompress.policies.policy import Policy, Stages
+
+
+@dataclass(frozen=True)
+class KNorm(Policy):
+    """Minus the Euclidean norm of the key.
+
+    The first layers keep everything, at the expense of the others, as long as these keep at least
+    half of a uniform budget.
+    """
+
+    name = "knorm"
+    paper = (
+        "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430"
+    )
+    summary = "Keys of low norm."
+    stages = Stages(
+        score="minus the key's norm",
+        allocate="the first skip_layers layers whole if the others keep half a uniform budget, "
+        "else uniform",
+        select="highest score",
+    )
+
+    skip_layers: int = parameter(2, "first layers left whole where possible", minimum=0)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32; in fp32 because most norms tie in 16 bits."""
+        return -torch.linalg.vector_norm(view.keys, dim=2, dtype=torch.float32)
+
+    @property
+    def layer_dependent(self) -> bool:
+        """Whether some layers are skipped."""
+        return self.skip_layers > 0
+
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
+        """Pages of each layer."""
+        uniform, num_layers = num_blocks * num_heads, len(capacity)
+        skipped = min(self.skip_layers, num_layers - 1)
+        while (uniform * num_layers - sum(capacity[:skipped])) * 2 < uniform * (
+            num_layers - skipped
+        ):
+            skipped -= 1
+        floor = [*capacity[:skipped], *([0] * (num_layers - skipped))]
+        return spread([1.0] * num_layers, uniform * num_layers, capacity, floor)

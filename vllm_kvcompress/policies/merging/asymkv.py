@@ -1,0 +1,100 @@
+"""AsymKV (arXiv 2506.05410): light neighbours become one, since keys are alike and values not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.selection import top_entries
+from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.measures import observed_mass, value_residuals
+from vllm_kvcompress.policies.merging.groups import (
+    MERGE_SPACE,
+    GroupMerging,
+    GroupSums,
+    links_needed,
+    tokens_of,
+)
+from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies.parts.protection import Protection
+from vllm_kvcompress.policies.policy import Stages
+
+GAMMA = 4096 / 6.238324625039508  # ln 512: how fast later pairs become lighter
+
+
+@dataclass(frozen=True)
+class AsymKV(GroupMerging):
+    """Links neighbours of little mass, the earlier the less readily.
+
+    u_i = (m_i + m_{i+1}) (L_i + L_{i+1}) exp(-(i + 1) / gamma), i counted behind the sinks; the
+    smallest are linked. L is how many tokens an entry stands for. The authors choose the same
+    links for all heads of a layer; here each head has its own, since heads hold different numbers
+    of entries. Keys are weighed without gradients: h = alpha^2 |v - o|^2, with an isotropic
+    upstream gradient.
+    """
+
+    name = "asymkv"
+    paper = (
+        "Homogeneous Keys, Heterogeneous Values: Exploiting Local KV Cache Asymmetry for "
+        "Long-Context LLMs, arXiv 2506.05410"
+    )
+    summary = (
+        "Light neighbours become one entry; keys weighted by a proxy of the gradients, which a "
+        "server does not have."
+    )
+    stages = Stages(
+        score="mean attention of the last window_size queries",
+        protect="the first num_sinks tokens",
+        allocate="the same for every layer and head",
+        select="links of the lightest neighbours, later ones first",
+        merge="a group's keys by their weights, values by how many tokens they stand for",
+    )
+
+    window_size: int = parameter(128, "last queries whose attention is averaged", minimum=1)
+    num_sinks: int = parameter(32, "first tokens kept", minimum=0)
+    merge_space: str = parameter("unrotated", MERGE_SPACE, choices=("rotated", "unrotated"))
+
+    @property
+    def protection(self) -> Protection:
+        """The sinks."""
+        return Protection(num_sinks=self.num_sinks)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32 mass."""
+        return observed_mass(view)
+
+    def choose(self, view: LayerView, mass: Tensor, num_kept: Tensor) -> Tensor:
+        """[H, n] bool."""
+        nth = torch.arange(mass.shape[1], device=mass.device)
+        sinks = (num_kept - 1).clamp(0, self.num_sinks)[:, None]
+        tokens = tokens_of(view)
+        pair = (mass + _shifted(mass)) * (tokens + _shifted(tokens))
+        weight = pair.clamp_min(0).log() - (nth - sinks) / GAMMA
+        able = view.valid & (nth > sinks)
+        return top_entries(-weight, able, links_needed(view, num_kept, able))
+
+    def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
+        """[H, n] fp32; by tokens where a group's sum is 0."""
+        alpha = shares_of(mass, groups)
+        weight = (alpha * value_residuals(view, alpha, order=2)[0]) ** 2
+        return unless_zero(groups, weight, tokens)
+
+
+def _shifted(values: Tensor) -> Tensor:
+    """Each entry's value replaced by that of the one before; 0 for the first."""
+    return torch.nn.functional.pad(values[:, :-1], (1, 0))
+
+
+def shares_of(mass: Tensor, groups: GroupSums) -> Tensor:
+    """[H, n] mass normalised over the entries, 0 for padding."""
+    clean = mass.masked_fill(~groups.valid, 0)
+    return clean / clean.sum(dim=1, keepdim=True).clamp_min(1e-30)
+
+
+def unless_zero(groups: GroupSums, weight: Tensor, tokens: Tensor) -> Tensor:
+    """The weights, by tokens in groups where they vanish or are not finite."""
+    total = groups.sum(weight)
+    usable = groups.spread((total > 0) & torch.isfinite(total))
+    return torch.where(usable, weight, tokens).masked_fill(~groups.valid, 0)

@@ -1,0 +1,66 @@
+"""D2O (arXiv 2406.13035): what H2O evicts is merged into similar tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.policies.base import LayerView, Merged, Merger, Needs
+from vllm_kvcompress.policies.h2o import H2O
+from vllm_kvcompress.policies.measures import merged_into, nearest_keys
+from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies.parts.protection import Protection
+
+
+@dataclass(frozen=True)
+class D2O(H2O, Merger):
+    """An evicted entry goes to the kept entry of the most similar key, if similar enough.
+
+    Similar enough is a cosine of at least theta, which starts as the mean of the evicted entries'
+    best cosines and at each further event moves half way to theirs. A kept entry becomes the mean
+    of itself, of weight 1, and of what came, of weights as their cosines; keys and values alike.
+    """
+
+    name = "d2o"
+    paper = (
+        "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large "
+        "Language Models, arXiv 2406.13035"
+    )
+    summary = "H2O, and what it evicts is merged into the kept token of the most similar key."
+    stages = H2O.stages._replace(
+        protect="the first num_sinks tokens and recent_fraction of the budget",
+        merge="keys and values of evicted tokens that are similar enough, by cosine",
+    )
+
+    num_sinks: int = parameter(4, "first tokens kept", minimum=0)
+    skip_layers: int = parameter(2, "first layers, where nothing is merged", minimum=0)
+
+    @property
+    def needs(self) -> Needs:
+        """As H2O, and values."""
+        return replace(super().needs, values=True)
+
+    @property
+    def protection(self) -> Protection:
+        """Sinks and recent tokens."""
+        return replace(super().protection, num_sinks=self.num_sinks)
+
+    def state_size(self, head_size: int) -> int:
+        """theta."""
+        return 1
+
+    def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
+        """Keys and values with evicted ones merged in, and theta."""
+        num_heads = kept.shape[0]
+        if view.layer < self.skip_layers:
+            return Merged(state=torch.zeros(num_heads, 1, device=view.device))
+        valid = view.valid
+        evicted = valid & ~kept
+        best, target = nearest_keys(view, kept)
+        mean = best.sum(dim=1) / evicted.sum(dim=1).clamp_min(1)
+        theta = mean if view.state is None else (view.state[:, 0] + mean) / 2
+        weight = best.masked_fill(~evicted | (best < theta[:, None]), 0).clamp_min(0)
+        keys, values = merged_into(view, kept, target, weight)
+        return Merged(keys, values, theta[:, None])

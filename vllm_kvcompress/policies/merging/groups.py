@@ -1,0 +1,217 @@
+"""Merging neighbours: which tokens join the one before, and what becomes of a group.
+
+A link joins an entry to the one before it; a chain of links is a group, and its first entry stands
+for it from then on. Entries hold how many tokens they stand for as a bias, its logarithm.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.scores_torch import finite
+from vllm_kvcompress.kernels.selection import top_entries
+from vllm_kvcompress.policies.base import LayerView, Merged, Merger, Needs
+from vllm_kvcompress.policies.measures import merged_groups
+from vllm_kvcompress.policies.parts.protection import Protection
+from vllm_kvcompress.policies.policy import Policy
+
+MERGE_SPACE = "keys as they are cached (rotated), or re-rotated to one position first (unrotated)"
+
+
+class GroupMerging(Policy, Merger):
+    """Keeps the first entries of groups, which take the whole group's key, value and tokens.
+
+    Where there are too many groups the lightest go.
+
+    Attributes:
+        window_size: last queries observed.
+        value_mode: lossless (mean of values, and the logarithm of the tokens as bias), mean (no
+            bias), or paper (KVMerger's: the mean times the entries of the group, no bias).
+        values_like_keys: values get the keys' weights, not by how many tokens they stand for.
+        merge_space: rotated (keys as they are cached) or unrotated (as they would be at one
+            position, where the merged one then is).
+        merge_position: last (the group's last entry's) or pivot (that of the highest mass).
+    """
+
+    window_size: int
+    value_mode: str = "lossless"
+    values_like_keys: bool = False
+    merge_space: str
+    merge_position: str = "last"
+
+    @abstractmethod
+    def choose(self, view: LayerView, mass: Tensor, num_kept: Tensor) -> Tensor:
+        """[H, n] bool: joins the entry before, never more than leave `num_kept` [H] groups."""
+
+    @abstractmethod
+    def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
+        """[H, n] fp32 weights of keys, not negative, with a positive sum over every group."""
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries, values, and for unrotated keys their positions."""
+        unrotated = self.merge_space == "unrotated"
+        return Needs(self.window_size, values=True, plain_logits=True, positions=unrotated)
+
+    @property
+    def weighs_entries(self) -> bool:
+        """Whether multiplicities are a part of the policy state."""
+        return self.value_mode == "lossless"
+
+    def select(
+        self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
+    ) -> Tensor:
+        """[H, n] bool with `kept[h]` set in row h."""
+        first = view.valid & ~self.choose(view, scores, kept)
+        sure = scores.masked_fill(protection.mask(view, kept), float("inf"))
+        return top_entries(sure, first, kept)
+
+    def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
+        """Every group's first entry takes the whole group's key, value and tokens."""
+        link = self.choose(view, scores, kept.sum(dim=1))
+        whole = GroupSums.of(view, link)
+        tokens = tokens_of(view).masked_fill(~whole.valid, 0)
+        over_pages = view.pages is not None and self.value_mode != "paper"
+        heads = [slice(0, view.num_heads)] if over_pages else view.head_slices()
+        views = [view] if over_pages else [view.heads(h) for h in heads]
+        weights = [
+            self.weigh(views[i], scores[h], whole.heads(h), tokens[h]) for i, h in enumerate(heads)
+        ]
+        steps, positions = self._turns(view, scores, whole)
+        if over_pages:
+            weight = torch.cat(weights)
+            own = weight if self.values_like_keys else tokens
+            keys, values = merged_groups(view, link, weight, own, steps)
+        else:
+            merged = [
+                self._merge(
+                    views[i],
+                    whole.heads(h),
+                    weights[i],
+                    weights[i] if self.values_like_keys else tokens[h],
+                    None if steps is None else steps[h],
+                )
+                for i, h in enumerate(heads)
+            ]
+            keys, values = (torch.cat(parts) for parts in zip(*merged, strict=True))
+        received = view.accumulated
+        return Merged(
+            keys,
+            values,
+            bias=whole.sum(tokens).clamp_min(1).log() if self.weighs_entries else None,
+            positions=positions,
+            accumulated=None if received is None else whole.sum(received),
+        )
+
+    def _turns(
+        self, view: LayerView, scores: Tensor, groups: GroupSums
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """[H, n] by how many positions keys are turned, and where that puts them; None: not."""
+        if self.merge_space == "rotated":
+            return None, None
+        assert view.positions is not None
+        positions = groups.last(view.positions)
+        if self.merge_position == "pivot":
+            positions = view.positions.gather(1, groups.highest(scores))
+        return positions - view.positions, positions
+
+    def _merge(
+        self,
+        view: LayerView,
+        groups: GroupSums,
+        key_weights: Tensor,
+        value_weights: Tensor,
+        steps: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values of some heads."""
+        alone = groups.sum(torch.ones_like(key_weights))
+        # An entry by itself stays as it is, to the bit.
+        single = (alone == 1)[..., None]
+        keys = view.keys
+        if steps is not None:
+            assert view.rotary is not None
+            keys = view.rotary.turn(finite(keys, groups.valid).float(), steps)
+        keys = torch.where(single, view.keys, _mean(groups, key_weights, keys).to(view.keys.dtype))
+        values = _mean(groups, value_weights, view.values)
+        if self.value_mode == "paper":
+            values = values * alone[..., None]
+        return keys, torch.where(single, view.values, values.to(view.values.dtype))
+
+
+@dataclass(frozen=True)
+class GroupSums:
+    """Sums over groups, written to the place of each group's first entry.
+
+    Attributes:
+        place: [H, n] int64 place of the first entry of each entry's group.
+        valid: [H, n] bool.
+    """
+
+    place: Tensor
+    valid: Tensor
+
+    @classmethod
+    def of(cls, view: LayerView, link: Tensor) -> GroupSums:
+        """The groups that links make."""
+        valid = view.valid
+        nth = torch.arange(link.shape[1], device=link.device).expand_as(link)
+        return cls(torch.where(link, 0, nth).cummax(dim=1).values, valid)
+
+    def heads(self, which: slice) -> GroupSums:
+        """Those of some heads."""
+        return GroupSums(self.place[which], self.valid[which])
+
+    def sum(self, values: Tensor) -> Tensor:
+        """[H, n] or [H, n, D] fp32, 0 elsewhere; padding does not count."""
+        if values.dim() == 2:
+            clean = values.masked_fill(~self.valid, 0)
+            return torch.zeros_like(clean).scatter_add(1, self.place, clean)
+        clean = finite(values, self.valid)
+        # Rows of several heads as rows of one: adding whole rows is much faster than scattering.
+        first = torch.arange(len(clean), device=clean.device)[:, None] * clean.shape[1]
+        index = (self.place + first).flatten()
+        rows = clean.flatten(0, 1)
+        return torch.zeros_like(rows).index_add_(0, index, rows).view_as(clean)
+
+    def spread(self, values: Tensor) -> Tensor:
+        """[H, n] every entry gets its group's value."""
+        return values.gather(1, self.place)
+
+    def last(self, positions: Tensor) -> Tensor:
+        """[H, n] int64 for every entry the highest position of its group."""
+        clean = positions.masked_fill(~self.valid, -1)
+        top = torch.zeros_like(clean).scatter_reduce(1, self.place, clean, "amax")
+        return self.spread(top)
+
+    def highest(self, values: Tensor) -> Tensor:
+        """[H, n] int64 for every entry the place of its group's highest value, the first one."""
+        clean = values.masked_fill(~self.valid, float("-inf"))
+        top = torch.full_like(clean, float("-inf"))
+        top = top.scatter_reduce(1, self.place, clean, "amax")
+        nth = torch.arange(values.shape[1], device=values.device).expand_as(self.place)
+        far = torch.full_like(self.place, values.shape[1])
+        at_top = torch.where(clean == self.spread(top), nth, far)
+        found = far.scatter_reduce(1, self.place, at_top, "amin")
+        return self.spread(found).clamp_max(values.shape[1] - 1)
+
+
+def tokens_of(view: LayerView) -> Tensor:
+    """[H, n] fp32: how many tokens each entry stands for."""
+    if view.bias is None:
+        return torch.ones(view.num_heads, view.num_entries, device=view.device)
+    return view.bias.exp()
+
+
+def links_needed(view: LayerView, num_kept: Tensor, able: Tensor) -> Tensor:
+    """[H] links that leave `num_kept` groups per head, of those that are possible."""
+    return torch.minimum((view.lengths - num_kept).clamp_min(0), able.sum(dim=1))
+
+
+def _mean(groups: GroupSums, weight: Tensor, entries: Tensor) -> Tensor:
+    """[H, n, D] fp32 weighted mean of each group, at the place of its first entry."""
+    sums = groups.sum(weight[..., None] * finite(entries, groups.valid).float())
+    return sums / groups.sum(weight).clamp_min(1e-30)[..., None]

@@ -1,0 +1,72 @@
+"""KVSlimmer (arXiv 2603.00907): AsymKV's pairs, weighed by the Hessian in closed form."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.measures import value_residuals
+from vllm_kvcompress.policies.merging.asymkv import AsymKV, shares_of, unless_zero
+from vllm_kvcompress.policies.merging.groups import GroupSums
+from vllm_kvcompress.policies.parts.parameters import parameter
+
+LARGEST_EXACT = 4  # entries of a group for which the paper's weights are computed
+
+
+@dataclass(frozen=True)
+class KVSlimmer(AsymKV):
+    """Eq. 33, and its form for groups.
+
+    With r = v - o: w_i in proportion to |c_ii| - sum over j of |c_ij|, where
+    c_ii = alpha_i (1 - 2 alpha_i) r_i and c_ij = -alpha_i alpha_j (r_i + r_j), clipped to be
+    positive. Where an alpha, or the group's, reaches one half, where the sum is next to
+    nothing, and in groups of more than LARGEST_EXACT: alpha_i |r_i|; where that is 0, the tokens.
+
+    The variant `code`: L1 norms, and |c_ij| bounded by alpha_i alpha_j (|r_i| + |r_j|).
+    """
+
+    name = "kvslimmer"
+    paper = (
+        "KVSlimmer: Theoretical Insights and Practical Optimizations for Asymmetric KV Merging, "
+        "arXiv 2603.00907"
+    )
+    summary = "AsymKV's pairs; keys weighted by the diagonal and mixed terms of the Hessian."
+
+    variant: str = parameter(
+        "paper", "Eq. 33, or what the authors' code computes", choices=("paper", "code")
+    )
+
+    def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
+        """[H, n] fp32."""
+        alpha = shares_of(mass, groups)
+        exact = self.variant == "paper"
+        order, num_pairs = (2, LARGEST_EXACT - 1) if exact else (1, 0)
+        size, *pairs = value_residuals(view, alpha, order, num_pairs)
+        own = alpha * (1 - 2 * alpha) * size
+        weight = own - self._cross(alpha, size, pairs, groups)
+        total, most = groups.sum(weight), groups.sum(own.abs())
+        count = groups.sum(torch.ones_like(alpha))
+        heavy = groups.sum((alpha >= 0.5).float()) + (groups.sum(alpha) >= 0.5).float()
+        unsafe = (heavy > 0) | (total <= 1e-6 * most) | (count > LARGEST_EXACT)
+        unsafe = unsafe | ~torch.isfinite(total)
+        simple = alpha * size
+        clipped = torch.where(groups.spread(unsafe), simple, weight.clamp_min(0))
+        return unless_zero(groups, clipped, tokens)
+
+    def _cross(self, alpha: Tensor, size: Tensor, pairs: list[Tensor], groups: GroupSums) -> Tensor:
+        """[H, n] sum over the others of the group of |c_ij|."""
+        if self.variant == "code":
+            others = groups.spread(groups.sum(alpha)) - alpha
+            theirs = groups.spread(groups.sum(alpha * size)) - alpha * size
+            return alpha * (size * others + theirs)
+        result = torch.zeros_like(alpha)
+        for apart, pair in enumerate(pairs[: alpha.shape[1] - 1], start=1):
+            same = groups.place[:, apart:] == groups.place[:, :-apart]
+            both = alpha[:, apart:] * alpha[:, :-apart] * pair[:, :-apart]
+            both = both.masked_fill(~same, 0)
+            result[:, apart:] += both
+            result[:, :-apart] += both
+        return result

@@ -1,0 +1,146 @@
+"""MomentKV (arXiv 2606.01563): evicted tokens live on as moments of their keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels import moment_size
+from vllm_kvcompress.kernels.selection import top_entries
+from vllm_kvcompress.policies.adakv import Ada, phi, phi_mode
+from vllm_kvcompress.policies.base import LayerView, Merged, Merger, Needs
+from vllm_kvcompress.policies.measures import moment_residuals, moments_with, observed_mass
+from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies.parts.protection import Protection
+from vllm_kvcompress.policies.pipeline import Pipeline
+from vllm_kvcompress.policies.policy import Modifier, Policy, Stages
+
+PAPER = (
+    "MomentKV: Closing the Directional Gap in KV Cache Eviction for Long-Context Inference, "
+    "arXiv 2606.01563"
+)
+MERGE = "evicted keys and values go into moments, kept in the request's own blocks"
+CORRECT = "every later attention output, from the moments"
+
+
+class Moments(Merger):
+    """Adds evicted tokens to the policy state from which attention outputs are corrected."""
+
+    @property
+    def needs(self) -> Needs:
+        """Values."""
+        return Needs(values=True, plain_logits=True)
+
+    @property
+    def corrects(self) -> bool:
+        """Yes."""
+        return True
+
+    def state_size(self, head_size: int) -> int:
+        """n_e, the mean key and value, and their cross moments."""
+        return moment_size(head_size)
+
+    def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
+        """The new state; entries stay as they are."""
+        evicted = view.valid & ~kept
+        return Merged(state=moments_with(view, state_of(view), evicted))
+
+
+@dataclass(frozen=True)
+class MomentKV(Moments, Policy):
+    """Keeps tokens with mass on what the moments do not predict: alpha |r|, by chunks.
+
+    r_j = v_j - mean v - (scale / n_e) X k_j, or v_j where nothing was evicted yet. Scores are
+    averaged over aligned chunks of tokens.
+    """
+
+    name = "momentkv"
+    paper = PAPER
+    summary = (
+        "AdaKV's budgets; keeps what the moments of evicted tokens do not predict, and corrects "
+        "attention with these moments."
+    )
+    stages = Stages(
+        score="mean attention of the last window_size queries",
+        protect="the first num_sinks and the last window_size tokens",
+        allocate="by each head's share of the layer's highest scores",
+        select="highest score times the residual of the value, by chunks",
+        merge=MERGE,
+        correct=CORRECT,
+    )
+
+    window_size: int = parameter(32, "last queries observed, and kept", minimum=1)
+    num_sinks: int = parameter(1, "first tokens kept", minimum=0)
+    chunk_size: int = parameter(4, "neighbours that share a score", minimum=1)
+    safeguard: float = phi()
+    safeguard_mode: str = phi_mode()
+
+    @property
+    def needs(self) -> Needs:
+        """As the moments, and the last queries."""
+        return replace(super().needs, window_size=self.window_size)
+
+    @property
+    def protection(self) -> Protection:
+        """Sinks and the window."""
+        return Protection(num_sinks=self.num_sinks, num_recent=self.window_size)
+
+    @property
+    def allocator(self) -> Ada:
+        """As AdaKV."""
+        return Ada(self.safeguard, self.safeguard_mode, self.protection)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32 mass."""
+        return observed_mass(view)
+
+    def select(
+        self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
+    ) -> Tensor:
+        """[H, n] bool with `kept[h]` set in row h."""
+        valid = view.valid
+        state = state_of(view)
+        weighted = chunk_means(scores * moment_residuals(view, state), valid, self.chunk_size)
+        first = weighted.masked_fill(protection.mask(view, kept), float("inf"))
+        return top_entries(first, valid, kept)
+
+
+@dataclass(frozen=True)
+class MomentFix(Modifier):
+    """`Moments` under any policy that evicts."""
+
+    name = "momentfix"
+    paper = PAPER
+    summary = "Corrects attention with the moments of what another policy evicts."
+    stages = Stages(merge=MERGE, correct=CORRECT)
+
+    @classmethod
+    def fits(cls, policy: type[Policy]) -> bool:
+        """Whatever makes nothing of the evicted tokens itself."""
+        return not policy.stages.merge
+
+    def modify(self, base: Pipeline) -> Pipeline:
+        """With a merger."""
+        return replace(base, merger=Moments())
+
+
+def state_of(view: LayerView) -> Tensor:
+    """The moments so far; nothing yet at a first event."""
+    if view.state is not None:
+        return view.state
+    size = moment_size(view.head_size)
+    return torch.zeros(view.num_heads, size, dtype=torch.float32, device=view.device)
+
+
+def chunk_means(scores: Tensor, valid: Tensor, chunk_size: int) -> Tensor:
+    """[H, n] every valid entry's score replaced by the mean of its aligned chunk's valid ones."""
+    num_heads, num_entries = scores.shape
+    chunk = torch.arange(num_entries, device=scores.device) // chunk_size
+    index = chunk.expand(num_heads, -1)
+    num_chunks = (num_entries + chunk_size - 1) // chunk_size
+    sums = scores.new_zeros(num_heads, num_chunks)
+    sums = sums.scatter_add(1, index, scores.masked_fill(~valid, 0))
+    counts = torch.zeros_like(sums).scatter_add(1, index, valid.to(scores.dtype))
+    return (sums / counts.clamp_min(1)).gather(1, index)

@@ -1,0 +1,57 @@
+"""How many pages each layer and each head gets.
+
+A layer's total is fixed before any layer runs, so that each can be compressed as soon as it has
+been computed; the division among a layer's heads may look at scores. Totals are exact.
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.selection import apportion
+from vllm_kvcompress.policies.base import LayerView, ModelHeads
+from vllm_kvcompress.policies.parts.rounding import spread
+
+
+class Allocator:
+    """The same for every layer and head, unless a policy says otherwise."""
+
+    @property
+    def layer_dependent(self) -> bool:
+        """Whether layers get different budgets."""
+        return False
+
+    def bind(self, model: ModelHeads) -> Self:
+        """The same for one model and one rank's heads."""
+        return self
+
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
+        """Pages of each layer: at most `capacity[l]`, in sum `num_blocks * num_heads * layers`.
+
+        Args:
+            num_blocks: fresh blocks of the event; one is a page for every layer and head.
+            capacity: pages that each layer holds now, over all its heads.
+            num_heads: KV heads of this rank.
+            num_logical_blocks: full blocks of the request's tokens, kept or not; 0 if nothing
+                was compressed before.
+        """
+        return spread([1.0] * len(capacity), num_blocks * num_heads * len(capacity), capacity)
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64 pages of each head: sum `total`, each between `floor` and its length."""
+        return divide(view, torch.ones_like(view.lengths, dtype=torch.float32), total, floor)
+
+
+UNIFORM = Allocator()
+
+
+def divide(view: LayerView, shares: Tensor, total: int, floor: int) -> Tensor:
+    """A layer's pages divided among its heads by shares, each at least `floor` where it fits."""
+    cap = torch.div(view.lengths, view.block_size, rounding_mode="floor")
+    least = torch.full_like(cap, min(floor, total // cap.numel()))
+    return apportion(shares, total, torch.minimum(least, cap), cap)

@@ -1,0 +1,34 @@
+"""Attention mass as a score: pooled over neighbours, or added up over events."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels import max_or_mean_pool
+from vllm_kvcompress.policies.base import LayerView
+
+
+def accumulated_mass(view: LayerView, window_size: int) -> Tensor:
+    """[H, n] fp32 attention received from the observed queries of all events so far.
+
+    Of each event the last `window_size` queries since the former one are observed. The sum is
+    counted in whole windows, so that at a first event it is the window's mean.
+    """
+    assert view.accumulated is not None
+    return view.accumulated / window_size
+
+
+def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling: str) -> Tensor:
+    """[H, n] scores pooled over neighbours, over the columns left of the window.
+
+    The window's own scores stay, and do not leak into their neighbours.
+    """
+    if kernel_size <= 1:
+        return raw
+    num_window = max(0, view.queries.shape[0] - view.num_tail)
+    nth = torch.arange(view.num_entries, device=view.device)
+    in_window = (view.lengths - 1)[:, None] - nth < num_window  # and padding
+    empty = float("-inf") if pooling == "max" else 0.0
+    pooled = max_or_mean_pool(raw.masked_fill(in_window, empty), kernel_size, pooling)
+    return torch.where(in_window, raw, pooled)

@@ -1,0 +1,62 @@
+"""PyramidKV (arXiv 2406.02069): budgets that fall from layer to layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Self
+
+from vllm_kvcompress.policies.base import ModelHeads
+from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies.parts.rounding import spread
+from vllm_kvcompress.policies.snapkv import SnapKV
+
+
+@dataclass(frozen=True)
+class PyramidKV(SnapKV):
+    """Budgets fall linearly from the first layer to the last; every layer keeps the window.
+
+    The last layer's budget beyond the window is 1/beta of the mean, so the first one's is
+    2 - 1/beta of it, or the whole prompt.
+
+    Attributes:
+        block_size: tokens of a page, once bound to a model.
+    """
+
+    name = "pyramidkv"
+    paper = (
+        "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, "
+        "arXiv 2406.02069"
+    )
+    summary = "SnapKV with larger budgets in the first layers."
+    stages = SnapKV.stages._replace(allocate="falls linearly from the first layer to the last")
+    decides = ("how much each layer keeps",)
+    layer_dependent = True
+
+    beta: float = parameter(20.0, "steepness of the pyramid", 1.0)
+    block_size: int = 0
+
+    def bind(self, model: ModelHeads) -> Self:
+        """With pages of the model's size."""
+        return replace(self, block_size=model.block_size)
+
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
+        """Pages of each layer, in whole pages per head."""
+        num_layers = len(capacity)
+        if num_layers == 1:
+            return [num_blocks * num_heads]
+        per_head = [pages // num_heads for pages in capacity]
+        window = self.window_size / self.block_size
+        mean = num_blocks - window
+        shares = [1.0] * num_layers
+        if mean > 0:
+            low = mean / self.beta
+            high = 2 * mean - low
+            room = max(per_head) - window
+            if high > room:
+                high, low = room, 2 * mean - room
+            step = (high - low) / (num_layers - 1)
+            shares = [window + high - layer * step for layer in range(num_layers)]
+        units = spread(shares, num_blocks * num_layers, per_head, [1] * num_layers)
+        return [pages * num_heads for pages in units]

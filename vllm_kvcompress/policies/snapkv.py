@@ -1,0 +1,58 @@
+"""SnapKV (arXiv 2404.14469): what the last queries attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies.base import LayerView, Needs
+from vllm_kvcompress.policies.measures import observed_mass
+from vllm_kvcompress.policies.parts.mass import pool_left_of_window
+from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies.parts.protection import Protection
+from vllm_kvcompress.policies.policy import Policy, Stages
+
+
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    """Mean attention of an observation window, pooled so that neighbours stay together.
+
+    The mean is over the window's queries and a KV head's group, before pooling.
+    """
+
+    name = "snapkv"
+    paper = "SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469"
+    summary = "What the last queries attend to."
+    stages = Stages(
+        score="mean attention of the last window_size queries, pooled over neighbouring tokens",
+        protect="the last window_size tokens",
+        allocate="the same for every layer and head",
+        select="highest score",
+    )
+
+    window_size: int = parameter(32, "last queries observed, and kept", minimum=1)
+    kernel_size: int = parameter(7, "width of the pooling over neighbours; odd", minimum=1)
+    pooling: str = parameter("max", "how neighbours are pooled", choices=("max", "mean"))
+
+    def __post_init__(self) -> None:
+        if self.kernel_size % 2 == 0:
+            raise ConfigError(
+                "kernel_size: expected an odd number, so that pooling is centred, found "
+                f"{self.kernel_size}; use {self.kernel_size + 1}."
+            )
+
+    @property
+    def needs(self) -> Needs:
+        """The last queries."""
+        return Needs(window_size=self.window_size)
+
+    @property
+    def protection(self) -> Protection:
+        """The window."""
+        return Protection(num_recent=self.window_size)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32 pooled mass."""
+        return pool_left_of_window(view, observed_mass(view), self.kernel_size, self.pooling)
