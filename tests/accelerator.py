@@ -4,6 +4,8 @@ Tensors there have shapes and no numbers, so that whatever would wait for an acc
 fails: `int(t)`, `if t:`, `t.tolist()`, `t[mask]`, `t.nonzero()`, and operations between devices.
 Two things would pass and are refused here: indexing with a tensor of the host, and copies from
 the host that wait.
+
+Kernels over pages are launched there, as Triton's are: nobody looks into them.
 """
 
 from __future__ import annotations
@@ -11,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+
+from vllm_kvcompress.kernels import dispatch, paged_torch, selection_torch
+from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
 ACCELERATOR = torch.device("meta")
 
@@ -52,9 +58,37 @@ class _NoLiterals(TorchFunctionMode):
 
 
 @contextmanager
+def launched() -> Iterator[None]:
+    """Kernels give what their twins give, and what these do goes unseen."""
+    choose = dispatch.takes_triton
+
+    def takes_triton(device: torch.device) -> bool:
+        return device == ACCELERATOR or choose(device)
+
+    with mock.patch.multiple(dispatch, takes_triton=takes_triton, triton_kernel=_stand_in):
+        yield
+
+
+def _stand_in(_: str, name: str) -> Any:
+    twin = getattr(paged_torch, name, None) or getattr(selection_torch, name)
+    if name == "nearest_keys":  # whose twin reads numbers
+        twin = _nearest_keys
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return twin(*args, **kwargs)
+
+    return launch
+
+
+def _nearest_keys(entries: PagedEntries, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros_like(kept, dtype=torch.float32), torch.zeros_like(kept, dtype=torch.int64)
+
+
+@contextmanager
 def watched() -> Iterator[None]:
     """Fails where the host would wait for the accelerator, or compute on both."""
-    with _NoLiterals(), _NoMixing():
+    with _NoLiterals(), _NoMixing(), launched():
         yield
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.accelerator import ACCELERATOR, Operators, watched
+from tests.accelerator import ACCELERATOR, Operators, launched, watched
 from tests.step_cases import (
     DIM,
     GROUP,
@@ -152,7 +152,7 @@ def test_attention_queues_its_kernels_and_little_else(
     queries = upload(step.queries, ACCELERATOR)
     outputs = torch.empty_like(queries)
     groups = query_groups(step.read(), step.starts)
-    with Operators() as operators:
+    with launched(), Operators() as operators:
         for group in groups:
             biased_attention(step.runner, 1, group, queries, outputs, 0.4)
     assert operators.count == number

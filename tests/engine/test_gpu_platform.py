@@ -6,16 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.engine.test_refusals import SETTINGS, engine_config
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.policies import resolve_settings
+from vllm_kvcompress.vllm_plugin import memory
 from vllm_kvcompress.vllm_plugin.attention.registration import kernels_for, use_gpu_backend
-from vllm_kvcompress.vllm_plugin.memory import RINGS, reserved_bytes
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +68,19 @@ def test_kernels_are_those_asked_for_or_those_that_exist(llama: str) -> None:
     assert kernels_for(config, "auto") == "triton"  # this build has no FlashAttention
 
 
-def test_memory_for_events_grows_with_the_longest_request(llama: str) -> None:
+def test_too_little_memory_for_an_event_is_refused(
+    llama: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(memory, "_run_longest", out_of_memory)
+    for name in ("reset_peak_memory_stats", "memory_allocated"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: 0)
     config = engine_config(llama, SETTINGS)
-    config.cache_config.block_size = 16
-    pipelines = resolve_settings(Settings("adakv+criticalkv", 0.25))
-    sizes = []
-    for tokens in (4096, 8192):
-        config.model_config.max_model_len = tokens
-        sizes.append(reserved_bytes(config, pipelines, available=0))
-    num_layers, num_heads, num_query_heads, head_size, window = 3, 2, 4, 32, 32
-    itemsize = config.model_config.dtype.itemsize
-    rings = RINGS * window * num_layers * num_query_heads * head_size * itemsize
-    assert sizes[0] > rings + 4096 * num_heads * 4  # at least a score for every token and head
-    assert 1.8 < (sizes[1] - rings) / (sizes[0] - rings) < 2.2
-    assert reserved_bytes(config, pipelines, available=10**9) - sizes[1] == 10**7
+    state = SimpleNamespace(vllm_config=config)
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    spec = CompressedAttentionSpec.from_full_attention(full, Settings("adakv", 0.25), ())
+    with pytest.raises(UnsupportedError, match=r"does not fit.* lower --max-model-len"):
+        memory.reserved_bytes(state, None, {"layer": spec}, 0)
+    assert memory.reserved_bytes(state, None, {"layer": full}, 100) == 1

@@ -42,8 +42,10 @@ def memory(report: dict[str, Any]) -> None:
 
     from vllm.v1.worker.gpu_worker import Worker
 
+    from tests.gpu_path import stand_ins
     from vllm_kvcompress.vllm_plugin.gpu_worker import CompressionGPUWorker
 
+    report["measured"] = stand_ins.measured
     del os.environ["VLLM_CPU_KVCACHE_SPACE"]  # which vLLM takes for a user's choice
     for name, cls in (("vllm", Worker), ("ours", CompressionGPUWorker)):
 

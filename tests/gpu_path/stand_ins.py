@@ -23,8 +23,12 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import structured_outputs
 
+from tests.live_bytes import LiveBytes
+
 MIB = 2**20
 FREE_BYTES, REQUESTED_BYTES, CONSUMED_BYTES = 2048 * MIB, 1280 * MIB, 1024 * MIB
+measured: list[dict[str, int]] = []  # peak of each measurement, and what it left
+_memory = LiveBytes()
 
 
 @contextmanager
@@ -56,7 +60,10 @@ def replace_device(stock_backend: str) -> None:
     # Spawned, workers would know nothing of all this.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     torch.accelerator.synchronize = lambda *_: None
-    torch.accelerator.empty_cache = lambda: None
+    torch.accelerator.reset_peak_memory_stats = _memory.__enter__
+    torch.accelerator.memory_allocated = lambda: _memory.live
+    torch.accelerator.max_memory_allocated = lambda: _memory.peak
+    torch.accelerator.empty_cache = _end_of_measurement
 
     def backend(selected: AttentionBackendEnum | None, *_: Any, **__: Any) -> str:
         return stock_backend if selected is None else selected.get_path()
@@ -79,6 +86,14 @@ def _init_device(self: Any) -> None:
     CPUWorker.init_device(self)
     self.init_snapshot = SimpleNamespace(free_memory=FREE_BYTES, total_memory=FREE_BYTES)
     self.requested_memory = REQUESTED_BYTES
+
+
+def _end_of_measurement() -> None:
+    """Memory is counted from a reset of its peak until the allocator's cache is emptied."""
+    if _memory.peak:
+        _memory.__exit__(None, None, None)
+        measured.append({"peak": _memory.peak, "left": _memory.live})
+        _memory.peak = 0
 
 
 @contextmanager

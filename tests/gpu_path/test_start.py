@@ -12,6 +12,7 @@ from tests.engine.conftest import request
 from tests.gpu_path.conftest import Run
 from tests.gpu_path.stand_ins import CONSUMED_BYTES, REQUESTED_BYTES
 from tests.tiny_models import prompt
+from vllm_kvcompress.vllm_plugin.memory import FRAGMENTATION, TABLES_SHARE
 
 ADAKV = {"policy": "adakv", "budget": 0.25}
 CRITICAL = {"policy": "adakv+criticalkv", "budget": 0.25}
@@ -65,10 +66,14 @@ def test_the_reserve_stays_whoever_sizes_the_cache(
     profiled, planned = start(), start()
     assert profiled["vllm"] == REQUESTED_BYTES - CONSUMED_BYTES
     assert planned["vllm"] == profiled["vllm"] - 150 * 2**20  # which vLLM leaves free then
+    assert chosen["measured"] == []
+    scores = 2048 * 2 * 4  # of every token of the longest request, for two heads, in fp32
     for report in (profiled, planned):
-        assert report["vllm"] - report["ours"] > 0.01 * report["vllm"]
-    fewer = (profiled["ours"] - planned["ours"]) / 2**20
-    assert fewer == pytest.approx(150, rel=0.02)
+        (event,) = report["measured"]
+        assert event["peak"] > scores
+        assert event["left"] == 0
+        reserved = FRAGMENTATION * event["peak"] + TABLES_SHARE * report["vllm"]
+        assert report["vllm"] - report["ours"] == int(reserved)
 
 
 @pytest.mark.parametrize("runner", ["V2", "V1"])

@@ -41,18 +41,18 @@ def leave(
 @contextmanager
 def only_triton(taken: set[str] | None = None) -> Iterator[None]:
     """All kernels are Triton's, wherever tensors are; `taken` gets the names of those used."""
-    find, choose = dispatch.triton_kernel, dispatch.implementation
+    find, choose = dispatch.triton_kernel, dispatch.takes_triton
 
     def noting(module: str, name: str) -> Any:
         if taken is not None:
             taken.add(name)
         return find(module, name)
 
-    def always(device: torch.device) -> str:
-        return "triton"
+    def always(device: torch.device) -> bool:
+        return True
 
-    dispatch.triton_kernel, dispatch.implementation = noting, always
+    dispatch.triton_kernel, dispatch.takes_triton = noting, always
     try:
         yield
     finally:
-        dispatch.triton_kernel, dispatch.implementation = find, choose
+        dispatch.triton_kernel, dispatch.takes_triton = find, choose

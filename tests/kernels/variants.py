@@ -18,7 +18,7 @@ from tests.policies.cases import Shape, make_pipeline
 from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.biased import biased_attention, query_groups
 from vllm_kvcompress.cache.pages import InterleavedPagePool
-from vllm_kvcompress.compression.warm_up import warm_up
+from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.kernels import launch_triton
 from vllm_kvcompress.kernels.transfers import upload
 
@@ -85,7 +85,7 @@ def not_warmed_up(
     with only_triton():
         Noting.noted = set()
         runner = Request(pipeline, make_pool(InterleavedPagePool)).runner
-        warm_up(runner, NUM_HEADS * GROUP, pipeline.gathers, block=0)
+        DummyRuns(runner, NUM_HEADS * GROUP, block=0).warm_up(pipeline.gathers)
         warm, Noting.noted = Noting.noted, set()
         for budget, positions in courses:
             request = Request(pipeline, make_pool(InterleavedPagePool), budget, positions)

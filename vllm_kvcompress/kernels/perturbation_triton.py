@@ -19,7 +19,6 @@ from vllm_kvcompress.kernels.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.launch_triton import MOST_ROWS, kernel, on_device, padded, query_rows
 from vllm_kvcompress.kernels.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.paged_rows_triton import LOG2_E, entry_offsets, tile_size
-from vllm_kvcompress.kernels.paged_shapes import perturbation_splits
 from vllm_kvcompress.kernels.window_rows_triton import (
     CHANGING,
     check_window,
@@ -259,7 +258,7 @@ def window_perturbation(
         entries.page_table.stride(0),
     )
     pages = (queries, entries.pages, entries.page_table, entries.flat_lengths)
-    splits = perturbation_splits(entries, num_rows)
+    splits = _num_splits(entries, num_rows)
     pieces = changes.new_empty((num_heads, num_rows, splits, entries.head_size))
     sums = changes.new_empty((num_heads, num_rows, splits))
 
@@ -311,3 +310,14 @@ def _joined(pieces: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
     # Rows that see nothing anywhere have minus infinity twice, and outputs of 0.
     shares = (sums - lse[..., None]).exp().nan_to_num(0.0)
     return (shares[:, :, None] @ pieces)[:, :, 0], lse
+
+
+def _num_splits(entries: PagedEntries, num_rows: int) -> int:
+    """Into how many parts entries are split: to keep a GPU busy, and not more.
+
+    Args:
+        entries: S = KV heads.
+        num_rows: queries of a head, with their group.
+    """
+    programs = entries.num_sequences * -(-num_rows // MOST_ROWS)
+    return max(1, min(-(-entries.capacity // 1024), 512 // programs))

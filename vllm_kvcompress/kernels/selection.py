@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from vllm_kvcompress.kernels import selection_shapes as shapes
 from vllm_kvcompress.kernels import selection_torch
 from vllm_kvcompress.kernels.dispatch import by_device
 
-apportion = by_device(selection_torch.apportion, shapes, "apportion_triton")
-top_entries = by_device(selection_torch.top_entries, shapes, "top_entries_triton")
+apportion = by_device(selection_torch.apportion, "apportion_triton")
+top_entries = by_device(selection_torch.top_entries, "top_entries_triton")

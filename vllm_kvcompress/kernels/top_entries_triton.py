@@ -21,8 +21,9 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.launch_triton import kernel, on_device
 from vllm_kvcompress.kernels.paged_entries import expect
-from vllm_kvcompress.kernels.selection_shapes import NUM_DIGITS, TILE
 
+TILE = 2048  # entries that a program goes through
+NUM_DIGITS = 4  # of a score
 BINS = tl.constexpr(256)
 DIGITS = tl.constexpr(NUM_DIGITS)
 SIGN = tl.constexpr(1 << 31)

@@ -41,6 +41,7 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         if config.backend is AttentionBackendEnum.CUSTOM and not config.backend.is_overridden():
             config.backend = None
 
+    @torch.inference_mode()
     def determine_available_memory(self) -> int:
         """vLLM's, less what compression needs beside the cache.
 
@@ -51,7 +52,8 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         available: int = super().determine_available_memory()
         if self.state is None or chosen:
             return available
-        reserved = reserved_bytes(self.vllm_config, self.state.pipelines, available)
+        model, specs = self.model_runner.model, self.get_kv_cache_spec()
+        reserved = reserved_bytes(self.state, model, specs, available)
         reserved += AttentionBackendEnum.CUSTOM.get_class().scratch_bytes(self.vllm_config)
         logger.info(
             "Of %.2f GiB for the KV cache, %.2f are left for compression events and page tables.",

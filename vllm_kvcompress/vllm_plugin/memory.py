@@ -1,56 +1,93 @@
-"""How much of a GPU's memory compression needs beside the KV cache."""
+"""How much of a GPU's memory compression needs beside the KV cache: measured, as vLLM's own needs.
+
+Before there is a cache, events of the longest request run on a single block that stands for all of
+theirs. What they hold at once on the device is left out of the cache.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import gc
+from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress.compression.workspace import EventShape, event_workspace_bytes
-from vllm_kvcompress.policies import Pipeline
+import torch
+
+from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.compression.dummy_runs import DummyRuns
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
 
 # Page tables hold 4 bytes for a page of some thousand; rows are as wide as the longest head's, and
 # room is doubled when there is too little.
 TABLES_SHARE = 0.01
-RINGS = 8  # of last queries, at first
-ROUNDING = 1.1  # of what an allocator takes for tensors of so many bytes
+FRAGMENTATION = 1.1  # bytes that an allocator takes from the device for each that it hands out
 
 
-def reserved_bytes(vllm_config: VllmConfig, pipelines: dict[str, Pipeline], available: int) -> int:
+def reserved_bytes(
+    state: WorkerState, model: Any, specs: dict[str, KVCacheSpec], available: int
+) -> int:
     """Bytes that are not to become KV cache, on one rank.
 
     Args:
-        vllm_config: says the longest request, and the model's shape.
-        pipelines: the policies that requests may have.
+        state: of the worker.
+        model: with the weights that policies read.
+        specs: of all layers.
         available: bytes for the cache and this.
 
-    Returns:
-        What an event of the longest request takes for a moment, in the layer it is at; rings of
-        last queries; and page tables.
+    Raises:
+        UnsupportedError: an event does not even fit beside the model.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    shape = EventShape(
-        num_tokens=model.max_model_len,
-        num_layers=model.get_num_layers(parallel),
-        num_heads=model.get_num_kv_heads(parallel),
-        num_query_heads=model.get_num_attention_heads(parallel),
-        head_size=model.get_head_size(),
-        block_size=vllm_config.cache_config.block_size,
-        dtype=model.dtype,
+    layers: dict[tuple[int, int], list[str]] = {}
+    for name, spec in specs.items():
+        if isinstance(spec, CompressedAttentionSpec):
+            layers.setdefault((spec.num_kv_heads, spec.head_size), []).append(name)
+    events = (_event_bytes(state, model, names, specs[names[0]]) for names in layers.values())
+    return int(FRAGMENTATION * max(events, default=0) + TABLES_SHARE * available)
+
+
+def _event_bytes(state: WorkerState, model: Any, names: list[str], spec: Any) -> int:
+    """Most bytes that are held at once while events of every policy run, which hold none after.
+
+    First page tables, first ring buffers and what policies make of weights are among them.
+    """
+    memory = torch.accelerator
+    memory.reset_peak_memory_stats()
+    before = memory.memory_allocated()
+    try:
+        _run_longest(state, model, names, spec)
+    except torch.OutOfMemoryError as error:
+        num_tokens = state.vllm_config.model_config.max_model_len
+        raise UnsupportedError(
+            f"an event of a request of {num_tokens} tokens does not fit in the GPU's memory beside "
+            "the model; lower --max-model-len, or take a policy that needs less (docs/gpu.md)."
+        ) from error
+    peak = memory.max_memory_allocated() - before
+    gc.collect()
+    memory.empty_cache()
+    return peak
+
+
+def _run_longest(state: WorkerState, model: Any, names: list[str], spec: Any) -> None:
+    layers = compat.attention_layers(state.vllm_config, names)
+    device = next(model.parameters()).device
+    pool = InterleavedPagePool(
+        pages=torch.zeros(
+            spec.num_kv_heads,
+            2 * spec.block_size * spec.head_size,
+            dtype=spec.dtype,
+            device=device,
+        ),
+        pages_per_block=spec.num_kv_heads,
+        layer_offsets=torch.zeros(len(layers), dtype=torch.int64, device=device),
+        num_heads=spec.num_kv_heads,
+        block_size=spec.block_size,
+        head_size=spec.head_size,
     )
-    bound = [
-        pipeline.bind(
-            num_layers=shape.num_layers,
-            num_kv_heads=shape.num_heads,
-            num_query_heads=shape.num_query_heads,
-            block_size=shape.block_size,
-            tp_rank=parallel.rank % parallel.tensor_parallel_size,
-            tp_size=parallel.tensor_parallel_size,
-        )
-        for pipeline in pipelines.values()
-    ]
-    event = max(event_workspace_bytes(pipeline, shape) for pipeline in bound)
-    window = max(pipeline.needs.window_size for pipeline in bound)
-    query = shape.num_layers * shape.num_query_heads * shape.head_size * shape.dtype.itemsize
-    return int(ROUNDING * event + TABLES_SHARE * available) + RINGS * window * query
+    runner = state.make_runner(layers, pool, model)
+    num_tokens = state.vllm_config.model_config.max_model_len
+    DummyRuns(runner, state.num_query_heads, block=0).longest(num_tokens)

@@ -11,9 +11,9 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
 from vllm_kvcompress.compression.stopwatch import Stopwatch
-from vllm_kvcompress.compression.warm_up import warm_up
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline, resolve_settings
@@ -146,14 +146,14 @@ class WorkerState:
         most_requests = self.vllm_config.scheduler_config.max_num_seqs
         for group in self.groups.values():
             attends = self.attends(most_requests * group.tables.pool.num_heads)
-            warm_up(group.runner, self.num_query_heads, attends, compat.NULL_BLOCK)
+            DummyRuns(group.runner, self.num_query_heads, compat.NULL_BLOCK).warm_up(attends)
 
     def refresh_weights(self) -> None:
         """Takes what policies know of the model's weights from the weights once more."""
         for group in self.groups.values():
             layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
             for number, layer in enumerate(layers):
-                group.runner.weights[number] = self._weights(layer)
+                group.runner.weights[number] = self._weights(layer, self._model_runner.model)
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the step's plan and forgets the requests that are gone."""
@@ -219,15 +219,20 @@ class WorkerState:
             check_own_attention(layer, self.settings)
             for pipeline in self.pipelines.values():
                 check_logits(layer, pipeline)
-        spec = group.kv_cache_spec
-        pool = self._make_pool(layers, spec)
+        pool = self._make_pool(layers, group.kv_cache_spec)
+        runner = self.make_runner(layers, pool, self._model_runner.model)
+        index = {name: i for i, name in enumerate(group.layer_names)}
+        return GroupState(number, runner, index, layers[0].impl.logits_soft_cap or 0.0)
+
+    def make_runner(self, layers: list[Any], pool: PagePool, model: Any) -> EventRunner:
+        """What compresses requests of these layers, whose cache is `pool`."""
         parallel = self.vllm_config.parallel_config
         pipelines = {
             policy: pipeline.bind(
                 num_layers=len(layers),
-                num_kv_heads=spec.num_kv_heads,
+                num_kv_heads=pool.num_heads,
                 num_query_heads=layers[0].impl.num_heads,
-                block_size=spec.block_size,
+                block_size=pool.block_size,
                 tp_rank=parallel.rank % parallel.tensor_parallel_size,
                 tp_size=parallel.tensor_parallel_size,
             )
@@ -238,22 +243,19 @@ class WorkerState:
             windows = QueryWindows(len(layers), self.needs.window_size, pool.device)
         else:
             windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
-        weights = [self._weights(layer) for layer in layers]
-        runner = EventRunner(PageTables(pool), windows, pipelines, weights)
-        index = {name: i for i, name in enumerate(group.layer_names)}
-        return GroupState(number, runner, index, layers[0].impl.logits_soft_cap or 0.0)
+        weights = [self._weights(layer, model) for layer in layers]
+        return EventRunner(PageTables(pool), windows, pipelines, weights)
 
-    def _weights(self, layer) -> LayerWeights:
+    def _weights(self, layer: Any, model: Any) -> LayerWeights:
         needs = self.needs
         rotary = None
         if needs.positions:
-            rotary = compat.rotary_embedding(self._model_runner.model, layer.layer_name)
+            rotary = compat.rotary_embedding(model, layer.layer_name)
         if not needs.output_weight and not needs.output_gram:
             return LayerWeights(rotary=rotary)
         impl = layer.impl
-        flat = compat.output_projection(
-            self._model_runner.model, layer.layer_name, impl.num_heads * impl.head_size
-        )
+        width = impl.num_heads * impl.head_size
+        flat = compat.output_projection(model, layer.layer_name, width)
         weight = flat.t().reshape(impl.num_heads, impl.head_size, -1)
         gram = groups = None
         if needs.output_gram:

@@ -1,0 +1,125 @@
+"""Dummy events run what requests will run, take at least as much memory, and leave nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator import ACCELERATOR
+from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, make_pool
+from tests.live_bytes import LiveBytes
+from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, Shape, make_pipeline
+from tests.policies.cases import POLICIES as EVERY_POLICY
+from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.compression.dummy_runs import DummyRuns
+from vllm_kvcompress.compression.runner import EventRunner
+from vllm_kvcompress.kernels import paged
+from vllm_kvcompress.policies import Pipeline
+
+SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
+POLICIES = ["adakv", "adakv+criticalkv", "snapkv", "h2o", "momentkv", "kvmerger", "d2o"]
+
+
+def dummy_runs(runner: EventRunner) -> DummyRuns:
+    return DummyRuns(runner, NUM_HEADS * GROUP, block=0)
+
+
+def longest_bytes(pipeline: Pipeline, num_tokens: int) -> int:
+    """Most bytes that are held at once, on a device whose memory nothing but shapes decides."""
+    runs = dummy_runs(Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR)).runner)
+    with LiveBytes() as memory:
+        runs.longest(num_tokens)
+    return memory.peak
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Names of the kernels over pages that have run."""
+    names: set[str] = set()
+    for name in [name for name, value in vars(paged).items() if hasattr(value, "__wrapped__")]:
+        kernel = getattr(paged, name)
+
+        def counting(*args: Any, name: str = name, kernel: Any = kernel, **kwargs: Any) -> Any:
+            names.add(name)
+            return kernel(*args, **kwargs)
+
+        monkeypatch.setattr(paged, name, counting)
+    return names
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_kernels_of_an_event_run_once_before(
+    policy: str, tmp_path: Path, called: set[str]
+) -> None:
+    pipeline = make_pipeline(policy, SHAPE, tmp_path)
+    position = max(70, 2 * pipeline.needs.window_size)
+    request = Request(pipeline, make_pool(InterleavedPagePool), positions=(position,))
+    request.run()
+    wanted = set(called)
+    called.clear()
+    runner = Request(pipeline, make_pool(InterleavedPagePool)).runner
+    dummy_runs(runner).warm_up(pipeline.gathers)
+    attention = {"decode_attention", "prefill_attention"} if pipeline.gathers else set()
+    attention |= {"correct_with_moments"} if pipeline.corrects else set()
+    assert wanted
+    assert called == wanted | attention
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nothing_is_left_behind(policy: str, tmp_path: Path) -> None:
+    pipeline = make_pipeline(policy, SHAPE, tmp_path)
+    request = Request(pipeline, make_pool(InterleavedPagePool))
+    before = request.pool.pages.clone()
+    dummy_runs(request.runner).warm_up(pipeline.gathers)
+    dummy_runs(request.runner).longest(200)
+    after, mine = request.pool.pages, request.pool.pages_per_block
+    assert not request.runner.tables.slots
+    assert not request.runner.windows.slots
+    assert torch.equal(after[:mine], torch.zeros_like(after[:mine]))
+    assert torch.equal(after[mine:].nan_to_num(7), before[mine:].nan_to_num(7))
+
+
+@pytest.mark.parametrize("policy", sorted(EVERY_POLICY.keys() - {"d2o"}))  # its twin reads numbers
+def test_the_longest_events_take_no_less_than_requests(policy: str, tmp_path: Path) -> None:
+    """Than one of as many tokens that is compressed twice, with pages of its own."""
+    pipeline = make_pipeline(policy, SHAPE, tmp_path)
+    request = Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR))
+    with LiveBytes() as taken:
+        request.run()
+    assert longest_bytes(pipeline, request.positions[-1]) >= taken.peak > 0
+
+
+@pytest.mark.parametrize(
+    ("policy", "per_entry"),
+    [
+        ("snapkv", 4 + 8),  # a score, and its place among the kept ones
+        ("kvmerger", 2 * 4 * HEAD_SIZE),  # merged keys and values
+    ],
+)
+def test_the_longest_events_take_what_every_token_needs(
+    policy: str, per_entry: int, tmp_path: Path
+) -> None:
+    pipeline = make_pipeline(policy, SHAPE, tmp_path)
+    one, two = (longest_bytes(pipeline, count) for count in (1 << 13, 1 << 14))
+    tables = 4 * 8 * NUM_LAYERS * NUM_HEADS // BLOCK_SIZE  # of the first eight requests
+    assert one >= (1 << 13) * (NUM_HEADS * per_entry + tables)
+    assert 1.9 < two / one < 2.1
+
+
+def test_what_is_alive_is_counted() -> None:
+    outside = torch.zeros(1000)
+    with LiveBytes() as memory:
+        assert memory.live == 0
+        first = outside + 1
+        view = first[10:].view(9, -1)
+        assert memory.live == 4000
+        second = torch.empty(250, dtype=torch.int64)
+        del first
+        assert memory.live == 6000
+        del view, second
+        outside.add_(1)
+        assert memory.live == 0
+    assert memory.peak == 6000

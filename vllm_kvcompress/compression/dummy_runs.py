@@ -1,0 +1,160 @@
+"""Events of requests that nobody has sent.
+
+Small ones run every kernel once, so that none is compiled while requests wait. The longest ones
+take as much memory as an event can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.attention.batch import ResidentBatches
+from vllm_kvcompress.attention.biased import biased_attention, query_groups
+from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
+from vllm_kvcompress.compression.runner import EventRunner
+from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation
+
+_REQUEST = "dummy"
+CHUNK = 32  # queries that take the larger of a kernel's two sizes, however many heads share a key
+
+
+class DummyRuns:
+    """Runs events of every policy on one block, which is all their sources and targets.
+
+    What an event computes depends on the block's tokens, and on a GPU how much memory it takes
+    does not.
+
+    Args:
+        runner: with no requests yet.
+        num_query_heads: of this rank.
+        block: that nobody reads; it is left full of zeros.
+    """
+
+    def __init__(self, runner: EventRunner, num_query_heads: int, block: int) -> None:
+        self._runner = runner
+        self._pool = pool = runner.pool
+        self._num_query_heads = num_query_heads
+        self._block = block
+        self._pages = pool.pages[block * pool.pages_per_block : (block + 1) * pool.pages_per_block]
+
+    def warm_up(self, attends: bool) -> None:
+        """The smallest events that have everything: a window, a partial block, room for state.
+
+        A second one, which finds what the first has left, where requests are compressed again.
+
+        Args:
+            attends: whether this package's attention runs too, over what they keep.
+        """
+        pool = self._pool
+        for name, pipeline in self._runner.pipelines.items():
+            least = self._least_blocks(pipeline)
+            num_blocks = max(2 * least, pipeline.needs.window_size // pool.block_size + 2)
+            plans = [self._plan(name, 0, num_blocks, 0, least)]
+            if pipeline.repeats:
+                plans.append(self._plan(name, num_blocks, 2 * num_blocks, least, least))
+            self._run(plans, range(pool.num_layers), attends)
+
+    def longest(self, num_tokens: int) -> None:
+        """Events that read `num_tokens` per head and keep them all, in the last layer.
+
+        Policies may leave the first layers alone. Where requests are compressed again, half of the
+        tokens were kept by an event before.
+        """
+        for name, pipeline in self._runner.pipelines.items():
+            num_blocks = -(-num_tokens // self._pool.block_size)
+            num_blocks = max(num_blocks, 2 * self._least_blocks(pipeline))
+            plans = [self._plan(name, 0, num_blocks, 0, num_blocks)]
+            if pipeline.repeats:
+                half = -(-num_blocks // 2)
+                plans = [
+                    self._plan(name, 0, half, 0, half),
+                    self._plan(name, half, 2 * half, half, 2 * half),
+                ]
+            self._run(plans, [self._pool.num_layers - 1])
+
+    def _least_blocks(self, pipeline: Pipeline) -> int:
+        pool = self._pool
+        return pipeline.least_blocks(
+            pool.num_heads, pool.head_size, pool.block_size, pool.page_bytes
+        )
+
+    def _plan(
+        self, policy: str, first_block: int, end_block: int, resident_blocks: int, num_kept: int
+    ) -> EventPlan:
+        position = end_block * self._pool.block_size + 1
+        return EventPlan(
+            request_id=_REQUEST,
+            group=0,
+            policy=policy,
+            trigger="",
+            position=position,
+            window_size=min(self._runner.pipelines[policy].needs.window_size, position),
+            first_block=first_block,
+            end_block=end_block,
+            resident_blocks=resident_blocks,
+            fresh_block_ids=(self._block,) * num_kept,
+        )
+
+    def _run(self, plans: list[EventPlan], layers: Sequence[int], attends: bool = False) -> None:
+        """One request's events, and attention to what the last one has left."""
+        runner, pool = self._runner, self._pool
+        row = torch.full(
+            (plans[-1].end_block + 2,), self._block, dtype=torch.int32, device=pool.device
+        )
+        most = max(CHUNK, plans[0].window_size)
+        queries = pool.pages.new_zeros((most, self._num_query_heads, pool.head_size))
+        self._pages.zero_()
+        for plan in plans:
+            self._compress(plan, layers, row, queries)
+        if attends:
+            self._attend(plans[-1], row, queries)
+        self._pages.zero_()
+        runner.tables.release(_REQUEST)
+        runner.windows.release(_REQUEST)
+
+    def _compress(
+        self, plan: EventPlan, layers: Sequence[int], row: Tensor, queries: Tensor
+    ) -> None:
+        """One event, as a step runs it."""
+        runner = self._runner
+        if plan.resident_blocks:
+            slot = np.array([runner.tables.slots[_REQUEST]])
+            tokens, rows = np.array([plan.position]), np.array([0])
+            runner.tables.extend_tails(slot, rows, row[None], tokens)
+        if plan.window_size:
+            self._record(plan, layers, queries)
+        event = runner.begin(plan, row)
+        for layer in layers:
+            runner.run_layer(event, layer, 1.0)
+        runner.finish(event)
+
+    def _record(self, plan: EventPlan, layers: Sequence[int], queries: Tensor) -> None:
+        """The queries that the event observes."""
+        pool, windows, size = self._pool, self._runner.windows, plan.window_size
+        if isinstance(windows, PagedWindows):
+            count = window_blocks(
+                windows.window_size, queries.shape[1], pool.num_heads, pool.block_size
+            )
+            windows.hold(_REQUEST, (self._block,) * count)
+        seen = Observation(offset=0, position=plan.position - size, num_tokens=size)
+        located = windows.locate([(_REQUEST, 0, seen)])
+        for layer in layers:
+            windows.record(layer, queries, located)
+
+    def _attend(self, plan: EventPlan, row: Tensor, queries: Tensor) -> None:
+        """Attention of a generated token, and of a short and a longer chunk."""
+        runner = self._runner
+        batches = ResidentBatches(runner.tables, runner.read_by_attention)
+        num_tokens = plan.position + 1
+        lengths = row.new_full((1,), num_tokens)
+        batch = batches.read([_REQUEST], np.array([num_tokens]), lengths, row[None])
+        assert batch is not None
+        for num_queries in (1, 2, CHUNK):
+            for group in query_groups(batch, np.array([0, num_queries])):
+                rows = queries[:num_queries]
+                biased_attention(runner, 0, group, rows, torch.empty_like(rows), 1.0)
