@@ -66,8 +66,9 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="T,...",
         help="ruler (RULER's 13 tasks), longbench (its 16 English tasks), words (a word-level "
-        "variant of RULER's families, for the reference model), or single ones such as "
-        "ruler/niah_single_2, longbench/qasper or words/multikey",
+        "variant of RULER's families, for the reference model), text (how well texts that come "
+        "with Python are predicted), or single ones such as ruler/niah_single_2, longbench/qasper, "
+        "words/multikey or text/source",
     )
     asked.add_argument(
         "--data",
@@ -75,7 +76,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="JSON lines of {context, question, answers}",
+        help="JSON lines of {context, question, answers}; or FILE.txt, a text to predict",
     )
     asked.add_argument(
         "--longbench-data",
@@ -87,6 +88,13 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
     asked.add_argument("--max-tokens", type=int, default=64, help="of replies to --data (64)")
     asked.add_argument(
         "--lengths", type=_list, default=["1024"], metavar="N,...", help="tokens of contexts (1024)"
+    )
+    asked.add_argument(
+        "--continuation",
+        type=int,
+        default=256,
+        metavar="N",
+        help="tokens behind a text's context that are predicted (256)",
     )
     asked.add_argument("--samples", type=int, default=10, help="per task and length (10)")
     asked.add_argument("--seed", type=int, default=2_000_000, help="of the questions (2000000)")
@@ -193,18 +201,30 @@ def _items(arguments: argparse.Namespace) -> list[Any]:
     check_metric(arguments.metric, "--metric")
     if arguments.samples < 1 or arguments.max_tokens < 1:
         raise ConfigError("--samples and --max-tokens: expected at least 1.")
+    if arguments.continuation < 2:
+        raise ConfigError(
+            "--continuation: expected at least 2, since the first token is predicted before "
+            "anything is compressed."
+        )
     lengths = [_count(text) for text in arguments.lengths]
     found: list[Any] = []
     count = None
     if any(task.partition("/")[0] == items.RULER for task in arguments.tasks):
         count = _token_counter(arguments.model)
     for task in arguments.tasks:
-        if items.split_task(task)[0] == items.LONGBENCH:
-            found += items.load_longbench(task, arguments.longbench_data, arguments.samples)
-            continue
-        found += items.generate(task, lengths, arguments.samples, arguments.seed, count)
+        suite, samples, seed = items.split_task(task)[0], arguments.samples, arguments.seed
+        if suite == items.LONGBENCH:
+            found += items.load_longbench(task, arguments.longbench_data, samples)
+        elif suite == items.TEXT:
+            found += items.load_texts(task, lengths, arguments.continuation, samples, seed)
+        else:
+            found += items.generate(task, lengths, samples, seed, count)
     for path in arguments.data:
-        found += items.load(path, arguments.metric, arguments.max_tokens)
+        if path.suffix == ".txt":
+            counts = (arguments.continuation, arguments.samples)
+            found += items.load_text(path, lengths, *counts)
+        else:
+            found += items.load(path, arguments.metric, arguments.max_tokens)
     return found
 
 

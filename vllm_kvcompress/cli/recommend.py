@@ -27,6 +27,13 @@ def add_parser(subparsers: Any) -> None:
         metavar="SHARE",
         help="of the score, against the full cache and in every mode: 1%% or 0.01 (1%%)",
     )
+    parser.add_argument(
+        "--max-text-loss",
+        type=float,
+        default=0.02,
+        metavar="NATS",
+        help="per predicted token of texts, against the full cache (0.02)",
+    )
     parser.set_defaults(func=run, policies=_POLICIES, budgets=_BUDGETS)
 
 
@@ -53,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     for setups in rounds(plan.setups):
         tried = replace(plan, setups=setups)
         rows = write_results(tried, arguments.out, runner.run(tried, arguments.out, progress_bar))
-        best = cheapest(rows, arguments.max_loss)
+        best = cheapest(rows, arguments.max_loss, arguments.max_text_loss)
         if best is not None:
             policy, _, budget = best.rpartition("@")
             command = ["vllm-kvcompress", "serve", plan.model, "--kv-policy", policy]
@@ -62,13 +69,19 @@ def run(arguments: argparse.Namespace) -> int:
                 if getattr(arguments, name):
                     command += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
             command += [part for text in arguments.kv_param for part in ("--kv-param", text)]
-            print(f"{best} loses at most {100 * arguments.max_loss:g}% of the score; serve it with")
+            print(f"{best} loses at most {_bounds(arguments)}; serve it with")
             print(f"    {shlex.join(command)}")
             return 0
-    print(
-        f"no setting that was tried stays within {100 * arguments.max_loss:g}%; nothing to advise"
-    )
+    print(f"no setting that was tried loses at most {_bounds(arguments)}; nothing to advise")
     return 1
+
+
+def _bounds(arguments: argparse.Namespace) -> str:
+    """What may be lost, in words."""
+    return (
+        f"{100 * arguments.max_loss:g}% of the score and {arguments.max_text_loss:g} nats per "
+        "token of texts"
+    )
 
 
 def _share(text: str) -> float:

@@ -109,8 +109,8 @@ def _download(folder: Path, release: Release) -> Path:
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
         raise ConfigError(
-            f"pip could not download {release.requirement} (its reason is above); where there is no "
-            "package index, download it elsewhere and give the file with --package."
+            f"pip could not download {release.requirement} (its reason is above); where there is "
+            "no package index, download it elsewhere and give the file with --package."
         )
     return wheels[0]
 

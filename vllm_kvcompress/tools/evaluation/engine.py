@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from vllm_kvcompress.config import CONTEXT_TOKENS
+from vllm_kvcompress.config import CONTEXT_TOKENS, REQUEST_BUDGET, REQUEST_POLICY
 from vllm_kvcompress.tools.engine_process import EngineProcess
 
 
@@ -21,6 +21,8 @@ class Question:
         max_tokens: of the reply.
         agnostic: compress the context before the question is read.
         measured: also measure what attention loses; the times then include that.
+        predicted: say how well `question` is predicted, instead of what follows it.
+        policy, budget: instead of the engine's own; None: those.
     """
 
     context: list[int]
@@ -28,6 +30,16 @@ class Question:
     max_tokens: int
     agnostic: bool
     measured: bool = False
+    predicted: bool = False
+    policy: str | None = None
+    budget: float | None = None
+
+    @property
+    def extra_args(self) -> dict[str, str | float]:
+        """What the request says of its compression (`vllm_xargs` through a server)."""
+        chosen = {REQUEST_POLICY: self.policy, REQUEST_BUDGET: self.budget}
+        chosen[CONTEXT_TOKENS] = len(self.context) if self.agnostic else None
+        return {name: value for name, value in chosen.items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -47,6 +59,8 @@ class Reply:
             the full blocks; empty where nothing was compressed, or nobody can tell.
         attention_error, attention_mass: by layer and query head, what `AttentionLoss` says of
             the queries after the first event; empty likewise, and where it was not measured.
+        nats: per token, the mean negative log-likelihood of what was to be predicted; without its
+            first token, which is predicted before the context is compressed. None for questions.
     """
 
     text: str
@@ -59,6 +73,7 @@ class Reply:
     kept_tokens: list[list[int]] = field(default_factory=list)
     attention_error: list[list[float]] = field(default_factory=list)
     attention_mass: list[list[float]] = field(default_factory=list)
+    nats: float | None = None
 
 
 class Engine(EngineProcess):
@@ -99,8 +114,12 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
     from vllm_kvcompress.vllm_plugin.compat import cache_bytes_per_token
 
     prompt = [*question.context, *question.question]
-    extra = {CONTEXT_TOKENS: len(question.context)} if question.agnostic else None
-    params = SamplingParams(temperature=0, max_tokens=question.max_tokens, extra_args=extra)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=question.max_tokens,
+        extra_args=question.extra_args if compresses else None,
+        prompt_logprobs=0 if question.predicted else None,
+    )
     if compresses:
         llm.collective_rpc(watch, args=(question.measured,))
     output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
@@ -125,7 +144,26 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
         kept_tokens=kept,
         attention_error=_rounded(seen.get("errors", [])),
         attention_mass=_rounded(seen.get("masses", [])),
+        nats=_nats(output.prompt_logprobs, question) if question.predicted else None,
     )
+
+
+def _nats(logprobs: list[Any], question: Question) -> float:
+    """Of vLLM's log-probabilities of a prompt."""
+    plain = [{token: said.logprob for token, said in (each or {}).items()} for each in logprobs]
+    return mean_nats(plain, question)
+
+
+def mean_nats(logprobs: list[dict[int, float]], question: Question) -> float:
+    """Mean negative log-likelihood of what follows the context, without its first token.
+
+    Args:
+        logprobs: by position of the prompt, of some tokens and the prompt's own one.
+        question: its `question` is what is predicted.
+    """
+    first = len(question.context) + 1
+    found = zip(logprobs[first:], question.question[1:], strict=True)
+    return -fmean(said[token] for said, token in found)
 
 
 def _rounded(rows: list[list[float]]) -> list[list[float]]:

@@ -8,21 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.tools.evaluation import longbench, ruler
+from vllm_kvcompress.tools.evaluation import longbench, ruler, texts
 from vllm_kvcompress.tools.evaluation.metrics import check_metric
 from vllm_kvcompress.tools.reference import tasks
 
-WORDS, RULER, LONGBENCH = "words", "ruler", "longbench"
+WORDS, RULER, LONGBENCH, TEXT = "words", "ruler", "longbench", "text"
 _MEMBERS: dict[str, tuple[str, ...]] = {
     WORDS: tuple(tasks.FAMILIES),
     RULER: tuple(ruler.TASKS),
     LONGBENCH: tuple(longbench.TASKS),
+    TEXT: tuple(texts.KINDS),
 }
 
 
 @dataclass(frozen=True)
 class Item:
-    """One question about one context.
+    """One question about one context, or a text whose continuation is predicted.
 
     Attributes:
         task: the task's name, for the tables.
@@ -37,6 +38,8 @@ class Item:
         separator: between context and question.
         chat: whether a chat model's template goes around them.
         may_cut: take tokens out of the middle of a context that is too long for the model.
+        continuation: tokens behind the first `length` ones of `context` that are predicted instead
+            of an answer; 0 for questions.
     """
 
     task: str
@@ -51,6 +54,7 @@ class Item:
     separator: str = "\n"
     chat: bool = True
     may_cut: bool = False
+    continuation: int = 0
 
 
 def generate(
@@ -146,6 +150,57 @@ def load_longbench(task: str, folder: Path | None, num_samples: int) -> list[Ite
             for prompt in longbench.load(name, folder, num_samples)
         ]
     return found
+
+
+def load_texts(
+    task: str, lengths: Sequence[int], continuation: int, num: int, seed: int
+) -> list[Item]:
+    """Pieces of texts that come with Python: `text` for every kind, or `text/KIND`.
+
+    Args:
+        task: the task or suite.
+        lengths: tokens that are compressed.
+        continuation: tokens behind them.
+        num: pieces of each kind and length.
+        seed: number of the first piece; from `seed + num` on they are others, while there are any.
+
+    Raises:
+        ConfigError: there are not so many.
+    """
+    return [
+        _text_item(f"{TEXT}/{kind}", piece, length, continuation)
+        for kind in split_task(task)[1]
+        for length in lengths
+        for piece in texts.pieces(kind, length + continuation, seed, num)
+    ]
+
+
+def load_text(path: Path, lengths: Sequence[int], continuation: int, num: int) -> list[Item]:
+    """The first pieces of a user's text.
+
+    Raises:
+        ConfigError: it cannot be read, or is too short for one.
+    """
+    text = texts.read(path)
+    found = []
+    for length in lengths:
+        pieces = texts.cut(text, length + continuation) or [text]
+        found += [_text_item(path.stem, piece, length, continuation) for piece in pieces[:num]]
+    return found
+
+
+def _text_item(task: str, piece: str, length: int, continuation: int) -> Item:
+    return Item(
+        task=task,
+        length=length,
+        context=piece,
+        question="",
+        answers=(),
+        metric="",
+        max_tokens=1,
+        chat=False,
+        continuation=continuation,
+    )
 
 
 def _ruler_item(name: str, length: int, seed: int, count_tokens: Callable[[str], int]) -> Item:

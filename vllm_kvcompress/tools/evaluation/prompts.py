@@ -53,7 +53,12 @@ def split_prompt(
         item: what is asked.
         longest: tokens of prompt and reply together; beyond it, the middle of the context is
             left out where the item allows it (LongBench's rule).
+
+    Raises:
+        ConfigError: a text with fewer tokens than are to be compressed and predicted.
     """
+    if item.continuation:
+        return _split_text(tokenizer, item)
     before = f"{item.context}{item.separator}"
     if item.chat and getattr(tokenizer, "chat_template", None):
         message = [{"role": "user", "content": f"{before}{_MARK}{item.question}"}]
@@ -67,6 +72,19 @@ def split_prompt(
     if item.may_cut and longest is not None:
         head = _cut_middle(head, longest - item.max_tokens - len(rest))
     return list(head), list(rest)
+
+
+def _split_text(tokenizer: Any, item: Item) -> tuple[list[int], list[int]]:
+    """The tokens that are compressed, and those that are predicted."""
+    tokens = list(tokenizer(item.context)["input_ids"])
+    wanted = item.length + item.continuation
+    if len(tokens) < wanted:
+        raise ConfigError(
+            f"{item.task}: a text of {len(tokens)} tokens, expected at least {wanted}: "
+            f"{item.length} to compress (--lengths) and {item.continuation} to predict "
+            "(--continuation); give a longer text, or fewer tokens."
+        )
+    return tokens[: item.length], tokens[item.length : wanted]
 
 
 def _cut_middle(tokens: list[int], room: int) -> list[int]:

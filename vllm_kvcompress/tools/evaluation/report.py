@@ -7,8 +7,8 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, AWARE, FULL
-from vllm_kvcompress.tools.evaluation.summary import DEPTHS, percent
+from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, AWARE, FULL, TEXT
+from vllm_kvcompress.tools.evaluation.summary import DEPTHS, loss_text, percent
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
@@ -29,7 +29,7 @@ figcaption { font-size: .85rem; overflow-wrap: anywhere; }
 """
 _COLUMNS = (
     *("setup", "mode", "kept", "resident", "score", "agreement", "mass", "error"),
-    *("first token", "per token"),
+    *("first token", "per token", "loss on texts (95%)"),
 )
 
 
@@ -42,9 +42,12 @@ def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
     """
     compressed = [row for row in rows if row["setup"] != FULL]
     parts = [f"<h1>KV-cache compression of {html.escape(model)}</h1>", _intro(rows)]
-    if compressed:
+    if any(row["mode"] != TEXT for row in compressed):
         parts.append("<h2>Score against kept tokens</h2>")
         parts.append(_quality(rows))
+    if any(row["loss"] is not None for row in compressed):
+        parts.append("<h2>Loss on texts against kept tokens</h2>")
+        parts.append(_text_loss(compressed))
     parts += ["<h2>All settings</h2>", _table(rows)]
     if any(row["depths"] for row in rows):
         parts.append("<h2>Where the needle lies</h2>")
@@ -64,12 +67,22 @@ def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _intro(rows: Sequence[dict[str, Any]]) -> str:
-    tasks = ", ".join(html.escape(task) for task in rows[0]["tasks"]) if rows else "none"
-    return (
-        f"<p>{rows[0]['questions'] if rows else 0} questions for every setting and mode; tasks: "
-        f"{tasks}. <b>{AWARE}</b>: the question is part of what is compressed. <b>{AGNOSTIC}</b>: "
-        "the context is compressed before the question is read.</p>"
-    )
+    asked = {row["mode"] == TEXT: row for row in rows}
+    texts = []
+    if question := asked.get(False):
+        tasks = ", ".join(map(html.escape, question["tasks"]))
+        texts.append(
+            f"{question['questions']} questions for every setting and mode; tasks: {tasks}. "
+            f"<b>{AWARE}</b>: the question is part of what is compressed. <b>{AGNOSTIC}</b>: the "
+            "context is compressed before the question is read."
+        )
+    if predicted := asked.get(True):
+        tasks = ", ".join(map(html.escape, predicted["tasks"]))
+        texts.append(
+            f"{predicted['questions']} texts for every setting: {tasks}. <b>{TEXT}</b>: so many "
+            "tokens of each are compressed, and those that follow are predicted."
+        )
+    return "".join(f"<p>{text}</p>" for text in texts)
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
@@ -90,39 +103,74 @@ def _cells(row: dict[str, Any]) -> list[str]:
     resident = f"{row['resident_bytes'] / 2**20:.2f} MiB" if row["resident_bytes"] else ""
     texts += [percent(row["kept"]), resident, percent(row["score"]), percent(row["agreement"])]
     texts += [percent(row["attention_mass"]), percent(row["attention_error"])]
-    texts += [f"{row['first_token_ms']:.1f} ms", token]
+    texts += [f"{row['first_token_ms']:.1f} ms", token, loss_text(row)]
     return [f"<td>{html.escape(text)}</td>" for text in texts]
 
 
 def _quality(rows: Sequence[dict[str, Any]]) -> str:
     """Score against kept fraction, one line per policy, one panel per mode."""
-    policies = list(dict.fromkeys(row["setup"].split("@")[0] for row in rows))
-    compared = [policy for policy in policies if policy != FULL]
-    full = next((row for row in rows if row["setup"] == FULL), None)
+    full = next((r for r in rows if r["setup"] == FULL and r["mode"] != TEXT), None)
     panels = []
     for mode in (AWARE, AGNOSTIC):
         mine = [row for row in rows if row["setup"] != FULL and row["mode"] == mode]
         if not mine:
             continue
         figure, axis = _plot(4.5, 4.8)
-        for number, policy in enumerate(compared):
-            line = sorted(
-                (100 * row["kept"], 100 * row["score"])
-                for row in mine
-                if row["setup"].split("@")[0] == policy
-            )
-            if line:
-                marker = "osD^vPX"[number % 7]  # colours repeat after 10: no pair does before 70
-                axis.plot(*zip(*line, strict=True), marker=marker, markersize=5, label=policy)
+        _draw_lines(axis, rows, [(row, 100 * row["score"]) for row in mine])
         if full is not None:
             axis.axhline(100 * full["score"], color="black", linestyle="--", linewidth=1)
-        axis.set(title=mode, xlabel="resident tokens, % of the prompt", ylabel="score, %")
+        axis.set(title=mode, ylabel="score, %", xlabel="resident tokens, % of the prompt")
         axis.set_ylim(-2, 103)
-        axis.grid(alpha=0.3)
         figure.legend(loc="outside lower center", ncols=2, fontsize=8)
         panels.append(_svg(figure))
     caption = "Mean over tasks. Dashed: the full cache."
     return f'<div class="panels">{"".join(panels)}</div><p class="caption">{caption}</p>'
+
+
+def _text_loss(rows: Sequence[dict[str, Any]]) -> str:
+    """Loss on texts against kept fraction: of all, and of each kind; one line per policy."""
+    mine = [row for row in rows if row["mode"] == TEXT]
+    kinds = list(mine[0]["tasks"])
+    panels = []
+    for kind in [None, *kinds] if len(kinds) > 1 else kinds:
+        figure, axis = _plot(4.5, 4.8)
+        found = [(row, row["loss"] if kind is None else row["tasks"][kind]) for row in mine]
+        _draw_lines(axis, rows, found)
+        axis.set(title=kind or "all texts", ylabel="loss, nats per token")
+        axis.set(xlabel="resident tokens, % of context and continuation")
+        axis.axhline(0, color="black", linestyle="--", linewidth=1)
+        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+        panels.append(_svg(figure))
+    caption = (
+        "By how much worse what follows a compressed context is predicted, in the mean over texts. "
+        "Dashed: the full cache."
+    )
+    return f'<div class="panels">{"".join(panels)}</div><p class="caption">{caption}</p>'
+
+
+def _draw_lines(
+    axis: Any, rows: Sequence[dict[str, Any]], found: Sequence[tuple[dict[str, Any], float]]
+) -> None:
+    """One line per policy, with the same colour and marker in every plot of the page.
+
+    Args:
+        axis: of matplotlib.
+        rows: all of the page's.
+        found: rows that are drawn, each with its height.
+    """
+    names = dict.fromkeys(row["setup"].split("@")[0] for row in rows if row["setup"] != FULL)
+    for number, policy in enumerate(names):
+        line = sorted(
+            (100 * row["kept"], value)
+            for row, value in found
+            if row["setup"].split("@")[0] == policy
+        )
+        if line:
+            marker = "osD^vPX"[number % 7]  # colours repeat after 10: no pair does before 70
+            colour = f"C{number % 10}"
+            shape = {"marker": marker, "markersize": 5, "color": colour}
+            axis.plot(*zip(*line, strict=True), label=policy, **shape)
+    axis.grid(alpha=0.3)
 
 
 def _depths(rows: Sequence[dict[str, Any]]) -> str:

@@ -15,7 +15,14 @@ from vllm_kvcompress.tools.evaluation.items import Item
 from vllm_kvcompress.tools.evaluation.metrics import METRICS
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, longest_prompt, split_prompt
 from vllm_kvcompress.tools.evaluation.server import Server
-from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, SERVER, Setup
+from vllm_kvcompress.tools.evaluation.setups import (
+    AGNOSTIC,
+    SERVER,
+    TEXT,
+    Setup,
+    SharedEngine,
+    shared_engines,
+)
 
 Key = tuple[str, str, int]  # setup, mode, item
 
@@ -61,9 +68,9 @@ class Plan:
         """Mode and item number of what has not been answered yet."""
         return [
             (mode, number)
-            for mode in setup.modes(self.modes)
-            for number in range(len(self.items))
-            if (setup.name, mode, number) not in done
+            for mode in (*setup.modes(self.modes), TEXT)
+            for number, item in enumerate(self.items)
+            if (mode == TEXT) == bool(item.continuation) and (setup.name, mode, number) not in done
         ]
 
 
@@ -93,27 +100,28 @@ def run(
     advance = progress(num_all - sum(map(len, still_open.values())), num_all)
     prompts = _prompts(plan) if any(still_open.values()) else []
     with (folder / ANSWERS).open("a") as output:
-        for setup, questions in still_open.items():
-            if not questions:
-                continue
-            with _engine(plan, setup, folder / LOG) as engine:
-                for mode, number in questions:
-                    answer = _answer(engine, plan, number, prompts[number], mode)
-                    answer = {"setup": setup.name, "mode": mode, "item": number, **answer}
-                    output.write(json.dumps(answer) + "\n")
-                    output.flush()
-                    answers.append(answer)
-                    advance(f"{setup.name}, {mode}")
+        waiting = [setup for setup, questions in still_open.items() if questions]
+        for shared in shared_engines(waiting, plan.params):
+            with _engine(plan, shared, folder / LOG) as engine:
+                for setup in shared.setups:
+                    for mode, number in still_open[setup]:
+                        choice = shared.choice(setup)
+                        answer = _answer(engine, plan, number, prompts[number], mode, choice)
+                        answer = {"setup": setup.name, "mode": mode, "item": number, **answer}
+                        output.write(json.dumps(answer) + "\n")
+                        output.flush()
+                        answers.append(answer)
+                        advance(f"{setup.name}, {mode}")
     order = {setup.name: place for place, setup in enumerate(plan.setups)}
-    modes = {setup.name: setup.modes(plan.modes) for setup in plan.setups}
+    modes = {setup.name: (*setup.modes(plan.modes), TEXT) for setup in plan.setups}
     wanted = [answer for answer in answers if answer["mode"] in modes.get(answer["setup"], ())]
     return sorted(wanted, key=lambda a: (order[a["setup"]], a["mode"], a["item"]))
 
 
-def _engine(plan: Plan, setup: Setup, log: Path) -> Engine | Server:
-    if setup.policy == SERVER:
+def _engine(plan: Plan, shared: SharedEngine, log: Path) -> Engine | Server:
+    if shared.setups[0].policy == SERVER:
         return Server(plan.base_url, plan.served_name)
-    return Engine(plan.model, setup.settings(plan.params), plan.engine, log)
+    return Engine(plan.model, shared.settings, plan.engine, log)
 
 
 def _prompts(plan: Plan) -> list[tuple[list[int], list[int]]]:
@@ -130,17 +138,26 @@ def _answer(
     number: int,
     prompt: tuple[list[int], list[int]],
     mode: str,
+    choice: dict[str, Any],
 ) -> dict[str, Any]:
     """The answer to an item; every other one measures attention, the others times."""
     item, (context, question) = plan.items[number], prompt
     reply = engine.ask(
-        Question(context, question, item.max_tokens, mode == AGNOSTIC, number % 2 == 0)
+        Question(
+            context,
+            question,
+            item.max_tokens,
+            agnostic=mode in (AGNOSTIC, TEXT),
+            measured=number % 2 == 0,
+            predicted=mode == TEXT,
+            **choice,
+        )
     )
     return {
         "task": item.task,
         "length": item.length,
         "depth": item.depth,
-        "score": METRICS[item.metric](reply.text, item.answers),
+        "score": None if mode == TEXT else METRICS[item.metric](reply.text, item.answers),
         **vars(reply),
     }
 

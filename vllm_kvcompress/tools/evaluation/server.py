@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from vllm_kvcompress.config import CONTEXT_TOKENS
 from vllm_kvcompress.errors import EngineError
-from vllm_kvcompress.tools.evaluation.engine import Question, Reply
+from vllm_kvcompress.tools.evaluation.engine import Question, Reply, mean_nats
 
 
 class Server:
@@ -51,35 +51,60 @@ class Server:
         import openai
 
         before = self._counted()
-        extra: dict[str, Any] = {"return_token_ids": True}
-        if question.agnostic:
-            extra["vllm_xargs"] = {CONTEXT_TOKENS: len(question.context)}
-        started = time.perf_counter()
-        text, tokens, arrivals = "", list[int](), list[float]()
         try:
-            for chunk in self._client.completions.create(
-                model=self._model,
-                prompt=[*question.context, *question.question],
-                max_tokens=question.max_tokens,
-                temperature=0,
-                stream=True,
-                extra_body=extra,
-            ):
-                if chunk.choices:
-                    arrivals.append(time.perf_counter() - started)
-                    text += chunk.choices[0].text
-                    tokens += getattr(chunk.choices[0], "token_ids", None) or []
+            reply = self._predict(question) if question.predicted else self._complete(question)
         except openai.OpenAIError as error:
             raise EngineError(f"{self._address}: {error}") from None
-        num_prompt = len(question.context) + len(question.question)
+        return replace(reply, resident_tokens=reply.prompt_tokens - self._freed_since(before))
+
+    def _complete(self, question: Question) -> Reply:
+        """What follows the prompt, as it comes."""
+        started = time.perf_counter()
+        text, tokens, arrivals = "", list[int](), list[float]()
+        extra = {"return_token_ids": True, "vllm_xargs": question.extra_args}
+        for chunk in self._client.completions.create(
+            **self._prompt(question), stream=True, extra_body=extra
+        ):
+            if chunk.choices:
+                arrivals.append(time.perf_counter() - started)
+                text += chunk.choices[0].text
+                tokens += getattr(chunk.choices[0], "token_ids", None) or []
         return Reply(
             text=text,
             tokens=tokens,
-            prompt_tokens=num_prompt,
+            prompt_tokens=len(question.context) + len(question.question),
             first_token_seconds=arrivals[0],
             token_seconds=(arrivals[-1] - arrivals[0]) / max(1, len(tokens) - 1),
-            resident_tokens=num_prompt - self._freed_since(before),
+            resident_tokens=0,
         )
+
+    def _predict(self, question: Question) -> Reply:
+        """How well the prompt's end is predicted; vLLM streams no such numbers."""
+        started = time.perf_counter()
+        extra = {"prompt_logprobs": 0, "return_token_ids": True, "vllm_xargs": question.extra_args}
+        done = self._client.completions.create(**self._prompt(question), extra_body=extra)
+        choice: Any = done.choices[0]
+        logprobs = [
+            {int(token): said["logprob"] for token, said in (each or {}).items()}
+            for each in choice.prompt_logprobs
+        ]
+        return Reply(
+            text=choice.text,
+            tokens=choice.token_ids,
+            prompt_tokens=len(question.context) + len(question.question),
+            first_token_seconds=time.perf_counter() - started,
+            token_seconds=0.0,
+            resident_tokens=0,
+            nats=mean_nats(logprobs, question),
+        )
+
+    def _prompt(self, question: Question) -> dict[str, Any]:
+        return {
+            "model": self._model,
+            "prompt": [*question.context, *question.question],
+            "max_tokens": question.max_tokens,
+            "temperature": 0,
+        }
 
     def _freed_since(self, before: _Counted) -> float:
         """Tokens per head that events have freed; a reply can overtake the last step's metrics."""

@@ -13,6 +13,7 @@ FULL = "full"
 SERVER = "server"
 AWARE = "query-aware"  # context and question are compressed together
 AGNOSTIC = "query-agnostic"  # the context is compressed before the question is read
+TEXT = "text"  # texts are compressed before what follows them is predicted
 MODES = {"aware": (AWARE,), "agnostic": (AGNOSTIC,), "both": (AWARE, AGNOSTIC)}
 
 
@@ -42,8 +43,68 @@ class Setup:
         return chosen | {key: value for key, value in params.items() if value}
 
     def modes(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """Modes to run: the full cache is the same in every one."""
+        """Modes to ask questions in: the full cache is the same in every one."""
         return (AWARE,) if self.policy == FULL else tuple(wanted)
+
+
+@dataclass
+class SharedEngine:
+    """Setups that one engine serves, since requests may choose policy and budget.
+
+    Attributes:
+        setups: the first one is the engine's own.
+        params: as those of `Setup.settings`.
+    """
+
+    setups: list[Setup]
+    params: dict[str, Any]
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """As `Setup.settings`, with what requests may ask for."""
+        own, *others = self.setups
+        settings = own.settings(self.params)
+        if settings is None or not others:
+            return settings
+        policies = dict.fromkeys(setup.policy for setup in others if setup.policy != own.policy)
+        budgets = [setup.budget for setup in self.setups if setup.budget is not None]
+        bounds = {"min_request_budget": min(budgets), "max_request_budget": max(budgets)}
+        return settings | {"request_policies": list(policies)} | bounds
+
+    def choice(self, setup: Setup) -> dict[str, Any]:
+        """What a request has to choose to be compressed as a setup says: policy and budget."""
+        if len(self.setups) == 1:
+            return {}
+        return {"policy": setup.policy, "budget": setup.budget}
+
+    def takes(self, setup: Setup) -> bool:
+        """Whether another setup fits in: a fraction, and a policy that may share a batch."""
+        alone = [each for each in (*self.setups, setup) if not isinstance(each.budget, float)]
+        if alone or SERVER in (setup.policy, self.setups[0].policy):
+            return False
+        other = setup.policy != self.setups[0].policy
+        if other and (self.params.get("params") or self.params.get("profile")):
+            return False  # those are of an engine's own policy
+        from vllm_kvcompress.policies import resolve_settings
+
+        together = SharedEngine([*self.setups, setup], self.params).settings
+        try:
+            resolve_settings(Settings.from_dict(together))
+        except ConfigError:
+            return False
+        return True
+
+
+def shared_engines(setups: Sequence[Setup], params: dict[str, Any]) -> list[SharedEngine]:
+    """As few engines as the setups need, each with the first setup that no other one takes."""
+    engines: list[SharedEngine] = []
+    for setup in setups:
+        fitting = next((engine for engine in engines if engine.takes(setup)), None)
+        if fitting is None:
+            engines.append(SharedEngine([setup], params))
+        else:
+            fitting.setups.append(setup)
+    return engines
 
 
 def setups_of(

@@ -1,0 +1,121 @@
+"""Texts whose continuation a model predicts: of several kinds that come with Python, or a user's.
+
+What a policy costs shows most densely here: every token after the compressed context is an
+observation, and no task has to be within a small model's reach.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from vllm_kvcompress.errors import ConfigError
+
+CHARACTERS_PER_TOKEN = 6  # more than tokenizers make of any of these texts
+_LIBRARY = Path(sysconfig.get_path("stdlib"))
+_MODULES = (
+    *("argparse", "ast", "bdb", "calendar", "cgitb", "codecs", "collections", "configparser"),
+    *("copy", "csv", "dataclasses", "datetime", "difflib", "dis", "doctest", "email.message"),
+    *("enum", "fractions", "ftplib", "functools", "gettext", "gzip", "heapq", "html.parser"),
+    *("http.client", "imaplib", "inspect", "ipaddress", "json.decoder", "locale", "logging"),
+    *("mailbox", "mimetypes", "optparse", "os", "pathlib", "pdb", "pickle", "pickletools"),
+    *("platform", "plistlib", "pprint", "pstats", "pydoc", "random", "sched", "shelve", "shutil"),
+    *("smtplib", "socket", "socketserver", "ssl", "statistics", "string", "subprocess", "tarfile"),
+    *("tempfile", "textwrap", "threading", "tokenize", "traceback", "turtle", "typing"),
+    *("unittest.case", "unittest.mock", "urllib.parse", "urllib.request", "uuid", "weakref"),
+    *("xml.dom.minidom", "xmlrpc.client", "zipfile"),
+)
+_DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
+
+
+def _manual() -> Iterator[str]:
+    """The language reference, as `help()` shows it."""
+    from pydoc_data import topics
+
+    yield "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+
+
+def _source() -> Iterator[str]:
+    """The standard library's code, without its docstrings."""
+    for code in _modules():
+        yield _DOCSTRING.sub("", code)
+
+
+def _prose() -> Iterator[str]:
+    """What the standard library's docstrings say, one after the other."""
+    found = [text.strip() for code in _modules() for text in _DOCSTRING.findall(code)]
+    yield "\n\n".join(re.sub(r"\n +", "\n", text) for text in found if len(text) > 200)
+
+
+def _tables() -> Iterator[str]:
+    """Code pages: a line per character, with its number and its name; without ASCII's."""
+    found = []
+    for path in sorted((_LIBRARY / "encodings").glob("*.py")):
+        table = path.read_text().partition("decoding_table = (\n")[2].partition("\n)")[0]
+        found += table.splitlines()[128:]
+    yield "\n".join(found)
+
+
+def _modules() -> Iterator[str]:
+    """The code of those modules that this Python has."""
+    for name in _MODULES:
+        path = _LIBRARY / f"{name.replace('.', '/')}.py"
+        package = path.with_suffix("") / "__init__.py"
+        found = path if path.exists() else package
+        if found.exists():
+            yield found.read_text()
+
+
+KINDS: dict[str, Callable[[], Iterator[str]]] = {
+    "prose": _prose,
+    "manual": _manual,
+    "source": _source,
+    "tables": _tables,
+}
+
+
+def pieces(kind: str, num_tokens: int, first: int, count: int) -> list[str]:
+    """Pieces of one kind, none of which overlaps another.
+
+    Args:
+        kind: a name in KINDS.
+        num_tokens: that each is to have at least, by a generous estimate.
+        first: number of the first piece; numbers beyond the last begin again.
+        count: how many, with the numbers that follow.
+
+    Raises:
+        ConfigError: there are fewer than `count`.
+    """
+    found = [piece for text in KINDS[kind]() for piece in cut(text, num_tokens)]
+    if len(found) < count:
+        raise ConfigError(
+            f"--samples {count}: text/{kind} has {len(found)} pieces of so many tokens; ask for "
+            "fewer, or for shorter ones."
+        )
+    random.Random(kind).shuffle(found)
+    return [found[(first + number) % len(found)] for number in range(count)]
+
+
+def cut(text: str, num_tokens: int) -> list[str]:
+    """Consecutive pieces of a text, each from the beginning of a line."""
+    size = CHARACTERS_PER_TOKEN * num_tokens
+    found, start = [], 0
+    while start + size <= len(text):
+        found.append(text[start : start + size])
+        start = text.find("\n", start + size) + 1 or len(text)
+    return found
+
+
+def read(path: Path) -> str:
+    """A user's text.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--data {path}: cannot be read ({error}); check the path.") from None
