@@ -140,7 +140,7 @@ def ada_view(num_heads: int = 4, pages: int = 12) -> tuple[LayerView, torch.Tens
 @pytest.mark.parametrize("mode", ["blend", "floor"])
 def test_equal_heads_get_equal_budgets(mode: str) -> None:
     view, scores = ada_view()
-    pages = Ada(mode=mode).head_pages(view, scores[:1].expand_as(scores), 20, 0)
+    pages = Ada(safeguard_mode=mode).head_pages(view, scores[:1].expand_as(scores), 20, 0)
     assert pages.tolist() == [5, 5, 5, 5]
 
 

@@ -21,7 +21,7 @@ from vllm_kvcompress.kernels import (
 )
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.knorm import KNorm
-from vllm_kvcompress.policies.obcache import Perturbation
+from vllm_kvcompress.policies.obcache import OBCache
 from vllm_kvcompress.policies.snapkv import SnapKV
 from vllm_kvcompress.policies.tova import TOVA
 
@@ -255,7 +255,7 @@ def test_tiles_do_not_change_the_perturbation(
     view = make_view(Shape((9, 5), tail=3), 9)
 
     def scores() -> torch.Tensor:
-        return Perturbation(window_size=9, kernel_size=1, variant=variant).score(view)
+        return OBCache(variant, window_size=9).score(view)
 
     whole = scores()
     monkeypatch.setattr(scores_torch, "TILE_BYTES", 1)
@@ -270,13 +270,13 @@ def test_values_of_zero_are_not_missed() -> None:
         tail_values=torch.zeros_like(view.tail_values),
     )
     for variant in ("joint", "value", "key"):
-        assert not Perturbation(window_size=5, kernel_size=1, variant=variant).score(view).any()
+        assert not OBCache(variant, window_size=5).score(view).any()
 
 
 def test_without_value_norms_the_perturbation_ranks_as_the_squared_weights() -> None:
     """Values of one length: pruning a value changes the outputs by A^2, summed over queries."""
     view = make_view(Shape((4,), group=1), 1)
     values = view.values / view.values.norm(dim=2, keepdim=True)
-    scores = Perturbation(1, 1, variant="value").score(replace(view, values=values))
+    scores = OBCache("value", window_size=1).score(replace(view, values=values))
     mass = SnapKV(1, 1).score(view)
     assert torch.allclose(scores, mass.square(), atol=1e-6)

@@ -1,19 +1,35 @@
 """Policies: what to keep of a request's cache, a file for every paper.
 
-score -> protect -> allocate -> select -> merge -> correct; see `docs/writing-a-policy.md`.
+score -> protect -> allocate -> select -> merge -> correct; see `docs/writing-a-policy.md`. What a
+policy's file needs can be imported from here.
 """
 
+from vllm_kvcompress.policies.base import LayerView, Merged, Merger, ModelHeads, Needs
+from vllm_kvcompress.policies.parts.allocation import Allocator
+from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies.parts.protection import Protection
+from vllm_kvcompress.policies.parts.selection import Selector
 from vllm_kvcompress.policies.pipeline import Pipeline
-from vllm_kvcompress.policies.policy import Modifier, Part, Policy
+from vllm_kvcompress.policies.policy import Modifier, Part, Policy, Stages
 from vllm_kvcompress.policies.registry import all_policies, describe, resolve, resolve_settings
 
 __all__ = [
+    "Allocator",
+    "LayerView",
+    "Merged",
+    "Merger",
+    "ModelHeads",
     "Modifier",
+    "Needs",
     "Part",
     "Pipeline",
     "Policy",
+    "Protection",
+    "Selector",
+    "Stages",
     "all_policies",
     "describe",
+    "parameter",
     "resolve",
     "resolve_settings",
 ]

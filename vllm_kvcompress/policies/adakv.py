@@ -9,19 +9,25 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.selection import top_entries
-from vllm_kvcompress.policies.base import LayerView, ModelHeads
-from vllm_kvcompress.policies.parts.allocation import UNIFORM, Allocator, divide
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.parts.protection import NOTHING_PROTECTED, Protection
-from vllm_kvcompress.policies.pipeline import Pipeline
-from vllm_kvcompress.policies.policy import Modifier, Stages
+from vllm_kvcompress.policies import (
+    Allocator,
+    LayerView,
+    ModelHeads,
+    Modifier,
+    Pipeline,
+    Protection,
+    Stages,
+    parameter,
+)
+from vllm_kvcompress.policies.parts.allocation import UNIFORM, divide
+from vllm_kvcompress.policies.parts.protection import NOTHING_PROTECTED
 from vllm_kvcompress.policies.snapkv import SnapKV
 
 PAPER = "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv 2407.11550"
 
 
 def phi() -> Any:
-    """phi, a parameter of all that divide a budget as AdaKV does."""
+    """A parameter of all that divide a budget as AdaKV does."""
     return parameter(0.2, "part of the budget shared out evenly", 0.0, 1.0)
 
 
@@ -32,7 +38,7 @@ def phi_mode() -> Any:
 
 
 @dataclass(frozen=True)
-class Ada(Allocator):
+class Ada(Modifier, Allocator):
     """Heads get budgets by how many of a layer's best tokens are theirs.
 
     With c the mean selectable budget of a head and m_h its tokens among the layer's top H*c:
@@ -40,15 +46,27 @@ class Ada(Allocator):
 
     Attributes:
         safeguard: phi.
-        mode: blend (the authors' code) or floor (kvpress, CriticalKV's code).
         protection: tokens that do not compete.
         layers: divides the budget among the layers.
     """
 
-    safeguard: float = 0.2
-    mode: str = "blend"
+    name = "adakv"
+    paper = PAPER
+    summary = "Budgets per head on top of another policy's scores and layers."
+    stages = Stages(
+        allocate="layers as the policy has it; heads by their share of the layer's highest scores"
+    )
+    goes_on = ("pyramidkv", "h2o")
+
+    safeguard: float = phi()
+    safeguard_mode: str = phi_mode()
     protection: Protection = NOTHING_PROTECTED
     layers: Allocator = UNIFORM
+
+    def modify(self, base: Pipeline) -> Pipeline:
+        """With another allocator, for what the policy underneath gives to each layer."""
+        mine = replace(self, protection=base.protection, layers=base.allocator)
+        return replace(base, allocator=mine)
 
     @property
     def layer_dependent(self) -> bool:
@@ -75,13 +93,13 @@ class Ada(Allocator):
         selectable = (total * view.block_size - num_protected.sum()).clamp_min(0)
         share = selectable / num_heads
         candidates = scores.masked_fill(protected, float("-inf"))
-        if self.mode == "floor":
+        if self.safeguard_mode == "floor":
             least = (self.safeguard * share).floor().to(torch.int64).expand(num_heads)
             best = top_entries(candidates, competing, least)
             candidates = candidates.masked_fill(best, float("inf"))
         won = top_entries(candidates.flatten()[None], competing.flatten()[None], selectable[None])
         won_per_head = won.view(num_heads, num_tokens).sum(dim=1).float()
-        if self.mode == "blend":
+        if self.safeguard_mode == "blend":
             won_per_head = (1 - self.safeguard) * won_per_head + self.safeguard * share
         return divide(view, won_per_head + num_protected, total, floor)
 
@@ -107,24 +125,3 @@ class AdaKV(SnapKV):
     def allocator(self) -> Ada:
         """By scores; the window does not compete."""
         return Ada(self.safeguard, self.safeguard_mode, self.protection)
-
-
-@dataclass(frozen=True)
-class AdaKVOnLayers(Modifier):
-    """`Ada` divides what the policy underneath gives to each layer."""
-
-    name = "adakv"
-    paper = PAPER
-    summary = "Budgets per head on top of another policy's scores and layers."
-    stages = Stages(
-        allocate="layers as the policy has it; heads by their share of the layer's highest scores"
-    )
-    goes_on = ("pyramidkv", "h2o")
-
-    safeguard: float = phi()
-    safeguard_mode: str = phi_mode()
-
-    def modify(self, base: Pipeline) -> Pipeline:
-        """With another allocator."""
-        allocator = Ada(self.safeguard, self.safeguard_mode, base.protection, base.allocator)
-        return replace(base, allocator=allocator)

@@ -8,13 +8,17 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.selection import top_entries
-from vllm_kvcompress.policies.base import LayerView, Needs
+from vllm_kvcompress.policies import (
+    LayerView,
+    Modifier,
+    Needs,
+    Pipeline,
+    Protection,
+    Selector,
+    Stages,
+    parameter,
+)
 from vllm_kvcompress.policies.measures import value_norms_l1, value_norms_l2
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.parts.protection import Protection
-from vllm_kvcompress.policies.parts.selection import Selector
-from vllm_kvcompress.policies.pipeline import Pipeline
-from vllm_kvcompress.policies.policy import Modifier, Stages
 
 
 @dataclass(frozen=True)

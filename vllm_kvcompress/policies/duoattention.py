@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies.base import LayerView, ModelHeads
+from vllm_kvcompress.policies import LayerView, ModelHeads, Policy, Protection, Stages
 from vllm_kvcompress.policies.parts.profiles import (
     HOW,
     Table,
@@ -24,9 +24,7 @@ from vllm_kvcompress.policies.parts.profiles import (
     read_json,
     rows_of_rank,
 )
-from vllm_kvcompress.policies.parts.protection import Protection
 from vllm_kvcompress.policies.parts.rounding import spread
-from vllm_kvcompress.policies.policy import Policy, Stages
 from vllm_kvcompress.policies.streamingllm import places
 
 

@@ -6,11 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_kvcompress.policies.base import LayerView, Needs
+from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
 from vllm_kvcompress.policies.parts.mass import accumulated_mass
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.parts.protection import Protection
-from vllm_kvcompress.policies.policy import Policy, Stages
 
 
 @dataclass(frozen=True)

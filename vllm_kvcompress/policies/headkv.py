@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies.base import LayerView, ModelHeads
+from vllm_kvcompress.policies import LayerView, ModelHeads, parameter
 from vllm_kvcompress.policies.parts.allocation import divide
-from vllm_kvcompress.policies.parts.parameters import parameter
 from vllm_kvcompress.policies.parts.profiles import (
     HOW,
     Table,

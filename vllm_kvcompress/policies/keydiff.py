@@ -6,10 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies import LayerView, Policy, Stages, parameter
 from vllm_kvcompress.policies.measures import key_differences
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.policy import Policy, Stages
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.policies.base import LayerView
-from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies import LayerView, Policy, Stages, parameter
 from vllm_kvcompress.policies.parts.rounding import spread
-from vllm_kvcompress.policies.policy import Policy, Stages
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
-from vllm_kvcompress.policies.base import ModelHeads
-from vllm_kvcompress.policies.parts.parameters import parameter
+from vllm_kvcompress.policies import ModelHeads, parameter
 from vllm_kvcompress.policies.parts.rounding import spread
 from vllm_kvcompress.policies.snapkv import SnapKV
 

@@ -7,12 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies.base import LayerView, Needs
+from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
 from vllm_kvcompress.policies.measures import observed_mass
 from vllm_kvcompress.policies.parts.mass import pool_left_of_window
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.parts.protection import Protection
-from vllm_kvcompress.policies.policy import Policy, Stages
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.policies.base import LayerView
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.parts.protection import Protection
-from vllm_kvcompress.policies.policy import Policy, Stages
+from vllm_kvcompress.policies import LayerView, Policy, Protection, Stages, parameter
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_kvcompress.policies.base import LayerView, Needs
+from vllm_kvcompress.policies import LayerView, Needs, Policy, Stages
 from vllm_kvcompress.policies.measures import observed_mass
-from vllm_kvcompress.policies.policy import Policy, Stages
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from vllm_kvcompress.policies import Modifier, Pipeline, Protection, Stages, parameter
 from vllm_kvcompress.policies.keydiff import KeyDiff
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.parts.protection import Protection
-from vllm_kvcompress.policies.pipeline import Pipeline
-from vllm_kvcompress.policies.policy import Modifier, Stages
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.selection import top_entries
-from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies import LayerView, Protection, Stages, parameter
 from vllm_kvcompress.policies.measures import observed_mass, value_residuals
 from vllm_kvcompress.policies.merging.groups import (
     MERGE_SPACE,
@@ -17,9 +17,6 @@ from vllm_kvcompress.policies.merging.groups import (
     links_needed,
     tokens_of,
 )
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.parts.protection import Protection
-from vllm_kvcompress.policies.policy import Stages
 
 GAMMA = 4096 / 6.238324625039508  # ln 512: how fast later pairs become lighter
 

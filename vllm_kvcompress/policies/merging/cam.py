@@ -7,11 +7,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.policies.base import LayerView, Merged, Merger, Needs
+from vllm_kvcompress.policies import (
+    LayerView,
+    Merged,
+    Merger,
+    Modifier,
+    Needs,
+    Pipeline,
+    Stages,
+    parameter,
+)
 from vllm_kvcompress.policies.measures import spread_values
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.pipeline import Pipeline
-from vllm_kvcompress.policies.policy import Modifier, Stages
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.policies.base import LayerView, Merged, Merger, Needs
+from vllm_kvcompress.policies import LayerView, Merged, Merger, Needs, Protection, parameter
 from vllm_kvcompress.policies.h2o import H2O
 from vllm_kvcompress.policies.measures import merged_into, nearest_keys
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.parts.protection import Protection
 
 
 @dataclass(frozen=True)

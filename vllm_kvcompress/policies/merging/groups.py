@@ -14,10 +14,8 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.scores_torch import finite
 from vllm_kvcompress.kernels.selection import top_entries
-from vllm_kvcompress.policies.base import LayerView, Merged, Merger, Needs
+from vllm_kvcompress.policies import LayerView, Merged, Merger, Needs, Policy, Protection
 from vllm_kvcompress.policies.measures import merged_groups
-from vllm_kvcompress.policies.parts.protection import Protection
-from vllm_kvcompress.policies.policy import Policy
 
 MERGE_SPACE = "keys as they are cached (rotated), or re-rotated to one position first (unrotated)"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.selection import top_entries
-from vllm_kvcompress.policies.base import LayerView, Needs
+from vllm_kvcompress.policies import LayerView, Needs, Protection, Stages, parameter
 from vllm_kvcompress.policies.measures import key_distances, neighbour_cosines
 from vllm_kvcompress.policies.merging.groups import (
     MERGE_SPACE,
@@ -17,9 +17,6 @@ from vllm_kvcompress.policies.merging.groups import (
     links_needed,
 )
 from vllm_kvcompress.policies.parts.mass import accumulated_mass
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.parts.protection import Protection
-from vllm_kvcompress.policies.policy import Stages
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies import LayerView, parameter
 from vllm_kvcompress.policies.measures import value_residuals
 from vllm_kvcompress.policies.merging.asymkv import AsymKV, shares_of, unless_zero
 from vllm_kvcompress.policies.merging.groups import GroupSums
-from vllm_kvcompress.policies.parts.parameters import parameter
 
 LARGEST_EXACT = 4  # entries of a group for which the paper's weights are computed
 

@@ -9,18 +9,27 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels import moment_size
 from vllm_kvcompress.kernels.selection import top_entries
+from vllm_kvcompress.policies import (
+    LayerView,
+    Merged,
+    Merger,
+    Modifier,
+    Needs,
+    Pipeline,
+    Policy,
+    Protection,
+    Stages,
+    parameter,
+)
 from vllm_kvcompress.policies.adakv import Ada, phi, phi_mode
-from vllm_kvcompress.policies.base import LayerView, Merged, Merger, Needs
 from vllm_kvcompress.policies.measures import moment_residuals, moments_with, observed_mass
-from vllm_kvcompress.policies.parts.parameters import parameter
-from vllm_kvcompress.policies.parts.protection import Protection
-from vllm_kvcompress.policies.pipeline import Pipeline
-from vllm_kvcompress.policies.policy import Modifier, Policy, Stages
 
 PAPER = (
     "MomentKV: Closing the Directional Gap in KV Cache Eviction for Long-Context Inference, "
     "arXiv 2606.01563"
 )
+
+
 MERGE = "evicted keys and values go into moments, kept in the request's own blocks"
 CORRECT = "every later attention output, from the moments"
 
@@ -108,8 +117,8 @@ class MomentKV(Moments, Policy):
 
 
 @dataclass(frozen=True)
-class MomentFix(Modifier):
-    """`Moments` under any policy that evicts."""
+class MomentFix(Modifier, Moments):
+    """The moments of what any policy evicts."""
 
     name = "momentfix"
     paper = PAPER
@@ -123,7 +132,7 @@ class MomentFix(Modifier):
 
     def modify(self, base: Pipeline) -> Pipeline:
         """With a merger."""
-        return replace(base, merger=Moments())
+        return replace(base, merger=self)
 
 
 def state_of(view: LayerView) -> Tensor:
