@@ -61,21 +61,23 @@ class Stock:
         return "vLLM's", max_cache_hit_length
 
 
+class Table(dict[str, Any]):
+    """Of records, and with contexts."""
+
+
 class Hits(scheduler.CompressionMixin, Stock):
     """A scheduler that knows a context of two blocks for every request."""
 
     def __init__(self) -> None:
-        context = SimpleNamespace(num_blocks=2)
-        manager = SimpleNamespace(want_context=lambda _, key: context if key else None)
-        self.compressed_managers: list[Any] = [manager]
+        contexts = {"key": SimpleNamespace(num_blocks=2)}
+        self.record = SimpleNamespace(ledger=SimpleNamespace(context_key="key"))
+        self.table: Any = Table(a=self.record)
+        self.table.contexts = SimpleNamespace(find=contexts.get)
         settings = SimpleNamespace(reuse_contexts=True)
         self.spec: Any = SimpleNamespace(settings=settings, block_size=32)
         self.kv_cache_manager = SimpleNamespace(
             block_pool=SimpleNamespace(null_block="null"), create_kv_cache_blocks=lambda b: b
         )
-
-    def _open_ledger(self, *args: Any) -> Any:
-        return SimpleNamespace(context_key="key")
 
 
 def test_a_context_is_not_taken_where_vllm_limits_hits() -> None:
@@ -84,5 +86,7 @@ def test_a_context_is_not_taken_where_vllm_limits_hits() -> None:
     context = ((["null", "null"],), 64, 0, False)
     assert hits._get_local_prefix_cache_hit(request) == context
     assert hits._get_local_prefix_cache_hit(request, None) == context
+    assert hits.record.context_hit is hits.table.contexts.find("key")
     assert hits._get_local_prefix_cache_hit(request, 50) == ("vLLM's", 50)
     assert hits._get_local_prefix_cache_hit(request, max_cache_hit_length=9) == ("vLLM's", 9)
+    assert hits.record.context_hit is None

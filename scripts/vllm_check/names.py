@@ -30,8 +30,12 @@ READ: dict[str, tuple[str, ...]] = {
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": (
         *("kv_cache_group_id", "kv_cache_spec", "req_to_blocks"),
     ),
-    "vllm.v1.core.kv_cache_utils.KVCacheBlock": ("block_id",),
-    "vllm.v1.core.block_pool.BlockPool": ("num_gpu_blocks", "get_num_free_blocks", "null_block"),
+    "vllm.v1.core.kv_cache_utils.KVCacheBlock": (
+        *("block_id", "block_hash", "is_null", "ref_cnt"),
+    ),
+    "vllm.v1.core.block_pool.BlockPool": (
+        *("blocks", "num_gpu_blocks", "get_num_free_blocks", "null_block"),
+    ),
     "vllm.v1.request.Request": (
         *("request_id", "block_hashes", "num_tokens", "num_prompt_tokens"),
         *("num_computed_tokens", "is_prefill_chunk", "skip_reading_prefix_cache"),

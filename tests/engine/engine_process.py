@@ -64,6 +64,8 @@ class Bookkeeping:
     def __init__(self, engine: Any) -> None:
         core = engine.engine_core.engine_core
         self.scheduler = core.scheduler
+        self.table = getattr(core.scheduler, "table", None)  # none where nothing is compressed
+        self.compressed = () if self.table is None else self.table.managers
         self.pool = core.scheduler.kv_cache_manager.block_pool
         self.managers = core.scheduler.kv_cache_manager.coordinator.single_type_managers
         # With several ranks the workers are processes of their own.
@@ -72,25 +74,25 @@ class Bookkeeping:
 
     def check(self) -> None:
         """free + owned = pool, fresh blocks have one owner, pages lie in their owner's blocks."""
+        if self.table is not None:
+            self.table.check_integrity(self.scheduler.requests)
         owners: Counter[int] = Counter()
         for manager in self.managers:
-            for request_id in set(manager.req_to_blocks) | set(getattr(manager, "_resident", ())):
+            for request_id in set(manager.req_to_blocks) | set(self.scheduler.requests):
                 owners.update(self.owned(manager, request_id))
         for block_id, count in owners.items():
             assert self.pool.blocks[block_id].ref_cnt == count, (block_id, count)
         total = self.pool.get_num_free_blocks() + len(owners) + 1
         assert total == self.pool.num_gpu_blocks, (total, self.pool.num_gpu_blocks)
-        for manager in getattr(self.scheduler, "compressed_managers", ()):
+        for manager in self.compressed:
             if self.worker is not None:
                 self.check_pages(manager, owners)
 
-    @staticmethod
-    def owned(manager: Any, request_id: str) -> list[int]:
+    def owned(self, manager: Any, request_id: str) -> list[int]:
         blocks = [b for b in manager.req_to_blocks.get(request_id, ()) if not b.is_null]
-        blocks += getattr(manager, "_resident", {}).get(request_id, [])
-        blocks += getattr(manager, "_windows", {}).get(request_id, [])
-        if request_id in getattr(manager, "_incoming", {}):
-            blocks += manager._incoming[request_id][1]
+        if manager in self.compressed and request_id in self.scheduler.requests:
+            held = self.table[request_id].groups[manager.kv_cache_group_id]
+            blocks += [*held.kept, *held.fresh, *held.window]
         return [block.block_id for block in blocks]
 
     def check_pages(self, manager: Any, owners: Counter[int]) -> None:
@@ -113,9 +115,10 @@ class Bookkeeping:
                     seen |= set(pages)
             blocks = {page // tables.pool.pages_per_block for page in seen}
             assert blocks <= mine, (request_id, blocks - mine)
-            incoming = manager._incoming.get(request_id)
-            for block in manager._resident.get(request_id, []) + (incoming[1] if incoming else []):
-                assert owners[block.block_id] == 1 or request_id in manager._held_contexts
+            record = self.table[request_id]
+            held = record.groups[manager.kv_cache_group_id]
+            for block in held.kept + held.fresh:
+                assert owners[block.block_id] == 1 or record.context is not None
                 assert block.block_hash is None, "a compressed block is in the prefix cache"
 
 
@@ -208,7 +211,7 @@ def run_phase(
         books.check()
         report["usage"].append(books.pool.get_usage())
         held = {}
-        for manager in getattr(books.scheduler, "compressed_managers", ()):
+        for manager in books.compressed:
             for request_id in manager.req_to_blocks:
                 name = request_id.rpartition("-")[0]  # vLLM appends a random suffix
                 held[name] = manager.num_blocks_held(request_id)

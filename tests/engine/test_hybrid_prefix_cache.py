@@ -51,14 +51,14 @@ def test_blocks_computed_after_an_event_are_not_shared(
 class Managers(CompressionMixin):
     """The part of a scheduler that looks at block managers, and nothing else."""
 
-    def __init__(self, compressed: Any) -> None:
-        self.compressed_managers = [compressed]
+    def __init__(self) -> None:
+        self.table = None
 
 
 def test_groups_whose_caching_nobody_limits_are_refused() -> None:
-    managers = Managers(SimpleNamespace(cacheable_tokens=len))
+    managers = Managers()
     other = SimpleNamespace(enable_caching=True, kv_cache_spec=SimpleNamespace())
     with pytest.raises(UnsupportedError, match="add --no-enable-prefix-caching"):
-        managers._limit_caching(other)
+        managers._share_table(other)
     other.enable_caching = False
-    managers._limit_caching(other)
+    managers._share_table(other)

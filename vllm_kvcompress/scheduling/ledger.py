@@ -31,27 +31,27 @@ class RequestLedger:
     """The bookkeeping of one request.
 
     Attributes:
-        num_prompt_tokens: logical tokens of the prompt; of its context, where the request names
-            one that is compressed before the rest is read (the rest then counts as generated).
+        compress_at: logical tokens of the prompt; of its context, where the request names one
+            that is compressed before the rest is read (the rest then counts as generated).
         rule: when and how far this request is compressed.
         policy: what with; see `policies`.
         compressed_blocks: logical full blocks that have been compressed (c above).
         resident_blocks: fresh blocks that hold what is left of them.
         last_position: position of the last event (0: none yet).
         first_event_position: position of the first event; later tokens depend on it.
-        num_read_tokens: logical tokens of the whole prompt, behind a named context, too.
+        num_prompt_tokens: logical tokens of the whole prompt, behind a named context, too.
         context_key: stands for the named context and how it is compressed, where that may be
             kept for later requests.
     """
 
-    num_prompt_tokens: int
+    compress_at: int
     rule: CompressionRule
     policy: str = ""
     compressed_blocks: int = 0
     resident_blocks: int = 0
     last_position: int = 0
     first_event_position: int | None = None
-    num_read_tokens: int = 0
+    num_prompt_tokens: int = 0
     context_key: Hashable = None
 
     def adopt(self, end_block: int, num_kept_blocks: int) -> None:
@@ -65,13 +65,13 @@ class RequestLedger:
             position: in computed tokens.
             under_pressure: room is needed, and this request was selected.
         """
-        if self.rule.is_position(self.num_prompt_tokens, position):
-            trigger = self.rule.trigger_at(self.num_prompt_tokens, position)
+        if self.rule.is_position(self.compress_at, position):
+            trigger = self.rule.trigger_at(self.compress_at, position)
         elif under_pressure:
             trigger = TRIGGER_PRESSURE
         else:
             return None
-        num_kept = self.rule.target_blocks(self.num_prompt_tokens, position)
+        num_kept = self.rule.target_blocks(self.compress_at, position)
         if position < self.rule.min_tokens:
             return Decision(trigger, num_kept, SKIP_SHORT)
         if num_kept >= self.num_source_blocks(position):
@@ -90,8 +90,8 @@ class RequestLedger:
         pressure trigger it does not).
         """
         oldest = self.last_position
-        if position > self.num_prompt_tokens and self.rule.pressure_mark is None:
-            oldest = max(oldest, self.num_prompt_tokens)
+        if position > self.compress_at and self.rule.pressure_mark is None:
+            oldest = max(oldest, self.compress_at)
         return min(self.rule.window_size, position - oldest)
 
     def commit(self, position: int, num_kept_blocks: int) -> None:
@@ -109,7 +109,7 @@ class RequestLedger:
         if self.rule.pressure_mark is not None:  # the event may come with any token
             first = max(start, end - self.rule.window_size)
             return Observation(first - start, first, end - first)
-        position = self.rule.next_position(self.num_prompt_tokens, start)
+        position = self.rule.next_position(self.compress_at, start)
         if position is None:
             return None
         first = max(start, position - self.rule.window_size)
@@ -119,5 +119,5 @@ class RequestLedger:
 
     def resident_tokens(self, num_tokens: int) -> int:
         """Resident tokens per head (mean over heads and layers) at `num_tokens` logical ones."""
-        tail = num_tokens - self.compressed_blocks * self.rule.block_size
-        return self.resident_blocks * self.rule.block_size + tail
+        num_tail_tokens = num_tokens - self.compressed_blocks * self.rule.block_size
+        return self.resident_blocks * self.rule.block_size + num_tail_tokens

@@ -73,7 +73,7 @@ class Observation:
     num_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepPlan:
     """What workers do in one step besides running the model.
 
@@ -84,7 +84,18 @@ class StepPlan:
         observations: by request id; only for policies that look at queries.
     """
 
-    events: tuple[EventPlan, ...] = ()
-    adoptions: tuple[Adoption, ...] = ()
+    events: list[EventPlan] = field(default_factory=list)
+    adoptions: list[Adoption] = field(default_factory=list)
     windows: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     observations: dict[str, Observation] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self.events or self.adoptions or self.windows or self.observations)
+
+    def add(self, other: StepPlan) -> None:
+        """Does what another plan says, too."""
+        self.events += other.events
+        self.adoptions += other.adoptions
+        self.windows |= other.windows
+        self.observations |= other.observations

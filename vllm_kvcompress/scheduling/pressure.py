@@ -43,35 +43,36 @@ class Pool:
     Attributes:
         size: blocks that can be used.
         free: of them, free ones.
-        coming: blocks that events which have run give back in this step.
-        promised: blocks that the running requests are going to take.
+        pending_frees: blocks that events which have run give back in this step.
+        reserved: blocks that the running requests are going to take.
         growth: blocks that they may take in one step.
-        soon: blocks that they do take before an event that runs now has given its sources back.
+        needed_until_freed: blocks that they do take before an event that runs now has given its
+            sources back.
         wanted: blocks that the first waiting request needs; 0: none waits for blocks.
     """
 
     size: int
     free: int
-    coming: int
-    promised: int
+    pending_frees: int
+    reserved: int
     growth: int
-    soon: int
+    needed_until_freed: int
     wanted: int
 
     @property
     def room(self) -> int:
         """Free blocks for what events write."""
-        return self.free - self.soon
+        return self.free - self.needed_until_freed
 
     def shortage(self, mark: float, least_written: int) -> int:
         """Blocks that are missing below the mark, for the running requests, or the waiting one.
 
-        The running ones need what is promised, and room for an event: once there is none left,
+        The running ones need what is reserved, and room for an event: once there is none left,
         nobody can be compressed any more.
         """
         above = int(self.size - mark * self.size)
-        running = self.promised + self.growth + least_written
-        return max(above, running, self.wanted) - self.free - self.coming
+        running = self.reserved + self.growth + least_written
+        return max(above, running, self.wanted) - self.free - self.pending_frees
 
 
 def choose(candidates: Iterable[Candidate], shortage: int, room: int) -> list[Candidate]:

@@ -19,6 +19,9 @@ TRIGGER_PRESSURE = "pressure"
 class CompressionRule:
     """The user's budget and triggers, in tokens and blocks.
 
+    Methods that take `compress_at` mean the end of the prompt, or of the context that a request
+    names: what follows counts as generated.
+
     Attributes:
         block_size: tokens of a block.
         fraction: kept fraction of the logical tokens, or None.
@@ -49,39 +52,39 @@ class CompressionRule:
     least_blocks: int = 1
     window_blocks: int = 0
 
-    def next_position(self, num_prompt_tokens: int, after: int) -> int | None:
+    def next_position(self, compress_at: int, after: int) -> int | None:
         """First position > `after` (in computed tokens) at which an event may happen."""
         candidates = []
-        if self.chunk_tokens and after < num_prompt_tokens:
+        if self.chunk_tokens and after < compress_at:
             boundary = (after // self.chunk_tokens + 1) * self.chunk_tokens
-            candidates.append(min(boundary, num_prompt_tokens))
-        elif self.at_prompt_end and after < num_prompt_tokens:
-            candidates.append(num_prompt_tokens)
+            candidates.append(min(boundary, compress_at))
+        elif self.at_prompt_end and after < compress_at:
+            candidates.append(compress_at)
         stride = self.decode_tokens or self.chunk_tokens
         if stride:
-            generated = max(0, after - num_prompt_tokens)
-            candidates.append(num_prompt_tokens + (generated // stride + 1) * stride)
+            generated = max(0, after - compress_at)
+            candidates.append(compress_at + (generated // stride + 1) * stride)
         return min(candidates, default=None)
 
-    def is_position(self, num_prompt_tokens: int, position: int) -> bool:
+    def is_position(self, compress_at: int, position: int) -> bool:
         """Whether an event may happen when `position` tokens have been computed."""
-        return self.next_position(num_prompt_tokens, position - 1) == position
+        return self.next_position(compress_at, position - 1) == position
 
-    def trigger_at(self, num_prompt_tokens: int, position: int) -> str:
+    def trigger_at(self, compress_at: int, position: int) -> str:
         """Name of the trigger that fires at an event position."""
-        if position == num_prompt_tokens and (self.at_prompt_end or self.chunk_tokens):
+        if position == compress_at and (self.at_prompt_end or self.chunk_tokens):
             return TRIGGER_PROMPT if self.at_prompt_end else TRIGGER_CHUNK
-        if position < num_prompt_tokens or not self.decode_tokens:
+        if position < compress_at or not self.decode_tokens:
             return TRIGGER_CHUNK
         return TRIGGER_DECODE
 
-    def target_blocks(self, num_prompt_tokens: int, position: int) -> int:
+    def target_blocks(self, compress_at: int, position: int) -> int:
         """Blocks that the full blocks of a request are to be compressed to.
 
         A fraction counts from the whole prompt while it is being read (so that its beginning
         is not squeezed more than its end), and from all tokens so far afterwards.
         """
-        num_full_blocks = max(num_prompt_tokens, position) // self.block_size
+        num_full_blocks = max(compress_at, position) // self.block_size
         if self.fraction is not None:
             wanted = math.ceil(round(self.fraction * num_full_blocks, 6))
         else:

@@ -11,6 +11,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vllm_kvcompress.errors import InvariantError
+
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -68,6 +70,22 @@ class ContextStore:
             self._pool.unpin_blocks(context.blocks, self._forget)
         else:  # forgotten meanwhile, or a second one of its key
             self._pool.free_blocks(reversed(context.blocks))
+
+    def check_integrity(self) -> None:
+        """Checks that every block of a known context, and no other, stands for that context.
+
+        Raises:
+            InvariantError: one does not, or stands for two.
+        """
+        expected = {
+            block.block_id: context for context in self._by_key.values() for block in context.blocks
+        }
+        num_blocks = sum(len(context.blocks) for context in self._by_key.values())
+        if expected != self._by_block or len(expected) != num_blocks:
+            raise InvariantError(
+                f"blocks of contexts: expected {num_blocks}, {sorted(expected)}, found "
+                f"{sorted(self._by_block)}, or of other contexts."
+            )
 
     def _forget(self, block: KVCacheBlock) -> None:
         """vLLM hands a block out, or empties its cache."""

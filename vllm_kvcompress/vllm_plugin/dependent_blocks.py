@@ -7,7 +7,6 @@ another request with the same tokens may be compressed elsewhere, or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -25,34 +24,32 @@ from vllm_kvcompress.vllm_plugin.spec import (
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+    from vllm_kvcompress.vllm_plugin.request_table import RequestTable
+
 
 class LimitedCaching:
     """Mixed into a block manager of vLLM: blocks behind a compression event are not cached.
 
     Attributes:
-        cacheable_tokens: tokens of a request, by its id, that do not depend on any compression;
-            None: all of them.
+        table: the requests' records. The scheduler sets it, since vLLM builds managers itself and
+            hands them a spec and a pool only.
     """
 
-    cacheable_tokens: Callable[[str], int | None]
+    table: RequestTable
 
     def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
         """Caches full blocks, but none that was computed after a compression event."""
-        limit = self.cacheable_tokens(request.request_id)
+        limit = self.table[request.request_id].ledger.first_event_position
         if limit is not None:
             num_tokens = min(num_tokens, limit)
         super().cache_blocks(request, num_tokens, *args, **kwargs)
 
 
-class DependentBlockManager(LimitedCaching):
-    """One whose `cacheable_tokens` the scheduler sets: a compressed group's manager knows them."""
-
-
-class DependentSlidingWindowManager(DependentBlockManager, SlidingWindowManager):
+class DependentSlidingWindowManager(LimitedCaching, SlidingWindowManager):
     """For sliding windows."""
 
 
-class DependentChunkedLocalManager(DependentBlockManager, ChunkedLocalAttentionManager):
+class DependentChunkedLocalManager(LimitedCaching, ChunkedLocalAttentionManager):
     """For attention within chunks."""
 
 

@@ -1,0 +1,263 @@
+"""One record per request, in a table that the scheduler and all block managers share."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
+from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
+from vllm_kvcompress.scheduling.pressure import Candidate
+from vllm_kvcompress.vllm_plugin.contexts import CompressedContext, ContextStore
+from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.request import Request
+
+    from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
+    from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+
+logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
+
+
+@dataclass
+class GroupBlocks:
+    """What a request holds in one cache group, beside vLLM's own list of its blocks.
+
+    Attributes:
+        kept: what the last event left, or the context that the request began with.
+        fresh: blocks that `event` writes; they become `kept`.
+        window: for the request's last queries.
+        event: whose step has not been processed yet, so that its sources are still held.
+    """
+
+    kept: list[KVCacheBlock] = field(default_factory=list)
+    fresh: list[KVCacheBlock] = field(default_factory=list)
+    window: list[KVCacheBlock] = field(default_factory=list)
+    event: EventPlan | None = None
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        """All of them."""
+        return self.kept + self.fresh + self.window
+
+
+@dataclass
+class RequestCompression:
+    """What is known about a request: when it is compressed, and what it holds meanwhile.
+
+    Attributes:
+        ledger: its events, which are the same in all cache groups.
+        groups: its blocks, by cache group.
+        selected: it is to be compressed in this step because room is needed.
+        context_hit: the compressed context that it can begin with; set until it is admitted.
+        context: the one whose blocks it holds as `kept`.
+        unsent: what the workers have not been told yet.
+    """
+
+    ledger: RequestLedger
+    groups: dict[int, GroupBlocks]
+    selected: bool = False
+    context_hit: CompressedContext | None = None
+    context: CompressedContext | None = None
+    unsent: StepPlan = field(default_factory=StepPlan)
+
+    def decide(self, position: int) -> Decision | None:
+        """What happens when `position` tokens have been computed; None: nothing."""
+        return self.ledger.decide(position, self.selected)
+
+    def candidate(self, request_id: str, position: int) -> Candidate | None:
+        """What compressing it would give at a position; None: nothing, or not now."""
+        in_flight = any(part.event for part in self.groups.values())
+        if in_flight or self.ledger.rule.pressure_mark is None:
+            return None
+        decision = self.ledger.decide(position, under_pressure=True)
+        if decision is None or decision.skipped:
+            return None
+        sources = self.ledger.num_source_blocks(position)
+        return Candidate(request_id, sources, decision.num_kept_blocks)
+
+
+class RequestTable:
+    """The records of all requests, from when they are queued until their end frees their blocks.
+
+    Cache groups of a request differ in the blocks that they hold. They see the same positions, so
+    one ledger serves all of them.
+
+    Attributes:
+        managers: the block managers of the compressed groups.
+        spec: theirs, as far as it says when to compress.
+        contexts: compressed contexts, for later requests.
+        skipped: events that a trigger called for but the rule left out, by policy and reason.
+
+    Args:
+        all_managers: of the compressed groups, and of others beside them.
+        managers: of the compressed groups.
+        block_pool: theirs.
+    """
+
+    def __init__(
+        self,
+        all_managers: Sequence[SingleTypeKVCacheManager],
+        managers: Sequence[CompressedBlockManager],
+        block_pool: BlockPool,
+    ) -> None:
+        assert len({manager.block_size for manager in managers}) == 1
+        self.managers = managers
+        self.spec: CompressedAttentionSpec = managers[0].kv_cache_spec
+        self.contexts = ContextStore(block_pool)
+        self.skipped: Counter[tuple[str, str]] = Counter()
+        self._all_managers = all_managers
+        self._pool = block_pool
+        self._records: dict[str, RequestCompression] = {}
+
+    def __getitem__(self, request_id: str) -> RequestCompression:
+        return self._records[request_id]
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._records
+
+    def open(self, request: Request) -> None:
+        """Begins the record of a request that is queued, or that lost everything by preemption.
+
+        One that names its context reads no prefix cache: a hit may end behind the context, in
+        blocks that an ordinary request with the same prompt has left there.
+        """
+        options = self._options(request)
+        settings = self.spec.settings.for_request(options.policy, options.budget)
+        rule = self.spec.rule_of(settings)
+        num_tokens = compress_at = request.num_prompt_tokens
+        key = None
+        if options.context_tokens is not None:
+            request.skip_reading_prefix_cache = True
+            compress_at = min(options.context_tokens, num_tokens)
+            num_blocks = min(compress_at, num_tokens - 1) // rule.block_size
+            if settings.reuse_contexts and num_blocks:
+                # Whole blocks, and a token behind them: what begins there is the same for all.
+                compress_at = num_blocks * rule.block_size
+                key = (request.block_hashes[num_blocks - 1], settings.policy, rule)
+        ledger = RequestLedger(
+            compress_at, rule, settings.policy, num_prompt_tokens=num_tokens, context_key=key
+        )
+        groups = {manager.kv_cache_group_id: GroupBlocks() for manager in self.managers}
+        self._records[request.request_id] = RequestCompression(ledger, groups)
+
+    def _options(self, request: Request) -> RequestOptions:
+        """What a request asks for.
+
+        Wrong values were refused at admission; where `RequestCheck` was left out they are passed
+        over, since an error here would end the engine and with it every other request.
+        """
+        params = request.sampling_params
+        try:
+            options = request_options(None if params is None else params.extra_args)
+            self.spec.settings.for_request(options.policy, options.budget)
+        except ValueError as error:
+            logger.warning("request %s: %s Passed over.", request.request_id, error)
+            return RequestOptions()
+        return options
+
+    def plan_event(self, request_id: str, position: int) -> None:
+        """Decides what happens to a request at the end of this step, in all groups at once."""
+        record = self._records[request_id]
+        decision = record.decide(position)
+        if decision is None:
+            return
+        if decision.skipped:
+            self.skipped[record.ledger.policy, decision.skipped] += 1
+            return
+        for manager in self.managers:
+            record.unsent.events.append(manager.begin_event(request_id, position, decision))
+        record.ledger.commit(position, decision.num_kept_blocks)
+
+    def free_kept(self, record: RequestCompression, group: int) -> list[KVCacheBlock]:
+        """The blocks of what a request kept in a group, to be freed; a context's are released."""
+        part = record.groups[group]
+        blocks, part.kept = part.kept, []
+        if record.context is None:
+            return blocks
+        self.contexts.release(record.context)
+        record.context = None
+        return []
+
+    def pop_blocks(self, request_id: str, group: int) -> list[KVCacheBlock]:
+        """What a request holds in a group, to be freed; the last group closes the record."""
+        record = self._records[request_id]
+        kept = self.free_kept(record, group)
+        part = record.groups.pop(group)
+        if not record.groups:
+            del self._records[request_id]
+        return kept + part.fresh + part.window
+
+    def check_integrity(self, request_ids: Iterable[str]) -> None:
+        """Compares the records with vLLM's bookkeeping, between two steps.
+
+        Args:
+            request_ids: of all requests that have not ended.
+
+        Raises:
+            InvariantError: a record is missing or left over, a block has other owners than its
+                count of references says, or a request holds other blocks than its ledger says.
+        """
+        _expect("requests with a record", set(request_ids), set(self._records))
+        parts = [part for record in self._records.values() for part in record.groups.values()]
+        owned = Counter(block for part in parts for block in block_ids(part.blocks))
+        for manager in self._all_managers:
+            gone = set(manager.req_to_blocks) - set(self._records)
+            _expect("requests without a record that hold blocks", set(), gone)
+            for blocks in manager.req_to_blocks.values():
+                owned.update(block.block_id for block in blocks if not block.is_null)
+        in_use = [block for block in self._pool.blocks if block.ref_cnt and not block.is_null]
+        _expect("owners by block", {b.block_id: b.ref_cnt for b in in_use}, dict(owned))
+        num_free = self._pool.num_gpu_blocks - 1 - len(owned)  # the null block is nobody's
+        _expect("free blocks", num_free, self._pool.get_num_free_blocks())
+        for request_id, manager in itertools.product(self._records, self.managers):
+            self._check_blocks(request_id, manager)
+        self.contexts.check_integrity()
+
+    def _check_blocks(self, request_id: str, manager: CompressedBlockManager) -> None:
+        """Raises where a request holds other blocks in a group than its ledger and event say."""
+        record = self._records[request_id]
+        part, ledger = record.groups[manager.kv_cache_group_id], record.ledger
+        blocks, event = manager.req_to_blocks.get(request_id) or [], part.event
+        num_null = ledger.compressed_blocks if event is None else event.first_block
+        shared = () if record.context is None else record.context.blocks
+        unexpected = [
+            block.block_id
+            for block in part.blocks
+            if block.block_hash is not None or (block.ref_cnt != 1 and block not in shared)
+        ]
+        expected = {
+            "null": [number < num_null for number in range(len(blocks))],
+            "kept": ledger.resident_blocks if event is None else event.resident_blocks,
+            "fresh": () if event is None else event.fresh_block_ids,
+            "window": ledger.rule.window_blocks if blocks else 0,
+            "shared": [],
+        }
+        found = {
+            "null": [block.is_null for block in blocks],
+            "kept": len(part.kept),
+            "fresh": block_ids(part.fresh),
+            "window": len(part.window),
+            "shared": unexpected,
+        }
+        _expect(f"blocks of {request_id} in group {manager.kv_cache_group_id}", expected, found)
+
+
+def block_ids(blocks: Iterable[KVCacheBlock]) -> tuple[int, ...]:
+    """Their numbers, as workers know them."""
+    return tuple(block.block_id for block in blocks)
+
+
+def _expect(what: str, expected: object, found: object) -> None:
+    if expected != found:
+        raise InvariantError(f"{what}: expected {expected}, found {found}.")
