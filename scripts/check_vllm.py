@@ -40,11 +40,29 @@ only checked; `vllm-kvcompress doctor` says what was done with each version.
 
 What differs between them, and was seen to:
 
-- 0.31 has no `num_kv_fetch_reqs_by_stage` in its statistics. Ours travel in `cudagraph_stats`,
-  which all have.
 - 0.33 gives `_get_local_prefix_cache_hit` a limit, and keeps `cli_env_setup` in another module.
   Both are accepted.
 - 0.31 needs transformers below 5.18, 0.32 below 5.20.
+
+## Hooks that vLLM lacks
+
+No method of vLLM is replaced while it serves. Where vLLM takes nothing from others, this is done:
+
+- *Checks of single requests* (`LogitsProcessor.validate_params`) are told no configuration, in a
+  process where nobody else holds it. What a server allows is part of the class's name:
+  `RequestCheck_` and the settings (`requests.py`).
+- *Statistics* reach the API process in the fields of `SchedulerStats` alone. Ours are text in
+  `cudagraph_stats`, which vLLM reads with `--cudagraph-metrics` only; our logger comes first and
+  takes it out. `kv_connector_stats` takes a dictionary, but without a connector vLLM's own logger
+  ends the engine over one.
+- *What a step has beside it*, a plan to the workers and durations back, are attributes of
+  `SchedulerOutput` and `ModelRunnerOutput`, which have no field for others.
+- *Ends of prefill chunks* can be chosen for hybrid Mamba models only: `_mamba_block_aligned_split`
+  says where, with `need_mamba_block_aligned_split` set.
+- *Block managers* are built from a spec and a pool. The scheduler gives them the requests' records
+  as soon as they are there.
+- *Prefix-cache hits* are looked up without saying for which request. None is longer than every
+  rule can use.
 
 ## Checked
 

@@ -41,7 +41,6 @@ def plugin_options(settings: Settings) -> dict[str, str]:
 
     check = "RequestCheck"
     if settings.request_policies or settings.max_request_budget is not None:
-        # vLLM checks requests in a process that knows this class by its name, and no settings.
         check += f"_{json.dumps(settings.to_dict()).encode().hex()}"
 
     paths = {"logits_processors": f"{_PACKAGE}.requests:{check}"}
@@ -181,11 +180,9 @@ def attached_plan(scheduler_output: Any) -> StepPlan | None:
 
 
 def attach_stats(scheduler_stats: Any, stats: dict[str, Any]) -> None:
-    """Puts our statistics where they reach the API process and no logger of vLLM trips over them.
+    """Puts our statistics where they reach the API process, for want of a field of their own.
 
-    `SchedulerStats` is decoded field by field there, so only existing fields survive, and text
-    only in the mode of `cudagraph_stats`. vLLM fills and reads that field with --cudagraph-metrics
-    alone. Even then nobody sees ours: the server calls our logger before its own (`detach_stats`).
+    See "Hooks that vLLM lacks" in docs/vllm-versions.md, as for all that is attached here.
     """
     from vllm.compilation.cuda_graph import CUDAGraphStat
 

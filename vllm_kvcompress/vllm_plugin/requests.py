@@ -98,8 +98,8 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
     subclasses of their own interface only, so this is both. It leaves logits as they are, and says
     so to each: under V1 greedy sampling never calls it, under V2 no request asks for it.
 
-    vLLM checks without telling the server's configuration, but names the class: what the server
-    allows is part of the name, `RequestCheck_` and the settings (see `compat.plugin_options`).
+    What the server allows is part of the class's name, `RequestCheck_` and the settings
+    (`compat.plugin_options`): see "Hooks that vLLM lacks" in docs/vllm-versions.md.
 
     Attributes:
         settings: the server's; None: requests may choose neither policy nor budget.
