@@ -178,6 +178,31 @@ def test_tokens_add_up_to_those_that_were_there(policy: str, total: int, tmp_pat
         assert float(after.sum()) == pytest.approx(float(before[head, :length].sum()), rel=1e-4)
 
 
+@pytest.mark.parametrize("policy", ["asymkv", "kvslimmer"])
+@pytest.mark.parametrize("num_recent", [-1, 0, 5])
+def test_what_the_window_has_just_written_is_never_linked(
+    policy: str, num_recent: int, tmp_path: Path
+) -> None:
+    """Its entries have no mass yet; at budgets that have no room for them, only the last has."""
+    pipeline = make_pipeline(policy, SHAPE, tmp_path, num_recent=num_recent)
+    view = make_view(SHAPE, pipeline.needs.window_size)
+    wanted = pipeline.needs.window_size if num_recent < 0 else num_recent
+    recent = max(0, wanted - view.num_tail)
+    mass = torch.rand(2, view.num_entries) + 1.0
+    for head, length in enumerate(view.lengths.tolist()):
+        mass[head, length - wanted :] = 1e-6
+    scorer = pipeline.scorer
+    assert isinstance(scorer, AsymKV)
+    for num_kept in (24, 16, 12, 4, 1):
+        link = scorer.choose(view, mass, torch.tensor([num_kept, num_kept]))
+        for head, length in enumerate(view.lengths.tolist()):
+            assert int(link[head].sum()) == max(0, length - num_kept)
+            room = max(0, min(recent, num_kept - 1 - scorer.num_sinks))
+            assert not link[head, length - room :].any()
+            if not recent and num_kept < length:
+                assert link[head, length - wanted : length].any() or not wanted
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_equal_keys_merge_without_a_trace(policy: str, tmp_path: Path) -> None:
     """Attention over what is left equals attention to everything, twice in a row."""

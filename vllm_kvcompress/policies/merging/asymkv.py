@@ -18,6 +18,7 @@ from vllm_kvcompress.policies.merging.groups import (
     tokens_of,
 )
 
+OBSERVED = -1
 GAMMA = 4096 / 6.238324625039508  # ln 512: how fast later pairs become lighter
 
 
@@ -26,7 +27,9 @@ class AsymKV(GroupMerging):
     """Links neighbours of little mass, the earlier the less readily.
 
     u_i = (m_i + m_{i+1}) (L_i + L_{i+1}) exp(-(i + 1) / gamma), i counted behind the sinks; the
-    smallest are linked. L is how many tokens an entry stands for. The authors choose the same
+    smallest are linked. L is how many tokens an entry stands for. Recent entries are never linked:
+    few queries have seen them, so they look light, and the authors compress the past only. Where
+    sinks and recent ones leave no room, these are fewer. The authors choose the same
     links for all heads of a layer; here each head has its own, since heads hold different numbers
     of entries. Keys are weighed without gradients: h = alpha^2 |v - o|^2, with an isotropic
     upstream gradient.
@@ -43,7 +46,7 @@ class AsymKV(GroupMerging):
     )
     stages = Stages(
         score="mean attention of the last window_size queries",
-        protect="the first num_sinks tokens",
+        protect="the first num_sinks tokens, and the last num_recent from being merged",
         allocate="the same for every layer and head",
         select="links of the lightest neighbours, later ones first",
         merge="a group's keys by their weights, values by how many tokens they stand for",
@@ -51,6 +54,9 @@ class AsymKV(GroupMerging):
 
     window_size: int = parameter(128, "last queries whose attention is averaged", minimum=1)
     num_sinks: int = parameter(32, "first tokens kept", minimum=0)
+    num_recent: int = parameter(
+        OBSERVED, f"last tokens that are not merged; {OBSERVED}: as many as are observed", OBSERVED
+    )
     merge_space: str = parameter("unrotated", MERGE_SPACE, choices=("rotated", "unrotated"))
 
     @property
@@ -65,11 +71,14 @@ class AsymKV(GroupMerging):
     def choose(self, view: LayerView, mass: Tensor, num_kept: Tensor) -> Tensor:
         """[H, n] bool."""
         nth = torch.arange(mass.shape[1], device=mass.device)
-        sinks = (num_kept - 1).clamp(0, self.num_sinks)[:, None]
+        num_recent = self.window_size if self.num_recent == OBSERVED else self.num_recent
+        alone = Protection(self.num_sinks, num_recent)
+        # One group is left between them.
+        sinks, recent = (n[:, None] for n in alone.bounds(view, (num_kept - 1).clamp_min(0)))
         tokens = tokens_of(view)
         pair = (mass + _shifted(mass)) * (tokens + _shifted(tokens))
         weight = pair.clamp_min(0).log() - (nth - sinks) / GAMMA
-        able = view.valid & (nth > sinks)
+        able = (nth > sinks) & (nth < view.lengths[:, None] - recent)
         return top_entries(-weight, able, links_needed(view, num_kept, able))
 
     def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
