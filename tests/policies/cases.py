@@ -29,6 +29,7 @@ POLICIES: dict[str, dict[str, object]] = {
     "snapkv": {"window_size": 5},
     "pyramidkv": {"window_size": 5, "beta": 3.0},
     "adakv": {"window_size": 5},
+    "spans": {"window_size": 9, "near_size": 4, "kernel_size": 5},
     "headkv": {"window_size": 5},
     "duoattention": {},
     "snapkv+criticalkv": {"window_size": 5},

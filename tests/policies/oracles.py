@@ -7,7 +7,7 @@ list of entries in position order; entries of the full blocks come first, then t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_kvcompress.policies.base import LayerView
@@ -166,6 +166,17 @@ def value_norms(head: Head, how: str) -> Vector:
     return out
 
 
+def higher_rank(head: Head, params: dict[str, Any]) -> Vector:
+    """Spans: by all queries that are observed, or by the last of them, pooled."""
+    last = replace(head, queries=head.queries[-params["near_size"] :])
+    both = (mass(head), pooled(last, mass(last), params["kernel_size"], "max"))
+    return [float(max(rank_of(j, row) for row in both)) for j in range(head.size)]
+
+
+def rank_of(j: int, row: Vector) -> int:
+    return sum((row[i], i) < (row[j], j) for i in range(len(row)))
+
+
 def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Vector]:
     base = policy.split("+")[0]
     if base in ("streamingllm", "duoattention"):
@@ -182,6 +193,8 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
             pooled(head, row, params["kernel_size"], params["pooling"])
             for head, row in zip(heads, changes, strict=True)
         ]
+    if base == "spans":
+        return [higher_rank(head, params) for head in heads]
     masses = [mass(head) for head in heads]
     if base in ("h2o", "d2o", "momentkv", *LINKING):
         return masses
@@ -232,6 +245,8 @@ def protection_of(policy: str, params: dict[str, Any]) -> tuple[int, int, float]
         return params["num_sinks"], 0, 0.0
     if base == "momentkv":
         return params["num_sinks"], params["window_size"], 0.0
+    if base == "spans":
+        return 0, params["near_size"], 0.0
     return 0, params["window_size"], 0.0
 
 
@@ -333,6 +348,20 @@ def headkv_shares(
 LINKING = ("kvmerger", "asymkv", "kvslimmer")
 
 
+def lone_ends(head: Head, room: int, params: dict[str, Any]) -> tuple[int, int]:
+    """How many first and last entries are never linked; the last ones shrink first."""
+    wanted = params["num_recent"] if params["num_recent"] >= 0 else params["window_size"]
+    recent = 0
+    while recent + head.num_tail < wanted and recent + params["num_sinks"] < room:
+        recent += 1
+    if wanted and not head.num_tail and not recent and wanted > 0 and room:
+        recent = 1  # the very last token stays what it is
+    sinks = 0
+    while sinks < params["num_sinks"] and sinks + recent < room:
+        sinks += 1
+    return sinks, recent
+
+
 def links(
     policy: str, head: Head, masses: Vector, kept: int, stay: set[int], params: dict[str, Any]
 ) -> set[int]:
@@ -349,8 +378,8 @@ def links(
         if params["budget_mode"] == "threshold":
             able = [j for j in able if score[j] > params["threshold"]]
     else:
-        sinks = min(params["num_sinks"], kept - 1)
-        able = list(range(sinks + 1, head.size))
+        sinks, recent = lone_ends(head, kept - 1, params)
+        able = list(range(sinks + 1, head.size - recent))
         score = [-math.inf] * head.size
         for j in able:
             pair = 2 * (masses[j] + masses[j - 1])
