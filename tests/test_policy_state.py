@@ -27,7 +27,7 @@ def test_runs_of_entries_are_found_name_by_name(policy: str, tmp_path: Path) -> 
     request = Request(make_pipeline(policy, SHAPE, tmp_path), make_pool(InterleavedPagePool))
     request.compress(request.positions[0])
     pool, tables, pipeline = request.pool, request.runner.tables, request.pipeline
-    assert pipeline.carried_entries == CARRIED[policy]
+    assert pipeline.token_state == CARRIED[policy]
     slot, carried = tables.slots["r"], PolicyState(tables)
     for layer in range(NUM_LAYERS):
         numbers = pool.floats(tables.state[layer, slot]).tolist()

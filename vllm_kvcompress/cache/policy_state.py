@@ -2,7 +2,7 @@
 
     state pages of a layer:  [ per head: s numbers each ][ per entry: bias, positions, ... ]
 
-All are fp32. Those per entry follow one another name by name (`Pipeline.carried_entries`), and
+All are fp32. Those per entry follow one another name by name (`Pipeline.token_state`), and
 within a name head after head.
 """
 
@@ -76,7 +76,7 @@ class PolicyState:
         pool, kept = self.pool, self._kept(slots, layers)
         starts = kept.cumsum(dim=2, dtype=torch.int32) - kept
         starts += pool.num_heads * pipeline.state_size(pool.head_size)
-        if which := pipeline.carried_entries.index(name):
+        if which := pipeline.token_state.index(name):
             starts += which * kept.sum(dim=2, keepdim=True, dtype=torch.int32)
         pages = self.tables.state[layers, slots]
         return PolicyStateRuns(pages, starts.flatten(1), kept.flatten(1))
@@ -94,7 +94,7 @@ class PolicyState:
             assert merged.state is not None
             numbers.append(merged.state.flatten())
         heads = selection.heads(self.pool.block_size)
-        for name in pipeline.carried_entries:
+        for name in pipeline.token_state:
             entries = getattr(merged, name)
             numbers.append(entries[heads, selection.kept_indices].float())
         self.pool.write_floats(pages, torch.cat(numbers).float())

@@ -1,7 +1,5 @@
 """AdaKV (arXiv 2407.11550): budgets per head, by scores."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -70,17 +68,14 @@ class Ada(Modifier, Allocator):
 
     @property
     def layer_dependent(self) -> bool:
-        """As what divides the budget among the layers."""
         return self.layers.layer_dependent
 
     def bind(self, model: ModelHeads) -> Self:
-        """With what divides the budget among the layers bound."""
         return replace(self, layers=self.layers.bind(model))
 
     def layer_pages(
         self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
     ) -> list[int]:
-        """As what divides the budget among the layers."""
         return self.layers.layer_pages(num_blocks, capacity, num_heads, num_logical_blocks)
 
     def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
@@ -96,7 +96,7 @@ class LayerView:
         output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h*G + g (None unless needed).
         output_gram: [H*G, D, D] fp32, W W^T per query head (None unless needed).
         state: [H, s] fp32, what the policy's merger left at the former event (None: no former
-            event, or nothing is carried).
+            event, or no policy state).
         bias: [H, n] fp32, added to the attention logits of each entry: the logarithm of how many
             tokens it stands for (None: one each). The tail's entries stand for one each.
         positions: [H, n] int64 logical position that each key is rotated to (None unless needed).
@@ -217,15 +217,8 @@ class Needs:
 
     def joined(self, other: Needs) -> Needs:
         """What either of two parts needs."""
-        return Needs(
-            window_size=max(self.window_size, other.window_size),
-            output_weight=self.output_weight or other.output_weight,
-            output_gram=self.output_gram or other.output_gram,
-            values=self.values or other.values,
-            plain_logits=self.plain_logits or other.plain_logits,
-            positions=self.positions or other.positions,
-            accumulated=self.accumulated or other.accumulated,
-        )
+        ours, theirs = asdict(self), asdict(other)
+        return Needs(**{name: max(ours[name], theirs[name]) for name in ours})
 
     @property
     def any_values(self) -> bool:
@@ -261,12 +254,12 @@ class Merged:
 
     Attributes:
         keys, values: [H, n, D] instead of the view's, or None where these stay as they are.
-        state: [H, s] fp32, carried to the next event in the request's own blocks.
-        bias: [H, n] fp32 instead of the view's, likewise carried; only from mergers that
+        state: [H, s] fp32, kept for the next event in the request's own blocks.
+        bias: [H, n] fp32 instead of the view's, likewise kept; only from mergers that
             weigh entries.
-        positions: [H, n] int64 instead of the view's, likewise carried; only from mergers that
+        positions: [H, n] int64 instead of the view's, likewise kept; only from mergers that
             need positions.
-        accumulated: [H, n] fp32 instead of the view's, likewise carried; None: stays as it is.
+        accumulated: [H, n] fp32 instead of the view's, likewise kept; None: stays as it is.
     """
 
     keys: Tensor | None = None

@@ -1,7 +1,5 @@
 """CriticalKV (arXiv 2502.03805): tokens without which outputs would change most."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -53,18 +51,15 @@ class CriticalKV(Modifier, Selector):
     norm: str = parameter("l1", "l1 (exact, reads W_O) or l2 (Gram matrix)", choices=("l1", "l2"))
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """With another selector."""
         return replace(base, selector=self)
 
     @property
     def needs(self) -> Needs:
-        """W_O, or its Gram matrix."""
         return Needs(output_weight=self.norm == "l1", output_gram=self.norm == "l2")
 
     def select(
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
-        """[H, n] bool."""
         valid = view.valid
         protected = protection.mask(view, kept)
         num_protected = protected.sum(dim=1)

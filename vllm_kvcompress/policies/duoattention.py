@@ -4,8 +4,6 @@ The authors' files: `full_attention_heads.tsv`, one line of gates per layer and 
 head, and beside it `config.json` with `sink_size` and `recent_size`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -64,22 +62,18 @@ class DuoAttention(Policy):
     block_size: int = 0
 
     def with_profile(self, path: Path) -> Self:
-        """With the authors' files, or those that were measured."""
         gates, sinks, recent = read_pattern(path)
         return replace(self, gates=gates, num_sinks=sinks, num_recent=recent)
 
     def bind(self, model: ModelHeads) -> Self:
-        """With the gates of this rank's heads."""
         gates = rows_of_rank(self.gates, model, model.num_kv_heads, "KV")
         return replace(self, gates=gates, block_size=model.block_size)
 
     @property
     def protection(self) -> Protection:
-        """The sinks."""
         return Protection(num_sinks=self.num_sinks)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32."""
         return places(view)
 
     def layer_pages(

@@ -1,7 +1,5 @@
 """H2O (arXiv 2306.14048): heavy hitters, and recent tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,9 +37,7 @@ class H2O(Policy):
 
     @property
     def protection(self) -> Protection:
-        """Recent tokens."""
         return Protection(recent_fraction=self.recent_fraction)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32."""
         return accumulated_mass(view, self.window_size)

@@ -3,8 +3,6 @@
 The authors' file: JSON `{"layer-queryhead": [scores, ...], ...}`, an importance is their mean.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -55,7 +53,6 @@ class HeadKV(SnapKV):
     block_size: int = 0
 
     def with_profile(self, path: Path) -> Self:
-        """With the authors' file, or one that was measured."""
         return replace(self, importance=read_importance(path))
 
     def bind(self, model: ModelHeads) -> Self:

@@ -1,7 +1,5 @@
 """KeyDiff (arXiv 2504.15364): keys unlike the others."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

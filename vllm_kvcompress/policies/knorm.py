@@ -1,7 +1,5 @@
 """Key norms (arXiv 2406.11430): keys of low norm draw the attention."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -39,13 +37,11 @@ class KNorm(Policy):
 
     @property
     def layer_dependent(self) -> bool:
-        """Whether some layers are skipped."""
         return self.skip_layers > 0
 
     def layer_pages(
         self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
     ) -> list[int]:
-        """Pages of each layer."""
         uniform, num_layers = num_blocks * num_heads, len(capacity)
         skipped = min(self.skip_layers, num_layers - 1)
         while (uniform * num_layers - sum(capacity[:skipped])) * 2 < uniform * (

@@ -1,7 +1,5 @@
 """OBCache (arXiv 2510.07651): pruning by what attention outputs would lose."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -43,14 +41,12 @@ class OBCache(Modifier):
     pooling: str = "max"
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """With another scorer."""
         theirs = ("window_size", "kernel_size", "pooling")
         given = {name: base.params[name] for name in theirs if name in base.params}
         return replace(base, scorer=replace(self, **given))
 
     @property
     def needs(self) -> Needs:
-        """The last queries, and values."""
         return Needs(window_size=self.window_size, values=True, plain_logits=True)
 
     def score(self, view: LayerView) -> Tensor:

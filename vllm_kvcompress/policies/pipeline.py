@@ -20,13 +20,13 @@ class Pipeline:
 
     Attributes:
         name: the string, parts in canonical order.
-        scorer: importance of entries.
+        scorer: importance of tokens.
         allocator: pages per layer and head.
-        selector: entries per head.
-        protection: entries that are kept whatever their score.
+        selector: tokens per head.
+        protection: tokens that are kept whatever their score.
         merger: what becomes of the others; None: nothing.
         params: the parameters in effect, by name.
-        repeats: a request may be compressed again; else nothing is carried for a next time.
+        repeats: a request may be compressed again; else no policy state is kept for a next time.
     """
 
     name: str
@@ -60,17 +60,17 @@ class Pipeline:
         return self.merger is not None and self.merger.weighs_entries
 
     @property
-    def carried_entries(self) -> tuple[str, ...]:
-        """What is carried of every kept entry, one fp32 number each: fields of `Merged`."""
-        carried = [
+    def token_state(self) -> tuple[str, ...]:
+        """Policy state of every kept token, one fp32 number each: fields of `Merged`."""
+        state = [
             ("bias", self.weighs_entries),
             ("positions", self.needs.positions and self.repeats),
             ("accumulated", self.needs.accumulated and self.repeats),
         ]
-        return tuple(name for name, wanted in carried if wanted)
+        return tuple(name for name, wanted in state if wanted)
 
     def state_size(self, head_size: int) -> int:
-        """fp32 numbers that are carried of every head."""
+        """Policy state of every head, in fp32 numbers."""
         if self.merger is None or not (self.repeats or self.corrects):
             return 0
         return self.merger.state_size(head_size)
@@ -78,7 +78,7 @@ class Pipeline:
     def state_pages(
         self, num_pages: int, num_heads: int, head_size: int, block_size: int, page_bytes: int
     ) -> int:
-        """How many of a layer's pages a request's carried state takes.
+        """How many of a layer's pages a request's policy state takes.
 
         Args:
             num_pages: of the layer in the mean, the state's included.
@@ -88,7 +88,7 @@ class Pipeline:
             page_bytes: of a page.
         """
         numbers = self.state_size(head_size) * num_heads
-        numbers += len(self.carried_entries) * num_pages * block_size
+        numbers += len(self.token_state) * num_pages * block_size
         return math.ceil(4 * numbers / page_bytes)
 
     def least_blocks(self, num_heads: int, head_size: int, block_size: int, page_bytes: int) -> int:

@@ -1,7 +1,5 @@
 """PyramidKV (arXiv 2406.02069): budgets that fall from layer to layer."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -35,7 +33,6 @@ class PyramidKV(SnapKV):
     block_size: int = 0
 
     def bind(self, model: ModelHeads) -> Self:
-        """With pages of the model's size."""
         return replace(self, block_size=model.block_size)
 
     def layer_pages(

@@ -10,7 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass, replace
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -109,8 +109,8 @@ def _what_is_wrong(part: object) -> str:
     """What keeps something from being a policy or modifier; empty: nothing."""
     if not inspect.isclass(part) or not issubclass(part, Policy | Modifier):
         return repr(part)
-    if not is_dataclass(part) or "__dataclass_params__" not in vars(part):
-        return "a class that is no dataclass"
+    if not getattr(vars(part).get("__dataclass_params__"), "frozen", False):
+        return "a class that is none"
     for attribute, kind in (("name", str), ("paper", str), ("summary", str), ("stages", Stages)):
         if not isinstance(getattr(part, attribute, None), kind):
             return f"{attribute} = {getattr(part, attribute, None)!r}"

@@ -1,7 +1,5 @@
 """SnapKV (arXiv 2404.14469): what the last queries attend to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,14 +40,11 @@ class SnapKV(Policy):
 
     @property
     def needs(self) -> Needs:
-        """The last queries."""
         return Needs(window_size=self.window_size)
 
     @property
     def protection(self) -> Protection:
-        """The window."""
         return Protection(num_recent=self.window_size)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32 pooled mass."""
         return pool_left_of_window(view, observed_mass(view), self.kernel_size, self.pooling)

@@ -1,7 +1,5 @@
 """StreamingLLM (arXiv 2309.17453): the first tokens and the latest."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +21,9 @@ class StreamingLLM(Policy):
 
     @property
     def protection(self) -> Protection:
-        """The sinks."""
         return Protection(num_sinks=self.num_sinks)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32."""
         return places(view)
 
 

@@ -1,7 +1,5 @@
 """TOVA (arXiv 2401.06104): what the last query attends to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -27,7 +25,6 @@ class TOVA(Policy):
 
     @property
     def needs(self) -> Needs:
-        """The last query."""
         return Needs(window_size=1)
 
     def score(self, view: LayerView) -> Tensor:

@@ -1,7 +1,5 @@
 """A share of the budget for recent tokens, as KeyDiff's authors do (arXiv 2504.15364)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from vllm_kvcompress.policies import Modifier, Pipeline, Protection, Stages, parameter
@@ -22,5 +20,4 @@ class Window(Modifier):
     recent_fraction: float = parameter(0.1, "part of the budget for recent tokens", 0.0, 1.0)
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """With another protection."""
         return replace(base, protection=Protection(recent_fraction=self.recent_fraction))

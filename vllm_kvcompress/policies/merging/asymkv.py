@@ -1,7 +1,5 @@
 """AsymKV (arXiv 2506.05410): light neighbours become one, since keys are alike and values not."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -61,15 +59,12 @@ class AsymKV(GroupMerging):
 
     @property
     def protection(self) -> Protection:
-        """The sinks."""
         return Protection(num_sinks=self.num_sinks)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32 mass."""
         return observed_mass(view)
 
     def choose(self, view: LayerView, mass: Tensor, num_kept: Tensor) -> Tensor:
-        """[H, n] bool."""
         nth = torch.arange(mass.shape[1], device=mass.device)
         num_recent = self.window_size if self.num_recent == OBSERVED else self.num_recent
         alone = Protection(self.num_sinks, num_recent)

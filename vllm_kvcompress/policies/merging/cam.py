@@ -1,7 +1,5 @@
 """CaM (ICML 2024): evicted values are added to the next kept ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -46,12 +44,10 @@ class CaM(Modifier, Merger):
     )
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """With a merger."""
         return replace(base, merger=self)
 
     @property
     def needs(self) -> Needs:
-        """Accumulated attention, and values."""
         return Needs(window_size=self.merge_window, values=True, accumulated=True)
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:

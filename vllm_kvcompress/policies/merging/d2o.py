@@ -1,7 +1,5 @@
 """D2O (arXiv 2406.13035): what H2O evicts is merged into similar tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,16 +35,13 @@ class D2O(H2O, Merger):
 
     @property
     def needs(self) -> Needs:
-        """As H2O, and values."""
         return replace(super().needs, values=True)
 
     @property
     def protection(self) -> Protection:
-        """Sinks and recent tokens."""
         return replace(super().protection, num_sinks=self.num_sinks)
 
     def state_size(self, head_size: int) -> int:
-        """theta."""
         return 1
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:

@@ -57,7 +57,6 @@ class GroupMerging(Policy, Merger):
 
     @property
     def weighs_entries(self) -> bool:
-        """Whether multiplicities are a part of the policy state."""
         return self.value_mode == "lossless"
 
     def select(

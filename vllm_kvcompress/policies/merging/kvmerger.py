@@ -1,7 +1,5 @@
 """KVMerger (arXiv 2407.08454): neighbours of similar keys become one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,7 +64,6 @@ class KVMerger(GroupMerging):
 
     @property
     def needs(self) -> Needs:
-        """As all that merge neighbours, and accumulated attention."""
         return replace(super().needs, accumulated=True)
 
     @property
@@ -75,11 +72,9 @@ class KVMerger(GroupMerging):
         return Protection(recent_fraction=self.recent_fraction)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32 mass."""
         return accumulated_mass(view, self.window_size)
 
     def choose(self, view: LayerView, mass: Tensor, num_kept: Tensor) -> Tensor:
-        """[H, n] bool."""
         nth = torch.arange(mass.shape[1], device=mass.device)
         _, recent = self.protection.bounds(view, num_kept)
         open_entries = view.valid & (nth < (view.lengths - recent)[:, None])
@@ -94,7 +89,6 @@ class KVMerger(GroupMerging):
         return top_entries(cosines, able, links_needed(view, num_kept, able))
 
     def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
-        """[H, n] fp32."""
         distance = key_distances(view, groups.highest(mass))
         count = groups.sum(torch.ones_like(mass))
         mean = groups.spread(groups.sum(distance) / count.clamp_min(1))

@@ -1,7 +1,5 @@
 """KVSlimmer (arXiv 2603.00907): AsymKV's pairs, weighed by the Hessian in closed form."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +37,6 @@ class KVSlimmer(AsymKV):
     )
 
     def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
-        """[H, n] fp32."""
         alpha = shares_of(mass, groups)
         exact = self.variant == "paper"
         order, num_pairs = (2, LARGEST_EXACT - 1) if exact else (1, 0)

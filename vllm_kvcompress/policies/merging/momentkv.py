@@ -1,7 +1,5 @@
 """MomentKV (arXiv 2606.01563): evicted tokens live on as moments of their keys and values."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch
@@ -39,12 +37,10 @@ class Moments(Merger):
 
     @property
     def needs(self) -> Needs:
-        """Values."""
         return Needs(values=True, plain_logits=True)
 
     @property
     def corrects(self) -> bool:
-        """Yes."""
         return True
 
     def state_size(self, head_size: int) -> int:
@@ -88,21 +84,17 @@ class MomentKV(Moments, Policy):
 
     @property
     def needs(self) -> Needs:
-        """As the moments, and the last queries."""
         return replace(super().needs, window_size=self.window_size)
 
     @property
     def protection(self) -> Protection:
-        """Sinks and the window."""
         return Protection(num_sinks=self.num_sinks, num_recent=self.window_size)
 
     @property
     def allocator(self) -> Ada:
-        """As AdaKV."""
         return Ada(self.safeguard, self.safeguard_mode, self.protection)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32 mass."""
         return observed_mass(view)
 
     def select(
@@ -131,7 +123,6 @@ class MomentFix(Modifier, Moments):
         return not policy.stages.merge
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """With a merger."""
         return replace(base, merger=self)
 
 

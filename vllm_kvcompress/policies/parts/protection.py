@@ -1,4 +1,4 @@
-"""Entries that are kept whatever their score: the first tokens and the most recent ones."""
+"""Tokens that are kept whatever their score: the first tokens and the most recent ones."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Protection:
     recent_fraction: float = 0.0
 
     def bounds(self, view: LayerView, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """[H] protected sinks and recent entries among the full blocks.
+        """[H] protected sinks and recent tokens among the full blocks.
 
         The partial last block is recent and kept anyway. When sinks and recent tokens exceed
         what a head keeps, first the recent ones shrink, then the sinks (methods: small budgets).
 
         Args:
             view: the layer.
-            kept: [H] int64 entries of the full blocks that each head is to keep.
+            kept: [H] int64 tokens of the full blocks that each head is to keep.
         """
         tail = view.num_tail
         recent: int | Tensor = max(0, self.num_recent - tail)
@@ -45,7 +45,7 @@ class Protection:
         return sinks, recent
 
     def mask(self, view: LayerView, kept: Tensor) -> Tensor:
-        """[H, n] bool: the protected entries."""
+        """[H, n] bool: the protected tokens."""
         sinks, recent = self.bounds(view, kept)
         nth = torch.arange(view.num_entries, device=kept.device)
         first = nth < sinks[:, None]
