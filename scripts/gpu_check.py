@@ -25,15 +25,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpu_parts.report import Results, engine_passed, with_earlier, write_results
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-
-from benchmarks.gpu.report import (  # noqa: E402
-    Results,
-    engine_passed,
-    with_earlier,
-    write_results,
-)
 
 BANDWIDTH_BYTES = 1 << 32
 GPU_TESTS = (
@@ -108,8 +103,8 @@ def run_pytest(quick: bool) -> str | None:
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
     """Both kinds of checks."""
-    from benchmarks.gpu.checks import check_flash, check_kernels, check_selection
-    from benchmarks.gpu.flash import why_no_flash
+    from gpu_parts.checks import check_flash, check_kernels, check_selection
+    from gpu_parts.flash import why_no_flash
 
     block_sizes = (16, 64) if options.quick else (16, 32, 64, 128)
     kernels = [*check_kernels(block_sizes), *check_selection()]
@@ -130,7 +125,7 @@ def passed(checks: dict[str, Any]) -> bool:
 
 def measure_decode(options: argparse.Namespace) -> Results:
     """Decode attention, and the bandwidth that it is compared with."""
-    from benchmarks.gpu import decode, measure, vllm_attention
+    from gpu_parts import decode, measure, vllm_attention
 
     if (reason := vllm_attention.why_not()) is not None:
         print(reason)
@@ -143,7 +138,7 @@ def measure_decode(options: argparse.Namespace) -> Results:
 
 def measure_tune(options: argparse.Namespace) -> Results:
     """Decode attention with its work cut in other ways."""
-    from benchmarks.gpu import decode, measure
+    from gpu_parts import decode, measure
 
     read = measure.read_bandwidth(BANDWIDTH_BYTES, repeats(options))
     return {"read_bandwidth": read, "tuning": decode.tune_decode(decode_plan(options), read)}
@@ -151,7 +146,7 @@ def measure_tune(options: argparse.Namespace) -> Results:
 
 def measure_prefill(options: argparse.Namespace) -> Results:
     """A chunk's attention over compressed pages."""
-    from benchmarks.gpu import prefill, vllm_attention
+    from gpu_parts import prefill, vllm_attention
 
     if (reason := vllm_attention.why_not()) is not None:
         print(reason)
@@ -163,7 +158,7 @@ def measure_prefill(options: argparse.Namespace) -> Results:
 
 def measure_events(options: argparse.Namespace) -> Results:
     """Events, and the bandwidth that compaction is compared with."""
-    from benchmarks.gpu import events, measure
+    from gpu_parts import events, measure
 
     if (reason := events.why_no_whole_events()) is not None:
         print(reason)
@@ -175,7 +170,7 @@ def measure_events(options: argparse.Namespace) -> Results:
 
 def measure_engine(options: argparse.Namespace) -> Results:
     """A whole engine, stock and compressed."""
-    from benchmarks.gpu import engine
+    from gpu_parts import engine
 
     plan = engine.EnginePlan(model=options.model, engine=dict(options.engine))
     if options.quick:
@@ -199,7 +194,7 @@ def repeats(options: argparse.Namespace) -> int:
 
 def decode_plan(options: argparse.Namespace) -> Any:
     """What to measure of decode attention."""
-    from benchmarks.gpu.decode import DecodePlan
+    from gpu_parts.decode import DecodePlan
 
     plan = DecodePlan(block_size=options.block_size, repeats=repeats(options))
     return replace(plan, context=8192, batches=(1, 8)) if options.quick else plan

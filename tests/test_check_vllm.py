@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import multiprocessing
 import re
-import sys
 import zipfile
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,15 +17,13 @@ from typing import Any
 import pytest
 import torch
 
+import check_vllm
+from vllm_check import names
+from vllm_check.reliance import Reliance
+from vllm_check.sources import Sources
+from vllm_kvcompress.vllm_plugin.spec import PolicyDemand
+
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-import check_vllm  # noqa: E402
-from vllm_check import names  # noqa: E402
-from vllm_check.reliance import Reliance  # noqa: E402
-from vllm_check.sources import Sources  # noqa: E402
-
-from vllm_kvcompress.vllm_plugin.spec import PolicyDemand  # noqa: E402
 
 # Attributes of models' modules and configurations, which need not be there.
 MODELS = {"o_proj", "rotary_emb", "num_kv_shared_layers", "attn_logit_softcapping"}
@@ -34,7 +31,7 @@ OPTIONS = {"model_tag", "headless"}  # of vLLM's command line
 # Python's and torch's objects that no import of ours names, and any dataclass.
 OBJECTS = (
     *(*vars(builtins).values(), multiprocessing.get_context("spawn"), Connection),
-    *(torch.cpu, torch.nn.Module, logging.Logger, PolicyDemand),
+    *(torch.cpu, torch.accelerator, torch.nn.Module, logging.Logger, PolicyDemand),
 )
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu.engine import EnginePlan, measure_engine
-from benchmarks.gpu.flash import attend_per_head
-from benchmarks.gpu.report import (
+from gpu_parts.engine import EnginePlan, measure_engine
+from gpu_parts.flash import attend_per_head
+from gpu_parts.report import (
     as_markdown,
     engine_passed,
     raggedness,
@@ -23,8 +23,8 @@ from benchmarks.gpu.report import (
     with_earlier,
     write_results,
 )
-from benchmarks.gpu.shapes import NUM_HEADS, ragged_lengths
-from benchmarks.gpu.whole_events import (
+from gpu_parts.shapes import NUM_HEADS, ragged_lengths
+from gpu_parts.whole_events import (
     REQUEST,
     Cache,
     Model,

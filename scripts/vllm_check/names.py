@@ -98,7 +98,10 @@ READ: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.worker_base.WorkerWrapperBase": ("worker",),
     "vllm.v1.worker.gpu_worker.Worker": ("model_runner", "cache_config", "vllm_config"),
     "vllm.entrypoints.llm.LLM": ("generate", "collective_rpc", "llm_engine"),
-    "vllm.outputs.RequestOutput": ("outputs", "metrics", "num_cached_tokens", "finished"),
+    "vllm.outputs.RequestOutput": (
+        *("outputs", "metrics", "num_cached_tokens", "finished", "prompt_logprobs"),
+    ),
+    "vllm.logprobs.Logprob": ("logprob",),
     "vllm.outputs.CompletionOutput": ("token_ids", "text"),
     "vllm.v1.metrics.stats.RequestStateStats": (
         *("first_token_latency", "first_token_ts", "last_token_ts"),

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.vllm_attention import vllm_attention
+from gpu_parts.vllm_attention import vllm_attention
 from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels.compact_triton import compact_pages
 from vllm_kvcompress.kernels.decode_triton import (

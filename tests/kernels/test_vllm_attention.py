@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.gpu import vllm_attention
+from gpu_parts import vllm_attention
 from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels import paged_torch

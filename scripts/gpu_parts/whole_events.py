@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import shapes
-from benchmarks.gpu.events import KEPT
-from benchmarks.gpu.measure import progress
+from gpu_parts import shapes
+from gpu_parts.events import KEPT
+from gpu_parts.measure import progress
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu import shapes, vllm_attention
-from benchmarks.gpu.measure import host_seconds_of, progress, seconds_of
+from gpu_parts import shapes, vllm_attention
+from gpu_parts.measure import host_seconds_of, progress, seconds_of
 from vllm_kvcompress.kernels.correction_triton import correct_with_moments
 from vllm_kvcompress.kernels.decode_triton import (
     DEFAULT_SETTINGS,

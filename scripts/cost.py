@@ -1,6 +1,6 @@
 """What compression costs and saves on this machine, as ratios against stock vLLM.
 
-    python benchmarks/cost.py [--prompt 4096] [--decode 32] [--repeats 5] [--out FILE.json]
+    python scripts/cost.py [--prompt 4096] [--decode 32] [--repeats 5] [--out FILE.json]
 
 One process per engine (stock, off, and one per policy), all alive at once, measured in turns,
 so that a slow minute of the machine hits all of them. Medians of the repetitions. The model has

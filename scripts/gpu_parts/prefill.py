@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.gpu import shapes, vllm_attention
-from benchmarks.gpu.measure import progress, seconds_of
+from gpu_parts import shapes, vllm_attention
+from gpu_parts.measure import progress, seconds_of
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.prefill_triton import prefill_attention
 

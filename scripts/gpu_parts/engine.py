@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.measure import progress
-from benchmarks.gpu.report import COMPRESSED, STOCK
+from gpu_parts.measure import progress
+from gpu_parts.report import COMPRESSED, STOCK
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.tools.engine_process import EngineProcess
 

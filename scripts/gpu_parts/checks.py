@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import shapes
-from benchmarks.gpu.flash import attend_per_head, flash_attention
-from benchmarks.gpu.measure import progress
+from gpu_parts import shapes
+from gpu_parts.flash import attend_per_head, flash_attention
+from gpu_parts.measure import progress
 from vllm_kvcompress.kernels import moment_size, paged, paged_torch, selection, selection_torch
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.paged_numbers import PagedNumbers

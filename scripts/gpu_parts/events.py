@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from benchmarks.gpu import shapes
-from benchmarks.gpu.measure import progress, seconds_of
+from gpu_parts import shapes
+from gpu_parts.measure import progress, seconds_of
 from vllm_kvcompress.kernels import paged
 from vllm_kvcompress.kernels.paged_entries import PagedEntries
 
@@ -57,7 +57,7 @@ def _whole_events(num_tokens: int, block_size: int, repeats: int, prefill: float
     """As `measure_whole_events`; none where something is missing."""
     if why_no_whole_events() is not None:
         return []
-    from benchmarks.gpu.whole_events import measure_whole_events
+    from gpu_parts.whole_events import measure_whole_events
 
     return measure_whole_events(num_tokens, block_size, max(3, repeats // 5), prefill)
 
