@@ -7,7 +7,7 @@ compared after every step. A scenario is a dictionary:
     settings: our settings, or null for stock vLLM
     asynchronous: schedule the next step while one runs
     phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?, xargs?,
-        lora? (an adapter's directory)}
+        lora? (an adapter's directory), prompt_logprobs?}
     record_kept: report the kept indices of every event
     probes: names (module:function) of what is called with the report before the engine starts
     calls: lists [phase, method of the workers, keyword arguments] of what is called before a phase
@@ -191,6 +191,7 @@ def run_phase(
                 ignore_eos=True,
                 logprobs=5,
                 extra_args=request.get("xargs"),
+                prompt_logprobs=request.get("prompt_logprobs"),
             )
             prompt, adapter = {"prompt_token_ids": request["prompt"]}, request.get("lora")
             lora = LoRARequest("adapter", 1, adapter) if adapter else None
@@ -207,6 +208,10 @@ def run_phase(
                         for position in choice.logprobs
                     ],
                     "cached": output.num_cached_tokens,
+                    "prompt_logprobs": [
+                        {str(t): lp.logprob for t, lp in (position or {}).items()}
+                        for position in output.prompt_logprobs or ()
+                    ],
                 }
         books.check()
         report["usage"].append(books.pool.get_usage())

@@ -95,7 +95,24 @@ def test_without_leave_every_request_reads_its_context(llama: str, run_engine: R
         llama, [[ask("a", 1)], [ask("b", 2)]], settings={"policy": "adakv", "budget": 0.25}
     )
     assert report["contexts_reused"] == 0
-    assert report["outputs"]["b"]["cached"] == 0
+    assert report["outputs"]["b"]["cached"] == (len(CONTEXT) - 32) // BLOCK * BLOCK
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_a_prompt_that_was_read(
+    llama: str, run_engine: Run
+) -> None:
+    """A request for them begins with no compressed context, which would leave them undefined."""
+    phases = [[ask("first", 1)], [ask("scored", 2, prompt_logprobs=0)]]
+    report = run_engine(llama, [*phases, [ask("again", 2, prompt_logprobs=0)]], settings=REUSE)
+    assert report["contexts_reused"] == 0
+    fresh = run_engine(llama, [phases[1]], settings=REUSE)["outputs"]["scored"]
+    assert len(fresh["prompt_logprobs"]) == len(phases[1][0]["prompt"])
+    for name in ("scored", "again"):
+        output = report["outputs"][name]
+        assert output["cached"] == 0
+        assert output["tokens"] == fresh["tokens"]
+        for said, expected in zip(output["prompt_logprobs"], fresh["prompt_logprobs"], strict=True):
+            assert said == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_context_gives_way_to_requests_that_need_the_room(llama: str, run_engine: Run) -> None:

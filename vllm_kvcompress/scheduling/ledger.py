@@ -58,6 +58,13 @@ class RequestLedger:
         """Records a context that an earlier request had compressed, instead of an event."""
         self.commit(end_block * self.rule.block_size, num_kept_blocks)
 
+    @property
+    def max_prefix_hit(self) -> int:
+        """Longest usable prefix-cache hit, in tokens: as the rule has it, within the context."""
+        if self.compress_at < self.num_prompt_tokens:
+            return self.rule.max_prefix_hit(self.compress_at)
+        return self.num_prompt_tokens
+
     def decide(self, position: int, under_pressure: bool = False) -> Decision | None:
         """What happens when `position` tokens have been computed; None: no trigger fires.
 

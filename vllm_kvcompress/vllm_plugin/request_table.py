@@ -129,8 +129,9 @@ class RequestTable:
     def open(self, request: Request) -> None:
         """Begins the record of a request that is queued, or that lost everything by preemption.
 
-        One that names its context reads no prefix cache: a hit may end behind the context, in
-        blocks that an ordinary request with the same prompt has left there.
+        Beside layers of other kinds, one that names its context reads no prefix cache: a hit may
+        end behind the context, and theirs cannot be shortened. One that asks for the prompt's
+        log-probabilities has to read all of it, and begins with no compressed context.
         """
         options = self._options(request)
         settings = self.spec.settings.for_request(options.policy, options.budget)
@@ -138,10 +139,12 @@ class RequestTable:
         num_tokens = compress_at = request.num_prompt_tokens
         key = None
         if options.context_tokens is not None:
-            request.skip_reading_prefix_cache = True
+            if len(self._all_managers) > len(self.managers):
+                request.skip_reading_prefix_cache = True
             compress_at = min(options.context_tokens, num_tokens)
             num_blocks = min(compress_at, num_tokens - 1) // rule.block_size
-            if settings.reuse_contexts and num_blocks:
+            reads_all = request.sampling_params.prompt_logprobs is not None
+            if settings.reuse_contexts and num_blocks and not reads_all:
                 # Whole blocks, and a token behind them: what begins there is the same for all.
                 compress_at = num_blocks * rule.block_size
                 key = (request.block_hashes[num_blocks - 1], settings.policy, rule)

@@ -164,11 +164,16 @@ class CompressionMixin:
     def _get_local_prefix_cache_hit(self, request: Request, *args, **kwargs):
         """vLLM's, or a compressed context: null blocks, since nothing of it is where it was.
 
+        A request that names its context takes no more of vLLM's than leaves the context's last
+        queries to compute; an ordinary one with the same prompt may have left blocks behind them.
         Since 0.33 vLLM also says how long a hit may be, where something else than the cache limits
         it: then there is no context, which can only be taken whole.
         """
-        if self.table is not None and self.spec.settings.reuse_contexts:
-            record = self.table[request.request_id]
+        found = super()._get_local_prefix_cache_hit
+        if self.table is None:
+            return found(request, *args, **kwargs)
+        record = self.table[request.request_id]
+        if self.spec.settings.reuse_contexts:
             limited = any(value is not None for value in (*args, *kwargs.values()))
             key = None if limited else record.ledger.context_key
             context = record.context_hit = self.table.contexts.find(key)
@@ -176,7 +181,13 @@ class CompressionMixin:
                 blocks = [self.kv_cache_manager.block_pool.null_block] * context.num_blocks
                 hit = self.kv_cache_manager.create_kv_cache_blocks((blocks,))
                 return hit, context.num_blocks * self.spec.block_size, 0, False
-        return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+        blocks, num_tokens, *more = found(request, *args, **kwargs)
+        num_blocks = record.ledger.max_prefix_hit // self.spec.block_size
+        if num_tokens > num_blocks * self.spec.block_size:
+            kept = tuple(group[:num_blocks] for group in blocks.blocks)
+            blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
+            num_tokens = num_blocks * self.spec.block_size
+        return blocks, num_tokens, *more
 
     def add_request(self, request: Request) -> None:
         """Queues a request; one that is known already only brings more input."""
