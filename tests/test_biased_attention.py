@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.oracles import Vector, attend, corrected
 from tests.step_cases import GROUP, NUM_HEADS, NUM_LAYERS, REQUESTS, Request, Step, make_pool
-from vllm_kvcompress.attention.biased import biased_attention, query_groups
+from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
 from vllm_kvcompress.policies.registry import resolve
 
@@ -45,7 +45,7 @@ def test_outputs_are_those_of_plain_loops(
 ) -> None:
     step = Step(resolve(policy), make_pool(kind), BATCHES[batch_name])
     batch = step.read()
-    groups = query_groups(batch, step.starts)
+    groups = query_batches(batch, step.starts)
     found = torch.full_like(step.queries, float("nan"))
     for layer in range(NUM_LAYERS):
         for group in groups:
@@ -65,7 +65,7 @@ def test_outputs_are_those_of_plain_loops(
 def test_requests_that_decode_are_one_group_and_chunks_are_alone() -> None:
     step = Step(resolve("asymkv"), make_pool(PackedPagePool))
     batch = step.read()
-    decoding, chunk = query_groups(batch, step.starts)
+    decoding, chunk = query_batches(batch, step.starts)
     assert isinstance(decoding.tokens, torch.Tensor)
     assert decoding.tokens.tolist() == [0, 9]
     assert chunk.tokens == slice(4, 9)
@@ -78,25 +78,25 @@ def test_requests_that_decode_are_one_group_and_chunks_are_alone() -> None:
 def test_a_batch_that_only_decodes_is_taken_as_it_lies() -> None:
     step = Step(resolve("asymkv"), make_pool(PackedPagePool), BATCHES["decoding"])
     batch = step.read()
-    (group,) = query_groups(batch, step.starts)
+    (group,) = query_batches(batch, step.starts)
     assert group.tokens == slice(0, 2)
     assert group.page_table is batch.page_table
-    assert group.carried is batch.carried is not None
+    assert group.policy_state is batch.policy_state is not None
 
 
 def test_neighbours_that_decode_are_taken_as_they_lie() -> None:
     """Behind others that do not."""
     step = Step(resolve("asymkv"), make_pool(PackedPagePool), (REQUESTS[2], *BATCHES["decoding"]))
-    decoding, chunk = query_groups(step.read(), step.starts)
+    decoding, chunk = query_batches(step.read(), step.starts)
     assert (decoding.tokens, chunk.tokens) == (slice(5, 7), slice(0, 5))
 
 
 def test_what_attention_reads_is_found_again_only_when_something_changed() -> None:
     """And is then what the request holds."""
     step = Step(resolve("asymkv"), make_pool(PackedPagePool), BATCHES["decoding"])
-    first = step.read().carried
+    first = step.read().policy_state
     assert first is not None
-    assert step.read().carried is first
+    assert step.read().policy_state is first
     tables = step.runner.tables
     tables.release("c")
     slot = tables.acquire("c")
@@ -104,7 +104,7 @@ def test_what_attention_reads_is_found_again_only_when_something_changed() -> No
         tables.replace(layer, slot, torch.tensor([1, 2]), torch.tensor([7, 8, 9]))
         tables.replace_state(layer, slot, torch.tensor([5]))
     tables.begin_tail(slot, 3, 2)
-    found = step.read().carried
+    found = step.read().policy_state
     assert found is not None
     assert found.pages[:, 1, :1].tolist() == [[5]] * NUM_LAYERS
     assert found.starts[:, 2:].tolist() == [[0, 4]] * NUM_LAYERS

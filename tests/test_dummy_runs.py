@@ -61,8 +61,10 @@ def test_all_kernels_of_an_event_run_once_before(
     wanted = set(called)
     called.clear()
     runner = Request(pipeline, make_pool(InterleavedPagePool)).runner
-    dummy_runs(runner).warm_up(pipeline.gathers)
-    attention = {"decode_attention", "prefill_attention"} if pipeline.gathers else set()
+    dummy_runs(runner).warm_up(pipeline.needs_biased_attention)
+    attention = (
+        {"decode_attention", "prefill_attention"} if pipeline.needs_biased_attention else set()
+    )
     attention |= {"correct_with_moments"} if pipeline.corrects else set()
     assert wanted
     assert called == wanted | attention
@@ -73,7 +75,7 @@ def test_nothing_is_left_behind(policy: str, tmp_path: Path) -> None:
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     request = Request(pipeline, make_pool(InterleavedPagePool))
     before = request.pool.pages.clone()
-    dummy_runs(request.runner).warm_up(pipeline.gathers)
+    dummy_runs(request.runner).warm_up(pipeline.needs_biased_attention)
     dummy_runs(request.runner).longest(200)
     after, mine = request.pool.pages, request.pool.pages_per_block
     assert not request.runner.tables.slots

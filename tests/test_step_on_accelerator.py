@@ -22,7 +22,7 @@ from tests.step_cases import (
     make_pool,
 )
 from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
-from vllm_kvcompress.attention.biased import biased_attention, query_groups
+from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
@@ -70,7 +70,7 @@ def test_tables_and_batches_through_a_request_s_life() -> None:
             assert batch.seq_lens.shape == (NUM_LAYERS, NUM_HEADS)
             assert batch.page_table.device == batch.seq_lens.device == ACCELERATOR
             assert batch.page_table.dtype == batch.seq_lens.dtype == torch.int32
-            assert (batch.rows.tolist(), batch.whole.tolist()) == ([1], [0])
+            assert (batch.rows.tolist(), batch.uncompressed.tolist()) == ([1], [0])
             assert not batch.same_in_all_layers
         run_event(tables, "b", 40, 1)
         tables.save(tables.slots["b"], "b", key=3)
@@ -131,7 +131,7 @@ def test_gathered_attention(
         batch = step.read()
         queries = upload(step.queries, ACCELERATOR)
         outputs = torch.empty_like(queries)
-        for group in query_groups(batch, step.starts):
+        for group in query_batches(batch, step.starts):
             for layer in range(NUM_LAYERS):
                 biased_attention(step.runner, layer, group, queries, outputs, 0.4)
 
@@ -151,7 +151,7 @@ def test_attention_queues_its_kernels_and_little_else(
     step = Step(resolve(policy), make_pool(InterleavedPagePool, ACCELERATOR), requests)
     queries = upload(step.queries, ACCELERATOR)
     outputs = torch.empty_like(queries)
-    groups = query_groups(step.read(), step.starts)
+    groups = query_batches(step.read(), step.starts)
     with launched(), Operators() as operators:
         for group in groups:
             biased_attention(step.runner, 1, group, queries, outputs, 0.4)

@@ -112,9 +112,6 @@ READ: dict[str, tuple[str, ...]] = {
 NARROWED = {
     "vllm.v1.kv_cache_interface.KVCacheSpec": "vllm.v1.kv_cache_interface.FullAttentionSpec",
     "vllm.v1.kv_cache_interface.AttentionSpec": "vllm.v1.kv_cache_interface.FullAttentionSpec",
-    "vllm.v1.attention.backends.cpu_attn.CPUAttentionMetadata": (
-        "vllm_kvcompress.vllm_plugin.attention.cpu.CompressedCPUMetadata"
-    ),
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": (
         "vllm_kvcompress.vllm_plugin.dependent_blocks.DependentSlidingWindowManager"
     ),
@@ -122,7 +119,7 @@ NARROWED = {
 
 # Members of ours in the place of vLLM's that do not call `super()`: see `Reliance.replacing`.
 REPLACING = {
-    *("__init__", "add_request", "apply", "customize_spec", "fused_output_quant_supported"),
+    *("__init__", "add_request", "apply", "fused_output_quant_supported"),
     *("get_builder_cls", "get_cudagraph_support", "get_impl_cls", "get_name"),
     *("is_argmax_invariant", "log_engine_initialized", "max_memory_usage_bytes", "merge"),
     *("record", "remove_skipped_blocks", "supported_kv_cache_layouts", "supports_batch_invariance"),

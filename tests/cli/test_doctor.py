@@ -55,7 +55,7 @@ def test_report_names_versions_entry_points_and_classes(
     assert report["entry point vllm.stat_logger_plugins"].endswith(":CompressionStatLogger")
     assert report["--scheduler-cls"].endswith("CompressionScheduler")
     assert report["--worker-cls"].endswith("CompressionCPUWorker")
-    assert report["attention (cpu)"].endswith("CompressedCPUAttentionBackend")
+    assert report["attention (cpu)"].endswith("CompressedCPUBackend")
     for runner in ("V1", "V2"):
         assert report[f"--logits-processors (model runner {runner})"].endswith(":RequestCheck")
 

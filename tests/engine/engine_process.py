@@ -96,7 +96,7 @@ class Bookkeeping:
         return [block.block_id for block in blocks]
 
     def check_pages(self, manager: Any, owners: Counter[int]) -> None:
-        tables = self.worker.state.groups[manager.kv_cache_group_id].tables
+        tables = self.worker.compression.groups[manager.kv_cache_group_id].tables
         for request_id in manager.req_to_blocks:
             owned = len(self.owned(manager, request_id))
             assert manager.num_blocks_held(request_id) == owned, request_id

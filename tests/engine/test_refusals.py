@@ -7,19 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.compat import plugin_options, shared_caches
+from vllm_kvcompress.vllm_plugin.layer_refusals import check_groups, check_layer
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
-from vllm_kvcompress.vllm_plugin.worker_state import (
-    check_logits,
-    check_own_attention,
-    check_sharing,
-)
 
 SETTINGS = {"policy": "adakv", "budget": 0.25}
 MLA = {
@@ -172,11 +167,11 @@ def test_policies_whose_formulas_leave_caps_out(tmp_path: Path) -> None:
         check_engine(engine_config(str(tmp_path), own.to_dict(), skip_tokenizer_init=True))
     with set_current_vllm_config(config):
         layer = Attention(4, 32, 1.0, 2, prefix="layers.0.attn", logits_soft_cap=50.0)
-    pipeline = resolve_settings(Settings.from_dict(settings))["momentkv"]
+    pipelines = resolve_settings(Settings.from_dict(settings))
     with pytest.raises(UnsupportedError, match=r"layers.0.attn caps its attention logits"):
-        check_logits(layer, pipeline)
+        check_layer(layer, Settings.from_dict(settings), pipelines)
     with pytest.raises(UnsupportedError, match=r"layers.0.attn.*remove --kv-attention own"):
-        check_own_attention(layer, own)
+        check_layer(layer, own, {})
 
 
 def test_contexts_are_reused_by_block_hashes(llama: str) -> None:
@@ -190,7 +185,6 @@ def test_layers_without_a_cache_of_their_own(llama: str) -> None:
     """vLLM's cache groups do not name them; a model's configuration need not."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 
     config = engine_config(llama, SETTINGS)
     names = [f"model.layers.{layer}.self_attn.attn" for layer in range(3)]
@@ -199,10 +193,9 @@ def test_layers_without_a_cache_of_their_own(llama: str) -> None:
             Attention(4, 32, 1.0, 2, prefix=name, kv_sharing_target_layer_name=owner)
     shared = shared_caches(config)
     assert shared == {names[2]: names[0]}
-    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    check_sharing([(0, KVCacheGroupSpec([names[1]], spec))], shared)
+    check_groups([[names[1]]], {}, shared)
     with pytest.raises(UnsupportedError, match=f"{names[2]} reads the cache of {names[0]}"):
-        check_sharing([(0, KVCacheGroupSpec([names[0]], spec))], shared)
+        check_groups([[names[0]]], {}, shared)
 
 
 def test_unknown_settings(llama: str) -> None:

@@ -13,7 +13,7 @@ def start_up(report: dict[str, Any]) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
-    from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
+    from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
     report["start_up"] = []
 
@@ -27,8 +27,8 @@ def start_up(report: dict[str, Any]) -> None:
 
         setattr(owner, name, noting)
 
-    note(WorkerState, "bind")
-    note(WorkerState, "warm_up")
+    note(WorkerCompression, "bind")
+    note(WorkerCompression, "warm_up")
     note(gpu_worker, "warmup_kernels")
     note(gpu_worker, "enable_gpu_sync_check")
     for runner in (RunnerV2, RunnerV1):
@@ -87,17 +87,17 @@ def flash_calls(report: dict[str, Any]) -> None:
 def few_sequences(report: dict[str, Any]) -> None:
     """As if FlashAttention 3 split batches of up to 4 sequences only, two requests of two heads."""
     from tests.gpu_path import flash_attention
-    from vllm_kvcompress.vllm_plugin.attention import gpu, gpu_flash
+    from vllm_kvcompress.vllm_plugin.attention import base, gpu_flash
 
     gpu_flash.MOST_SEQUENCES = flash_attention.MOST_BATCHES_TO_SPLIT = 4
     report["own"] = 0
-    attend = gpu.biased_attention
+    attend = base.biased_attention
 
     def counting(*args: Any) -> None:
         report["own"] += 1
         attend(*args)
 
-    gpu.biased_attention = counting
+    base.biased_attention = counting
     flash_calls(report)
 
 

@@ -72,13 +72,13 @@ def replace_device(stock_backend: str) -> None:
 
     from vllm_kvcompress.vllm_plugin.gpu_worker import CompressionGPUWorker
 
-    make_state = CompressionGPUWorker._make_state
+    start = CompressionGPUWorker._start_compression
 
     def made_for_cuda(*args: Any) -> Any:
         with taken_for_cuda():
-            return make_state(*args)
+            return start(*args)
 
-    CompressionGPUWorker._make_state = made_for_cuda
+    CompressionGPUWorker._start_compression = made_for_cuda
 
 
 def _init_device(self: Any) -> None:

@@ -16,7 +16,7 @@ from tests.event_cases import GROUP, HEAD_SIZE, NUM_HEADS, Request, make_pool
 from tests.kernels.events import only_triton
 from tests.policies.cases import Shape, make_pipeline
 from vllm_kvcompress.attention.batch import ResidentBatches
-from vllm_kvcompress.attention.biased import biased_attention, query_groups
+from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.kernels import launch_triton
@@ -85,13 +85,13 @@ def not_warmed_up(
     with only_triton():
         Noting.noted = set()
         runner = Request(pipeline, make_pool(InterleavedPagePool)).runner
-        DummyRuns(runner, NUM_HEADS * GROUP, block=0).warm_up(pipeline.gathers)
+        DummyRuns(runner, NUM_HEADS * GROUP, block=0).warm_up(pipeline.needs_biased_attention)
         warm, Noting.noted = Noting.noted, set()
         for budget, positions in courses:
             request = Request(pipeline, make_pool(InterleavedPagePool), budget, positions)
             for position in positions:
                 request.compress(position)
-                if pipeline.gathers:
+                if pipeline.needs_biased_attention:
                     attend(request, position)
     return len(warm), sorted(Noting.noted - warm)
 
@@ -106,6 +106,6 @@ def attend(request: Request, position: int) -> None:
     assert batch is not None
     for num_queries in (1, 2, 7, 9, 33):
         queries = torch.randn(num_queries, NUM_HEADS * GROUP, HEAD_SIZE)
-        for group in query_groups(batch, np.array([0, num_queries])):
+        for group in query_batches(batch, np.array([0, num_queries])):
             for layer in range(runner.pool.num_layers):
                 biased_attention(runner, layer, group, queries, queries.clone(), 1.0)

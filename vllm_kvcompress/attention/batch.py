@@ -27,23 +27,23 @@ class BatchRows:
 
     Attributes:
         rows: [R] int64 the compressed ones.
-        whole: [W] int64 the others.
+        uncompressed: [U] int64 the others.
         slots: [R] int64 rows in the page tables of the compressed ones.
-        device_rows, device_whole, device_slots: the same beside the pages.
+        device_rows, device_uncompressed, device_slots: the same beside the pages.
     """
 
     rows: Integers
-    whole: Integers
+    uncompressed: Integers
     slots: Integers
     device_rows: Tensor
-    device_whole: Tensor
+    device_uncompressed: Tensor
     device_slots: Tensor
 
     @classmethod
     def of(cls, slots: Integers, device: torch.device) -> BatchRows:
-        """Of [rows] slots, -1 where a request is whole."""
-        rows, whole = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
-        host = (rows, whole, slots[rows])
+        """Of [rows] slots, -1 where a request is uncompressed."""
+        rows, uncompressed = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+        host = (rows, uncompressed, slots[rows])
         return cls(*host, *(upload(numbers, device) for numbers in host))
 
 
@@ -55,17 +55,17 @@ class ResidentBatch(BatchRows):
         page_table: [num_layers, R * num_heads, width] int32, rows side by side.
         seq_lens: [num_layers, R * num_heads] int32 resident tokens.
         same_in_all_layers: whether these are known to be the same in every layer.
-        carried: what attention reads of what the policy carries; None: nothing.
+        policy_state: what attention reads of it; None: nothing.
     """
 
     page_table: Tensor
     seq_lens: Tensor
     same_in_all_layers: bool
-    carried: PolicyStateRuns | None = None
+    policy_state: PolicyStateRuns | None = None
 
 
 @dataclass
-class _Gathered:
+class _LastingPages:
     """What stays from step to step, while the batch and its kept pages are the same.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Gathered:
         resident_offset: [num_layers, R, num_heads] int32 resident minus logical tokens.
         same_in_all_layers: whether this is known to be the same in every layer.
         limits: [R] logical tokens that the table covers.
-        carried: as in `ResidentBatch`.
+        policy_state: as in `ResidentBatch`.
     """
 
     table: Tensor
@@ -82,7 +82,7 @@ class _Gathered:
     resident_offset: Tensor
     same_in_all_layers: bool
     limits: Integers
-    carried: PolicyStateRuns | None = None
+    policy_state: PolicyStateRuns | None = None
 
 
 class ResidentBatches:
@@ -90,18 +90,21 @@ class ResidentBatches:
 
     Args:
         tables: of the requests.
-        carried: finds what attention reads of what requests in [R] slots carry; None: nothing.
+        find_state: finds what attention reads of policy state, for requests in [R] slots; None:
+            nothing.
     """
 
     def __init__(
-        self, tables: PageTables, carried: Callable[[Tensor], PolicyStateRuns | None] | None = None
+        self,
+        tables: PageTables,
+        find_state: Callable[[Tensor], PolicyStateRuns | None] | None = None,
     ) -> None:
         self.tables = tables
-        self._policy_state = carried
+        self._find_state = find_state
         self._request_ids: list[str] = []
         self._version = -1
         self._rows = BatchRows.of(np.zeros(0, dtype=np.int64), tables.pool.device)
-        self._gathered: _Gathered | None = None
+        self._pages: _LastingPages | None = None
 
     def read(
         self,
@@ -132,7 +135,7 @@ class ResidentBatches:
             page_table=known.table.flatten(1, 2)[:, :, : known.width],
             seq_lens=(known.resident_offset + logical[:, None]).flatten(1),
             same_in_all_layers=known.same_in_all_layers,
-            carried=known.carried,
+            policy_state=known.policy_state,
         )
 
     def _find(self, request_ids: list[str]) -> None:
@@ -141,11 +144,11 @@ class ResidentBatches:
         slots: Integers = np.array([slot_of.get(rid, -1) for rid in request_ids], dtype=np.int64)
         self._rows = BatchRows.of(slots, self.tables.pool.device)
         self._request_ids, self._version = list(request_ids), self.tables.version
-        self._gathered = None
+        self._pages = None
 
-    def _covering(self, num_tokens: Integers, block_table: Tensor) -> _Gathered:
+    def _covering(self, num_tokens: Integers, block_table: Tensor) -> _LastingPages:
         """What is known of the batch, brought up to [R] logical tokens."""
-        known = self._gathered
+        known = self._pages
         if known is not None and not (num_tokens > known.limits).any():
             return known
         tables, slots = self.tables, self._rows.slots
@@ -153,13 +156,13 @@ class ResidentBatches:
         self._version = tables.version
         width = int(tables.widths(slots).max())
         if known is None or width > known.table.shape[3]:
-            known = self._gathered = self._gather(width)
+            known = self._pages = self._read_tables(width)
         elif added is not None:
             added.write(known.table, added.requests)
         known.width, known.limits = width, tables.tail_limits(slots)
         return known
 
-    def _gather(self, width: int) -> _Gathered:
+    def _read_tables(self, width: int) -> _LastingPages:
         """The batch's rows of the tables, with room for an eighth more columns.
 
         Rows are multiples of 16 numbers, of which kernels need to be compiled for no other kind.
@@ -172,12 +175,12 @@ class ResidentBatches:
         same_in_all_layers = resident_offset.device.type == "cpu" and bool(
             (resident_offset == resident_offset[:1]).all()
         )
-        carried = None if self._policy_state is None else self._policy_state(found.device_slots)
-        return _Gathered(
+        find_state = self._find_state
+        return _LastingPages(
             table,
             width,
             resident_offset,
             same_in_all_layers,
             tables.tail_limits(found.slots),
-            carried,
+            None if find_state is None else find_state(found.device_slots),
         )

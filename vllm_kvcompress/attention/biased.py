@@ -32,7 +32,7 @@ class PagesOfPolicy(Protocol):
 
 
 @dataclass(frozen=True)
-class QueryGroup:
+class QueryBatch:
     """Compressed requests of a step that have equally many queries in it.
 
     S = N * num_heads sequences, one for each of their heads.
@@ -42,22 +42,22 @@ class QueryGroup:
         num_queries: m.
         page_table: [num_layers, S, width] int32 page ids.
         lengths: [num_layers, S] int32 resident tokens.
-        carried: what attention reads of what the policy carries; None: nothing.
+        policy_state: what attention reads of it; None: nothing.
     """
 
     tokens: Places
     num_queries: int
     page_table: Tensor
     lengths: Tensor
-    carried: PolicyStateRuns | None
+    policy_state: PolicyStateRuns | None
 
     def by_head(self, rows: Tensor, num_heads: int) -> Tensor:
-        """[N * m, num_query_heads, head_size] -> [N, num_heads, G, m, head_size] (a view)."""
+        """[N * m, num_query_heads, head_size] -> [N, num_heads, queries_per_kv, m, head_size]."""
         mine = rows.unflatten(0, (-1, self.num_queries)).unflatten(2, (num_heads, -1))
         return mine.permute(0, 2, 3, 1, 4)
 
 
-def query_groups(batch: ResidentBatch, starts: HostNumbers) -> list[QueryGroup]:
+def query_batches(batch: ResidentBatch, starts: HostNumbers) -> list[QueryBatch]:
     """All requests that decode together, and each that reads a chunk by itself.
 
     Args:
@@ -66,63 +66,63 @@ def query_groups(batch: ResidentBatch, starts: HostNumbers) -> list[QueryGroup]:
     """
     lengths = np.diff(starts)[batch.rows]
     decoding = np.flatnonzero(lengths == 1)
-    groups = [_query_group(batch, decoding, starts, 1)] if len(decoding) else []
+    found = [_query_batch(batch, decoding, starts, 1)] if len(decoding) else []
     for request in np.flatnonzero(lengths > 1):
-        groups.append(_query_group(batch, request[None], starts, int(lengths[request])))
-    return groups
+        found.append(_query_batch(batch, request[None], starts, int(lengths[request])))
+    return found
 
 
-def _query_group(
+def _query_batch(
     batch: ResidentBatch, requests: HostNumbers, starts: HostNumbers, num_queries: int
-) -> QueryGroup:
+) -> QueryBatch:
     device = batch.page_table.device
     first = starts[batch.rows[requests]].astype(np.int64)
     tokens = places((first[:, None] + np.arange(num_queries)).flatten(), device)
     if len(requests) == len(batch.rows):
-        return QueryGroup(tokens, num_queries, batch.page_table, batch.seq_lens, batch.carried)
+        return QueryBatch(tokens, num_queries, batch.page_table, batch.seq_lens, batch.policy_state)
     num_heads = batch.page_table.shape[1] // len(batch.rows)
     heads = (requests[:, None] * num_heads + np.arange(num_heads)).flatten()
-    sequences, carried = upload(heads, device), batch.carried
-    if carried is not None:
-        carried = carried.select(upload(requests, device), sequences)
-    return QueryGroup(
+    sequences, state = upload(heads, device), batch.policy_state
+    if state is not None:
+        state = state.select(upload(requests, device), sequences)
+    return QueryBatch(
         tokens,
         num_queries,
         batch.page_table[:, sequences],
         batch.seq_lens[:, sequences],
-        carried,
+        state,
     )
 
 
 def biased_attention(
     pages: PagesOfPolicy,
     layer: int,
-    group: QueryGroup,
+    batch: QueryBatch,
     queries: Tensor,
     outputs: Tensor,
     scale: float,
 ) -> None:
-    """Writes the outputs for the group's queries, as the policy has them.
+    """Writes the outputs for the batch's queries, as the policy has them.
 
     Args:
         pages: where kept tokens lie, and under which policy.
         layer: of the cache group.
-        group: some of the compressed requests.
-        queries, outputs: [num_tokens, num_query_heads, head_size] of the batch.
+        batch: some of the compressed requests.
+        queries, outputs: [num_tokens, num_query_heads, head_size] of the step.
         scale: of the logits.
     """
     pool, pipeline = pages.pool, pages.pipeline
-    carried = None if group.carried is None else group.carried.of_layer(layer, pool)
-    bias = carried if pipeline.weighs_entries else None
-    where = (group.page_table[layer], group.lengths[layer])
-    with rows_at(group.tokens, queries, outputs) as (rows, out_rows):
-        mine = group.by_head(rows, pool.num_heads).flatten(0, 1)
-        out = group.by_head(out_rows, pool.num_heads).view(mine.shape)
+    state = None if batch.policy_state is None else batch.policy_state.of_layer(layer, pool)
+    bias = state if pipeline.weighs_entries else None
+    where = (batch.page_table[layer], batch.lengths[layer])
+    with rows_at(batch.tokens, queries, outputs) as (rows, out_rows):
+        mine = batch.by_head(rows, pool.num_heads).flatten(0, 1)
+        out = batch.by_head(out_rows, pool.num_heads).view(mine.shape)
         lse = _attend(pool, *where, mine, scale, bias, pipeline.corrects, out)
         if pipeline.corrects:
-            assert carried is not None
+            assert state is not None
             assert lse is not None
-            paged.correct_with_moments(carried, out, lse, mine, scale)
+            paged.correct_with_moments(state, out, lse, mine, scale)
 
 
 def _attend(
@@ -135,7 +135,7 @@ def _attend(
     with_lse: bool,
     out: Tensor,
 ) -> Tensor | None:
-    """Outputs [S, G, m, head_size] and, if wanted, [S, G, m] log-sum-exps."""
+    """Outputs, shaped as the queries, and, if wanted, log-sum-exps [S, queries_per_kv, m]."""
     if not isinstance(pool, InterleavedPagePool):
         keys, values = _copies(pool, page_table, lengths)
         added = None if bias is None else bias.gathered(keys.shape[1])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatches
-from vllm_kvcompress.attention.biased import biased_attention, query_groups
+from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import Pipeline
@@ -155,6 +155,6 @@ class DummyRuns:
         batch = batches.read([_REQUEST], np.array([num_tokens]), lengths, row[None])
         assert batch is not None
         for num_queries in (1, 2, CHUNK):
-            for group in query_groups(batch, np.array([0, num_queries])):
+            for group in query_batches(batch, np.array([0, num_queries])):
                 rows = queries[:num_queries]
                 biased_attention(runner, 0, group, rows, torch.empty_like(rows), 1.0)

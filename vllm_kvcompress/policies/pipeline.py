@@ -50,7 +50,7 @@ class Pipeline:
         return self.merger is not None and self.merger.corrects
 
     @property
-    def gathers(self) -> bool:
+    def needs_biased_attention(self) -> bool:
         """Whether attention needs more than ordinary kernels give: a bias, or the log-sum-exp."""
         return self.corrects or self.weighs_entries
 

@@ -265,7 +265,7 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
         pipelines[policy] = replace(pipeline, repeats=own.repeats)
     for policy, pipeline in pipelines.items():
         others = [name for name in pipelines if name != policy]
-        if pipeline.gathers and others:
+        if pipeline.needs_biased_attention and others:
             raise ConfigError(
                 f"{policy} changes how what it keeps is attended to, so requests with it and with "
                 f"{others[0]} cannot share a server; allow requests other policies."

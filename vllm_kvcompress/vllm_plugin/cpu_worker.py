@@ -10,7 +10,7 @@ from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.attention import cpu
 from vllm_kvcompress.vllm_plugin.attention.registration import use_cpu_backend
 from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
-from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
+from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,8 +25,6 @@ class CompressionCPUWorker(CompressionWorker, CPUWorker):
         super().__init__(vllm_config, *args, **kwargs)
         compat.allow_amx()
 
-    def _make_state(self, vllm_config: VllmConfig, settings: Settings) -> WorkerState:
-        state = WorkerState(vllm_config, settings, cpu.page_pool)
-        cpu.CompressedCPUAttentionBackend.state = state
+    def _start_compression(self, vllm_config: VllmConfig, settings: Settings) -> WorkerCompression:
         use_cpu_backend()
-        return state
+        return WorkerCompression(vllm_config, settings, cpu.page_pool)

@@ -14,7 +14,7 @@ from vllm_kvcompress.vllm_plugin.attention.gpu_warm_up import warm_up_heads
 from vllm_kvcompress.vllm_plugin.attention.registration import kernels_for, use_gpu_backend
 from vllm_kvcompress.vllm_plugin.memory import reserved_bytes
 from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
-from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
+from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,13 +27,11 @@ logger = init_logger(f"vllm.plugins.{__name__}")
 class CompressionGPUWorker(CompressionWorker, Worker):
     """vLLM's GPU worker, with compressed attention when the settings ask for it."""
 
-    def _make_state(self, vllm_config: VllmConfig, settings: Settings) -> WorkerState:
+    def _start_compression(self, vllm_config: VllmConfig, settings: Settings) -> WorkerCompression:
         kernels = kernels_for(vllm_config, settings.attention)
         use_gpu_backend(vllm_config, kernels)
-        state = WorkerState(vllm_config, settings, gpu.page_pool)
-        gpu.CompressedGPUBackend.state = state
         logger.info("Attention with compression, on vLLM's %s kernels.", kernels)
-        return state
+        return WorkerCompression(vllm_config, settings, gpu.page_pool)
 
     def _leave_attention(self, vllm_config: VllmConfig) -> None:
         """As if the backend CUSTOM, which is nobody's then, had not been asked for."""
@@ -50,10 +48,10 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         """
         chosen = self.cache_config.kv_cache_memory_bytes  # vLLM puts its plan's in the same place
         available: int = super().determine_available_memory()
-        if self.state is None or chosen:
+        if self.compression is None or chosen:
             return available
         model, specs = self.model_runner.model, self.get_kv_cache_spec()
-        reserved = reserved_bytes(self.state, model, specs, available)
+        reserved = reserved_bytes(self.compression, model, specs, available)
         reserved += AttentionBackendEnum.CUSTOM.get_class().scratch_bytes(self.vllm_config)
         logger.info(
             "Of %.2f GiB for the KV cache, %.2f are left for compression events and page tables.",
@@ -64,9 +62,11 @@ class CompressionGPUWorker(CompressionWorker, Worker):
 
     def compile_or_warm_up_model(self):
         """Ours, and vLLM's, at whose end vLLM begins to report what Triton compiles."""
-        if self.state is not None:
+        if self.compression is not None:
             with torch.inference_mode():  # as steps do: what is made in it changes in it alone
-                self.state.warm_up()
-                if not self.state.gathers:  # else vLLM's kernels never see single heads
-                    warm_up_heads(self.state, self.model_runner)
+                self.compression.warm_up()
+                if (
+                    not self.compression.takes_own_kernels()
+                ):  # else vLLM's kernels never see single heads
+                    warm_up_heads(self.compression, self.model_runner)
         return super().compile_or_warm_up_model()

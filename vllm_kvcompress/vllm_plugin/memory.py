@@ -20,7 +20,7 @@ from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
 
-    from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
+    from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
 # Page tables hold 4 bytes for a page of some thousand; rows are as wide as the longest head's, and
 # room is doubled when there is too little.
@@ -29,12 +29,12 @@ FRAGMENTATION = 1.1  # bytes that an allocator takes from the device for each th
 
 
 def reserved_bytes(
-    state: WorkerState, model: Any, specs: dict[str, KVCacheSpec], available: int
+    compression: WorkerCompression, model: Any, specs: dict[str, KVCacheSpec], available: int
 ) -> int:
     """Bytes that are not to become KV cache, on one rank.
 
     Args:
-        state: of the worker.
+        compression: of the worker.
         model: with the weights that policies read.
         specs: of all layers.
         available: bytes for the cache and this.
@@ -46,11 +46,11 @@ def reserved_bytes(
     for name, spec in specs.items():
         if isinstance(spec, CompressedAttentionSpec):
             layers.setdefault((spec.num_kv_heads, spec.head_size), []).append(name)
-    events = (_event_bytes(state, model, names, specs[names[0]]) for names in layers.values())
+    events = (_event_bytes(compression, model, names, specs[names[0]]) for names in layers.values())
     return int(FRAGMENTATION * max(events, default=0) + TABLES_SHARE * available)
 
 
-def _event_bytes(state: WorkerState, model: Any, names: list[str], spec: Any) -> int:
+def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> int:
     """Most bytes that are held at once while events of every policy run, which hold none after.
 
     First page tables, first ring buffers and what policies make of weights are among them.
@@ -59,9 +59,9 @@ def _event_bytes(state: WorkerState, model: Any, names: list[str], spec: Any) ->
     memory.reset_peak_memory_stats()
     before = memory.memory_allocated()
     try:
-        _run_longest(state, model, names, spec)
+        _run_longest(compression, model, names, spec)
     except torch.OutOfMemoryError as error:
-        num_tokens = state.vllm_config.model_config.max_model_len
+        num_tokens = compression.vllm_config.model_config.max_model_len
         raise UnsupportedError(
             f"an event of a request of {num_tokens} tokens does not fit in the GPU's memory beside "
             "the model; lower --max-model-len, or take a policy that needs less (docs/gpu.md)."
@@ -72,8 +72,8 @@ def _event_bytes(state: WorkerState, model: Any, names: list[str], spec: Any) ->
     return peak
 
 
-def _run_longest(state: WorkerState, model: Any, names: list[str], spec: Any) -> None:
-    layers = compat.attention_layers(state.vllm_config, names)
+def _run_longest(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> None:
+    layers = compat.attention_layers(compression.vllm_config, names)
     device = next(model.parameters()).device
     pool = InterleavedPagePool(
         pages=torch.zeros(
@@ -88,6 +88,6 @@ def _run_longest(state: WorkerState, model: Any, names: list[str], spec: Any) ->
         block_size=spec.block_size,
         head_size=spec.head_size,
     )
-    runner = state.make_runner(layers, pool, model)
-    num_tokens = state.vllm_config.model_config.max_model_len
-    DummyRuns(runner, state.num_query_heads, block=0).longest(num_tokens)
+    runner = compression.make_runner(layers, pool, model)
+    num_tokens = compression.vllm_config.model_config.max_model_len
+    DummyRuns(runner, compression.num_query_heads, block=0).longest(num_tokens)

@@ -48,7 +48,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
 def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
     """Yields a sentence for everything about the model that is in the way.
 
-    What a model's configuration does not say is found when its layers are there, by `WorkerState`.
+    What a model's configuration does not say is found by `layer_refusals.py`.
     """
     if model.use_mla:
         yield (

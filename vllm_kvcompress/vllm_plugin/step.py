@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class GroupStep:
+class StepWork:
     """One cache group's work in one step.
 
     Attributes:
-        batch: the compressed requests, or None when every request is whole.
+        batch: the compressed requests, or None when every request is uncompressed.
         events: compression events at the end of each layer's attention.
         observed: where queries to remember are, and where they go; or None.
     """
@@ -33,8 +33,15 @@ class GroupStep:
     observed: Located | None = None
 
 
-class GroupState:
-    """One cache group of compressed layers, in one worker."""
+class GroupCompression:
+    """One cache group of compressed layers, in one worker.
+
+    Attributes:
+        group: vLLM's number of it.
+        runner: of its events.
+        layer_index: by vLLM's names of layers, their numbers in the group.
+        softcap: of the attention logits; 0: none.
+    """
 
     def __init__(
         self, group: int, runner: EventRunner, layer_index: dict[str, int], softcap: float
@@ -51,13 +58,13 @@ class GroupState:
         return self.runner.tables
 
     def forget(self, request_id: str) -> None:
-        """Drops a request's state; unknown requests are ignored."""
+        """Drops a request; unknown ones are ignored."""
         self.tables.release(request_id)
         self.runner.windows.release(request_id)
 
     def prepare(
         self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
-    ) -> GroupStep:
+    ) -> StepWork:
         """Everything that the layers of the group share in this step."""
         self.tables.poll()
         for (group, request_id), block_ids in plan.windows.items():
@@ -68,7 +75,7 @@ class GroupState:
                 self.tables.restore(
                     adoption.request_id, adoption.first_block_id, adoption.end_block
                 )
-        step = GroupStep(
+        work = StepWork(
             batch=self.batches.read(
                 request_ids,
                 compat.host_lengths(common),
@@ -80,17 +87,17 @@ class GroupState:
         for event in plan.events:
             if event.group == self.group:
                 block_row = common.block_table_tensor[row_of[event.request_id]]
-                step.events.append(self.runner.begin(event, block_row))
+                work.events.append(self.runner.begin(event, block_row))
         if plan.observations:
             first_tokens = common.query_start_loc_cpu.tolist()
-            step.observed = self.runner.windows.locate(
+            work.observed = self.runner.windows.locate(
                 [(rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()]
             )
-        return step
+        return work
 
     def finish_layer(
         self,
-        step: GroupStep,
+        work: StepWork,
         layer: int,
         metadata: Any,
         queries: Tensor,
@@ -100,18 +107,18 @@ class GroupState:
         """What follows a layer's attention: queries are remembered, and events run.
 
         Args:
-            step: the group's work in this step.
+            work: the group's, in this step.
             layer: of the group.
             metadata: vLLM's, of all requests.
             queries, outputs: [tokens, num_query_heads, head_size] of all requests.
             scale: softmax scale.
         """
-        if step.batch is not None and self.runner.observer is not None:
+        if work.batch is not None and self.runner.observer is not None:
             starts, lengths = metadata.query_start_loc, metadata.seq_lens
             self.runner.observer.attended(
-                layer, step.batch, starts, lengths, queries, outputs, scale
+                layer, work.batch, starts, lengths, queries, outputs, scale
             )
-        if step.observed is not None:
-            self.runner.windows.record(layer, queries, step.observed)
-        for event in step.events:
+        if work.observed is not None:
+            self.runner.windows.record(layer, queries, work.observed)
+        for event in work.events:
             self.runner.run_layer(event, layer, scale)

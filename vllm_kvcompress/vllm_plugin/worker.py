@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.attention.base import CompressedBackend
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
-from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
+from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,22 +21,23 @@ class CompressionWorker:
     """Mixed into a worker of vLLM; does nothing unless the settings ask for compression.
 
     Attributes:
-        state: what it knows about compressed requests; None when nothing is compressed.
+        compression: what it holds for compressed requests; None when nothing is compressed.
         last_event_seconds: policies and durations of events, as they came with the last step.
     """
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
         super().__init__(vllm_config, *args, **kwargs)
-        self.state: WorkerState | None = None
+        self.compression: WorkerCompression | None = None
         self.last_event_seconds: list[tuple[str, float]] = []
         settings = check_engine(vllm_config)
         if settings is not None and settings.may_compress:
-            self.state = self._make_state(vllm_config, settings)
+            self.compression = self._start_compression(vllm_config, settings)
+            CompressedBackend.compression = self.compression
         else:
             self._leave_attention(vllm_config)
 
-    def _make_state(self, vllm_config: VllmConfig, settings: Settings) -> WorkerState:
-        """Puts our attention backend in place, before any layer exists."""
+    def _start_compression(self, vllm_config: VllmConfig, settings: Settings) -> WorkerCompression:
+        """Has vLLM choose our attention backend, before any layer exists."""
         raise NotImplementedError
 
     def _leave_attention(self, vllm_config: VllmConfig) -> None:
@@ -44,16 +46,16 @@ class CompressionWorker:
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the cache, then lays our page view over it."""
         super().initialize_from_config(kv_cache_config)
-        if self.state is not None:
-            self.state.bind(self.model_runner, kv_cache_config)
+        if self.compression is not None:
+            self.compression.bind(self.model_runner, kv_cache_config)
 
     def execute_model(self, scheduler_output: SchedulerOutput):
         """Runs a step with its plan."""
-        if self.state is None:
+        if self.compression is None:
             return super().execute_model(scheduler_output)
-        self.state.begin_step(scheduler_output)
+        self.compression.begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)
-        self.state.end_step()
+        self.compression.end_step()
         if output is not None:
             self._attach_seconds(output)
         return output
@@ -61,7 +63,7 @@ class CompressionWorker:
     def sample_tokens(self, grammar_output: GrammarOutput | None):
         """Samples, and sends event durations back with the tokens."""
         output = super().sample_tokens(grammar_output)
-        if self.state is not None and output is not None:
+        if self.compression is not None and output is not None:
             self._attach_seconds(output)
         return output
 
@@ -77,9 +79,9 @@ class CompressionWorker:
 
     def refresh_weights(self) -> None:
         """For `collective_rpc`, after weights were changed in ways that vLLM does not know."""
-        if self.state is not None:
-            self.state.refresh_weights()
+        if self.compression is not None:
+            self.compression.refresh_weights()
 
     def _attach_seconds(self, output) -> None:
-        self.last_event_seconds = self.state.take_seconds()
+        self.last_event_seconds = self.compression.take_seconds()
         compat.attach_seconds(output, self.last_event_seconds)

@@ -61,7 +61,7 @@ def watch(worker: Any, measures: bool) -> None:
         worker: of ours.
         measures: also measure what attention loses by it.
     """
-    for group in worker.state.groups.values():
+    for group in worker.compression.groups.values():
         pool = group.tables.pool
         loss = AttentionLoss(pool, group.softcap) if measures else None
         group.runner.observer = Observer(pool.block_size, loss)
@@ -74,7 +74,7 @@ def watched(worker: Any) -> dict[str, Any]:
         `events` (position, and tokens kept by layer and head); `errors` and `masses` by layer
         and query head, as in `AttentionLoss.means`, empty where nothing was measured.
     """
-    observers = [group.runner.observer for group in worker.state.groups.values()]
+    observers = [group.runner.observer for group in worker.compression.groups.values()]
     means = [observer.loss.means() for observer in observers if observer.loss is not None]
     return {
         "events": [event for observer in observers for event in observer.events],

@@ -1,132 +1,41 @@
-"""Attention on the CPU build: vLLM's own kernel, called once more for compressed requests.
-
-For those, every (request, KV head) is a sequence of its own with the G query heads of its
-group and one KV head, so that heads may own any pages, as many as they like.
-"""
+"""Attention on vLLM's CPU build."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
-from vllm.v1.attention.backends.cpu_attn import (
-    CPUAttentionBackend,
-    CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
-    CPUAttentionMetadataBuilder,
-)
-from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.attention.backends import cpu_attn
 
 from vllm_kvcompress.attention.batch import ResidentBatch
-from vllm_kvcompress.attention.biased import QueryGroup, biased_attention, query_groups
-from vllm_kvcompress.attention.query_rows import EVERY_ROW, Places, places, rows_at
 from vllm_kvcompress.cache.page_order import Packing, find_packing
 from vllm_kvcompress.cache.pages import PackedPagePool, PagePool, flat_pages
-from vllm_kvcompress.compression.runner import EventRunner
-from vllm_kvcompress.vllm_plugin.attention.sequences import HostNumbers, sequences
-from vllm_kvcompress.vllm_plugin.spec import (
-    CompressedAttentionSpec,
-    dependent_on_compressed,
-    is_compressible,
+from vllm_kvcompress.vllm_plugin.attention.base import (
+    CompressedBackend,
+    CompressedBuilder,
+    CompressedImpl,
 )
-from vllm_kvcompress.vllm_plugin.step import GroupStep
-from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-CPU = torch.device("cpu")
+
+class CompressedCPUImpl(CompressedImpl, cpu_attn.CPUAttentionBackendImpl):
+    """The CPU build's."""
+
+    per_head_class = cpu_attn.CPUAttentionBackendImpl
 
 
-@dataclass
-class Subset:
-    """Some sequences of a batch, as the kernel wants them.
+class CompressedCPUBuilder(CompressedBuilder, cpu_attn.CPUAttentionMetadataBuilder):
+    """vLLM's, whose kernels take a schedule that is made ahead."""
 
-    Attributes:
-        where: [T] rows of the flattened queries that belong to them.
-        query_start_loc: [S + 1] int32.
-        schedules: kernel schedules, one per layer or one for all.
-    """
-
-    where: Places
-    query_start_loc: Tensor
-    schedules: list[Tensor]
-
-
-@dataclass
-class CompressedCPUMetadata(CPUAttentionMetadata):
-    """vLLM's metadata, plus what compression does in this step (None: nothing).
-
-    Compressed requests are in `ragged`, or in `gathered` if the policy's attention needs more than
-    vLLM's kernel gives.
-    """
-
-    step: GroupStep | None = None
-    ragged: Subset | None = None
-    gathered: list[QueryGroup] | None = None
-    whole: Subset | None = None
-
-
-class CompressedCPUAttentionBackend(CPUAttentionBackend):
-    """CPU attention over a block-major cache, of which heads may own pages.
-
-    Attributes:
-        state: this worker's state; set by the worker before any layer exists.
-    """
-
-    state: ClassVar[WorkerState]
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """A page of any layer and head must be reachable from any block: block-major only."""
-        return (KVCacheLayout.BLHNC,)
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Marks plain full-attention layers as compressed, and others as dependent on them."""
-        if not is_compressible(spec):
-            return dependent_on_compressed(spec)
-        return CompressedAttentionSpec.from_full_attention(
-            spec, cls.state.settings, cls.state.demands(spec)
-        )
-
-    @staticmethod
-    def get_impl_cls() -> type[CompressedCPUAttentionImpl]:
-        """The attention implementation."""
-        return CompressedCPUAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CompressedCPUMetadataBuilder]:
-        """The metadata builder."""
-        return CompressedCPUMetadataBuilder
-
-
-class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
-    """Builds, once per step and cache group, what its layers share."""
-
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> CPUAttentionMetadata:
-        """vLLM's own metadata unless a request of the batch is compressed or about to be."""
-        state = CompressedCPUAttentionBackend.state
-        group = state.group_of(self.layer_names)
-        step = None if group is None else state.prepare(group, common_attn_metadata)
-        if step is None or step.batch is None:
-            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-            if step is None:
-                return metadata
-            return CompressedCPUMetadata(**vars(metadata), step=step)
-        common = common_attn_metadata
-        gathers, starts = state.gathers, common.query_start_loc_cpu.numpy()
-        return CompressedCPUMetadata(
+    def build_all(self, common: CommonAttentionMetadata) -> Any:
+        """Without a schedule, since no kernel runs over all requests."""
+        return cpu_attn.CPUAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
             query_start_loc=common.query_start_loc,
@@ -135,48 +44,25 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table=common.block_table_tensor,
             slot_mapping=common.slot_mapping,
             scheduler_metadata=None,
-            step=step,
-            ragged=None if gathers else self._ragged(step.batch, common, starts),
-            gathered=query_groups(step.batch, starts) if gathers else None,
-            whole=self._whole(step.batch, common, starts),
         )
 
-    def _ragged(
-        self, batch: ResidentBatch, common: CommonAttentionMetadata, starts: HostNumbers
-    ) -> Subset:
-        """Compressed requests: a sequence per (request, head), in that order."""
-        num_heads = self.num_kv_heads
-        where = EVERY_ROW
-        if common.max_query_len == 1 and len(batch.whole) == 0:
-            query_start_loc = torch.arange(batch.seq_lens.shape[1] + 1, dtype=torch.int32)
-        else:
-            rows, own_starts = sequences(starts, batch.rows, num_heads)
-            where, query_start_loc = places(rows, CPU), torch.from_numpy(own_starts)
+    def layer_fields(self, batch: ResidentBatch, query_start_loc: Tensor) -> list[dict[str, Any]]:
+        """With a schedule for each layer, or one for all where lengths are the same."""
+        found = super().layer_fields(batch, query_start_loc)
+        num_schedules = 1 if batch.same_in_all_layers else len(found)
         schedules = [
-            self._schedule(seq_lens, query_start_loc, self.num_heads // num_heads, 1)
-            for seq_lens in batch.seq_lens[: 1 if batch.same_in_all_layers else None]
+            self._schedule(fields["seq_lens"], query_start_loc) for fields in found[:num_schedules]
         ]
-        return Subset(where, query_start_loc, schedules)
+        for index, fields in enumerate(found):
+            fields["scheduler_metadata"] = schedules[index % num_schedules]
+        return found
 
-    def _whole(
-        self, batch: ResidentBatch, common: CommonAttentionMetadata, starts: HostNumbers
-    ) -> Subset | None:
-        """The uncompressed requests of a mixed batch."""
-        if len(batch.whole) == 0:
-            return None
-        tokens, own_starts = sequences(starts, batch.whole)
-        query_start_loc = torch.from_numpy(own_starts)
-        seq_lens = common.seq_lens[batch.device_whole]
-        schedule = self._schedule(seq_lens, query_start_loc, self.num_heads, self.num_kv_heads)
-        return Subset(places(tokens, CPU), query_start_loc, [schedule])
-
-    def _schedule(
-        self, seq_lens: Tensor, query_start_loc: Tensor, num_heads: int, num_kv_heads: int
-    ) -> Tensor:
+    def _schedule(self, seq_lens: Tensor, query_start_loc: Tensor) -> Tensor:
+        """Of sequences with one KV head."""
         return ops.cpu_attn_get_scheduler_metadata(
             num_reqs=seq_lens.numel(),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
+            num_heads=self.num_heads // self.num_kv_heads,
+            num_kv_heads=1,
             head_dim=self.head_dim,
             seq_lens=seq_lens,
             dtype=self.dtype,
@@ -190,119 +76,18 @@ class CompressedCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         )
 
 
-class CompressedCPUAttentionImpl(CPUAttentionBackendImpl):
-    """vLLM's implementation; for compressed requests the same kernel, per head."""
+class CompressedCPUBackend(CompressedBackend, cpu_attn.CPUAttentionBackend):
+    """The CPU build's only backend."""
 
-    def forward(
-        self,
-        layer,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: CPUAttentionMetadata | None,
-        output: Tensor,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
-        """Attention of one layer, and after it the layer's share of every compression event."""
-        step = getattr(attn_metadata, "step", None)
-        if step is None or step.batch is None:
-            super().forward(
-                layer,
-                query,
-                key,
-                value,
-                kv_cache,
-                attn_metadata,
-                output,
-                output_scale,
-                output_block_scale,
-            )
-        if step is None:
-            return output
-        state = CompressedCPUAttentionBackend.state
-        group = state.groups[state.group_of([layer.layer_name])]
-        index = group.layer_index[layer.layer_name]
-        if step.batch is not None:
-            if attn_metadata.gathered is not None:
-                self._gathered(attn_metadata, index, group.runner, query, output)
-            else:
-                self._ragged(attn_metadata, index, group.tables.pool, query, output)
-            if attn_metadata.whole is not None:
-                self._whole(attn_metadata, query, kv_cache, output)
-        shape = (-1, self.num_heads, self.head_size)
-        rows = query.view(shape)[: attn_metadata.num_actual_tokens]
-        group.finish_layer(step, index, attn_metadata, rows, output.view(shape), self.scale)
-        return output
+    @staticmethod
+    def get_impl_cls() -> type[CompressedCPUImpl]:
+        """The attention implementation."""
+        return CompressedCPUImpl
 
-    def _ragged(
-        self, metadata: CompressedCPUMetadata, layer: int, pool: PagePool, query, output
-    ) -> None:
-        """Attention of the compressed requests: heads as sequences over the flat page array."""
-        batch, subset = metadata.step.batch, metadata.ragged
-        shape = (-1, self.num_queries_per_kv, self.head_size)
-        rows = query[: metadata.num_actual_tokens].reshape(shape)
-        out_rows = output[: metadata.num_actual_tokens].view(shape)
-        cache = pool.pages.view(-1, 1, 2 * pool.block_size, self.head_size)
-        schedule = subset.schedules[layer if len(subset.schedules) > 1 else 0]
-        self._attend(
-            rows, out_rows, cache, subset, batch.seq_lens[layer], batch.page_table[layer], schedule
-        )
-
-    def _gathered(
-        self, metadata: CompressedCPUMetadata, layer: int, runner: EventRunner, query, output
-    ) -> None:
-        """Attention of the compressed requests with a bias per entry, or corrected outputs."""
-        shape = (-1, self.num_heads, self.head_size)
-        rows, out_rows = query.view(shape), output.view(shape)
-        for group in metadata.gathered:
-            biased_attention(runner, layer, group, rows, out_rows, self.scale)
-
-    def _whole(self, metadata: CompressedCPUMetadata, query, kv_cache: Tensor, output) -> None:
-        """Attention of the uncompressed requests of a mixed batch."""
-        rows = metadata.step.batch.device_whole
-        num_blocks, num_kv_heads, block_size, _ = kv_cache.size()
-        shape = (-1, self.num_heads, self.head_size)
-        self._attend(
-            query[: metadata.num_actual_tokens].view(shape),
-            output[: metadata.num_actual_tokens].view(shape),
-            kv_cache.view(num_blocks, num_kv_heads, block_size * 2, -1),
-            metadata.whole,
-            metadata.seq_lens[rows],
-            metadata.block_table[rows],
-            metadata.whole.schedules[0],
-        )
-
-    def _attend(
-        self,
-        rows: Tensor,
-        out_rows: Tensor,
-        cache: Tensor,
-        subset: Subset,
-        seq_lens: Tensor,
-        block_table: Tensor,
-        schedule: Tensor,
-    ) -> None:
-        """One kernel call over the sequences of `subset`; writes their rows of the output."""
-        key_cache, value_cache = cache.chunk(2, dim=2)
-        with rows_at(subset.where, rows, out_rows) as (query, output):
-            ops.cpu_attention_with_kv_cache(
-                query=query,
-                key_cache=key_cache,
-                value_cache=value_cache,
-                output=output,
-                query_start_loc=subset.query_start_loc,
-                seq_lens=seq_lens,
-                scale=self.scale,
-                causal=True,
-                alibi_slopes=self.alibi_slopes,
-                sliding_window=self.sliding_window,
-                block_table=block_table,
-                softcap=self.logits_soft_cap,
-                scheduler_metadata=schedule,
-                s_aux=self.sinks,
-            )
+    @staticmethod
+    def get_builder_cls() -> type[CompressedCPUBuilder]:
+        """The metadata builder."""
+        return CompressedCPUBuilder
 
 
 def page_pool(layers, spec: AttentionSpec) -> PagePool:

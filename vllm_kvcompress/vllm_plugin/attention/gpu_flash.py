@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_kvcompress.vllm_plugin import compat
-from vllm_kvcompress.vllm_plugin.attention.gpu import (
-    CompressedGPUBackend,
-    CompressedGPUBuilder,
-    CompressedGPUImpl,
-)
+from vllm_kvcompress.vllm_plugin.attention.base import CompressedBuilder, CompressedImpl
+from vllm_kvcompress.vllm_plugin.attention.gpu import CompressedGPUBackend
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,23 +23,23 @@ MOST_SPLITS = 32  # of one sequence
 FP32_BYTES = 4
 
 
-class CompressedFlashImpl(CompressedGPUImpl, flash_attn.FlashAttentionImpl):
+class CompressedFlashImpl(CompressedImpl, flash_attn.FlashAttentionImpl):
     """What vLLM takes by default on most NVIDIA GPUs."""
 
     per_head_class = flash_attn.FlashAttentionImpl
 
 
-class CompressedFlashBuilder(CompressedGPUBuilder, flash_attn.FlashAttentionMetadataBuilder):
+class CompressedFlashBuilder(CompressedBuilder, flash_attn.FlashAttentionMetadataBuilder):
     """vLLM's, whose schedules made ahead are for layers of equally long heads."""
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        state, impl = CompressedGPUBackend.state, self._impl()
+        impl = compat.attention_layers(self.vllm_config, self.layer_names)[0].impl
         self._splits = impl.vllm_flash_attn_version == 3
         if self._splits and not impl.logits_soft_cap:  # this package's kernels cap nothing
-            state.most_sequences = MOST_SEQUENCES
+            CompressedGPUBackend.compression.most_sequences = MOST_SEQUENCES
 
-    def ragged_changes(self, num_rows: int, group: int, head_size: int) -> dict[str, Any]:
+    def per_head_fields(self, num_rows: int, queries_per_kv: int, head_size: int) -> dict[str, Any]:
         """No schedule made ahead, since lengths differ by layer; and a bound for splits.
 
         Each split holds an output in fp32 for every row, used or not. What that takes together
@@ -50,9 +47,6 @@ class CompressedFlashBuilder(CompressedGPUBuilder, flash_attn.FlashAttentionMeta
         """
         splits = max(1, min(MOST_SPLITS, MOST_SPLITS * MOST_SEQUENCES // num_rows))
         return {"scheduler_metadata": None, "max_num_splits": splits if self._splits else 0}
-
-    def _impl(self) -> Any:
-        return compat.attention_layers(self.vllm_config, self.layer_names)[0].impl
 
 
 class CompressedFlashBackend(CompressedGPUBackend, flash_attn.FlashAttentionBackend):
@@ -64,8 +58,8 @@ class CompressedFlashBackend(CompressedGPUBackend, flash_attn.FlashAttentionBack
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if flash_attn.get_flash_attn_version(head_size=model.get_head_size()) != 3:
             return 0
-        group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
-        row = FP32_BYTES * group * (model.get_head_size() + 1)
+        queries_per_kv = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        row = FP32_BYTES * queries_per_kv * (model.get_head_size() + 1)
         return MOST_SPLITS * MOST_SEQUENCES * row
 
     @staticmethod

@@ -16,23 +16,22 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
 from vllm_kvcompress.vllm_plugin import compat
-from vllm_kvcompress.vllm_plugin.attention.gpu import CompressedStep
-from vllm_kvcompress.vllm_plugin.step import GroupState, GroupStep
+from vllm_kvcompress.vllm_plugin.step import GroupCompression, StepWork
 
 if TYPE_CHECKING:
-    from vllm_kvcompress.vllm_plugin.worker_state import WorkerState
+    from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
 ALIGNMENT = 16
 LAYERS = 4  # whose lengths lie one after another, and begin anywhere
 
 
-def warm_up_heads(state: WorkerState, model_runner: Any) -> None:
+def warm_up_heads(compression: WorkerCompression, model_runner: Any) -> None:
     """Attention of few and of 16 sequences, for a generated token each and for two.
 
     Pages of the block that nobody reads stand for what is kept.
     """
-    for number, group in state.groups.items():
-        layers = compat.attention_layers(state.vllm_config, list(group.layer_index))
+    for number, group in compression.groups.items():
+        layers = compat.attention_layers(compression.vllm_config, list(group.layer_index))
         builder = compat.metadata_builder(model_runner, number, layers[0].layer_name)
         for num_requests in {1, ALIGNMENT // gcd(ALIGNMENT, group.tables.pool.num_heads)}:
             for num_queries in (1, 2):
@@ -40,25 +39,21 @@ def warm_up_heads(state: WorkerState, model_runner: Any) -> None:
 
 
 def _attend(
-    group: GroupState, builder: Any, layers: list[Any], num_requests: int, num_queries: int
+    group: GroupCompression,
+    builder: Any,
+    layers: list[Any],
+    num_requests: int,
+    num_queries: int,
 ) -> None:
     pool, impl = group.tables.pool, layers[0].impl
     starts = np.arange(num_requests + 1, dtype=np.int32) * num_queries
     common = _common(starts, num_queries, pool)
-    batch = _batch(num_requests, pool)
-    # Outside of steps the builder takes requests for uncompressed ones.
-    metadata = builder.build(0, common)
-    compressed = CompressedStep(
-        GroupStep(batch),
-        common.num_actual_tokens,
-        ragged=builder.by_head(batch, metadata, common, starts),
-        seq_lens=batch.seq_lens.unbind(),
-        tables=batch.page_table.unbind(),
-    )
+    work = StepWork(_batch(num_requests, pool))
+    subset = builder.compressed(work, builder.build_all(common), common).per_head
     shape = (common.num_actual_tokens, impl.num_heads, pool.head_size)
     rows = pool.pages.new_zeros(shape)
     for index, layer in enumerate(layers[:LAYERS]):
-        layer.impl.attend_by_head(layer, compressed, index, pool, rows, torch.empty_like(rows))
+        layer.impl.attend_per_head(layer, subset, index, pool, rows, torch.empty_like(rows))
 
 
 def _common(starts: Any, num_queries: int, pool: Any) -> CommonAttentionMetadata:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _PACKAGE = "vllm_kvcompress.vllm_plugin.attention"
-_CPU = f"{_PACKAGE}.cpu.CompressedCPUAttentionBackend"
+_CPU = f"{_PACKAGE}.cpu.CompressedCPUBackend"
 _GPU = {
     "flash": f"{_PACKAGE}.gpu_flash.CompressedFlashBackend",
     "triton": f"{_PACKAGE}.gpu_triton.CompressedTritonBackend",

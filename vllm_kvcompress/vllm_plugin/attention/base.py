@@ -1,0 +1,313 @@
+"""Attention of compressed requests, whatever backend of vLLM's it is: called once more, per head.
+
+Every (request, KV head) is a sequence of its own for the backend's kernels, with one KV head and
+the query heads that share it, so that heads may own any pages, as many as they like. The kernels
+take the flat page array for a cache of one head. The classes here are mixed into vLLM's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from vllm_kvcompress.attention.batch import ResidentBatch
+from vllm_kvcompress.attention.biased import QueryBatch, biased_attention, query_batches
+from vllm_kvcompress.attention.query_rows import EVERY_ROW, Places, places, rows_at
+from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.vllm_plugin.attention.sequences import HostNumbers, sequences
+from vllm_kvcompress.vllm_plugin.spec import (
+    CompressedAttentionSpec,
+    dependent_on_compressed,
+    is_compressible,
+)
+from vllm_kvcompress.vllm_plugin.step import StepWork
+from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+_ATTRIBUTE = "kvcompress"  # of vLLM's metadata
+
+
+@dataclass
+class Subset:
+    """Some of a step's requests, as vLLM's backend takes them.
+
+    Attributes:
+        metadata: vLLM's own, for these requests alone.
+        where: [T] rows of the queries that belong to them.
+        by_layer: what differs from layer to layer in the metadata; empty: nothing.
+    """
+
+    metadata: Any
+    where: Places
+    by_layer: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class CompressedMetadata:
+    """What compression does in a step; travels on vLLM's metadata.
+
+    Attributes:
+        work: events, and the compressed requests (work.batch None: there are none).
+        num_tokens: of the step, without what pads it to a CUDA graph's size.
+        per_head: the compressed requests, for vLLM's kernels.
+        biased: or for this package's attention.
+        uncompressed: the others, where there are compressed ones.
+    """
+
+    work: StepWork
+    num_tokens: int
+    per_head: Subset | None = None
+    biased: list[QueryBatch] = field(default_factory=list)
+    uncompressed: Subset | None = None
+
+
+class CompressedBackend:
+    """Mixed into a backend of vLLM, whose cache is then block-major, and heads may own pages.
+
+    Attributes:
+        compression: of this worker; set by it before any layer exists.
+    """
+
+    compression: ClassVar[WorkerCompression]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """A page of any layer and head must be reachable from any block: block-major only."""
+        return (KVCacheLayout.BLHNC,)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """What is kept of a request follows from sums whose order is not fixed."""
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Marks plain full-attention layers as compressed, and others as dependent on them."""
+        spec = super().customize_spec(spec)
+        if not is_compressible(spec):
+            return dependent_on_compressed(spec)
+        compression = CompressedBackend.compression
+        return CompressedAttentionSpec.from_full_attention(
+            spec, compression.settings, compression.demands(spec)
+        )
+
+
+class CompressedBuilder:
+    """Builds, once per step and cache group, what its layers share; mixed into vLLM's builder.
+
+    Attributes:
+        supports_update_block_table: whether another cache group's metadata would do, with this
+            one's block table in it; not while it holds that group's compressed requests.
+    """
+
+    supports_update_block_table = False
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._counting: Tensor | None = None
+
+    @classmethod
+    def get_cudagraph_support(cls, *args, **kwargs) -> AttentionCGSupport:
+        """Attention runs between the graphs: which requests are compressed changes by the step."""
+        return AttentionCGSupport.NEVER
+
+    def build_all(self, common: CommonAttentionMetadata) -> Any:
+        """vLLM's metadata of all requests, though some are compressed."""
+        return super().build(0, common)
+
+    def per_head_fields(self, num_rows: int, queries_per_kv: int, head_size: int) -> dict[str, Any]:
+        """Fields of vLLM's metadata that differ for sequences of one KV head.
+
+        Args:
+            num_rows: queries of all sequences, of `queries_per_kv` heads each.
+            queries_per_kv: query heads per KV head.
+            head_size: elements of each.
+        """
+        return {}
+
+    def layer_fields(self, batch: ResidentBatch, query_start_loc: Tensor) -> list[dict[str, Any]]:
+        """Fields of vLLM's metadata that differ for each layer's compressed requests."""
+        layers = zip(batch.seq_lens.unbind(), batch.page_table.unbind(), strict=True)
+        return [{"seq_lens": lengths, "block_table": pages} for lengths, pages in layers]
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """vLLM's own metadata, with ours on it where anything is compressed or about to be."""
+        compression = CompressedBackend.compression
+        work = compression.prepare(self.layer_names[0], common_attn_metadata)
+        if work is None or work.batch is None:
+            metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        else:
+            metadata = self.build_all(common_attn_metadata)
+        if work is not None:
+            compressed = self.compressed(work, metadata, common_attn_metadata)
+            setattr(metadata, _ATTRIBUTE, compressed)
+        return metadata
+
+    def compressed(
+        self, work: StepWork, metadata: Any, common: CommonAttentionMetadata
+    ) -> CompressedMetadata:
+        """What goes along with vLLM's metadata of all requests."""
+        found = CompressedMetadata(work, common.num_actual_tokens)
+        batch = work.batch
+        if batch is not None:
+            starts = common.query_start_loc_cpu.numpy()
+            found.uncompressed = self._uncompressed(batch, common, starts)
+            if CompressedBackend.compression.takes_own_kernels(batch.seq_lens.shape[1]):
+                found.biased = query_batches(batch, starts)
+            else:
+                found.per_head = self._per_head(batch, metadata, common, starts)
+        return found
+
+    def _per_head(
+        self,
+        batch: ResidentBatch,
+        metadata: Any,
+        common: CommonAttentionMetadata,
+        starts: HostNumbers,
+    ) -> Subset:
+        """Compressed requests: a sequence per (request, head), in that order."""
+        spec = self.kv_cache_spec
+        num_heads, num_sequences = spec.num_kv_heads, batch.seq_lens.shape[1]
+        num_rows, longest, where = num_sequences, 1, EVERY_ROW
+        if common.max_query_len == 1 and len(batch.uncompressed) == 0:
+            query_start_loc = self._count_to(num_sequences)
+        else:
+            rows, own_starts = sequences(starts, batch.rows, num_heads)
+            where, query_start_loc = places(rows, self.device), upload(own_starts, self.device)
+            num_rows, longest = len(rows), int(np.diff(own_starts).max())
+        queries_per_kv = CompressedBackend.compression.num_query_heads // num_heads
+        per_head = replace(
+            metadata,
+            num_actual_tokens=num_rows,
+            max_query_len=longest,
+            query_start_loc=query_start_loc,
+            max_seq_len=batch.page_table.shape[2] * spec.block_size,
+            **self.per_head_fields(num_rows, queries_per_kv, spec.head_size),
+        )
+        return Subset(per_head, where, self.layer_fields(batch, query_start_loc))
+
+    def _uncompressed(
+        self, batch: ResidentBatch, common: CommonAttentionMetadata, starts: HostNumbers
+    ) -> Subset | None:
+        """The uncompressed requests of a mixed batch."""
+        rows = batch.uncompressed
+        if len(rows) == 0:
+            return None
+        tokens, own_starts = sequences(starts, rows)
+        where, there = places(tokens, self.device), batch.device_uncompressed
+        mine = replace(
+            common,
+            query_start_loc=upload(own_starts, self.device),
+            query_start_loc_cpu=torch.from_numpy(own_starts),
+            seq_lens=common.seq_lens[there],
+            seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[torch.from_numpy(rows)],
+            num_reqs=len(rows),
+            num_actual_tokens=len(tokens),
+            max_query_len=int(np.diff(own_starts).max()),
+            block_table_tensor=common.block_table_tensor[there],
+            slot_mapping=common.slot_mapping[where],
+        )
+        return Subset(super().build(0, mine), where)
+
+    def _count_to(self, number: int) -> Tensor:
+        """[number + 1] int32: 0, 1, 2 and so on."""
+        if self._counting is None or len(self._counting) <= number:
+            self._counting = torch.arange(2 * number + 1, dtype=torch.int32, device=self.device)
+        return self._counting[: number + 1]
+
+
+class CompressedImpl:
+    """vLLM's implementation for uncompressed requests, and for compressed ones the same per head.
+
+    Attributes:
+        per_head_class: vLLM's implementation.
+    """
+
+    per_head_class: ClassVar[type]
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args, **kwargs
+    ) -> None:
+        super().__init__(num_heads, head_size, scale, num_kv_heads, *args, **kwargs)
+        self._per_head: Any = None
+        if getattr(self, "sinks", None) is None:  # else the layer is refused, in one sentence
+            self._per_head = self.per_head_class(
+                num_heads // num_kv_heads, head_size, scale, 1, *args, **kwargs
+            )
+
+    def fused_output_quant_supported(self, *args, **kwargs) -> bool:
+        """Outputs of two calls are put together in the model's own type."""
+        return False
+
+    def forward(
+        self,
+        layer,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        *scales,
+        **more,
+    ) -> Tensor:
+        """Attention of one layer, and after it the layer's share of every compression event."""
+        compressed = getattr(attn_metadata, _ATTRIBUTE, None)
+        if compressed is None or compressed.work.batch is None:
+            super().forward(
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more
+            )
+        if compressed is None:
+            return output
+        group = CompressedBackend.compression.group_of_layer[layer.layer_name]
+        index = group.layer_index[layer.layer_name]
+        shape = (-1, self.num_heads, self.head_size)
+        rows = query.view(shape)[: compressed.num_tokens]
+        out_rows = output.view(shape)[: compressed.num_tokens]
+        if compressed.per_head is not None:
+            self.attend_per_head(
+                layer, compressed.per_head, index, group.tables.pool, rows, out_rows
+            )
+        for batch in compressed.biased:
+            biased_attention(group.runner, index, batch, rows, out_rows, self.scale)
+        if compressed.uncompressed is not None:
+            subset = compressed.uncompressed
+            with rows_at(subset.where, rows, out_rows) as (mine, written):
+                super().forward(layer, mine, mine, mine, kv_cache, subset.metadata, written)
+        group.finish_layer(compressed.work, index, attn_metadata, rows, out_rows, self.scale)
+        return output
+
+    def attend_per_head(
+        self, layer, subset: Subset, index: int, pool: PagePool, rows: Tensor, out_rows: Tensor
+    ) -> None:
+        """Attention of the compressed requests: heads as sequences over the flat page array.
+
+        Args:
+            layer: vLLM's.
+            subset: the requests.
+            index: of the layer in its cache group.
+            pool: the pages.
+            rows, out_rows: [tokens, num_heads, head_size] queries and outputs of all requests.
+        """
+        for name, value in subset.by_layer[index].items():
+            setattr(subset.metadata, name, value)
+        cache = pool.pages.view(-1, 1, pool.block_size, 2 * pool.head_size)
+        shape = (-1, self.num_heads // self.num_kv_heads, self.head_size)
+        with rows_at(subset.where, rows.reshape(shape), out_rows.view(shape)) as (mine, written):
+            # Keys and values are in the cache already; what stands here for them is not read.
+            self._per_head.forward(layer, mine, mine, mine, cache, subset.metadata, written)

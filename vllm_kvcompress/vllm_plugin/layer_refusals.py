@@ -1,0 +1,76 @@
+"""What a model's layers do that does not work with compression, refused when they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.policies import Pipeline
+
+
+def check_groups(
+    groups: list[list[str]], pipelines: Mapping[str, Pipeline], shared: Mapping[str, str]
+) -> None:
+    """Refuses models whose caches cannot be compressed as vLLM keeps them.
+
+    Args:
+        groups: layers of each compressed cache group.
+        pipelines: the policies.
+        shared: names of layers that read other layers' caches, and of those.
+
+    Raises:
+        UnsupportedError: nothing is compressed; a policy would have cache groups lend each other
+            blocks; or layers share a cache.
+    """
+    if not groups:
+        raise UnsupportedError(
+            "this model has no full-attention layer whose cache could be compressed; "
+            "serve it without --kv-policy."
+        )
+    dependent = [pipeline.name for pipeline in pipelines.values() if pipeline.layer_dependent]
+    if len(groups) > 1 and dependent:
+        raise UnsupportedError(
+            f"{dependent[0]} divides its budget among layers, but vLLM keeps this "
+            f"model's full-attention layers in {len(groups)} cache groups that cannot lend "
+            "each other blocks; use a policy that treats layers alike, such as adakv."
+        )
+    for name, owner in shared.items():
+        if any(owner in layers for layers in groups):
+            raise UnsupportedError(
+                f"{name} reads the cache of {owner}, and a cache that layers share is not "
+                "compressed; serve this model without --kv-policy."
+            )
+
+
+def check_layer(layer: Any, settings: Settings, pipelines: Mapping[str, Pipeline]) -> None:
+    """Refuses attention that cannot be computed per head, or not by what is to compute it.
+
+    Raises:
+        UnsupportedError: says which feature is in the way, and which choice is left.
+    """
+    impl, name = layer.impl, layer.layer_name
+    if impl.sinks is not None:
+        raise UnsupportedError(
+            f"{name} has learned attention sinks, which the kernel takes per query "
+            "head of a whole layer only; serve this model without --kv-policy."
+        )
+    if impl.alibi_slopes is not None:
+        raise UnsupportedError(
+            f"{name} uses ALiBi, whose bias depends on positions that compressed "
+            "heads no longer have; serve this model without --kv-policy."
+        )
+    if not impl.logits_soft_cap:
+        return
+    if settings.attention == "own":
+        raise UnsupportedError(
+            f"{name} caps its attention logits, which this package's kernels do not; "
+            "remove --kv-attention own."
+        )
+    for pipeline in pipelines.values():
+        if pipeline.needs.plain_logits:
+            raise UnsupportedError(
+                f"{name} caps its attention logits, which the formulas of "
+                f"{pipeline.name} leave out; use another policy, such as adakv."
+            )

@@ -1,0 +1,249 @@
+"""What a worker holds for compressed requests, and what it does for them in a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.dummy_runs import DummyRuns
+from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
+from vllm_kvcompress.compression.stopwatch import Stopwatch
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.policies import Pipeline, resolve_settings
+from vllm_kvcompress.policies.base import Needs
+from vllm_kvcompress.scheduling.plan import StepPlan
+from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.layer_refusals import check_groups, check_layer
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
+from vllm_kvcompress.vllm_plugin.step import GroupCompression, StepWork
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+# The page view over the caches of a group's layers, which the attention backend knows how to lay.
+MakePool = Callable[[list[Any], "AttentionSpec"], PagePool]
+
+
+class WorkerCompression:
+    """All compressed cache groups of a worker, and the step that is running.
+
+    Attributes:
+        settings: the user's settings.
+        pipelines: the policies of requests, the server's own first (not yet bound to heads).
+        groups: by vLLM's group number.
+        group_of_layer: the same by vLLM's names of layers.
+        most_sequences: of a step, one per KV head of each compressed request, that vLLM's kernels
+            take without waiting for the longest; None: any number.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, settings: Settings, make_pool: MakePool) -> None:
+        self.vllm_config = vllm_config
+        self.settings = settings
+        self._make_pool = make_pool
+        self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
+        self.groups: dict[int, GroupCompression] = {}
+        self.group_of_layer: dict[str, GroupCompression] = {}
+        self.most_sequences: int | None = None
+        self._model_runner = None
+        self._plan: StepPlan | None = None
+        self._scheduler_output: SchedulerOutput | None = None
+        self._running: list[tuple[GroupCompression, StepWork]] = []
+        self._timed: list[tuple[str, list[Stopwatch]]] = []
+
+    @property
+    def needs(self) -> Needs:
+        """What all policies together need."""
+        return reduce(Needs.joined, (pipeline.needs for pipeline in self.pipelines.values()))
+
+    def takes_own_kernels(self, num_sequences: int = 0) -> bool:
+        """Whether this package's kernels attend for a step's compressed requests.
+
+        Since attention is more than vLLM's kernels give, or these would wait for the longest of so
+        many sequences, or the user wants it.
+        """
+        policies_need_it = any(p.needs_biased_attention for p in self.pipelines.values())
+        too_many = self.most_sequences is not None and num_sequences > self.most_sequences
+        return policies_need_it or too_many or self.settings.attention == "own"
+
+    @property
+    def num_query_heads(self) -> int:
+        """Of this rank, per layer."""
+        config = self.vllm_config
+        heads: int = config.model_config.get_num_attention_heads(config.parallel_config)
+        return heads
+
+    def demands(self, spec: AttentionSpec) -> tuple[PolicyDemand, ...]:
+        """What every policy asks of the rule that plans its events.
+
+        An event has to leave a page per layer and head beside the policy state.
+
+        Raises:
+            UnsupportedError: a budget in tokens that is smaller.
+        """
+        page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+        found = []
+        for policy, pipeline in self.pipelines.items():
+            blocks = pipeline.least_blocks(
+                spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes
+            )
+            budget = self.settings.budget
+            if isinstance(budget, int) and budget <= (blocks - 1) * spec.block_size:
+                raise UnsupportedError(
+                    f"what {pipeline.name} carries from event to event counts in the budget, "
+                    f"which {budget} tokens cannot hold beside a block of tokens per head; give "
+                    f"at least {blocks * spec.block_size}."
+                )
+            window_size = pipeline.needs.window_size
+            demand = PolicyDemand(policy, window_size, blocks)
+            if self.settings.pressure_mark is not None:
+                ring = window_blocks(
+                    self.needs.window_size,
+                    self.num_query_heads,
+                    spec.num_kv_heads,
+                    spec.block_size,
+                )
+                demand = replace(demand, window_blocks=ring if window_size else 0)
+            found.append(demand)
+        return tuple(found)
+
+    def bind(self, model_runner, kv_cache_config: KVCacheConfig) -> None:
+        """Lays page views over the allocated cache, once it exists."""
+        self._model_runner = model_runner
+        groups = {
+            number: group
+            for number, group in enumerate(kv_cache_config.kv_cache_groups)
+            if isinstance(group.kv_cache_spec, CompressedAttentionSpec)
+        }
+        check_groups(
+            [group.layer_names for group in groups.values()],
+            self.pipelines,
+            compat.shared_caches(self.vllm_config),
+        )
+        for number, group in groups.items():
+            self.groups[number] = bound = self._bind_group(number, group)
+            self.group_of_layer |= dict.fromkeys(group.layer_names, bound)
+
+    def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupCompression:
+        layers = compat.attention_layers(self.vllm_config, group.layer_names)
+        for layer in layers:
+            check_layer(layer, self.settings, self.pipelines)
+        pool = self._make_pool(layers, group.kv_cache_spec)
+        runner = self.make_runner(layers, pool, self._model_runner.model)
+        index = {name: i for i, name in enumerate(group.layer_names)}
+        return GroupCompression(number, runner, index, layers[0].impl.logits_soft_cap or 0.0)
+
+    def make_runner(self, layers: list[Any], pool: PagePool, model: Any) -> EventRunner:
+        """What compresses requests of these layers, whose cache is `pool`."""
+        parallel = self.vllm_config.parallel_config
+        pipelines = {
+            policy: pipeline.bind(
+                num_layers=len(layers),
+                num_kv_heads=pool.num_heads,
+                num_query_heads=layers[0].impl.num_heads,
+                block_size=pool.block_size,
+                tp_rank=parallel.rank % parallel.tensor_parallel_size,
+                tp_size=parallel.tensor_parallel_size,
+            )
+            for policy, pipeline in self.pipelines.items()
+        }
+        windows: QueryWindows | PagedWindows
+        if self.settings.pressure_mark is None:
+            windows = QueryWindows(len(layers), self.needs.window_size, pool.device)
+        else:
+            windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
+        weights = [layer_weights(layer, model, self.needs) for layer in layers]
+        return EventRunner(PageTables(pool), windows, pipelines, weights)
+
+    def warm_up(self) -> None:
+        """Runs what this package's kernels compute once, so that no request waits for compilers."""
+        most_requests = self.vllm_config.scheduler_config.max_num_seqs
+        for group in self.groups.values():
+            attends = self.takes_own_kernels(most_requests * group.tables.pool.num_heads)
+            DummyRuns(group.runner, self.num_query_heads, compat.NULL_BLOCK).warm_up(attends)
+
+    def refresh_weights(self) -> None:
+        """Takes what policies know of the model's weights from the weights once more."""
+        model, needs = self._model_runner.model, self.needs
+        for group in self.groups.values():
+            layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
+            for number, layer in enumerate(layers):
+                group.runner.weights[number] = layer_weights(layer, model, needs)
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Takes the step's plan and forgets the requests that are gone."""
+        for request_id in compat.gone_request_ids(scheduler_output):
+            for group in self.groups.values():
+                group.forget(request_id)
+        self._plan = compat.attached_plan(scheduler_output) or StepPlan()
+        self._scheduler_output = scheduler_output
+        self._running = []
+
+    def prepare(self, layer_name: str, common: CommonAttentionMetadata) -> StepWork | None:
+        """The step's work of the layer's cache group; None outside of steps, and without any."""
+        group = self.group_of_layer.get(layer_name)
+        if self._plan is None or group is None:
+            return None
+        request_ids = compat.batch_request_ids(self._model_runner, self._scheduler_output, common)
+        work = group.prepare(self._plan, request_ids, common)
+        if work.batch is None and not work.events and work.observed is None:
+            return None
+        self._running.append((group, work))
+        return work
+
+    def end_step(self) -> None:
+        """Records the events of the step that has just run."""
+        stopwatches: dict[str, tuple[str, list[Stopwatch]]] = {}
+        for group, work in self._running:
+            for event in work.events:
+                group.runner.finish(event)
+                plan = event.plan
+                timed = stopwatches.setdefault(plan.request_id, (plan.policy, []))
+                timed[1].append(event.stopwatch)
+        self._timed += stopwatches.values()
+        self._plan, self._scheduler_output, self._running = None, None, []
+
+    def take_seconds(self) -> list[tuple[str, float]]:
+        """Policy and duration of events whose duration became known since the last call.
+
+        Of a GPU's events that is some steps later. A request's events in one step, of several
+        cache groups, count as one.
+        """
+        known, waiting = [], []
+        for policy, stopwatches in self._timed:
+            seconds = [stopwatch.seconds for stopwatch in stopwatches]
+            if None in seconds:
+                waiting.append((policy, stopwatches))
+            else:
+                known.append((policy, sum(seconds)))
+        self._timed = waiting
+        return known
+
+
+def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
+    """What policies need of an attention layer's weights, as they are now."""
+    rotary = gram = by_kv_head = None
+    if needs.positions:
+        rotary = compat.rotary_embedding(model, layer.layer_name)
+    if needs.output_weight or needs.output_gram:
+        impl = layer.impl
+        width = impl.num_heads * impl.head_size
+        flat = compat.output_projection(model, layer.layer_name, width)
+        weight = flat.t().reshape(impl.num_heads, impl.head_size, -1)
+        if needs.output_gram:
+            wide = weight.float()
+            gram = wide @ wide.transpose(1, 2)
+        if needs.output_weight:
+            by_kv_head = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2)
+            if not by_kv_head.is_cuda:  # GPU kernels read it as it lies, and memory is scarce there
+                by_kv_head = by_kv_head.contiguous()
+    return LayerWeights(output_weight=by_kv_head, output_gram=gram, rotary=rotary)
