@@ -30,7 +30,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(code: str, arguments: list[str], log: Path, timeout: float = 180) -> Iterator[str]:
+def serving(
+    code: str, arguments: list[str], log: Path, timeout: float = 180, packages: Path | None = None
+) -> Iterator[str]:
     """Runs a server, and yields its address as soon as it is healthy.
 
     Args:
@@ -38,10 +40,12 @@ def serving(code: str, arguments: list[str], log: Path, timeout: float = 180) ->
         arguments: what comes after the program's name, without the port.
         log: where its output goes; its end is part of the error if it does not start.
         timeout: seconds to wait for it.
+        packages: where other packages are installed.
     """
     port = free_port()
     command = [sys.executable, "-c", code, *arguments, "--port", str(port), "--host", "127.0.0.1"]
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(str(folder) for folder in (packages, ROOT) if folder is not None)
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, "PYTHONPATH": path}
     with log.open("w") as output:
         server = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=output, text=True

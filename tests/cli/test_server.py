@@ -11,7 +11,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests import tiny_models
+from tests import foreign_policy, tiny_models
 from tests.cli.server_process import OUR_SERVE, serving
 from tests.cli.test_server_metrics import scraped
 
@@ -32,9 +32,10 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     )
     arguments = ["serve", f"--config={config}", "--kv-budget", "0.25"]
     arguments += ["--chat-template", CHAT_TEMPLATE]
-    arguments += ["--kv-allow-request-policies", "keydiff,none"]
+    arguments += ["--kv-allow-request-policies", "keydiff,fading,none"]
     arguments += ["--kv-min-request-budget", "0.1", "--kv-max-request-budget", "0.75"]
-    with serving(OUR_SERVE, arguments, folder / "server.log") as address:
+    packages = foreign_policy.install(folder)
+    with serving(OUR_SERVE, arguments, folder / "server.log", packages=packages) as address:
         yield address
 
 
@@ -146,10 +147,16 @@ def test_a_request_may_choose_within_limits(address: str, client: openai.OpenAI)
     half = ask(kv_policy="keydiff", kv_budget=0.5)
     assert half["kvcompress_events_total{keydiff}"] == 1
     assert half["kvcompress_blocks_written_total"] == 10
+    somebody_else_s = ask(kv_policy="fading", kv_budget=0.25)  # of another package
+    assert somebody_else_s["kvcompress_events_total{fading}"] == 1
+    assert somebody_else_s["kvcompress_blocks_written_total"] == 5
     assert ask(kv_budget=0.1)["kvcompress_blocks_written_total"] == 2
     assert ask(kv_policy="none")["kvcompress_events_total"] == 0
     for wrong, message in (
-        ({"kv_policy": "snapkv"}, "this server allows adakv.criticalkv and keydiff and none"),
+        (
+            {"kv_policy": "snapkv"},
+            "this server allows adakv.criticalkv and keydiff and fading and none",
+        ),
         ({"kv_budget": 0.9}, "this server allows fractions from 0.1 to 0.75"),
         ({"kv_budgett": 0.5}, "kv_budgett: not known"),
     ):

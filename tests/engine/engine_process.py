@@ -231,6 +231,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     for stream in (sys.stdout, sys.stderr):
         os.dup2(descriptor, stream.fileno())
     os.environ.update(environment)
+    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
     gc.freeze()  # vLLM collects garbage again and again, and all that it has imported is none
     import torch._dynamo
 

@@ -20,7 +20,7 @@ from vllm_kvcompress.kernels import paged
 from vllm_kvcompress.kernels.transfers import Download, upload
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
-from vllm_kvcompress.policies.parts.rounding import spread
+from vllm_kvcompress.policies.parts.allocation import spread
 from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.scheduling.plan import EventPlan
 

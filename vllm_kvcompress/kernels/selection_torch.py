@@ -54,8 +54,7 @@ def apportion(shares: Tensor, total: int, floor: Tensor, cap: Tensor) -> Tensor:
 
     The ideal division is min(max(m * share, floor), cap) with the one m that gives the total:
     what a capped head cannot take goes to the others in proportion. It is rounded to the largest
-    remainders, ties to the earlier head. `policies.parts.rounding.spread` is the same in Python
-    numbers.
+    remainders, ties to the earlier head.
 
     Args:
         shares: [H] non-negative; all zero means equal.

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import LayerView, ModelHeads, Policy, Protection, Stages
+from vllm_kvcompress.policies.parts.allocation import spread
 from vllm_kvcompress.policies.parts.profiles import (
     HOW,
     Table,
@@ -22,7 +23,6 @@ from vllm_kvcompress.policies.parts.profiles import (
     read_json,
     rows_of_rank,
 )
-from vllm_kvcompress.policies.parts.rounding import spread
 from vllm_kvcompress.policies.streamingllm import places
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import LayerView, ModelHeads, parameter
-from vllm_kvcompress.policies.parts.allocation import divide
+from vllm_kvcompress.policies.parts.allocation import divide, spread
 from vllm_kvcompress.policies.parts.profiles import (
     HOW,
     Table,
@@ -21,7 +21,6 @@ from vllm_kvcompress.policies.parts.profiles import (
     read_json,
     rows_of_rank,
 )
-from vllm_kvcompress.policies.parts.rounding import spread
 from vllm_kvcompress.policies.snapkv import SnapKV
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.policies import LayerView, Policy, Stages, parameter
-from vllm_kvcompress.policies.parts.rounding import spread
+from vllm_kvcompress.policies.parts.allocation import spread
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from vllm_kvcompress.policies import ModelHeads, parameter
-from vllm_kvcompress.policies.parts.rounding import spread
+from vllm_kvcompress.policies.parts.allocation import spread
 from vllm_kvcompress.policies.snapkv import SnapKV
 
 

@@ -6,14 +6,15 @@ been computed; the division among a layer's heads may look at scores. Totals are
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Self
 
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels import selection_torch
 from vllm_kvcompress.kernels.selection import apportion
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
-from vllm_kvcompress.policies.parts.rounding import spread
 
 
 class Allocator:
@@ -55,3 +56,23 @@ def divide(view: LayerView, shares: Tensor, total: int, floor: int) -> Tensor:
     cap = torch.div(view.lengths, view.block_size, rounding_mode="floor")
     least = torch.full_like(cap, min(floor, total // cap.numel()))
     return apportion(shares, total, torch.minimum(least, cap), cap)
+
+
+def spread(
+    shares: Sequence[float], total: int, capacity: Sequence[int], floor: Sequence[int] | None = None
+) -> list[int]:
+    """`total` pages divided among layers by shares, on the host, as `apportion` divides.
+
+    Args:
+        shares: non-negative, by layer; all zero means equal.
+        total: at most the sum of `capacity`.
+        capacity: most pages of each layer.
+        floor: least pages of each layer; ignored where they do not fit.
+    """
+    most = torch.tensor(capacity, device="cpu")
+    least = torch.minimum(torch.tensor(floor or [0] * len(capacity), device="cpu"), most)
+    if int(least.sum()) > total:
+        least = torch.zeros_like(most)
+    weights = torch.tensor(shares, dtype=torch.float64, device="cpu")
+    pages: list[int] = selection_torch.apportion(weights, total, least, most).tolist()
+    return pages
