@@ -19,7 +19,7 @@ from vllm_kvcompress.policies import Pipeline, describe
 from vllm_kvcompress.policies.registry import modifiers, policies
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
-WINDOWED = {"window_size", "merge_window"}
+WINDOWED = {"window_size", "near_size", "merge_window"}
 # Events within a block, at the end of one, and a single one.
 COURSES = [("fraction", (70, 103)), ("tokens", (64, 96)), ("fraction", (71,))]
 
