@@ -205,6 +205,16 @@ def test_what_is_broken_is_refused_by_its_package(
     assert "\n" not in str(refused.value)
 
 
+def test_files_are_found_by_being_there(
+    fresh_registry: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order in which they are listed is all that is written down of them."""
+    everything = {part.name for part in registry.all_policies()}
+    registry._known.cache_clear()
+    monkeypatch.setattr(registry, "LISTED_FIRST", ())
+    assert {part.name for part in registry.all_policies()} == everything
+
+
 def test_without_a_package_there_are_ours_alone(fresh_registry: None) -> None:
     modules = {policy.__module__.partition(".")[0] for policy in registry.all_policies()}
     assert modules == {"vllm_kvcompress"}

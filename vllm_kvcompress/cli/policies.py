@@ -50,16 +50,16 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _run_list(arguments: argparse.Namespace) -> int:
-    from vllm_kvcompress.policies import all_policies
+    from vllm_kvcompress.policies import Modifier, all_policies
 
     infos = all_policies()
     if arguments.json:
         print(json.dumps([_as_json(info) for info in infos], indent=2))
         return 0
     print("Policies (--kv-policy NAME); add modifiers with +, such as adakv+criticalkv\n")
-    print("\n\n".join(_described(info) for info in infos if not _modifies(info)))
+    print("\n\n".join(_described(info) for info in infos if not issubclass(info, Modifier)))
     print("\nModifiers\n")
-    print("\n\n".join(_described(info) for info in infos if _modifies(info)))
+    print("\n\n".join(_described(info) for info in infos if issubclass(info, Modifier)))
     return 0
 
 
@@ -79,8 +79,8 @@ def _run_explain(arguments: argparse.Namespace) -> int:
         print("\nparameters, with defaults (--kv-param NAME=VALUE)")
         print(_table(rows))
     for part in parts:
-        if kind := _profile(part):
-            print(f"\n{part.name} needs a {kind} file: --kv-profile FILE")
+        if part.profile is not None:
+            print(f"\n{part.name} needs a {part.profile} file: --kv-profile FILE")
     print("\npapers")
     print(_table([(part.name, part.paper) for part in parts]))
     return 0
@@ -96,28 +96,15 @@ def pipeline_stages(parts: Sequence[type[Part]]) -> list[Stage]:
 
 
 def _described(info: type[Part]) -> str:
+    from vllm_kvcompress.policies import bases_of
+
     lines = [f"{info.name}  {info.summary}", f"  {info.paper}"]
-    if bases := _modifies(info):
+    if bases := bases_of(info):
         lines.append(f"  goes on {', '.join(bases)}")
-    if kind := _profile(info):
-        lines.append(f"  needs a {kind} file (--kv-profile FILE)")
+    if info.profile is not None:
+        lines.append(f"  needs a {info.profile} file (--kv-profile FILE)")
     rows = [(p.name, str(p.default), _meaning(p)) for p in info.parameters()]
     return "\n".join([*lines, *([_table(rows, indent="    ")] if rows else [])])
-
-
-def _modifies(part: type[Part]) -> tuple[str, ...]:
-    """The policies that a modifier goes on; none for a policy."""
-    from vllm_kvcompress.policies import Modifier
-    from vllm_kvcompress.policies.registry import bases_of
-
-    return bases_of(part) if issubclass(part, Modifier) else ()
-
-
-def _profile(part: type[Part]) -> str | None:
-    """The kind of profile that it needs."""
-    from vllm_kvcompress.policies import Policy
-
-    return part.profile if issubclass(part, Policy) else None
 
 
 def _meaning(parameter: Parameter) -> str:
@@ -144,15 +131,17 @@ def _wrapped_row(row: tuple[str, ...], widths: list[int], indent: str) -> Iterat
 
 
 def _as_json(info: type[Part]) -> dict[str, Any]:
+    from vllm_kvcompress.policies import Modifier, bases_of
+
     return {
         "name": info.name,
-        "kind": "modifier" if _modifies(info) else "policy",
+        "kind": "modifier" if issubclass(info, Modifier) else "policy",
         "summary": info.summary,
         "paper": info.paper,
         "stages": info.stages.said(),
         "parameters": [_parameter_json(parameter) for parameter in info.parameters()],
-        "modifies": list(_modifies(info)),
-        "profile": _profile(info),
+        "modifies": list(bases_of(info)),
+        "profile": info.profile,
     }
 
 

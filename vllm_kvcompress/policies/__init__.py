@@ -11,7 +11,13 @@ from vllm_kvcompress.policies.parts.protection import Protection
 from vllm_kvcompress.policies.parts.selection import Selector
 from vllm_kvcompress.policies.pipeline import Pipeline
 from vllm_kvcompress.policies.policy import Modifier, Part, Policy, Stages
-from vllm_kvcompress.policies.registry import all_policies, describe, resolve, resolve_settings
+from vllm_kvcompress.policies.registry import (
+    all_policies,
+    bases_of,
+    describe,
+    resolve,
+    resolve_settings,
+)
 
 __all__ = [
     "Allocator",
@@ -28,6 +34,7 @@ __all__ = [
     "Selector",
     "Stages",
     "all_policies",
+    "bases_of",
     "describe",
     "parameter",
     "resolve",

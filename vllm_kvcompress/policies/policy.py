@@ -43,6 +43,7 @@ class Part(ABC):
         paper: title and arXiv number.
         summary: one sentence.
         stages: what it does in each stage of the pipeline.
+        profile: kind of profile file that it needs, or None.
         refuses: other parts that it does not go with, and why; `{}` stands for the other's name.
     """
 
@@ -50,6 +51,7 @@ class Part(ABC):
     paper: ClassVar[str]
     summary: ClassVar[str]
     stages: ClassVar[Stages]
+    profile: ClassVar[str | None] = None
     refuses: ClassVar[Mapping[str, str]] = {}
 
     @classmethod
@@ -65,12 +67,10 @@ class Policy(Allocator, Selector, Part):
 
     Attributes:
         decides: what of the budget it decides on; two policies that do so exclude each other.
-        profile: kind of profile file that it needs, or None.
         takes: names of modifiers that go on it, beside those that name it themselves.
     """
 
     decides: ClassVar[tuple[str, ...]] = ()
-    profile: ClassVar[str | None] = None
     takes: ClassVar[tuple[str, ...]] = ()
 
     @property

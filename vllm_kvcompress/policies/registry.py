@@ -53,10 +53,12 @@ def all_policies() -> tuple[type[Part], ...]:
     return (*policies().values(), *modifiers().values())
 
 
-def bases_of(modifier: type[Modifier]) -> tuple[str, ...]:
-    """Names of the policies that a modifier goes on, in its own order."""
-    order = {name: place for place, name in enumerate(modifier.goes_on)}
-    fitting = [name for name, policy in policies().items() if modifier.fits(policy)]
+def bases_of(part: type[Part]) -> tuple[str, ...]:
+    """Names of the policies that a modifier goes on, in its own order; none for a policy."""
+    if not issubclass(part, Modifier):
+        return ()
+    order = {name: place for place, name in enumerate(part.goes_on)}
+    fitting = [name for name, policy in policies().items() if part.fits(policy)]
     return tuple(sorted(fitting, key=lambda name: order.get(name, len(order))))
 
 

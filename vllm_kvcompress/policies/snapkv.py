@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
 from vllm_kvcompress.policies.measures import observed_mass
-from vllm_kvcompress.policies.parts.mass import pool_left_of_window
+from vllm_kvcompress.policies.parts.mass import check_kernel_size, pool_left_of_window
 
 
 @dataclass(frozen=True)
@@ -32,11 +31,7 @@ class SnapKV(Policy):
     pooling: str = parameter("max", "how neighbours are pooled", choices=("max", "mean"))
 
     def __post_init__(self) -> None:
-        if self.kernel_size % 2 == 0:
-            raise ConfigError(
-                "kernel_size: expected an odd number, so that pooling is centred, found "
-                f"{self.kernel_size}; use {self.kernel_size + 1}."
-            )
+        check_kernel_size(self.kernel_size)
 
     @property
     def needs(self) -> Needs:

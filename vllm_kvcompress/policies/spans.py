@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
 from vllm_kvcompress.policies.measures import observed_mass
-from vllm_kvcompress.policies.parts.mass import pool_left_of_window
+from vllm_kvcompress.policies.parts.mass import check_kernel_size, pool_left_of_window
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,7 @@ class Spans(Policy):
     kernel_size: int = parameter(31, "width of their pooling over neighbours; odd", minimum=1)
 
     def __post_init__(self) -> None:
-        if self.kernel_size % 2 == 0:
-            raise ConfigError(
-                "kernel_size: expected an odd number, so that pooling is centred, found "
-                f"{self.kernel_size}; use {self.kernel_size + 1}."
-            )
+        check_kernel_size(self.kernel_size)
         if self.near_size > self.window_size:
             raise ConfigError(
                 f"near_size: expected at most window_size, {self.window_size}, found "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels import max_or_mean_pool
 from vllm_kvcompress.policies.base import LayerView
 
@@ -32,3 +33,12 @@ def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling:
     empty = float("-inf") if pooling == "max" else 0.0
     pooled = max_or_mean_pool(raw.masked_fill(in_window, empty), kernel_size, pooling)
     return torch.where(in_window, raw, pooled)
+
+
+def check_kernel_size(kernel_size: int) -> None:
+    """Refuses an even width of pooling."""
+    if kernel_size % 2 == 0:
+        raise ConfigError(
+            "kernel_size: expected an odd number, so that pooling is centred, found "
+            f"{kernel_size}; use {kernel_size + 1}."
+        )
