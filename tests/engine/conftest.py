@@ -54,6 +54,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
         record_kept: bool = False,
         environment: dict[str, str] | None = None,
         calls: list[Any] | None = None,
+        probes: list[str] | None = None,
         **engine: Any,
     ) -> dict[str, Any]:
         directory = tmp_path_factory.mktemp("scenario")
@@ -68,6 +69,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
                     "phases": phases,
                     "record_kept": record_kept,
                     "calls": calls or [],
+                    "probes": probes or [],
                 }
             )
         )
