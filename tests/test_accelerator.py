@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from tests.accelerator import ACCELERATOR, Synchronised, watched
-from vllm_kvcompress.kernels.transfers import Download, upload
+from vllm_kvcompress.kernels.common.transfers import Download, upload
 
 WAITS = {
     "number": lambda t: int(t.sum()),

@@ -33,8 +33,8 @@ from gpu_parts.whole_events import (
     make_pipeline,
 )
 from tests import tiny_models
-from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.attention import decode_attention
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.policies import all_policies
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
@@ -238,7 +238,7 @@ def test_flash_attention_is_asked_for_heads_as_the_twin_is() -> None:
         flash_attention.varlen_attention(**defaults, **given)
 
     found = attend_per_head(flash, 3, entries, queries, 0.2)
-    expected = paged_torch.decode_attention(entries, queries, 0.2)[0]
+    expected = decode_attention(entries, queries, 0.2)[0]
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 
 

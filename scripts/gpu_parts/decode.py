@@ -12,16 +12,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_parts import shapes, vllm_attention
 from gpu_parts.measure import host_seconds_of, progress, seconds_of
-from vllm_kvcompress.kernels.correction_triton import correct_with_moments
-from vllm_kvcompress.kernels.decode_triton import (
+from vllm_kvcompress.kernels.attention.decode_triton import (
     DEFAULT_SETTINGS,
     DecodeSettings,
     decode_attention,
     launch_decode,
 )
-from vllm_kvcompress.kernels.moments_torch import moment_size
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.merging.moments.correction_triton import correct_with_moments
+from vllm_kvcompress.kernels.merging.moments.reference import moment_size
 
 Row = dict[str, Any]
 

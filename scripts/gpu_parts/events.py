@@ -12,7 +12,8 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 from gpu_parts import shapes
 from gpu_parts.measure import progress, seconds_of
 from vllm_kvcompress.kernels import paged
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.compaction import compact_pages
 
 Row = dict[str, Any]
 WINDOW_SIZE = 32
@@ -124,7 +125,7 @@ def _parts(num_tokens: int, block_size: int) -> dict[str, Callable[[], Any]]:
         "value_norms_l1": lambda: paged.value_norms_l1(entries, weight, wanted),
         "value_norms_l2": lambda: paged.value_norms_l2(entries, gram),
         "keydiff": lambda: paged.keydiff_scores(entries, "mean_normalized"),
-        "compaction": lambda: paged.compact_pages(entries, *compact),
+        "compaction": lambda: compact_pages(entries, *compact),
     }
 
 

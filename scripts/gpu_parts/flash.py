@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
 
 def why_no_flash() -> str | None:

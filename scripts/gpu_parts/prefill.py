@@ -12,8 +12,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_parts import shapes, vllm_attention
 from gpu_parts.measure import progress, seconds_of
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.prefill_triton import prefill_attention
+from vllm_kvcompress.kernels.attention.prefill_triton import prefill_attention
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
 Row = dict[str, Any]
 LAYOUTS = ("uniform", "ragged")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
 NUM_LAYERS = 32
 NUM_HEADS = 8

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
 FOLDER = Path("v1", "attention", "ops")
 FILES = ("triton_attention_helpers", "triton_unified_attention")

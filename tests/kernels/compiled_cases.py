@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tests.kernels.cases import make_entries, random, some_bias
-from vllm_kvcompress.kernels import moment_size
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.merging.moments import moment_size
 
 KERNELS = "vllm_kvcompress.kernels."
 GROUP = 4  # query heads of a KV head
@@ -64,29 +64,35 @@ def launches(
     entries = make_entries([70, 3], block_size, head_size, dtype)
     bias, weights, kept = some_bias([70, 3]), random(2, entries.capacity), entries.valid()
     queries = random(2, GROUP, num_queries, head_size, dtype=dtype)
-    yield launch("decode_triton.decode_attention", 2, entries, queries[:, :, 0], 0.1, bias)
-    yield launch("prefill_triton.prefill_attention", 1, entries, queries, 0.1, bias)
+    yield launch(
+        "attention.decode_triton.decode_attention", 2, entries, queries[:, :, 0], 0.1, bias
+    )
+    yield launch("attention.prefill_triton.prefill_attention", 1, entries, queries, 0.1, bias)
 
     window = random(64, 2 * GROUP, head_size, dtype=dtype)
-    yield launch("window_mass_triton.window_mass", 2, entries, 2, window, 0.1, weights)
+    yield launch("window_mass.window_mass_triton.window_mass", 2, entries, 2, window, 0.1, weights)
     for variant in ("value", "key", "joint"):
-        launcher = "perturbation_triton.window_perturbation"
+        launcher = "window_perturbation.perturbation_triton.window_perturbation"
         yield launch(launcher, 2, entries, 2, window, 0.1, variant, variant=variant)
     output_weight = random(2, head_size, GROUP, 256, dtype=dtype)
-    yield launch("value_norms_triton.value_norms_l1", 1, entries, output_weight, kept)
+    yield launch("value_norms.value_norms_triton.value_norms_l1", 1, entries, output_weight, kept)
 
     state = torch.zeros(2, moment_size(head_size))
     states, lse = PagedNumbers.of_rows(state), random(2, GROUP, num_queries)
     arguments = (states, queries.clone(), lse, queries, 0.1)
-    yield launch("correction_triton.correct_with_moments", 1, *arguments)
+    yield launch("merging.moments.correction_triton.correct_with_moments", 1, *arguments)
     numbers, indices = torch.tensor([1, 0]), torch.arange(block_size)
-    yield launch("compact_triton.compact_pages", 1, entries, numbers, indices, torch.tensor([0]))
-    yield launch("nearest_triton.nearest_keys", 2, entries, kept)
+    yield launch(
+        "compaction.compact_triton.compact_pages", 1, entries, numbers, indices, torch.tensor([0])
+    )
+    yield launch("merging.nearest_keys.nearest_triton.nearest_keys", 2, entries, kept)
 
 
 def launches_without_pages() -> Iterator[Launch]:
     """Of the kernels that choose what stays."""
     scores, numbers = random(40, 5008), torch.ones(40, dtype=torch.int64)
-    yield Launch(KERNELS + "top_entries_triton.top_entries", 5, (scores, scores > 0, numbers))
+    yield Launch(
+        KERNELS + "top_entries.top_entries_triton.top_entries", 5, (scores, scores > 0, numbers)
+    )
     shares = (numbers.float(), 9, numbers, 9 * numbers)
-    yield Launch(KERNELS + "apportion_triton.apportion", 1, shares)
+    yield Launch(KERNELS + "apportion.apportion_triton.apportion", 1, shares)

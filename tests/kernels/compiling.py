@@ -18,7 +18,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from vllm_kvcompress.kernels.fitting_triton import fitting_rows
+from vllm_kvcompress.kernels.common.fitting_triton import fitting_rows
 
 # Shared memory that a program may have, by compute capability ("Maximum amount of shared memory
 # per thread block" in the CUDA C++ programming guide).

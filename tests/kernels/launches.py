@@ -14,15 +14,15 @@ from torch import Tensor
 
 from gpu_parts.vllm_attention import vllm_attention
 from tests.kernels.cases import make_entries, random
-from vllm_kvcompress.kernels.compact_triton import compact_pages
-from vllm_kvcompress.kernels.decode_triton import (
+from vllm_kvcompress.kernels.attention.decode_triton import (
     DEFAULT_SETTINGS,
     decode_attention,
     launch_decode,
 )
-from vllm_kvcompress.kernels.launch_triton import FEWEST_ROWS
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.launch_triton import FEWEST_ROWS
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.compaction.compact_triton import compact_pages
 
 
 def signature_of(name: str) -> str:

@@ -11,8 +11,8 @@ from tests.kernels.backends import Backend
 from tests.kernels.cases import make_entries
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.compaction import compact_pages
 
 LAUNCHES = "tests.kernels.launches."
 
@@ -45,7 +45,7 @@ def test_twin_is_the_oracle() -> None:
     entries, counts, kept, targets = make_case([1, 3, 2], 4, 8, torch.float32)
     sources = [oracles.rows_of(entries, which) for which in (0, 1)]
     before = entries.pages.clone()
-    paged_torch.compact_pages(entries, counts, kept, targets)
+    compact_pages(entries, counts, kept, targets)
     flat = [head for head, count in enumerate(counts.tolist()) for _ in range(4 * count)]
     for nth, (head, entry) in enumerate(zip(flat, kept.tolist(), strict=True)):
         page = entries.pages[targets[nth // 4]].view(4, 2, 8)
@@ -62,7 +62,7 @@ def test_twin_is_the_oracle() -> None:
 def test_every_bit_is_the_twins(backend: Backend, block_size: int, head_size: int) -> None:
     entries, counts, kept, targets = make_case([1, 0, 2], block_size, head_size, backend.dtype)
     pages = backend.call(LAUNCHES + "compacted", entries, counts, kept, targets)
-    paged_torch.compact_pages(entries, counts, kept, targets)
+    compact_pages(entries, counts, kept, targets)
     assert torch.equal(pages.isnan(), entries.pages.isnan())
     assert torch.equal(pages.nan_to_num(), entries.pages.nan_to_num())
     assert not pages[targets].isnan().any()

@@ -16,10 +16,11 @@ import torch
 from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child, at_once
 from tests.kernels.compiled_cases import HOLDING_TILES, launches
-from vllm_kvcompress.kernels import moment_size
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.merging.moments import moment_size
 
 KERNELS = "vllm_kvcompress.kernels."
+DECODE = "attention.decode_triton.decode_attention"
 BF16 = torch.bfloat16
 ROOT = Path(__file__).parents[2]
 COMPILE = "tests.kernels.compiling.compile_launch"
@@ -59,7 +60,13 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([40, 3], block_size, head_size, BF16)
     queries = random(2, 4, head_size, dtype=BF16)
     found = check(
-        compiler, "decode_triton.decode_attention", 2, entries, queries, 0.1, some_bias([8, 3])
+        compiler,
+        DECODE,
+        2,
+        entries,
+        queries,
+        0.1,
+        some_bias([8, 3]),
     )
     pieces = found["_pieces_kernel"]
     assert "mma.sync" in pieces.ptx
@@ -74,27 +81,29 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
 def test_decode_without_bias_and_lse(compiler: Child) -> None:
     entries = make_entries([40, 3], 16, 128, BF16)
     queries = random(2, 4, 128, dtype=BF16)
-    check(compiler, "decode_triton.decode_attention", 2, entries, queries, 0.1, None, False)
+    check(compiler, DECODE, 2, entries, queries, 0.1, None, False)
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
 def test_compact(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([block_size, 5], block_size, head_size, BF16)
     arguments = (torch.tensor([1, 0]), torch.arange(block_size), torch.tensor([0]))
-    found = check(compiler, "compact_triton.compact_pages", 1, entries, *arguments)
+    found = check(compiler, "compaction.compact_triton.compact_pages", 1, entries, *arguments)
     assert "st.global.v4" in found["_compact_kernel"].ptx
 
 
 def test_scores(compiler: Child) -> None:
     entries = make_entries([70, 3], 16, 128, BF16)
     queries = random(32, 8, 128, dtype=BF16)
-    found = check(compiler, "window_mass_triton.window_mass", 2, entries, 2, queries, 0.1, None)
+    found = check(
+        compiler, "window_mass.window_mass_triton.window_mass", 2, entries, 2, queries, 0.1, None
+    )
     assert all("wgmma" in kernel.ptx for kernel in found.values())
-    launcher = "perturbation_triton.window_perturbation"
+    launcher = "window_perturbation.perturbation_triton.window_perturbation"
     found = check(compiler, launcher, 2, entries, 2, queries, 0.1, "joint")
     assert all("wgmma" in kernel.ptx for kernel in found.values())
     weight = random(2, 128, 4, 256, dtype=BF16)
-    launcher = "value_norms_triton.value_norms_l1"
+    launcher = "value_norms.value_norms_triton.value_norms_l1"
     found = check(compiler, launcher, 1, entries, weight, entries.valid())
     assert "wgmma" in found["_l1_kernel"].ptx
 
@@ -104,15 +113,15 @@ def test_what_takes_most_in_fp32(compiler: Child) -> None:
     entries = make_entries([70, 3], 16, 128)
     weight = random(2, 128, 4, 256)
     wanted = entries.valid()
-    check(compiler, "value_norms_triton.value_norms_l1", 1, entries, weight, wanted)
-    check(compiler, "nearest_triton.nearest_keys", 2, entries, wanted)
+    check(compiler, "value_norms.value_norms_triton.value_norms_l1", 1, entries, weight, wanted)
+    check(compiler, "merging.nearest_keys.nearest_triton.nearest_keys", 2, entries, wanted)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_prefill(compiler: Child, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, 128, BF16)
     queries = random(2, 4, 40, 128, dtype=BF16)
-    launcher = "prefill_triton.prefill_attention"
+    launcher = "attention.prefill_triton.prefill_attention"
     found = check(compiler, launcher, 1, entries, queries, 0.1, some_bias([9, 9]))
     assert "wgmma" in found["_prefill_kernel"].ptx
 
@@ -123,13 +132,13 @@ def test_correction(compiler: Child) -> None:
     for num_queries in (1, 300):
         queries = random(2, 4, num_queries, 128, dtype=BF16)
         arguments = (states, queries, random(2, 4, num_queries), queries, 0.1)
-        check(compiler, "correction_triton.correct_with_moments", 1, *arguments)
+        check(compiler, "merging.moments.correction_triton.correct_with_moments", 1, *arguments)
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])
 def test_nearest(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
-    launcher = "nearest_triton.nearest_keys"
+    launcher = "merging.nearest_keys.nearest_triton.nearest_keys"
     found = check(compiler, launcher, 2, entries, random(2, entries.capacity) > 1)
     assert "wgmma" in found["_nearest_kernel"].ptx
 
@@ -138,11 +147,19 @@ def test_nearest(compiler: Child, head_size: int, block_size: int) -> None:
 def test_selection(compiler: Child, num_heads: int) -> None:
     scores = random(num_heads, 5008)
     numbers = torch.ones(num_heads, dtype=torch.int64)
-    launcher = "top_entries_triton.top_entries"
+    launcher = "top_entries.top_entries_triton.top_entries"
     found = check(compiler, launcher, 5, scores, scores > 0, numbers)
     # Heads hold whole pages, so that scores are read 16 bytes at a time.
     assert "ld.global.v4" in found["_keep_kernel"].ptx
-    check(compiler, "apportion_triton.apportion", 1, numbers.float(), 9, numbers, 9 * numbers)
+    check(
+        compiler,
+        "apportion.apportion_triton.apportion",
+        1,
+        numbers.float(),
+        9,
+        numbers,
+        9 * numbers,
+    )
 
 
 def test_triton_is_that_of_vllms_cuda_build() -> None:

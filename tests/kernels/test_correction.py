@@ -11,11 +11,11 @@ from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import random, some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.moments_torch import moment_size
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.merging.moments import correct_with_moments, moment_size
 
 CORRECT = "tests.kernels.launches.corrected"
+TRITON = "merging.moments.correction_triton"
 SCALE = 0.2
 
 
@@ -54,7 +54,7 @@ def test_twin_is_the_oracle() -> None:
             zip(outputs.tolist(), lse.tolist(), queries.tolist(), strict=True)
         )
     ]
-    paged_torch.correct_with_moments(states, outputs, lse, queries, SCALE)
+    correct_with_moments(states, outputs, lse, queries, SCALE)
     assert_close(outputs, torch.tensor(expected), torch.float32)
 
 
@@ -65,8 +65,8 @@ def test_twin_is_the_oracle() -> None:
 def test_is_the_twin(backend: Backend, dims: int, group: int, num_queries: int, page: int) -> None:
     states = some_states(3 if num_queries > 1 else 4, dims, page)
     arguments = some_outputs(states.num_sequences, group, num_queries, dims, dtype=backend.dtype)
-    expected = backend.call(CORRECT, "paged_torch", states, *arguments, dims**-0.5)
-    found = backend.call(CORRECT, "correction_triton", states, *arguments, dims**-0.5)
+    expected = backend.call(CORRECT, "merging.moments.reference", states, *arguments, dims**-0.5)
+    found = backend.call(CORRECT, TRITON, states, *arguments, dims**-0.5)
     assert found.dtype == backend.dtype
     assert_close(found, expected, backend.dtype)
     assert torch.equal(found[0], arguments[0][0])  # nothing was evicted
@@ -82,4 +82,4 @@ def test_what_a_launch_refuses(interpreter: Child) -> None:
         (some_outputs(2, 2, 4, 16), "states of 2 sequences"),
     ):
         with pytest.raises(InvariantError, match=said):
-            interpreter.call(CORRECT, "correction_triton", states, *arguments, SCALE)
+            interpreter.call(CORRECT, TRITON, states, *arguments, SCALE)

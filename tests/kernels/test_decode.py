@@ -10,10 +10,10 @@ from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.attention import reference
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
-MODULE = "vllm_kvcompress.kernels.decode_triton."
+MODULE = "vllm_kvcompress.kernels.attention.decode_triton."
 DECODE = MODULE + "decode_attention"
 RAGGED = [45, 0, 1, 130, 16, 0, 77, 33]
 
@@ -24,7 +24,7 @@ def test_twin_is_the_oracle(group: int, with_bias: bool) -> None:
     entries = make_entries([7, 0, 1, 19], block_size=4, head_size=8)
     queries = random(4, group, 8)
     bias = some_bias([5, 0, 3, 11], page=4) if with_bias else None
-    outputs, lse = paged_torch.decode_attention(entries, queries, 0.3, bias)
+    outputs, lse = reference.decode_attention(entries, queries, 0.3, bias)
     expected, sums = oracles.prefill(entries, queries[:, :, None], 0.3, bias)
     assert_close(outputs, torch.tensor(expected)[:, :, 0], torch.float32)
     assert lse is not None
@@ -35,7 +35,7 @@ def check(backend: Backend, entries: object, group: int, bias: PagedNumbers | No
     """Triton against the twin, into an output full of NaN."""
     queries = random(len(entries.lengths), group, entries.head_size, dtype=backend.dtype)
     arguments = (entries, queries, entries.head_size**-0.5, bias)
-    expected, expected_lse = backend.twin(paged_torch.decode_attention, *arguments)
+    expected, expected_lse = backend.twin(reference.decode_attention, *arguments)
     out = torch.full_like(queries, torch.nan)
     outputs, lse = backend.call(DECODE, *arguments, True, out)
     assert outputs.dtype == backend.dtype
@@ -77,7 +77,7 @@ def test_more_sequences_than_are_scanned_at_once(backend: Backend) -> None:
     lengths[0], lengths[3], lengths[20], lengths[44] = 40, 1, 90, 17
     entries = make_entries(lengths, head_size=16, dtype=backend.dtype)
     queries = random(45, 2, 16, dtype=backend.dtype)
-    expected, _ = backend.twin(paged_torch.decode_attention, entries, queries, 0.1)
+    expected, _ = backend.twin(reference.decode_attention, entries, queries, 0.1)
     outputs = backend.call("tests.kernels.launches.decode_scanning", entries, queries, 0.1, 16)
     assert_close(outputs, expected, backend.dtype)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 
 import pytest
@@ -11,56 +12,54 @@ from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from tests.policies.test_imports import import_without
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import paged, paged_torch, selection, selection_torch
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.attention import decode_attention, reference
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
-KERNELS = {
-    "apportion": "apportion_triton",
-    "compact_pages": "compact_triton",
-    "correct_with_moments": "correction_triton",
-    "decode_attention": "decode_triton",
-    "nearest_keys": "nearest_triton",
-    "prefill_attention": "prefill_triton",
-    "top_entries": "top_entries_triton",
-    "value_norms_l1": "value_norms_triton",
-    "window_mass": "window_mass_triton",
-    "window_perturbation": "perturbation_triton",
-}
+LAUNCHER = "vllm_kvcompress.kernels.merging.nearest_keys.nearest_triton.nearest_keys"
+KERNELS = (
+    "apportion.apportion_triton.apportion",
+    "attention.decode_triton.decode_attention",
+    "attention.prefill_triton.prefill_attention",
+    "compaction.compact_triton.compact_pages",
+    "merging.moments.correction_triton.correct_with_moments",
+    "top_entries.top_entries_triton.top_entries",
+)
 
 
-SELECTION = ("apportion", "top_entries")
-
-
-@pytest.mark.parametrize("module", ["paged", "selection"])
-def test_nothing_imports_triton_before_it_is_needed(module: str) -> None:
-    done = import_without(f"vllm_kvcompress.kernels.{module}", "triton", "vllm")
+@pytest.mark.parametrize("launcher", KERNELS)
+def test_nothing_imports_triton_before_it_is_needed(launcher: str) -> None:
+    operator = launcher.rpartition(".")[0].rpartition(".")[0]
+    done = import_without(f"vllm_kvcompress.kernels.{operator}", "triton", "vllm")
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", KERNELS)
-def test_launchers_have_their_twins_signature(compiler: Child, name: str) -> None:
-    launcher = f"vllm_kvcompress.kernels.{KERNELS[name]}.{name}"
-    names, twins = (selection, selection_torch) if name in SELECTION else (paged, paged_torch)
-    twin = str(inspect.signature(getattr(twins, name)))
+@pytest.mark.parametrize("launcher", KERNELS)
+def test_launchers_have_their_twins_signature(compiler: Child, launcher: str) -> None:
+    module, _, name = launcher.rpartition(".")
+    operator = importlib.import_module("vllm_kvcompress.kernels." + module.rpartition(".")[0])
+    twin = str(inspect.signature(getattr(operator.reference, name)))
+    launcher = f"vllm_kvcompress.kernels.{launcher}"
     assert compiler.call("tests.kernels.launches.signature_of", launcher) == twin
-    assert str(inspect.signature(getattr(names, name))) == twin
+    assert str(inspect.signature(getattr(operator, name))) == twin
 
 
 def test_pages_on_the_cpu_take_the_twin() -> None:
     entries = make_entries([5, 3])
     queries = random(2, 4, 64)
-    expected, _ = paged_torch.decode_attention(entries, queries, 0.1)
-    outputs, _ = paged.decode_attention(entries, queries, 0.1)
+    expected, _ = reference.decode_attention(entries, queries, 0.1)
+    outputs, _ = decode_attention(entries, queries, 0.1)
     assert torch.equal(outputs, expected)
 
 
 def test_launchers_refuse_pages_on_the_cpu(compiler: Child) -> None:
     entries = make_entries([5])
     with pytest.raises(
-        InvariantError, match=r"expected pages or tensors on a CUDA device.*kernels\.paged"
+        InvariantError, match=r"expected pages or tensors on a CUDA device.*call the operator"
     ):
         compiler.call(
-            "vllm_kvcompress.kernels.nearest_triton.nearest_keys", entries, entries.valid()
+            "vllm_kvcompress.kernels.merging.nearest_keys.nearest_triton.nearest_keys",
+            entries,
+            entries.valid(),
         )
 
 

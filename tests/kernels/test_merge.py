@@ -10,8 +10,8 @@ from tests.kernels import oracles
 from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.rotary_torch import Turns
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.rotary import Turns
 
 
 def make_case(entries: PagedEntries) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,8 +8,9 @@ from torch import Tensor
 from tests.kernels import oracles
 from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
-from vllm_kvcompress.kernels import moment_size, paged_torch
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.merging.moments import moment_size
 
 
 def test_twin_is_the_oracle() -> None:

@@ -12,9 +12,9 @@ from tests.kernels.cases import make_entries
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
-NEAREST = "vllm_kvcompress.kernels.nearest_triton.nearest_keys"
+NEAREST = "vllm_kvcompress.kernels.merging.nearest_keys.nearest_triton.nearest_keys"
 
 
 def some_kept(entries: PagedEntries, share: float = 0.3) -> Tensor:

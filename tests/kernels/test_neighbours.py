@@ -10,7 +10,7 @@ from tests.kernels import oracles
 from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
 ORDERS = [(2, 0), (1, 0), (2, 3)]
 

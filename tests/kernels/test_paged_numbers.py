@@ -10,7 +10,7 @@ import torch
 from tests.kernels import oracles
 from tests.kernels.cases import random, some_bias
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
 
 @pytest.mark.parametrize("lengths", [[5, 0, 3, 11], [7, 40, 1], [0, 0]])

@@ -9,17 +9,17 @@ import torch
 
 from tests.kernels.backends import Backend
 from tests.kernels.cases import make_entries, random
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
 LAUNCHES = "tests.kernels.launches."
 KERNELS = "vllm_kvcompress.kernels."
 NAMES = [
-    KERNELS + "decode_triton.decode_attention",
-    KERNELS + "prefill_triton.prefill_attention",
-    KERNELS + "window_mass_triton.window_mass",
-    KERNELS + "value_norms_triton.value_norms_l1",
-    KERNELS + "nearest_triton.nearest_keys",
+    KERNELS + "attention.decode_triton.decode_attention",
+    KERNELS + "attention.prefill_triton.prefill_attention",
+    KERNELS + "window_mass.window_mass_triton.window_mass",
+    KERNELS + "value_norms.value_norms_triton.value_norms_l1",
+    KERNELS + "merging.nearest_keys.nearest_triton.nearest_keys",
     LAUNCHES + "compacted",
 ]
 

@@ -11,9 +11,9 @@ from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
-PERTURBATION = "vllm_kvcompress.kernels.perturbation_triton.window_perturbation"
+PERTURBATION = "vllm_kvcompress.kernels.window_perturbation.perturbation_triton.window_perturbation"
 VARIANTS = ["value", "key", "joint"]
 
 

@@ -11,7 +11,7 @@ from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
 from tests.kernels.test_nearest import some_kept
 from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
 
 def some_shares(entries: PagedEntries, kept: Tensor) -> Tensor:

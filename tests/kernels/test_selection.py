@@ -15,11 +15,11 @@ from tests.kernels.backends import Backend
 from tests.kernels.child import Child
 from tests.policies import oracles
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import selection_torch
+from vllm_kvcompress.kernels.apportion import reference
 
-TOP_ENTRIES = "vllm_kvcompress.kernels.top_entries_triton.top_entries"
-LAUNCH = "vllm_kvcompress.kernels.top_entries_triton.launch_top_entries"
-APPORTION = "vllm_kvcompress.kernels.apportion_triton.apportion"
+TOP_ENTRIES = "vllm_kvcompress.kernels.top_entries.top_entries_triton.top_entries"
+LAUNCH = "vllm_kvcompress.kernels.top_entries.top_entries_triton.launch_top_entries"
+APPORTION = "vllm_kvcompress.kernels.apportion.apportion_triton.apportion"
 NAN, INF = float("nan"), float("inf")
 # Zeros of both signs, the smallest numbers that differ, and what is kept whatever comes.
 SPECIAL = [0.0, -0.0, NAN, INF, -INF, 1.0, -1.0, 1.0000001, 1e-45, -1e-45, 3e38, -3e38]
@@ -150,7 +150,7 @@ def test_any_division_is_the_twins(
     shares, total, floor, cap = division
     given_ = (torch.tensor(shares), total, torch.tensor(floor), torch.tensor(cap))
     pages = interpreter_calls(APPORTION, *given_)
-    assert pages.tolist() == selection_torch.apportion(*given_).tolist()
+    assert pages.tolist() == reference.apportion(*given_).tolist()
     assert int(pages.sum()) == total
 
 

@@ -13,7 +13,7 @@ from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import paged_torch
 
-L1 = "vllm_kvcompress.kernels.value_norms_triton.value_norms_l1"
+L1 = "vllm_kvcompress.kernels.value_norms.value_norms_triton.value_norms_l1"
 
 
 def o_proj(num_heads: int, head_size: int, group: int, width: int, dtype: torch.dtype) -> Tensor:

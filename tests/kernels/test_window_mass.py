@@ -11,9 +11,9 @@ from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
-MASS = "vllm_kvcompress.kernels.window_mass_triton.window_mass"
+MASS = "vllm_kvcompress.kernels.window_mass.window_mass_triton.window_mass"
 
 
 @pytest.mark.parametrize("num_tail", [0, 2, 3])

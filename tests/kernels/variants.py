@@ -19,8 +19,8 @@ from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
-from vllm_kvcompress.kernels import launch_triton
-from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.kernels.common import launch_triton
+from vllm_kvcompress.kernels.common.transfers import upload
 
 Variant = tuple[str, tuple[tuple[str, Any], ...]]
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from vllm_kvcompress.kernels import (
     add_to_moments,
     attention_with_lse,
-    correct_with_moments,
     moment_residuals,
     moment_size,
 )
+from vllm_kvcompress.kernels.merging.moments.reference import corrected as with_moments
 from vllm_kvcompress.policies import resolve
 
 DIM, SCALE = 5, 0.4
@@ -52,7 +52,7 @@ def corrected(
     """[S, G, m, D] with [S, n, D] resident entries."""
     lengths = torch.full((len(keys),), keys.shape[1])
     outputs, lse = attention_with_lse(queries, keys, values, lengths, SCALE)
-    return correct_with_moments(outputs, lse, queries, state, SCALE)
+    return with_moments(outputs, lse, queries, state, SCALE)
 
 
 def test_the_state_is_what_loops_sum_up() -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.event_cases import BLOCK_SIZE, GROUP, Request, left_by, make_pool
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool
-from vllm_kvcompress.kernels import scores_torch
+from vllm_kvcompress.kernels.common import tiles
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView
 
@@ -143,5 +143,5 @@ def test_off_the_cpu_as_many_heads_at_once_as_a_tile_holds(monkeypatch: pytest.M
     there = replace(view, lengths=view.lengths.to("meta"))
     of_a_head = 4 * view.num_entries * view.head_size
     for tile, starts in ((5 * of_a_head, [0]), (3 * of_a_head - 1, [0, 2, 4]), (1, range(5))):
-        monkeypatch.setattr(scores_torch, "DEVICE_TILE_BYTES", tile)
+        monkeypatch.setattr(tiles, "DEVICE_TILE_BYTES", tile)
         assert [part.start for part in there.head_slices()] == list(starts)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies import oracles
-from vllm_kvcompress.kernels.selection import apportion
+from vllm_kvcompress.kernels.apportion import apportion
 from vllm_kvcompress.policies.parts.allocation import spread
 
 

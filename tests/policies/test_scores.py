@@ -14,11 +14,12 @@ from tests.policies.cases import HEAD_SIZE, Shape, make_view
 from vllm_kvcompress.kernels import (
     keydiff_scores,
     max_or_mean_pool,
-    scores_torch,
     value_norms_l1,
     value_norms_l2,
     window_mass,
 )
+from vllm_kvcompress.kernels.common import tiles
+from vllm_kvcompress.kernels.value_norms import reference as value_norms
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.knorm import KNorm
 from vllm_kvcompress.policies.obcache import OBCache
@@ -66,7 +67,7 @@ def test_mass_of_everything_visible_is_one() -> None:
 def test_tiles_do_not_change_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     view = make_view(Shape(pages=(5, 3), tail=3), 11)
     whole = mass_of(view)
-    monkeypatch.setattr(scores_torch, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 1)
     assert torch.allclose(mass_of(view)[0], whole[0], atol=1e-6)
     assert torch.allclose(mass_of(view)[1, :12], whole[1, :12], atol=1e-6)
 
@@ -74,7 +75,7 @@ def test_tiles_do_not_change_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_tensor_holds_the_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small tiles, softmax never sees more than a tile's logits."""
     shape, window = Shape(pages=(16, 16), tail=1, group=2), 24
-    monkeypatch.setattr(scores_torch, "TILE_BYTES", 4 * 512)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 4 * 512)
     sizes: list[int] = []
     softmax = torch.softmax
 
@@ -198,8 +199,8 @@ def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) 
         ]
 
     whole = everything()
-    monkeypatch.setattr(scores_torch, "TILE_BYTES", 4 * 3 * 24)
-    monkeypatch.setattr(scores_torch, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 4 * 3 * 24)
+    monkeypatch.setattr(value_norms, "FEWEST_ROWS", 1)
     for a, b in zip(everything(), whole, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
@@ -258,7 +259,7 @@ def test_tiles_do_not_change_the_perturbation(
         return OBCache(variant, window_size=9).score(view)
 
     whole = scores()
-    monkeypatch.setattr(scores_torch, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiles, "TILE_BYTES", 1)
     assert torch.allclose(scores(), whole, atol=1e-5)
 
 

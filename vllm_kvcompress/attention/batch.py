@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_kvcompress.cache.page_tables import Integers, PageTables
 from vllm_kvcompress.cache.policy_state import PolicyStateRuns
-from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.kernels.common.transfers import upload
 
 ROW_MULTIPLE = 16
 HostNumbers = np.ndarray[Any, np.dtype[np.integer[Any]]]

@@ -18,9 +18,14 @@ from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch
 from vllm_kvcompress.attention.query_rows import Places, places, rows_at
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.cache.policy_state import PolicyStateRuns
-from vllm_kvcompress.kernels import attention_with_lse, paged
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.kernels.attention import (
+    attention_with_lse,
+    decode_attention,
+    prefill_attention,
+)
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.kernels.merging.moments import correct_with_moments
 from vllm_kvcompress.policies import Pipeline
 
 
@@ -122,7 +127,7 @@ def biased_attention(
         if pipeline.corrects:
             assert state is not None
             assert lse is not None
-            paged.correct_with_moments(state, out, lse, mine, scale)
+            correct_with_moments(state, out, lse, mine, scale)
 
 
 def _attend(
@@ -144,9 +149,9 @@ def _attend(
         return lse
     entries = pool.entries(page_table, lengths)
     if queries.shape[2] > 1:
-        return paged.prefill_attention(entries, queries, scale, bias, with_lse, out)[1]
+        return prefill_attention(entries, queries, scale, bias, with_lse, out)[1]
     one, to = queries[:, :, 0], out[:, :, 0]
-    lse_of_one = paged.decode_attention(entries, one, scale, bias, with_lse, to)[1]
+    lse_of_one = decode_attention(entries, one, scale, bias, with_lse, to)[1]
     return None if lse_of_one is None else lse_of_one[:, :, None]
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.kernels.common.transfers import upload
 
 HostPlaces = np.ndarray[Any, np.dtype[np.int64]]
 Places: TypeAlias = Tensor | slice

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.pages import PagePool
-from vllm_kvcompress.kernels.transfers import Download, upload
+from vllm_kvcompress.kernels.common.transfers import Download, upload
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vllm_kvcompress.cache.page_order import Packing
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PagePool
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import Selection
 

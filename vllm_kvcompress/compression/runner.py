@@ -16,8 +16,8 @@ from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.compression.observer import EventObserver
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.compression.view import EventViews, Sources
-from vllm_kvcompress.kernels import paged
-from vllm_kvcompress.kernels.transfers import Download, upload
+from vllm_kvcompress.kernels.common.transfers import Download, upload
+from vllm_kvcompress.kernels.compaction import compact_pages
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.parts.allocation import spread
@@ -212,7 +212,7 @@ class EventRunner:
         pool, merged = self.pool, selection.merged
         size, kept = pool.block_size, selection.kept_indices
         if view.pages is not None and merged.keys is None and merged.values is None:
-            paged.compact_pages(view.pages.body, selection.page_counts, kept, pages)
+            compact_pages(view.pages.body, selection.page_counts, kept, pages)
             return
         heads = selection.heads(size)
         keys, values = merged.keys, merged.values

@@ -1,29 +1,25 @@
 """Tensor kernels of the policies: one name each, whatever the device."""
 
-from vllm_kvcompress.kernels.attention_torch import attention_with_lse
-from vllm_kvcompress.kernels.moments_torch import (
+from vllm_kvcompress.kernels.attention.reference import attention_with_lse
+from vllm_kvcompress.kernels.keydiff.reference import keydiff_scores
+from vllm_kvcompress.kernels.merging.merge_into.reference import merge_into
+from vllm_kvcompress.kernels.merging.moments.reference import (
     add_to_moments,
-    correct_with_moments,
     moment_residuals,
     moment_size,
 )
-from vllm_kvcompress.kernels.nearest_torch import nearest_keys
-from vllm_kvcompress.kernels.neighbours_torch import key_distances, neighbour_cosines
-from vllm_kvcompress.kernels.perturbation_torch import window_perturbation
-from vllm_kvcompress.kernels.received_torch import merge_into, spread_values
-from vllm_kvcompress.kernels.scores_torch import (
-    keydiff_scores,
-    max_or_mean_pool,
-    value_norms_l1,
-    value_norms_l2,
-    window_mass,
-)
-from vllm_kvcompress.kernels.value_residuals_torch import value_residuals
+from vllm_kvcompress.kernels.merging.nearest_keys.reference import nearest_keys
+from vllm_kvcompress.kernels.merging.neighbours.reference import key_distances, neighbour_cosines
+from vllm_kvcompress.kernels.merging.spread_values.reference import spread_values
+from vllm_kvcompress.kernels.merging.value_residuals.reference import value_residuals
+from vllm_kvcompress.kernels.pooling.reference import max_or_mean_pool
+from vllm_kvcompress.kernels.value_norms.reference import value_norms_l1, value_norms_l2
+from vllm_kvcompress.kernels.window_mass.reference import window_mass
+from vllm_kvcompress.kernels.window_perturbation.reference import window_perturbation
 
 __all__ = [
     "add_to_moments",
     "attention_with_lse",
-    "correct_with_moments",
     "key_distances",
     "keydiff_scores",
     "max_or_mean_pool",

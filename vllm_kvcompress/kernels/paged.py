@@ -5,14 +5,12 @@ from __future__ import annotations
 from vllm_kvcompress.kernels import paged_torch
 from vllm_kvcompress.kernels.dispatch import by_device
 
-compact_pages = by_device(paged_torch.compact_pages, "compact_triton")
-correct_with_moments = by_device(paged_torch.correct_with_moments, "correction_triton")
-decode_attention = by_device(paged_torch.decode_attention, "decode_triton")
-nearest_keys = by_device(paged_torch.nearest_keys, "nearest_triton")
-prefill_attention = by_device(paged_torch.prefill_attention, "prefill_triton")
-value_norms_l1 = by_device(paged_torch.value_norms_l1, "value_norms_triton")
-window_mass = by_device(paged_torch.window_mass, "window_mass_triton")
-window_perturbation = by_device(paged_torch.window_perturbation, "perturbation_triton")
+nearest_keys = by_device(paged_torch.nearest_keys, "merging.nearest_keys.nearest_triton")
+value_norms_l1 = by_device(paged_torch.value_norms_l1, "value_norms.value_norms_triton")
+window_mass = by_device(paged_torch.window_mass, "window_mass.window_mass_triton")
+window_perturbation = by_device(
+    paged_torch.window_perturbation, "window_perturbation.perturbation_triton"
+)
 
 # Where a kernel of its own would gain nothing that counts, the twin serves everywhere.
 add_to_moments = paged_torch.add_to_moments

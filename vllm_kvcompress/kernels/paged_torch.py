@@ -9,100 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_kvcompress.kernels import (
-    moments_torch,
-    nearest_torch,
-    neighbours_torch,
-    perturbation_torch,
-    received_torch,
-    scores_torch,
-    value_residuals_torch,
-)
-from vllm_kvcompress.kernels.attention_torch import attention_with_lse
-from vllm_kvcompress.kernels.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.rotary_torch import Turns, turn
-
-
-def decode_attention(
-    entries: PagedEntries,
-    queries: Tensor,
-    scale: float,
-    bias: PagedNumbers | None = None,
-    with_lse: bool = True,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of one query per query head over each sequence's entries.
-
-    Args:
-        entries: lengths may be 0.
-        queries: [S, G, D] in the pages' type.
-        scale: softmax scale.
-        bias: of S sequences, added to the logits of their first entries; None: nothing.
-        with_lse: whether to return the log-sum-exp.
-        out: [S, G, D] to write to; None: a new tensor.
-
-    Returns:
-        [S, G, D] in the queries' type, 0 for an empty sequence; and [S, G] fp32 natural
-        log-sum-exp of the logits, minus infinity for an empty sequence (None unless asked for).
-    """
-    whole_out = None if out is None else out[:, :, None]
-    outputs, lse = prefill_attention(entries, queries[:, :, None], scale, bias, with_lse, whole_out)
-    return outputs[:, :, 0], None if lse is None else lse[:, :, 0]
-
-
-def prefill_attention(
-    entries: PagedEntries,
-    queries: Tensor,
-    scale: float,
-    bias: PagedNumbers | None = None,
-    with_lse: bool = True,
-    out: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Attention of the last m entries' queries, causal among these.
-
-    Args:
-        entries: of which the last m are the queries' own.
-        queries: [S, G, m, D] in the pages' type.
-        scale: softmax scale.
-        bias: of S sequences, added to the logits of their first entries; None: nothing.
-        with_lse: whether to return the log-sum-exp.
-        out: [S, G, m, D] to write to; None: a new tensor.
-
-    Returns:
-        [S, G, m, D] in the queries' type, and [S, G, m] fp32 natural log-sum-exp (None unless
-        asked for); 0 and minus infinity for queries that see nothing.
-    """
-    lengths = entries.flat_lengths
-    added = None if bias is None else bias.gathered(entries.capacity)
-    outputs, lse = attention_with_lse(
-        queries, entries.keys(), entries.values(), lengths, scale, added
-    )
-    after = torch.arange(queries.shape[2] - 1, -1, -1, device=entries.device)
-    blind = (after >= lengths[:, None])[:, None]
-    outputs = outputs.masked_fill(blind[..., None], 0)
-    if out is not None:
-        outputs = out.copy_(outputs)
-    return outputs, lse.masked_fill(blind, -torch.inf) if with_lse else None
-
-
-def compact_pages(
-    entries: PagedEntries, page_counts: Tensor, kept_indices: Tensor, targets: Tensor
-) -> None:
-    """Copies the kept entries of every head to fresh pages, head after head.
-
-    Args:
-        entries: sources; pages behind `targets` must not be among them.
-        page_counts: [S] int64 pages that each head keeps.
-        kept_indices: [P * block_size] int64 kept entries of each head, P = sum(page_counts).
-        targets: [P] int64 page ids; these pages are written whole.
-    """
-    size = entries.block_size
-    heads = torch.repeat_interleave(page_counts, output_size=targets.numel())
-    heads = heads.repeat_interleave(size)
-    page_ids = entries.page_table[heads, kept_indices // size].to(torch.int64)
-    rows = entries.pages.unflatten(1, (size, -1))[page_ids, kept_indices % size]
-    entries.pages[targets] = rows.view(targets.numel(), -1)
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.rotary import Turns, turn
+from vllm_kvcompress.kernels.keydiff import reference as keydiff
+from vllm_kvcompress.kernels.merging.merge_into import reference as into
+from vllm_kvcompress.kernels.merging.moments import reference as moments
+from vllm_kvcompress.kernels.merging.nearest_keys import reference as nearest
+from vllm_kvcompress.kernels.merging.neighbours import reference as neighbours
+from vllm_kvcompress.kernels.merging.spread_values import reference as spread
+from vllm_kvcompress.kernels.merging.value_residuals import reference as residuals
+from vllm_kvcompress.kernels.value_norms import reference as norms_of
+from vllm_kvcompress.kernels.window_mass import reference as mass
+from vllm_kvcompress.kernels.window_perturbation import reference as perturbation
 
 
 def window_mass(
@@ -131,7 +49,7 @@ def window_mass(
     keys = entries.keys()
     added = None if bias is None else whole_bias(entries, bias)
     tail = _behind(keys, body, num_tail)
-    return scores_torch.window_mass(keys, body, tail, queries, scale, added)
+    return mass.window_mass(keys, body, tail, queries, scale, added)
 
 
 def window_perturbation(
@@ -152,9 +70,7 @@ def window_perturbation(
     body = _body(entries, num_tail)
     keys, values = entries.keys(), entries.values()
     tails = (_behind(keys, body, num_tail), _behind(values, body, num_tail))
-    return perturbation_torch.window_perturbation(
-        keys, values, body, *tails, queries, scale, variant
-    )
+    return perturbation.window_perturbation(keys, values, body, *tails, queries, scale, variant)
 
 
 def keydiff_scores(entries: PagedEntries, anchor: str) -> Tensor:
@@ -164,7 +80,7 @@ def keydiff_scores(entries: PagedEntries, anchor: str) -> Tensor:
         entries: S = KV heads.
         anchor: mean_normalized, mean_raw, pairwise, or (in torch alone) median.
     """
-    return scores_torch.keydiff_scores(entries.keys(), entries.flat_lengths, anchor)
+    return keydiff.keydiff_scores(entries.keys(), entries.flat_lengths, anchor)
 
 
 def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor) -> Tensor:
@@ -176,7 +92,7 @@ def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor)
         wanted: [S, capacity] bool; others get 0, as do entries behind the lengths.
     """
     wanted = wanted & entries.valid()
-    norms = scores_torch.value_norms_l1(entries.values(), output_weight, wanted)
+    norms = norms_of.value_norms_l1(entries.values(), output_weight, wanted)
     return norms.masked_fill(~wanted, 0)
 
 
@@ -187,7 +103,7 @@ def value_norms_l2(entries: PagedEntries, output_gram: Tensor) -> Tensor:
         entries: S = KV heads.
         output_gram: [S * G, D, D] fp32.
     """
-    return scores_torch.value_norms_l2(entries.values(), output_gram)
+    return norms_of.value_norms_l2(entries.values(), output_gram)
 
 
 def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Tensor:
@@ -199,7 +115,7 @@ def add_to_moments(entries: PagedEntries, state: Tensor, evicted: Tensor) -> Ten
         evicted: [S, capacity] bool; entries behind the lengths do not count.
     """
     gone = evicted & entries.valid()
-    return moments_torch.add_to_moments(state, entries.keys(), entries.values(), gone)
+    return moments.add_to_moments(state, entries.keys(), entries.values(), gone)
 
 
 def moment_residuals(entries: PagedEntries, state: Tensor, scale: float) -> Tensor:
@@ -211,26 +127,8 @@ def moment_residuals(entries: PagedEntries, state: Tensor, scale: float) -> Tens
         scale: softmax scale.
     """
     own = (entries.keys(), entries.values())
-    residuals = moments_torch.moment_residuals(state, *own, scale)
-    return residuals.masked_fill(~entries.valid(), 0)
-
-
-def correct_with_moments(
-    state: PagedNumbers, outputs: Tensor, lse: Tensor, queries: Tensor, scale: float
-) -> None:
-    """Adds to attention outputs, in place, what evicted entries are estimated to contribute.
-
-    As `kernels.correct_with_moments`, MomentKV's.
-
-    Args:
-        state: of S sequences, moment_size numbers each.
-        outputs: [S, G, m, D] of the resident entries.
-        lse: [S, G, m] natural log-sum-exp of their logits.
-        queries: [S, G, m, D].
-        scale: softmax scale.
-    """
-    rows = state.whole(moments_torch.moment_size(queries.shape[3]))
-    outputs.copy_(moments_torch.correct_with_moments(outputs, lse, queries, rows, scale))
+    found = moments.moment_residuals(state, *own, scale)
+    return found.masked_fill(~entries.valid(), 0)
 
 
 def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,7 +143,7 @@ def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
         entries that are not evicted, and where a head keeps nothing.
     """
     kept = kept & entries.valid()
-    return nearest_torch.nearest_keys(entries.keys(), entries.flat_lengths, kept)
+    return nearest.nearest_keys(entries.keys(), entries.flat_lengths, kept)
 
 
 def neighbour_cosines(entries: PagedEntries) -> Tensor:
@@ -253,7 +151,7 @@ def neighbour_cosines(entries: PagedEntries) -> Tensor:
 
     0 also for zero keys, and behind the lengths.
     """
-    cosines = neighbours_torch.neighbour_cosines(entries.keys())
+    cosines = neighbours.neighbour_cosines(entries.keys())
     return cosines.masked_fill(~entries.valid(), 0)
 
 
@@ -264,7 +162,7 @@ def key_distances(entries: PagedEntries, others: Tensor) -> Tensor:
         entries: S = KV heads.
         others: [S, capacity] int64 the other one's place, below the length.
     """
-    distances = neighbours_torch.key_distances(entries.keys(), others)
+    distances = neighbours.key_distances(entries.keys(), others)
     return distances.masked_fill(~entries.valid(), 0)
 
 
@@ -283,7 +181,7 @@ def value_residuals(entries: PagedEntries, weights: Tensor, order: int, num_pair
     """
     valid = entries.valid()
     clean = weights.masked_fill(~valid, 0)
-    norms = value_residuals_torch.value_residuals(entries.values(), clean, order, num_pairs)
+    norms = residuals.value_residuals(entries.values(), clean, order, num_pairs)
     for apart in range(1 + num_pairs):
         norms[apart] = norms[apart] * functional.pad(valid, (0, apart))[:, apart:]
     return norms
@@ -344,7 +242,7 @@ def merge_into(
     """
     gone = ~(kept & entries.valid())[..., None]
     keys, values = (
-        received_torch.merge_into(rows, targets, weights).masked_fill(gone, 0)
+        into.merge_into(rows, targets, weights).masked_fill(gone, 0)
         for rows in (entries.keys(), entries.values())
     )
     return keys, values
@@ -362,7 +260,7 @@ def spread_values(entries: PagedEntries, kept: Tensor, shares: Tensor, num_targe
     """
     valid = entries.valid()
     kept, shares = kept & valid, shares.masked_fill(~valid, 0)
-    values = received_torch.spread_values(entries.values(), kept, shares, num_targets)
+    values = spread.spread_values(entries.values(), kept, shares, num_targets)
     return values.masked_fill(~kept[..., None], 0)
 
 

@@ -6,7 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.selection import top_entries
+from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import (
     Allocator,
     LayerView,

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from vllm_kvcompress.kernels.scores_torch import tile_bytes, valid_entries
+from vllm_kvcompress.kernels.common.tiles import tile_bytes, valid_entries
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm_kvcompress.kernels.paged_entries import PagedEntries
+    from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
     from vllm_kvcompress.policies.rotary import Rotary
 
 T = TypeVar("T")

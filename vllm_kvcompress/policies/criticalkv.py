@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.selection import top_entries
+from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import (
     LayerView,
     Modifier,

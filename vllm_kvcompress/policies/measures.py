@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_kvcompress import kernels
 from vllm_kvcompress.kernels import paged
-from vllm_kvcompress.kernels.scores_torch import finite
+from vllm_kvcompress.kernels.common.tiles import finite
 from vllm_kvcompress.policies.base import LayerView
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_kvcompress.kernels.rotary_torch import Turns, turn
+from vllm_kvcompress.kernels.common.rotary import Turns, turn
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.cache.query_windows.rings import Located, Numbers, lay_out
-from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.scheduling.plan import Observation
 
 

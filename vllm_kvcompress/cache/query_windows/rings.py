@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.scheduling.plan import Observation
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]

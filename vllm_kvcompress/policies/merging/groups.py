@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.scores_torch import finite
-from vllm_kvcompress.kernels.selection import top_entries
+from vllm_kvcompress.kernels.common.tiles import finite
+from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import LayerView, Merged, Merger, Needs, Policy, Protection
 from vllm_kvcompress.policies.measures import merged_groups
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels import moment_size
-from vllm_kvcompress.kernels.selection import top_entries
+from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import (
     LayerView,
     Merged,

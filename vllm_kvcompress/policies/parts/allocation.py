@@ -12,8 +12,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import selection_torch
-from vllm_kvcompress.kernels.selection import apportion
+from vllm_kvcompress.kernels.apportion import apportion, reference
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
 
 
@@ -74,5 +73,5 @@ def spread(
     if int(least.sum()) > total:
         least = torch.zeros_like(most)
     weights = torch.tensor(shares, dtype=torch.float64, device="cpu")
-    pages: list[int] = selection_torch.apportion(weights, total, least, most).tolist()
+    pages: list[int] = reference.apportion(weights, total, least, most).tolist()
     return pages

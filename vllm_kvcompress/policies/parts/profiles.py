@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies.base import ModelHeads
 
 Table = tuple[tuple[float, ...], ...]  # numbers by layer and head

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from vllm_kvcompress.kernels.selection import top_entries
+from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies.base import LayerView, Needs
 from vllm_kvcompress.policies.parts.protection import Protection
 

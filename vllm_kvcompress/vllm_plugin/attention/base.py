@@ -20,7 +20,7 @@ from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.attention.biased import QueryBatch, biased_attention, query_batches
 from vllm_kvcompress.attention.query_rows import EVERY_ROW, Places, places, rows_at
 from vllm_kvcompress.cache.pages import PagePool
-from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.vllm_plugin.attention.sequences import HostNumbers, sequences
 from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,

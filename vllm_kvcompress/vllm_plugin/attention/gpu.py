@@ -8,7 +8,7 @@ import torch
 
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool, flat_pages
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.kernels.transfers import upload
+from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.vllm_plugin.attention.base import CompressedBackend
 
 if TYPE_CHECKING:

@@ -1,0 +1,86 @@
+"""A layer's pages divided among its heads, in one program."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.apportion.reference import ROUNDING, SMALLEST_SHARE
+from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
+from vllm_kvcompress.kernels.common.paged_entries import expect
+
+FEWEST = tl.constexpr(SMALLEST_SHARE)
+NOISE = tl.constexpr(ROUNDING)
+
+
+@triton.jit
+def _ideal(weight, least, most, total):
+    """[HEADS] pages in fractions: multiples of weights within bounds, `total` in sum.
+
+    The sum grows with the multiple, linearly between the points where a head reaches a bound.
+    """
+    points = tl.ravel(tl.join(least / weight, most / weight))
+    reached = points[:, None] * weight[None, :]
+    sums = tl.sum(tl.minimum(tl.maximum(reached, least[None, :]), most[None, :]), 1)
+    few, inf = sums < total, float("inf")
+    below = tl.max(tl.where(few, points, -inf), 0)
+    above = tl.min(tl.where(few, inf, points), 0)
+    sum_below = tl.max(tl.where(few, sums, -inf), 0)
+    sum_above = tl.min(tl.where(few, inf, sums), 0)
+    between = below + (total - sum_below) / (sum_above - sum_below) * (above - below)
+    multiple = tl.where(below == -inf, above, tl.where(above == inf, below, between))
+    return tl.minimum(tl.maximum(multiple * weight, least), most)
+
+
+@kernel("total", "num_heads")
+def _apportion_kernel(shares, floor, cap, pages, total, num_heads, HEADS: tl.constexpr):
+    """pages [H] int64, by the largest remainders of the ideal division."""
+    head = tl.arange(0, HEADS)
+    inside = head < num_heads
+    least = tl.load(floor + head, mask=inside, other=0).to(tl.float64)
+    most = tl.load(cap + head, mask=inside, other=0).to(tl.float64)
+    share = tl.load(shares + head, mask=inside, other=0).to(tl.float64)
+    share = tl.where(share > 0, share, 0.0)
+    whole_share = tl.sum(share, 0)
+    weight = share / tl.where(whole_share > 0, whole_share, 1.0) + FEWEST
+    ideal = _ideal(weight, least, most, total.to(tl.float64))
+    whole = tl.floor(ideal + NOISE)
+    # In units of arithmetic noise, so that equal remainders are equal.
+    remainder = tl.floor((ideal - whole) / NOISE + 0.5)
+    remainder = tl.where(inside & (whole < most), remainder, float("-inf"))
+    mine, other = remainder[:, None], remainder[None, :]
+    ahead = (other > mine) | ((other == mine) & (head[None, :] < head[:, None]))
+    place = tl.sum(ahead.to(tl.int32), 1)
+    left = total - tl.sum(whole, 0).to(tl.int64)
+    given = whole.to(tl.int64) + (place < left).to(tl.int64)
+    tl.store(pages + head, given, mask=inside)
+
+
+def apportion(shares: Tensor, total: int, floor: Tensor, cap: Tensor) -> Tensor:
+    """As `reference.apportion`, in Triton."""
+    expect(
+        shares.shape == floor.shape == cap.shape and shares.dim() == 1,
+        "shares, floor and cap, one number per head",
+        f"{tuple(shares.shape)}, {tuple(floor.shape)} and {tuple(cap.shape)}",
+        "pass those of one layer",
+    )
+    num_heads = shares.numel()
+    pages = torch.empty(num_heads, dtype=torch.int64, device=shares.device)
+    if num_heads == 0:
+        return pages
+    with on_device(shares):
+        _apportion_kernel[(1,)](
+            shares.contiguous(),
+            floor.contiguous(),
+            cap.contiguous(),
+            pages,
+            total,
+            num_heads,
+            HEADS=padded(num_heads),
+            num_warps=1,
+        )
+    return pages

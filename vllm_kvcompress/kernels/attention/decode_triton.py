@@ -1,0 +1,343 @@
+"""Decode attention over ragged pages: equal shares of work for all programs, then a reduction.
+
+    tiles    | sequence 0        | sequence 1 | sequence 2 (empty) | sequence 3            |
+    programs | 0       | 1       | 2       | 3                    | 4       | 5           |
+    pieces   | 0       | 1  | 2 ...
+
+Sequences are cut into tiles, and the tiles of all sequences, one sequence after the other, are
+dealt in equal runs to a fixed number of programs. However ragged the lengths, no program has more
+than its share, and no length is read on the host. A piece is what one program has of one
+sequence; going along the tiles either the sequence or the program moves on, so that
+`sequence + program` numbers the pieces without a table.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.attention.tiles_triton import attend_tiles
+from vllm_kvcompress.kernels.common.launch_triton import NumbersArguments, kernel, on_device, padded
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, check_out, check_queries
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers, check_bias
+from vllm_kvcompress.kernels.common.paged_rows_triton import (
+    LOG2_E,
+    TILE_BYTES,
+    finite_maximum,
+    sequence_numbers,
+    tile_size,
+)
+
+INTERPRETED_PROGRAMS = 5  # few, so that small tests have sequences of several pieces
+
+
+@dataclass(frozen=True)
+class DecodeSettings:
+    """How the work is cut; results do not depend on it.
+
+    Attributes:
+        programs_per_sm: programs that share a multiprocessor.
+        tile_bytes: of the keys of a tile.
+        num_warps, num_stages: of a program. Keys are found through the page table, and of the
+            stages such a load takes two: 5 keep two tiles in flight, 3 only one.
+        pieces: that a reduction reads at once.
+        scan: lengths that are read at once.
+    """
+
+    programs_per_sm: int = 2
+    tile_bytes: int = TILE_BYTES
+    num_warps: int = 4
+    num_stages: int = 5
+    pieces: int = 16
+    scan: int = 1024
+
+
+DEFAULT_SETTINGS = DecodeSettings()
+
+
+@triton.jit
+def _tiles_before(lengths, sequence, num_sequences, TILE: tl.constexpr, SCAN: tl.constexpr):
+    """Tiles of the sequences before this one, and of all."""
+    before = 0
+    total = 0
+    for start in range(0, num_sequences, SCAN):
+        nth = start + tl.arange(0, SCAN)
+        tiles = tl.cdiv(tl.load(lengths + nth, mask=nth < num_sequences, other=0), TILE)
+        tiles = tiles.to(tl.int32)
+        before += tl.sum(tl.where(nth < sequence, tiles, 0))
+        total += tl.sum(tiles)
+    return before, total
+
+
+@triton.jit
+def _find_tile(lengths, tile, num_sequences, TILE: tl.constexpr, SCAN: tl.constexpr):
+    """The sequence that a tile belongs to, and the tiles of the sequences before it."""
+    sequence = 0
+    before = 0
+    total = 0
+    for start in range(0, num_sequences, SCAN):
+        nth = start + tl.arange(0, SCAN)
+        inside = nth < num_sequences
+        tiles = tl.cdiv(tl.load(lengths + nth, mask=inside, other=0), TILE).to(tl.int32)
+        over = inside & (total + tl.cumsum(tiles, 0) <= tile)
+        sequence += tl.sum(over.to(tl.int32))
+        before += tl.sum(tl.where(over, tiles, 0))
+        total += tl.sum(tiles)
+    return sequence, before
+
+
+@kernel("num_sequences", "table_stride", "bias_table_stride")
+def _pieces_kernel(
+    queries,
+    pages,
+    page_table,
+    lengths,
+    bias_pages,
+    bias_table,
+    bias_starts,
+    bias_lengths,
+    piece_outputs,
+    piece_maxima,
+    piece_sums,
+    num_sequences,
+    query_stride_s,
+    query_stride_g,
+    page_stride,
+    table_stride,
+    bias_table_stride,
+    log2_scale,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIMS: tl.constexpr,
+    BIAS_HEADS: tl.constexpr,
+    BIAS_PAGE: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """One program: its run of tiles, sequence by sequence.
+
+    piece_outputs [S + programs, GROUP, HEAD_SIZE], piece_maxima and piece_sums
+    [S + programs, GROUP], all fp32; only the rows of pieces are written.
+    """
+    program = tl.program_id(0)
+    _, total = _tiles_before(lengths, 0, num_sequences, TILE, SCAN)
+    share = tl.cdiv(total, tl.num_programs(0))
+    tile = program * share
+    end = tl.minimum(tile + share, total)
+    sequence, before = _find_tile(lengths, tile, num_sequences, TILE, SCAN)
+    member = tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    inside = (member < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
+    while tile < end:
+        length = tl.load(lengths + sequence).to(tl.int32)
+        stop = tl.minimum(end, before + tl.cdiv(length, TILE))
+        if tile < stop:
+            wide = sequence.to(tl.int64)
+            mine = queries + wide * query_stride_s
+            query = tl.load(
+                mine + member[:, None] * query_stride_g + dims[None, :], mask=inside, other=0.0
+            )
+            bias_row, bias_start, bias_length = bias_table, 0, 0
+            if BIAS_PAGE > 0:
+                bias_row, bias_start, bias_length = sequence_numbers(
+                    bias_table, bias_starts, bias_lengths, wide, bias_table_stride, BIAS_HEADS
+                )
+            maximum = tl.full([ROWS], float("-inf"), tl.float32)
+            whole = tl.zeros([ROWS], tl.float32)
+            outputs = tl.zeros([ROWS, DIMS], tl.float32)
+            outputs, maximum, whole = attend_tiles(
+                outputs,
+                maximum,
+                whole,
+                query,
+                tl.full([ROWS], 0, tl.int32) + length,
+                pages,
+                page_table + wide * table_stride,
+                bias_pages,
+                bias_row,
+                bias_start,
+                bias_length,
+                tile - before,
+                stop - before,
+                length,
+                page_stride,
+                log2_scale,
+                BLOCK_SIZE,
+                HEAD_SIZE,
+                TILE,
+                DIMS,
+                BIAS_PAGE,
+                True,
+            )
+            row = (wide + program) * GROUP + member
+            tl.store(piece_maxima + row, maximum, mask=member < GROUP)
+            tl.store(piece_sums + row, whole, mask=member < GROUP)
+            tl.store(piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :], outputs, mask=inside)
+        tile = stop
+        before += tl.cdiv(length, TILE)
+        sequence += 1
+
+
+@kernel("num_sequences", "num_programs")
+def _reduce_kernel(
+    piece_outputs,
+    piece_maxima,
+    piece_sums,
+    lengths,
+    outputs,
+    lse,
+    num_sequences,
+    num_programs,
+    output_stride_s,
+    output_stride_g,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+    PIECES: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """One query head of one sequence: its pieces, weighted by their share of the softmax."""
+    sequence = tl.program_id(0)
+    member = tl.program_id(1)
+    before, total = _tiles_before(lengths, sequence, num_sequences, TILE, SCAN)
+    length = tl.load(lengths + sequence).to(tl.int32)
+    share = tl.maximum(tl.cdiv(total, num_programs), 1)
+    first = before // share
+    # One before the first where the sequence is empty: then there are no pieces.
+    last = tl.where(length > 0, (before + tl.cdiv(length, TILE) - 1) // share, first - 1)
+    dims = tl.arange(0, DIMS)
+    maximum = tl.full([1], float("-inf"), tl.float32)
+    whole = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([DIMS], tl.float32)
+    for start in range(first, last + 1, PIECES):
+        program = start + tl.arange(0, PIECES)
+        exists = program <= last
+        row = (sequence + program).to(tl.int64) * GROUP + member
+        maxima = tl.load(piece_maxima + row, mask=exists, other=float("-inf"))
+        sums = tl.load(piece_sums + row, mask=exists, other=0.0)
+        parts = tl.load(
+            piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :],
+            mask=exists[:, None] & (dims < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
+        top = finite_maximum(new_maximum)
+        weights = tl.exp2(maxima - top)
+        shrink = tl.exp2(maximum - top)
+        whole = whole * shrink + tl.sum(weights * sums, 0)
+        mixed = mixed * shrink + tl.sum(weights[:, None] * parts, 0)
+        maximum = new_maximum
+    nothing = whole == 0.0
+    mixed = tl.where(nothing, 0.0, mixed / tl.where(nothing, 1.0, whole))
+    wide = sequence.to(tl.int64)
+    tl.store(
+        outputs + wide * output_stride_s + member * output_stride_g + dims,
+        mixed.to(outputs.dtype.element_ty),
+        mask=dims < HEAD_SIZE,
+    )
+    if HAS_LSE:
+        # Minus infinity where there was nothing, since the maximum is.
+        natural = (maximum + tl.log2(tl.where(nothing, 1.0, whole))) * 0.6931471805599453
+        place = wide * GROUP + member + tl.arange(0, 1)
+        tl.store(lse + place, natural)
+
+
+def decode_attention(
+    entries: PagedEntries,
+    queries: Tensor,
+    scale: float,
+    bias: PagedNumbers | None = None,
+    with_lse: bool = True,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """As `reference.decode_attention`, in Triton."""
+    return launch_decode(entries, queries, scale, bias, with_lse, out, DEFAULT_SETTINGS)
+
+
+def launch_decode(
+    entries: PagedEntries,
+    queries: Tensor,
+    scale: float,
+    bias: PagedNumbers | None,
+    with_lse: bool,
+    out: Tensor | None,
+    settings: DecodeSettings,
+) -> tuple[Tensor, Tensor | None]:
+    """`decode_attention` with the work cut by `settings`."""
+    out = torch.empty_like(queries) if out is None else out
+    check_queries(entries, queries, "group")
+    check_out(queries, out)
+    check_bias(entries, bias)
+    num_sequences, group, head_size = queries.shape
+    lse = queries.new_empty((num_sequences, group), dtype=torch.float32) if with_lse else None
+    if num_sequences == 0:
+        return out, lse
+    lengths = entries.flat_lengths
+    programs = _num_programs(entries.device, settings)
+    num_pieces = num_sequences + programs
+    pieces = queries.new_empty((num_pieces, group, head_size), dtype=torch.float32)
+    maxima, sums = queries.new_empty((2, num_pieces, group), dtype=torch.float32)
+    tile, numbers = tile_size(entries, settings.tile_bytes), NumbersArguments.of(bias)
+    sizes = dict(
+        GROUP=group, HEAD_SIZE=head_size, TILE=tile, DIMS=padded(head_size), SCAN=settings.scan
+    )
+    with on_device(entries):
+        _pieces_kernel[(programs,)](
+            queries,
+            entries.pages,
+            entries.page_table,
+            lengths,
+            *numbers.tensors,
+            pieces,
+            maxima,
+            sums,
+            num_sequences,
+            queries.stride(0),
+            queries.stride(1),
+            entries.pages.stride(0),
+            entries.page_table.stride(0),
+            numbers.table_stride,
+            scale * LOG2_E,
+            BLOCK_SIZE=entries.block_size,
+            ROWS=padded(group),
+            BIAS_HEADS=numbers.heads,
+            BIAS_PAGE=numbers.page,
+            num_warps=settings.num_warps,
+            num_stages=settings.num_stages,
+            **sizes,
+        )
+        _reduce_kernel[(num_sequences, group)](
+            pieces,
+            maxima,
+            sums,
+            lengths,
+            out,
+            lse,
+            num_sequences,
+            programs,
+            out.stride(0),
+            out.stride(1),
+            PIECES=settings.pieces,
+            HAS_LSE=with_lse,
+            num_warps=4,
+            **sizes,
+        )
+    return out, lse
+
+
+def _num_programs(device: torch.device, settings: DecodeSettings) -> int:
+    """As many as run at the same time."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    count = torch.cuda.get_device_properties(device).multi_processor_count
+    return int(count) * settings.programs_per_sm

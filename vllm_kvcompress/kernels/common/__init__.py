@@ -1,0 +1,1 @@
+"""What operators share: their inputs, launches, and pieces of kernels."""

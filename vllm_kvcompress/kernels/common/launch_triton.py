@@ -1,0 +1,93 @@
+"""What launches of all Triton kernels share."""
+
+# mypy: allow-untyped-calls
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+
+FEWEST_ROWS = 16  # of any factor of a tl.dot
+MOST_ROWS = 128  # of queries that a program has
+# Tensors that may be parts of larger ones, and begin anywhere in these.
+PARTS = (
+    *("page_table", "lengths", "targets", "starts"),
+    *("bias_table", "bias_starts", "bias_lengths"),
+)
+
+
+def padded(size: int, least: int = FEWEST_ROWS) -> int:
+    """The next power of two, which is what tiles are made of; masks hide the rest."""
+    return max(least, int(triton.next_power_of_2(size)))
+
+
+def kernel(*changing: str) -> Any:
+    """`triton.jit` for kernels that are compiled once, whatever requests there are.
+
+    Triton compiles a kernel anew for numbers that are 1 or multiples of 16 and for tensors that do
+    not begin at a multiple of 16 bytes. A request would wait for that.
+
+    Args:
+        changing: names of numbers that change from step to step.
+    """
+    return triton.jit(do_not_specialize=changing, do_not_specialize_on_alignment=PARTS)
+
+
+def query_rows(number: int, most: int = MOST_ROWS) -> int:
+    """Rows of a program for so many queries: of two sizes, for which a kernel is compiled."""
+    return FEWEST_ROWS if number <= FEWEST_ROWS else most
+
+
+@contextmanager
+def on_device(holder: PagedEntries | Tensor) -> Iterator[None]:
+    """Launches go to the device that holds the pages or the tensor, whatever the current one.
+
+    Raises:
+        InvariantError: they are on no GPU and Triton does not interpret.
+    """
+    device = holder.device
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            yield
+        return
+    expect(
+        os.environ.get("TRITON_INTERPRET") == "1",
+        "pages or tensors on a CUDA device",
+        f"some on {device}",
+        "call the operator, which picks by device, and not its launcher",
+    )
+    yield
+
+
+class NumbersArguments(NamedTuple):
+    """What a launch passes of numbers in pages.
+
+    Attributes:
+        tensors: pages, page table, starts and lengths.
+        table_stride: of the page table.
+        heads: sequences that share a row of it.
+        page: numbers of a page; 0 where there are none.
+    """
+
+    tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+    table_stride: int
+    heads: int
+    page: int
+
+    @classmethod
+    def of(cls, numbers: PagedNumbers | None) -> NumbersArguments:
+        """Of numbers, if a launch has some."""
+        if numbers is None:
+            return cls((None,) * 4, 0, 1, 0)
+        tensors = (numbers.pages, numbers.page_table, numbers.starts, numbers.lengths)
+        table_stride = numbers.page_table.stride(0)
+        return cls(tensors, table_stride, numbers.sequences_per_row, numbers.pages.shape[1])

@@ -1,0 +1,120 @@
+"""Numbers in pages, as kernels take them: what a policy carries of heads, or of their entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, mismatch
+
+
+@dataclass(frozen=True)
+class PagedNumbers:
+    """fp32 numbers of S sequences, in pages of their own.
+
+    H sequences share a row of the page table, which is theirs alone:
+
+        sequence s:  number j is number starts[s] + j of the pages in page_table[s // H]
+
+    Attributes:
+        pages: [num_pages, numbers] fp32.
+        page_table: [S / H, any] int32 or int64 page ids; anything behind the last page.
+        starts: [S] int32 where each sequence's numbers begin.
+        lengths: [S] int32 how many it has.
+
+    Raises:
+        InvariantError: shapes or types that do not fit together.
+    """
+
+    pages: Tensor
+    page_table: Tensor
+    starts: Tensor
+    lengths: Tensor
+
+    def __post_init__(self) -> None:
+        if not (self.pages.dim() == 2 and self.pages.is_contiguous()):
+            raise mismatch(
+                "pages [num_pages, numbers], one behind the other",
+                f"shape {tuple(self.pages.shape)} with strides {self.pages.stride()}",
+                "pass the flat page view of the cache as fp32",
+            )
+        if self.pages.dtype != torch.float32:
+            raise mismatch(
+                "numbers in fp32",
+                str(self.pages.dtype),
+                "convert them: logarithms of multiplicities need the precision",
+            )
+        starts, lengths, table = self.starts.shape, self.lengths.shape, self.page_table.shape
+        if not (len(table) == 2 and starts == lengths and starts[0] % max(1, table[0]) == 0):
+            raise mismatch(
+                "a start and a length for each of equally many sequences of every row of pages",
+                f"{tuple(starts)}, {tuple(lengths)} and {tuple(table)}",
+                "give every request a row, and every KV head of it a start and a length",
+            )
+        if self.page_table.stride(1) != 1:
+            raise mismatch(
+                "a page table whose rows lie side by side",
+                f"strides {self.page_table.stride()}",
+                "call contiguous()",
+            )
+
+    @classmethod
+    def of_rows(cls, numbers: Tensor) -> PagedNumbers:
+        """[S, n] fp32 numbers, a page per sequence."""
+        rows = torch.arange(len(numbers), dtype=torch.int32, device=numbers.device)
+        lengths = torch.full_like(rows, numbers.shape[1])
+        return cls(numbers, rows[:, None], torch.zeros_like(rows), lengths)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        device: torch.device = self.pages.device
+        return device
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return int(self.starts.shape[0])
+
+    @property
+    def sequences_per_row(self) -> int:
+        """H."""
+        return self.num_sequences // max(1, len(self.page_table))
+
+    def gathered(self, width: int) -> Tensor:
+        """[S, width] fp32 first numbers of each sequence, zeros behind its last one (a copy)."""
+        runs = self._runs(functional.pad(self._rows(), (0, width)), width)
+        behind = torch.arange(width, device=self.device) >= self.lengths[:, None]
+        return runs.masked_fill_(behind, 0)
+
+    def whole(self, length: int) -> Tensor:
+        """[S, length] fp32 numbers of sequences that all have as many (a copy)."""
+        return self._runs(self._rows(), length)
+
+    def _rows(self) -> Tensor:
+        """[S / H, any] fp32 numbers of the pages of each row of the table (a copy)."""
+        page_ids = self.page_table.to(torch.int64).clamp(0, len(self.pages) - 1)
+        return self.pages[page_ids].flatten(1)
+
+    def _runs(self, rows: Tensor, width: int) -> Tensor:
+        """[S, width] fp32 so many numbers from each start on (a copy, run by run)."""
+        of_row = torch.arange(len(rows), device=self.device)
+        of_row = of_row.repeat_interleave(self.sequences_per_row, output_size=self.num_sequences)
+        return rows.unfold(1, width, 1)[of_row, self.starts.to(torch.int64)]
+
+
+def check_bias(entries: PagedEntries, bias: PagedNumbers | None) -> None:
+    """Refuses biases of other sequences than the entries.
+
+    Raises:
+        InvariantError: they are.
+    """
+    if bias is not None and bias.num_sequences != entries.num_sequences:
+        raise mismatch(
+            f"biases of {entries.num_sequences} sequences",
+            str(bias.num_sequences),
+            "give every sequence some; entries behind its end have no bias",
+        )

@@ -1,0 +1,110 @@
+"""Pieces that kernels over pages share."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vllm_kvcompress.kernels.common.launch_triton import padded
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+
+LOG2_E = 1.4426950408889634
+# Keys of a tile. With as many bytes of values, and the next tile in flight, a program takes about
+# 72 KB of shared memory, so that three fit a multiprocessor of an H100 or H200.
+TILE_BYTES = 1 << 14
+
+
+@triton.jit
+def entry_offsets(
+    table_row,
+    start,
+    present,
+    page_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """[TILE] int64 offsets of the keys of the entries from `start` on; values lie HEAD_SIZE behind.
+
+    The first entry must be present. Page ids are widened before they are multiplied: caches of
+    more than 2^31 elements are common.
+    """
+    nth = start + tl.arange(0, TILE)
+    if BLOCK_SIZE % TILE == 0:
+        # The tile lies inside one page: one id for all rows, which lie one after the other.
+        page = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
+        offsets = page * page_stride + ((nth % BLOCK_SIZE) * 2 * HEAD_SIZE).to(tl.int64)
+    else:
+        pages = tl.load(table_row + nth // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+        offsets = pages * page_stride + (nth % BLOCK_SIZE) * 2 * HEAD_SIZE
+    return offsets
+
+
+@triton.jit
+def load_rows(
+    pages,
+    table_row,
+    entries,
+    present,
+    page_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """[any, DIMS] keys of any entries, zeros where not present; of values, if `pages` is
+    HEAD_SIZE further."""
+    dims = tl.arange(0, DIMS)
+    page = tl.load(table_row + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+    rows = pages + page * page_stride + (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
+    mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
+    return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_tile(
+    pages,
+    table_row,
+    start,
+    length,
+    page_stride,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """[TILE, DIMS] keys of the entries from `start` on, zeros behind the length; of values, if
+    `pages` is HEAD_SIZE further."""
+    present = start + tl.arange(0, TILE) < length
+    dims = tl.arange(0, DIMS)
+    offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
+    rows = pages + offsets
+    mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
+    return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def sequence_numbers(table, starts, lengths, sequence, table_stride, HEADS: tl.constexpr):
+    """A sequence's row of pages with numbers, where its own begin in these, and how many."""
+    row = table + sequence // HEADS * table_stride
+    return row, tl.load(starts + sequence), tl.load(lengths + sequence)
+
+
+@triton.jit
+def paged_numbers(pages, table_row, numbers, held, PAGE: tl.constexpr):
+    """fp32 numbers of the pages in `table_row`, PAGE in each; 0 where not held."""
+    page = tl.load(table_row + numbers // PAGE, mask=held, other=0).to(tl.int64)
+    return tl.load(pages + page * PAGE + numbers % PAGE, mask=held, other=0.0)
+
+
+@triton.jit
+def finite_maximum(maximum):
+    """A number to subtract from logits: 0 where there was none at all (minus infinity)."""
+    return tl.where(maximum == float("-inf"), 0.0, maximum)
+
+
+def tile_size(entries: PagedEntries, tile_bytes: int = TILE_BYTES, most: int = 128) -> int:
+    """Entries of a tile so that its keys take about `tile_bytes`."""
+    row = padded(entries.head_size) * entries.pages.element_size()
+    return min(most, padded(tile_bytes // row))

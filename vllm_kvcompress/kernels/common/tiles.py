@@ -1,0 +1,53 @@
+"""Temporaries of a size, and padding: what references in torch share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+TILE_BYTES = 1 << 23  # largest temporary; reused, since fresh memory costs more than the work
+DEVICE_TILE_BYTES = 1 << 27  # the same off the CPU: every tile takes some launches
+
+
+def valid_entries(lengths: Tensor, num_entries: int) -> Tensor:
+    """[H, n] bool: entries below each head's length."""
+    return torch.arange(num_entries, device=lengths.device) < lengths[:, None]
+
+
+def tile_bytes(device: torch.device) -> int:
+    """Largest temporary on a device."""
+    return TILE_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
+
+
+@contextmanager
+def exact_bf16_products(dtype: torch.dtype) -> Iterator[None]:
+    """Lets fp32 matrix products on the CPU use its bf16 units, where nothing is lost by it.
+
+    Tensors that were widened from bf16 convert back without loss, and sums stay fp32: the same
+    result several times faster, which bf16 tensors cannot ask for on the CPU (their products are
+    rounded to bf16). For any other `dtype` nothing changes.
+
+    Args:
+        dtype: what both factors were before they were widened.
+    """
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    if dtype == torch.bfloat16:
+        matmul.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
+
+
+def finite(keys: Tensor, valid: Tensor) -> Tensor:
+    """Keys with zeros for padding, which may hold anything.
+
+    The same tensor where there is no padding and asking for it does not wait for a device.
+    """
+    if valid.device.type == "cpu" and bool(valid.all()):
+        return keys
+    return keys.masked_fill(~valid[..., None], 0.0)

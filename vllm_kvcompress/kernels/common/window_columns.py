@@ -1,0 +1,71 @@
+"""Which columns of the observation window's logits need a causal mask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.common.tiles import valid_entries
+
+HIDDEN = -1e30  # a logit of no weight; unlike -inf it gives no NaN where everything is hidden
+
+
+@dataclass(frozen=True)
+class WindowColumns:
+    """Where the last w - 1 visible entries are: only these need a causal mask.
+
+    They are appended to the keys as columns of their own, and hidden at their usual places, so
+    that the mask is [w, w - 1] and not [w, n].
+
+    Attributes:
+        places: [H, w - 1] index into entries and tail together.
+        bias: [H, n + t + w - 1] added to logits: hides padding and the places above.
+        hidden: [H, w, w - 1] bool: not yet there when the query was asked.
+        seeing: [H, w] fp32, 0 for a query that sees nothing.
+        num_entries: n.
+    """
+
+    places: Tensor
+    bias: Tensor
+    hidden: Tensor
+    seeing: Tensor
+    num_entries: int
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Tensor,
+        num_entries: int,
+        num_tail: int,
+        num_queries: int,
+        entry_bias: Tensor | None = None,
+    ) -> WindowColumns:
+        """For [H] lengths, and a bias [H, n] of the entries, if they have one."""
+        device = lengths.device
+        total = (lengths + num_tail)[:, None]
+        nth = total - torch.arange(num_queries - 1, 0, -1, device=device)
+        exists = nth >= 0
+        places = torch.where(nth < lengths[:, None], nth, nth - lengths[:, None] + num_entries)
+        places = places.clamp_min(0)
+        bias = torch.zeros(lengths.numel(), num_entries + num_tail + num_queries - 1, device=device)
+        if entry_bias is not None:
+            bias[:, :num_entries] = entry_bias
+            bias[:, num_entries + num_tail :] = bias.gather(1, places)
+        bias[:, :num_entries].masked_fill_(~valid_entries(lengths, num_entries), HIDDEN)
+        # Entries that do not exist all share place 0, which is then one of the window's own.
+        bias.scatter_(1, places, HIDDEN)
+        query = torch.arange(num_queries, device=device)
+        after = torch.arange(num_queries - 1, device=device) >= query[:, None]
+        hidden = after | ~exists[:, None]
+        seeing = (total - (num_queries - 1 - query) > 0).float()
+        return cls(places, bias, hidden, seeing, num_entries)
+
+    def fold(self, head: int, sums: Tensor) -> Tensor:
+        """[n + t + w - 1] column sums -> [n], the window's columns at their places."""
+        num_own = self.places.shape[1]
+        whole = sums[: sums.numel() - num_own]
+        if num_own:
+            whole = whole.scatter_add(0, self.places[head], sums[sums.numel() - num_own :])
+        return whole[: self.num_entries]

@@ -1,0 +1,1 @@
+"""How unusual keys are (KeyDiff)."""

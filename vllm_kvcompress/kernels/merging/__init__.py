@@ -1,0 +1,1 @@
+"""Operators of policies that merge evicted entries, or correct attention for them."""

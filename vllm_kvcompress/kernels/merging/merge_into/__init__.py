@@ -1,0 +1,1 @@
+"""Kept entries averaged with those that go to them (D2O)."""

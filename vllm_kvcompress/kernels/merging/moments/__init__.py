@@ -1,0 +1,9 @@
+"""MomentKV's state of evicted entries, and what attention outputs it corrects."""
+
+from vllm_kvcompress.kernels.dispatch import by_device
+from vllm_kvcompress.kernels.merging.moments import reference
+
+moment_size = reference.moment_size
+correct_with_moments = by_device(
+    reference.correct_with_moments, "merging.moments.correction_triton"
+)

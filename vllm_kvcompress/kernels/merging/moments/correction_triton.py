@@ -1,0 +1,139 @@
+"""MomentKV's correction of attention outputs, from states in pages."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
+from vllm_kvcompress.kernels.common.launch_triton import (
+    NumbersArguments,
+    kernel,
+    on_device,
+    padded,
+    query_rows,
+)
+from vllm_kvcompress.kernels.common.paged_entries import check_out, mismatch
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_rows_triton import paged_numbers, sequence_numbers
+from vllm_kvcompress.kernels.merging.moments.reference import moment_size
+
+# Of the fp32 queries that a program has, and of the rows of cross moments that it takes at once.
+ROWS_BYTES, CROSS_BYTES = 1 << 15, 1 << 14
+
+
+@kernel("num_queries", "table_stride")
+def _correct_kernel(
+    outputs,
+    lse,
+    queries,
+    pages,
+    page_table,
+    starts,
+    lengths,
+    num_queries,
+    output_stride_s,
+    output_stride_g,
+    output_stride_m,
+    query_stride_s,
+    query_stride_g,
+    query_stride_m,
+    table_stride,
+    scale,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """ROWS outputs of one sequence, where something was evicted of it."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    sequence = tl.program_id(1).to(tl.int64)
+    nth, member = (row // GROUP).to(tl.int64), (row % GROUP).to(tl.int64)
+    inside = nth < num_queries
+    dims = tl.arange(0, DIMS)
+    real = dims < HEAD_SIZE
+    table_row, start, _ = sequence_numbers(
+        page_table, starts, lengths, sequence, table_stride, HEADS
+    )
+    count = paged_numbers(pages, table_row, start, start >= 0, PAGE)
+    if count > 0:
+        place = sequence * query_stride_s + member * query_stride_g + nth * query_stride_m
+        mask = inside[:, None] & real[None, :]
+        query = tl.load(queries + place[:, None] + dims[None, :], mask=mask, other=0.0)
+        query = query.to(tl.float32)
+        mean_key = paged_numbers(pages, table_row, start + 1 + dims, real, PAGE)
+        logit = scale * tl.sum(query * mean_key[None, :], 1)
+        place = (sequence * GROUP + member) * num_queries + nth
+        seen = tl.load(lse + place, mask=inside, other=0.0)
+        weight = (1.0 / (1.0 + tl.exp(tl.log(count) + logit - seen)))[:, None]
+        place = sequence * output_stride_s + member * output_stride_g + nth * output_stride_m
+        for first in range(0, HEAD_SIZE, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            some = column < HEAD_SIZE
+            mean_value = paged_numbers(pages, table_row, start + 1 + HEAD_SIZE + column, some, PAGE)
+            number = start + 1 + 2 * HEAD_SIZE + column[:, None] * HEAD_SIZE + dims[None, :]
+            held = some[:, None] & real[None, :]
+            cross = paged_numbers(pages, table_row, number, held, PAGE)
+            estimate = tl.dot(query, tl.trans(cross), input_precision="tf32x3")
+            estimate = estimate * (scale / count) + mean_value[None, :]
+            to = outputs + place[:, None] + column[None, :]
+            there = inside[:, None] & some[None, :]
+            own = tl.load(to, mask=there, other=0.0).to(tl.float32)
+            mixed = weight * own + (1.0 - weight) * estimate
+            tl.store(to, mixed.to(outputs.dtype.element_ty), mask=there)
+
+
+def correct_with_moments(
+    state: PagedNumbers, outputs: Tensor, lse: Tensor, queries: Tensor, scale: float
+) -> None:
+    """As `reference.correct_with_moments`, in Triton."""
+    num_sequences, group, num_queries, head_size = queries.shape
+    check_out(queries, outputs)
+    if not (lse.shape == queries.shape[:3] and lse.is_contiguous() and lse.dtype == torch.float32):
+        raise mismatch(
+            f"contiguous log-sum-exps {tuple(queries.shape[:3])} in fp32",
+            f"{tuple(lse.shape)} in {lse.dtype}",
+            "pass those of the same attention",
+        )
+    if not (state.num_sequences == num_sequences and state.pages.device == queries.device):
+        raise mismatch(
+            f"states of {num_sequences} sequences on {queries.device}",
+            f"{state.num_sequences} on {state.device}",
+            f"give every KV head of every request {moment_size(head_size)} numbers",
+        )
+    if outputs.numel() == 0:
+        return
+    most, numbers = ROWS_BYTES // (4 * padded(head_size)), NumbersArguments.of(state)
+
+    def launch(rows: int) -> None:
+        _correct_kernel[(triton.cdiv(num_queries * group, rows), num_sequences)](
+            outputs,
+            lse,
+            queries,
+            *numbers.tensors,
+            num_queries,
+            *outputs.stride()[:3],
+            *queries.stride()[:3],
+            numbers.table_stride,
+            scale,
+            GROUP=group,
+            HEADS=numbers.heads,
+            PAGE=numbers.page,
+            HEAD_SIZE=head_size,
+            ROWS=rows,
+            COLUMNS=CROSS_BYTES // (4 * padded(head_size)),
+            DIMS=padded(head_size),
+            num_warps=4,
+            num_stages=2,
+        )
+
+    with on_device(queries):
+        rows = query_rows(num_queries * group, most)
+        launch_fitting("correct_with_moments", rows, queries, launch)

@@ -1,0 +1,145 @@
+"""MomentKV's state and what it corrects (arXiv 2606.01563), in plain torch.
+
+The state of a KV head is one fp32 row: n_e, the mean key, the mean value, and
+X = sum over evicted entries of (v - mean v)(k - mean k)^T, row after row.
+H = KV heads, S = sequences (one KV head of one request each), G = query heads of each, D = head
+size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+
+
+def moment_size(head_size: int) -> int:
+    """fp32 numbers of a head's state."""
+    return 1 + 2 * head_size + head_size * head_size
+
+
+def split_moments(state: Tensor, head_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """[..., moment_size] -> counts [...], mean keys and values [..., D], X [..., D, D] (views)."""
+    count, mean_key, mean_value, cross = state.split(
+        [1, head_size, head_size, head_size * head_size], dim=-1
+    )
+    return count[..., 0], mean_key, mean_value, cross.unflatten(-1, (head_size, head_size))
+
+
+def add_to_moments(state: Tensor, keys: Tensor, values: Tensor, evicted: Tensor) -> Tensor:
+    """The state after a set of entries was evicted, in one batch.
+
+    X <- X_a + X_b + (n_a n_b / (n_a + n_b)) (mean v_b - mean v_a)(mean k_b - mean k_a)^T, then the
+    means: the same as one entry after the other, without cancellation.
+
+    Args:
+        state: [H, moment_size] fp32.
+        keys, values: [H, n, D]; anything where not evicted.
+        evicted: [H, n] bool.
+
+    Returns:
+        [H, moment_size] fp32.
+    """
+    added = evicted.sum(dim=1, dtype=torch.float32)
+    divisor = added.clamp_min(1)[:, None]
+    hidden = ~evicted[..., None]
+    keys = keys.float().masked_fill(hidden, 0)
+    values = values.float().masked_fill(hidden, 0)
+    new_key, new_value = keys.sum(dim=1) / divisor, values.sum(dim=1) / divisor
+    centred_keys = (keys - new_key[:, None]).masked_fill(hidden, 0)
+    centred_values = (values - new_value[:, None]).masked_fill(hidden, 0)
+    new_cross = centred_values.transpose(1, 2) @ centred_keys
+    return join_moments(state, added, new_key, new_value, new_cross)
+
+
+def join_moments(
+    state: Tensor, added: Tensor, new_key: Tensor, new_value: Tensor, new_cross: Tensor
+) -> Tensor:
+    """The state of two sets of entries together.
+
+    Args:
+        state: [H, moment_size] fp32 of one set.
+        added: [H] fp32 entries of the other.
+        new_key, new_value: [H, D] fp32 its means; anything finite where it is empty.
+        new_cross: [H, D, D] fp32 its cross moments around these.
+
+    Returns:
+        [H, moment_size] fp32.
+    """
+    count, mean_key, mean_value, cross = split_moments(state, new_key.shape[1])
+    total = count + added
+    share = (added / total.clamp_min(1))[:, None]
+    key_step, value_step = new_key - mean_key, new_value - mean_value
+    between = (count[:, None] * share)[..., None] * value_step[..., None] * key_step[:, None]
+    cross = cross + new_cross + between
+    return torch.cat(
+        (
+            total[:, None],
+            mean_key + share * key_step,
+            mean_value + share * value_step,
+            cross.flatten(1),
+        ),
+        dim=1,
+    )
+
+
+def moment_residuals(state: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """[H, n] norms of v - mean v - (scale / n_e) X k: what the state does not predict of a value.
+
+    Where nothing was evicted, the norms of the values.
+
+    Args:
+        state: [H, moment_size] fp32.
+        keys, values: [H, n, D].
+        scale: softmax scale.
+    """
+    count, _, mean_value, cross = split_moments(state, keys.shape[2])
+    foretold = keys.float() @ cross.transpose(1, 2)
+    foretold = foretold * (scale / count.clamp_min(1))[:, None, None] + mean_value[:, None]
+    return torch.linalg.vector_norm(values.float() - foretold, dim=2)
+
+
+def correct_with_moments(
+    state: PagedNumbers, outputs: Tensor, lse: Tensor, queries: Tensor, scale: float
+) -> None:
+    """Adds to attention outputs, in place, what evicted entries are estimated to contribute.
+
+    As `corrected`, MomentKV's.
+
+    Args:
+        state: of S sequences, moment_size numbers each.
+        outputs: [S, G, m, D] of the resident entries.
+        lse: [S, G, m] natural log-sum-exp of their logits.
+        queries: [S, G, m, D].
+        scale: softmax scale.
+    """
+    rows = state.whole(moment_size(queries.shape[3]))
+    outputs.copy_(corrected(outputs, lse, queries, rows, scale))
+
+
+def corrected(outputs: Tensor, lse: Tensor, queries: Tensor, state: Tensor, scale: float) -> Tensor:
+    """Adds what evicted entries are estimated to contribute to attention outputs.
+
+    w = sigmoid(lse - ln n_e - scale q.mean k), f = mean v + (scale / n_e) X q, and the output is
+    w * output + (1 - w) * f; unchanged where nothing was evicted.
+
+    Args:
+        outputs: [S, G, m, D] of the resident entries.
+        lse: [S, G, m] natural log-sum-exp of their logits.
+        queries: [S, G, m, D].
+        state: [S, moment_size] fp32.
+        scale: softmax scale.
+
+    Returns:
+        [S, G, m, D] in the outputs' type.
+    """
+    count, mean_key, mean_value, cross = split_moments(state, queries.shape[3])
+    wide = queries.float()
+    logit = scale * (wide @ mean_key[:, None, :, None])[..., 0]
+    weight = torch.sigmoid(lse - count.log()[:, None, None] - logit)
+    weight = weight.masked_fill((count == 0)[:, None, None], 1)[..., None]
+    step = scale / count.clamp_min(1)
+    estimate = (wide @ cross[:, None].transpose(2, 3)) * step[:, None, None, None]
+    estimate = estimate + mean_value[:, None, None]
+    return (weight * outputs + (1 - weight) * estimate).to(outputs.dtype)

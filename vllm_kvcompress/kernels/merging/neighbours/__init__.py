@@ -1,0 +1,1 @@
+"""How alike keys of the same head are."""

@@ -1,0 +1,1 @@
+"""Kept values with what evicted ones give to them (CaM)."""

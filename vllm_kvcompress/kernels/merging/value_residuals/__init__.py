@@ -1,0 +1,1 @@
+"""How far values are from their weighted mean."""

@@ -1,0 +1,22 @@
+"""Pooling of scores over neighbouring entries, in plain torch."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def max_or_mean_pool(scores: Tensor, kernel_size: int, mode: str) -> Tensor:
+    """Same-length pooling over entries with stride 1.
+
+    Args:
+        scores: [H, n] fp32.
+        kernel_size: odd width; 1 changes nothing.
+        mode: "max" (beyond the ends counts as minus infinity) or "mean" (as zero).
+    """
+    if kernel_size <= 1 or scores.shape[1] == 0:
+        return scores
+    padding = kernel_size // 2
+    if mode == "max":
+        return functional.max_pool1d(scores[None], kernel_size, 1, padding)[0]
+    return functional.avg_pool1d(scores[None], kernel_size, 1, padding)[0]

@@ -1,0 +1,1 @@
+"""Norms of values after the output projection (CriticalKV)."""

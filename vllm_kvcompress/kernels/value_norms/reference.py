@@ -1,0 +1,76 @@
+"""Norms of values after the output projection (CriticalKV), in plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.kernels.common.tiles import tile_bytes
+
+FEWEST_ROWS = 512  # of a matrix product whose other factor is large: it is packed every time
+
+
+def value_norms_l1(values: Tensor, output_weight: Tensor, wanted: Tensor) -> Tensor:
+    """Mean over the group of ||v W_O||_1 per entry (CriticalKV, arXiv 2502.03805, Alg. 1).
+
+    The projected values are never stored: entries go in tiles, a group's heads side by side.
+
+    Args:
+        values: [H, n, D].
+        output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h * G + g.
+        wanted: [H, n] bool; the norms of other entries may be left out.
+
+    Returns:
+        [H, n] fp32; 0 where left out.
+    """
+    num_heads, num_entries, _ = values.shape
+    group = output_weight.shape[2]
+    weight = output_weight.flatten(2)
+    width = weight.shape[2]
+    norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
+    rows = min(
+        num_entries, max(FEWEST_ROWS, tile_bytes(values.device) // (width * values.element_size()))
+    )
+    # Sums of 16-bit numbers are accumulated in fp32 but returned in 16 bits, which is several
+    # times faster than a sum in fp32; over several stretches the rounding averages out.
+    stretch = math.gcd(width, 1024)
+    projected = values.new_empty(rows, width)
+    for head in range(num_heads):
+        for places in _some_entries(wanted[head]).split(rows):
+            out = projected[: places.numel()]
+            torch.mm(values[head, places], weight[head], out=out).abs_()
+            partial = out.unflatten(1, (-1, stretch)).sum(2)
+            norms[head, places] = partial.sum(1, dtype=torch.float32)
+    return norms / group
+
+
+def _some_entries(wanted: Tensor) -> Tensor:
+    """Places of the wanted ones; of all where counting them would wait for a device."""
+    if wanted.device.type == "cpu":
+        return wanted.nonzero()[:, 0]
+    return torch.arange(wanted.numel(), device=wanted.device)
+
+
+def value_norms_l2(values: Tensor, output_gram: Tensor) -> Tensor:
+    """Mean over the group of ||v W_O||_2 = sqrt(v Q v^T) per entry, with Q = W W^T.
+
+    Args:
+        values: [H, n, D].
+        output_gram: [H * G, D, D] fp32.
+
+    Returns:
+        [H, n] fp32.
+    """
+    num_heads, num_entries, head_size = values.shape
+    group = output_gram.shape[0] // num_heads
+    gram = output_gram.view(num_heads, group, head_size, head_size)
+    norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
+    rows = max(1, tile_bytes(values.device) // max(1, 4 * num_heads * head_size))
+    for start in range(0, num_entries, rows):
+        tile = values[:, start : start + rows].float()
+        for member in range(group):
+            squares = ((tile @ gram[:, member]) * tile).sum(dim=2)
+            norms[:, start : start + rows] += squares.clamp_min_(0).sqrt_()
+    return norms / group

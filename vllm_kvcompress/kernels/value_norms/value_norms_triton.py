@@ -1,0 +1,124 @@
+"""Norms of values after the output projection (CriticalKV), never storing what is projected."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
+from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect, per_entry
+from vllm_kvcompress.kernels.common.paged_rows_triton import load_tile
+
+
+@kernel("table_stride", "capacity")
+def _l1_kernel(
+    pages,
+    page_table,
+    lengths,
+    weight,
+    wanted,
+    norms,
+    capacity,
+    width,
+    page_stride,
+    table_stride,
+    weight_stride_h,
+    weight_stride_d,
+    weight_stride_g,
+    weight_stride_m,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """norms [S, capacity]: one tile of entries times all columns of its head's W_O."""
+    start = tl.program_id(0) * TILE
+    head = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + head).to(tl.int32)
+    nth = start + tl.arange(0, TILE)
+    dims = tl.arange(0, DIMS)
+    asked = tl.load(wanted + head * capacity + nth, mask=nth < length, other=0) != 0
+    total = tl.zeros([TILE], tl.float32)
+    if tl.max(asked.to(tl.int32), 0) > 0:
+        values = load_tile(
+            pages + HEAD_SIZE,
+            page_table + head * table_stride,
+            start,
+            length,
+            page_stride,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            TILE,
+            DIMS,
+        )
+        from_dims = weight + head * weight_stride_h + dims.to(tl.int64) * weight_stride_d
+        for member in range(GROUP):
+            for first in range(0, width, COLUMNS):
+                column = first + tl.arange(0, COLUMNS)
+                place = member * weight_stride_g + column.to(tl.int64) * weight_stride_m
+                mask = (dims < HEAD_SIZE)[:, None] & (column < width)[None, :]
+                tile = tl.load(from_dims[:, None] + place[None, :], mask=mask, other=0.0)
+                projected = tl.dot(values, tile, input_precision="ieee")
+                total += tl.sum(tl.abs(projected), 1)
+    total = tl.where(asked, total / GROUP, 0.0)
+    tl.store(norms + head * capacity + nth, total, mask=nth < capacity)
+
+
+def _l1_tile(entries: PagedEntries) -> tuple[int, int]:
+    """Entries of a program, and columns of W_O at once: what fits with three stages of these."""
+    row_bytes = padded(entries.head_size) * entries.pages.element_size()
+    if row_bytes <= 256:
+        return 128, 128
+    return (128, 64) if row_bytes <= 512 else (64, 32)
+
+
+def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor) -> Tensor:
+    """As `reference.value_norms_l1`, in Triton."""
+    num_heads, capacity = entries.num_sequences, entries.capacity
+    expect(
+        output_weight.dim() == 4
+        and tuple(output_weight.shape[:2]) == (num_heads, entries.head_size)
+        and output_weight.dtype == entries.pages.dtype,
+        f"o_proj [{num_heads}, {entries.head_size}, group, width] in {entries.pages.dtype}",
+        f"{tuple(output_weight.shape)} in {output_weight.dtype}",
+        "split it by KV head and group",
+    )
+    wanted = per_entry(entries, "wanted", wanted, torch.bool)
+    norms = torch.empty(num_heads, capacity, device=entries.device)
+    if norms.numel() == 0:
+        return norms
+    most, columns = _l1_tile(entries)
+
+    def launch(tile: int) -> None:
+        _l1_kernel[(triton.cdiv(capacity, tile), num_heads)](
+            entries.pages,
+            entries.page_table,
+            entries.flat_lengths,
+            output_weight,
+            wanted.view(torch.uint8),
+            norms,
+            capacity,
+            output_weight.shape[3],
+            entries.pages.stride(0),
+            entries.page_table.stride(0),
+            *output_weight.stride(),
+            GROUP=output_weight.shape[2],
+            TILE=tile,
+            COLUMNS=columns,
+            num_warps=8,
+            num_stages=3,
+            BLOCK_SIZE=entries.block_size,
+            HEAD_SIZE=entries.head_size,
+            DIMS=padded(entries.head_size),
+        )
+
+    with on_device(entries):
+        launch_fitting("value_norms_l1", most, entries.pages, launch)
+    return norms

@@ -1,0 +1,1 @@
+"""The observation window's attention to each entry (SnapKV)."""

@@ -1,0 +1,1 @@
+"""How much attention outputs change when an entry is pruned (OBCache)."""
