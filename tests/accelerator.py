@@ -10,6 +10,7 @@ Kernels over pages are launched there, as Triton's are: nobody looks into them.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from vllm_kvcompress.kernels import dispatch, paged_torch, selection_torch
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels import dispatch
+from vllm_kvcompress.kernels.common.kv_view import KVView
 
 ACCELERATOR = torch.device("meta")
 
@@ -69,10 +70,15 @@ def launched() -> Iterator[None]:
         yield
 
 
-def _stand_in(_: str, name: str) -> Any:
-    twin = getattr(paged_torch, name, None) or getattr(selection_torch, name)
-    if name == "nearest_keys":  # whose twin reads numbers
-        twin = _nearest_keys
+def twin_of(module: str, name: str) -> Any:
+    """What the launcher `name` in `vllm_kvcompress.kernels.<module>` stands beside."""
+    folder = f"vllm_kvcompress.kernels.{module}".rpartition(".")[0]
+    return getattr(importlib.import_module(f"{folder}.reference"), name)
+
+
+def _stand_in(module: str, name: str) -> Any:
+    # One twin reads numbers.
+    twin = _nearest_keys if name == "nearest_keys" else twin_of(module, name)
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -81,7 +87,7 @@ def _stand_in(_: str, name: str) -> Any:
     return launch
 
 
-def _nearest_keys(entries: PagedEntries, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _nearest_keys(view: KVView, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros_like(kept, dtype=torch.float32), torch.zeros_like(kept, dtype=torch.int64)
 
 

@@ -14,9 +14,9 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
+from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 from vllm_kvcompress.scheduling.rule import CompressionRule
 

@@ -11,6 +11,7 @@ import torch
 from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.pages import PackedPagePool, PagePool
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.scheduling.plan import EventPlan
 from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
@@ -49,11 +50,7 @@ def run_event(
     padded = torch.tensor([row + [0] * (width - len(row)) for row in sources])
     rows = torch.arange(HEADS)[:, None]
     view = LayerView(
-        keys=keys[rows, padded],
-        values=keys[:, :0],
-        lengths=torch.tensor([len(row) for row in sources]),
-        tail_keys=keys[:, :0],
-        tail_values=keys[:, :0],
+        kv=GatheredKV.of(keys[rows, padded], keys[:, :0], torch.tensor(list(map(len, sources)))),
         queries=torch.zeros(0, HEADS * GROUP, DIM),
         scale=SCALE,
         layer=0,

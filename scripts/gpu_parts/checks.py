@@ -11,14 +11,22 @@ from torch import Tensor
 from gpu_parts import shapes
 from gpu_parts.flash import attend_per_head, flash_attention
 from gpu_parts.measure import progress
-from vllm_kvcompress.kernels import paged
 from vllm_kvcompress.kernels.apportion import apportion
 from vllm_kvcompress.kernels.attention import decode_attention, prefill_attention, reference
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.compaction import compact_pages
-from vllm_kvcompress.kernels.merging.moments import correct_with_moments, moment_size
+from vllm_kvcompress.kernels.merging.moments import (
+    add_to_moments,
+    correct_with_moments,
+    moment_size,
+)
+from vllm_kvcompress.kernels.merging.nearest_keys import nearest_keys
 from vllm_kvcompress.kernels.top_entries import top_entries
+from vllm_kvcompress.kernels.value_norms import value_norms_l1
+from vllm_kvcompress.kernels.window_mass import window_mass
+from vllm_kvcompress.kernels.window_perturbation import window_perturbation
 
 TOLERANCE = 3e-2  # bf16, after a softmax or a projection
 SELECTED_FROM = (33, 8192, 100_000)
@@ -96,26 +104,25 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
         return torch.randn(*shape, device="cuda", generator=generator).to(dtype)
 
     one, chunk = random(num_heads, 4, dims), random(num_heads, 4, 40, dims)
-    bias = random(num_heads, 100, dtype=torch.float32)
+    bias = random(num_heads, entries.capacity, dtype=torch.float32)
     window, weight = random(32, num_heads * 4, dims), random(num_heads, dims, 4, 512) / 16
     wanted = entries.valid()
     state = torch.zeros(num_heads, moment_size(dims), device="cuda")
     evicted = random(num_heads, entries.capacity) > 0
     added = PagedNumbers.of_rows(bias)
-    given = (shapes.SCALE, added)
-    yield "decode_attention", decode_attention, lambda k: k(entries, one, *given)
-    yield "prefill_attention", prefill_attention, lambda k: k(entries, chunk, *given)
-    given = (shapes.SCALE, bias)
-    yield "window_mass", paged.window_mass, lambda k: [k(entries, 0, window, *given)]
+    scale, view = shapes.SCALE, PagedKV.of(entries)
+    yield "decode_attention", decode_attention, lambda k: k(entries, one, scale, added)
+    yield "prefill_attention", prefill_attention, lambda k: k(entries, chunk, scale, added)
+    yield "window_mass", window_mass, lambda k: [k(view, window, scale, bias)]
     for variant in ("value", "key", "joint"):
-        asked = (entries, 0, window, shapes.SCALE, variant)
+        asked = (view, window, scale, variant)
         name = f"window_perturbation:{variant}"
-        yield name, paged.window_perturbation, lambda k, a=asked: [k(*a)]
-    yield "value_norms_l1", paged.value_norms_l1, lambda k: [k(entries, weight, wanted)]
-    moments = paged.add_to_moments(entries, state, evicted)
+        yield name, window_perturbation, lambda k, a=asked: [k(*a)]
+    yield "value_norms_l1", value_norms_l1, lambda k: [k(view, weight, wanted)]
+    moments = add_to_moments(view, state, evicted)
     corrected = (moments, chunk)
     yield "correct_with_moments", correct_with_moments, lambda k: [_corrected(k, *corrected)]
-    yield "nearest_keys", paged.nearest_keys, lambda k: k(entries, ~evicted)[:1]
+    yield "nearest_keys", nearest_keys, lambda k: k(view, ~evicted)[:1]
     yield "compact_pages", compact_pages, lambda k: [_compacted(k, entries)]
 
 

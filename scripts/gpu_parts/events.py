@@ -11,9 +11,12 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from gpu_parts import shapes
 from gpu_parts.measure import progress, seconds_of
-from vllm_kvcompress.kernels import paged
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.compaction import compact_pages
+from vllm_kvcompress.kernels.keydiff import keydiff_scores
+from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
+from vllm_kvcompress.kernels.window_mass import window_mass
 
 Row = dict[str, Any]
 WINDOW_SIZE = 32
@@ -119,12 +122,16 @@ def _parts(num_tokens: int, block_size: int) -> dict[str, Callable[[], Any]]:
     by_head = weight.float().permute(0, 2, 1, 3).flatten(0, 1)
     gram = (by_head @ by_head.transpose(1, 2)).contiguous()
     wanted = entries.valid()
+
+    def view() -> PagedKV:
+        return PagedKV.of(entries)  # nothing gathered yet
+
     compact = _compaction(entries, kept_pages)
     return {
-        "window_mass": lambda: paged.window_mass(entries, 0, queries, shapes.SCALE),
-        "value_norms_l1": lambda: paged.value_norms_l1(entries, weight, wanted),
-        "value_norms_l2": lambda: paged.value_norms_l2(entries, gram),
-        "keydiff": lambda: paged.keydiff_scores(entries, "mean_normalized"),
+        "window_mass": lambda: window_mass(view(), queries, shapes.SCALE),
+        "value_norms_l1": lambda: value_norms_l1(view(), weight, wanted),
+        "value_norms_l2": lambda: value_norms_l2(view(), gram),
+        "keydiff": lambda: keydiff_scores(view(), "mean_normalized"),
         "compaction": lambda: compact_pages(entries, *compact),
     }
 

@@ -21,9 +21,9 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
+from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.registry import policies
-from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 from vllm_kvcompress.tools import profiler
 

@@ -167,7 +167,7 @@ def record_kept(report: dict[str, Any]) -> None:
         heads = (selection.page_counts * view.block_size).tolist()
         head = [h for h, count in enumerate(heads) for _ in range(count)]
         keys = merged.keys[head, selection.kept_indices].float()
-        return view.rotary.turn(keys, -merged.positions[head, selection.kept_indices]).tolist()
+        return view.rotary.rerotate(keys, -merged.positions[head, selection.kept_indices]).tolist()
 
     events.compress_layer = recording
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vllm_kvcompress.compression.layer import compress_layer
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import LayerView
 
@@ -46,15 +47,11 @@ def view_of(stored: dict[str, Tensor], layer: int, num_queries: int) -> LayerVie
     """Pages of one token, so that budgets are exact."""
     keys, values = stored[f"{layer}.keys"], stored[f"{layer}.values"]
     queries, o_proj = stored[f"{layer}.queries"], stored[f"{layer}.o_proj"]
-    num_heads, num_tokens, size = keys.shape
+    num_heads, _, size = keys.shape
     group = queries.shape[1] // num_heads
     weight = o_proj.t().reshape(num_heads, group, size, -1).transpose(1, 2)
     return LayerView(
-        keys=keys,
-        values=values,
-        lengths=torch.full((num_heads,), num_tokens),
-        tail_keys=keys[:, :0],
-        tail_values=values[:, :0],
+        kv=GatheredKV.of(keys, values),
         queries=queries[queries.shape[0] - num_queries :],
         scale=size**-0.5,
         layer=layer,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tests.kernels.cases import make_entries, random, some_bias
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import moment_size
 
@@ -62,6 +63,7 @@ def launches(
         return Launch(KERNELS + launcher, num_kernels, args, variant)
 
     entries = make_entries([70, 3], block_size, head_size, dtype)
+    view, tailed = PagedKV.of(entries), PagedKV.of(entries, num_tail=2)
     bias, weights, kept = some_bias([70, 3]), random(2, entries.capacity), entries.valid()
     queries = random(2, GROUP, num_queries, head_size, dtype=dtype)
     yield launch(
@@ -70,12 +72,12 @@ def launches(
     yield launch("attention.prefill_triton.prefill_attention", 1, entries, queries, 0.1, bias)
 
     window = random(64, 2 * GROUP, head_size, dtype=dtype)
-    yield launch("window_mass.window_mass_triton.window_mass", 2, entries, 2, window, 0.1, weights)
+    yield launch("window_mass.window_mass_triton.window_mass", 2, tailed, window, 0.1, weights)
     for variant in ("value", "key", "joint"):
         launcher = "window_perturbation.perturbation_triton.window_perturbation"
-        yield launch(launcher, 2, entries, 2, window, 0.1, variant, variant=variant)
+        yield launch(launcher, 2, tailed, window, 0.1, variant, variant=variant)
     output_weight = random(2, head_size, GROUP, 256, dtype=dtype)
-    yield launch("value_norms.value_norms_triton.value_norms_l1", 1, entries, output_weight, kept)
+    yield launch("value_norms.value_norms_triton.value_norms_l1", 1, view, output_weight, kept)
 
     state = torch.zeros(2, moment_size(head_size))
     states, lse = PagedNumbers.of_rows(state), random(2, GROUP, num_queries)
@@ -85,7 +87,7 @@ def launches(
     yield launch(
         "compaction.compact_triton.compact_pages", 1, entries, numbers, indices, torch.tensor([0])
     )
-    yield launch("merging.nearest_keys.nearest_triton.nearest_keys", 2, entries, kept)
+    yield launch("merging.nearest_keys.nearest_triton.nearest_keys", 2, view, kept)
 
 
 def launches_without_pages() -> Iterator[Launch]:

@@ -19,6 +19,7 @@ from vllm_kvcompress.kernels.attention.decode_triton import (
     decode_attention,
     launch_decode,
 )
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.launch_triton import FEWEST_ROWS
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
@@ -78,13 +79,17 @@ def vllm_outputs(entries: PagedEntries, queries: Tensor, scale: float) -> Tensor
     return vllm_attention(entries, queries, scale)()
 
 
-def from_longer_rows(name: str, entries: PagedEntries, *args: object) -> object:
+def from_longer_rows(name: str, holder: PagedEntries | PagedKV, *args: object) -> object:
     """What the launcher of that dotted name returns for rows of a page table that persists."""
+    entries = holder.entries if isinstance(holder, PagedKV) else holder
     num_sequences, width = entries.page_table.shape
     persistent = entries.page_table.new_full((num_sequences + 2, width + 7), 2**31 - 1)
     persistent[1:-1, :width] = entries.page_table
     rows = persistent[1:-1, :width]
-    return pkgutil.resolve_name(name)(replace(entries, page_table=rows), *args)
+    longer: PagedEntries | PagedKV = replace(entries, page_table=rows)
+    if isinstance(holder, PagedKV):
+        longer = replace(holder, entries=longer)
+    return pkgutil.resolve_name(name)(longer, *args)
 
 
 def with_fewest_rows(name: str, *args: object) -> tuple[object, int]:

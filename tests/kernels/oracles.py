@@ -181,7 +181,7 @@ def moments(entries: Any, evicted: Any) -> list[list[float]]:
     return found
 
 
-def turned(row: Vector, step: int, frequencies: Vector, halves: bool) -> Vector:
+def rerotated(row: Vector, step: int, frequencies: Vector, halves: bool) -> Vector:
     """A key, as complex numbers, so many positions later."""
     size, found = len(frequencies), list(row)
     for i, frequency in enumerate(frequencies):
@@ -192,7 +192,7 @@ def turned(row: Vector, step: int, frequencies: Vector, halves: bool) -> Vector:
 
 
 def merged(
-    entries: Any, link: Any, weights: Any, which: int, turns: Any = None
+    entries: Any, link: Any, weights: Any, which: int, rotated: Any = None
 ) -> list[list[Vector]]:
     """[S][capacity][D]: weighted means of groups at their first entries, zeros elsewhere."""
     found = []
@@ -204,10 +204,11 @@ def merged(
             while end < len(rows) and link[s, end]:
                 end += 1
             group = [(float(weights[s, i]), rows[i]) for i in range(j, end)]
-            if turns is not None and len(group) > 1:
-                frequencies = turns.frequencies.double().tolist()
+            if rotated is not None and len(group) > 1:
+                rotary, steps = rotated
+                frequencies = rotary.frequencies.double().tolist()
                 group = [
-                    (weight, turned(row, int(turns.steps[s, i]), frequencies, turns.halves))
+                    (weight, rerotated(row, int(steps[s, i]), frequencies, rotary.halves))
                     for i, (weight, row) in enumerate(group, start=j)
                 ]
             whole = sum(weight for weight, _ in group)

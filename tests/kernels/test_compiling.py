@@ -16,6 +16,7 @@ import torch
 from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child, at_once
 from tests.kernels.compiled_cases import HOLDING_TILES, launches
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import moment_size
 
@@ -96,25 +97,30 @@ def test_scores(compiler: Child) -> None:
     entries = make_entries([70, 3], 16, 128, BF16)
     queries = random(32, 8, 128, dtype=BF16)
     found = check(
-        compiler, "window_mass.window_mass_triton.window_mass", 2, entries, 2, queries, 0.1, None
+        compiler,
+        "window_mass.window_mass_triton.window_mass",
+        2,
+        PagedKV.of(entries, 2),
+        queries,
+        0.1,
+        None,
     )
     assert all("wgmma" in kernel.ptx for kernel in found.values())
     launcher = "window_perturbation.perturbation_triton.window_perturbation"
-    found = check(compiler, launcher, 2, entries, 2, queries, 0.1, "joint")
+    found = check(compiler, launcher, 2, PagedKV.of(entries, 2), queries, 0.1, "joint")
     assert all("wgmma" in kernel.ptx for kernel in found.values())
     weight = random(2, 128, 4, 256, dtype=BF16)
     launcher = "value_norms.value_norms_triton.value_norms_l1"
-    found = check(compiler, launcher, 1, entries, weight, entries.valid())
+    found = check(compiler, launcher, 1, PagedKV.of(entries), weight, entries.valid())
     assert "wgmma" in found["_l1_kernel"].ptx
 
 
 def test_what_takes_most_in_fp32(compiler: Child) -> None:
     """Their tiles are the largest."""
-    entries = make_entries([70, 3], 16, 128)
+    view = PagedKV.of(make_entries([70, 3], 16, 128))
     weight = random(2, 128, 4, 256)
-    wanted = entries.valid()
-    check(compiler, "value_norms.value_norms_triton.value_norms_l1", 1, entries, weight, wanted)
-    check(compiler, "merging.nearest_keys.nearest_triton.nearest_keys", 2, entries, wanted)
+    check(compiler, "value_norms.value_norms_triton.value_norms_l1", 1, view, weight, view.valid)
+    check(compiler, "merging.nearest_keys.nearest_triton.nearest_keys", 2, view, view.valid)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -139,7 +145,7 @@ def test_correction(compiler: Child) -> None:
 def test_nearest(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
     launcher = "merging.nearest_keys.nearest_triton.nearest_keys"
-    found = check(compiler, launcher, 2, entries, random(2, entries.capacity) > 1)
+    found = check(compiler, launcher, 2, PagedKV.of(entries), random(2, entries.capacity) > 1)
     assert "wgmma" in found["_nearest_kernel"].ptx
 
 

@@ -12,8 +12,12 @@ from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from tests.policies.test_imports import import_without
 from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels import dispatch
 from vllm_kvcompress.kernels.attention import decode_attention, reference
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV, PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.window_mass import reference as window_reference
+from vllm_kvcompress.kernels.window_mass import window_mass
 
 LAUNCHER = "vllm_kvcompress.kernels.merging.nearest_keys.nearest_triton.nearest_keys"
 KERNELS = (
@@ -21,7 +25,11 @@ KERNELS = (
     "attention.decode_triton.decode_attention",
     "attention.prefill_triton.prefill_attention",
     "compaction.compact_triton.compact_pages",
+    "merging.nearest_keys.nearest_triton.nearest_keys",
     "merging.moments.correction_triton.correct_with_moments",
+    "value_norms.value_norms_triton.value_norms_l1",
+    "window_mass.window_mass_triton.window_mass",
+    "window_perturbation.perturbation_triton.window_perturbation",
     "top_entries.top_entries_triton.top_entries",
 )
 
@@ -52,15 +60,26 @@ def test_pages_on_the_cpu_take_the_twin() -> None:
 
 
 def test_launchers_refuse_pages_on_the_cpu(compiler: Child) -> None:
-    entries = make_entries([5])
+    view = PagedKV.of(make_entries([5]))
     with pytest.raises(
         InvariantError, match=r"expected pages or tensors on a CUDA device.*call the operator"
     ):
-        compiler.call(
-            "vllm_kvcompress.kernels.merging.nearest_keys.nearest_triton.nearest_keys",
-            entries,
-            entries.valid(),
-        )
+        compiler.call(LAUNCHER, view, view.valid)
+
+
+def test_launchers_refuse_gathered_tensors(compiler: Child) -> None:
+    view = GatheredKV.of(random(1, 5, 8), random(1, 5, 8))
+    with pytest.raises(InvariantError, match=r"keys and values in pages, got GatheredKV.*operator"):
+        compiler.call(LAUNCHER, view, view.valid)
+
+
+def test_gathered_tensors_take_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever they are."""
+    monkeypatch.setattr(dispatch, "takes_triton", lambda device: True)
+    view = GatheredKV.of(random(1, 5, 8), random(1, 5, 8))
+    mass = window_mass(view, random(3, 2, 8), 0.3)
+    assert torch.equal(mass, window_reference.window_mass(view, random(3, 2, 8), 0.3))
+    assert mass.any()
 
 
 def test_pages_that_do_not_fit() -> None:

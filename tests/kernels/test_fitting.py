@@ -8,15 +8,13 @@ import pytest
 import torch
 import triton
 
+from tests.accelerator import twin_of
 from tests.kernels.backends import assert_close
 from tests.kernels.child import Child
 from tests.kernels.compiled_cases import launches
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.kernels import paged_torch
-from vllm_kvcompress.kernels.attention import reference as attention
 from vllm_kvcompress.kernels.common import fitting_triton
 from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
-from vllm_kvcompress.kernels.merging.moments import reference as moments
 
 SMALL = {launch.name: launch for launch in launches(24, 16, torch.float32, num_queries=20)}
 LIKE = torch.zeros(2, 64)
@@ -77,8 +75,8 @@ def test_smaller_programs_compute_the_same(name: str, interpreter: Child) -> Non
     calls = "tests.kernels.launches.with_fewest_rows"
     found, num_launches = interpreter.call(calls, launch.launcher, *launch.args)
     assert num_launches == (2 if name.startswith("window") else 1)
-    name = launch.launcher.rpartition(".")[2]
-    twin = next(getattr(m, name) for m in (paged_torch, attention, moments) if hasattr(m, name))
+    module, _, launcher_name = launch.launcher.rpartition(".")
+    twin = twin_of(module.removeprefix("vllm_kvcompress.kernels."), launcher_name)
     expected = twin(*launch.args)
     if expected is None:
         expected, found = launch.args[1], found[1]

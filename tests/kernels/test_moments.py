@@ -8,9 +8,9 @@ from torch import Tensor
 from tests.kernels import oracles
 from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
-from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.merging.moments import moment_size
+from vllm_kvcompress.kernels.merging.moments import add_to_moments, moment_residuals, moment_size
 
 
 def test_twin_is_the_oracle() -> None:
@@ -20,7 +20,7 @@ def test_twin_is_the_oracle() -> None:
     early = torch.arange(entries.capacity) < 7
     state = torch.zeros(3, moment_size(8))
     for part in (evicted & early, evicted & ~early):
-        state = paged_torch.add_to_moments(entries, state, part)
+        state = add_to_moments(PagedKV.of(entries), state, part)
     expected = torch.tensor(oracles.moments(entries, evicted))
     assert_close(state, expected, torch.float32)
 
@@ -32,10 +32,10 @@ def residuals_of(entries: PagedEntries, dtype: torch.dtype) -> tuple[PagedEntrie
     evicted = torch.ones(heads, others.capacity, dtype=torch.bool)
     evicted[-1] = False
     state = torch.zeros(heads, moment_size(dims))
-    return entries, paged_torch.add_to_moments(others, state, evicted)
+    return entries, add_to_moments(PagedKV.of(others), state, evicted)
 
 
 def test_residuals_twin_is_the_oracle() -> None:
     entries, state = residuals_of(make_entries([3, 17, 8], 4, 8), torch.float32)
-    found = paged_torch.moment_residuals(entries, state, 0.4)
+    found = moment_residuals(PagedKV.of(entries), state, 0.4)
     assert_close(found, torch.tensor(oracles.residuals(entries, state, 0.4)), torch.float32)

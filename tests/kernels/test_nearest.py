@@ -11,8 +11,9 @@ from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import make_entries
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.merging.nearest_keys import nearest_keys, reference
 
 NEAREST = "vllm_kvcompress.kernels.merging.nearest_keys.nearest_triton.nearest_keys"
 
@@ -27,7 +28,7 @@ def test_twin_is_the_oracle() -> None:
     entries = make_entries([3, 17, 0, 8], block_size=4, head_size=8)
     kept = some_kept(entries)
     kept[3] = False
-    cosines, places = paged_torch.nearest_keys(entries, kept)
+    cosines, places = nearest_keys(PagedKV.of(entries), kept)
     expected, where = oracles.nearest(entries, kept.tolist())
     assert_close(cosines, torch.tensor(expected), torch.float32)
     assert places.tolist() == where
@@ -38,8 +39,8 @@ def test_is_the_twin(backend: Backend, head_size: int, block_size: int) -> None:
     entries = make_entries([300, 0, 1, 45, 33, 170], block_size, head_size, backend.dtype)
     kept = some_kept(entries)
     kept[3], kept[4, :33] = False, True  # nothing kept, and nothing evicted
-    cosines, places = backend.call(NEAREST, entries, kept)
-    expected, where = backend.twin(paged_torch.nearest_keys, entries, kept)
+    cosines, places = backend.call(NEAREST, PagedKV.of(entries), kept)
+    expected, where = backend.twin(reference.nearest_keys, PagedKV.of(entries), kept)
     # Inputs are the same 16-bit numbers for both, and all sums are in fp32.
     assert_close(cosines, expected, torch.float32)
     assert torch.equal(places, where)
@@ -52,7 +53,7 @@ def test_of_equal_keys_the_first_is_the_nearest(backend: Backend) -> None:
     rows[:] = rows[int(entries.page_table[0, 0]), 0]
     kept = torch.zeros(1, entries.capacity, dtype=torch.bool)
     kept[0, [70, 71, 149]] = True
-    cosines, places = backend.call(NEAREST, entries, kept)
+    cosines, places = backend.call(NEAREST, PagedKV.of(entries), kept)
     gone = entries.valid() & ~kept
     assert (places[gone] == 70).all()
     assert_close(cosines[gone], torch.ones(147), torch.float32)
@@ -69,7 +70,7 @@ def test_what_is_least_unlike_is_the_nearest(backend: Backend) -> None:
         key = rows[int(entries.page_table[0, place // 16]), place % 16, 0]
         key[:] = size
         key[:place] = 0  # turned away from the others by so much
-    cosines, places = backend.call(NEAREST, entries, kept)
+    cosines, places = backend.call(NEAREST, PagedKV.of(entries), kept)
     gone = entries.valid() & ~kept
     assert (places[gone] == 20).all()
     assert_close(cosines[gone], torch.full((38,), -((44 / 64) ** 0.5)), torch.float32)
@@ -79,15 +80,15 @@ def test_zero_keys_are_like_nothing(backend: Backend) -> None:
     entries = make_entries([20], dtype=backend.dtype)
     entries.pages.zero_()
     kept = some_kept(entries)
-    cosines, places = backend.call(NEAREST, entries, kept)
+    cosines, places = backend.call(NEAREST, PagedKV.of(entries), kept)
     assert not cosines.any()
     first = int(kept[0].nonzero()[0])
     assert (places[entries.valid() & ~kept] == first).all()
 
 
 def test_what_a_launch_refuses(interpreter: Child) -> None:
-    entries = make_entries([5])
+    view = PagedKV.of(make_entries([5]))
     with pytest.raises(
         InvariantError, match=r"expected kept \[1, 32\] in torch.bool, got \(1, 5\)"
     ):
-        interpreter.call(NEAREST, entries, torch.ones(1, 5, dtype=torch.bool))
+        interpreter.call(NEAREST, view, torch.ones(1, 5, dtype=torch.bool))

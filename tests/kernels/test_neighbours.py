@@ -9,8 +9,10 @@ from torch import Tensor
 from tests.kernels import oracles
 from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
-from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.merging.neighbours import key_distances, neighbour_cosines
+from vllm_kvcompress.kernels.merging.value_residuals import value_residuals
 
 ORDERS = [(2, 0), (1, 0), (2, 3)]
 
@@ -32,14 +34,14 @@ def some_weights(entries: PagedEntries) -> Tensor:
 
 def test_cosines_of_the_twin_are_the_oracle_s() -> None:
     entries = make_entries([3, 0, 17, 1], block_size=4, head_size=8)
-    found = paged_torch.neighbour_cosines(entries)
+    found = neighbour_cosines(PagedKV.of(entries))
     assert_close(found, torch.tensor(oracles.neighbour_cosines(entries)), torch.float32)
 
 
 def test_distances_of_the_twin_are_the_oracle_s() -> None:
     entries = make_entries([3, 0, 17, 1], block_size=4, head_size=8)
     others = some_others(entries).clamp_max(0).where(~entries.valid(), some_others(entries))
-    found = paged_torch.key_distances(entries, others)
+    found = key_distances(PagedKV.of(entries), others)
     assert_close(found, torch.tensor(oracles.key_distances(entries, others)), torch.float32)
 
 
@@ -48,7 +50,7 @@ def test_residuals_of_the_twin_are_the_oracle_s(order: int, num_pairs: int) -> N
     """A head has fewer entries than there are pairs, too."""
     entries = make_entries([3, 0, 17, 1], block_size=4, head_size=8)
     weights = some_weights(entries)
-    found = paged_torch.value_residuals(entries, weights, order, num_pairs)
+    found = value_residuals(PagedKV.of(entries), weights, order, num_pairs)
     expected = oracles.value_residuals(entries, weights, order, num_pairs)
     assert_close(found, torch.tensor(expected), torch.float32)
 
@@ -56,4 +58,4 @@ def test_residuals_of_the_twin_are_the_oracle_s(order: int, num_pairs: int) -> N
 def test_zero_keys_are_like_nothing() -> None:
     entries = make_entries([20])
     entries.pages.zero_()
-    assert not paged_torch.neighbour_cosines(entries).any()
+    assert not neighbour_cosines(PagedKV.of(entries)).any()

@@ -10,8 +10,9 @@ from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.window_perturbation import reference
 
 PERTURBATION = "vllm_kvcompress.kernels.window_perturbation.perturbation_triton.window_perturbation"
 VARIANTS = ["value", "key", "joint"]
@@ -23,7 +24,7 @@ def test_twin_is_the_oracle(num_tail: int, variant: str) -> None:
     """A head shorter than the window, too."""
     entries = make_entries([3, 17, 8], block_size=4, head_size=8)
     queries = random(5, 6, 8)
-    changes = paged_torch.window_perturbation(entries, num_tail, queries, 0.3, variant)
+    changes = reference.window_perturbation(PagedKV.of(entries, num_tail), queries, 0.3, variant)
     expected = oracles.perturbation(entries, num_tail, queries, 0.3, variant)
     assert_close(changes, torch.tensor(expected), torch.float32)
     assert changes.any()
@@ -34,8 +35,8 @@ def check(
 ) -> None:
     num_heads = entries.num_sequences
     queries = random(window, num_heads * group, entries.head_size, dtype=backend.dtype)
-    arguments = (entries, num_tail, queries, entries.head_size**-0.5, variant)
-    expected = backend.twin(paged_torch.window_perturbation, *arguments)
+    arguments = (PagedKV.of(entries, num_tail), queries, entries.head_size**-0.5, variant)
+    expected = backend.twin(reference.window_perturbation, *arguments)
     changes = backend.call(PERTURBATION, *arguments)
     size = expected.amax(dim=1, keepdim=True).clamp_min(1e-30)
     assert_close(changes / size, expected / size, backend.dtype)
@@ -69,14 +70,14 @@ def test_more_entries_than_a_split_has(backend: Backend) -> None:
 def test_no_queries(backend: Backend) -> None:
     entries = make_entries([20], dtype=backend.dtype)
     none = random(0, 4, 64, dtype=backend.dtype)
-    changes = backend.call(PERTURBATION, entries, 0, none, 1.0, "value")
+    changes = backend.call(PERTURBATION, PagedKV.of(entries), none, 1.0, "value")
     assert changes.shape == (1, entries.capacity)
     assert not changes.any()
 
 
 def test_what_a_launch_refuses(interpreter: Child) -> None:
-    entries = make_entries([5, 3])
+    view = PagedKV.of(make_entries([5, 3]))
     with pytest.raises(InvariantError, match=r"expected queries \[window, 2 \* group, 64\]"):
-        interpreter.call(PERTURBATION, entries, 0, random(3, 5, 64), 1.0, "key")
+        interpreter.call(PERTURBATION, view, random(3, 5, 64), 1.0, "key")
     with pytest.raises(InvariantError, match="expected a variant of value, key, joint, got 'all'"):
-        interpreter.call(PERTURBATION, entries, 0, random(3, 4, 64), 1.0, "all")
+        interpreter.call(PERTURBATION, view, random(3, 4, 64), 1.0, "all")

@@ -10,14 +10,16 @@ from tests.kernels import oracles
 from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
 from tests.kernels.test_nearest import some_kept
-from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.merging.merge_into import merge_into
+from vllm_kvcompress.kernels.merging.spread_values import spread_values
 
 
 def some_shares(entries: PagedEntries, kept: Tensor) -> Tensor:
-    """Nothing of kept entries; padding has wild ones."""
+    """Nothing of kept entries, nor of padding."""
     shares = random(*kept.shape, seed=6).abs().masked_fill(kept, 0)
-    return shares.masked_fill(~entries.valid(), torch.nan)
+    return shares.masked_fill(~entries.valid(), 0)
 
 
 def some_targets(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,17 +39,17 @@ def some_targets(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("num_targets", [1, 3, 100])
 def test_spreading_twin_is_the_oracle(num_targets: int) -> None:
     entries = make_entries([3, 27, 0, 8], block_size=4, head_size=8)
-    kept = some_kept(entries)
+    kept = some_kept(entries) & entries.valid()
     shares = some_shares(entries, kept)
-    found = paged_torch.spread_values(entries, kept, shares, num_targets)
+    found = spread_values(PagedKV.of(entries), kept, shares, num_targets)
     expected = oracles.spread(entries, kept, shares, num_targets)
-    assert_close(found, torch.tensor(expected), torch.float32)
+    assert_close(found * kept[..., None], torch.tensor(expected), torch.float32)
 
 
 def test_merging_twin_is_the_oracle() -> None:
     entries = make_entries([3, 27, 0, 8], block_size=4, head_size=8)
-    kept = some_kept(entries)
+    kept = some_kept(entries) & entries.valid()
     targets, weights = some_targets(entries, kept)
-    for which, found in enumerate(paged_torch.merge_into(entries, kept, targets, weights)):
+    for which, found in enumerate(merge_into(PagedKV.of(entries), targets, weights)):
         expected = oracles.merged_into(entries, which, kept, targets, weights)
-        assert_close(found, torch.tensor(expected), torch.float32)
+        assert_close(found * kept[..., None], torch.tensor(expected), torch.float32)

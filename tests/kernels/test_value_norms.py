@@ -11,7 +11,8 @@ from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
+from vllm_kvcompress.kernels.value_norms import reference, value_norms_l1, value_norms_l2
 
 L1 = "vllm_kvcompress.kernels.value_norms.value_norms_triton.value_norms_l1"
 
@@ -33,10 +34,10 @@ def test_twins_are_the_oracle() -> None:
     weight = o_proj(3, 8, 2, 24, torch.float32)
     wanted = random(3, entries.capacity) > 0
     expected = torch.tensor(oracles.value_norms(entries, weight, 1))
-    norms = paged_torch.value_norms_l1(entries, weight, wanted)
+    norms = value_norms_l1(PagedKV.of(entries), weight, wanted)
     assert_close(norms, expected.masked_fill(~wanted, 0), torch.float32)
     expected = torch.tensor(oracles.value_norms(entries, weight, 2))
-    norms = paged_torch.value_norms_l2(entries, gram_of(weight))
+    norms = value_norms_l2(PagedKV.of(entries), gram_of(weight))
     assert_close(norms, expected, torch.float32)
 
 
@@ -50,17 +51,17 @@ def test_l1_is_the_twin(backend: Backend, head_size: int, block_size: int, group
     weight = o_proj(3, head_size, group, 280, backend.dtype)
     wanted = random(3, entries.capacity) > 0
     wanted[0, :150] = False
-    expected = backend.twin(paged_torch.value_norms_l1, entries, weight, wanted)
-    norms = backend.call(L1, entries, weight, wanted)
+    expected = backend.twin(reference.value_norms_l1, PagedKV.of(entries), weight, wanted)
+    norms = backend.call(L1, PagedKV.of(entries), weight, wanted)
     assert_close(norms, expected, backend.dtype)
     assert norms[0].any()
 
 
 def test_what_a_launch_refuses(interpreter: Child) -> None:
-    entries = make_entries([5, 3])
+    view = PagedKV.of(make_entries([5, 3]))
     weight = o_proj(2, 64, 4, 96, torch.float32)
-    wanted = torch.ones(2, entries.capacity, dtype=torch.bool)
+    wanted = torch.ones(2, view.capacity, dtype=torch.bool)
     with pytest.raises(InvariantError, match=r"expected o_proj \[2, 64, group, width\]"):
-        interpreter.call(L1, entries, weight.transpose(0, 1), wanted)
+        interpreter.call(L1, view, weight.transpose(0, 1), wanted)
     with pytest.raises(InvariantError, match=r"expected wanted \[2, 32\]"):
-        interpreter.call(L1, entries, weight, wanted[:, 1:])
+        interpreter.call(L1, view, weight, wanted[:, 1:])

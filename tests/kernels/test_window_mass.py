@@ -10,8 +10,9 @@ from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels import paged_torch
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.window_mass import reference
 
 MASS = "vllm_kvcompress.kernels.window_mass.window_mass_triton.window_mass"
 
@@ -22,8 +23,8 @@ def test_twin_is_the_oracle(num_tail: int, with_bias: bool) -> None:
     """A head shorter than the window, too; the bias is longer than some heads."""
     entries = make_entries([3, 17, 8], block_size=4, head_size=8)
     queries = random(5, 6, 8)
-    bias = random(3, 9) if with_bias else None
-    mass = paged_torch.window_mass(entries, num_tail, queries, 0.3, bias)
+    bias = random(3, entries.capacity) if with_bias else None
+    mass = reference.window_mass(PagedKV.of(entries, num_tail), queries, 0.3, bias)
     expected = torch.tensor(oracles.window_mass(entries, num_tail, queries, 0.3, bias))
     assert_close(mass, expected, torch.float32)
     assert expected.any()
@@ -39,8 +40,8 @@ def check(
 ) -> None:
     num_heads = entries.num_sequences
     queries = random(window, num_heads * group, entries.head_size, dtype=backend.dtype)
-    arguments = (entries, num_tail, queries, 2 * entries.head_size**-0.5, bias)
-    expected = backend.twin(paged_torch.window_mass, *arguments)
+    arguments = (PagedKV.of(entries, num_tail), queries, 2 * entries.head_size**-0.5, bias)
+    expected = backend.twin(reference.window_mass, *arguments)
     mass = backend.call(MASS, *arguments)
     # Shares of an attention of some hundred entries: compared relative to their sum of 1.
     assert_close(100 * mass, 100 * expected, backend.dtype)
@@ -57,7 +58,7 @@ def test_groups(backend: Backend, group: int) -> None:
 def test_tails_and_bias(backend: Backend, num_tail: int, with_bias: bool) -> None:
     """The bias goes on behind the body, where it must not count."""
     entries = make_entries([64 + num_tail, 16 + num_tail], dtype=backend.dtype)
-    check(backend, entries, num_tail, 4, 2, random(2, 75) if with_bias else None)
+    check(backend, entries, num_tail, 4, 2, random(2, entries.capacity) if with_bias else None)
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(80, 32), (128, 16), (256, 64), (96, 128)])
@@ -71,16 +72,17 @@ def test_more_rows_than_a_program_takes(backend: Backend) -> None:
 
 def test_more_entries_than_a_split_has(backend: Backend) -> None:
     """Partial sums of several programs become one softmax."""
-    check(backend, make_entries([1300], dtype=backend.dtype), 0, 3, 4, random(1, 1300))
+    entries = make_entries([1300], dtype=backend.dtype)
+    check(backend, entries, 0, 3, 4, random(1, entries.capacity))
 
 
 def test_no_queries(backend: Backend) -> None:
     entries = make_entries([20], dtype=backend.dtype)
-    mass = backend.call(MASS, entries, 0, random(0, 4, 64, dtype=backend.dtype), 1.0)
+    mass = backend.call(MASS, PagedKV.of(entries), random(0, 4, 64, dtype=backend.dtype), 1.0)
     assert mass.shape == (1, entries.capacity)
     assert not mass.any()
 
 
 def test_what_a_launch_refuses(interpreter: Child) -> None:
     with pytest.raises(InvariantError, match=r"expected queries \[window, 2 \* group, 64\]"):
-        interpreter.call(MASS, make_entries([5, 3]), 0, random(3, 5, 64), 1.0)
+        interpreter.call(MASS, PagedKV.of(make_entries([5, 3])), random(3, 5, 64), 1.0)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV
+from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.base import LayerView
-from vllm_kvcompress.policies.rotary import Rotary
 
 HEAD_SIZE = 8
 HIDDEN_SIZE = 24
@@ -94,12 +95,10 @@ def make_view(shape: Shape, num_queries: int, dtype: torch.dtype = torch.float32
     by_query_head = weight.transpose(1, 2).flatten(0, 1)
     # More queries than tokens cannot have been asked.
     num_queries = min(num_queries, width + shape.tail)
+    tail_keys, tail_values = normal(2, num_heads, shape.tail, HEAD_SIZE).to(dtype)
+    rows, tail = (keys.to(dtype), values.to(dtype)), (tail_keys, tail_values)
     return LayerView(
-        keys=keys.to(dtype),
-        values=values.to(dtype),
-        lengths=torch.tensor(shape.lengths),
-        tail_keys=normal(num_heads, shape.tail, HEAD_SIZE).to(dtype),
-        tail_values=normal(num_heads, shape.tail, HEAD_SIZE).to(dtype),
+        kv=GatheredKV(torch.tensor(shape.lengths), rows, tail),
         queries=(2 * normal(num_queries, num_heads * shape.group, HEAD_SIZE)).to(dtype),
         scale=HEAD_SIZE**-0.5,
         layer=shape.layer,
@@ -110,6 +109,20 @@ def make_view(shape: Shape, num_queries: int, dtype: torch.dtype = torch.float32
         positions=torch.arange(width).expand(num_heads, -1),
         rotary=Rotary(torch.tensor([1.0, 0.3, 0.05])),
     )
+
+
+def with_rows(
+    view: LayerView,
+    keys: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    tail: tuple[torch.Tensor, torch.Tensor] | None = None,
+    lengths: torch.Tensor | None = None,
+) -> LayerView:
+    """The same view of other keys or values."""
+    kv = view.kv
+    rows = (kv.keys() if keys is None else keys, kv.values() if values is None else values)
+    tail = tail or (kv.tail_keys(), kv.tail_values())
+    return replace(view, kv=GatheredKV(view.lengths if lengths is None else lengths, rows, tail))
 
 
 def headkv_file(directory: Path, num_layers: int, num_heads: int) -> Path:

@@ -53,7 +53,7 @@ class Head:
 
 
 def heads_of(view: LayerView) -> list[Head]:
-    num_heads = view.keys.shape[0]
+    num_heads = view.num_heads
     group = view.queries.shape[1] // num_heads
     heads = []
     for h in range(num_heads):
@@ -62,10 +62,10 @@ def heads_of(view: LayerView) -> list[Head]:
         assert view.output_weight is not None
         heads.append(
             Head(
-                keys=view.keys[h, :size].double().tolist(),
-                values=view.values[h, :size].double().tolist(),
-                tail_keys=view.tail_keys[h].double().tolist(),
-                tail_values=view.tail_values[h].double().tolist(),
+                keys=view.kv.keys()[h, :size].double().tolist(),
+                values=view.kv.values()[h, :size].double().tolist(),
+                tail_keys=view.kv.tail_keys()[h].double().tolist(),
+                tail_values=view.kv.tail_values()[h].double().tolist(),
                 queries=[[row[q].double().tolist() for q in own] for row in view.queries],
                 weights=[view.output_weight[h, :, g].double().tolist() for g in range(group)],
                 scale=view.scale,
@@ -428,7 +428,7 @@ def compress(
     scores = scores_of(policy, heads, params)
     sinks, recent, share = protection_of(policy, params)
     caps = [head.size // size for head in heads]
-    need = math.ceil((sinks + max(0, recent - view.tail_keys.shape[1])) / size)
+    need = math.ceil((sinks + max(0, recent - view.num_tail)) / size)
     floor = min(max(1, need), total // len(heads))
     floors = [min(floor, cap) for cap in caps]
     if base == "duoattention":

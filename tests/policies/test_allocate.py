@@ -69,7 +69,7 @@ def test_head_totals_are_exact(
     if getattr(allocator, "block_size", 4) == 16:
         shape = Shape(pages=tuple(counts), layer=layer, block_size=16)
     view = make_view(shape, 0)
-    scores = torch.rand(2, view.keys.shape[1], generator=torch.Generator().manual_seed(layer))
+    scores = torch.rand(2, view.num_entries, generator=torch.Generator().manual_seed(layer))
     total = data.draw(st.integers(0, sum(counts)))
     pages = allocator.head_pages(view, scores, total, floor)
     assert pages.dtype == torch.int64

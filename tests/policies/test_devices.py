@@ -10,6 +10,7 @@ import torch
 
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
 from vllm_kvcompress.compression.layer import compress_layer
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.policies.base import LayerView
 
 SHAPE = Shape(pages=(9, 6), tail=3)
@@ -23,7 +24,11 @@ def on(device: str, view: LayerView) -> LayerView:
     }
     assert view.rotary is not None
     rotary = replace(view.rotary, frequencies=view.rotary.frequencies.to(device))
-    return replace(view, **moved, rotary=rotary)
+    kv = view.kv
+    assert isinstance(kv, GatheredKV)
+    rows, tail = ((keys.to(device), values.to(device)) for keys, values in (kv.rows, kv.tail))
+    kv = GatheredKV(kv.lengths.to(device), rows, tail)
+    return replace(view, **moved, kv=kv, rotary=rotary)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

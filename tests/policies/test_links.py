@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from tests.policies import oracles
-from tests.policies.cases import Shape, make_pipeline, make_view
+from tests.policies.cases import Shape, make_pipeline, make_view, with_rows
 from vllm_kvcompress.compression.layer import compress_layer
-from vllm_kvcompress.kernels import attention_with_lse, neighbour_cosines
+from vllm_kvcompress.kernels.attention import attention_with_lse
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV
+from vllm_kvcompress.kernels.common.rotary import Rotary
+from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.merging.asymkv import AsymKV
 from vllm_kvcompress.policies.merging.groups import GroupMerging, GroupSums, tokens_of
 from vllm_kvcompress.policies.merging.kvmerger import KVMerger
 from vllm_kvcompress.policies.merging.kvslimmer import KVSlimmer
-from vllm_kvcompress.policies.rotary import Rotary
 
 POLICIES = ["kvmerger", "asymkv", "kvslimmer"]
 SHAPE = Shape((9, 6), tail=3)
@@ -28,7 +30,7 @@ def weigh(
     policy: GroupMerging, view: LayerView, mass: torch.Tensor, groups: list[list[int]]
 ) -> list[list[float]]:
     """Normalised weights of the groups of the only head."""
-    link = torch.zeros(view.keys.shape[:2], dtype=torch.bool)
+    link = torch.zeros(view.valid.shape, dtype=torch.bool)
     for group in groups:
         link[0, group[1:]] = True
     found = policy.weigh(view, mass, GroupSums.of(view, link), tokens_of(view))[0].tolist()
@@ -47,7 +49,7 @@ GROUPS = [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9], [10], [11]]
 def test_gaussian_weights(seed: int) -> None:
     view, mass = random_case(seed)
     found = weigh(KVMerger(), view, mass, GROUPS)
-    keys = view.keys[0].double().tolist()
+    keys = view.kv.keys()[0].double().tolist()
     for group, weights in zip(GROUPS, found, strict=True):
         pivot = max(group, key=lambda j: float(mass[0, j]))
         distances = [math.dist(keys[pivot], keys[j]) for j in group]
@@ -57,7 +59,7 @@ def test_gaussian_weights(seed: int) -> None:
 
 
 def residuals(view: LayerView, mass: torch.Tensor) -> tuple[list[float], list[list[float]]]:
-    values, total = view.values[0].double().tolist(), float(mass.double().sum())
+    values, total = view.kv.values()[0].double().tolist(), float(mass.double().sum())
     alpha = [float(m) / total for m in mass[0]]
     out = [sum(a * v[d] for a, v in zip(alpha, values, strict=True)) for d in range(len(values[0]))]
     return alpha, [[x - o for x, o in zip(v, out, strict=True)] for v in values]
@@ -112,10 +114,10 @@ def test_kvslimmer_of_a_pair_is_the_paper_s_equation() -> None:
 
 def test_equal_mass_and_residuals_weigh_one_half() -> None:
     view, mass = random_case(2)
-    values = view.values.clone()
+    values = view.kv.values().clone()
     values[0, 2] = values[0, 1]
     mass[0, 1:3] = 0.01
-    found = weigh(KVSlimmer(), replace(view, values=values), mass, [[1, 2]])[0]
+    found = weigh(KVSlimmer(), with_rows(view, values=values), mass, [[1, 2]])[0]
     assert found == pytest.approx([0.5, 0.5], abs=1e-5)
 
 
@@ -135,7 +137,7 @@ def test_little_mass_weighs_by_mass_and_residual() -> None:
 def test_no_input_gives_anything_but_weights(case: str, variant: str) -> None:
     """The ladder: mass of one half and more, residuals of zero, and groups of every size."""
     view, mass = random_case(4)
-    values = view.values.clone()
+    values = view.kv.values().clone()
     if case == "one holds all":
         mass.zero_()
         mass[0, 2] = 1.0
@@ -150,7 +152,7 @@ def test_no_input_gives_anything_but_weights(case: str, variant: str) -> None:
         values *= 1e18
     else:
         mass *= 1e-30
-    view = replace(view, values=values)
+    view = with_rows(view, values=values)
     everything = [[0], [1, 2], [3, 4, 5, 6, 7, 8, 9, 10, 11]]
     for group in weigh(KVSlimmer(variant=variant), view, mass, everything):
         assert all(0 <= weight <= 1 for weight in group)
@@ -169,7 +171,7 @@ def test_tokens_add_up_to_those_that_were_there(policy: str, total: int, tmp_pat
     """Also when merged entries merge again."""
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     view = make_view(SHAPE, pipeline.needs.window_size)
-    before = torch.randint(1, 6, view.keys.shape[:2], generator=torch.Generator().manual_seed(1))
+    before = torch.randint(1, 6, view.valid.shape, generator=torch.Generator().manual_seed(1))
     view = replace(view, bias=before.float().log())
     selection = compress_layer(pipeline, view, total)
     assert selection.merged.bias is not None
@@ -210,16 +212,16 @@ def test_equal_keys_merge_without_a_trace(policy: str, tmp_path: Path) -> None:
     room = {"max_set": 64} if policy == "kvmerger" else {}
     pipeline = make_pipeline(policy, shape, tmp_path, merge_space="rotated", **room)
     view = make_view(shape, pipeline.needs.window_size)
-    keys = view.keys.clone()
+    keys = view.kv.keys().clone()
     keys[:] = keys[0, 0].clone()
-    view = replace(view, keys=keys)
+    view = with_rows(view, keys=keys)
     query = torch.randn(1, 1, 1, keys.shape[2], generator=torch.Generator().manual_seed(3))
 
     def attend(keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         length = torch.tensor([keys.shape[1]])
         return attention_with_lse(query, keys, values, length, view.scale, bias)[0]
 
-    expected = attend(view.keys, view.values, None)
+    expected = attend(view.kv.keys(), view.kv.values(), None)
     for total in (7, 3):
         selection = compress_layer(pipeline, view, total)
         kept, merged = kept_of(selection, view, 0), selection.merged
@@ -228,13 +230,11 @@ def test_equal_keys_merge_without_a_trace(policy: str, tmp_path: Path) -> None:
         assert merged.bias is not None
         view = replace(
             view,
-            keys=merged.keys[:, kept],
-            values=merged.values[:, kept],
+            kv=GatheredKV.of(merged.keys[:, kept], merged.values[:, kept]),
             bias=merged.bias[:, kept],
             positions=view.positions[:, : len(kept)],  # type: ignore[index]
-            lengths=torch.tensor([len(kept)]),
         )
-        found = attend(view.keys, view.values, view.bias)
+        found = attend(view.kv.keys(), view.kv.values(), view.bias)
         assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -250,7 +250,7 @@ def test_other_value_modes_carry_no_bias(mode: str, tmp_path: Path) -> None:
     assert lossless.values is not None
     assert lossless.bias is not None
     factor = lossless.bias.exp() if mode == "paper" else torch.ones_like(lossless.bias)
-    valid = torch.arange(view.keys.shape[1]) < view.lengths[:, None]
+    valid = torch.arange(view.num_entries) < view.lengths[:, None]
     expected = lossless.values * factor[..., None]
     assert torch.allclose(merged.values[valid], expected[valid], atol=1e-4)
 
@@ -265,13 +265,14 @@ def test_nothing_is_similar_enough_at_a_threshold_of_one(tmp_path: Path) -> None
     assert merged.bias is not None
     for head in range(2):
         kept = kept_of(selection, view, head)
-        assert torch.equal(merged.keys[head, kept], view.keys[head, kept])
+        assert torch.equal(merged.keys[head, kept], view.kv.keys()[head, kept])
         assert not merged.bias[head, kept].any()
 
 
 def test_cosines_of_neighbours() -> None:
     keys = torch.tensor([[[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [0.0, 0.0], [1.0, 1.0]]])
-    assert neighbour_cosines(keys)[0].tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0, 0.0])
+    cosines = neighbour_cosines(GatheredKV.of(keys, keys))[0]
+    assert cosines.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0, 0.0])
 
 
 def test_single_entries_stay_to_the_bit(tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def test_single_entries_stay_to_the_bit(tmp_path: Path) -> None:
     alone = merged.bias[0] == 0
     alone &= torch.nn.functional.pad(merged.bias[0, 1:] == 0, (0, 1), value=True)
     assert alone.any()
-    same = (merged.keys[0] == view.keys[0]).all(dim=1)
+    same = (merged.keys[0] == view.kv.keys()[0]).all(dim=1)
     assert same[:3].all(), "sinks"
 
 
@@ -294,7 +295,7 @@ def test_keys_turn_as_by_hand(halves: bool) -> None:
     rotary = Rotary(torch.tensor(frequencies), halves)
     keys = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
     steps = torch.tensor([[0, 1, -3, 700], [5, 0, 2, 9]])
-    found = rotary.turn(keys, steps)
+    found = rotary.rerotate(keys, steps)
     for head in range(2):
         for j in range(4):
             expected = keys[head, j].tolist()
@@ -316,8 +317,8 @@ def test_one_key_at_many_positions_is_that_key_at_one_of_them(policy: str, tmp_p
     view = make_view(shape, pipeline.needs.window_size)
     assert view.positions is not None
     assert view.rotary is not None
-    origin = view.keys[:, :1].expand(-1, 48, -1)
-    view = replace(view, keys=view.rotary.turn(origin, view.positions))
+    origin = view.kv.keys()[:, :1].expand(-1, 48, -1)
+    view = with_rows(view, view.rotary.rerotate(origin, view.positions))
     for total in (7, 3):
         selection = compress_layer(pipeline, view, total)
         kept, merged = kept_of(selection, view, 0), selection.merged
@@ -331,15 +332,13 @@ def test_one_key_at_many_positions_is_that_key_at_one_of_them(policy: str, tmp_p
             assert positions[0, -1] == 47
             first = torch.cat((torch.zeros(1), positions[0, :-1].float() + 1))
             assert torch.allclose(merged.bias[0, kept].exp(), positions[0] - first + 1, atol=1e-3)
-        expected = view.rotary.turn(origin[:, : len(kept)], positions)
+        expected = view.rotary.rerotate(origin[:, : len(kept)], positions)
         assert torch.allclose(merged.keys[:, kept], expected, atol=1e-4)
         view = replace(
             view,
-            keys=merged.keys[:, kept],
-            values=merged.values[:, kept],
+            kv=GatheredKV.of(merged.keys[:, kept], merged.values[:, kept]),
             bias=merged.bias[:, kept],
             positions=positions,
-            lengths=torch.tensor([len(kept)]),
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from tests.policies import oracles
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view, rows_of
 from vllm_kvcompress.compression.layer import compress_layer
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.duoattention import DuoAttention
@@ -63,7 +64,7 @@ def kept_by_oracle(
         params["few"] = math.ceil((params["sinks"] + pipeline.scorer.num_recent) / view.block_size)
     elif policy.startswith("headkv"):
         assert isinstance(pipeline.scorer, HeadKV)
-        rows, group = pipeline.scorer.importance, view.queries.shape[1] // view.keys.shape[0]
+        rows, group = pipeline.scorer.importance, view.queries.shape[1] // view.num_heads
         means = [
             [sum(row[i : i + group]) / group for i in range(0, len(row), group)] for row in rows
         ]
@@ -161,11 +162,11 @@ def test_permuting_heads_permutes_what_they_keep(policy: str, tmp_path: Path) ->
     assert view.output_gram is not None
     swapped = replace(
         view,
-        keys=view.keys[order],
-        values=view.values[order],
-        lengths=view.lengths[order],
-        tail_keys=view.tail_keys[order],
-        tail_values=view.tail_values[order],
+        kv=GatheredKV(
+            view.lengths[order],
+            (view.kv.keys()[order], view.kv.values()[order]),
+            (view.kv.tail_keys()[order], view.kv.tail_values()[order]),
+        ),
         queries=queries,
         output_weight=view.output_weight[order],
         output_gram=view.output_gram.unflatten(0, (2, 2))[order].flatten(0, 1),
@@ -180,7 +181,7 @@ def test_of_equal_entries_the_later_stay(policy: str, tmp_path: Path) -> None:
     shape = Shape(pages=(6, 6), tail=0)
     pipeline = make_pipeline(policy, shape, tmp_path)
     view = make_view(shape, pipeline.needs.window_size)
-    view.keys.fill_(1.0)
+    view.kv.keys().fill_(1.0)
     selection = compress_layer(pipeline, view, 6)
     assert rows_of(selection.kept_indices, [3, 3], 4) == [list(range(12, 24))] * 2
 
@@ -190,8 +191,8 @@ def test_ties_are_broken_the_same_way_every_time(policy: str, tmp_path: Path) ->
     shape = Shape(pages=(6, 6), tail=0)
     pipeline = make_pipeline(policy, shape, tmp_path)
     view = make_view(shape, pipeline.needs.window_size)
-    view.keys.fill_(1.0)
-    view.values.fill_(1.0)
+    view.kv.keys().fill_(1.0)
+    view.kv.values().fill_(1.0)
     first, second = (compress_layer(pipeline, view, 6) for _ in range(2))
     assert torch.equal(first.kept_indices, second.kept_indices)
     assert torch.equal(first.page_counts, second.page_counts)
@@ -203,7 +204,7 @@ def test_numbers_that_are_not_finite_are_survived(policy: str, tmp_path: Path) -
     shape = Shape(pages=(6, 4), tail=1)
     pipeline = make_pipeline(policy, shape, tmp_path)
     view = make_view(shape, pipeline.needs.window_size)
-    view.keys[0, 5] = float("nan")
+    view.kv.keys()[0, 5] = float("nan")
     check_selection(compress_layer(pipeline, view, 5), view, 5)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.policies import oracles
-from tests.policies.cases import Shape, make_view
+from tests.policies.cases import Shape, make_view, with_rows
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.merging.cam import CaM
 from vllm_kvcompress.policies.merging.d2o import D2O
@@ -19,15 +19,15 @@ SHAPES = [Shape((9, 9)), Shape((3, 11), tail=2, group=1), Shape((4, 1, 6), tail=
 
 def some_kept(view: LayerView, seed: int, share: float = 0.4) -> torch.Tensor:
     """Any valid entries, at least one per head."""
-    chosen = torch.rand(view.keys.shape[:2], generator=torch.Generator().manual_seed(seed)) < share
+    chosen = torch.rand(view.valid.shape, generator=torch.Generator().manual_seed(seed)) < share
     chosen[:, 0] = True
-    return chosen & (torch.arange(view.keys.shape[1]) < view.lengths[:, None])
+    return chosen & (torch.arange(view.num_entries) < view.lengths[:, None])
 
 
 def observed(shape: Shape, num_queries: int) -> LayerView:
     """A view whose entries have received what the loop says the queries give them."""
     view = make_view(shape, num_queries)
-    accumulated = torch.zeros(view.keys.shape[:2])
+    accumulated = torch.zeros(view.valid.shape)
     for h, head in enumerate(oracles.heads_of(view)):
         accumulated[h, : head.size] = num_queries * torch.tensor(oracles.mass(head))
     return replace(view, accumulated=accumulated)
@@ -78,7 +78,7 @@ def test_cam_hands_on_what_the_entry_gave_to_the_output() -> None:
     kept[0, i] = False
     merged = CaM(4, merge_window=7, draw="expected").merge(view, torch.zeros(()), kept)
     assert merged.values is not None
-    received = (merged.values - view.values)[0].tolist()
+    received = (merged.values - view.kv.values())[0].tolist()
     targets = cam_targets(kept[0].tolist(), i, 4)
     assert masses[i] < sum(masses[t] for t in targets) / 4
     for c in range(len(received[0])):
@@ -102,7 +102,7 @@ def test_cam_draws_with_the_right_chance_and_always_alike() -> None:
     assert not torch.equal(draws[0], draws[1])  # type: ignore[arg-type]
     mean = torch.stack(draws).mean(dim=0)  # type: ignore[arg-type]
     assert (mean - expected)[kept].abs().max() < 0.12
-    assert (expected - view.values)[kept].abs().max() > 0.3
+    assert (expected - view.kv.values())[kept].abs().max() > 0.3
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -110,7 +110,7 @@ def test_cam_draws_with_the_right_chance_and_always_alike() -> None:
 def test_d2o_merges_into_the_most_similar_key(shape: Shape, theta: float | None) -> None:
     view = replace(make_view(shape, 1), layer=2)
     if theta is not None:
-        view = replace(view, state=torch.full((view.keys.shape[0], 1), theta))
+        view = replace(view, state=torch.full((view.num_heads, 1), theta))
     kept = some_kept(view, seed=1)
     merged = D2O().merge(view, torch.zeros(()), kept)
     assert merged.keys is not None
@@ -151,11 +151,11 @@ def test_d2o_leaves_the_first_layers_alone() -> None:
 
 def test_d2o_merges_equal_keys_and_values_without_a_trace() -> None:
     view = replace(make_view(Shape((2,)), 1), layer=5)
-    keys, values = view.keys.clone(), view.values.clone()
+    keys, values = view.kv.keys().clone(), view.kv.values().clone()
     keys[0, 3], values[0, 3] = keys[0, 6], values[0, 6]
     kept = torch.ones(1, 8, dtype=torch.bool)
     kept[0, 3] = False
-    view = replace(view, keys=keys, values=values)
+    view = with_rows(view, keys, values)
     merged = D2O().merge(view, torch.zeros(()), kept)
     assert merged.keys is not None
     assert math.isclose(float(merged.state[0, 0]), 1.0, abs_tol=1e-6)  # type: ignore[index]

@@ -9,12 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.kernels import (
-    add_to_moments,
-    attention_with_lse,
-    moment_residuals,
-    moment_size,
-)
+from vllm_kvcompress.kernels.attention import attention_with_lse
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV
+from vllm_kvcompress.kernels.merging.moments import add_to_moments, moment_residuals, moment_size
 from vllm_kvcompress.kernels.merging.moments.reference import corrected as with_moments
 from vllm_kvcompress.policies import resolve
 
@@ -31,9 +28,8 @@ def nothing(num_heads: int = 1) -> torch.Tensor:
 
 def state_of(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """The moments of these entries, all evicted at once."""
-    return add_to_moments(
-        nothing(len(keys)), keys, values, torch.ones(keys.shape[:2], dtype=torch.bool)
-    )
+    everything = torch.ones(keys.shape[:2], dtype=torch.bool)
+    return add_to_moments(GatheredKV.of(keys, values), nothing(len(keys)), everything)
 
 
 def attend(query: list[float], keys: list[list[float]], values: list[list[float]]) -> list[float]:
@@ -58,7 +54,7 @@ def corrected(
 def test_the_state_is_what_loops_sum_up() -> None:
     keys, values = normal(2, 9, DIM), normal(2, 9, DIM, seed=1)
     evicted = torch.rand(2, 9, generator=torch.Generator().manual_seed(2)) < 0.6
-    state = add_to_moments(nothing(2), keys, values, evicted)
+    state = add_to_moments(GatheredKV.of(keys, values), nothing(2), evicted)
     for head in range(2):
         some = [j for j in range(9) if evicted[head, j]]
         mean_key = [sum(float(keys[head, j, d]) for j in some) / len(some) for d in range(DIM)]
@@ -83,16 +79,15 @@ def test_one_batch_is_any_sequence_of_batches(batches: list[int], seed: int) -> 
         evicted = torch.tensor([[number == batch for number in batches]])
         hidden = ~evicted[..., None]
         nan = float("nan")
-        state = add_to_moments(
-            state, keys.masked_fill(hidden, nan), values.masked_fill(hidden, nan), evicted
-        )
+        kv = GatheredKV.of(keys.masked_fill(hidden, nan), values.masked_fill(hidden, nan))
+        state = add_to_moments(kv, state, evicted)
     assert torch.allclose(state, state_of(keys, values), atol=1e-3)
 
 
 def test_residuals_are_what_the_moments_do_not_predict() -> None:
     state = state_of(normal(1, 6, DIM, seed=3), normal(1, 6, DIM, seed=4))
     keys, values = normal(1, 4, DIM, seed=5), normal(1, 4, DIM, seed=6)
-    found = moment_residuals(state, keys, values, SCALE)[0].tolist()
+    found = moment_residuals(GatheredKV.of(keys, values), state, SCALE)[0].tolist()
     mean = state[0, 1 + DIM : 1 + 2 * DIM].tolist()
     cross = state[0, 1 + 2 * DIM :].view(DIM, DIM).tolist()
     for j in range(4):
@@ -102,7 +97,7 @@ def test_residuals_are_what_the_moments_do_not_predict() -> None:
             for a in range(DIM)
         ]
         assert found[j] == pytest.approx(math.hypot(*rest), rel=1e-4)
-    whole = moment_residuals(nothing(), keys, values, SCALE)[0].tolist()
+    whole = moment_residuals(GatheredKV.of(keys, values), nothing(), SCALE)[0].tolist()
     assert whole == pytest.approx([math.hypot(*v) for v in values[0].tolist()], rel=1e-5)
 
 

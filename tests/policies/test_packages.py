@@ -130,7 +130,7 @@ class Mine(Policy):
     takes = ("window",)
 
     def score(self, view):
-        return view.keys[:, :, 0].float()
+        return view.kv.keys()[:, :, 0].float()
 """
 
 

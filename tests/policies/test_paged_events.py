@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.accelerator import twin_of
 from tests.event_cases import BLOCK_SIZE, GROUP, Request, left_by, make_pool
+from tests.kernels.cases import make_entries
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool
+from vllm_kvcompress.kernels import dispatch
 from vllm_kvcompress.kernels.common import tiles
+from vllm_kvcompress.kernels.common.kv_view import TEMPORARIES, GatheredKV, KVView, PagedKV
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.policies.base import LayerView
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
 # Events within a block, and at the end of one.
@@ -35,7 +39,7 @@ NEVER_GATHER = [
     "tova",
     "h2o",
     "snapkv",
-    "adakv+criticalkv",
+    "snapkv+criticalkv",
     "pyramidkv+adakv+criticalkv",
     "snapkv+obcache",
     "duoattention",
@@ -67,17 +71,14 @@ def test_pages_and_gathered_tensors_give_the_same(
                 assert torch.equal(found["values"], expected["values"])
 
 
-# Over pages kernels merge, but for KVMerger's own way with values.
 MERGING = [
-    *((name, PackedPagePool, {}) for name in ("h2o+cam", "d2o", "asymkv", "kvslimmer")),
-    *(
-        ("kvmerger", kind, {"value_mode": "paper"})
-        for kind in (PackedPagePool, InterleavedPagePool)
-    ),
+    *((name, {}) for name in ("h2o+cam", "d2o", "asymkv", "kvslimmer", "momentkv")),
+    ("kvmerger", {"value_mode": "paper"}),
 ]
 
 
-@pytest.mark.parametrize(("policy", "kind", "params"), MERGING)
+@pytest.mark.parametrize("kind", [PackedPagePool, InterleavedPagePool])
+@pytest.mark.parametrize(("policy", "params"), MERGING)
 def test_several_heads_at_once_merge_as_one_by_one(
     policy: str,
     kind: type,
@@ -90,11 +91,11 @@ def test_several_heads_at_once_merge_as_one_by_one(
     expected = left_by(run(pipeline, kind, *COURSES[0]))
     taken = []
 
-    def all_of_them(view: LayerView) -> list[slice]:
+    def all_of_them(view: KVView) -> list[slice]:
         taken.append(view.num_heads)
         return [slice(0, view.num_heads)]
 
-    monkeypatch.setattr(LayerView, "head_slices", all_of_them)
+    monkeypatch.setattr(KVView, "head_slices", all_of_them)
     for layer, same in zip(expected, left_by(run(pipeline, kind, *COURSES[0])), strict=True):
         for name in ("counts", "pages"):
             assert torch.equal(same[name], layer[name])
@@ -108,40 +109,56 @@ def test_several_heads_at_once_merge_as_one_by_one(
 def test_what_kernels_compute_from_pages_is_not_gathered(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """But by the twins that stand in for kernels here."""
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     request = Request(pipeline, make_pool(InterleavedPagePool))
+    launched, gather = [], PagedKV.gather
+
+    def launch(module: str, name: str) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            launched.append(name)
+            found = twin_of(module, name)(*args, **kwargs)
+            launched.pop()
+            return found
+
+        return call
+
+    def only_by_twins(view: PagedKV, which: int, tail: bool) -> torch.Tensor:
+        assert launched
+        return gather(view, which, tail)
 
     def refuse(*args: object) -> None:
         raise AssertionError("gathered")
 
+    monkeypatch.setattr(dispatch, "takes_triton", lambda device: True)
+    monkeypatch.setattr(dispatch, "triton_kernel", launch)
+    monkeypatch.setattr(PagedKV, "gather", only_by_twins)
     for name in ("keys", "values", "take_values"):
         monkeypatch.setattr(InterleavedPagePool, name, refuse)
     assert len(request.run()) == 2
 
 
-def test_fields_given_as_functions_are_made_once() -> None:
-    whole = make_view(SHAPE, 3)
-    calls = []
+def test_entries_are_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, gather = PagedKV.of(make_entries([9, 6]), num_tail=1), PagedKV.gather
+    asked = []
 
-    def keys() -> torch.Tensor:
-        calls.append(1)
-        return whole.keys
+    def noting(view: PagedKV, which: int, tail: bool) -> torch.Tensor:
+        asked.append((which, tail))
+        return gather(view, which, tail)
 
-    view = replace(whole, keys=keys)  # type: ignore[arg-type]
-    changed = view.with_accumulated(torch.ones(2, 36))
-    assert not calls
-    assert view.accumulated is None
-    assert torch.equal(changed.keys, whole.keys)
-    assert changed.keys is view.keys
-    assert torch.equal(view.heads(slice(1, 2)).keys, whole.keys[1:])
-    assert calls == [1]
+    monkeypatch.setattr(PagedKV, "gather", noting)
+    assert not asked
+    assert view.keys() is view.keys()
+    assert torch.equal(view.tail_values(), view.tail_values())
+    assert asked == [(0, False), (1, True)]
 
 
 def test_off_the_cpu_as_many_heads_at_once_as_a_tile_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    view = make_view(Shape(pages=(8,) * 5), 0)
+    view = make_view(Shape(pages=(8,) * 5), 0).kv
+    assert isinstance(view, GatheredKV)
     assert view.head_slices() == [slice(h, h + 1) for h in range(5)]
     there = replace(view, lengths=view.lengths.to("meta"))
-    of_a_head = 4 * view.num_entries * view.head_size
+    of_a_head = 4 * TEMPORARIES * view.capacity * view.head_size
     for tile, starts in ((5 * of_a_head, [0]), (3 * of_a_head - 1, [0, 2, 4]), (1, range(5))):
         monkeypatch.setattr(tiles, "DEVICE_TILE_BYTES", tile)
         assert [part.start for part in there.head_slices()] == list(starts)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies import oracles
-from tests.policies.cases import HEAD_SIZE, Shape, make_view
-from vllm_kvcompress.kernels import (
-    keydiff_scores,
-    max_or_mean_pool,
-    value_norms_l1,
-    value_norms_l2,
-    window_mass,
-)
+from tests.policies.cases import HEAD_SIZE, Shape, make_view, with_rows
 from vllm_kvcompress.kernels.common import tiles
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV
+from vllm_kvcompress.kernels.keydiff import keydiff_scores
+from vllm_kvcompress.kernels.pooling import max_or_mean_pool
 from vllm_kvcompress.kernels.value_norms import reference as value_norms
+from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
+from vllm_kvcompress.kernels.window_mass import window_mass
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.knorm import KNorm
 from vllm_kvcompress.policies.obcache import OBCache
@@ -36,7 +32,12 @@ shapes = st.builds(
 
 
 def mass_of(view: LayerView) -> torch.Tensor:
-    return window_mass(view.keys, view.lengths, view.tail_keys, view.queries, view.scale)
+    return window_mass(view.kv, view.queries, view.scale)
+
+
+def of_keys(rows: torch.Tensor) -> GatheredKV:
+    """These as keys, and as values, too."""
+    return GatheredKV.of(rows, rows)
 
 
 def own(rows: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
@@ -92,11 +93,15 @@ def test_no_tensor_holds_the_whole_window(monkeypatch: pytest.MonkeyPatch) -> No
 def test_sixteen_bit_inputs_lose_nothing_on_the_way() -> None:
     """Products of bf16 numbers are exact in fp32, and the process keeps its own precision."""
     view = make_view(Shape(pages=(5, 3), tail=3), 11)
-    rounded = [t.bfloat16() for t in (view.keys, view.tail_keys, view.queries)]
+    rounded = [t.bfloat16() for t in (view.kv.keys(), view.kv.tail_keys(), view.queries)]
+
+    def mass(keys: torch.Tensor, tail: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+        kv = GatheredKV(view.lengths, (keys, keys), (tail, tail))
+        return window_mass(kv, queries, view.scale)
+
     before = torch.backends.mkldnn.matmul.fp32_precision
-    narrow = window_mass(rounded[0], view.lengths, rounded[1], rounded[2], view.scale)
-    wide = [t.double().float() for t in rounded]
-    expected = window_mass(wide[0], view.lengths, wide[1], wide[2], view.scale)
+    narrow = mass(*rounded)
+    expected = mass(*[t.double().float() for t in rounded])
     assert torch.allclose(narrow[0], expected[0], atol=1e-6)
     assert torch.backends.mkldnn.matmul.fp32_precision == before
 
@@ -139,7 +144,7 @@ def test_tova_is_the_mean_of_all_query_heads() -> None:
 def test_keydiff_is_that_of_the_loop(anchor: str) -> None:
     shape = Shape(pages=(5, 2))
     view = make_view(shape, 0)
-    rows = own(keydiff_scores(view.keys, view.lengths, anchor), shape)
+    rows = own(keydiff_scores(view.kv, anchor), shape)
     for row, head in zip(rows, oracles.heads_of(view), strict=True):
         expected = torch.tensor(oracles.keydiff(head, anchor))
         assert torch.allclose(row.double(), expected.double(), atol=1e-5)
@@ -149,8 +154,7 @@ def test_keydiff_is_that_of_the_loop(anchor: str) -> None:
 def test_pairwise_ranks_as_the_mean_of_unit_keys(seed: int) -> None:
     view = make_view(Shape(pages=(6,), seed=seed), 0)
     orders = [
-        keydiff_scores(view.keys, view.lengths, anchor).argsort(dim=1)
-        for anchor in ("pairwise", "mean_normalized")
+        keydiff_scores(view.kv, anchor).argsort(dim=1) for anchor in ("pairwise", "mean_normalized")
     ]
     assert torch.equal(*orders)
 
@@ -159,9 +163,9 @@ def test_pairwise_ranks_as_the_mean_of_unit_keys(seed: int) -> None:
 def test_keydiff_ignores_key_lengths(anchor: str) -> None:
     view = make_view(Shape(pages=(6, 6)), 0)
     factors = torch.rand(2, 24, 1, generator=torch.Generator().manual_seed(1)) + 0.1
-    plain = keydiff_scores(view.keys, view.lengths, anchor)
+    plain = keydiff_scores(view.kv, anchor)
     assert torch.allclose(
-        keydiff_scores(view.keys * factors, view.lengths, anchor), plain, atol=1e-5
+        keydiff_scores(of_keys(view.kv.keys() * factors), anchor), plain, atol=1e-5
     )
 
 
@@ -170,17 +174,17 @@ def test_keydiff_ignores_a_common_rotation(anchor: str) -> None:
     view = make_view(Shape(pages=(6, 6)), 0)
     random = torch.randn(HEAD_SIZE, HEAD_SIZE, generator=torch.Generator().manual_seed(2))
     rotation = torch.linalg.qr(random).Q
-    plain = keydiff_scores(view.keys, view.lengths, anchor)
-    rotated = keydiff_scores(view.keys @ rotation, view.lengths, anchor)
+    plain = keydiff_scores(view.kv, anchor)
+    rotated = keydiff_scores(of_keys(view.kv.keys() @ rotation), anchor)
     assert torch.allclose(rotated, plain, atol=1e-4)
 
 
 @pytest.mark.parametrize("anchor", ["mean_normalized", "mean_raw", "median", "pairwise"])
 def test_keydiff_of_zero_keys_is_zero(anchor: str) -> None:
     keys = torch.zeros(1, 8, HEAD_SIZE)
-    assert not keydiff_scores(keys, torch.tensor([8]), anchor).any()
+    assert not keydiff_scores(of_keys(keys), anchor).any()
     keys[0, 0] = 1.0
-    assert float(keydiff_scores(keys, torch.tensor([8]), anchor)[0, 5]) == 0
+    assert float(keydiff_scores(of_keys(keys), anchor)[0, 5]) == 0
 
 
 def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,10 +196,10 @@ def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) 
         assert view.output_weight is not None
         assert view.output_gram is not None
         return [
-            keydiff_scores(view.keys, view.lengths, "mean_normalized"),
-            keydiff_scores(view.keys, view.lengths, "mean_raw"),
-            value_norms_l1(view.values, view.output_weight, all_of(view)),
-            value_norms_l2(view.values, view.output_gram),
+            keydiff_scores(view.kv, "mean_normalized"),
+            keydiff_scores(view.kv, "mean_raw"),
+            value_norms_l1(view.kv, view.output_weight, all_of(view)),
+            value_norms_l2(view.kv, view.output_gram),
         ]
 
     whole = everything()
@@ -209,7 +213,7 @@ def test_key_norms_ignore_rotation() -> None:
     view = make_view(Shape(pages=(6, 6)), 0)
     random = torch.randn(HEAD_SIZE, HEAD_SIZE, generator=torch.Generator().manual_seed(3))
     rotated = make_view(Shape(pages=(6, 6)), 0)
-    rotated.keys.copy_(view.keys @ torch.linalg.qr(random).Q)
+    rotated.kv.keys().copy_(view.kv.keys() @ torch.linalg.qr(random).Q)
     assert torch.allclose(KNorm().score(rotated), KNorm().score(view), atol=1e-5)
 
 
@@ -218,8 +222,8 @@ def test_value_norms_are_those_of_the_loop(group: int) -> None:
     view = make_view(Shape(pages=(3, 3), group=group), 1)
     assert view.output_weight is not None
     assert view.output_gram is not None
-    l1 = value_norms_l1(view.values, view.output_weight, all_of(view))
-    l2 = value_norms_l2(view.values, view.output_gram)
+    l1 = value_norms_l1(view.kv, view.output_weight, all_of(view))
+    l2 = value_norms_l2(view.kv, view.output_gram)
     for h, head in enumerate(oracles.heads_of(view)):
         for rows, how in ((l1, "l1"), (l2, "l2")):
             expected = torch.tensor(oracles.value_norms(head, how))
@@ -231,8 +235,8 @@ def test_sixteen_bit_value_norms_are_within_half_a_percent() -> None:
     values = torch.randn(2, 40, 64, generator=generator).bfloat16()
     weight = torch.randn(2, 64, 2, 4096, generator=generator).bfloat16()
     everything = torch.ones(2, 40, dtype=torch.bool)
-    exact = value_norms_l1(values.double(), weight.double(), everything)
-    norms = value_norms_l1(values, weight, everything)
+    exact = value_norms_l1(of_keys(values.double()), weight.double(), everything)
+    norms = value_norms_l1(of_keys(values), weight, everything)
     assert torch.allclose(norms, exact.float(), rtol=5e-3)
 
 
@@ -240,13 +244,13 @@ def test_unwanted_value_norms_are_left_out() -> None:
     view = make_view(Shape(pages=(3, 3)), 1)
     assert view.output_weight is not None
     wanted = torch.rand(2, 12, generator=torch.Generator().manual_seed(5)) < 0.5
-    some = value_norms_l1(view.values, view.output_weight, wanted)
-    whole = value_norms_l1(view.values, view.output_weight, all_of(view))
+    some = value_norms_l1(view.kv, view.output_weight, wanted)
+    whole = value_norms_l1(view.kv, view.output_weight, all_of(view))
     assert torch.allclose(some, whole * wanted, atol=1e-5)
 
 
 def all_of(view: LayerView) -> torch.Tensor:
-    return torch.ones(view.values.shape[:2], dtype=torch.bool)
+    return torch.ones(view.valid.shape, dtype=torch.bool)
 
 
 @pytest.mark.parametrize("variant", ["joint", "value", "key"])
@@ -265,11 +269,8 @@ def test_tiles_do_not_change_the_perturbation(
 
 def test_values_of_zero_are_not_missed() -> None:
     view = make_view(Shape((4, 4), tail=2), 5)
-    view = replace(
-        view,
-        values=torch.zeros_like(view.values),
-        tail_values=torch.zeros_like(view.tail_values),
-    )
+    tail = (view.kv.tail_keys(), torch.zeros_like(view.kv.tail_values()))
+    view = with_rows(view, values=torch.zeros_like(view.kv.values()), tail=tail)
     for variant in ("joint", "value", "key"):
         assert not OBCache(variant, window_size=5).score(view).any()
 
@@ -277,7 +278,7 @@ def test_values_of_zero_are_not_missed() -> None:
 def test_without_value_norms_the_perturbation_ranks_as_the_squared_weights() -> None:
     """Values of one length: pruning a value changes the outputs by A^2, summed over queries."""
     view = make_view(Shape((4,), group=1), 1)
-    values = view.values / view.values.norm(dim=2, keepdim=True)
-    scores = OBCache("value", window_size=1).score(replace(view, values=values))
+    values = view.kv.values() / view.kv.values().norm(dim=2, keepdim=True)
+    scores = OBCache("value", window_size=1).score(with_rows(view, values=values))
     mass = SnapKV(1, 1).score(view)
     assert torch.allclose(scores, mass.square(), atol=1e-6)

@@ -24,7 +24,7 @@ SHAPE = Shape(pages=(8, 8), tail=1, group=2)
 
 def scores_for(view: LayerView, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(view.keys.shape[:2], generator=generator)
+    return torch.rand(view.valid.shape, generator=generator)
 
 
 # --- ranking ----------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def two_stage(
 @pytest.mark.parametrize("norm", ["l1", "l2"])
 def test_constant_value_norms_give_the_plain_top(norm: str) -> None:
     view = make_view(SHAPE, 0)
-    view.values.fill_(1.0)
+    view.kv.values().fill_(1.0)
     scores, kept = scores_for(view), torch.tensor([9, 20])
     plain = Selector().select(view, scores, kept, NOTHING_PROTECTED)
     assert torch.equal(two_stage(view, scores, kept, norm=norm), plain)
@@ -215,7 +215,7 @@ def test_values_decide_the_second_stage() -> None:
     """A value that the output projection does not see is worth nothing."""
     view = make_view(SHAPE, 0)
     scores, kept = torch.full((2, 32), 0.5), torch.tensor([8, 8])
-    view.values[:, 20:] = 0.0
+    view.kv.values()[:, 20:] = 0.0
     mask = two_stage(view, scores, kept, alpha=0.0)
     assert not mask[:, 20:].any()
     # With equal scores the first stage takes the later ones, whatever their values.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.policies.base import LayerView, Merged, Selection
-from vllm_kvcompress.policies.measures import observed_mass
+from vllm_kvcompress.policies.parts.mass import observed_mass
 from vllm_kvcompress.policies.pipeline import Pipeline
 
 
@@ -47,7 +47,7 @@ def _observed(view: LayerView) -> LayerView:
     mass *= view.queries.shape[0]
     if view.accumulated is not None:
         mass += view.accumulated
-    return view.with_accumulated(mass)
+    return replace(view, accumulated=mass)
 
 
 def _protected_pages(pipeline: Pipeline, view: LayerView, total_pages: int) -> int:

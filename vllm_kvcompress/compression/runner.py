@@ -16,12 +16,13 @@ from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.compression.observer import EventObserver
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.compression.view import EventViews, Sources
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
+from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.kernels.common.transfers import Download, upload
 from vllm_kvcompress.kernels.compaction import compact_pages
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.parts.allocation import spread
-from vllm_kvcompress.policies.rotary import Rotary
 from vllm_kvcompress.scheduling.plan import EventPlan
 
 
@@ -211,15 +212,15 @@ class EventRunner:
         """Writes the kept tokens to fresh pages, head after head."""
         pool, merged = self.pool, selection.merged
         size, kept = pool.block_size, selection.kept_indices
-        if view.pages is not None and merged.keys is None and merged.values is None:
-            compact_pages(view.pages.body, selection.page_counts, kept, pages)
+        if isinstance(view.kv, PagedKV) and merged.keys is None and merged.values is None:
+            compact_pages(view.kv.body, selection.page_counts, kept, pages)
             return
         heads = selection.heads(size)
         keys, values = merged.keys, merged.values
-        if view.pages is None:  # what the policy has gathered is at hand
-            keys = view.keys if keys is None else keys
+        if view.kv.pages is None:  # what the policy has gathered is at hand
+            keys = view.kv.keys() if keys is None else keys
             if values is None and event.pipeline.needs.any_values:
-                values = view.values
+                values = view.kv.values()
 
         def kept_rows(rows: Tensor | None, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
             if rows is None:

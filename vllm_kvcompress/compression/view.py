@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.cache.kv_view import PooledKV
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.policy_state import PolicyState
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.policies.base import LayerView, SourcePages
+from vllm_kvcompress.kernels.common.kv_view import KVView, PagedKV
+from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.scheduling.plan import EventPlan
 
 if TYPE_CHECKING:
@@ -84,8 +86,7 @@ class EventViews:
         num_entries = sources.num_body * pool.block_size
         weights = self.weights[layer]
         return LayerView(
-            **self._entries(event, sources, lengths),
-            lengths=lengths,
+            kv=self._kv(event, sources, lengths),
             queries=self._queries(plan, layer),
             scale=scale,
             layer=layer,
@@ -100,23 +101,13 @@ class EventViews:
             rotary=weights.rotary,
         )
 
-    def _entries(self, event: Event, sources: Sources, lengths: Tensor) -> dict[str, Any]:
-        """A view's keys and values, and its pages: what `LayerView` calls these.
-
-        Where kernels read pages, nothing is gathered yet.
-        """
+    def _kv(self, event: Event, sources: Sources, lengths: Tensor) -> KVView:
+        """Keys and values; nothing is gathered yet."""
         pool, num_tail = self.pool, event.plan.position % self.pool.block_size
-        readers: dict[str, Callable[[], Tensor]] = {
-            "keys": lambda: pool.keys(sources.body).flatten(1, 2),
-            "values": lambda: pool.values(sources.body).flatten(1, 2),
-            "tail_keys": lambda: pool.keys(sources.partial).flatten(1, 2)[:, :num_tail],
-            "tail_values": lambda: pool.values(sources.partial).flatten(1, 2)[:, :num_tail],
-        }
         if isinstance(pool, InterleavedPagePool):
-            body = pool.entries(sources.body, lengths)
-            whole = pool.entries(sources.table, lengths + num_tail)
-            return {**readers, "pages": SourcePages(body, whole, num_tail)}
-        return readers
+            entries = pool.entries(sources.table, lengths + num_tail)
+            return PagedKV(lengths, num_tail, entries, sources.num_body)
+        return PooledKV(lengths, num_tail, pool, sources.body, sources.partial)
 
     def _state(self, event: Event, layer: int) -> Tensor | None:
         """[num_heads, s] what the former event carried on, if there was one."""

@@ -12,6 +12,8 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
+from vllm_kvcompress.kernels.common.kv_view import KVView
+
 
 class OnDevice(Protocol):
     """A tensor, or what holds some."""
@@ -39,6 +41,8 @@ def triton_kernel(module: str, name: str) -> Any:
 def by_device(twin: Kernel[H, P, T], module: str) -> Kernel[H, P, T]:
     """`twin`, or what has its name and signature elsewhere, by the device of the first argument.
 
+    Of a layer's keys and values kernels read pages alone.
+
     Args:
         twin: in torch; for any device that has no kernel of its own.
         module: has the launcher for GPUs.
@@ -47,7 +51,8 @@ def by_device(twin: Kernel[H, P, T], module: str) -> Kernel[H, P, T]:
     @functools.wraps(twin)
     def call(holder: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
         chosen: Kernel[H, P, T] = twin
-        if takes_triton(holder.device):
+        gathered = isinstance(holder, KVView) and holder.pages is None
+        if takes_triton(holder.device) and not gathered:
             chosen = triton_kernel(module, twin.__name__)
         return chosen(holder, *args, **kwargs)
 

@@ -11,82 +11,24 @@ w = observed queries. Entries are in position order; a head's valid entries come
 
 from __future__ import annotations
 
-import copy
-import functools
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-
-from vllm_kvcompress.kernels.common.tiles import tile_bytes, valid_entries
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-    from vllm_kvcompress.policies.rotary import Rotary
-
-T = TypeVar("T")
+    from vllm_kvcompress.kernels.common.kv_view import KVView
+    from vllm_kvcompress.kernels.common.rotary import Rotary
 
 
-class Deferred:
-    """A field that holds a tensor, or a function that makes it and is called by the first reader.
-
-    Args:
-        name: the field's.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = f"_{name}"
-
-    def __get__(self, view: Any, owner: type | None = None) -> Tensor:
-        held = view.__dict__[self._name]
-        return held() if callable(held) else held
-
-    def __set__(self, view: Any, held: Tensor | Callable[[], Tensor]) -> None:
-        view.__dict__[self._name] = functools.cache(held) if callable(held) else held
-
-
-def deferring(*names: str) -> Callable[[type[T]], type[T]]:
-    """Lets fields of a dataclass be given as functions."""
-
-    def decorate(dataclass_: type[T]) -> type[T]:
-        for name in names:
-            setattr(dataclass_, name, Deferred(name))
-        return dataclass_
-
-    return decorate
-
-
-@dataclass(frozen=True)
-class SourcePages:
-    """The pages that a layer's entries lie in, for kernels that read pages.
-
-    Attributes:
-        body: the entries of full blocks; its capacity is n.
-        whole: these, and the tail's behind them.
-        num_tail: t.
-    """
-
-    body: PagedEntries
-    whole: PagedEntries
-    num_tail: int
-
-
-@deferring("keys", "values", "tail_keys", "tail_values")
 @dataclass(frozen=True)
 class LayerView:
     """One request's cache in one layer at a compression event.
 
-    Where kernels read pages, keys and values are gathered from these when somebody asks for them.
-
     Attributes:
-        keys: [H, n, D] cached (rotated) keys of the full blocks, padded on the right.
-        values: [H, n, D], likewise.
-        lengths: [H] int64, resident tokens per head among `keys`; multiples of `block_size`.
-        tail_keys: [H, t, D] keys of the partial last block; these entries are always kept.
-        tail_values: [H, t, D], likewise.
+        kv: keys and values; full blocks may be evicted, the tail's tokens are always kept.
         queries: [w, H*G, D] rotated queries of the last w tokens, oldest first; w may be
             smaller than the policy asked for (a short prompt or chunk), and 0.
         scale: softmax scale of the model's attention.
@@ -103,14 +45,9 @@ class LayerView:
         rotary: how keys are rotated (None unless needed).
         accumulated: [H, n] fp32 attention that each entry has received from the observed queries
             of all events so far, this one's included once a policy reads it (None unless needed).
-        pages: where the entries lie (None unless kernels read pages).
     """
 
-    keys: Tensor
-    values: Tensor
-    lengths: Tensor
-    tail_keys: Tensor
-    tail_values: Tensor
+    kv: KVView
     queries: Tensor
     scale: float
     layer: int
@@ -123,74 +60,36 @@ class LayerView:
     positions: Tensor | None = None
     rotary: Rotary | None = None
     accumulated: Tensor | None = None
-    pages: SourcePages | None = None
+
+    @property
+    def lengths(self) -> Tensor:
+        """[H] int64 resident tokens of full blocks; multiples of `block_size`."""
+        return self.kv.lengths
+
+    @property
+    def valid(self) -> Tensor:
+        """[H, n] bool: entries below each head's length."""
+        return self.kv.valid
 
     @property
     def num_heads(self) -> int:
         """H."""
-        return int(self.lengths.shape[0])
+        return self.kv.num_heads
 
     @property
     def num_entries(self) -> int:
         """n."""
-        return int(self.keys.shape[1]) if self.pages is None else self.pages.body.capacity
+        return self.kv.capacity
 
     @property
     def num_tail(self) -> int:
         """t."""
-        return int(self.tail_keys.shape[1]) if self.pages is None else self.pages.num_tail
-
-    @property
-    def head_size(self) -> int:
-        """D."""
-        return int(self.keys.shape[2]) if self.pages is None else self.pages.body.head_size
+        return self.kv.num_tail
 
     @property
     def device(self) -> torch.device:
         """Where the entries are."""
-        device: torch.device = self.lengths.device
-        return device
-
-    @functools.cached_property
-    def valid(self) -> Tensor:
-        """[H, n] bool: entries below each head's length."""
-        return valid_entries(self.lengths, self.num_entries)
-
-    def with_accumulated(self, accumulated: Tensor) -> LayerView:
-        """The same view with other sums of attention; what is not gathered yet stays so."""
-        changed = copy.copy(self)
-        object.__setattr__(changed, "accumulated", accumulated)
-        return changed
-
-    def head_slices(self) -> list[slice]:
-        """Heads that a policy may go through at once, with temporaries of [heads, n, D] in fp32.
-
-        On the CPU one, so that temporaries stay in its cache; elsewhere as many as fit a tile.
-        """
-        at_once = 1
-        if self.device.type != "cpu":
-            entry_bytes = 4 * self.head_size
-            at_once = max(1, tile_bytes(self.device) // max(1, self.num_entries * entry_bytes))
-        return [slice(first, first + at_once) for first in range(0, self.num_heads, at_once)]
-
-    def heads(self, mine: slice) -> LayerView:
-        """The entries of some KV heads, without queries and W_O."""
-        return replace(
-            self,
-            keys=lambda: self.keys[mine],
-            values=lambda: self.values[mine],
-            lengths=self.lengths[mine],
-            tail_keys=lambda: self.tail_keys[mine],
-            tail_values=lambda: self.tail_values[mine],
-            queries=self.queries[:, :0],
-            output_weight=None,
-            output_gram=None,
-            state=None if self.state is None else self.state[mine],
-            bias=None if self.bias is None else self.bias[mine],
-            positions=None if self.positions is None else self.positions[mine],
-            accumulated=None if self.accumulated is None else self.accumulated[mine],
-            pages=None,
-        )
+        return self.kv.device
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.top_entries import top_entries
+from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
 from vllm_kvcompress.policies import (
     LayerView,
     Modifier,
@@ -16,7 +17,6 @@ from vllm_kvcompress.policies import (
     Stages,
     parameter,
 )
-from vllm_kvcompress.policies.measures import value_norms_l1, value_norms_l2
 
 
 @dataclass(frozen=True)
@@ -71,4 +71,8 @@ class CriticalKV(Modifier, Selector):
         return top_entries(weighted.masked_fill(chosen, float("inf")), valid, kept)
 
     def _value_norms(self, view: LayerView, wanted: Tensor) -> Tensor:
-        return value_norms_l1(view, wanted) if self.norm == "l1" else value_norms_l2(view)
+        if self.norm == "l1":
+            assert view.output_weight is not None
+            return value_norms_l1(view.kv, view.output_weight, wanted)
+        assert view.output_gram is not None
+        return value_norms_l2(view.kv, view.output_gram)

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from vllm_kvcompress.kernels.keydiff import keydiff_scores
 from vllm_kvcompress.policies import LayerView, Policy, Stages, parameter
-from vllm_kvcompress.policies.measures import key_differences
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,4 @@ class KeyDiff(Policy):
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 in [-1, 1] (times the number of tokens for pairwise)."""
-        return key_differences(view, self.anchor)
+        return keydiff_scores(view.kv, self.anchor)

@@ -33,7 +33,7 @@ class KNorm(Policy):
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32; in fp32 because most norms tie in 16 bits."""
-        return -torch.linalg.vector_norm(view.keys, dim=2, dtype=torch.float32)
+        return -torch.linalg.vector_norm(view.kv.keys(), dim=2, dtype=torch.float32)
 
     @property
     def layer_dependent(self) -> bool:

@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from vllm_kvcompress.kernels.window_perturbation import window_perturbation
 from vllm_kvcompress.policies import LayerView, Modifier, Needs, Pipeline, Stages, parameter
-from vllm_kvcompress.policies.measures import perturbations
 from vllm_kvcompress.policies.parts.mass import pool_left_of_window
 
 
@@ -51,5 +51,5 @@ class OBCache(Modifier):
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 pooled perturbations."""
-        raw = perturbations(view, self.variant)
+        raw = window_perturbation(view.kv, view.queries, view.scale, self.variant)
         return pool_left_of_window(view, raw, self.kernel_size, self.pooling)

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
-from vllm_kvcompress.policies.measures import observed_mass
-from vllm_kvcompress.policies.parts.mass import check_kernel_size, pool_left_of_window
+from vllm_kvcompress.policies.parts.mass import (
+    check_kernel_size,
+    observed_mass,
+    pool_left_of_window,
+)
 
 
 @dataclass(frozen=True)

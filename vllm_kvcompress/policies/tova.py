@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Stages
-from vllm_kvcompress.policies.measures import observed_mass
+from vllm_kvcompress.policies.parts.mass import observed_mass
 
 
 @dataclass(frozen=True)

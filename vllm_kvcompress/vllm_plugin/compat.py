@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from vllm_kvcompress.config import Settings
-    from vllm_kvcompress.policies.rotary import Rotary
+    from vllm_kvcompress.kernels.common.rotary import Rotary
 
 NULL_BLOCK = 0  # whose tokens nobody reads: it stands where a request holds no block
 # What an engine imports; loading it once serves several engines that are forked from there.
@@ -324,7 +324,7 @@ def rotary_embedding(model: Any, layer_name: str) -> Rotary:
     """
     import torch
 
-    from vllm_kvcompress.policies.rotary import Rotary
+    from vllm_kvcompress.kernels.common.rotary import Rotary
 
     parent_name = layer_name.rpartition(".")[0]
     rotary = getattr(model.get_submodule(parent_name), "rotary_emb", None)

@@ -87,6 +87,11 @@ class PagedEntries:
         """[S, capacity, head_size] values, zeros behind the lengths (a copy)."""
         return self._gathered(1)
 
+    def rows_at(self, places: Tensor) -> Tensor:
+        """[S, m, 2, head_size] keys and values at [S, m] int64 places (a copy)."""
+        page_ids = self.page_table.gather(1, places // self.block_size)
+        return self._rows[page_ids.to(torch.int64), places % self.block_size]
+
     def valid(self) -> Tensor:
         """[S, capacity] bool: entries below the lengths."""
         nth = torch.arange(self.capacity, device=self.device)
@@ -96,9 +101,13 @@ class PagedEntries:
         valid = self.valid()
         held = valid[:, :: self.block_size]
         page_ids = self.page_table.to(torch.int64).masked_fill(~held, 0)
-        halves = self.pages.unflatten(1, (self.block_size, 2, self.head_size))[:, :, which]
-        rows = halves[page_ids].reshape(self.num_sequences, self.capacity, self.head_size)
-        return rows.masked_fill(~valid[..., None], 0)
+        rows = self._rows[:, :, which][page_ids].flatten(1, 2)
+        return rows.masked_fill_(~valid[..., None], 0)
+
+    @property
+    def _rows(self) -> Tensor:
+        """[num_pages, block_size, 2, head_size] view of the pages."""
+        return self.pages.unflatten(1, (self.block_size, 2, self.head_size))
 
 
 def mismatch(expected: str, actual: str, remedy: str) -> InvariantError:

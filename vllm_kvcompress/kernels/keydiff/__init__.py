@@ -1,1 +1,5 @@
 """How unusual keys are (KeyDiff)."""
+
+from vllm_kvcompress.kernels.keydiff import reference
+
+keydiff_scores = reference.keydiff_scores

@@ -5,24 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.tiles import finite, tile_bytes, valid_entries
+from vllm_kvcompress.kernels.common.kv_view import KVView
+from vllm_kvcompress.kernels.common.tiles import finite, tile_bytes
 
 
-def keydiff_scores(keys: Tensor, lengths: Tensor, anchor: str) -> Tensor:
+def keydiff_scores(view: KVView, anchor: str) -> Tensor:
     """Minus the cosine between each key and an anchor (KeyDiff).
 
     Args:
-        keys: [H, n, D], padded on the right.
-        lengths: [H] int64.
+        view: of a layer.
         anchor: mean_normalized (mean of the unit keys), mean_raw, median, or pairwise (minus the
             sum of cosines to all keys; same ranking as mean_normalized).
 
     Returns:
-        [H, n] fp32; 0 for a zero key or a zero anchor.
+        [H, n] fp32; 0 for a zero key or a zero anchor, and behind the lengths.
     """
+    keys, lengths, valid = view.keys(), view.lengths, view.valid
     num_heads, num_entries, head_size = keys.shape
     rows = max(1, tile_bytes(keys.device) // (4 * num_heads * head_size))
-    valid = valid_entries(lengths, num_entries)
     norms = torch.linalg.vector_norm(keys, dim=2, dtype=torch.float32)
     inverse = torch.where(valid, norms.clamp_min(1e-8).reciprocal(), 0.0)
     count = lengths[:, None].clamp_min(1).float()

@@ -7,24 +7,26 @@ import math
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import tile_bytes
 
 FEWEST_ROWS = 512  # of a matrix product whose other factor is large: it is packed every time
 
 
-def value_norms_l1(values: Tensor, output_weight: Tensor, wanted: Tensor) -> Tensor:
+def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tensor:
     """Mean over the group of ||v W_O||_1 per entry (CriticalKV, arXiv 2502.03805, Alg. 1).
 
     The projected values are never stored: entries go in tiles, a group's heads side by side.
 
     Args:
-        values: [H, n, D].
-        output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h * G + g.
-        wanted: [H, n] bool; the norms of other entries may be left out.
+        view: of a layer.
+        output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h * G + g, in the cache's type.
+        wanted: [H, n] bool; the norms of other entries are left out.
 
     Returns:
-        [H, n] fp32; 0 where left out.
+        [H, n] fp32; 0 where left out, and behind the lengths.
     """
+    values, wanted = view.values(), wanted & view.valid
     num_heads, num_entries, _ = values.shape
     group = output_weight.shape[2]
     weight = output_weight.flatten(2)
@@ -43,7 +45,7 @@ def value_norms_l1(values: Tensor, output_weight: Tensor, wanted: Tensor) -> Ten
             torch.mm(values[head, places], weight[head], out=out).abs_()
             partial = out.unflatten(1, (-1, stretch)).sum(2)
             norms[head, places] = partial.sum(1, dtype=torch.float32)
-    return norms / group
+    return norms.masked_fill_(~wanted, 0) / group
 
 
 def _some_entries(wanted: Tensor) -> Tensor:
@@ -53,16 +55,17 @@ def _some_entries(wanted: Tensor) -> Tensor:
     return torch.arange(wanted.numel(), device=wanted.device)
 
 
-def value_norms_l2(values: Tensor, output_gram: Tensor) -> Tensor:
+def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     """Mean over the group of ||v W_O||_2 = sqrt(v Q v^T) per entry, with Q = W W^T.
 
     Args:
-        values: [H, n, D].
+        view: of a layer.
         output_gram: [H * G, D, D] fp32.
 
     Returns:
-        [H, n] fp32.
+        [H, n] fp32; behind the lengths anything.
     """
+    values = view.values()
     num_heads, num_entries, head_size = values.shape
     group = output_gram.shape[0] // num_heads
     gram = output_gram.view(num_heads, group, head_size, head_size)

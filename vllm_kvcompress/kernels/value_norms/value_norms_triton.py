@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
+from vllm_kvcompress.kernels.common.kv_view import KVView, paged
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect, per_entry
 from vllm_kvcompress.kernels.common.paged_rows_triton import load_tile
@@ -79,8 +80,9 @@ def _l1_tile(entries: PagedEntries) -> tuple[int, int]:
     return (128, 64) if row_bytes <= 512 else (64, 32)
 
 
-def value_norms_l1(entries: PagedEntries, output_weight: Tensor, wanted: Tensor) -> Tensor:
+def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tensor:
     """As `reference.value_norms_l1`, in Triton."""
+    entries = paged(view).body
     num_heads, capacity = entries.num_sequences, entries.capacity
     expect(
         output_weight.dim() == 4

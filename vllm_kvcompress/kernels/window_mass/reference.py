@@ -9,19 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.tiles import (
-    exact_bf16_products,
-    finite,
-    tile_bytes,
-    valid_entries,
-)
+from vllm_kvcompress.kernels.common.kv_view import KVView
+from vllm_kvcompress.kernels.common.tiles import exact_bf16_products, finite, tile_bytes
 from vllm_kvcompress.kernels.common.window_columns import HIDDEN, WindowColumns
 
 
 def window_mass(
-    keys: Tensor,
-    lengths: Tensor,
-    tail_keys: Tensor,
+    view: KVView,
     queries: Tensor,
     scale: float,
     bias: Tensor | None = None,
@@ -36,32 +30,31 @@ def window_mass(
     one query's group, if that is more).
 
     Args:
-        keys: [H, n, D] keys, padded on the right.
-        lengths: [H] int64 valid entries.
-        tail_keys: [H, t, D] keys behind the valid entries.
-        queries: [w, H * G, D] last queries, oldest first.
+        view: of a layer.
+        queries: [w, H * G, D] last queries, oldest first, in the cache's type.
         scale: softmax scale.
-        bias: [H, n] fp32 added to the entries' logits; None: nothing.
+        bias: [H, n] fp32 added to the logits of the full blocks' entries; None: nothing.
 
     Returns:
-        [H, n] fp32, mean over the window and the group; at most 1 in sum. Zeros if w is 0.
+        [H, n] fp32, mean over the window and the group; at most 1 in sum, 0 behind the lengths.
+        Zeros if w is 0.
     """
-    num_heads, num_entries, head_size = keys.shape
+    num_heads, num_entries, lengths = view.num_heads, view.capacity, view.lengths
     num_queries = queries.shape[0]
-    mass = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=keys.device)
+    mass = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=view.device)
     if num_queries == 0 or num_entries == 0:
         return mass
     group = queries.shape[1] // num_heads
-    grouped = queries.reshape(num_queries, num_heads, group, head_size).transpose(0, 1)
-    columns = WindowColumns.of(lengths, num_entries, tail_keys.shape[1], num_queries, bias)
-    valid = valid_entries(lengths, num_entries)
-    num_seen = num_entries + tail_keys.shape[1]
+    grouped = queries.reshape(num_queries, num_heads, group, view.head_size).transpose(0, 1)
+    keys, tail_keys = view.keys(), view.tail_keys()
+    columns = WindowColumns.of(lengths, num_entries, view.num_tail, num_queries, bias)
+    num_seen = num_entries + view.num_tail
     num_columns = columns.bias.shape[1]
     tile = min(num_queries, max(1, tile_bytes(keys.device) // (4 * group * num_columns)))
     logits, weights = mass.new_empty(2, tile * group, num_columns)
     exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
     for head in range(num_heads):
-        head_keys = torch.cat([finite(keys[head], valid[head]), tail_keys[head]])
+        head_keys = torch.cat([finite(keys[head], view.valid[head]), tail_keys[head]])
         head_keys = torch.cat([head_keys, head_keys[columns.places[head]]]).float().t()
         for start in range(0, num_queries, tile):
             rows = slice(start, start + tile)

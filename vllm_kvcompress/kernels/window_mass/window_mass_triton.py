@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
+from vllm_kvcompress.kernels.common.kv_view import KVView, paged
 from vllm_kvcompress.kernels.common.launch_triton import (
     MOST_ROWS,
     kernel,
@@ -200,20 +201,20 @@ def _column_sums_kernel(
 
 
 def window_mass(
-    entries: PagedEntries,
-    num_tail: int,
+    view: KVView,
     queries: Tensor,
     scale: float,
     bias: Tensor | None = None,
 ) -> Tensor:
     """As `reference.window_mass`, in Triton."""
+    entries = paged(view).entries
     check_window(entries, queries)
     _check_bias(entries, bias)
     num_heads, capacity = entries.num_sequences, entries.capacity
     num_queries, num_rows = queries.shape[0], queries.shape[0] * queries.shape[1] // num_heads
     mass = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
     if mass.numel() == 0 or num_queries == 0:
-        return mass
+        return mass[:, : view.capacity]
     most = query_rows(num_rows)
     tile = tile_size(entries)
     sizes = dict(
@@ -243,7 +244,7 @@ def window_mass(
             *pages,
             sums,
             num_queries,
-            num_tail,
+            view.num_tail,
             bias_width,
             *strides,
             *sums.stride()[:2],
@@ -265,7 +266,7 @@ def window_mass(
             lse,
             mass,
             num_queries,
-            num_tail,
+            view.num_tail,
             bias_width,
             capacity,
             *strides,
@@ -277,7 +278,7 @@ def window_mass(
 
     with on_device(entries):
         launch_fitting("window_mass", most, entries.pages, launch_mass)
-    return mass
+    return mass[:, : view.capacity]
 
 
 def _check_bias(entries: PagedEntries, bias: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.attention.tiles_triton import attend_tiles
 from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
+from vllm_kvcompress.kernels.common.kv_view import KVView, paged
 from vllm_kvcompress.kernels.common.launch_triton import (
     MOST_ROWS,
     kernel,
@@ -232,10 +233,9 @@ def _change_kernel(
     tl.store(changes + wide * capacity + nth, columns, mask=nth < capacity)
 
 
-def window_perturbation(
-    entries: PagedEntries, num_tail: int, queries: Tensor, scale: float, variant: str
-) -> Tensor:
+def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: str) -> Tensor:
     """As `reference.window_perturbation`, in Triton."""
+    entries = paged(view).entries
     check_window(entries, queries)
     expect(
         variant in VARIANTS,
@@ -247,7 +247,7 @@ def window_perturbation(
     num_queries, num_rows = queries.shape[0], queries.shape[0] * queries.shape[1] // num_heads
     changes = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
     if changes.numel() == 0 or num_queries == 0:
-        return changes
+        return changes[:, : view.capacity]
     most = query_rows(num_rows)
     sizes = dict(
         GROUP=num_rows // num_queries,
@@ -295,7 +295,7 @@ def window_perturbation(
             lse,
             changes,
             num_queries,
-            num_tail,
+            view.num_tail,
             capacity,
             *strides,
             scale * LOG2_E,
@@ -307,7 +307,7 @@ def window_perturbation(
 
     with on_device(entries):
         launch_fitting(f"window_perturbation ({variant})", most, entries.pages, launch_change)
-    return changes
+    return changes[:, : view.capacity]
 
 
 def _joined(pieces: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:

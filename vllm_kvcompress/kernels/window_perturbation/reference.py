@@ -5,20 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.tiles import finite, tile_bytes, valid_entries
+from vllm_kvcompress.kernels.common.kv_view import KVView
+from vllm_kvcompress.kernels.common.tiles import finite, tile_bytes
 from vllm_kvcompress.kernels.common.window_columns import HIDDEN, WindowColumns
 
 
-def window_perturbation(
-    keys: Tensor,
-    values: Tensor,
-    lengths: Tensor,
-    tail_keys: Tensor,
-    tail_values: Tensor,
-    queries: Tensor,
-    scale: float,
-    variant: str,
-) -> Tensor:
+def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: str) -> Tensor:
     """Squared change of the outputs of the last queries, to second order, per entry.
 
     With the logit e, the weight A and the output o of a query: `value` A^2 |v|^2, `key`
@@ -26,35 +18,32 @@ def window_perturbation(
     outputs add up. What a query sees, and the tiles, are those of `window_mass`.
 
     Args:
-        keys, values: [H, n, D], padded on the right.
-        lengths: [H] int64 valid entries.
-        tail_keys, tail_values: [H, t, D] behind the valid entries.
-        queries: [w, H * G, D] last queries, oldest first.
+        view: of a layer.
+        queries: [w, H * G, D] last queries, oldest first, in the cache's type.
         scale: softmax scale.
         variant: value, key or joint.
 
     Returns:
-        [H, n] fp32, not negative. Zeros if w is 0.
+        [H, n] fp32, not negative; 0 behind the lengths. Zeros if w is 0.
     """
-    num_heads, num_entries, head_size = keys.shape
+    num_heads, num_entries = view.num_heads, view.capacity
     num_queries = queries.shape[0]
-    result = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=keys.device)
+    result = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=view.device)
     if num_queries == 0 or num_entries == 0:
         return result
     group = queries.shape[1] // num_heads
-    grouped = queries.reshape(num_queries, num_heads, group, head_size).transpose(0, 1)
-    columns = WindowColumns.of(lengths, num_entries, tail_keys.shape[1], num_queries)
-    valid = valid_entries(lengths, num_entries)
-    num_seen = num_entries + tail_keys.shape[1]
-    tile = max(1, tile_bytes(keys.device) // (4 * 4 * group * columns.bias.shape[1]))
+    grouped = queries.reshape(num_queries, num_heads, group, view.head_size).transpose(0, 1)
+    columns = WindowColumns.of(view.lengths, num_entries, view.num_tail, num_queries)
+    num_seen = num_entries + view.num_tail
+    tile = max(1, tile_bytes(view.device) // (4 * 4 * group * columns.bias.shape[1]))
 
     def with_window(entries: Tensor, tail: Tensor, head: int) -> Tensor:
-        seen = torch.cat([finite(entries[head], valid[head]), tail[head]])
+        seen = torch.cat([finite(entries[head], view.valid[head]), tail[head]])
         return torch.cat([seen, seen[columns.places[head]]]).float()
 
     for head in range(num_heads):
-        head_keys = with_window(keys, tail_keys, head)
-        head_values = with_window(values, tail_values, head)
+        head_keys = with_window(view.keys(), view.tail_keys(), head)
+        head_values = with_window(view.values(), view.tail_values(), head)
         squares = head_values.square().sum(dim=1)
         for start in range(0, num_queries, tile):
             rows = slice(start, start + tile)

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.merging.value_residuals import value_residuals
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import LayerView, Protection, Stages, parameter
-from vllm_kvcompress.policies.measures import observed_mass, value_residuals
 from vllm_kvcompress.policies.merging.groups import (
     MERGE_SPACE,
     GroupMerging,
@@ -15,6 +15,7 @@ from vllm_kvcompress.policies.merging.groups import (
     links_needed,
     tokens_of,
 )
+from vllm_kvcompress.policies.parts.mass import observed_mass
 
 OBSERVED = -1
 GAMMA = 4096 / 6.238324625039508  # ln 512: how fast later pairs become lighter
@@ -79,7 +80,7 @@ class AsymKV(GroupMerging):
     def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
         """[H, n] fp32; by tokens where a group's sum is 0."""
         alpha = shares_of(mass, groups)
-        weight = (alpha * value_residuals(view, alpha, order=2)[0]) ** 2
+        weight = (alpha * value_residuals(view.kv, alpha, order=2)[0]) ** 2
         return unless_zero(groups, weight, tokens)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.merging.spread_values import spread_values
 from vllm_kvcompress.policies import (
     LayerView,
     Merged,
@@ -15,7 +16,6 @@ from vllm_kvcompress.policies import (
     Stages,
     parameter,
 )
-from vllm_kvcompress.policies.measures import spread_values
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class CaM(Modifier, Merger):
         if self.draw == "random":
             share = (_uniform(view) < share).double()
         share = share.masked_fill(~evicted | (count == 0), 0) / count.clamp_min(1)
-        return Merged(values=spread_values(view, kept, share, self.num_targets))
+        return Merged(values=spread_values(view.kv, kept, share, self.num_targets))
 
 
 def _running_sums(mass: Tensor, number: Tensor, kept: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.merging.merge_into import merge_into
+from vllm_kvcompress.kernels.merging.nearest_keys import nearest_keys
 from vllm_kvcompress.policies import LayerView, Merged, Merger, Needs, Protection, parameter
 from vllm_kvcompress.policies.h2o import H2O
-from vllm_kvcompress.policies.measures import merged_into, nearest_keys
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class D2O(H2O, Merger):
             return Merged(state=torch.zeros(num_heads, 1, device=view.device))
         valid = view.valid
         evicted = valid & ~kept
-        best, target = nearest_keys(view, kept)
+        best, target = nearest_keys(view.kv, kept)
         mean = best.sum(dim=1) / evicted.sum(dim=1).clamp_min(1)
         theta = mean if view.state is None else (view.state[:, 0] + mean) / 2
         weight = best.masked_fill(~evicted | (best < theta[:, None]), 0).clamp_min(0)
-        keys, values = merged_into(view, kept, target, weight)
+        keys, values = merge_into(view.kv, target, weight)
         return Merged(keys, values, theta[:, None])

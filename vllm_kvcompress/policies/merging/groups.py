@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.tiles import finite
+from vllm_kvcompress.kernels.common.rotary import Rotary
+from vllm_kvcompress.kernels.merging.merge_groups import merge_groups
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import LayerView, Merged, Merger, Needs, Policy, Protection
-from vllm_kvcompress.policies.measures import merged_groups
 
 MERGE_SPACE = "keys as they are cached (rotated), or re-rotated to one position first (unrotated)"
 
@@ -72,29 +72,16 @@ class GroupMerging(Policy, Merger):
         link = self.choose(view, scores, kept.sum(dim=1))
         whole = GroupSums.of(view, link)
         tokens = tokens_of(view).masked_fill(~whole.valid, 0)
-        over_pages = view.pages is not None and self.value_mode != "paper"
-        heads = [slice(0, view.num_heads)] if over_pages else view.head_slices()
-        views = [view] if over_pages else [view.heads(h) for h in heads]
-        weights = [
-            self.weigh(views[i], scores[h], whole.heads(h), tokens[h]) for i, h in enumerate(heads)
-        ]
-        steps, positions = self._turns(view, scores, whole)
-        if over_pages:
-            weight = torch.cat(weights)
-            own = weight if self.values_like_keys else tokens
-            keys, values = merged_groups(view, link, weight, own, steps)
-        else:
-            merged = [
-                self._merge(
-                    views[i],
-                    whole.heads(h),
-                    weights[i],
-                    weights[i] if self.values_like_keys else tokens[h],
-                    None if steps is None else steps[h],
-                )
-                for i, h in enumerate(heads)
-            ]
-            keys, values = (torch.cat(parts) for parts in zip(*merged, strict=True))
+        weight = self.weigh(view, scores, whole, tokens)
+        rerotated, positions = self._rerotated(view, scores, whole)
+        keys, values = merge_groups(
+            view.kv,
+            link,
+            weight,
+            weight if self.values_like_keys else tokens,
+            rerotated,
+            sum_values=self.value_mode == "paper",
+        )
         received = view.accumulated
         return Merged(
             keys,
@@ -104,39 +91,18 @@ class GroupMerging(Policy, Merger):
             accumulated=None if received is None else whole.sum(received),
         )
 
-    def _turns(
+    def _rerotated(
         self, view: LayerView, scores: Tensor, groups: GroupSums
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """[H, n] by how many positions keys are turned, and where that puts them; None: not."""
+    ) -> tuple[tuple[Rotary, Tensor] | None, Tensor | None]:
+        """How and by how many positions keys are re-rotated, and where that puts them."""
         if self.merge_space == "rotated":
             return None, None
         assert view.positions is not None
+        assert view.rotary is not None
         positions = groups.last(view.positions)
         if self.merge_position == "pivot":
             positions = view.positions.gather(1, groups.highest(scores))
-        return positions - view.positions, positions
-
-    def _merge(
-        self,
-        view: LayerView,
-        groups: GroupSums,
-        key_weights: Tensor,
-        value_weights: Tensor,
-        steps: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of some heads."""
-        alone = groups.sum(torch.ones_like(key_weights))
-        # An entry by itself stays as it is, to the bit.
-        single = (alone == 1)[..., None]
-        keys = view.keys
-        if steps is not None:
-            assert view.rotary is not None
-            keys = view.rotary.turn(finite(keys, groups.valid).float(), steps)
-        keys = torch.where(single, view.keys, _mean(groups, key_weights, keys).to(view.keys.dtype))
-        values = _mean(groups, value_weights, view.values)
-        if self.value_mode == "paper":
-            values = values * alone[..., None]
-        return keys, torch.where(single, view.values, values.to(view.values.dtype))
+        return (view.rotary, positions - view.positions), positions
 
 
 @dataclass(frozen=True)
@@ -158,21 +124,10 @@ class GroupSums:
         nth = torch.arange(link.shape[1], device=link.device).expand_as(link)
         return cls(torch.where(link, 0, nth).cummax(dim=1).values, valid)
 
-    def heads(self, which: slice) -> GroupSums:
-        """Those of some heads."""
-        return GroupSums(self.place[which], self.valid[which])
-
     def sum(self, values: Tensor) -> Tensor:
-        """[H, n] or [H, n, D] fp32, 0 elsewhere; padding does not count."""
-        if values.dim() == 2:
-            clean = values.masked_fill(~self.valid, 0)
-            return torch.zeros_like(clean).scatter_add(1, self.place, clean)
-        clean = finite(values, self.valid)
-        # Rows of several heads as rows of one: adding whole rows is much faster than scattering.
-        first = torch.arange(len(clean), device=clean.device)[:, None] * clean.shape[1]
-        index = (self.place + first).flatten()
-        rows = clean.flatten(0, 1)
-        return torch.zeros_like(rows).index_add_(0, index, rows).view_as(clean)
+        """[H, n] fp32, 0 elsewhere; padding does not count."""
+        clean = values.masked_fill(~self.valid, 0)
+        return torch.zeros_like(clean).scatter_add(1, self.place, clean)
 
     def spread(self, values: Tensor) -> Tensor:
         """[H, n] every entry gets its group's value."""
@@ -206,9 +161,3 @@ def tokens_of(view: LayerView) -> Tensor:
 def links_needed(view: LayerView, num_kept: Tensor, able: Tensor) -> Tensor:
     """[H] links that leave `num_kept` groups per head, of those that are possible."""
     return torch.minimum((view.lengths - num_kept).clamp_min(0), able.sum(dim=1))
-
-
-def _mean(groups: GroupSums, weight: Tensor, entries: Tensor) -> Tensor:
-    """[H, n, D] fp32 weighted mean of each group, at the place of its first entry."""
-    sums = groups.sum(weight[..., None] * finite(entries, groups.valid).float())
-    return sums / groups.sum(weight).clamp_min(1e-30)[..., None]

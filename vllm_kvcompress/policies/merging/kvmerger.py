@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.merging.neighbours import key_distances, neighbour_cosines
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import LayerView, Needs, Protection, Stages, parameter
-from vllm_kvcompress.policies.measures import key_distances, neighbour_cosines
 from vllm_kvcompress.policies.merging.groups import (
     MERGE_SPACE,
     GroupMerging,
@@ -81,7 +81,7 @@ class KVMerger(GroupMerging):
         num_heavy = (num_kept * self.heavy_fraction).floor().to(torch.int64)
         num_heavy = torch.minimum(num_heavy, open_entries.sum(dim=1))
         open_entries = open_entries & ~top_entries(mass, open_entries, num_heavy)
-        cosines = neighbour_cosines(view)
+        cosines = neighbour_cosines(view.kv)
         before = torch.nn.functional.pad(open_entries[:, :-1], (1, 0))
         able = open_entries & before & (nth % self.max_set != 0)
         least = -1.0 if self.budget_mode == "topk_links" else self.threshold
@@ -89,7 +89,7 @@ class KVMerger(GroupMerging):
         return top_entries(cosines, able, links_needed(view, num_kept, able))
 
     def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
-        distance = key_distances(view, groups.highest(mass))
+        distance = key_distances(view.kv, groups.highest(mass))
         count = groups.sum(torch.ones_like(mass))
         mean = groups.spread(groups.sum(distance) / count.clamp_min(1))
         near = torch.exp(-((distance / mean.clamp_min(1e-20)) ** 2))

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.merging.value_residuals import value_residuals
 from vllm_kvcompress.policies import LayerView, parameter
-from vllm_kvcompress.policies.measures import value_residuals
 from vllm_kvcompress.policies.merging.asymkv import AsymKV, shares_of, unless_zero
 from vllm_kvcompress.policies.merging.groups import GroupSums
 
@@ -40,7 +40,7 @@ class KVSlimmer(AsymKV):
         alpha = shares_of(mass, groups)
         exact = self.variant == "paper"
         order, num_pairs = (2, LARGEST_EXACT - 1) if exact else (1, 0)
-        size, *pairs = value_residuals(view, alpha, order, num_pairs)
+        size, *pairs = value_residuals(view.kv, alpha, order, num_pairs)
         own = alpha * (1 - 2 * alpha) * size
         weight = own - self._cross(alpha, size, pairs, groups)
         total, most = groups.sum(weight), groups.sum(own.abs())

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels import moment_size
+from vllm_kvcompress.kernels.merging.moments import add_to_moments, moment_residuals, moment_size
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import (
     LayerView,
@@ -20,7 +20,7 @@ from vllm_kvcompress.policies import (
     parameter,
 )
 from vllm_kvcompress.policies.adakv import Ada, phi, phi_mode
-from vllm_kvcompress.policies.measures import moment_residuals, moments_with, observed_mass
+from vllm_kvcompress.policies.parts.mass import observed_mass
 
 PAPER = (
     "MomentKV: Closing the Directional Gap in KV Cache Eviction for Long-Context Inference, "
@@ -50,7 +50,7 @@ class Moments(Merger):
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
         """The new state; entries stay as they are."""
         evicted = view.valid & ~kept
-        return Merged(state=moments_with(view, state_of(view), evicted))
+        return Merged(state=add_to_moments(view.kv, state_of(view), evicted))
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ class MomentKV(Moments, Policy):
         """[H, n] bool with `kept[h]` set in row h."""
         valid = view.valid
         state = state_of(view)
-        weighted = chunk_means(scores * moment_residuals(view, state), valid, self.chunk_size)
+        unpredicted = moment_residuals(view.kv, state, view.scale)
+        weighted = chunk_means(scores * unpredicted, valid, self.chunk_size)
         first = weighted.masked_fill(protection.mask(view, kept), float("inf"))
         return top_entries(first, valid, kept)
 
@@ -130,7 +131,7 @@ def state_of(view: LayerView) -> Tensor:
     """The moments so far; nothing yet at a first event."""
     if view.state is not None:
         return view.state
-    size = moment_size(view.head_size)
+    size = moment_size(view.kv.head_size)
     return torch.zeros(view.num_heads, size, dtype=torch.float32, device=view.device)
 
 

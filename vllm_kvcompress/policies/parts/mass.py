@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.kernels import max_or_mean_pool
+from vllm_kvcompress.kernels.pooling import max_or_mean_pool
+from vllm_kvcompress.kernels.window_mass import window_mass
 from vllm_kvcompress.policies.base import LayerView
+
+
+def observed_mass(view: LayerView) -> Tensor:
+    """[H, n] fp32 mean attention of the observed queries to each entry."""
+    return window_mass(view.kv, view.queries, view.scale, view.bias)
 
 
 def accumulated_mass(view: LayerView, window_size: int) -> Tensor:

@@ -64,15 +64,15 @@ class AttentionLoss:
             values: [num_heads, n, head_size] beside the view's keys.
             to: what it keeps.
         """
-        size, num_heads = view.block_size, view.keys.shape[0]
+        size, num_heads = view.block_size, view.num_heads
         before, end = plan.first_block * size, plan.end_block * size
-        device = view.keys.device
+        device = view.device
         rows = torch.arange(num_heads, device=device)[:, None]
         newest = torch.arange(end - before, device=device)
         new = (view.lengths - (end - before))[:, None] + newest
-        keys, values = view.keys[rows, new].float(), values[rows, new].float()
+        keys, values = view.kv.keys()[rows, new].float(), values[rows, new].float()
         # The logical position of every entry that the event saw.
-        positions = torch.zeros(view.keys.shape[:2], dtype=torch.int64, device=device)
+        positions = torch.zeros_like(view.valid, dtype=torch.int64)
         positions[rows, new] = before + newest
         if plan.resident_blocks:
             former = self._originals[layer, slot]

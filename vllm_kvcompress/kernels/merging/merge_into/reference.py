@@ -5,15 +5,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.common.kv_view import KVView
 
-def merge_into(rows: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """[H, n, D] means of each row, of weight 1, and of those that go to it, of theirs (D2O).
+
+def merge_into(view: KVView, targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Means of each entry, of weight 1, and of those that go to it, of theirs (D2O).
+
+    Off the CPU the order of additions, and with it the last bits, may differ from run to run.
 
     Args:
-        rows: [H, n, D], finite.
-        targets: [H, n] int64 which row each one goes to.
-        weights: [H, n] fp32, not negative; 0 for those that go nowhere.
+        view: of a layer.
+        targets: [H, n] int64 which entry each one goes to.
+        weights: [H, n] fp32, not negative; 0 for entries that go nowhere, and behind the lengths.
+
+    Returns:
+        [H, n, D] keys and values in the cache's type.
     """
+    keys, values = (
+        torch.cat(
+            [_means(view.clean(which, h), targets[h], weights[h]) for h in view.head_slices()]
+        )
+        for which in (0, 1)
+    )
+    return keys, values
+
+
+def _means(rows: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
     wide = rows.float()
     total = 1 + torch.zeros_like(weights).scatter_add(1, targets, weights)
     index = targets[..., None].expand_as(wide)

@@ -3,7 +3,9 @@
 from vllm_kvcompress.kernels.dispatch import by_device
 from vllm_kvcompress.kernels.merging.moments import reference
 
-moment_size = reference.moment_size
+add_to_moments = reference.add_to_moments
 correct_with_moments = by_device(
     reference.correct_with_moments, "merging.moments.correction_triton"
 )
+moment_residuals = reference.moment_residuals
+moment_size = reference.moment_size

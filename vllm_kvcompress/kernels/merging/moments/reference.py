@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
 
@@ -27,20 +28,28 @@ def split_moments(state: Tensor, head_size: int) -> tuple[Tensor, Tensor, Tensor
     return count[..., 0], mean_key, mean_value, cross.unflatten(-1, (head_size, head_size))
 
 
-def add_to_moments(state: Tensor, keys: Tensor, values: Tensor, evicted: Tensor) -> Tensor:
+def add_to_moments(view: KVView, state: Tensor, evicted: Tensor) -> Tensor:
     """The state after a set of entries was evicted, in one batch.
 
     X <- X_a + X_b + (n_a n_b / (n_a + n_b)) (mean v_b - mean v_a)(mean k_b - mean k_a)^T, then the
     means: the same as one entry after the other, without cancellation.
 
     Args:
+        view: of a layer.
         state: [H, moment_size] fp32.
-        keys, values: [H, n, D]; anything where not evicted.
-        evicted: [H, n] bool.
+        evicted: [H, n] bool; entries behind the lengths do not count.
 
     Returns:
         [H, moment_size] fp32.
     """
+    evicted = evicted & view.valid
+    keys, values = view.keys(), view.values()
+    heads = view.head_slices()
+    return torch.cat([_joined(state[h], keys[h], values[h], evicted[h]) for h in heads])
+
+
+def _joined(state: Tensor, keys: Tensor, values: Tensor, evicted: Tensor) -> Tensor:
+    """Of some heads."""
     added = evicted.sum(dim=1, dtype=torch.float32)
     divisor = added.clamp_min(1)[:, None]
     hidden = ~evicted[..., None]
@@ -84,20 +93,27 @@ def join_moments(
     )
 
 
-def moment_residuals(state: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+def moment_residuals(view: KVView, state: Tensor, scale: float) -> Tensor:
     """[H, n] norms of v - mean v - (scale / n_e) X k: what the state does not predict of a value.
 
-    Where nothing was evicted, the norms of the values.
+    Where nothing was evicted, the norms of the values; 0 behind the lengths.
 
     Args:
+        view: of a layer.
         state: [H, moment_size] fp32.
-        keys, values: [H, n, D].
         scale: softmax scale.
     """
+    keys, values, heads = view.keys(), view.values(), view.head_slices()
+    residuals = torch.cat([_residuals(state[h], keys[h], values[h], scale) for h in heads])
+    return residuals.masked_fill_(~view.valid, 0)
+
+
+def _residuals(state: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Of some heads."""
     count, _, mean_value, cross = split_moments(state, keys.shape[2])
-    foretold = keys.float() @ cross.transpose(1, 2)
-    foretold = foretold * (scale / count.clamp_min(1))[:, None, None] + mean_value[:, None]
-    return torch.linalg.vector_norm(values.float() - foretold, dim=2)
+    predicted = keys.float() @ cross.transpose(1, 2)
+    predicted = predicted * (scale / count.clamp_min(1))[:, None, None] + mean_value[:, None]
+    return torch.linalg.vector_norm(values.float() - predicted, dim=2)
 
 
 def correct_with_moments(

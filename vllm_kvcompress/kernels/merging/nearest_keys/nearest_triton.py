@@ -15,8 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
+from vllm_kvcompress.kernels.common.kv_view import KVView, paged
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, per_entry
+from vllm_kvcompress.kernels.common.paged_entries import per_entry
 from vllm_kvcompress.kernels.common.paged_rows_triton import load_rows, tile_size
 
 # Of the evicted keys that a program has, and of each tile of kept ones that it goes over.
@@ -155,16 +156,16 @@ def _nearest_kernel(
         tl.store(places + to, tl.load(kept_row + nearest).to(tl.int64), mask=mask)
 
 
-def nearest_keys(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
+def nearest_keys(view: KVView, kept: Tensor) -> tuple[Tensor, Tensor]:
     """As `reference.nearest_keys`, in Triton."""
+    entries = paged(view).body
     num_heads, capacity = entries.num_sequences, entries.capacity
     kept = per_entry(entries, "kept", kept, torch.bool)
     cosines = torch.zeros((num_heads, capacity), device=entries.device)
     places = torch.zeros((num_heads, capacity), dtype=torch.int64, device=entries.device)
     if cosines.numel() == 0:
         return cosines, places
-    valid = entries.valid()
-    here, gone = _listed(kept & valid), _listed(valid & ~kept)
+    here, gone = _listed(kept & view.valid), _listed(view.valid & ~kept)
     tile = tile_size(entries, TILE_BYTES)
     num_tiles = triton.cdiv(capacity, tile)
     copies = entries.pages.new_empty((num_heads, num_tiles * tile, entries.head_size))

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.tiles import exact_bf16_products, tile_bytes, valid_entries
+from vllm_kvcompress.kernels.common.kv_view import KVView
+from vllm_kvcompress.kernels.common.tiles import exact_bf16_products, tile_bytes
 
 
-def nearest_keys(keys: Tensor, lengths: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+def nearest_keys(view: KVView, kept: Tensor) -> tuple[Tensor, Tensor]:
     """The highest cosine of each evicted key to a kept one of its head, and which; ties: earlier.
 
     Args:
-        keys: [H, n, D]; padding may hold anything.
-        lengths: [H] valid entries.
-        kept: [H, n] bool; valid entries that are not kept are evicted.
+        view: of a layer.
+        kept: [H, n] bool; entries below the lengths that are not kept are evicted.
 
     Returns:
         [H, n] fp32 cosines and [H, n] int64 places; 0 for entries that are not evicted, and where
         a head keeps nothing. Never a tensor [n, n].
     """
-    evicted = valid_entries(lengths, keys.shape[1]) & ~kept
+    keys, evicted, kept = view.keys(), view.valid & ~kept, view.valid & kept
     cosines = torch.zeros(keys.shape[:2], device=keys.device)
     places = torch.zeros(keys.shape[:2], dtype=torch.int64, device=keys.device)
     for h in range(keys.shape[0]):

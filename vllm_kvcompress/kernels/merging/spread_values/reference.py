@@ -5,22 +5,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.common.kv_view import KVView
 
-def spread_values(values: Tensor, kept: Tensor, shares: Tensor, num_targets: int) -> Tensor:
+
+def spread_values(view: KVView, kept: Tensor, shares: Tensor, num_targets: int) -> Tensor:
     """[H, n, D] values; kept ones with the shares of those before that reach them (CaM).
 
     Args:
-        values: [H, n, D], finite where anything is kept or shared.
+        view: of a layer.
         kept: [H, n] bool.
         shares: [H, n] part of a value that each of the next `num_targets` kept ones gets; 0 for
-            kept entries and padding.
+            kept entries, and behind the lengths.
         num_targets: fewer where not so many follow.
     """
-    num_heads, num_entries, dims = values.shape
-    sums = torch.zeros(
-        (num_heads, num_entries + 1, dims), dtype=torch.float64, device=values.device
-    )
-    torch.cumsum(shares[..., None].double() * values, dim=1, out=sums[:, 1:])
+    heads = view.head_slices()
+    return torch.cat([_spread(view.clean(1, h), kept[h], shares[h], num_targets) for h in heads])
+
+
+def _spread(values: Tensor, kept: Tensor, shares: Tensor, num_targets: int) -> Tensor:
+    num_heads, num_entries, _ = values.shape
+    sums = _running_sums(shares[..., None].double() * values)
     # An entry gets from those behind the kept one that lies `num_targets` kept ones before it.
     number = kept.cumsum(dim=1) - 1
     nth = torch.arange(num_entries, device=values.device).expand_as(number)
@@ -30,3 +34,15 @@ def spread_values(values: Tensor, kept: Tensor, shares: Tensor, num_targets: int
     behind = behind.masked_fill(number < num_targets, 0)[..., None].expand_as(values)
     received = (sums[:, :-1] - sums.gather(1, behind)).masked_fill_(~kept[..., None], 0)
     return (values + received).to(values.dtype)
+
+
+def _running_sums(rows: Tensor) -> Tensor:
+    """[H, n, D] -> [H, n + 1, D]: at place i the sum of the first i rows."""
+    num_heads, num_entries, dims = rows.shape
+    sums = rows.new_zeros((num_heads, num_entries + 1, dims))
+    if rows.device.type == "cpu":
+        torch.cumsum(rows, dim=1, out=sums[:, 1:])
+    else:
+        # GPUs add up along the last dimension in parallel, along others one by one.
+        sums[:, 1:] = rows.mT.cumsum(dim=2).mT
+    return sums
