@@ -16,7 +16,7 @@ READ: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.core.sched.scheduler.Scheduler": (
         *("need_mamba_block_aligned_split", "waiting", "running", "max_num_active_reqs"),
-        *("kv_cache_manager", "max_model_len", "_preempt_request"),
+        *("kv_cache_manager", "max_model_len"),
     ),
     "vllm.v1.core.sched.request_queue.RequestQueue": ("peek_request",),
     "vllm.v1.core.kv_cache_manager.KVCacheManager": (

@@ -203,8 +203,6 @@ def detach_stats(scheduler_stats: Any) -> dict[str, Any] | None:
 
 # --- engines in this very process, for measuring ------------------------------------------
 
-PREEMPT = "_preempt_request"  # the scheduler's method
-
 
 def engine_parts(llm_engine: Any) -> tuple[Any, Any]:
     """Scheduler and first worker of an engine that runs without processes of its own."""

@@ -209,8 +209,8 @@ class CompressionMixin:
     ):
         """Records the events that the workers ran."""
         plan = compat.attached_plan(scheduler_output)
-        if plan is not None and plan.events:
-            self._step_stats.events += self._records(plan.events)
+        if self.table is not None and plan is not None:
+            self._step_stats.events += self._records(self.table, plan.events)
         for policy, seconds in compat.attached_seconds(model_runner_output):
             self._step_stats.durations.append(DurationRecord(policy, seconds))
         return super().update_from_output(scheduler_output, model_runner_output)
@@ -248,24 +248,21 @@ class CompressionMixin:
         self._step_stats.contexts_reused += len(plan.adoptions)
         return plan
 
-    def _records(self, events: list[EventPlan]) -> list[EventRecord]:
-        """One record per request: blocks of all groups, tokens of the first."""
-        block_size = self.spec.block_size
-        records: dict[str, EventRecord] = {}
-        for plan in events:
-            record = records.get(plan.request_id)
-            if record is None:
-                record = records[plan.request_id] = EventRecord(
-                    policy=plan.policy,
-                    trigger=plan.trigger,
-                    source_tokens=plan.num_source_blocks * block_size,
-                    resident_tokens=len(plan.fresh_block_ids) * block_size,
-                    blocks_freed=0,
-                    blocks_written=0,
-                )
-            record.blocks_freed += plan.num_source_blocks
-            record.blocks_written += len(plan.fresh_block_ids)
-        return list(records.values())
+    def _records(self, table: RequestTable, events: list[EventPlan]) -> list[EventRecord]:
+        """One record per request: tokens of a group, and the blocks of all, which are alike."""
+        block_size, num_groups = self.spec.block_size, len(table.managers)
+        return [
+            EventRecord(
+                policy=plan.policy,
+                trigger=plan.trigger,
+                source_tokens=plan.num_source_blocks * block_size,
+                resident_tokens=len(plan.fresh_block_ids) * block_size,
+                blocks_freed=plan.num_source_blocks * num_groups,
+                blocks_written=len(plan.fresh_block_ids) * num_groups,
+            )
+            for plan in events
+            if plan.group == table.managers[0].kv_cache_group_id
+        ]
 
 
 class CompressionScheduler(CompressionMixin, Scheduler):

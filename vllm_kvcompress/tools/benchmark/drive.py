@@ -115,27 +115,22 @@ class Driver:
     def watching(self, load: Load) -> Iterator[None]:
         """Counts preemptions and takes the scheduler's time, and attention's if asked to."""
         scheduler = self._scheduler
-        preempt, schedule = getattr(scheduler, compat.PREEMPT), scheduler.schedule
+        schedule = scheduler.schedule
         hooks = self._attention_hooks() if load.timed_attention else []
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self._preemptions += 1
-            return preempt(*args, **kwargs)
 
         def looked_at(*args: Any, **kwargs: Any) -> Any:
             output = schedule(*args, **kwargs)
             self._requests_in_step = len(output.num_scheduled_tokens)
             self._tokens_in_step = output.total_num_scheduled_tokens
+            self._preemptions += len(output.preempted_req_ids or ())
             return output
 
-        setattr(scheduler, compat.PREEMPT, counted)
         scheduler.schedule = self._timed(looked_at)
         scheduler.update_from_output = self._timed(scheduler.update_from_output)
         try:
             yield
         finally:
-            for name in (compat.PREEMPT, "schedule", "update_from_output"):
-                delattr(scheduler, name)  # the class's own is behind it
+            del scheduler.schedule, scheduler.update_from_output  # the class's own are behind them
             for hook in hooks:
                 hook.remove()
 
