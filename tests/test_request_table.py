@@ -21,6 +21,7 @@ from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.scheduling.triggers import parse_triggers
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.request_table import RequestTable
+from vllm_kvcompress.vllm_plugin.scheduler import CompressionMixin
 from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
     DependentSlidingWindowSpec,
@@ -187,6 +188,41 @@ def test_what_a_request_holds(num_groups: int, asynchronous: bool) -> None:
         *(2 + 5 + 3 + 1 + 6 if late else 2 + 6 + 1, 2 + 6 + 1),
     ]
     assert queue.sent["a"] == [300, 340]
+
+
+class Stock:
+    """What vLLM's scheduler does with a preempted request's blocks."""
+
+    def _preempt_request(self, request: Request) -> None:
+        self.kv_cache_manager.free(request)
+
+
+class Preempting(CompressionMixin, Stock):
+    """The part of a scheduler that preempts."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.table, self.kv_cache_manager = queue.table, queue.cache
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "position", "skips"),
+    [(50, 40, False), (50, 80, True), (300, 256, False), (300, 310, True)],
+)
+def test_no_hit_hides_the_queries_of_an_event(
+    num_prompt_tokens: int, position: int, skips: bool
+) -> None:
+    """50 tokens are compressed first when 90 are there, and 300 at once.
+
+    A request that generated, and begins anew, would else find what it generated in the cache.
+    """
+    queue = Queue(1)
+    request = queue.add("a", num_prompt_tokens)
+    while request.num_computed_tokens < position:
+        assert queue.step("a", position - request.num_computed_tokens)
+    Preempting(queue)._preempt_request(request)
+    queue.check()
+    assert request.skip_reading_prefix_cache is skips
+    assert queue.table["a"].ledger.last_position == 0
 
 
 def test_a_context_is_forgotten_with_its_first_block() -> None:

@@ -70,7 +70,9 @@ class Hits(scheduler.CompressionMixin, Stock):
 
     def __init__(self) -> None:
         contexts = {"key": SimpleNamespace(num_blocks=2)}
-        self.record = SimpleNamespace(ledger=SimpleNamespace(context_key="key"))
+        self.record = SimpleNamespace(
+            ledger=SimpleNamespace(context_key="key", max_prefix_hit=None)
+        )
         self.table: Any = Table(a=self.record)
         self.table.contexts = SimpleNamespace(find=contexts.get)
         settings = SimpleNamespace(reuse_contexts=True)

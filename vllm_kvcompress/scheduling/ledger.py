@@ -59,11 +59,11 @@ class RequestLedger:
         self.commit(end_block * self.rule.block_size, num_kept_blocks)
 
     @property
-    def max_prefix_hit(self) -> int:
-        """Longest usable prefix-cache hit, in tokens: as the rule has it, within the context."""
+    def max_prefix_hit(self) -> int | None:
+        """Longest usable prefix-cache hit in tokens, within the context; None: it names none."""
         if self.compress_at < self.num_prompt_tokens:
             return self.rule.max_prefix_hit(self.compress_at)
-        return self.num_prompt_tokens
+        return None
 
     def decide(self, position: int, under_pressure: bool = False) -> Decision | None:
         """What happens when `position` tokens have been computed; None: no trigger fires.

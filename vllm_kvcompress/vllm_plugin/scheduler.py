@@ -169,9 +169,8 @@ class CompressionMixin:
         Since 0.33 vLLM also says how long a hit may be, where something else than the cache limits
         it: then there is no context, which can only be taken whole.
         """
-        found = super()._get_local_prefix_cache_hit
         if self.table is None:
-            return found(request, *args, **kwargs)
+            return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
         record = self.table[request.request_id]
         if self.spec.settings.reuse_contexts:
             limited = any(value is not None for value in (*args, *kwargs.values()))
@@ -181,13 +180,14 @@ class CompressionMixin:
                 blocks = [self.kv_cache_manager.block_pool.null_block] * context.num_blocks
                 hit = self.kv_cache_manager.create_kv_cache_blocks((blocks,))
                 return hit, context.num_blocks * self.spec.block_size, 0, False
-        blocks, num_tokens, *more = found(request, *args, **kwargs)
-        num_blocks = record.ledger.max_prefix_hit // self.spec.block_size
-        if num_tokens > num_blocks * self.spec.block_size:
-            kept = tuple(group[:num_blocks] for group in blocks.blocks)
-            blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
-            num_tokens = num_blocks * self.spec.block_size
-        return blocks, num_tokens, *more
+        hit, limit = super()._get_local_prefix_cache_hit(request, *args, **kwargs), None
+        if record.ledger.max_prefix_hit is not None:
+            limit = record.ledger.max_prefix_hit // self.spec.block_size
+        if limit is None or hit[1] <= limit * self.spec.block_size:
+            return hit
+        kept = tuple(group[:limit] for group in hit[0].blocks)
+        blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
+        return blocks, limit * self.spec.block_size, *hit[2:]
 
     def add_request(self, request: Request) -> None:
         """Queues a request; one that is known already only brings more input."""
@@ -196,10 +196,16 @@ class CompressionMixin:
         super().add_request(request)
 
     def _preempt_request(self, request: Request, *args, **kwargs) -> None:
-        """A preempted request drops everything, and computes every event's queries anew."""
+        """A preempted request drops everything, and computes every event's queries anew.
+
+        It reads no prefix cache if an event was before, or one comes while it generates: hits may
+        reach as far as it had come.
+        """
         if self.table is None:
             return super()._preempt_request(request, *args, **kwargs)
-        if self.table[request.request_id].ledger.first_event_position is not None:
+        ledger, end = self.table[request.request_id].ledger, request.num_computed_tokens
+        is_ahead = ledger.rule.next_position(ledger.compress_at, end) is not None
+        if ledger.first_event_position is not None or (end > ledger.compress_at and is_ahead):
             request.skip_reading_prefix_cache = True
         super()._preempt_request(request, *args, **kwargs)
         self.table.open(request)  # closed with its blocks
