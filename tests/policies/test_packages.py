@@ -15,6 +15,7 @@ import pytest
 from tests import foreign_policy
 from tests.policies import oracles
 from tests.policies.cases import Shape, make_view, rows_of
+from vllm_kvcompress import policies
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import Policy, describe, registry, resolve
@@ -205,14 +206,17 @@ def test_what_is_broken_is_refused_by_its_package(
     assert "\n" not in str(refused.value)
 
 
-def test_files_are_found_by_being_there(
-    fresh_registry: None, monkeypatch: pytest.MonkeyPatch
+def test_a_file_in_the_tree_is_found_by_being_there(
+    tmp_path: Path, fresh_registry: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The order in which they are listed is all that is written down of them."""
-    everything = {part.name for part in registry.all_policies()}
-    registry._known.cache_clear()
-    monkeypatch.setattr(registry, "LISTED_FIRST", ())
-    assert {part.name for part in registry.all_policies()} == everything
+    """The guide's example, in a folder that is made a part of ours."""
+    (code,) = foreign_policy.blocks("python")
+    (tmp_path / "fading_values.py").write_text(code)
+    monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
+    assert list(registry.policies())[-1] == "fading"
+    assert registry.policies()["fading"].__module__ == "vllm_kvcompress.policies.fading_values"
+    assert resolve("fading", {"num_sinks": 7}).protection.num_sinks == 7
+    del sys.modules["vllm_kvcompress.policies.fading_values"]
 
 
 def test_without_a_package_there_are_ours_alone(fresh_registry: None) -> None:
