@@ -32,7 +32,7 @@ class Request:
         num_tokens: logical ones, this step's included.
         num_queries: of this step.
         first_block: where its tail begins.
-        kept: [num_layers][num_heads] kept pages; None: it is whole.
+        kept: [num_layers][num_heads] kept pages; None: it is uncompressed.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Request:
     kept: list[list[int]] | None = None
 
 
-# A decoding request, one that is whole, one that reads a chunk, and another that decodes.
+# A decoding request, one that is uncompressed, one that reads a chunk, and another that decodes.
 REQUESTS = (
     Request("a", 18, 1, 4, [[3, 1], [0, 2]]),
-    Request("whole", 3, 3),
+    Request("uncompressed", 3, 3),
     Request("b", 14, 5, 2, [[1, 2], [4, 1]]),
     Request("c", 17, 1, 3, [[2, 0], [1, 1]]),
 )

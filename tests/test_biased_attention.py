@@ -18,7 +18,7 @@ BATCHES = {
     "mixed": REQUESTS,
     "decoding": (REQUESTS[0], REQUESTS[3]),
     "one chunk": (REQUESTS[2],),
-    "whole first": (REQUESTS[1], REQUESTS[3], REQUESTS[2]),
+    "uncompressed first": (REQUESTS[1], REQUESTS[3], REQUESTS[2]),
 }
 
 

@@ -102,7 +102,7 @@ def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
                 tables.begin_tail(slot, model.first_block[name], most + 3, late)
         elif name in model.kept:
             fresh = model.grow(name, data.draw(st.integers(0, 3)), fresh)
-        order = data.draw(st.permutations(sorted({*model.kept, name, "whole"})))
+        order = data.draw(st.permutations(sorted({*model.kept, name, "uncompressed"})))
         for _ in range(data.draw(st.integers(0, 3))):
             tables.poll()
             check(batches, model, order)
@@ -126,8 +126,8 @@ def check(batches: ResidentBatches, model: Model, order: list[str]) -> None:
         return
     assert batch is not None
     page_table, lengths = batch.page_table.tolist(), batch.seq_lens.tolist()
-    whole = [i for i, name in enumerate(order) if name not in model.kept]
-    assert batch.whole.tolist() == whole
+    uncompressed = [i for i, name in enumerate(order) if name not in model.kept]
+    assert batch.uncompressed.tolist() == uncompressed
     for i, row_number in enumerate(batch.rows.tolist()):
         name = order[row_number]
         tail_tokens = tokens[row_number] - model.first_block[name] * SIZE

@@ -1,6 +1,6 @@
 """Nothing that runs in every step waits for an accelerator, or mixes its numbers with the host's.
 
-What it computes, `test_page_tables.py` and `test_gathered_attention.py` say, on the CPU.
+What it computes, `test_page_tables.py` and `test_biased_attention.py` say, on the CPU.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def test_windows(paged: bool, num_tokens: int) -> None:
 
 @pytest.mark.parametrize("requests", [REQUESTS, (REQUESTS[0], REQUESTS[3]), (REQUESTS[2],)])
 @pytest.mark.parametrize("policy", ["asymkv", "momentkv"])
-def test_gathered_attention(
+def test_biased_attention(
     policy: str, requests: tuple[Request, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys are read where they lie."""

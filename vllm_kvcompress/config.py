@@ -72,13 +72,13 @@ class Settings:
         params: overrides of the policy's parameters, by name.
         profile: path of the head profile or pattern file, for policies that need one.
         min_tokens: requests with fewer logical tokens are left alone.
-        request_policies: other policies that a request may ask for; `none`: to be left whole.
+        request_policies: other policies that a request may ask for; `none`: to stay uncompressed.
         min_request_budget, max_request_budget: fractions that a request may ask for; None: only
             the server's own budget.
         reuse_contexts: keep contexts that requests name and that were compressed, for later
             requests with the same one.
-        attention: kernels for attention on GPUs: vLLM's flash or triton; own: vLLM's for whole
-            requests and this package's for compressed ones; auto: as this package sees fit.
+        attention: kernels for attention on GPUs: vLLM's flash or triton; own: vLLM's for
+            uncompressed requests and this package's for compressed ones; auto: as this package sees fit.
     """
 
     policy: str

@@ -72,13 +72,13 @@ def replace_device(stock_backend: str) -> None:
 
     from vllm_kvcompress.vllm_plugin.gpu_worker import CompressionGPUWorker
 
-    start = CompressionGPUWorker._start_compression
+    start = CompressionGPUWorker.take_our_attention
 
     def made_for_cuda(*args: Any) -> Any:
         with taken_for_cuda():
             return start(*args)
 
-    CompressionGPUWorker._start_compression = made_for_cuda
+    CompressionGPUWorker.take_our_attention = made_for_cuda
 
 
 def _init_device(self: Any) -> None:

@@ -33,12 +33,12 @@ def mixed_batch() -> list[list[dict[str, Any]]]:
     ("how", "budget"),
     [
         pytest.param({}, 0.25, id="asynchronous"),
-        pytest.param({}, 1.0, id="asynchronous-whole"),
+        pytest.param({}, 1.0, id="asynchronous-budget-1"),
         pytest.param({"kernels": "flash2", "dtype": "bfloat16"}, 0.25, id="flash-2"),
         pytest.param({"kernels": "flash3", "dtype": "bfloat16"}, 0.25, id="flash-3"),
     ],
 )
-def test_whole_requests_are_those_of_stock_vllm(
+def test_uncompressed_requests_are_those_of_stock_vllm(
     llama: str, run_gpu_path: Run, how: dict[str, Any], budget: float
 ) -> None:
     """With budget 1.0, and with short requests beside compressed ones."""

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvcompress.vllm_plugin import compat
-from vllm_kvcompress.vllm_plugin.attention import cpu
 from vllm_kvcompress.vllm_plugin.attention.registration import use_cpu_backend
 from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
-from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,6 +23,6 @@ class CompressionCPUWorker(CompressionWorker, CPUWorker):
         super().__init__(vllm_config, *args, **kwargs)
         compat.allow_amx()
 
-    def _start_compression(self, vllm_config: VllmConfig, settings: Settings) -> WorkerCompression:
+    def take_our_attention(self, vllm_config: VllmConfig, settings: Settings) -> None:
+        """As `CompressionWorker.take_our_attention`."""
         use_cpu_backend()
-        return WorkerCompression(vllm_config, settings, cpu.page_pool)

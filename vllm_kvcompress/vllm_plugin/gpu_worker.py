@@ -9,12 +9,10 @@ from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu_worker import Worker
 
-from vllm_kvcompress.vllm_plugin.attention import gpu
 from vllm_kvcompress.vllm_plugin.attention.gpu_warm_up import warm_up_heads
 from vllm_kvcompress.vllm_plugin.attention.registration import kernels_for, use_gpu_backend
 from vllm_kvcompress.vllm_plugin.memory import reserved_bytes
 from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
-from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,13 +25,13 @@ logger = init_logger(f"vllm.plugins.{__name__}")
 class CompressionGPUWorker(CompressionWorker, Worker):
     """vLLM's GPU worker, with compressed attention when the settings ask for it."""
 
-    def _start_compression(self, vllm_config: VllmConfig, settings: Settings) -> WorkerCompression:
+    def take_our_attention(self, vllm_config: VllmConfig, settings: Settings) -> None:
+        """As `CompressionWorker.take_our_attention`."""
         kernels = kernels_for(vllm_config, settings.attention)
         use_gpu_backend(vllm_config, kernels)
         logger.info("Attention with compression, on vLLM's %s kernels.", kernels)
-        return WorkerCompression(vllm_config, settings, gpu.page_pool)
 
-    def _leave_attention(self, vllm_config: VllmConfig) -> None:
+    def leave_attention(self, vllm_config: VllmConfig) -> None:
         """As if the backend CUSTOM, which is nobody's then, had not been asked for."""
         config = vllm_config.attention_config
         if config.backend is AttentionBackendEnum.CUSTOM and not config.backend.is_overridden():
@@ -65,8 +63,7 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         if self.compression is not None:
             with torch.inference_mode():  # as steps do: what is made in it changes in it alone
                 self.compression.warm_up()
-                if (
-                    not self.compression.takes_own_kernels()
-                ):  # else vLLM's kernels never see single heads
+                # Otherwise vLLM's kernels never see single heads.
+                if not self.compression.takes_own_kernels():
                     warm_up_heads(self.compression, self.model_runner)
         return super().compile_or_warm_up_model()

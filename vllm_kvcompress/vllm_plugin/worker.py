@@ -31,16 +31,17 @@ class CompressionWorker:
         self.last_event_seconds: list[tuple[str, float]] = []
         settings = check_engine(vllm_config)
         if settings is not None and settings.may_compress:
-            self.compression = self._start_compression(vllm_config, settings)
+            self.compression = WorkerCompression(vllm_config, settings)
             CompressedBackend.compression = self.compression
+            self.take_our_attention(vllm_config, settings)
         else:
-            self._leave_attention(vllm_config)
+            self.leave_attention(vllm_config)
 
-    def _start_compression(self, vllm_config: VllmConfig, settings: Settings) -> WorkerCompression:
+    def take_our_attention(self, vllm_config: VllmConfig, settings: Settings) -> None:
         """Has vLLM choose our attention backend, before any layer exists."""
         raise NotImplementedError
 
-    def _leave_attention(self, vllm_config: VllmConfig) -> None:
+    def leave_attention(self, vllm_config: VllmConfig) -> None:
         """Has vLLM choose its own attention backend, where nothing is ever compressed."""
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
-# The page view over the caches of a group's layers, which the attention backend knows how to lay.
-MakePool = Callable[[list[Any], "AttentionSpec"], PagePool]
-
 
 class WorkerCompression:
     """All compressed cache groups of a worker, and the step that is running.
@@ -46,10 +42,9 @@ class WorkerCompression:
             take without waiting for the longest; None: any number.
     """
 
-    def __init__(self, vllm_config: VllmConfig, settings: Settings, make_pool: MakePool) -> None:
+    def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
         self.vllm_config = vllm_config
         self.settings = settings
-        self._make_pool = make_pool
         self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
         self.groups: dict[int, GroupCompression] = {}
         self.group_of_layer: dict[str, GroupCompression] = {}
@@ -137,7 +132,7 @@ class WorkerCompression:
         layers = compat.attention_layers(self.vllm_config, group.layer_names)
         for layer in layers:
             check_layer(layer, self.settings, self.pipelines)
-        pool = self._make_pool(layers, group.kv_cache_spec)
+        pool = layers[0].get_attn_backend().page_pool(layers, group.kv_cache_spec)
         runner = self.make_runner(layers, pool, self._model_runner.model)
         index = {name: i for i, name in enumerate(group.layer_names)}
         return GroupCompression(number, runner, index, layers[0].impl.logits_soft_cap or 0.0)

@@ -76,9 +76,33 @@ class CompressedBackend:
 
     Attributes:
         compression: of this worker; set by it before any layer exists.
+        impl_class: computes attention.
+        builder_class: builds its metadata.
     """
 
     compression: ClassVar[WorkerCompression]
+    impl_class: ClassVar[type]
+    builder_class: ClassVar[type]
+
+    @classmethod
+    def get_impl_cls(cls) -> type:
+        """As `impl_class`."""
+        return cls.impl_class
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        """As `builder_class`."""
+        return cls.builder_class
+
+    @classmethod
+    def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
+        """The page view over the caches of a cache group's layers.
+
+        Raises:
+            UnsupportedError: the kernels take other blocks, or order what is in a page in a way
+                that is not known.
+        """
+        raise NotImplementedError
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:

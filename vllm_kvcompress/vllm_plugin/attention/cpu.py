@@ -79,31 +79,23 @@ class CompressedCPUBuilder(CompressedBuilder, cpu_attn.CPUAttentionMetadataBuild
 class CompressedCPUBackend(CompressedBackend, cpu_attn.CPUAttentionBackend):
     """The CPU build's only backend."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CompressedCPUImpl]:
-        """The attention implementation."""
-        return CompressedCPUImpl
+    impl_class, builder_class = CompressedCPUImpl, CompressedCPUBuilder
 
-    @staticmethod
-    def get_builder_cls() -> type[CompressedCPUBuilder]:
-        """The metadata builder."""
-        return CompressedCPUBuilder
-
-
-def page_pool(layers, spec: AttentionSpec) -> PagePool:
-    """The page view over the caches of a group's layers."""
-    pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
-    key_packing, value_packing = probe_packings(layers[0], spec)
-    return PackedPagePool(
-        pages=pages,
-        pages_per_block=pages_per_block,
-        layer_offsets=torch.tensor(offsets),
-        num_heads=spec.num_kv_heads,
-        block_size=spec.block_size,
-        head_size=spec.head_size,
-        key_packing=key_packing,
-        value_packing=value_packing,
-    )
+    @classmethod
+    def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
+        """As `CompressedBackend.page_pool`."""
+        pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
+        key_packing, value_packing = probe_packings(layers[0], spec)
+        return PackedPagePool(
+            pages=pages,
+            pages_per_block=pages_per_block,
+            layer_offsets=torch.tensor(offsets),
+            num_heads=spec.num_kv_heads,
+            block_size=spec.block_size,
+            head_size=spec.head_size,
+            key_packing=key_packing,
+            value_packing=value_packing,
+        )
 
 
 def probe_packings(layer, spec: AttentionSpec) -> tuple[Packing, Packing]:

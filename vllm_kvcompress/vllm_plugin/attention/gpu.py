@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,29 +29,25 @@ class CompressedGPUBackend(CompressedBackend):
         """What vLLM's kernels may take for a moment, for compressed requests, on one rank."""
         return 0
 
-
-def page_pool(layers, spec: AttentionSpec) -> PagePool:
-    """The page view over the caches of a group's layers.
-
-    Raises:
-        UnsupportedError: the backend's kernels take other blocks, or order tokens otherwise.
-    """
-    caches = [layer.kv_cache for layer in layers]
-    if caches[0].shape[2] != spec.block_size:
-        raise UnsupportedError(
-            f"this attention kernel takes blocks of {caches[0].shape[2]} tokens, and the cache has "
-            f"blocks of {spec.block_size}; start with --block-size {caches[0].shape[2]}."
+    @classmethod
+    def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
+        """As `CompressedBackend.page_pool`."""
+        caches = [layer.kv_cache for layer in layers]
+        if caches[0].shape[2] != spec.block_size:
+            raise UnsupportedError(
+                f"this attention kernel takes blocks of {caches[0].shape[2]} tokens, and the cache "
+                f"has blocks of {spec.block_size}; start with --block-size {caches[0].shape[2]}."
+            )
+        check_rows(layers[0], spec)
+        pages, pages_per_block, offsets = flat_pages(caches)
+        return InterleavedPagePool(
+            pages=pages,
+            pages_per_block=pages_per_block,
+            layer_offsets=upload(offsets, pages.device),
+            num_heads=spec.num_kv_heads,
+            block_size=spec.block_size,
+            head_size=spec.head_size,
         )
-    check_rows(layers[0], spec)
-    pages, pages_per_block, offsets = flat_pages(caches)
-    return InterleavedPagePool(
-        pages=pages,
-        pages_per_block=pages_per_block,
-        layer_offsets=upload(offsets, pages.device),
-        num_heads=spec.num_kv_heads,
-        block_size=spec.block_size,
-        head_size=spec.head_size,
-    )
 
 
 def check_rows(layer, spec: AttentionSpec) -> None:

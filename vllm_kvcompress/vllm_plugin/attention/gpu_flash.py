@@ -52,6 +52,8 @@ class CompressedFlashBuilder(CompressedBuilder, flash_attn.FlashAttentionMetadat
 class CompressedFlashBackend(CompressedGPUBackend, flash_attn.FlashAttentionBackend):
     """FlashAttention over a block-major cache, of which heads may own pages."""
 
+    impl_class, builder_class = CompressedFlashImpl, CompressedFlashBuilder
+
     @classmethod
     def scratch_bytes(cls, vllm_config: VllmConfig) -> int:
         """Outputs and log-sum-exps of the splits of version 3."""
@@ -61,13 +63,3 @@ class CompressedFlashBackend(CompressedGPUBackend, flash_attn.FlashAttentionBack
         queries_per_kv = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
         row = FP32_BYTES * queries_per_kv * (model.get_head_size() + 1)
         return MOST_SPLITS * MOST_SEQUENCES * row
-
-    @staticmethod
-    def get_impl_cls() -> type[CompressedFlashImpl]:
-        """The attention implementation."""
-        return CompressedFlashImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CompressedFlashBuilder]:
-        """The metadata builder."""
-        return CompressedFlashBuilder

@@ -45,12 +45,4 @@ class CompressedTritonBuilder(CompressedBuilder, triton_attn.TritonAttentionMeta
 class CompressedTritonBackend(CompressedGPUBackend, triton_attn.TritonAttentionBackend):
     """Triton attention over a block-major cache, of which heads may own pages."""
 
-    @staticmethod
-    def get_impl_cls() -> type[CompressedTritonImpl]:
-        """The attention implementation."""
-        return CompressedTritonImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CompressedTritonBuilder]:
-        """The metadata builder."""
-        return CompressedTritonBuilder
+    impl_class, builder_class = CompressedTritonImpl, CompressedTritonBuilder
