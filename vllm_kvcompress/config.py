@@ -78,7 +78,8 @@ class Settings:
         reuse_contexts: keep contexts that requests name and that were compressed, for later
             requests with the same one.
         attention: kernels for attention on GPUs: vLLM's flash or triton; own: vLLM's for
-            uncompressed requests and this package's for compressed ones; auto: as this package sees fit.
+            uncompressed requests and this package's for compressed ones; auto: as this package
+            sees fit.
     """
 
     policy: str

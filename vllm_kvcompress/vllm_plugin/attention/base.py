@@ -178,11 +178,11 @@ class CompressedBuilder:
         else:
             metadata = self.build_all(common_attn_metadata)
         if work is not None:
-            compressed = self.compressed(work, metadata, common_attn_metadata)
+            compressed = self._compressed(work, metadata, common_attn_metadata)
             setattr(metadata, _ATTRIBUTE, compressed)
         return metadata
 
-    def compressed(
+    def _compressed(
         self, work: StepWork, metadata: Any, common: CommonAttentionMetadata
     ) -> CompressedMetadata:
         """What goes along with vLLM's metadata of all requests."""
@@ -194,10 +194,10 @@ class CompressedBuilder:
             if CompressedBackend.compression.takes_own_kernels(batch.seq_lens.shape[1]):
                 found.biased = query_batches(batch, starts)
             else:
-                found.per_head = self._per_head(batch, metadata, common, starts)
+                found.per_head = self.per_head(batch, metadata, common, starts)
         return found
 
-    def _per_head(
+    def per_head(
         self,
         batch: ResidentBatch,
         metadata: Any,

@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
 from vllm_kvcompress.vllm_plugin import compat
-from vllm_kvcompress.vllm_plugin.step import GroupCompression, StepWork
+from vllm_kvcompress.vllm_plugin.step import GroupCompression
 
 if TYPE_CHECKING:
     from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
@@ -48,8 +48,7 @@ def _attend(
     pool, impl = group.tables.pool, layers[0].impl
     starts = np.arange(num_requests + 1, dtype=np.int32) * num_queries
     common = _common(starts, num_queries, pool)
-    work = StepWork(_batch(num_requests, pool))
-    subset = builder.compressed(work, builder.build_all(common), common).per_head
+    subset = builder.per_head(_batch(num_requests, pool), builder.build_all(common), common, starts)
     shape = (common.num_actual_tokens, impl.num_heads, pool.head_size)
     rows = pool.pages.new_zeros(shape)
     for index, layer in enumerate(layers[:LAYERS]):
