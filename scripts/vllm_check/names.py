@@ -59,7 +59,9 @@ READ: dict[str, tuple[str, ...]] = {
         *("num_reqs", "seq_lens_cpu_upper_bound", "seq_lens"),
         *("query_start_loc_cpu", "block_table_tensor", "slot_mapping"),
     ),
-    "vllm.model_executor.layers.attention.Attention": ("impl", "kv_cache", "layer_name"),
+    "vllm.model_executor.layers.attention.Attention": (
+        *("impl", "kv_cache", "layer_name", "get_attn_backend"),
+    ),
     "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": (
         *("num_heads", "num_kv_heads", "head_size", "logits_soft_cap", "sinks", "alibi_slopes"),
         "kv_sharing_target_layer_name",
