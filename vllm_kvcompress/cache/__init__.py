@@ -1,1 +1,1 @@
-"""Where tokens, pages, queries and what policies carry lie in vLLM's blocks."""
+"""Where tokens, pages, queries and policy states lie in vLLM's blocks."""

@@ -87,7 +87,7 @@ class PageTables:
         pool: the pages.
         table: [num_layers, slots, num_heads, width] int32 page ids.
         counts: [num_layers, slots, num_heads] int32 kept pages.
-        state: [num_layers, slots, width] int32 pages that hold what the policy carries.
+        state: [num_layers, slots, width] int32 pages that hold the policy state.
         version: changes whenever a row does.
     """
 
@@ -158,7 +158,7 @@ class PageTables:
         self.counts[layer, slot] = page_counts.to(torch.int32)
 
     def replace_state(self, layer: int, slot: int, page_ids: Tensor) -> None:
-        """Sets the pages that hold what the policy carries for one request in one layer."""
+        """Sets the pages that hold the policy state of one request in one layer."""
         missing = page_ids.numel() - self.state.shape[2]
         if missing > 0:
             self.state = torch.nn.functional.pad(self.state, (0, missing))

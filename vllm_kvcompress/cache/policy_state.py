@@ -1,4 +1,4 @@
-"""Numbers that a policy carries from event to event, in pages of the request's own.
+"""A policy state: numbers that stay from event to event, in pages of the request's own.
 
     state pages of a layer:  [ per head: s numbers each ][ per entry: bias, positions, ... ]
 
