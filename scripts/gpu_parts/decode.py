@@ -117,7 +117,7 @@ def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[s
 
 
 def _carried(entries: PagedEntries, room: int, lengths: torch.Tensor) -> PagedNumbers:
-    """Ones for every head, in pages of the cache's size, as a policy carries numbers.
+    """Ones for every head, in pages of the cache's size, as a policy's state lies in them.
 
     Args:
         entries: of the heads.

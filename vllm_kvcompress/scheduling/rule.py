@@ -36,7 +36,7 @@ class CompressionRule:
         min_tokens: leave requests alone while they have fewer logical tokens.
         window_size: the last queries that the policy observes at an event.
         least_blocks: what an event leaves at least: one page per layer and head, and room for
-            what the policy carries on.
+            the policy's state.
         window_blocks: that hold a request's last queries, under pressure.
     """
 

@@ -328,7 +328,7 @@ def rotary_embedding(model: Any, layer_name: str) -> Rotary:
     rotary = getattr(model.get_submodule(parent_name), "rotary_emb", None)
     if type(rotary).__name__ not in _PLAIN_ROTARY:
         raise UnsupportedError(
-            f"merging unrotated keys needs a rotary embedding beside {layer_name} whose "
+            f"merging keys as before RoPE needs a rotary embedding beside {layer_name} whose "
             f"frequencies do not depend on the length, found {type(rotary).__name__}; "
             "add --kv-param merge_space=rotated."
         )

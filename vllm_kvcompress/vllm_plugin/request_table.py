@@ -123,9 +123,6 @@ class RequestTable:
     def __getitem__(self, request_id: str) -> RequestCompression:
         return self._records[request_id]
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._records
-
     def open(self, request: Request) -> None:
         """Begins the record of a request that is queued, or that lost everything by preemption.
 

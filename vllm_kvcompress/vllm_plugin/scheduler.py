@@ -255,7 +255,7 @@ class CompressionMixin:
         return plan
 
     def _records(self, table: RequestTable, events: list[EventPlan]) -> list[EventRecord]:
-        """One record per request: tokens of a group, and the blocks of all, which are alike."""
+        """One record per request: tokens of a group, blocks of all, each of which has as many."""
         block_size, num_groups = self.spec.block_size, len(table.managers)
         return [
             EventRecord(

@@ -81,28 +81,18 @@ class Size:
 
 
 def pool_limited(size: Size) -> Load:
-    """Many requests at once, and memory for four whole ones."""
-    whole = size.prompt + size.output
-
-    def arrivals(draw: random.Random) -> list[Arrival]:
-        return [
-            Arrival(f"r{n}", _tokens(draw, size.prompt), size.output) for n in range(size.requests)
-        ]
-
-    return Load(arrivals, pool_tokens=4 * _blocks(whole), max_model_len=_blocks(whole))
+    """Many requests at once, and memory for four that are not compressed."""
+    longest = _blocks(size.prompt + size.output)
+    return Load(_at_once(size), pool_tokens=4 * longest, max_model_len=longest)
 
 
 def long_decode(size: Size) -> Load:
     """One request that generates behind a long context, with memory enough."""
-    whole = size.prompt + size.output
-
-    def arrivals(draw: random.Random) -> list[Arrival]:
-        return [Arrival("r0", _tokens(draw, size.prompt), size.output)]
-
+    longest = _blocks(size.prompt + size.output)
     return Load(
-        arrivals,
-        pool_tokens=2 * _blocks(whole),
-        max_model_len=_blocks(whole),
+        _at_once(replace(size, requests=1)),
+        pool_tokens=2 * longest,
+        max_model_len=longest,
         timed_attention=True,
     )
 
@@ -113,16 +103,11 @@ def oversize(size: Size) -> Load:
     Compressed every few tokens, down to a twelfth: before an event's sources are freed they and
     what it keeps are both there.
     """
-    whole = size.prompt + size.output
-
-    def arrivals(draw: random.Random) -> list[Arrival]:
-        return [Arrival("r0", _tokens(draw, size.prompt), size.output)]
-
     chunk = max(BLOCK_SIZE, size.prompt // 64 // BLOCK_SIZE * BLOCK_SIZE)
     return Load(
-        arrivals,
+        _at_once(replace(size, requests=1)),
         pool_tokens=size.prompt // 4,
-        max_model_len=_blocks(whole),
+        max_model_len=_blocks(size.prompt + size.output),
         settings={"trigger": f"chunk:{chunk}", "budget": 1 / 12},
     )
 
@@ -159,7 +144,7 @@ def off(size: Size) -> Load:
 
 def mixed(size: Size) -> Load:
     """Requests of all lengths that come at random, and memory for two and a half of the longest."""
-    whole = size.prompt + size.output
+    longest = size.prompt + size.output
 
     def arrivals(draw: random.Random) -> list[Arrival]:
         found, now = [], 0.0
@@ -170,7 +155,7 @@ def mixed(size: Size) -> Load:
             found.append(Arrival(f"r{n}", _tokens(draw, length), generated, seconds=now))
         return found
 
-    return Load(arrivals, pool_tokens=_blocks(5 * whole // 2), max_model_len=_blocks(whole))
+    return Load(arrivals, pool_tokens=_blocks(5 * longest // 2), max_model_len=_blocks(longest))
 
 
 SCENARIOS: dict[str, Callable[[Size], Load]] = {
@@ -185,6 +170,17 @@ SIZES = {
     "long-decode": Size(requests=1, prompt=32768, output=64),
     "oversize": Size(requests=1, prompt=16384, output=64),
 }
+
+
+def _at_once(size: Size) -> Callable[[random.Random], list[Arrival]]:
+    """Requests that are all there from the beginning."""
+
+    def arrivals(draw: random.Random) -> list[Arrival]:
+        return [
+            Arrival(f"r{n}", _tokens(draw, size.prompt), size.output) for n in range(size.requests)
+        ]
+
+    return arrivals
 
 
 def _tokens(draw: random.Random, count: int) -> list[int]:
