@@ -24,7 +24,7 @@ EVERY_LAYER = slice(None)
 
 @dataclass(frozen=True)
 class PolicyStateRuns:
-    """Where numbers lie that R requests carry: a run for every KV head, S = R * num_heads.
+    """Where its numbers lie: a run for every KV head of R requests, S = R * num_heads.
 
     Attributes:
         pages: [num_layers, R, any] int32 page ids.

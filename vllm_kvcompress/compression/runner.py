@@ -52,7 +52,7 @@ class Event:
         blocks: [end_block - first_block (+ 1 if a partial block follows)] int64 block ids.
         fresh_pages: [K * num_layers * num_heads] int64 pages that take the kept tokens.
         layer_pages: pages of each layer afterwards, the state's not counted.
-        state_pages: pages of each layer for what the policy carries.
+        state_pages: pages of each layer for the policy state.
         layer_starts: where each layer's pages begin in `fresh_pages`.
         stopwatch: counts the time spent.
         max_kept: pages of the longest head so far; off the CPU an upper bound.

@@ -47,20 +47,20 @@ class EventViews:
     """Makes views.
 
     Args:
-        carried: what former events left, and the page tables.
+        policy_state: what former events left, and the page tables.
         windows: the observed queries.
         weights: of every layer.
     """
 
     def __init__(
         self,
-        carried: PolicyState,
+        policy_state: PolicyState,
         windows: QueryWindows | PagedWindows,
         weights: Sequence[LayerWeights],
     ) -> None:
-        self.carried = carried
-        self.tables = carried.tables
-        self.pool = carried.pool
+        self.policy_state = policy_state
+        self.tables = policy_state.tables
+        self.pool = policy_state.pool
         self.windows = windows
         self.weights = weights
 
@@ -110,10 +110,10 @@ class EventViews:
         return PooledKV(lengths, num_tail, pool, sources.body, sources.partial)
 
     def _state(self, event: Event, layer: int) -> Tensor | None:
-        """[num_heads, s] what the former event carried on, if there was one."""
+        """[num_heads, s] policy state of heads after the former event, if there was one."""
         if not event.plan.resident_blocks or not event.pipeline.state_size(self.pool.head_size):
             return None
-        runs = self.carried.of_heads(event.pipeline, *_only(event.slot, layer))
+        runs = self.policy_state.of_heads(event.pipeline, *_only(event.slot, layer))
         size = event.pipeline.state_size(self.pool.head_size)
         return runs.of_layer(0, self.pool).whole(size)
 
@@ -142,8 +142,8 @@ class EventViews:
         return self._read_entries("accumulated", event, layer, width)
 
     def _read_entries(self, name: str, event: Event, layer: int, width: int) -> Tensor:
-        """[num_heads, width] what the former event carried on of every entry, 0 for later ones."""
-        runs = self.carried.of_entries(event.pipeline, name, *_only(event.slot, layer))
+        """[num_heads, width] policy state of entries after the former event, 0 for later ones."""
+        runs = self.policy_state.of_entries(event.pipeline, name, *_only(event.slot, layer))
         return runs.of_layer(0, self.pool).gathered(width)
 
     def _queries(self, plan: EventPlan, layer: int) -> Tensor:

@@ -131,7 +131,7 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
         if event["position"] <= len(prompt):
             kept = event["kept_tokens"]
             mean = fmean(tokens for layer in kept for tokens in layer)
-            mean += event["carried_tokens"]
+            mean += event["policy_state_tokens"]
             resident = mean + len(prompt) - event["compressed_tokens"]
     return Reply(
         text=choice.text,

@@ -48,8 +48,8 @@ class Observer:
                 "position": event.plan.position,
                 "compressed_tokens": event.plan.end_block * size,
                 "kept_tokens": [(counts * size).tolist() for counts in event.page_counts],
-                # What the policy carries, as tokens per head.
-                "carried_tokens": event.state_pages * size / len(event.page_counts[0]),
+                # As tokens per head.
+                "policy_state_tokens": event.state_pages * size / len(event.page_counts[0]),
             }
         )
 
