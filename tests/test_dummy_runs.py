@@ -9,16 +9,19 @@ import pytest
 import torch
 
 from tests.accelerator import ACCELERATOR, twin_of
-from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, make_pool
+from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, make_pool, make_weights
 from tests.live_bytes import LiveBytes
 from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, Shape, make_pipeline
 from tests.policies.cases import POLICIES as EVERY_POLICY
+from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels import dispatch
 from vllm_kvcompress.policies import Pipeline
 
+POOL_SIZES = (NUM_HEADS, BLOCK_SIZE, HEAD_SIZE)
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
 POLICIES = ["adakv", "adakv+criticalkv", "snapkv", "h2o", "momentkv", "kvmerger", "d2o"]
 
@@ -108,6 +111,20 @@ def test_the_longest_events_take_what_every_token_needs(
     tables = 4 * 8 * NUM_LAYERS * NUM_HEADS // BLOCK_SIZE  # of the first eight requests
     assert one >= (1 << 13) * (NUM_HEADS * per_entry + tables)
     assert 1.9 < two / one < 2.1
+
+
+@pytest.mark.parametrize("policy", ["adakv", "kvmerger"])
+def test_one_block_of_one_layer_is_room_enough(policy: str, tmp_path: Path) -> None:
+    """As before there is a cache; with last queries in blocks, as under memory pressure."""
+    pipeline = make_pipeline(policy, SHAPE, tmp_path)
+    shape = (NUM_HEADS, 2 * BLOCK_SIZE * HEAD_SIZE)
+    pool = InterleavedPagePool(
+        torch.zeros(shape), NUM_HEADS, torch.zeros(NUM_LAYERS).long(), *POOL_SIZES
+    )
+    windows = PagedWindows(pool, pipeline.needs.window_size, NUM_HEADS * GROUP)
+    runner = EventRunner(PageTables(pool), windows, {policy: pipeline}, make_weights(pool.device))
+    dummy_runs(runner).longest(200)
+    assert torch.equal(pool.pages, torch.zeros(shape))
 
 
 def test_what_is_alive_is_counted() -> None:

@@ -155,6 +155,6 @@ class DummyRuns:
         batch = batches.read([_REQUEST], np.array([num_tokens]), lengths, row[None])
         assert batch is not None
         for num_queries in (1, 2, CHUNK):
-            for group in query_batches(batch, np.array([0, num_queries])):
+            for some in query_batches(batch, np.array([0, num_queries])):
                 rows = queries[:num_queries]
-                biased_attention(runner, 0, group, rows, torch.empty_like(rows), 1.0)
+                biased_attention(runner, 0, some, rows, torch.empty_like(rows), 1.0)
