@@ -202,7 +202,7 @@ def decode_plan(options: argparse.Namespace) -> Any:
 
 def sources() -> str:
     """Tells apart the kernels that were measured: the start of a hash over their files."""
-    files = sorted((ROOT / "vllm_kvcompress" / "kernels").glob("*.py"))
+    files = sorted((ROOT / "vllm_kvcompress" / "kernels").rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 

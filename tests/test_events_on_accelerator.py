@@ -87,7 +87,7 @@ def test_events_never_wait(pipeline: Pipeline) -> None:
 
 @pytest.mark.parametrize(
     ("policy", "most"),
-    [("keydiff", 80), ("snapkv", 65), ("adakv", 90), ("adakv+criticalkv", 120)],
+    [("keydiff", 80), ("snapkv", 65), ("adakv", 90), ("adakv+criticalkv", 110)],
 )
 def test_events_queue_few_operators(policy: str, most: int, tmp_path: Path) -> None:
     """Each takes the host a while. Launches of Triton, a few to an event, are not counted."""

@@ -282,3 +282,16 @@ def test_ragged_lengths_are_whole_pages_with_the_same_total() -> None:
     assert lengths.min() >= 16
     assert lengths.max() <= 32768
     assert lengths.max() > 2 * 8192
+
+
+def test_results_are_of_all_files_of_the_kernels(tmp_path: Path) -> None:
+    """Those in folders, too: another kernel is another report."""
+    sources = runpy.run_path(str(SCRIPT))["sources"]
+    folder = tmp_path / "vllm_kvcompress" / "kernels" / "merging" / "moments"
+    folder.mkdir(parents=True)
+    sources.__globals__["ROOT"] = tmp_path
+    found = set()
+    for text in ("a = 1", "a = 2"):
+        (folder / "reference.py").write_text(text)
+        found.add(sources())
+    assert len(found) == 2

@@ -24,7 +24,7 @@ from vllm_kvcompress.kernels.merging.moments import (
 )
 from vllm_kvcompress.kernels.merging.nearest_keys import nearest_keys
 from vllm_kvcompress.kernels.top_entries import top_entries
-from vllm_kvcompress.kernels.value_norms import value_norms_l1
+from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
 from vllm_kvcompress.kernels.window_mass import window_mass
 from vllm_kvcompress.kernels.window_perturbation import window_perturbation
 
@@ -107,6 +107,8 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     bias = random(num_heads, entries.capacity, dtype=torch.float32)
     window, weight = random(32, num_heads * 4, dims), random(num_heads, dims, 4, 512) / 16
     wanted = entries.valid()
+    gram = random(num_heads * 4, dims, dims, dtype=torch.float32)
+    gram = gram @ gram.transpose(1, 2)
     state = torch.zeros(num_heads, moment_size(dims), device="cuda")
     evicted = random(num_heads, entries.capacity) > 0
     added = PagedNumbers.of_rows(bias)
@@ -119,6 +121,7 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
         name = f"window_perturbation:{variant}"
         yield name, window_perturbation, lambda k, a=asked: [k(*a)]
     yield "value_norms_l1", value_norms_l1, lambda k: [k(view, weight, wanted)]
+    yield "value_norms_l2", value_norms_l2, lambda k: [k(view, gram)]
     moments = add_to_moments(view, state, evicted)
     corrected = (moments, chunk)
     yield "correct_with_moments", correct_with_moments, lambda k: [_corrected(k, *corrected)]

@@ -18,7 +18,7 @@ GROUP = 4  # query heads of a KV head
 # Launches whose programs have more than some KB of shared memory.
 HOLDING_TILES = {
     *("decode_attention", "prefill_attention", "window_mass", "window_perturbation joint"),
-    *("value_norms_l1", "correct_with_moments", "nearest_keys"),
+    *("value_norms_l1", "value_norms_l2", "correct_with_moments", "nearest_keys"),
 }
 
 
@@ -78,6 +78,8 @@ def launches(
         yield launch(launcher, 2, tailed, window, 0.1, variant, variant=variant)
     output_weight = random(2, head_size, GROUP, 256, dtype=dtype)
     yield launch("value_norms.value_norms_triton.value_norms_l1", 1, view, output_weight, kept)
+    gram = random(2 * GROUP, head_size, head_size)
+    yield launch("value_norms.value_norms_triton.value_norms_l2", 1, view, gram)
 
     state = torch.zeros(2, moment_size(head_size))
     states, lse = PagedNumbers.of_rows(state), random(2, GROUP, num_queries)

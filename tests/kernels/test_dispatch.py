@@ -28,6 +28,7 @@ KERNELS = (
     "merging.nearest_keys.nearest_triton.nearest_keys",
     "merging.moments.correction_triton.correct_with_moments",
     "value_norms.value_norms_triton.value_norms_l1",
+    "value_norms.value_norms_triton.value_norms_l2",
     "window_mass.window_mass_triton.window_mass",
     "window_perturbation.perturbation_triton.window_perturbation",
     "top_entries.top_entries_triton.top_entries",

@@ -67,7 +67,7 @@ def test_a_gpu_without_room_for_the_fewest_rows_is_refused() -> None:
     "name",
     [
         *("prefill_attention", "correct_with_moments", "window_mass", "window_perturbation joint"),
-        *("value_norms_l1", "nearest_keys"),
+        *("value_norms_l1", "value_norms_l2", "nearest_keys"),
     ],
 )
 def test_smaller_programs_compute_the_same(name: str, interpreter: Child) -> None:

@@ -20,6 +20,7 @@ NAMES = [
     KERNELS + "attention.prefill_triton.prefill_attention",
     KERNELS + "window_mass.window_mass_triton.window_mass",
     KERNELS + "value_norms.value_norms_triton.value_norms_l1",
+    KERNELS + "value_norms.value_norms_triton.value_norms_l2",
     KERNELS + "merging.nearest_keys.nearest_triton.nearest_keys",
     LAUNCHES + "compacted",
 ]
@@ -37,6 +38,7 @@ def arguments_of(name: str, entries: PagedEntries) -> tuple[Any, ...]:
         "prefill_attention": (entries, random(3, 4, 5, 64, dtype=dtype), 0.1, added),
         "window_mass": (PagedKV.of(entries, 2), random(4, 12, 64, dtype=dtype), 0.1, bias),
         "value_norms_l1": (view, random(3, 64, 2, 32, dtype=dtype), wanted),
+        "value_norms_l2": (view, random(6, 64, 64)),
         "nearest_keys": (
             view,
             random(*wanted.shape) > 0.5,

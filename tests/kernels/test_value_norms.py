@@ -41,6 +41,7 @@ def test_twins_are_the_oracle() -> None:
     assert_close(norms, expected, torch.float32)
 
 
+L2 = "vllm_kvcompress.kernels.value_norms.value_norms_triton.value_norms_l2"
 SHAPES = [(64, 16, 1), (80, 32, 4), (128, 128, 4), (256, 64, 8)]
 
 
@@ -57,7 +58,17 @@ def test_l1_is_the_twin(backend: Backend, head_size: int, block_size: int, group
     assert norms[0].any()
 
 
-def test_what_a_launch_refuses(interpreter: Child) -> None:
+@pytest.mark.parametrize(("head_size", "block_size", "group"), SHAPES)
+def test_l2_is_the_twin(backend: Backend, head_size: int, block_size: int, group: int) -> None:
+    view = PagedKV.of(make_entries([100, 0, 1], block_size, head_size, backend.dtype))
+    gram = gram_of(o_proj(3, head_size, group, 280, torch.float32))
+    expected = backend.twin(reference.value_norms_l2, view, gram)
+    # Values are the same 16-bit numbers for both; on a GPU three products of tf32 stand for one
+    # of fp32.
+    assert_close(backend.call(L2, view, gram), expected, torch.float32)
+
+
+def test_what_launches_refuse(interpreter: Child) -> None:
     view = PagedKV.of(make_entries([5, 3]))
     weight = o_proj(2, 64, 4, 96, torch.float32)
     wanted = torch.ones(2, view.capacity, dtype=torch.bool)
@@ -65,3 +76,5 @@ def test_what_a_launch_refuses(interpreter: Child) -> None:
         interpreter.call(L1, view, weight.transpose(0, 1), wanted)
     with pytest.raises(InvariantError, match=r"expected wanted \[2, 32\]"):
         interpreter.call(L1, view, weight, wanted[:, 1:])
+    with pytest.raises(InvariantError, match="Gram matrices"):
+        interpreter.call(L2, view, gram_of(weight).half())

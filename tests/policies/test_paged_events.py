@@ -39,6 +39,7 @@ NEVER_GATHER = [
     "tova",
     "h2o",
     "snapkv",
+    "adakv+criticalkv",
     "snapkv+criticalkv",
     "pyramidkv+adakv+criticalkv",
     "snapkv+obcache",

@@ -63,21 +63,22 @@ def load_rows(
 
 
 @triton.jit
-def load_tile(
+def load_columns(
     pages,
     table_row,
     start,
     length,
     page_stride,
+    first_dim,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """[TILE, DIMS] keys of the entries from `start` on, zeros behind the length; of values, if
+    """[TILE, DIMS] keys from dimension `first_dim` on, zeros behind the length; of values, if
     `pages` is HEAD_SIZE further."""
     present = start + tl.arange(0, TILE) < length
-    dims = tl.arange(0, DIMS)
+    dims = first_dim + tl.arange(0, DIMS)
     offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
     rows = pages + offsets
     mask = present[:, None] & (dims < HEAD_SIZE)[None, :]

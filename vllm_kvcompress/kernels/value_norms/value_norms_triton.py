@@ -13,7 +13,9 @@ from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.common.kv_view import KVView, paged
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect, per_entry
-from vllm_kvcompress.kernels.common.paged_rows_triton import load_tile
+from vllm_kvcompress.kernels.common.paged_rows_triton import load_columns
+
+L2_TILE = 64  # entries of a program
 
 
 @kernel("table_stride", "capacity")
@@ -48,12 +50,13 @@ def _l1_kernel(
     asked = tl.load(wanted + head * capacity + nth, mask=nth < length, other=0) != 0
     total = tl.zeros([TILE], tl.float32)
     if tl.max(asked.to(tl.int32), 0) > 0:
-        values = load_tile(
+        values = load_columns(
             pages + HEAD_SIZE,
             page_table + head * table_stride,
             start,
             length,
             page_stride,
+            0,
             BLOCK_SIZE,
             HEAD_SIZE,
             TILE,
@@ -70,6 +73,70 @@ def _l1_kernel(
                 total += tl.sum(tl.abs(projected), 1)
     total = tl.where(asked, total / GROUP, 0.0)
     tl.store(norms + head * capacity + nth, total, mask=nth < capacity)
+
+
+@kernel("table_stride", "capacity")
+def _l2_kernel(
+    pages,
+    page_table,
+    lengths,
+    gram,
+    norms,
+    capacity,
+    page_stride,
+    table_stride,
+    GROUP: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """norms [S, capacity]: sqrt(v Q v^T), mean over the group, with Q in stripes of columns."""
+    start = tl.program_id(0) * TILE
+    head = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths + head).to(tl.int32)
+    table_row = page_table + head * table_stride
+    nth = start + tl.arange(0, TILE)
+    dims = tl.arange(0, DIMS)
+    total = tl.zeros([TILE], tl.float32)
+    if start < length:
+        values = load_columns(
+            pages + HEAD_SIZE,
+            table_row,
+            start,
+            length,
+            page_stride,
+            0,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            TILE,
+            DIMS,
+        ).to(tl.float32)
+        for member in range(GROUP):
+            rows = gram + (head * GROUP + member) * HEAD_SIZE * HEAD_SIZE + dims * HEAD_SIZE
+            squares = tl.zeros([TILE], tl.float32)
+            for first in range(0, HEAD_SIZE, COLUMNS):
+                column = first + tl.arange(0, COLUMNS)
+                mask = (dims < HEAD_SIZE)[:, None] & (column < HEAD_SIZE)[None, :]
+                stripe = tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
+                # Three products of tf32 are nearly one of fp32, and run on tensor cores.
+                product = tl.dot(values, stripe, input_precision="tf32x3")
+                same = load_columns(
+                    pages + HEAD_SIZE,
+                    table_row,
+                    start,
+                    length,
+                    page_stride,
+                    first,
+                    BLOCK_SIZE,
+                    HEAD_SIZE,
+                    TILE,
+                    COLUMNS,
+                )
+                squares += tl.sum(product * same.to(tl.float32), 1)
+            total += tl.sqrt(tl.maximum(squares, 0.0))
+    tl.store(norms + head * capacity + nth, total / GROUP, mask=nth < capacity)
 
 
 def _l1_tile(entries: PagedEntries) -> tuple[int, int]:
@@ -123,4 +190,48 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
 
     with on_device(entries):
         launch_fitting("value_norms_l1", most, entries.pages, launch)
+    return norms
+
+
+def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
+    """As `reference.value_norms_l2`, in Triton."""
+    entries = paged(view).body
+    num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
+    expect(
+        output_gram.dim() == 3
+        and num_heads > 0
+        and output_gram.shape[0] % num_heads == 0
+        and tuple(output_gram.shape[1:]) == (dims, dims)
+        and output_gram.dtype == torch.float32
+        and output_gram.is_contiguous(),
+        f"contiguous Gram matrices [{num_heads} * group, {dims}, {dims}] in fp32",
+        f"{tuple(output_gram.shape)} in {output_gram.dtype}",
+        "compute W W^T in fp32 for every query head",
+    )
+    norms = torch.empty(num_heads, capacity, device=entries.device)
+    if norms.numel() == 0:
+        return norms
+
+    def launch(tile: int) -> None:
+        _l2_kernel[(triton.cdiv(capacity, tile), num_heads)](
+            entries.pages,
+            entries.page_table,
+            entries.flat_lengths,
+            output_gram,
+            norms,
+            capacity,
+            entries.pages.stride(0),
+            entries.page_table.stride(0),
+            GROUP=output_gram.shape[0] // num_heads,
+            TILE=tile,
+            COLUMNS=32 if dims <= 128 else 16,
+            num_warps=4,
+            num_stages=2,
+            BLOCK_SIZE=entries.block_size,
+            HEAD_SIZE=dims,
+            DIMS=padded(dims),
+        )
+
+    with on_device(entries):
+        launch_fitting("value_norms_l2", L2_TILE, entries.pages, launch)
     return norms

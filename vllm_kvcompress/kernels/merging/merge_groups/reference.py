@@ -37,7 +37,7 @@ def merge_groups(
     place = torch.where(link, 0, nth).cummax(dim=1).values
     size = torch.zeros_like(key_weights).scatter_add(1, place, view.valid.float())
     single = (size == 1)[..., None]
-    merged: tuple[list[Tensor], list[Tensor]] = ([], [])
+    merged = torch.empty_like(view.keys()), torch.empty_like(view.values())
     for heads in view.head_slices():
         for which, weights in enumerate((key_weights, value_weights)):
             rows = view.clean(which, heads)
@@ -48,8 +48,8 @@ def merge_groups(
             means = _means(wide, weights, place[heads])
             if sum_values and which == 1:
                 means *= size[heads, :, None]
-            merged[which].append(torch.where(single[heads], rows, means.to(rows.dtype)))
-    return torch.cat(merged[0]), torch.cat(merged[1])
+            merged[which][heads] = torch.where(single[heads], rows, means.to(rows.dtype))
+    return merged
 
 
 def _means(rows: Tensor, weights: Tensor, place: Tensor) -> Tensor:

@@ -21,13 +21,11 @@ def merge_into(view: KVView, targets: Tensor, weights: Tensor) -> tuple[Tensor, 
     Returns:
         [H, n, D] keys and values in the cache's type.
     """
-    keys, values = (
-        torch.cat(
-            [_means(view.clean(which, h), targets[h], weights[h]) for h in view.head_slices()]
-        )
-        for which in (0, 1)
-    )
-    return keys, values
+    merged = torch.empty_like(view.keys()), torch.empty_like(view.values())
+    for heads in view.head_slices():
+        for which, rows in enumerate(merged):
+            rows[heads] = _means(view.clean(which, heads), targets[heads], weights[heads])
+    return merged
 
 
 def _means(rows: Tensor, targets: Tensor, weights: Tensor) -> Tensor:

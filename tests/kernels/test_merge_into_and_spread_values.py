@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.kernels import oracles
 from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
-from tests.kernels.test_nearest import some_kept
+from tests.kernels.test_nearest_keys import some_kept
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.merging.merge_into import merge_into

@@ -1,4 +1,4 @@
-"""Survivors in fresh pages."""
+"""Kept tokens in fresh pages."""
 
 from __future__ import annotations
 
