@@ -42,6 +42,7 @@ POLICIES = [
     "duoattention",
     "adakv+criticalkv",
     "adakv+criticalkv:l2",
+    "spans",
 ]
 PROFILES = {"headkv": "headkv.json", "duoattention": "duo/pattern.tsv"}
 

@@ -147,8 +147,8 @@ class EventRunner:
     ) -> list[int]:
         """Pages for entries in each layer: the allocator's division, less those of the state."""
         pool = self.pool
-        num_tail = plan.end_block - plan.first_block
-        capacity = [pages + num_tail * pool.num_heads + reserved for pages in former]
+        num_tail_blocks = plan.end_block - plan.first_block
+        capacity = [pages + num_tail_blocks * pool.num_heads + reserved for pages in former]
         pages = pipeline.allocator.layer_pages(
             len(plan.fresh_block_ids), capacity, pool.num_heads, plan.end_block
         )

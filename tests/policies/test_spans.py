@@ -1,0 +1,73 @@
+"""What spans promises: whole passages around what the last queries want, and what many want."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.policies.cases import HEAD_SIZE, Shape, make_view
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV
+from vllm_kvcompress.policies import resolve
+from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.spans import Spans, ranks
+
+SHAPE = Shape((16,), group=1)  # 64 tokens
+FAR, NEAR, WIDTH = 32, 4, 9
+WANTED_BY_LAST, WANTED_BY_MANY = 20, [5, 40]
+
+
+def passage_view() -> LayerView:
+    """The last queries look at one token, all others at two others."""
+    view = make_view(SHAPE, FAR)
+    keys, queries = torch.zeros(1, 64, HEAD_SIZE), torch.zeros(FAR, 1, HEAD_SIZE)
+    keys[0, WANTED_BY_LAST, 0] = 30.0
+    keys[0, WANTED_BY_MANY, 1] = 30.0
+    queries[-NEAR:, 0, 0] = 1.0
+    queries[:-NEAR, 0, 1] = 1.0
+    keys += 0.01 * torch.randn(keys.shape, generator=torch.Generator().manual_seed(0))
+    return replace(view, kv=GatheredKV.of(keys, keys), queries=queries, scale=1.0)
+
+
+def test_a_passage_stays_whole_beside_what_many_queries_want() -> None:
+    """Of 2k kept tokens at least k are the best by either rank.
+
+    SnapKV's window alone would lose the ones, H2O's sum alone the passage around the other.
+    """
+    policy = Spans(window_size=FAR, near_size=NEAR, kernel_size=WIDTH)
+    scores = policy.score(passage_view())[0]
+    best = set(scores[: 64 - NEAR].topk(2 * WIDTH).indices.tolist())
+    passage = range(WANTED_BY_LAST - WIDTH // 2, WANTED_BY_LAST + WIDTH // 2 + 1)
+    assert best >= {*passage}
+    assert best >= {*WANTED_BY_MANY}
+
+
+@given(numbers=st.lists(st.integers(0, 9), min_size=4, max_size=12), factor=st.floats(0.1, 1e6))
+def test_ranks_forget_the_scale_and_put_the_later_of_equals_higher(
+    numbers: list[int], factor: float
+) -> None:
+    scores = torch.tensor([numbers], dtype=torch.float32)
+    kv = GatheredKV.of(torch.zeros(1, len(numbers), 2), torch.zeros(1, len(numbers), 2))
+    view = replace(make_view(SHAPE, 1), kv=kv)
+    found = ranks(view, scores)[0].tolist()
+    assert found == ranks(view, scores * factor)[0].tolist()
+    for i, one in enumerate(numbers):
+        assert found[i] == sum((other, j) < (one, i) for j, other in enumerate(numbers))
+
+
+def test_entries_behind_a_head_s_length_are_not_counted() -> None:
+    view = replace(make_view(SHAPE, 1), kv=replace(passage_view().kv, lengths=torch.tensor([3])))
+    scores = torch.full((1, 64), float("nan"))
+    scores[0, :3] = torch.tensor([0.5, 0.1, 0.3])
+    assert ranks(view, scores)[0, :3].tolist() == [2, 0, 1]
+
+
+def test_parameters_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ConfigError, match="near_size: expected at most window_size, 16, found 32"):
+        resolve("spans", {"window_size": 16})
+    with pytest.raises(ConfigError, match="expected an odd number"):
+        resolve("spans", {"kernel_size": 8})
