@@ -28,8 +28,8 @@ figcaption, p.caption { color: #555; }
 figcaption { font-size: .85rem; overflow-wrap: anywhere; }
 """
 _COLUMNS = (
-    *("setup", "mode", "kept", "resident", "score", "agreement", "mass", "error"),
-    *("first token", "per token", "loss on texts (95%)"),
+    *("setup", "mode", "kept", "resident", "score", "loss on texts (95%)", "agreement"),
+    *("mass", "error", "first token", "per token"),
 )
 
 
@@ -101,9 +101,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
     token = "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms"
     texts = [row["setup"], mode]
     resident = f"{row['resident_bytes'] / 2**20:.2f} MiB" if row["resident_bytes"] else ""
-    texts += [percent(row["kept"]), resident, percent(row["score"]), percent(row["agreement"])]
-    texts += [percent(row["attention_mass"]), percent(row["attention_error"])]
-    texts += [f"{row['first_token_ms']:.1f} ms", token, loss_text(row)]
+    texts += [percent(row["kept"]), resident, percent(row["score"]), loss_text(row)]
+    texts += [percent(row[name]) for name in ("agreement", "attention_mass", "attention_error")]
+    texts += [f"{row['first_token_ms']:.1f} ms", token]
     return [f"<td>{html.escape(text)}</td>" for text in texts]
 
 
