@@ -137,11 +137,14 @@ def test_attention_loses_what_evicted_tokens_would_have_given(finished: Path) ->
 def test_a_run_that_was_killed_goes_on(
     finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Answers that were there stay as they are, the cut-off line is asked again."""
+    """Answers that were there stay as they are, the cut-off line is asked again.
+
+    The rest is asked four at a time, and each answer says what its own request has kept.
+    """
     lines = (finished / "answers.jsonl").read_text().splitlines(keepends=True)
     (tmp_path / "plan.json").write_bytes((finished / "plan.json").read_bytes())
     (tmp_path / "answers.jsonl").write_text("".join(lines[:14]) + lines[14][:40])
-    assert evaluate(tmp_path) == 0
+    assert evaluate(tmp_path, "--concurrency", "4") == 0
     assert "adakv@0.25" in capsys.readouterr().out
     _, before = read(finished)
     _, after = read(tmp_path)
@@ -151,6 +154,11 @@ def test_a_run_that_was_killed_goes_on(
         return [(a["setup"], a["mode"], a["item"], a["tokens"], a["score"]) for a in answers]
 
     assert said(after) == said(before)
+    for answer, alone in zip(after, before, strict=True):
+        assert answer["resident_tokens"] == pytest.approx(alone["resident_tokens"])
+    pairs = list(zip(after[14:], before[14:], strict=True))
+    same = sum(answer["kept_tokens"] == alone["kept_tokens"] for answer, alone in pairs)
+    assert same > 0.7 * len(pairs), "bfloat16 sums differ in a batch, and so may a head's pages"
 
 
 def test_a_finished_run_starts_no_engine(
@@ -211,6 +219,7 @@ def test_answers_to_other_questions_are_not_mixed(
         (["--tasks", "words", "--policies", "snapvk"], "snapvk"),
         (["--tasks", "words", "--budgets", "0"], "expected a positive, finite number"),
         (["--tasks", "words", "--budgets", "0.5,0.5"], "remove the doubles"),
+        (["--tasks", "words", "--concurrency", "0"], "--concurrency 0: expected at least 1"),
         (["--tasks", "words", "--lengths", "many"], "expected numbers of tokens"),
         (["--tasks", "words", "--kv-param", "windw_size=8"], "windw_size"),
     ],
@@ -251,7 +260,7 @@ def test_an_engine_that_ends_is_reported(tmp_path: Path) -> None:
     options = {"enforce_eager": True, "max_model_len": 512}
     with Engine(MODEL, None, options, log) as engine:
         question = Question(context=[1, 5, 6], question=[4], max_tokens=2, agnostic=False)
-        assert len(engine.ask(question).tokens) == 2
+        assert len(engine.ask(question)[0].tokens) == 2
         engine._process.kill()
         engine._process.join()
         with pytest.raises(EngineError, match="the engine ended"):

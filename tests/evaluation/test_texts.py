@@ -92,7 +92,7 @@ def test_one_engine_serves_every_setting_as_its_own_would(finished: Path, text: 
     options = {"enforce_eager": True, "max_model_len": 1024, "dtype": "float32"}
     settings = {"policy": "h2o", "budget": 0.25}
     with Engine(MODEL, settings, options, finished / "alone.log") as engine:
-        reply = engine.ask(question)
+        (reply,) = engine.ask(question)
     assert reply.nats == pytest.approx(rows["h2o@0.25/text"]["nats"], abs=1e-5)
     assert reply.resident_tokens == -(-(CONTEXT // 32) // 4) * 32 + CONTEXT % 32 + CONTINUATION
     losses = [row["loss"] for name, row in rows.items() if not name.startswith("full")]

@@ -40,6 +40,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a keyword argument of vllm.LLM, such as max_model_len=4096",
     )
     parser.add_argument(
+        "--concurrency",
+        type=int,
+        default=1,
+        metavar="N",
+        help="questions asked at once: more are answered sooner, on GPUs above all, but attention "
+        "is not measured then, and times are those of a busy engine (1)",
+    )
+    parser.add_argument(
         "--base-url",
         metavar="URL",
         help="ask a running server, as it is, instead of starting engines; MODEL is then where the "
@@ -151,6 +159,11 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     from vllm_kvcompress.tools.evaluation.runner import Plan
     from vllm_kvcompress.tools.evaluation.setups import MODES, SERVER, Setup, setups_of
 
+    if arguments.concurrency < 1 or (arguments.base_url and arguments.concurrency > 1):
+        raise ConfigError(
+            f"--concurrency {arguments.concurrency}: expected at least 1, and 1 with --base-url, "
+            "since a server's metrics tell of one request at a time only."
+        )
     params: dict[str, Any] = {"trigger": arguments.kv_trigger, "profile": arguments.kv_profile}
     params["params"] = dict(map(policy_param, arguments.kv_param))
     budgets = [parse_budget(text) for text in arguments.budgets]
@@ -166,6 +179,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         engine=dict(arguments.engine),
         base_url=arguments.base_url or "",
         served_name=arguments.served_name or arguments.model,
+        concurrency=arguments.concurrency,
     )
 
 

@@ -1,7 +1,8 @@
-"""A serving engine in a process of its own, which answers questions one at a time."""
+"""A serving engine in a process of its own, which answers questions."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,8 @@ class Question:
         question: those that follow.
         max_tokens: of the reply.
         agnostic: compress the context before the question is read.
-        measured: also measure what attention loses; the times then include that.
+        measured: also measure what attention loses, unless others are asked at the same time; the
+            times then include that.
         predicted: say how well `question` is predicted, instead of what follows it.
         policy, budget: instead of the engine's own; None: those.
     """
@@ -33,6 +35,11 @@ class Question:
     predicted: bool = False
     policy: str | None = None
     budget: float | None = None
+
+    @property
+    def prompt(self) -> list[int]:
+        """Its token ids."""
+        return [*self.context, *self.question]
 
     @property
     def extra_args(self) -> dict[str, str | float]:
@@ -92,43 +99,59 @@ class Engine(EngineProcess):
         super().__init__(model, settings, options, log, _answer)
         self._compresses = settings is not None
 
-    def ask(self, question: Question) -> Reply:
-        """One reply, greedy.
+    def ask(self, *questions: Question) -> list[Reply]:
+        """A reply to each question, greedy; several are asked at once.
 
         Raises:
-            EngineError: the engine refused the question, or ended.
+            EngineError: the engine refused a question, or ended.
         """
-        return Reply(**self.call((vars(question), self._compresses)))
+        call = [vars(question) for question in questions], self._compresses
+        return [Reply(**reply) for reply in self.call(call)]
 
 
-def _answer(llm: Any, call: tuple[dict[str, Any], bool]) -> dict[str, Any]:
+def _answer(llm: Any, call: tuple[list[dict[str, Any]], bool]) -> list[dict[str, Any]]:
     """In the engine's process."""
-    question, compresses = call
-    return vars(_ask(llm, Question(**question), compresses))
+    questions, compresses = call
+    return [vars(reply) for reply in _ask(llm, [Question(**q) for q in questions], compresses)]
 
 
-def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
+def _ask(llm: Any, questions: Sequence[Question], compresses: bool) -> list[Reply]:
     from vllm import SamplingParams
 
     from vllm_kvcompress.tools.evaluation.observer import watch, watched
     from vllm_kvcompress.vllm_plugin.compat import cache_bytes_per_token
 
-    prompt = [*question.context, *question.question]
-    params = SamplingParams(
-        temperature=0,
-        max_tokens=question.max_tokens,
-        extra_args=question.extra_args if compresses else None,
-        prompt_logprobs=0 if question.predicted else None,
-    )
+    params = [
+        SamplingParams(
+            temperature=0,
+            max_tokens=question.max_tokens,
+            extra_args=question.extra_args if compresses else None,
+            prompt_logprobs=0 if question.predicted else None,
+        )
+        for question in questions
+    ]
     if compresses:
-        llm.collective_rpc(watch, args=(question.measured,))
-    output = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
-    choice, times = output.outputs[0], output.metrics
-    further = len(choice.token_ids) - 1
+        measured = len(questions) == 1 and questions[0].measured
+        llm.collective_rpc(watch, args=(measured,))
+    prompts = [{"prompt_token_ids": question.prompt} for question in questions]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
     seen = llm.collective_rpc(watched)[0] if compresses else {}
+    bytes_per_token = cache_bytes_per_token(llm.llm_engine.vllm_config)
+    return [
+        _reply(question, output, seen, bytes_per_token)
+        for question, output in zip(questions, outputs, strict=True)
+    ]
+
+
+def _reply(question: Question, output: Any, seen: dict[str, Any], bytes_per_token: float) -> Reply:
+    """Of vLLM's output, and of what was seen of all that were asked with it."""
+    prompt, choice, times = question.prompt, output.outputs[0], output.metrics
+    further = len(choice.token_ids) - 1
     resident, kept = float(len(prompt)), []
     for event in seen.get("events", ()):
-        if event["position"] <= len(prompt):
+        # vLLM's own id of a request is the outputs' one, a dash and a random word.
+        mine = event["request_id"].partition("-")[0] == output.request_id
+        if mine and event["position"] <= len(prompt):
             kept = event["kept_tokens"]
             mean = fmean(tokens for layer in kept for tokens in layer)
             mean += event["policy_state_tokens"]
@@ -140,7 +163,7 @@ def _ask(llm: Any, question: Question, compresses: bool) -> Reply:
         first_token_seconds=times.first_token_latency,
         token_seconds=(times.last_token_ts - times.first_token_ts) / further if further else 0.0,
         resident_tokens=resident,
-        resident_bytes=round(resident * cache_bytes_per_token(llm.llm_engine.vllm_config)),
+        resident_bytes=round(resident * bytes_per_token),
         kept_tokens=kept,
         attention_error=_rounded(seen.get("errors", [])),
         attention_mass=_rounded(seen.get("masses", [])),

@@ -42,6 +42,7 @@ class Plan:
         engine: further keyword arguments of `vllm.LLM`.
         base_url: of the server that is asked at the setup `server`.
         served_name: what that calls the model.
+        concurrency: questions asked at once.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Plan:
     engine: dict[str, Any] = field(default_factory=dict)
     base_url: str = ""
     served_name: str = ""
+    concurrency: int = 1
 
     def answers_key(self) -> dict[str, Any]:
         """What answers depend on besides the setup: the same plan may go on with them."""
@@ -104,14 +106,15 @@ def run(
         for shared in shared_engines(waiting, plan.params):
             with _engine(plan, shared, folder / LOG) as engine:
                 for setup in shared.setups:
-                    for mode, number in still_open[setup]:
-                        choice = shared.choice(setup)
-                        answer = _answer(engine, plan, number, prompts[number], mode, choice)
-                        answer = {"setup": setup.name, "mode": mode, "item": number, **answer}
-                        output.write(json.dumps(answer) + "\n")
+                    choice = shared.choice(setup)
+                    questions = still_open[setup]
+                    for begin in range(0, len(questions), plan.concurrency):
+                        together = questions[begin : begin + plan.concurrency]
+                        for answer in _answers(engine, plan, prompts, together, choice):
+                            answers.append({"setup": setup.name, **answer})
+                            output.write(json.dumps(answers[-1]) + "\n")
+                            advance(f"{setup.name}, {answer['mode']}")
                         output.flush()
-                        answers.append(answer)
-                        advance(f"{setup.name}, {mode}")
     order = {setup.name: place for place, setup in enumerate(plan.setups)}
     modes = {setup.name: (*setup.modes(plan.modes), TEXT) for setup in plan.setups}
     wanted = [answer for answer in answers if answer["mode"] in modes.get(answer["setup"], ())]
@@ -132,34 +135,36 @@ def _prompts(plan: Plan) -> list[tuple[list[int], list[int]]]:
     return [split_prompt(tokenizer, item, longest) for item in plan.items]
 
 
-def _answer(
+def _answers(
     engine: Engine | Server,
     plan: Plan,
-    number: int,
-    prompt: tuple[list[int], list[int]],
-    mode: str,
+    prompts: Sequence[tuple[list[int], list[int]]],
+    together: Sequence[tuple[str, int]],
     choice: dict[str, Any],
-) -> dict[str, Any]:
-    """The answer to an item; every other one measures attention, the others times."""
-    item, (context, question) = plan.items[number], prompt
-    reply = engine.ask(
+) -> Iterator[dict[str, Any]]:
+    """Of modes and items that are asked at once; alone, every other item measures attention."""
+    questions = [
         Question(
-            context,
-            question,
-            item.max_tokens,
+            *prompts[number],
+            plan.items[number].max_tokens,
             agnostic=mode in (AGNOSTIC, TEXT),
             measured=number % 2 == 0,
             predicted=mode == TEXT,
             **choice,
         )
-    )
-    return {
-        "task": item.task,
-        "length": item.length,
-        "depth": item.depth,
-        "score": None if mode == TEXT else METRICS[item.metric](reply.text, item.answers),
-        **vars(reply),
-    }
+        for mode, number in together
+    ]
+    for (mode, number), reply in zip(together, engine.ask(*questions), strict=True):
+        item = plan.items[number]
+        yield {
+            "mode": mode,
+            "item": number,
+            "task": item.task,
+            "length": item.length,
+            "depth": item.depth,
+            "score": None if mode == TEXT else METRICS[item.metric](reply.text, item.answers),
+            **vars(reply),
+        }
 
 
 def _claim(folder: Path, plan: Plan) -> None:

@@ -42,12 +42,15 @@ class Server:
     ) -> None:
         self._client.close()
 
-    def ask(self, question: Question) -> Reply:
-        """One reply, greedy.
+    def ask(self, *questions: Question) -> list[Reply]:
+        """A reply to each question, greedy, one after the other: its metrics tell whose they are.
 
         Raises:
-            EngineError: the server refused the question, or is not there.
+            EngineError: the server refused a question, or is not there.
         """
+        return [self._ask(question) for question in questions]
+
+    def _ask(self, question: Question) -> Reply:
         import openai
 
         before = self._counted()
@@ -72,7 +75,7 @@ class Server:
         return Reply(
             text=text,
             tokens=tokens,
-            prompt_tokens=len(question.context) + len(question.question),
+            prompt_tokens=len(question.prompt),
             first_token_seconds=arrivals[0],
             token_seconds=(arrivals[-1] - arrivals[0]) / max(1, len(tokens) - 1),
             resident_tokens=0,
@@ -91,7 +94,7 @@ class Server:
         return Reply(
             text=choice.text,
             tokens=choice.token_ids,
-            prompt_tokens=len(question.context) + len(question.question),
+            prompt_tokens=len(question.prompt),
             first_token_seconds=time.perf_counter() - started,
             token_seconds=0.0,
             resident_tokens=0,
