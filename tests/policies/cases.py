@@ -31,6 +31,8 @@ POLICIES: dict[str, dict[str, object]] = {
     "pyramidkv": {"window_size": 5, "beta": 3.0},
     "adakv": {"window_size": 5},
     "spans": {"window_size": 9, "near_size": 4, "kernel_size": 5},
+    "expected": {"window_size": 9, "n_future_positions": 6, "n_sink": 2},
+    "expected+adakv": {"window_size": 60, "n_future_positions": 3, "epsilon": 0.02},
     "headkv": {"window_size": 5},
     "duoattention": {},
     "snapkv+criticalkv": {"window_size": 5},

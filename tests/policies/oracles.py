@@ -33,6 +33,7 @@ class Head:
         queries: by position of the window, the group's query vectors, oldest first.
         weights: by member of the group, W_O rows [D][M].
         scale: softmax scale.
+        frequencies: of RoPE, radians per position; dims i and i + r / 2 turn together.
     """
 
     keys: list[Vector]
@@ -42,6 +43,7 @@ class Head:
     queries: list[list[Vector]]
     weights: list[list[Vector]]
     scale: float
+    frequencies: Vector
 
     @property
     def size(self) -> int:
@@ -60,6 +62,7 @@ def heads_of(view: LayerView) -> list[Head]:
         size = int(view.lengths[h])
         own = range(h * group, (h + 1) * group)
         assert view.output_weight is not None
+        assert view.rotary is not None
         heads.append(
             Head(
                 keys=view.kv.keys()[h, :size].double().tolist(),
@@ -69,6 +72,7 @@ def heads_of(view: LayerView) -> list[Head]:
                 queries=[[row[q].double().tolist() for q in own] for row in view.queries],
                 weights=[view.output_weight[h, :, g].double().tolist() for g in range(group)],
                 scale=view.scale,
+                frequencies=view.rotary.frequencies.double().tolist(),
             )
         )
     return heads
@@ -177,6 +181,50 @@ def rank_of(j: int, row: Vector) -> int:
     return sum((row[i], i) < (row[j], j) for i in range(len(row)))
 
 
+def turned(vector: Vector, steps: int, frequencies: Vector) -> Vector:
+    """As it would be so many positions later."""
+    out, half = list(vector), len(frequencies)
+    for i, frequency in enumerate(frequencies):
+        a, b, angle = vector[i], vector[i + half], steps * frequency
+        out[i] = a * math.cos(angle) - b * math.sin(angle)
+        out[i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def expected(head: Head, width: int, params: dict[str, Any]) -> Vector:
+    """Expected Attention, of a head whose layer has `width` tokens."""
+    window, sinks, future = head.queries, params["n_sink"], params["n_future_positions"]
+    columns = range(len(head.keys[0]))
+    begin = width - sinks - len(window)  # tokens before the window that are no sinks
+    window = window[-begin if begin < 0 else 0 :] or window[-1:]
+    unit = [[float(i == j) for j in columns] for i in columns]
+    turns = [[turned(row, t, head.frequencies) for t in range(future)] for row in unit]
+    turn = [[sum(row[c] for row in rows) / future for c in columns] for rows in turns]
+    keys, total = head.keys + head.tail_keys, [0.0] * head.size
+    for member in range(len(head.weights)):
+        asked = [
+            turned(members[member], len(window) - i, head.frequencies)
+            for i, members in enumerate(window)
+        ]
+        mean = [sum(query[c] for query in asked) / len(asked) for c in columns]
+        away = [[query[c] - mean[c] for c in columns] for query in asked]
+        mean = [sum(mean[i] * turn[i][c] for i in columns) for c in columns]
+        away = [[sum(row[i] * turn[i][c] for i in columns) for c in columns] for row in away]
+        logits = []
+        for key in keys:
+            logit = head.scale * dot(mean, key)
+            if params["use_covariance"]:
+                logit += head.scale**2 / 2 * sum(dot(row, key) ** 2 for row in away) / len(away)
+            logits.append(logit)
+        top = max(logits[sinks:], default=0.0)
+        whole = sum(math.exp(logit - top) for logit in logits[sinks:])
+        for j in range(sinks, head.size):
+            total[j] += math.exp(logits[j] - top) / whole / len(head.weights)
+    if not params["use_vnorm"]:
+        return total
+    return [(s + params["epsilon"]) * norm(v) for s, v in zip(total, head.values, strict=True)]
+
+
 def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Vector]:
     base = policy.split("+")[0]
     if base in ("streamingllm", "duoattention"):
@@ -195,6 +243,9 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
         ]
     if base == "spans":
         return [higher_rank(head, params) for head in heads]
+    if base == "expected":
+        width = max(head.size + head.num_tail for head in heads)
+        return [expected(head, width, params) for head in heads]
     masses = [mass(head) for head in heads]
     if base in ("h2o", "d2o", "momentkv", *LINKING):
         return masses
@@ -247,6 +298,8 @@ def protection_of(policy: str, params: dict[str, Any]) -> tuple[int, int, float]
         return params["num_sinks"], params["window_size"], 0.0
     if base == "spans":
         return 0, params["near_size"], 0.0
+    if base == "expected":
+        return params["n_sink"], 0, 0.0
     return 0, params["window_size"], 0.0
 
 

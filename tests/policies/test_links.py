@@ -308,6 +308,14 @@ def test_keys_turn_as_by_hand(halves: bool) -> None:
             assert found[head, j].tolist() == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.parametrize("halves", [True, False])
+def test_the_mean_over_positions_is_one_matrix(halves: bool) -> None:
+    rotary = Rotary(torch.tensor([1.0, 0.3, 0.05]), halves)
+    row = torch.randn(8, generator=torch.Generator().manual_seed(2))
+    turned = [rotary.rerotate(row, torch.tensor(step)) for step in range(5)]
+    assert (row @ rotary.averaged(5, 8)).tolist() == pytest.approx((sum(turned) / 5).tolist())
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_one_key_at_many_positions_is_that_key_at_one_of_them(policy: str, tmp_path: Path) -> None:
     """Unrotated, twice in a row: groups of a key that is the same but for its position."""

@@ -103,6 +103,7 @@ class Needs:
         values: the values; implied by the two above.
         plain_logits: attention logits without soft-capping, which the formulas leave out.
         positions: the position of every key, and how keys are rotated.
+        rotary: how keys and queries are rotated.
         accumulated: the attention that entries have received, event after event.
     """
 
@@ -112,6 +113,7 @@ class Needs:
     values: bool = False
     plain_logits: bool = False
     positions: bool = False
+    rotary: bool = False
     accumulated: bool = False
 
     def joined(self, other: Needs) -> Needs:

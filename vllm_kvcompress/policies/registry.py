@@ -29,7 +29,16 @@ ENTRY_POINTS = "vllm_kvcompress.policies"
 # In the order in which they are listed; modules that are not named here follow.
 LISTED_FIRST = (
     *("streamingllm", "knorm", "keydiff", "tova", "h2o", "snapkv", "pyramidkv", "adakv", "headkv"),
-    *("duoattention", "spans", "criticalkv", "window", "obcache", "merging.cam", "merging.d2o"),
+    *(
+        "duoattention",
+        "expected",
+        "spans",
+        "criticalkv",
+        "window",
+        "obcache",
+        "merging.cam",
+        "merging.d2o",
+    ),
     *("merging.momentkv", "merging.kvmerger", "merging.asymkv", "merging.kvslimmer"),
 )
 

@@ -328,9 +328,9 @@ def rotary_embedding(model: Any, layer_name: str) -> Rotary:
     rotary = getattr(model.get_submodule(parent_name), "rotary_emb", None)
     if type(rotary).__name__ not in _PLAIN_ROTARY:
         raise UnsupportedError(
-            f"merging keys as before RoPE needs a rotary embedding beside {layer_name} whose "
-            f"frequencies do not depend on the length, found {type(rotary).__name__}; "
-            "add --kv-param merge_space=rotated."
+            f"keys or queries as before RoPE need a rotary embedding beside {layer_name} whose "
+            f"frequencies do not depend on the length, found {type(rotary).__name__}; choose "
+            "another policy, or where keys merge add --kv-param merge_space=rotated."
         )
     cos, sin = rotary._compute_cos_sin_cache()[1].float().chunk(2)
     device = next(model.parameters()).device

@@ -227,7 +227,7 @@ class WorkerCompression:
 def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
     """What policies need of an attention layer's weights, as they are now."""
     rotary = gram = by_kv_head = None
-    if needs.positions:
+    if needs.positions or needs.rotary:
         rotary = compat.rotary_embedding(model, layer.layer_name)
     if needs.output_weight or needs.output_gram:
         impl = layer.impl
