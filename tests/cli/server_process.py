@@ -16,10 +16,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 OUR_SERVE = "import sys; from vllm_kvcompress.cli.main import main; sys.exit(main())"
-# The console script of vLLM, which the CPU distribution's metadata would break.
+# vLLM's own command, as the image's `vllm` and scripts/vllm.sh start it.
 PLAIN_VLLM = (
-    "from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm; answer_for_vllm()\n"
-    "from vllm.entrypoints.cli.main import main; main()"
+    "import runpy; runpy.run_module('vllm_kvcompress.cli.stock_vllm', run_name='__main__', "
+    "alter_sys=True)"
 )
 
 
