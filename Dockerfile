@@ -48,8 +48,8 @@ RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
     && install="pip install --no-cache-dir --no-deps" \
     && { $install "$torch" || $install --index-url "${TORCH_INDEX_URL}" "$torch"; } \
     && $install -r /tmp/cpu.lock
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --no-deps --no-index /wheels/*.whl
+COPY --from=wheel /wheels /tmp/wheels
+RUN pip install --no-cache-dir --no-deps --no-index /tmp/wheels/*.whl
 # The CPU build's own script asks for the metadata of a package that is called vllm, and fails.
 RUN printf '#!/bin/sh\nexec /opt/venv/bin/python -m vllm_kvcompress.cli.stock_vllm "$@"\n' \
         > /opt/venv/bin/vllm \
@@ -69,8 +69,8 @@ ENTRYPOINT ["vllm-kvcompress", "serve"]
 
 FROM ${BASE_IMAGE} AS cuda
 USER 0
-RUN --mount=type=bind,from=wheel,source=/wheels,target=/wheels \
-    uv pip install --system --no-cache --no-deps --no-index /wheels/*.whl
+COPY --from=wheel /wheels /tmp/wheels
+RUN python3 -m pip install --no-cache-dir --no-deps --no-index /tmp/wheels/*.whl
 # vLLM's images have this user already, others may not.
 RUN id vllm >/dev/null 2>&1 || useradd --uid 2000 --gid 0 --create-home vllm; \
     chmod g+rwX /home/vllm

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Checks the image and what is in deploy/ with the tools that operators use; a script per check in scripts/deploy/.
+#
+#   scripts/check_deploy.sh --quick    what needs no image: minutes, in CI, too
+#   scripts/check_deploy.sh            everything: also builds images and serves from them (Debian, as root)
+#   scripts/check_deploy.sh NAME...    these checks, for example: image
+#
+# What a check lacks of Debian's packages it names, and tools in Python it installs under build/deploy/.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+quick=(manifests)
+with_images=(image)
+
+checks=("${quick[@]}" "${with_images[@]}")
+if [[ "${1:-}" == --quick ]]; then
+    checks=("${quick[@]}")
+elif [[ $# -gt 0 ]]; then
+    checks=("$@")
+fi
+for name in "${checks[@]}"; do
+    [[ -f "$root/scripts/deploy/$name.sh" ]] || {
+        echo "check_deploy: no check called $name; there are: ${quick[*]} ${with_images[*]}" >&2
+        exit 2
+    }
+done
+"$root/scripts/setup.sh"
+for name in "${checks[@]}"; do
+    echo "check_deploy: $name"
+    bash "$root/scripts/deploy/$name.sh"
+done
+echo "check_deploy: all well: ${checks[*]}"

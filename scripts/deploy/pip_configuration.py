@@ -1,0 +1,36 @@
+"""Writes this machine's pip configuration, environment included, to a file for a build.
+
+Prints the folders of wheels that it names, which the build has to be shown, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+NEEDED = ("index-url", "extra-index-url", "find-links", "trusted-host", "timeout")
+
+
+def main() -> None:
+    """The options that say where packages come from, into the file that the argument names."""
+    command = [sys.executable, "-m", "pip", "config", "list"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    values: dict[str, str] = {}
+    for line in listed.splitlines():
+        name, _, value = line.partition("=")
+        option = name.rpartition(".")[2].removeprefix("default-")
+        if option in NEEDED:
+            values[option] = ast.literal_eval(value).replace("\n", " ")
+    # Debian's own pip trusts the certificates that it brings along, not those of the image.
+    values["cert"] = "/etc/ssl/certs/ca-certificates.crt"
+    lines = ["[global]", *(f"{option} = {value}" for option, value in values.items())]
+    Path(sys.argv[1]).write_text("\n".join(lines) + "\n")
+    places = [place for name in NEEDED[:3] for place in values.get(name, "").split()]
+    folders = {Path(place.removeprefix("file://")) for place in places}
+    print(*sorted(str(folder) for folder in folders if folder.is_dir()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
