@@ -16,6 +16,7 @@ from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, Pag
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
 from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.kernels.merging.moments import moment_size, pack_moments, unpack_moments
 from vllm_kvcompress.policies import Pipeline
 
 NUM_LAYERS, NUM_HEADS, GROUP, SIZE, DIM = 2, 2, 3, 4, 8
@@ -154,10 +155,12 @@ class Step:
     def _carry(self, request: Request, layer: int, slot: int, counts: list[int]) -> None:
         """Numbers per head, then biases head after head, in pages of their own."""
         numbers = []
-        if size := self.pipeline.state_size(DIM):
-            states = 0.3 * self._draw(NUM_HEADS, size)
+        if self.pipeline.corrects:
+            states = 0.3 * self._draw(NUM_HEADS, moment_size(DIM))
             states[:, 0] = torch.tensor([5.0, 0.0])  # evicted entries
-            numbers += list(states)
+            packed = pack_moments(states, DIM)
+            numbers += list(packed)
+            states = unpack_moments(packed, DIM)
             for head, state in enumerate(states):
                 self.states[request.name, layer, head] = state
         if self.pipeline.weighs_entries:

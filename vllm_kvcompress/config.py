@@ -276,7 +276,12 @@ class Settings:
         return next((t.mark for t in self.triggers if t.mark is not None), None)
 
     def rule(
-        self, block_size: int, window_size: int, least_blocks: int = 1, window_blocks: int = 0
+        self,
+        block_size: int,
+        window_size: int,
+        least_blocks: int = 1,
+        window_blocks: int = 0,
+        blocks_on_top: int = 0,
     ) -> CompressionRule:
         """The budget and triggers in tokens and blocks.
 
@@ -285,6 +290,7 @@ class Settings:
             window_size: the last queries that the policy observes.
             least_blocks: that an event leaves.
             window_blocks: for a request's last queries, under pressure.
+            blocks_on_top: for a policy state that does not count in the budget.
         """
         if not self.compresses:
             return CompressionRule(block_size, fraction=1.0, at_prompt_end=False)
@@ -305,6 +311,7 @@ class Settings:
             window_size=window_size,
             least_blocks=least_blocks,
             window_blocks=window_blocks,
+            blocks_on_top=blocks_on_top,
         )
 
     def num_kept_blocks(self, num_full_blocks: int, block_size: int) -> int:

@@ -21,6 +21,7 @@ from vllm_kvcompress.kernels.merging.moments import (
     add_to_moments,
     correct_with_moments,
     moment_size,
+    pack_moments,
 )
 from vllm_kvcompress.kernels.merging.nearest_keys import nearest_keys
 from vllm_kvcompress.kernels.top_entries import top_entries
@@ -132,7 +133,7 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
 def _corrected(correct: Any, moments: Tensor, queries: Tensor) -> Tensor:
     """The queries themselves as outputs, corrected."""
     outputs, lse = queries.clone(), queries.float().norm(dim=3)
-    state = PagedNumbers.of_rows(moments)
+    state = PagedNumbers.of_rows(pack_moments(moments, shapes.HEAD_SIZE))
     correct(state, outputs, lse, queries, shapes.SCALE)
     return outputs
 

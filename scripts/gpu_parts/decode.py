@@ -21,7 +21,7 @@ from vllm_kvcompress.kernels.attention.decode_triton import (
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments.correction_triton import correct_with_moments
-from vllm_kvcompress.kernels.merging.moments.reference import moment_size
+from vllm_kvcompress.kernels.merging.moments.reference import packed_size
 
 Row = dict[str, Any]
 
@@ -92,7 +92,7 @@ def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[s
     With the log-sum-exp, with a bias besides, or with MomentKV's correction.
     """
     queries = _queries(entries.num_sequences)
-    size = moment_size(shapes.HEAD_SIZE)
+    size = packed_size(shapes.HEAD_SIZE)
     states = _carried(entries, size, torch.full_like(entries.flat_lengths, size))
     biases = _carried(entries, entries.capacity, entries.flat_lengths)
     for option, bias, state in (

@@ -16,9 +16,9 @@ from tests.tiny_models import prompt
 
 BLOCK, HEADS, LAYERS = 32, 2, 3
 CONTEXT, QUESTION = 700, 45
-# Per head n_e, two means and their cross moments, in fp32, in pages of K and V.
+# Per head n_e, a unit and two means in fp32 and cross moments in 16 bits, in fp32 pages of K and V.
 HEAD_SIZE = 32
-NUMBERS = HEADS * (1 + 2 * HEAD_SIZE + HEAD_SIZE**2)
+NUMBERS = HEADS * (2 + 2 * HEAD_SIZE + HEAD_SIZE**2 // 2)
 STATE_PAGES = -(-NUMBERS // (2 * BLOCK * HEAD_SIZE))
 
 
@@ -167,7 +167,7 @@ def test_unrotated_merging_knows_every_position(model_directory: Path, run_engin
 
 
 def test_a_budget_without_room_for_the_state_is_refused(llama: str, run_engine: Run) -> None:
-    with pytest.raises(pytest.fail.Exception, match="counts in the budget, which 32 tokens"):
+    with pytest.raises(pytest.fail.Exception, match="tokens per head; expected at least 32 tokens"):
         run_engine(
             llama,
             [[request("a", prompt(300, seed=1), 2)]],

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.cases import make_entries, random, some_bias
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.merging.moments import moment_size
+from vllm_kvcompress.kernels.merging.moments import packed_size
 
 KERNELS = "vllm_kvcompress.kernels."
 GROUP = 4  # query heads of a KV head
@@ -81,7 +81,7 @@ def launches(
     gram = random(2 * GROUP, head_size, head_size)
     yield launch("value_norms.value_norms_triton.value_norms_l2", 1, view, gram)
 
-    state = torch.zeros(2, moment_size(head_size))
+    state = torch.zeros(2, packed_size(head_size))
     states, lse = PagedNumbers.of_rows(state), random(2, GROUP, num_queries)
     arguments = (states, queries.clone(), lse, queries, 0.1)
     yield launch("merging.moments.correction_triton.correct_with_moments", 1, *arguments)

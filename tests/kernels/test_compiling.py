@@ -18,7 +18,7 @@ from tests.kernels.child import Child, at_once
 from tests.kernels.compiled_cases import HOLDING_TILES, launches
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.merging.moments import moment_size
+from vllm_kvcompress.kernels.merging.moments import packed_size
 
 KERNELS = "vllm_kvcompress.kernels."
 DECODE = "attention.decode_triton.decode_attention"
@@ -135,7 +135,7 @@ def test_prefill(compiler: Child, block_size: int) -> None:
 
 
 def test_correction(compiler: Child) -> None:
-    state = torch.zeros(2, moment_size(128))
+    state = torch.zeros(2, packed_size(128))
     states = PagedNumbers.of_rows(state)
     for num_queries in (1, 300):
         queries = random(2, 4, num_queries, 128, dtype=BF16)

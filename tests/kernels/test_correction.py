@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,21 +14,35 @@ from tests.kernels.cases import random, some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.merging.moments import correct_with_moments, moment_size
+from vllm_kvcompress.kernels.merging.moments import correct_with_moments, packed_size
 
 CORRECT = "tests.kernels.launches.corrected"
 TRITON = "merging.moments.correction_triton"
 SCALE = 0.2
 
 
-def some_states(num_sequences: int, dims: int, page: int) -> PagedNumbers:
+def some_states(num_sequences: int, dims: int, page: int, order: int = 1) -> PagedNumbers:
     """Of heads of which every third has evicted nothing, in scattered pages."""
-    states = some_bias([moment_size(dims)] * num_sequences, page)
+    size = packed_size(dims, order)
+    states = some_bias([size] * num_sequences, page)
     heads = num_sequences // len(states.page_table)
+    halves = (random(num_sequences, 2 * size) / 4).half().view(torch.float32)
     for s in range(num_sequences):
-        start = int(states.starts[s])
-        states.pages[states.page_table[s // heads, start // page], start % page] = 7.0 * (s % 3)
+        for nth in (0, *range(2 + 2 * dims, size)):
+            place = int(states.starts[s]) + nth
+            row = states.page_table[s // heads, place // page]
+            states.pages[row, place % page] = halves[s, nth] if nth else 7.0 * (s % 3)
     return states
+
+
+def unpacked(states: PagedNumbers, s: int, dims: int) -> list[float]:
+    """Count, means and cross moments of a sequence, number by number."""
+    packed = oracles.numbers_of(states, s)
+    count, unit = packed[:2]
+    halves: list[float] = []
+    for number in packed[2 + 2 * dims :]:
+        halves += struct.unpack("<2e", struct.pack("<f", number))
+    return [count, *packed[2 : 2 + 2 * dims], *(x * unit * count for x in halves)]
 
 
 def some_outputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,13 +55,14 @@ def some_outputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tenso
     return outputs.permute(1, 2, 0, 3), lse, queries.permute(1, 2, 0, 3)
 
 
-def test_twin_is_the_oracle() -> None:
-    states = some_states(4, 6, page=8)
+@pytest.mark.parametrize("order", [0, 1])
+def test_twin_is_the_oracle(order: int) -> None:
+    states = some_states(4, 6, 8, order)
     outputs, lse, queries = some_outputs(4, 2, 3, 6)
     expected = [
         [
             [
-                oracles.corrected(*each, oracles.numbers_of(states, s), SCALE)
+                oracles.corrected(*each, (unpacked(states, s, 6) + [0.0] * 36)[:49], SCALE)
                 for each in zip(*rows, strict=True)
             ]
             for rows in zip(*members, strict=True)
@@ -59,11 +76,19 @@ def test_twin_is_the_oracle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dims", "group", "num_queries", "page"),
-    [(64, 4, 1, 1024), (80, 1, 7, 640), (128, 8, 1, 2048), (96, 3, 30, 768), (256, 4, 2, 8192)],
+    ("dims", "group", "num_queries", "page", "order"),
+    [
+        (64, 4, 1, 1024, 1),
+        (80, 1, 7, 640, 0),
+        (128, 8, 1, 2048, 1),
+        (96, 3, 30, 768, 1),
+        (256, 4, 2, 8192, 1),
+    ],
 )
-def test_is_the_twin(backend: Backend, dims: int, group: int, num_queries: int, page: int) -> None:
-    states = some_states(3 if num_queries > 1 else 4, dims, page)
+def test_is_the_twin(
+    backend: Backend, dims: int, group: int, num_queries: int, page: int, order: int
+) -> None:
+    states = some_states(3 if num_queries > 1 else 4, dims, page, order)
     arguments = some_outputs(states.num_sequences, group, num_queries, dims, dtype=backend.dtype)
     expected = backend.call(CORRECT, "merging.moments.reference", states, *arguments, dims**-0.5)
     found = backend.call(CORRECT, TRITON, states, *arguments, dims**-0.5)

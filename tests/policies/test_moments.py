@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.policies import oracles
+from tests.policies.cases import HEAD_SIZE, Shape, make_view
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.attention import attention_with_lse
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
-from vllm_kvcompress.kernels.merging.moments import add_to_moments, moment_residuals, moment_size
+from vllm_kvcompress.kernels.merging.moments import (
+    add_to_moments,
+    moment_residuals,
+    moment_size,
+    pack_moments,
+    packed_size,
+    unpack_moments,
+)
 from vllm_kvcompress.kernels.merging.moments.reference import corrected as with_moments
 from vllm_kvcompress.policies import resolve
+from vllm_kvcompress.scheduling.rule import CompressionRule
 
 DIM, SCALE = 5, 0.4
 
@@ -181,6 +193,110 @@ def test_the_least_blocks_hold_the_state_and_a_page_per_head(
     assert least == 1 or room(least - 1) < heads
     if policy == "momentkv":
         state = pipeline.state_pages(least * heads, heads, head_size, 32, page_bytes)
-        assert (state - 1) * page_bytes < 4 * heads * moment_size(head_size) <= state * page_bytes
+        assert (state - 1) * page_bytes < 4 * heads * packed_size(head_size) <= state * page_bytes
     if policy == "snapkv":
         assert least == 1
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("dims", [5, 8])
+def test_sixteen_bits_hold_cross_moments_of_any_size(size: float, dims: int) -> None:
+    """To a part in 2,000 of the largest; counts and means as they are; twice as once."""
+    keys, values = size * normal(2, 40, dims), 3 * normal(2, 40, dims, seed=1)
+    everything = torch.ones(2, 40, dtype=torch.bool)
+    kv = GatheredKV.of(keys, values)
+    state = add_to_moments(kv, torch.zeros(2, moment_size(dims)), everything)
+    packed = pack_moments(state, dims)
+    assert packed.shape == (2, packed_size(dims))
+    found = unpack_moments(packed, dims)
+    means = 1 + 2 * dims
+    assert torch.equal(found[:, :means], state[:, :means])
+    largest = state[:, means:].abs().amax(dim=1, keepdim=True)
+    assert ((found - state)[:, means:].abs() <= largest / 2000).all()
+    assert torch.allclose(pack_moments(found, dims), packed, rtol=1e-6, equal_nan=True)
+    nothing = torch.zeros(2, moment_size(dims))
+    assert not unpack_moments(pack_moments(nothing, dims), dims).any()
+
+
+def test_without_cross_moments_a_state_is_short_and_predicts_the_mean() -> None:
+    state = state_of(normal(1, 6, DIM, seed=3), normal(1, 6, DIM, seed=4))
+    packed = pack_moments(state, DIM, order=0)
+    assert packed.shape == (1, 2 + 2 * DIM)
+    found = unpack_moments(packed, DIM)
+    assert torch.equal(found[:, : 1 + 2 * DIM], state[:, : 1 + 2 * DIM])
+    assert not found[:, 1 + 2 * DIM :].any()
+    assert resolve("momentkv", {"order": 0}).state_size(64) == 2 + 2 * 64
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 5])
+def test_rounds_predict_with_what_earlier_ones_evicted(rounds: int) -> None:
+    """The least in weight times residual go, a part at a time, as plain loops have it."""
+    shape, window = Shape((9,), tail=1, group=1), 5
+    view = make_view(shape, window)
+    pipeline = resolve("momentkv", {"window_size": window, "chunk_size": 1, "rounds": rounds})
+    head = oracles.heads_of(view)[0]
+    masses, kept = oracles.mass(head), 12
+    stay = oracles.protected(head, kept, 1, window, 0.0)
+    left, gone = list(range(36)), list[int]()
+    for part in range(1, rounds + 1):
+        weights = [
+            math.inf if j in stay else masses[j] * unpredicted(head, gone, j) for j in range(36)
+        ]
+        best = oracles.best(left, weights, 36 - (36 - kept) * part // rounds)
+        gone += [j for j in left if j not in best]
+        left = sorted(best)
+    scores = pipeline.scorer.score(view)
+    found = pipeline.selector.select(view, scores, torch.tensor([kept]), pipeline.protection)
+    assert found[0].nonzero()[:, 0].tolist() == left
+
+
+def unpredicted(head: oracles.Head, gone: list[int], j: int) -> float:
+    """Norm of v_j - mean v - scale / n sum (v - mean v) ((k - mean k) . k_j)."""
+    if not gone:
+        return oracles.norm(head.values[j])
+    dims, count = range(HEAD_SIZE), len(gone)
+    mean_key = [sum(head.keys[i][d] for i in gone) / count for d in dims]
+    mean_value = [sum(head.values[i][d] for i in gone) / count for d in dims]
+    rest = [head.values[j][d] - mean_value[d] for d in dims]
+    for i in gone:
+        centred = [head.keys[i][d] - mean_key[d] for d in dims]
+        near = head.scale / count * oracles.dot(centred, head.keys[j])
+        rest = [rest[d] - near * (head.values[i][d] - mean_value[d]) for d in dims]
+    return oracles.norm(rest)
+
+
+def test_uncorrected_outputs_need_no_state_after_the_only_event() -> None:
+    pipeline = replace(resolve("momentkv", {"correct": "off"}), repeats=False)
+    assert not pipeline.needs_biased_attention
+    assert pipeline.state_size(64) == 0
+    assert replace(pipeline, repeats=True).state_size(64) == packed_size(64)
+
+
+# Llama 3.1 8B: 8 heads of 128 numbers, blocks of 16 tokens in 16 bits.
+LLAMA = (8, 128, 16, 2 * 16 * 128 * 2)
+
+
+def test_a_budget_that_the_state_leaves_too_little_of_is_refused_with_the_figures() -> None:
+    """A head's state is 33,800 bytes, 66.02 tokens: 34 pages of 16 for eight heads, 68 tokens."""
+    pipeline = resolve("momentkv")
+    pipeline.check_room(112, *LLAMA)
+    said = (
+        r"much as 68 tokens.*at least 33 tokens.*found 28 of 96; give at least 112, or state_room"
+    )
+    with pytest.raises(ConfigError, match=said):
+        pipeline.check_room(96, *LLAMA)
+    resolve("snapkv").check_room(32, *LLAMA)
+
+
+def test_a_state_on_top_leaves_the_budget_to_tokens() -> None:
+    """The paper's smallest budget is 128 tokens."""
+    pipeline = resolve("snapkv+momentfix", {"state_room": "on_top"})
+    heads, head_size, block_size, page_bytes = LLAMA
+    on_top = pipeline.blocks_on_top(heads, head_size, page_bytes)
+    assert on_top == 5
+    pipeline.check_room(128, *LLAMA)
+    rule = CompressionRule(block_size, tokens=128, blocks_on_top=on_top)
+    pages = rule.target_blocks(4096, 4096) * heads
+    state = pipeline.state_pages(pages, heads, head_size, block_size, page_bytes)
+    assert pages - state >= 128 // block_size * heads
+    assert resolve("snapkv+momentfix").blocks_on_top(heads, head_size, page_bytes) == 0

@@ -189,6 +189,11 @@ class Merger:
         """Whether kept entries get a bias on their logits."""
         return False
 
+    @property
+    def state_on_top(self) -> bool:
+        """Whether the policy state of heads takes its room beside the budget, not within."""
+        return False
+
     def state_size(self, head_size: int) -> int:
         """fp32 numbers per KV head that stay from event to event."""
         return 0

@@ -101,6 +101,13 @@ class Pipeline:
                 return blocks
             blocks += 1
 
+    def blocks_on_top(self, num_heads: int, head_size: int, page_bytes: int) -> int:
+        """Blocks that hold the state of heads beside the budget; 0 where it counts in it."""
+        if self.merger is None or not self.merger.state_on_top:
+            return 0
+        pages = math.ceil(4 * self.state_size(head_size) * num_heads / page_bytes)
+        return math.ceil(pages / num_heads)
+
     @property
     def layer_dependent(self) -> bool:
         """Whether layers get different budgets."""
@@ -118,6 +125,39 @@ class Pipeline:
                 f"a budget of {num_tokens} tokens leaves {self.name} nothing to choose, since it "
                 f"always keeps {num_protected} (first tokens and recent ones); give a budget of "
                 f"more than {num_protected}."
+            )
+
+    def check_room(
+        self, num_tokens: int, num_heads: int, head_size: int, block_size: int, page_bytes: int
+    ) -> None:
+        """Refuses a budget that leaves less than the protected tokens, or a block, to each head.
+
+        As `check_budget`, but with what the policy state takes of it on one model; as
+        `state_pages`.
+
+        Raises:
+            ConfigError: says how many tokens the state takes, and which budget is enough.
+        """
+        on_top = self.blocks_on_top(num_heads, head_size, page_bytes)
+
+        def left(num_blocks: int) -> float:
+            pages = (num_blocks + on_top) * num_heads
+            state = self.state_pages(pages, num_heads, head_size, block_size, page_bytes)
+            return (pages - state) * block_size / num_heads
+
+        num_blocks = enough = math.ceil(num_tokens / block_size)
+        least = max(block_size, self.protection.num_sinks + self.protection.num_recent)
+        while left(enough) < least:
+            enough += 1
+        if enough > num_blocks:
+            taken = num_blocks * block_size - left(num_blocks)
+            other = ", or state_room=on_top" if "state_room" in self.params else ""
+            raise ConfigError(
+                f"the state of {self.name} counts in the budget and takes as much as {taken:g} "
+                f"tokens per head; expected at least {least} tokens beside it (a block, "
+                f"or the first tokens and recent ones that are always kept), found "
+                f"{max(0, left(num_blocks)):g} of {num_tokens}; give at least "
+                f"{enough * block_size}{other}."
             )
 
     def bind(

@@ -38,6 +38,7 @@ class CompressionRule:
         least_blocks: what an event leaves at least: one page per layer and head, and room for
             the policy's state.
         window_blocks: that hold a request's last queries, under pressure.
+        blocks_on_top: for a policy state that is not to count in the budget.
     """
 
     block_size: int
@@ -51,6 +52,7 @@ class CompressionRule:
     window_size: int = 0
     least_blocks: int = 1
     window_blocks: int = 0
+    blocks_on_top: int = 0
 
     def next_position(self, compress_at: int, after: int) -> int | None:
         """First position > `after` (in computed tokens) at which an event may happen."""
@@ -90,7 +92,7 @@ class CompressionRule:
         else:
             assert self.tokens is not None
             wanted = math.ceil(self.tokens / self.block_size)
-        return max(self.least_blocks, wanted)
+        return max(self.least_blocks, wanted + self.blocks_on_top)
 
     def first_effective_position(self, num_prompt_tokens: int) -> int | None:
         """First position at which a request with this prompt really is compressed, if any.

@@ -31,12 +31,14 @@ class PolicyDemand:
         window_size: queries that it observes at an event.
         least_blocks: blocks that an event leaves at least.
         window_blocks: blocks for a request's last queries; 0 unless under pressure.
+        blocks_on_top: blocks of a policy state that does not count in the budget.
     """
 
     policy: str
     window_size: int
     least_blocks: int
     window_blocks: int = 0
+    blocks_on_top: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +65,11 @@ class CompressedAttentionSpec(FullAttentionSpec):
         found = [demand for demand in self.demands if demand.policy == settings.policy]
         demand = found[0] if found else PolicyDemand(settings.policy, 0, 1)
         return settings.rule(
-            self.block_size, demand.window_size, demand.least_blocks, demand.window_blocks
+            self.block_size,
+            demand.window_size,
+            demand.least_blocks,
+            demand.window_blocks,
+            demand.blocks_on_top,
         )
 
     @cached_property

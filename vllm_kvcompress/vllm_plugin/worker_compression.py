@@ -14,7 +14,6 @@ from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.config import Settings
-from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
 from vllm_kvcompress.scheduling.plan import StepPlan
@@ -83,23 +82,21 @@ class WorkerCompression:
         An event has to leave a page per layer and head beside the policy state.
 
         Raises:
-            UnsupportedError: a budget in tokens that is smaller.
+            ConfigError: a budget in tokens that is smaller, or leaves fewer than are protected.
         """
         page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+        shape = (spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes)
         found = []
         for policy, pipeline in self.pipelines.items():
-            blocks = pipeline.least_blocks(
-                spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes
-            )
-            budget = self.settings.budget
-            if isinstance(budget, int) and budget <= (blocks - 1) * spec.block_size:
-                raise UnsupportedError(
-                    f"what {pipeline.name} carries from event to event counts in the budget, "
-                    f"which {budget} tokens cannot hold beside a block of tokens per head; give "
-                    f"at least {blocks * spec.block_size}."
-                )
+            if isinstance(self.settings.budget, int):
+                pipeline.check_room(self.settings.budget, *shape)
             window_size = pipeline.needs.window_size
-            demand = PolicyDemand(policy, window_size, blocks)
+            demand = PolicyDemand(
+                policy,
+                window_size,
+                pipeline.least_blocks(*shape),
+                blocks_on_top=pipeline.blocks_on_top(spec.num_kv_heads, spec.head_size, page_bytes),
+            )
             if self.settings.pressure_mark is not None:
                 ring = window_blocks(
                     self.needs.window_size,

@@ -1,11 +1,19 @@
 """MomentKV (arXiv 2606.01563): evicted tokens live on as moments of their keys and values."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.merging.moments import add_to_moments, moment_residuals, moment_size
+from vllm_kvcompress.kernels.merging.moments import (
+    add_to_moments,
+    moment_residuals,
+    moment_size,
+    pack_moments,
+    packed_size,
+    unpack_moments,
+)
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import (
     LayerView,
@@ -32,8 +40,28 @@ MERGE = "evicted keys and values go into moments, kept in the request's own bloc
 CORRECT = "every later attention output, from the moments"
 
 
+def moment_order() -> Any:
+    """A parameter of both that keep moments."""
+    meaning = "1: means and cross moments of evicted keys and values; 0: means alone"
+    return parameter(1, meaning, 0, 1)
+
+
+def moment_room() -> Any:
+    """Likewise."""
+    meaning = "the moments take their room within the budget, or on_top of it"
+    return parameter("within", meaning, choices=("within", "on_top"))
+
+
 class Moments(Merger):
-    """Adds evicted tokens to the policy state from which attention outputs are corrected."""
+    """Adds evicted tokens to the policy state from which attention outputs are corrected.
+
+    Attributes:
+        order: 1, or 0: without cross moments the estimate is the mean value.
+        state_room: within the budget, or on_top of it.
+    """
+
+    order: int
+    state_room: str
 
     @property
     def needs(self) -> Needs:
@@ -43,22 +71,27 @@ class Moments(Merger):
     def corrects(self) -> bool:
         return True
 
+    @property
+    def state_on_top(self) -> bool:
+        return self.state_room == "on_top"
+
     def state_size(self, head_size: int) -> int:
-        """n_e, the mean key and value, and their cross moments."""
-        return moment_size(head_size)
+        """n_e, the mean key and value, and their cross moments in 16 bits (App. C.2)."""
+        return packed_size(head_size, self.order)
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
         """The new state; entries stay as they are."""
-        evicted = view.valid & ~kept
-        return Merged(state=add_to_moments(view.kv, state_of(view), evicted))
+        state = add_to_moments(view.kv, state_of(view), view.valid & ~kept)
+        return Merged(state=pack_moments(state, view.kv.head_size, self.order))
 
 
 @dataclass(frozen=True)
 class MomentKV(Moments, Policy):
     """Keeps tokens with mass on what the moments do not predict: alpha |r|, by chunks.
 
-    r_j = v_j - mean v - (scale / n_e) X k_j, or v_j where nothing was evicted yet. Scores are
-    averaged over aligned chunks of tokens.
+    r_j = v_j - mean v - (scale / n_e) X k_j (Eq. 10), or v_j where nothing was evicted yet: with
+    one event and one round, every r is the value itself. Scores are averaged over aligned chunks of
+    tokens. In several rounds an event evicts equal parts, and predicts with what went before.
     """
 
     name = "momentkv"
@@ -81,6 +114,14 @@ class MomentKV(Moments, Policy):
     chunk_size: int = parameter(4, "neighbours that share a score", minimum=1)
     safeguard: float = phi()
     safeguard_mode: str = phi_mode()
+    rounds: int = parameter(1, "parts in which an event evicts, with new moments after each", 1)
+    order: int = moment_order()
+    correct: str = parameter("on", "whether attention is corrected", choices=("on", "off"))
+    state_room: str = moment_room()
+
+    @property
+    def corrects(self) -> bool:
+        return self.correct == "on"
 
     @property
     def needs(self) -> Needs:
@@ -101,12 +142,18 @@ class MomentKV(Moments, Policy):
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
         """[H, n] bool with `kept[h]` set in row h."""
-        valid = view.valid
-        state = state_of(view)
-        unpredicted = moment_residuals(view.kv, state, view.scale)
-        weighted = chunk_means(scores * unpredicted, valid, self.chunk_size)
-        first = weighted.masked_fill(protection.mask(view, kept), float("inf"))
-        return top_entries(first, valid, kept)
+        protected, state, left = protection.mask(view, kept), state_of(view), view.valid
+        excess = (view.lengths - kept).clamp_min(0)
+        for part in range(1, self.rounds + 1):
+            unpredicted = moment_residuals(view.kv, state, view.scale)
+            weighted = chunk_means(scores * unpredicted, left, self.chunk_size)
+            gone = torch.div(excess * part, self.rounds, rounding_mode="floor")
+            first = weighted.masked_fill(protected, float("inf"))
+            stay = top_entries(first, left, view.lengths - gone)
+            if part < self.rounds:
+                state = add_to_moments(view.kv, state, left & ~stay)
+            left = stay
+        return left
 
 
 @dataclass(frozen=True)
@@ -117,6 +164,9 @@ class MomentFix(Modifier, Moments):
     paper = PAPER
     summary = "Corrects attention with the moments of what another policy evicts."
     stages = Stages(merge=MERGE, correct=CORRECT)
+
+    order: int = moment_order()
+    state_room: str = moment_room()
 
     @classmethod
     def fits(cls, policy: type[Policy]) -> bool:
@@ -130,7 +180,7 @@ class MomentFix(Modifier, Moments):
 def state_of(view: LayerView) -> Tensor:
     """The moments so far; nothing yet at a first event."""
     if view.state is not None:
-        return view.state
+        return unpack_moments(view.state, view.kv.head_size)
     size = moment_size(view.kv.head_size)
     return torch.zeros(view.num_heads, size, dtype=torch.float32, device=view.device)
 

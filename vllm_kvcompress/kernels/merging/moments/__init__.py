@@ -9,3 +9,6 @@ correct_with_moments = by_device(
 )
 moment_residuals = reference.moment_residuals
 moment_size = reference.moment_size
+pack_moments = reference.pack_moments
+packed_size = reference.packed_size
+unpack_moments = reference.unpack_moments

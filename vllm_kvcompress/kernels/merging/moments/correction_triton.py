@@ -20,7 +20,7 @@ from vllm_kvcompress.kernels.common.launch_triton import (
 from vllm_kvcompress.kernels.common.paged_entries import check_out, mismatch
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.common.paged_rows_triton import paged_numbers, sequence_numbers
-from vllm_kvcompress.kernels.merging.moments.reference import moment_size
+from vllm_kvcompress.kernels.merging.moments.reference import packed_size
 
 # Of the fp32 queries that a program has, and of the rows of cross moments that it takes at once.
 ROWS_BYTES, CROSS_BYTES = 1 << 15, 1 << 14
@@ -32,6 +32,7 @@ def _correct_kernel(
     lse,
     queries,
     pages,
+    halves,
     page_table,
     starts,
     lengths,
@@ -52,14 +53,17 @@ def _correct_kernel(
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """ROWS outputs of one sequence, where something was evicted of it."""
+    """ROWS outputs of one sequence, where something was evicted of it.
+
+    `halves` are the pages again, as numbers in 16 bits.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     sequence = tl.program_id(1).to(tl.int64)
     nth, member = (row // GROUP).to(tl.int64), (row % GROUP).to(tl.int64)
     inside = nth < num_queries
     dims = tl.arange(0, DIMS)
     real = dims < HEAD_SIZE
-    table_row, start, _ = sequence_numbers(
+    table_row, start, length = sequence_numbers(
         page_table, starts, lengths, sequence, table_stride, HEADS
     )
     count = paged_numbers(pages, table_row, start, start >= 0, PAGE)
@@ -68,7 +72,9 @@ def _correct_kernel(
         mask = inside[:, None] & real[None, :]
         query = tl.load(queries + place[:, None] + dims[None, :], mask=mask, other=0.0)
         query = query.to(tl.float32)
-        mean_key = paged_numbers(pages, table_row, start + 1 + dims, real, PAGE)
+        unit = paged_numbers(pages, table_row, start + 1, start >= 0, PAGE)
+        means = start + 2
+        mean_key = paged_numbers(pages, table_row, means + dims, real, PAGE)
         logit = scale * tl.sum(query * mean_key[None, :], 1)
         place = (sequence * GROUP + member) * num_queries + nth
         seen = tl.load(lse + place, mask=inside, other=0.0)
@@ -77,12 +83,12 @@ def _correct_kernel(
         for first in range(0, HEAD_SIZE, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             some = column < HEAD_SIZE
-            mean_value = paged_numbers(pages, table_row, start + 1 + HEAD_SIZE + column, some, PAGE)
-            number = start + 1 + 2 * HEAD_SIZE + column[:, None] * HEAD_SIZE + dims[None, :]
-            held = some[:, None] & real[None, :]
-            cross = paged_numbers(pages, table_row, number, held, PAGE)
+            mean_value = paged_numbers(pages, table_row, means + HEAD_SIZE + column, some, PAGE)
+            number = 2 * (means + 2 * HEAD_SIZE) + column[:, None] * HEAD_SIZE + dims[None, :]
+            held = some[:, None] & real[None, :] & (length > 2 + 2 * HEAD_SIZE)
+            cross = paged_numbers(halves, table_row, number, held, 2 * PAGE).to(tl.float32)
             estimate = tl.dot(query, tl.trans(cross), input_precision="tf32x3")
-            estimate = estimate * (scale / count) + mean_value[None, :]
+            estimate = estimate * (scale * unit) + mean_value[None, :]
             to = outputs + place[:, None] + column[None, :]
             there = inside[:, None] & some[None, :]
             own = tl.load(to, mask=there, other=0.0).to(tl.float32)
@@ -106,7 +112,7 @@ def correct_with_moments(
         raise mismatch(
             f"states of {num_sequences} sequences on {queries.device}",
             f"{state.num_sequences} on {state.device}",
-            f"give every KV head of every request {moment_size(head_size)} numbers",
+            f"give every KV head of every request {packed_size(head_size)} numbers",
         )
     if outputs.numel() == 0:
         return
@@ -117,7 +123,9 @@ def correct_with_moments(
             outputs,
             lse,
             queries,
-            *numbers.tensors,
+            state.pages,
+            state.pages.view(torch.float16),
+            *numbers.tensors[1:],
             num_queries,
             *outputs.stride()[:3],
             *queries.stride()[:3],

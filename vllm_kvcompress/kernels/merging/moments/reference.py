@@ -1,7 +1,12 @@
 """MomentKV's state and what it corrects (arXiv 2606.01563), in plain torch.
 
 The state of a KV head is one fp32 row: n_e, the mean key, the mean value, and
-X = sum over evicted entries of (v - mean v)(k - mean k)^T, row after row.
+X = sum over evicted entries of (v - mean v)(k - mean k)^T, row after row. In pages it is packed:
+
+    [ n_e ][ u ][ mean key ][ mean value ][ X / (u n_e) in 16 bits, two in the place of one ]
+
+where u is the largest number of X / n_e, so that nothing overflows; a state of order 0 ends before
+the last part, and X counts as zero.
 H = KV heads, S = sequences (one KV head of one request each), G = query heads of each, D = head
 size.
 """
@@ -10,6 +15,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
@@ -18,6 +24,35 @@ from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 def moment_size(head_size: int) -> int:
     """fp32 numbers of a head's state."""
     return 1 + 2 * head_size + head_size * head_size
+
+
+def packed_size(head_size: int, order: int = 1) -> int:
+    """fp32 numbers of a head's packed state, with cross moments (order 1) or without (0)."""
+    return 2 + 2 * head_size + (order * head_size * head_size + 1) // 2
+
+
+def pack_moments(state: Tensor, head_size: int, order: int = 1) -> Tensor:
+    """[..., moment_size] -> [..., packed_size], both fp32."""
+    count, mean_key, mean_value, cross = split_moments(state, head_size)
+    covariance = cross / count.clamp_min(1)[..., None, None]
+    unit = covariance.abs().amax(dim=(-2, -1))
+    parts = [count[..., None], unit[..., None], mean_key, mean_value]
+    if order:
+        halves = (covariance / unit.clamp_min(1e-30)[..., None, None]).half().flatten(-2)
+        parts.append(functional.pad(halves, (0, head_size % 2)).view(torch.float32))
+    return torch.cat(parts, dim=-1)
+
+
+def unpack_moments(packed: Tensor, head_size: int) -> Tensor:
+    """[..., packed_size] -> [..., moment_size], both fp32."""
+    count, unit, means, rest = packed.split(
+        [1, 1, 2 * head_size, packed.shape[-1] - 2 - 2 * head_size], dim=-1
+    )
+    size = head_size * head_size
+    if not rest.shape[-1]:
+        return torch.cat((count, means, means.new_zeros((*means.shape[:-1], size))), dim=-1)
+    cross = rest.contiguous().view(torch.float16)[..., :size].float()
+    return torch.cat((count, means, cross * (unit * count)), dim=-1)
 
 
 def split_moments(state: Tensor, head_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -124,13 +159,14 @@ def correct_with_moments(
     As `corrected`, MomentKV's.
 
     Args:
-        state: of S sequences, moment_size numbers each.
+        state: of S sequences, packed_size numbers each, of either order.
         outputs: [S, G, m, D] of the resident entries.
         lse: [S, G, m] natural log-sum-exp of their logits.
         queries: [S, G, m, D].
         scale: softmax scale.
     """
-    rows = state.whole(moment_size(queries.shape[3]))
+    head_size = queries.shape[3]
+    rows = unpack_moments(state.gathered(packed_size(head_size)), head_size)
     outputs.copy_(corrected(outputs, lse, queries, rows, scale))
 
 
