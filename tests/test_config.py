@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.config import (
     DEFAULT_MIN_TOKENS,
+    DEFAULT_POLICY,
     Settings,
     Trigger,
     parse_budget,
     parse_triggers,
 )
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.scheduling.triggers import DEFAULT_CHUNK_TOKENS
 
 BUDGETS = st.one_of(
@@ -322,3 +324,13 @@ def test_what_is_left_whole_has_no_events() -> None:
     rule = Settings("none", 0.25, parse_triggers("chunk:64,decode:32")).rule(32, 32)
     assert rule.next_position(1000, 0) is None
     assert rule.admission_blocks(1000) == rule.held_blocks(1000) == 32
+
+
+def test_auto_is_the_default_policy_wherever_one_is_named() -> None:
+    settings = Settings.from_dict({"policy": "auto", "request_policies": "snapkv,auto"})
+    assert settings.policy == DEFAULT_POLICY == resolve("auto").name
+    assert settings.request_policies == ("snapkv", DEFAULT_POLICY)
+    other = Settings("keydiff", request_policies=("auto",))
+    assert other.for_request("auto", None).policy == DEFAULT_POLICY
+    with pytest.raises(ConfigError, match=f'policy "{DEFAULT_POLICY}": this server allows snapkv'):
+        Settings("snapkv").for_request("auto", None)

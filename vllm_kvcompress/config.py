@@ -19,12 +19,19 @@ Scalar = str | int | float | bool
 
 SETTINGS_KEY = "kvcompress"  # our section of --additional-config and of YAML files
 NO_POLICY = "none"
+AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
+DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
 CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs, like the next two
 REQUEST_POLICY = "kv_policy"
 REQUEST_BUDGET = "kv_budget"
 DEFAULT_BUDGET = 0.5  # half of each prompt, until quality on language says what else
 ATTENTION_KERNELS = ("auto", "flash", "triton", "own")
 DEFAULT_MIN_TOKENS = 64  # two blocks of the CPU default; shorter requests free next to nothing
+
+
+def named_policy(policy: str) -> str:
+    """A policy string; the one that `auto` stands for."""
+    return DEFAULT_POLICY if policy == AUTO else policy
 
 
 def parse_budget(value: object) -> float | int:
@@ -66,7 +73,8 @@ class Settings:
     """Everything that decides how requests are compressed; see `from_dict` for the keys.
 
     Attributes:
-        policy: parts joined by `+`, such as `adakv+criticalkv`; `none` serves stock vLLM.
+        policy: parts joined by `+`, such as `adakv+criticalkv`; `none` serves stock vLLM. `auto` is
+            replaced by what it stands for, here and among `request_policies`.
         budget: kept fraction of the prompt (float), or kept tokens per head (int); 0.5 unless said.
         triggers: when requests are compressed.
         params: overrides of the policy's parameters, by name.
@@ -100,6 +108,9 @@ class Settings:
                 f"policy: expected a name, found {self.policy!r}; "
                 "`vllm-kvcompress policies` lists them."
             )
+        object.__setattr__(self, "policy", named_policy(self.policy))
+        others = tuple(map(named_policy, self.request_policies))
+        object.__setattr__(self, "request_policies", others)
         object.__setattr__(self, "budget", parse_budget(self.budget))
         if not self.triggers:
             raise ConfigError(f"trigger: expected at least one; {TRIGGER_HELP}.")
@@ -164,7 +175,7 @@ class Settings:
         if "policy" not in given:
             raise ConfigError(
                 f"{SETTINGS_KEY}: policy missing; say what to compress with, such as --kv-policy "
-                "adakv+criticalkv, or the same as policy in YAML."
+                "auto, or the same as policy in YAML."
             )
         arguments: dict[str, Any] = dict(given)
         if "trigger" in arguments:
@@ -214,7 +225,7 @@ class Settings:
         Raises:
             ConfigError: the server does not allow it.
         """
-        policy = self.policy if policy is None else policy
+        policy = self.policy if policy is None else named_policy(policy)
         allowed = tuple(dict.fromkeys((self.policy, *self.request_policies)))
         if policy not in allowed:
             raise ConfigError(

@@ -15,6 +15,7 @@ import torch
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from vllm_kvcompress.cli import eval as eval_command
 from vllm_kvcompress.cli.main import main
+from vllm_kvcompress.config import DEFAULT_POLICY
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question
@@ -40,12 +41,12 @@ def read(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]
     return rows, answers
 
 
-def test_without_budgets_half_is_kept() -> None:
+def test_without_policies_and_budgets_half_is_kept_by_the_default() -> None:
     parser = argparse.ArgumentParser()
     eval_command.add_options(parser)
     asked = parser.parse_args([MODEL, "--tasks", TASKS[0], "--out", "unused"])
     names = [setup.name for setup in eval_command.plan_of(asked).setups]
-    assert names == ["full", "adakv+criticalkv@0.5"]
+    assert names == ["full", f"{DEFAULT_POLICY}@0.5"]
 
 
 @pytest.fixture(scope="module")

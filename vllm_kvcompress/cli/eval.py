@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.cli.serve import policy_param
-from vllm_kvcompress.config import DEFAULT_BUDGET, parse_budget
+from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, parse_budget
 from vllm_kvcompress.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     compared = parser.add_argument_group("settings to compare, besides the full cache")
     compared.add_argument(
-        "--policies", type=_list, default=["adakv+criticalkv"], metavar="P,...", help="policies"
+        "--policies", type=_list, default=[AUTO], metavar="P,...", help="policies (auto)"
     )
     compared.add_argument(
         "--budgets",

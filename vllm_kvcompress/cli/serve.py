@@ -13,6 +13,7 @@ from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values, read_r
 from vllm_kvcompress.config import (
     DEFAULT_BUDGET,
     DEFAULT_MIN_TOKENS,
+    DEFAULT_POLICY,
     SETTINGS_KEY,
     Scalar,
     Settings,
@@ -76,8 +77,8 @@ def options_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--kv-policy",
         metavar="P",
-        help="what to keep: parts joined by +, such as adakv+criticalkv "
-        "(`vllm-kvcompress policies` lists them); none: stock vLLM",
+        help=f"what to keep: auto ({DEFAULT_POLICY}), or parts joined by +, such as "
+        "adakv+criticalkv (`vllm-kvcompress policies` lists them); none: stock vLLM",
     )
     group.add_argument(
         "--kv-budget",

@@ -19,7 +19,7 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any
 
-from vllm_kvcompress.config import NO_POLICY, Settings
+from vllm_kvcompress.config import AUTO, NO_POLICY, Settings, named_policy
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.parts.parameters import check_parameters
 from vllm_kvcompress.policies.pipeline import Pipeline
@@ -125,7 +125,7 @@ def _what_is_wrong(part: object) -> str:
     for attribute, kind in (("name", str), ("paper", str), ("summary", str), ("stages", Stages)):
         if not isinstance(getattr(part, attribute, None), kind):
             return f"{attribute} = {getattr(part, attribute, None)!r}"
-    if not re.fullmatch("[a-z][a-z0-9_-]*", part.name) or part.name == NO_POLICY:
+    if not re.fullmatch("[a-z][a-z0-9_-]*", part.name) or part.name in (AUTO, NO_POLICY):
         return f"the name {part.name!r}"
     if missing := sorted(part.__abstractmethods__):
         return f"one without {' and '.join(missing)}"
@@ -147,7 +147,7 @@ def describe(policy: str) -> tuple[type[Part], ...]:
 
 
 def _parts(policy: str) -> tuple[type[Policy], list[type[Modifier]]]:
-    names = [name.strip() for name in policy.split("+")]
+    names = [name.strip() for name in named_policy(policy).split("+")]
     for name in names:
         if name not in policies() and name not in modifiers():
             raise ConfigError(
@@ -236,7 +236,7 @@ def resolve(
     Bind it to the model's layers and heads with `Pipeline.bind` before use.
 
     Args:
-        policy: a policy and modifiers joined by `+`, such as `adakv+criticalkv`.
+        policy: a policy and modifiers joined by `+`, such as `adakv+criticalkv`; or `auto`.
         params: overrides of the parts' parameters, by name.
         profile: the profile file, for the policies that need one.
 

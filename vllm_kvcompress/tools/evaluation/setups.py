@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config import Settings, named_policy
 from vllm_kvcompress.errors import ConfigError
 
 FULL = "full"
@@ -115,6 +115,7 @@ def setups_of(
     Raises:
         ConfigError: no policy, one given twice, or settings that cannot work.
     """
+    policies = [named_policy(policy) for policy in policies]
     if len(set(policies)) < len(policies) or len(set(budgets)) < len(budgets):
         raise ConfigError("--policies and --budgets: expected every one once; remove the doubles.")
     setups = [Setup(FULL)]
