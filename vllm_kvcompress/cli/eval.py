@@ -29,7 +29,7 @@ def add_parser(subparsers: Any) -> None:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What is asked, of which settings, and how the engine is built."""
     parser.add_argument("model", metavar="MODEL", help="Hugging Face name or directory")
-    _add_questions(parser)
+    add_questions(parser)
     _add_settings(parser)
     parser.add_argument(
         "--engine",
@@ -66,7 +66,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_questions(parser: argparse.ArgumentParser) -> None:
+def add_questions(parser: argparse.ArgumentParser) -> None:
+    """What is asked."""
     asked = parser.add_argument_group("questions")
     asked.add_argument(
         "--tasks",
@@ -172,7 +173,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         setups = [Setup(SERVER)]
     return Plan(
         model=arguments.model,
-        items=_items(arguments),
+        items=items_of(arguments),
         setups=setups,
         modes=MODES[arguments.mode],
         params=params,
@@ -206,7 +207,12 @@ def _has_matplotlib() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def _items(arguments: argparse.Namespace) -> list[Any]:
+def items_of(arguments: argparse.Namespace) -> list[Any]:
+    """The questions and texts that `add_questions` asks for.
+
+    Raises:
+        ConfigError: there are no such ones.
+    """
     from vllm_kvcompress.tools.evaluation import items
     from vllm_kvcompress.tools.evaluation.metrics import check_metric
 
