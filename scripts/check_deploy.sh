@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks the image and what is in deploy/ with the tools that operators use; a script per check in scripts/deploy/.
 #
-#   scripts/check_deploy.sh --quick    what needs no image: minutes, in CI, too
+#   scripts/check_deploy.sh --quick    what takes minutes
 #   scripts/check_deploy.sh            everything: also builds images and serves from them (Debian, as root)
 #   scripts/check_deploy.sh NAME...    these checks, for example: image
 #
@@ -10,9 +10,9 @@ set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 quick=(manifests)
-with_images=(image)
+more=(skypilot image)
 
-checks=("${quick[@]}" "${with_images[@]}")
+checks=("${quick[@]}" "${more[@]}")
 if [[ "${1:-}" == --quick ]]; then
     checks=("${quick[@]}")
 elif [[ $# -gt 0 ]]; then
@@ -20,7 +20,7 @@ elif [[ $# -gt 0 ]]; then
 fi
 for name in "${checks[@]}"; do
     [[ -f "$root/scripts/deploy/$name.sh" ]] || {
-        echo "check_deploy: no check called $name; there are: ${quick[*]} ${with_images[*]}" >&2
+        echo "check_deploy: no check called $name; there are: ${quick[*]} ${more[*]}" >&2
         exit 2
     }
 done

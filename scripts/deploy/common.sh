@@ -19,7 +19,7 @@ need_debian() { # command:package...; what is not there has to be installed by w
     [[ ${#missing[@]} -eq 0 ]] || fail "missing; on Debian: apt-get install --yes ${missing[*]}"
 }
 
-need_python() { # requirements of tools that are no part of any lock
-    [[ -x "$tools/python" ]] || "$root/.venv/bin/python" -m venv "$work/venv"
+need_python() { # requirements of tools that are no part of any lock, for the environment of $tools
+    [[ -x "$tools/python" ]] || "$root/.venv/bin/python" -m venv "${tools%/bin}"
     "$tools/python" -m pip install --quiet --disable-pip-version-check "$@"
 }

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 NEEDED = ("index-url", "extra-index-url", "find-links", "trusted-host", "timeout")
+LOCAL = "file://"
 
 
 def main() -> None:
@@ -22,14 +23,15 @@ def main() -> None:
         name, _, value = line.partition("=")
         option = name.rpartition(".")[2].removeprefix("default-")
         if option in NEEDED:
-            values[option] = ast.literal_eval(value).replace("\n", " ")
+            # An index in a folder may name files anywhere on this machine.
+            places = [each for each in ast.literal_eval(value).split() if LOCAL not in each]
+            values[option] = " ".join(places)
     # Debian's own pip trusts the certificates that it brings along, not those of the image.
     values["cert"] = "/etc/ssl/certs/ca-certificates.crt"
-    lines = ["[global]", *(f"{option} = {value}" for option, value in values.items())]
+    lines = ["[global]", *(f"{option} = {value}" for option, value in values.items() if value)]
     Path(sys.argv[1]).write_text("\n".join(lines) + "\n")
-    places = [place for name in NEEDED[:3] for place in values.get(name, "").split()]
-    folders = {Path(place.removeprefix("file://")) for place in places}
-    print(*sorted(str(folder) for folder in folders if folder.is_dir()), sep="\n")
+    folders = [each for each in values.get("find-links", "").split() if Path(each).is_dir()]
+    print(*folders, sep="\n")
 
 
 if __name__ == "__main__":
