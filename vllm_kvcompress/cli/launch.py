@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 
+from vllm import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_kvcompress.cli.command_forms import Given, PlainCommand, native
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
 from vllm_kvcompress.config import SETTINGS_KEY
 from vllm_kvcompress.vllm_plugin import compat
@@ -74,8 +77,6 @@ def check(arguments: argparse.Namespace) -> None:
     """
     if SETTINGS_KEY not in (arguments.additional_config or {}):
         return
-    from vllm import AsyncEngineArgs
-
     if arguments.model_tag is not None:
         arguments.model = arguments.model_tag
     engine_arguments = AsyncEngineArgs.from_cli_args(arguments)
@@ -86,6 +87,53 @@ def print_vllm_help(keyword: str) -> None:
     """Prints vLLM's own help for `serve`, of one group of options if `keyword` names one."""
     with contextlib.suppress(SystemExit):  # argparse's way to end after printing
         parse(["serve", f"--help={keyword}" if keyword else "--help"])
+
+
+def plain_command(command: list[str]) -> PlainCommand:
+    """A command, taken apart into what vLLM's own parser finds in it."""
+    subcommand, typed = parse(command)
+    subparser = subcommand.subparser_init(FlexibleArgumentParser().add_subparsers())
+    parser = FlexibleArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
+    for action in subparser._actions:
+        names = {"dest": action.dest} if action.option_strings else {}
+        is_repeated = isinstance(action, argparse._AppendAction)
+        if "--help" not in action.option_strings:
+            parser.add_argument(
+                *(action.option_strings or [action.dest]),
+                **names,
+                nargs=action.nargs,
+                const=is_repeated,
+                action=_AsWritten,
+            )
+    given = vars(parser.parse_args(command[1:]))
+    model = given.pop("model_tag", None)
+    fields = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
+    return PlainCommand(
+        arguments=command,
+        model=model,
+        options={name.replace("_", "-"): value for name, value in given.items()},
+        engine={name: _value(typed, name, given[name]) for name in given if name in fields},
+        environment={},
+    )
+
+
+class _AsWritten(argparse.Action):
+    """Keeps what an option was given, before vLLM makes a type of its own of it."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        if self.nargs == 0:
+            values = not option_string.startswith("--no-")
+        elif self.const:  # once more
+            values = (*getattr(namespace, self.dest, ()), values)
+        setattr(namespace, self.dest, values)
+
+
+def _value(typed: argparse.Namespace, name: str, given: Given) -> object:
+    """What vLLM made of an option, or what was given where that is an object of its own."""
+    value = getattr(typed, name)
+    if isinstance(value, list) or type(value) in (bool, int, float, str):
+        return value
+    return native(given) if isinstance(given, str) else given
 
 
 def parse(command: list[str]) -> tuple[ServeSubcommand, argparse.Namespace]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import sys
 from typing import Any
 
+from vllm_kvcompress.cli.command_forms import FORMS, RAY, SHELL, PlainCommand
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values, read_request
 from vllm_kvcompress.config import (
     DEFAULT_BUDGET,
@@ -22,6 +22,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 
 HELP = "serve a model with vLLM and a compressed KV cache"
+_PRINT = "--print-vllm-command"
 _DESCRIPTION = """\
 Serves MODEL with vLLM's OpenAI-compatible server, and compresses its KV cache.
 All options of `vllm serve` are accepted besides the ones of this group.
@@ -48,8 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     command = launch.vllm_command(request)
     if namespace.print_vllm_command:
-        print(shlex.join(["vllm", *command]))
-        return 0
+        return _print_command(launch.plain_command(command), namespace.print_vllm_command)
     if request.settings is not None:
         print(f"vllm-kvcompress: {summary(request.settings)}", file=sys.stderr, flush=True)
     if fast_dtype() == FLOAT32 and not option_values(request.vllm_arguments, "--dtype"):
@@ -125,9 +125,12 @@ def options_parser() -> argparse.ArgumentParser:
         "reuse_contexts, attention); the command line wins, setting by setting",
     )
     group.add_argument(
-        "--print-vllm-command",
-        action="store_true",
-        help="print the equivalent plain `vllm serve` command, and stop",
+        _PRINT,
+        choices=FORMS,
+        metavar="FORM",
+        help="print the equivalent plain `vllm serve` command, and stop; with =yaml as a file for "
+        "its --config, =args as a list for charts, without quoted JSON, =ray as Ray Serve's "
+        "LLMConfig",
     )
     parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
     return parser
@@ -216,12 +219,14 @@ def _check(settings: Settings) -> None:
 
 
 def _dashed(arguments: list[str]) -> list[str]:
-    """Our options with dashes where the user wrote underscores, as vLLM allows."""
+    """Our options as they are declared: dashes for underscores, as vLLM allows."""
     result = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if name.startswith(("--kv_", "--kv-", "--print_", "--print-")):
             name = name.replace("_", "-")
+        if name == _PRINT and not equals:  # a value needs the equals sign, or it would be MODEL
+            equals, value = "=", SHELL
         result.append(name + equals + value)
     return result
 
@@ -265,6 +270,15 @@ def summary(settings: Settings) -> str:
     if isinstance(settings.budget, float):
         text += f"; a compressed prompt holds about {1 / settings.budget:.3g} times fewer blocks"
     return text
+
+
+def _print_command(command: PlainCommand, form: str) -> int:
+    """The plain command on stdout, and what its form leaves out on stderr."""
+    print(command.form(form), end="")
+    if form == RAY and command.of_the_server:
+        names = ", ".join(f"--{name}" for name in command.of_the_server)
+        print(f"vllm-kvcompress: left out, Ray Serve has its own: {names}", file=sys.stderr)
+    return 0
 
 
 def _print_help(keyword: str) -> int:
