@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tests import tiny_models
 from tests.engine.conftest import Run, request
@@ -72,7 +73,8 @@ def test_two_ranks_say_what_one_says(llama: str, run_engine: Run) -> None:
         [request("a", prompt(900, seed=1), 24), request("b", prompt(300, seed=2), 24)],
         [request("again", prompt(900, seed=1), 24)],
     ]
-    settings = {"policy": "snapkv", "budget": 0.25}
+    file = Path(__file__).parents[2] / "configs/tensor-parallel.yaml"
+    settings = {**yaml.safe_load(file.read_text())["kvcompress"], "budget": 256}
     one = run_engine(llama, phases, settings=settings)
     two = run_engine(
         llama,
