@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+from typing import Any
 
 from vllm import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
@@ -120,9 +121,15 @@ def plain_command(command: list[str]) -> PlainCommand:
 class _AsWritten(argparse.Action):
     """Keeps what an option was given, before vLLM makes a type of its own of it."""
 
-    def __call__(self, parser, namespace, values, option_string=None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
         if self.nargs == 0:
-            values = not option_string.startswith("--no-")
+            values = not str(option_string).startswith("--no-")
         elif self.const:  # once more
             values = (*getattr(namespace, self.dest, ()), values)
         setattr(namespace, self.dest, values)
