@@ -264,7 +264,8 @@ def test_events_that_are_measured_keep_a_quarter(name: str) -> None:
     kept = []
     for _ in range(2):
         event.observe()
-        event.run()
+        for step in event.steps():
+            step()
         tables = event.runner.tables
         kept.append(tables.counts[:, tables.slots[REQUEST]].clone())
         event.forget()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from gpu_parts.measure import progress
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
+from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.registry import policies
@@ -30,6 +31,8 @@ from vllm_kvcompress.tools import profiler
 Row = dict[str, Any]
 REQUEST = "request"
 GHZ = 2  # at most, of a GPU's clock
+# A GPU takes some 1,000 launches ahead; a host that has queued so many waits, and that is not work.
+LAYERS_AT_ONCE = 4
 COMBINED = (
     "adakv+criticalkv",
     "adakv+criticalkv:l2",
@@ -183,13 +186,23 @@ class WholeEvent:
         for layer in range(self.cache.model.num_layers):
             self.runner.windows.record(layer, self.queries, where)
 
-    def run(self) -> None:
-        """The event, over all layers."""
-        runner = self.runner
-        event = runner.begin(self.plan, self.cache.block_row)
-        for layer in range(self.cache.model.num_layers):
-            runner.run_layer(event, layer, self.cache.model.head_size**-0.5)
-        runner.finish(event)
+    def steps(self) -> list[Callable[[], None]]:
+        """The event, over all layers, a few at a time."""
+        runner, num_layers = self.runner, self.cache.model.num_layers
+        events: list[Event] = []
+
+        def begin() -> None:
+            events.append(runner.begin(self.plan, self.cache.block_row))
+
+        def layers(first: int) -> None:
+            for layer in range(first, min(num_layers, first + LAYERS_AT_ONCE)):
+                runner.run_layer(events[0], layer, self.cache.model.head_size**-0.5)
+
+        def finish() -> None:
+            runner.finish(events[0])
+
+        firsts = range(0, num_layers, LAYERS_AT_ONCE)
+        return [begin, *(partial(layers, first) for first in firsts), finish]
 
     def forget(self) -> None:
         """Makes the request whole again: what it keeps is dropped, its own pages are untouched."""
@@ -227,27 +240,34 @@ def measure_whole_events(
 def event_seconds(event: WholeEvent, repeats: int) -> tuple[float, float]:
     """Medians of the time that a GPU works on an event, and that the host takes to queue it.
 
-    The GPU is kept busy until the host is done, as by the prompt's last chunk in a server. What
-    is left if the host is slower than that counts as the GPU's.
+    Sums over a few layers at a time. The GPU is kept busy until the host has queued them, as by the
+    prompt's last chunk in a server.
     """
-    spans = []
+    spans: list[tuple[float, float]] = []
+    longest = 0.0
     for nth in range(repeats + 2):
         event.observe()
-        torch.cuda.synchronize()
-        if spans:
-            torch.cuda._sleep(int(1.5e9 * GHZ * max(host for _, host in spans[-2:])))
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        started = time.perf_counter()
-        event.run()
-        host = time.perf_counter() - started
-        after.record()
-        after.synchronize()
+        parts = [_seconds_of_step(step, longest) for step in event.steps()]
         event.forget()
         # The first two compile kernels and fill the allocator.
         if nth:
-            spans.append((before.elapsed_time(after) / 1000, host))
+            longest = max(host for _, host in parts)
+            spans.append((sum(device for device, _ in parts), sum(host for _, host in parts)))
     return _medians(spans[1:])
+
+
+def _seconds_of_step(step: Callable[[], None], busy_seconds: float) -> tuple[float, float]:
+    """Of the device and of the host; the device begins after at least `busy_seconds`."""
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(1.5e9 * GHZ * busy_seconds))
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
+    started = time.perf_counter()
+    step()
+    host = time.perf_counter() - started
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1000, host
 
 
 def _medians(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
