@@ -331,20 +331,25 @@ def value_residuals(entries: Any, weights: Any, order: int, num_pairs: int) -> l
     return found
 
 
-def spread(entries: Any, kept: Any, shares: Any, num_targets: int) -> list[list[Vector]]:
-    """[S][capacity][D]: each evicted value's share goes to the next kept ones (CaM)."""
+def spread(
+    entries: Any, kept: Any, shares: Any, num_targets: int, most: float
+) -> list[list[Vector]]:
+    """[S][capacity][D]: each evicted value's share goes to the next kept ones, up to `most`."""
     found = []
     for s, values in enumerate(rows_of(entries, 1)):
         room = entries.page_table.shape[1] * entries.block_size
         rows = [[0.0] * entries.head_size for _ in range(room)]
+        weights = [0.0] * room
         for j, value in enumerate(values):
-            if kept[s, j]:
-                rows[j] = [x + y for x, y in zip(rows[j], value, strict=True)]
-                continue
             later = [t for t in range(j + 1, len(values)) if kept[s, t]][:num_targets]
-            for t in later:
+            for t in [] if kept[s, j] else later:
                 given = [float(shares[s, j]) * x for x in value]
                 rows[t] = [x + y for x, y in zip(rows[t], given, strict=True)]
+                weights[t] += float(shares[s, j])
+        for j, value in enumerate(values):
+            if kept[s, j]:
+                part = most / weights[j] if weights[j] > most else 1.0
+                rows[j] = [part * x + y for x, y in zip(rows[j], value, strict=True)]
         found.append(rows)
     return found
 

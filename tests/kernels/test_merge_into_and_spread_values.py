@@ -36,13 +36,14 @@ def some_targets(entries: PagedEntries, kept: Tensor) -> tuple[Tensor, Tensor]:
     return targets, weights.masked_fill(kept | ~entries.valid(), 0)
 
 
+@pytest.mark.parametrize("most", [0.0, 0.7, 100.0])
 @pytest.mark.parametrize("num_targets", [1, 3, 100])
-def test_spreading_twin_is_the_oracle(num_targets: int) -> None:
+def test_spreading_twin_is_the_oracle(num_targets: int, most: float) -> None:
     entries = make_entries([3, 27, 0, 8], block_size=4, head_size=8)
     kept = some_kept(entries) & entries.valid()
     shares = some_shares(entries, kept)
-    found = spread_values(PagedKV.of(entries), kept, shares, num_targets)
-    expected = oracles.spread(entries, kept, shares, num_targets)
+    found = spread_values(PagedKV.of(entries), kept, shares, num_targets, most)
+    expected = oracles.spread(entries, kept, shares, num_targets, most)
     assert_close(found * kept[..., None], torch.tensor(expected), torch.float32)
 
 

@@ -42,18 +42,19 @@ def cam_targets(kept: list[bool], i: int, most: int) -> list[int]:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_targets", [1, 4, 100])
-def test_cam_spreads_expected_values(shape: Shape, num_targets: int) -> None:
+@pytest.mark.parametrize(("num_targets", "most"), [(1, 9.0), (4, 1.0), (100, 0.2)])
+def test_cam_spreads_expected_values(shape: Shape, num_targets: int, most: float) -> None:
     view = observed(shape, 7)
     kept = some_kept(view, seed=num_targets)
-    merger = CaM(num_targets, merge_window=7, draw="expected")
+    merger = CaM(num_targets, merge_window=7, max_received=most, draw="expected")
     merged = merger.merge(view, torch.zeros(()), kept)
     assert merged.keys is None
     assert merged.state is None
     assert merged.values is not None
     for h, head in enumerate(oracles.heads_of(view)):
         flags, masses = kept[h, : head.size].tolist(), oracles.mass(head)
-        values = [list(value) for value in head.values]
+        received = [[0.0] * len(head.values[0]) for _ in head.values]
+        weight = [0.0] * head.size
         for i in range(head.size):
             targets = [] if flags[i] else cam_targets(flags, i, num_targets)
             if not targets:
@@ -61,11 +62,14 @@ def test_cam_spreads_expected_values(shape: Shape, num_targets: int) -> None:
             mean = sum(masses[t] for t in targets) / len(targets)
             share = min(1.0, masses[i] / mean) if mean else float(masses[i] > 0)
             for t in targets:
+                weight[t] += share / len(targets)
                 for c, x in enumerate(head.values[i]):
-                    values[t][c] += share * x / len(targets)
+                    received[t][c] += share * x / len(targets)
         for j in range(head.size):
             if flags[j]:
-                assert close(merged.values[h, j], values[j])
+                part = min(1.0, most / weight[j]) if weight[j] else 1.0
+                wanted = [v + part * x for v, x in zip(head.values[j], received[j], strict=True)]
+                assert close(merged.values[h, j], wanted)
 
 
 def test_cam_hands_on_what_the_entry_gave_to_the_output() -> None:
@@ -90,8 +94,8 @@ def test_cam_draws_with_the_right_chance_and_always_alike() -> None:
     """Over many layers the mean of random draws is the expected one."""
     view = observed(Shape((9, 9)), 7)
     kept = some_kept(view, seed=5)
-    expected = CaM(4, 7, "expected").merge(view, torch.zeros(()), kept).values
-    random = CaM(4, 7, "random")
+    expected = CaM(4, 7, 99, "expected").merge(view, torch.zeros(()), kept).values
+    random = CaM(4, 7, 99, "random")
     draws = [
         random.merge(replace(view, layer=layer), torch.zeros(()), kept).values
         for layer in range(400)

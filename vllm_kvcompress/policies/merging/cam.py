@@ -16,6 +16,7 @@ from vllm_kvcompress.policies import (
     Stages,
     parameter,
 )
+from vllm_kvcompress.policies.parts.draws import uniform_draws
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,10 @@ class CaM(Modifier, Merger):
     p = clip(A_i / mean of A over T, 0, 1), and v_t += M v_i / |T| with M drawn from Bernoulli(p),
     or M = p. The draw depends on layer, head and position alone. Keys are dropped. Where no kept
     entry follows, the value is lost.
+
+    The paper evicts one token per step, so that a kept one is among the next of |T| tokens at most
+    and receives no more than one value in all. An event evicts many at once: where the shares that
+    reach a kept entry exceed `max_received` in sum, they are scaled down to it.
     """
 
     name = "cam"
@@ -37,6 +42,9 @@ class CaM(Modifier, Merger):
 
     num_targets: int = parameter(32, "kept tokens that share an evicted value", minimum=1)
     merge_window: int = parameter(256, "last queries of an event that are observed", minimum=1)
+    max_received: float = parameter(
+        1.0, "values that a kept token receives per event at most, by weight", minimum=0.0
+    )
     draw: str = parameter(
         "random",
         "random (with probability p) or expected (weighted by p)",
@@ -65,23 +73,13 @@ class CaM(Modifier, Merger):
         mean = (sums.gather(1, last) - sums.gather(1, first)) / count.clamp_min(1)
         share = torch.where(mean > 0, mass / mean, (mass > 0).double()).clamp(0, 1)
         if self.draw == "random":
-            share = (_uniform(view) < share).double()
+            share = (uniform_draws(view) < share).double()
         share = share.masked_fill(~evicted | (count == 0), 0) / count.clamp_min(1)
-        return Merged(values=spread_values(view.kv, kept, share, self.num_targets))
+        spread = spread_values(view.kv, kept, share, self.num_targets, self.max_received)
+        return Merged(values=spread)
 
 
 def _running_sums(mass: Tensor, number: Tensor, kept: Tensor) -> Tensor:
     """[H, n + 1]: at place i the mass of the first i kept entries."""
     sums = mass.new_zeros(mass.shape[0], mass.shape[1] + 1)
     return sums.scatter_add(1, number * kept, mass * kept).cumsum(dim=1)
-
-
-def _uniform(view: LayerView) -> Tensor:
-    """[H, n] numbers in [0, 1) that depend on layer, head and place alone (splitmix64's mixing)."""
-    head = torch.arange(view.num_heads, device=view.device)[:, None]
-    place = torch.arange(view.num_entries, device=view.device)
-    bits = (view.layer * 1_000_003 + head) * 4_294_967_311 + place + 1
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        bits = (bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    bits = (bits ^ ((bits >> 31) & ((1 << 33) - 1))) & ((1 << 52) - 1)
-    return bits.double() / (1 << 52)
