@@ -18,6 +18,7 @@ CARRIED = {
     "d2o": ("accumulated",),
     "kvmerger": ("bias", "accumulated"),
     "asymkv": ("bias", "positions"),
+    "kvslimmer": ("bias", "positions", "running"),
 }
 
 

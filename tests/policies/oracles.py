@@ -142,7 +142,7 @@ def pooled(head: Head, raw: Vector, kernel: int, how: str) -> Vector:
     return out
 
 
-def keydiff(head: Head, anchor: str) -> Vector:
+def keydiff(head: Head, anchor: str, metric: str) -> Vector:
     keys, size = head.keys, head.size
     unit = [[x / norm(k) for x in k] if norm(k) else k for k in keys]
     if anchor == "pairwise":
@@ -155,6 +155,10 @@ def keydiff(head: Head, anchor: str) -> Vector:
     else:
         centre = [sorted(k[c] for k in keys)[(size - 1) // 2] for c in columns]
     length = norm(centre)
+    if metric == "dot":
+        return [-dot(centre, k) for k in keys]
+    if metric == "euclidean":
+        return [math.dist(centre, k) for k in keys]
     return [-dot(centre, u) / length if length else 0.0 for u in unit]
 
 
@@ -232,7 +236,7 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
     if base == "knorm":
         return [[-norm(key) for key in head.keys] for head in heads]
     if base == "keydiff":
-        return [keydiff(head, params["anchor"]) for head in heads]
+        return [keydiff(head, params["anchor"], params["metric"]) for head in heads]
     if "obcache" in policy:
         changes = [perturbation(head, params["variant"]) for head in heads]
         if base == "h2o":
@@ -348,6 +352,11 @@ def ada_shares(
     fixed = [protected(head, min(head.size, total_tokens // count), *protection) for head in heads]
     selectable = total_tokens - sum(map(len, fixed))
     mean = selectable / count
+    if params.get("normalize") == "on":
+        scores = [
+            weighed_by_share(head, row, stay, math.floor(mean))
+            for head, row, stay in zip(heads, scores, fixed, strict=True)
+        ]
     ranked = [
         sorted(
             (j for j in range(head.size) if j not in fixed[h]),
@@ -365,6 +374,13 @@ def ada_shares(
     if params["safeguard_mode"] == "blend":
         return [(1 - phi) * w + phi * mean + len(f) for w, f in zip(won, fixed, strict=True)]
     return [float(w + len(f)) for w, f in zip(won, fixed, strict=True)]
+
+
+def weighed_by_share(head: Head, row: Vector, stay: set[int], count: int) -> Vector:
+    """A head's scores times what the best of those that compete have of their sum."""
+    open_scores = sorted((row[j] for j in range(head.size) if j not in stay), reverse=True)
+    share = sum(open_scores[:count]) / sum(open_scores) if any(open_scores) else 0.0
+    return [share * score for score in row]
 
 
 def duo_pages(gates: Vector, few: int, caps: list[int], total: int) -> list[int]:
@@ -415,6 +431,29 @@ def lone_ends(head: Head, room: int, params: dict[str, Any]) -> tuple[int, int]:
     return sinks, recent
 
 
+def similar_neighbours(head: Head, free: set[int], max_set: int) -> tuple[list[int], Vector]:
+    """Entries that may join the one before, the weakest of every half set left out; cosines."""
+    score, half = [0.0] * head.size, (max_set + 1) // 2
+    for j in range(1, head.size):
+        a, b = head.keys[j], head.keys[j - 1]
+        score[j] = dot(a, b) / (norm(a) * norm(b))
+    able = {j for j in free if j - 1 in free}
+    for start in range(0, head.size, half):
+        window = range(start, start + half)
+        if all(j in able for j in window):
+            able.remove(min(window, key=lambda j: score[j]))
+    return sorted(able), score
+
+
+def mergeable(head: Head, masses: Vector, kept: int, params: dict[str, Any]) -> int:
+    """Entries that would be left if all similar neighbours were merged."""
+    stay = protected(head, kept, 0, 0, params["recent_fraction"])
+    open_entries = [j for j in range(head.size) if j not in stay]
+    heavy = best(open_entries, masses, math.floor(params["heavy_fraction"] * kept))
+    able, score = similar_neighbours(head, set(open_entries) - set(heavy), params["max_set"])
+    return head.size - sum(score[j] > params["threshold"] for j in able)
+
+
 def links(
     policy: str, head: Head, masses: Vector, kept: int, stay: set[int], params: dict[str, Any]
 ) -> set[int]:
@@ -423,11 +462,7 @@ def links(
         open_entries = [j for j in range(head.size) if j not in stay]
         heavy = best(open_entries, masses, math.floor(params["heavy_fraction"] * kept))
         free = set(open_entries) - set(heavy)
-        able = [j for j in free if j - 1 in free and j % params["max_set"]]
-        score = [0.0] * head.size
-        for j in able:
-            a, b = head.keys[j], head.keys[j - 1]
-            score[j] = dot(a, b) / (norm(a) * norm(b))
+        able, score = similar_neighbours(head, free, params["max_set"])
         if params["budget_mode"] == "threshold":
             able = [j for j in able if score[j] > params["threshold"]]
     else:
@@ -457,11 +492,29 @@ def select(
     if critical is None:
         return sorted([*stay, *best(candidates, score, budget)])
     first = best(candidates, score, math.floor(critical["alpha"] * budget))
-    nu = value_norms(head, critical["norm"])
-    weighted = [(s + critical["epsilon"]) * v for s, v in zip(score, nu, strict=True)]
+    weighted = weighted_scores(head, score, critical)
     others = [j for j in candidates if j not in first]
+    if critical["guard"] == "on":
+        unsure = mass(head)
+        if sum(unsure[j] for j in others) >= 0.5:
+            weighted = score
     second = best(others, weighted, budget - len(first))
     return sorted([*stay, *first, *second])
+
+
+def weighted_scores(head: Head, score: Vector, critical: dict[str, Any]) -> Vector:
+    """CriticalKV's second stage; exact weights after snapkv's scores."""
+    epsilon = critical["epsilon"]
+    if critical["weights"] == "product":
+        nu = value_norms(head, critical["norm"])
+        return [(s + epsilon) * v for s, v in zip(score, nu, strict=True)]
+    total, group = [0.0] * head.size, len(head.weights)
+    for g in range(group):
+        alone = replace(head, queries=[[row[g]] for row in head.queries], weights=[head.weights[g]])
+        own = pooled(alone, mass(alone), critical["kernel_size"], critical["pooling"])
+        for j, nu_j in enumerate(value_norms(alone, critical["norm"])):
+            total[j] += (own[j] + epsilon) * nu_j / group
+    return total
 
 
 def compress(
@@ -489,6 +542,13 @@ def compress(
     elif "adakv" in policy.split("+") or base == "momentkv":
         shares = ada_shares(heads, scores, total * size, (sinks, recent, share), params)
         counts = divide(shares, total, floors, caps)
+    elif params.get("sizes") == "heads":
+        mean = total * size // len(heads)
+        left = [
+            float(mergeable(head, row, min(head.size, mean), params))
+            for head, row in zip(heads, scores, strict=True)
+        ]
+        counts = divide(left, total, floors, caps)
     elif base == "headkv":
         window = params["window_size"] / size
         shares = headkv_shares(profile, view.layer, total, params["beta"], window)

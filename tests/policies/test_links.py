@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.policies import oracles
 from tests.policies.cases import Shape, make_pipeline, make_view, with_rows
@@ -45,17 +48,48 @@ def random_case(seed: int, scale: float = 0.1) -> tuple[LayerView, torch.Tensor]
 GROUPS = [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9], [10], [11]]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_gaussian_weights(seed: int) -> None:
+@pytest.mark.parametrize("sigma", [0.0, 2.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_gaussian_weights(seed: int, sigma: float) -> None:
     view, mass = random_case(seed)
-    found = weigh(KVMerger(), view, mass, GROUPS)
+    found = weigh(KVMerger(sigma=sigma), view, mass, GROUPS)
     keys = view.kv.keys()[0].double().tolist()
     for group, weights in zip(GROUPS, found, strict=True):
         pivot = max(group, key=lambda j: float(mass[0, j]))
         distances = [math.dist(keys[pivot], keys[j]) for j in group]
         mean = sum(distances) / len(group)
         near = [math.exp(-((d / mean) ** 2)) if mean else 1.0 for d in distances]
+        if sigma:
+            near = [math.exp(-(d**2) / (2 * sigma**2)) for d in distances]
         assert weights == pytest.approx([g / sum(near) for g in near], abs=1e-5)
+
+
+def test_random_pivots_are_of_the_group_and_the_same_every_time() -> None:
+    """The pivot's own weight is the group's highest; over layers every member is one."""
+    view, mass = random_case(1)
+    policy, pivots = KVMerger(pivot="random"), set()
+    for layer in range(40):
+        alike = [weigh(policy, replace(view, layer=layer), mass, GROUPS) for _ in range(2)]
+        assert alike[0] == alike[1]
+        weights = alike[0][GROUPS.index([6, 7, 8, 9])]
+        pivots.add(weights.index(max(weights)))
+    assert pivots == {0, 1, 2, 3}
+
+
+@given(size=st.integers(1, 9), seed=st.integers(0, 99))
+def test_groups_are_split_at_weak_links(size: int, seed: int) -> None:
+    """No group exceeds max_set, whatever is linked, and no link that was left out is stronger than
+    all others nearby."""
+    view = make_view(Shape((9,), seed=seed), 1)
+    policy = KVMerger(max_set=size, recent_fraction=0.0, heavy_fraction=0.0)
+    link = policy.choose(view, torch.rand(1, 36), torch.tensor([1]))[0].tolist()
+    cosines = neighbour_cosines(view.kv)[0].tolist()
+    starts = [j for j in range(36) if not link[j]] + [36]
+    assert max(b - a for a, b in itertools.pairwise(starts)) <= size
+    half = (size + 1) // 2
+    for left_out in starts[1:-1]:
+        window = range(left_out // half * half, left_out // half * half + half)
+        assert all(cosines[left_out] <= cosines[j] for j in window if 0 < j < 36)
 
 
 def residuals(view: LayerView, mass: torch.Tensor) -> tuple[list[float], list[list[float]]]:

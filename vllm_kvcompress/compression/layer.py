@@ -25,7 +25,7 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
         Page counts and kept entries, in position order within each head.
     """
     if pipeline.needs.accumulated:
-        view = _observed(view)
+        view = _observed(view, counted=pipeline.needs.observed)
     scores = pipeline.scorer.score(view)
     floor = _protected_pages(pipeline, view, total_pages)
     page_counts = pipeline.allocator.head_pages(view, scores, total_pages, floor)
@@ -35,19 +35,32 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
     merged = Merged() if pipeline.merger is None else pipeline.merger.merge(view, scores, mask)
     if merged.accumulated is None:
         merged = replace(merged, accumulated=view.accumulated)
+    if merged.observed is None:
+        merged = replace(merged, observed=view.observed)
     return Selection(page_counts, indices, merged)
 
 
-def _observed(view: LayerView) -> LayerView:
+def _observed(view: LayerView, counted: bool) -> LayerView:
     """The view with this event's queries' attention added to what was accumulated before.
 
     What the tail's tokens receive is not remembered: they become entries at a later event.
+
+    Args:
+        view: the layer.
+        counted: also counts the queries; each sees what is not behind it.
     """
-    mass = observed_mass(view)
-    mass *= view.queries.shape[0]
+    mass, num_queries = observed_mass(view), view.queries.shape[0]
+    mass *= num_queries
     if view.accumulated is not None:
         mass += view.accumulated
-    return replace(view, accumulated=mass)
+    if not counted:
+        return replace(view, accumulated=mass)
+    nth = torch.arange(view.num_entries, device=view.device)
+    since = (view.lengths + view.num_tail)[:, None] - nth
+    seen_by = since.clamp(0, num_queries).float()
+    if view.observed is not None:
+        seen_by += view.observed
+    return replace(view, accumulated=mass, observed=seen_by)
 
 
 def _protected_pages(pipeline: Pipeline, view: LayerView, total_pages: int) -> int:

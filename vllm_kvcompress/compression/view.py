@@ -97,7 +97,9 @@ class EventViews:
             state=self._state(event, layer),
             bias=self._bias(event, layer, num_entries),
             positions=self._positions(event, layer, num_entries),
-            accumulated=self._accumulated(event, layer, num_entries),
+            accumulated=self._received("accumulated", event, layer, num_entries),
+            observed=self._received("observed", event, layer, num_entries),
+            running=self._received("running", event, layer, num_entries),
             rotary=weights.rotary,
         )
 
@@ -135,11 +137,11 @@ class EventViews:
         tail = event.plan.first_block * self.pool.block_size + nth - counts
         return torch.where(nth < counts, kept, tail)
 
-    def _accumulated(self, event: Event, layer: int, width: int) -> Tensor | None:
-        """[num_heads, width] attention that former events have counted, if there were any."""
-        if not event.plan.resident_blocks or not event.pipeline.needs.accumulated:
+    def _received(self, name: str, event: Event, layer: int, width: int) -> Tensor | None:
+        """[num_heads, width] what former events have added up, if there were any."""
+        if not event.plan.resident_blocks or name not in event.pipeline.token_state:
             return None
-        return self._read_entries("accumulated", event, layer, width)
+        return self._read_entries(name, event, layer, width)
 
     def _read_entries(self, name: str, event: Event, layer: int, width: int) -> Tensor:
         """[num_heads, width] policy state of entries after the former event, 0 for later ones."""

@@ -45,6 +45,8 @@ class LayerView:
         rotary: how keys are rotated (None unless needed).
         accumulated: [H, n] fp32 attention that each entry has received from the observed queries
             of all events so far, this one's included once a policy reads it (None unless needed).
+        observed: [H, n] fp32 how many queries that was from, likewise.
+        running: [H, n] fp32 what key weights add up from event to event (None: nothing yet).
     """
 
     kv: KVView
@@ -60,6 +62,8 @@ class LayerView:
     positions: Tensor | None = None
     rotary: Rotary | None = None
     accumulated: Tensor | None = None
+    observed: Tensor | None = None
+    running: Tensor | None = None
 
     @property
     def lengths(self) -> Tensor:
@@ -105,6 +109,8 @@ class Needs:
         positions: the position of every key, and how keys are rotated.
         rotary: how keys and queries are rotated.
         accumulated: the attention that entries have received, event after event.
+        observed: how many queries that was from.
+        running: what a merger adds up of entries, event after event.
     """
 
     window_size: int = 0
@@ -115,6 +121,8 @@ class Needs:
     positions: bool = False
     rotary: bool = False
     accumulated: bool = False
+    observed: bool = False
+    running: bool = False
 
     def joined(self, other: Needs) -> Needs:
         """What either of two parts needs."""
@@ -161,6 +169,8 @@ class Merged:
         positions: [H, n] int64 instead of the view's, likewise kept; only from mergers that
             need positions.
         accumulated: [H, n] fp32 instead of the view's, likewise kept; None: stays as it is.
+        observed: [H, n] fp32, likewise.
+        running: [H, n] fp32, likewise kept; only from mergers that need it.
     """
 
     keys: Tensor | None = None
@@ -169,6 +179,8 @@ class Merged:
     bias: Tensor | None = None
     positions: Tensor | None = None
     accumulated: Tensor | None = None
+    observed: Tensor | None = None
+    running: Tensor | None = None
 
 
 class Merger:

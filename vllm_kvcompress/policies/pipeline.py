@@ -66,6 +66,8 @@ class Pipeline:
             ("bias", self.weighs_entries),
             ("positions", self.needs.positions and self.repeats),
             ("accumulated", self.needs.accumulated and self.repeats),
+            ("observed", self.needs.observed and self.repeats),
+            ("running", self.needs.running and self.repeats),
         ]
         return tuple(name for name, wanted in state if wanted)
 

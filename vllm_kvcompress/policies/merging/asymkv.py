@@ -1,13 +1,13 @@
 """AsymKV (arXiv 2506.05410): light neighbours become one, since keys are alike and values not."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.merging.value_residuals import value_residuals
 from vllm_kvcompress.kernels.top_entries import top_entries
-from vllm_kvcompress.policies import LayerView, Protection, Stages, parameter
+from vllm_kvcompress.policies import LayerView, Needs, Protection, Stages, parameter
 from vllm_kvcompress.policies.merging.groups import (
     MERGE_SPACE,
     GroupMerging,
@@ -31,7 +31,9 @@ class AsymKV(GroupMerging):
     sinks and recent ones leave no room, these are fewer. The authors choose the same
     links for all heads of a layer; here each head has its own, since heads hold different numbers
     of entries. Keys are weighed without gradients: h = alpha^2 |v - o|^2, with an isotropic
-    upstream gradient.
+    upstream gradient. With `running` the gradients' sizes alpha |v - o| of all events so far are
+    added up before they are squared, and merged entries add theirs: in a group this weighs as the
+    authors' mean over chunks does.
     """
 
     name = "asymkv"
@@ -57,6 +59,13 @@ class AsymKV(GroupMerging):
         OBSERVED, f"last tokens that are not merged; {OBSERVED}: as many as are observed", OBSERVED
     )
     merge_space: str = parameter("unrotated", MERGE_SPACE, choices=("rotated", "unrotated"))
+    running: str = parameter(
+        "off", "whether weights of keys add up from event to event", choices=("off", "on")
+    )
+
+    @property
+    def needs(self) -> Needs:
+        return replace(super().needs, running=self.running == "on")
 
     @property
     def protection(self) -> Protection:
@@ -79,9 +88,17 @@ class AsymKV(GroupMerging):
 
     def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
         """[H, n] fp32; by tokens where a group's sum is 0."""
+        return unless_zero(groups, self._gradients(view, mass, groups) ** 2, tokens)
+
+    def add_up(
+        self, view: LayerView, mass: Tensor, groups: GroupSums, weight: Tensor
+    ) -> Tensor | None:
+        return groups.sum(self._gradients(view, mass, groups))
+
+    def _gradients(self, view: LayerView, mass: Tensor, groups: GroupSums) -> Tensor:
+        """[H, n] fp32 sizes of keys' gradients, up to what all have in common."""
         alpha = shares_of(mass, groups)
-        weight = (alpha * value_residuals(view.kv, alpha, order=2)[0]) ** 2
-        return unless_zero(groups, weight, tokens)
+        return with_former(view, alpha * value_residuals(view.kv, alpha, order=2)[0])
 
 
 def _shifted(values: Tensor) -> Tensor:
@@ -93,6 +110,11 @@ def shares_of(mass: Tensor, groups: GroupSums) -> Tensor:
     """[H, n] mass normalised over the entries, 0 for padding."""
     clean = mass.masked_fill(~groups.valid, 0)
     return clean / clean.sum(dim=1, keepdim=True).clamp_min(1e-30)
+
+
+def with_former(view: LayerView, term: Tensor) -> Tensor:
+    """[H, n] a term of this event, and what former events have added up."""
+    return term if view.running is None else term + view.running
 
 
 def unless_zero(groups: GroupSums, weight: Tensor, tokens: Tensor) -> Tensor:

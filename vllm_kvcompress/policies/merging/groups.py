@@ -49,6 +49,19 @@ class GroupMerging(Policy, Merger):
     def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
         """[H, n] fp32 weights of keys, not negative, with a positive sum over every group."""
 
+    def pivots(self, view: LayerView, mass: Tensor, groups: GroupSums) -> Tensor:
+        """[H, n] int64 for every entry the place of its group's pivot: the highest mass."""
+        return groups.highest(mass)
+
+    def add_up(
+        self, view: LayerView, mass: Tensor, groups: GroupSums, weight: Tensor
+    ) -> Tensor | None:
+        """[H, n] fp32 what a next event is to add to, of groups at their first entries.
+
+        As mergers have it that need what runs; None: nothing.
+        """
+        return None
+
     @property
     def needs(self) -> Needs:
         """The last queries, values, and for unrotated keys their positions."""
@@ -88,6 +101,7 @@ class GroupMerging(Policy, Merger):
             values,
             bias=whole.sum(tokens).clamp_min(1).log() if self.weighs_entries else None,
             positions=positions,
+            running=self.add_up(view, scores, whole, weight) if self.needs.running else None,
             accumulated=None if received is None else whole.sum(received),
         )
 
@@ -101,7 +115,7 @@ class GroupMerging(Policy, Merger):
         assert view.rotary is not None
         positions = groups.last(view.positions)
         if self.merge_position == "pivot":
-            positions = view.positions.gather(1, groups.highest(scores))
+            positions = view.positions.gather(1, self.pivots(view, scores, groups))
         return (view.rotary, positions - view.positions), positions
 
 

@@ -7,7 +7,12 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.merging.value_residuals import value_residuals
 from vllm_kvcompress.policies import LayerView, parameter
-from vllm_kvcompress.policies.merging.asymkv import AsymKV, shares_of, unless_zero
+from vllm_kvcompress.policies.merging.asymkv import (
+    AsymKV,
+    shares_of,
+    unless_zero,
+    with_former,
+)
 from vllm_kvcompress.policies.merging.groups import GroupSums
 
 LARGEST_EXACT = 4  # entries of a group for which the paper's weights are computed
@@ -22,7 +27,9 @@ class KVSlimmer(AsymKV):
     positive. Where an alpha, or the group's, reaches one half, where the sum is next to
     nothing, and in groups of more than LARGEST_EXACT: alpha_i |r_i|; where that is 0, the tokens.
 
-    The variant `code`: L1 norms, and |c_ij| bounded by alpha_i alpha_j (|r_i| + |r_j|).
+    The variant `code`: L1 norms, and |c_ij| bounded by alpha_i alpha_j (|r_i| + |r_j|). With
+    `running` |c_ii| is added up over events, and for a merged entry sum w_i^2 |c_ii| goes on (the
+    authors' code).
     """
 
     name = "kvslimmer"
@@ -41,16 +48,25 @@ class KVSlimmer(AsymKV):
         exact = self.variant == "paper"
         order, num_pairs = (2, LARGEST_EXACT - 1) if exact else (1, 0)
         size, *pairs = value_residuals(view.kv, alpha, order, num_pairs)
-        own = alpha * (1 - 2 * alpha) * size
+        own = with_former(view, alpha * (1 - 2 * alpha) * size)
         weight = own - self._cross(alpha, size, pairs, groups)
         total, most = groups.sum(weight), groups.sum(own.abs())
         count = groups.sum(torch.ones_like(alpha))
         heavy = groups.sum((alpha >= 0.5).float()) + (groups.sum(alpha) >= 0.5).float()
         unsafe = (heavy > 0) | (total <= 1e-6 * most) | (count > LARGEST_EXACT)
         unsafe = unsafe | ~torch.isfinite(total)
-        simple = alpha * size
+        simple = with_former(view, alpha * size)
         clipped = torch.where(groups.spread(unsafe), simple, weight.clamp_min(0))
         return unless_zero(groups, clipped, tokens)
+
+    def add_up(
+        self, view: LayerView, mass: Tensor, groups: GroupSums, weight: Tensor
+    ) -> Tensor | None:
+        alpha = shares_of(mass, groups)
+        (size,) = value_residuals(view.kv, alpha, 2 if self.variant == "paper" else 1)
+        own = with_former(view, alpha * (1 - 2 * alpha) * size)
+        share = weight / groups.spread(groups.sum(weight)).clamp_min(1e-30)
+        return groups.sum(share**2 * own)
 
     def _cross(self, alpha: Tensor, size: Tensor, pairs: list[Tensor], groups: GroupSums) -> Tensor:
         """[H, n] sum over the others of the group of |c_ij|."""
