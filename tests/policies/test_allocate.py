@@ -186,7 +186,9 @@ def test_protected_entries_do_not_compete() -> None:
     scores = scores[:1].expand_as(scores).clone()
     scores[0, -8:] = 9.0
     protection = Protection(num_recent=8)
-    assert Ada(0.0, "floor", protection).head_pages(view, scores, 20, 2).tolist() == [5] * 4
+    assert (
+        Ada(0.0, "floor", protection=protection).head_pages(view, scores, 20, 2).tolist() == [5] * 4
+    )
     assert int(Ada(0.0, "floor").head_pages(view, scores, 20, 2)[0]) > 5
 
 

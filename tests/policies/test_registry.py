@@ -39,14 +39,21 @@ def test_defaults_are_those_of_the_papers() -> None:
         "pooling": "max",
         "safeguard": 0.2,
         "safeguard_mode": "blend",
+        "normalize": "off",
         "alpha": 0.5,
         "epsilon": 1e-4,
         "norm": "l1",
+        "weights": "product",
+        "guard": "off",
     }
     assert resolve("pyramidkv").params["beta"] == 20
-    assert resolve("h2o").params == {"window_size": 256, "recent_fraction": 0.5}
+    assert resolve("h2o").params == {
+        "window_size": 256,
+        "recent_fraction": 0.5,
+        "normalize_by_count": "off",
+    }
     assert resolve("streamingllm").params == {"num_sinks": 4}
-    assert resolve("keydiff").params == {"anchor": "mean_normalized"}
+    assert resolve("keydiff").params == {"anchor": "mean_normalized", "metric": "cosine"}
     assert resolve("keydiff+window").params["recent_fraction"] == 0.1
 
 
@@ -73,6 +80,7 @@ def test_adakv_divides_what_pyramidkv_gives_to_each_layer() -> None:
         ("snapkv+criticalkv", {}, Needs(window_size=32, output_weight=True)),
         ("snapkv+criticalkv", {"norm": "l2"}, Needs(window_size=32, output_gram=True)),
         ("snapkv+obcache", {}, Needs(window_size=32, values=True, plain_logits=True)),
+        ("h2o", {"normalize_by_count": "on"}, Needs(256, accumulated=True, observed=True)),
         ("h2o+cam", {"merge_window": 400}, Needs(400, values=True, accumulated=True)),
         ("momentkv", {}, Needs(window_size=32, values=True, plain_logits=True)),
         ("tova+momentfix", {}, Needs(window_size=1, values=True, plain_logits=True)),
@@ -129,7 +137,7 @@ def test_combinations_that_are_refused(policy: str, sentence: str) -> None:
     ("policy", "params", "sentence"),
     [
         ("snapkv", {"window": 3}, "snapkv has no parameter window; valid are window_size, kernel"),
-        ("tova", {"window_size": 3}, "tova has no parameter window_size; it has none"),
+        ("tova", {"window_size": 3}, "tova has no parameter window_size; valid are scope"),
         ("streamingllm", {"kernel_size": 3}, "no parameter kernel_size; valid are num_sinks"),
         ("snapkv", {"window_size": 0}, "window_size: expected at least 1 .* found 0"),
         ("snapkv", {"window_size": 2.5}, "window_size: expected a whole number, found 2.5"),
@@ -143,12 +151,28 @@ def test_combinations_that_are_refused(policy: str, sentence: str) -> None:
         ("pyramidkv", {"beta": 0.5}, "beta: expected at least 1 "),
         ("snapkv+criticalkv", {"alpha": -0.1}, "alpha: expected at least 0 and at most 1"),
         ("snapkv+criticalkv", {"norm": "l3"}, "norm: expected one of l1, l2, found 'l3'"),
+        (
+            "keydiff",
+            {"anchor": "pairwise", "metric": "dot"},
+            "expected cosine with anchor=pairwise",
+        ),
+        ("h2o+criticalkv", {"weights": "exact"}, "expected product with h2o.criticalkv, whose"),
         ("keydiff", {"anchor": "first"}, "anchor: expected one of mean_normalized, mean_raw, med"),
     ],
 )
 def test_parameters_that_are_refused(policy: str, params: dict[str, object], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         resolve(policy, params)
+
+
+def test_what_protects_comes_first_so_that_others_divide_what_it_leaves() -> None:
+    first, second = (
+        resolve(policy, {"any_scores": "on"})
+        for policy in ("keydiff+adakv+window", "keydiff+window+adakv")
+    )
+    assert first.name == second.name == "keydiff+window+adakv"
+    assert first.allocator == second.allocator
+    assert first.allocator.protection == first.protection  # type: ignore[attr-defined]
 
 
 def test_whole_numbers_may_be_written_as_floats() -> None:

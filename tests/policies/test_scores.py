@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.policies import oracles
 from tests.policies.cases import HEAD_SIZE, Shape, make_view, with_rows
+from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels.common import tiles
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.keydiff import keydiff_scores
@@ -16,6 +20,7 @@ from vllm_kvcompress.kernels.pooling import max_or_mean_pool
 from vllm_kvcompress.kernels.value_norms import reference as value_norms
 from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
 from vllm_kvcompress.kernels.window_mass import window_mass
+from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.knorm import KNorm
 from vllm_kvcompress.policies.obcache import OBCache
@@ -140,13 +145,55 @@ def test_tova_is_the_mean_of_all_query_heads() -> None:
     assert torch.allclose(TOVA().score(view)[0], torch.tensor(expected), atol=1e-6)
 
 
-@pytest.mark.parametrize("anchor", ["mean_normalized", "mean_raw", "median", "pairwise"])
-def test_keydiff_is_that_of_the_loop(anchor: str) -> None:
+def test_tova_s_scope_may_be_a_head() -> None:
+    view = make_view(Shape(pages=(4, 2), tail=2, group=4), 1)
+    rows = own(TOVA("head").score(view), Shape(pages=(4, 2)))
+    for row, head in zip(rows, oracles.heads_of(view), strict=True):
+        assert row.tolist() == pytest.approx(oracles.mass(head), abs=1e-6)
+
+
+@pytest.mark.parametrize("former", [False, True])
+def test_h2o_by_count_is_the_mean_over_queries_that_saw_an_entry(former: bool) -> None:
+    """Of this event, and of former ones if there were any."""
+    shape, window = Shape(pages=(4, 6), tail=2), 9
+    view = make_view(shape, window)
+    before = torch.zeros(2, view.num_entries), torch.zeros(2, view.num_entries)
+    if former:
+        before = torch.rand(2, view.num_entries), 1.0 + torch.arange(24.0).expand(2, -1)
+        view = replace(view, accumulated=before[0], observed=before[1])
+    pipeline = resolve("h2o", {"window_size": window, "normalize_by_count": "on"})
+    merged = compress_layer(pipeline, view, 6).merged
+    view = replace(view, accumulated=merged.accumulated, observed=merged.observed)
+    rows = own(pipeline.scorer.score(view), shape)
+    for h, (row, head) in enumerate(zip(rows, oracles.heads_of(view), strict=True)):
+        end = head.size + head.num_tail
+        for j, mean in enumerate(oracles.mass(head)):
+            seen = sum(query >= j for query in range(end - window, end)) + float(before[1][h, j])
+            total = window * mean + float(before[0][h, j])
+            assert float(row[j]) == pytest.approx(total / seen, abs=1e-5)
+
+
+def test_what_counts_queries_keeps_their_number_where_there_is_a_next_event() -> None:
+    pipeline = resolve("h2o", {"normalize_by_count": "on"})
+    assert pipeline.token_state == ("accumulated", "observed")
+    assert replace(pipeline, repeats=False).token_state == ()
+
+
+@pytest.mark.parametrize(
+    ("anchor", "metric"),
+    [
+        *itertools.product(
+            ("mean_normalized", "mean_raw", "median"), ("cosine", "dot", "euclidean")
+        ),
+        ("pairwise", "cosine"),
+    ],
+)
+def test_keydiff_is_that_of_the_loop(anchor: str, metric: str) -> None:
     shape = Shape(pages=(5, 2))
     view = make_view(shape, 0)
-    rows = own(keydiff_scores(view.kv, anchor), shape)
+    rows = own(keydiff_scores(view.kv, anchor, metric), shape)
     for row, head in zip(rows, oracles.heads_of(view), strict=True):
-        expected = torch.tensor(oracles.keydiff(head, anchor))
+        expected = torch.tensor(oracles.keydiff(head, anchor, metric))
         assert torch.allclose(row.double(), expected.double(), atol=1e-5)
 
 

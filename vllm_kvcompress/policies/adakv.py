@@ -6,6 +6,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import (
     Allocator,
@@ -17,6 +18,7 @@ from vllm_kvcompress.policies import (
     Stages,
     parameter,
 )
+from vllm_kvcompress.policies.keydiff import KeyDiff
 from vllm_kvcompress.policies.parts.allocation import UNIFORM, divide
 from vllm_kvcompress.policies.parts.protection import NOTHING_PROTECTED
 from vllm_kvcompress.policies.snapkv import SnapKV
@@ -35,12 +37,20 @@ def phi_mode() -> Any:
     return parameter("blend", meaning, choices=("blend", "floor"))
 
 
+def normalize() -> Any:
+    """Whether heads that spread their attention count less, likewise."""
+    meaning = "whether a head's scores are weighed by what its best ones have of all"
+    return parameter("off", meaning, choices=("off", "on"))
+
+
 @dataclass(frozen=True)
 class Ada(Modifier, Allocator):
     """Heads get budgets by how many of a layer's best tokens are theirs.
 
     With c the mean selectable budget of a head and m_h its tokens among the layer's top H*c:
     `blend` gives (1 - phi) * m_h + phi * c, `floor` first gives every head its best phi * c.
+    With `normalize` a head's scores are first multiplied by the share of its c highest in their sum
+    (an option of the authors' code).
 
     Attributes:
         safeguard: phi.
@@ -54,15 +64,28 @@ class Ada(Modifier, Allocator):
     stages = Stages(
         allocate="layers as the policy has it; heads by their share of the layer's highest scores"
     )
-    goes_on = ("pyramidkv", "h2o")
+    goes_on = ("pyramidkv", "h2o", "keydiff")
 
     safeguard: float = phi()
     safeguard_mode: str = phi_mode()
+    normalize: str = normalize()
+    any_scores: str = parameter(
+        "off", "on: also compares heads by scores that are no attention mass", choices=("off", "on")
+    )
     protection: Protection = NOTHING_PROTECTED
     layers: Allocator = UNIFORM
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """With another allocator, for what the policy underneath gives to each layer."""
+        """With another allocator, for what the policy underneath gives to each layer.
+
+        Raises:
+            ConfigError: its scores are no attention mass.
+        """
+        if isinstance(base.scorer, KeyDiff) and self.any_scores == "off":
+            raise ConfigError(
+                "adakv divides a layer's budget by each head's attention mass, which keydiff does "
+                "not score; leave adakv out, or compare cosines instead, with any_scores=on."
+            )
         mine = replace(self, protection=base.protection, layers=base.allocator)
         return replace(base, allocator=mine)
 
@@ -87,6 +110,10 @@ class Ada(Modifier, Allocator):
         num_protected = protected.sum(dim=1)
         selectable = (total * view.block_size - num_protected.sum()).clamp_min(0)
         share = selectable / num_heads
+        if self.normalize == "on":
+            best = top_entries(scores, competing, share.floor().to(torch.int64).expand(num_heads))
+            won, whole = (scores.masked_fill(~some, 0).sum(dim=1) for some in (best, competing))
+            scores = scores * (won / whole.clamp_min(1e-30))[:, None]
         candidates = scores.masked_fill(protected, float("-inf"))
         if self.safeguard_mode == "floor":
             least = (self.safeguard * share).floor().to(torch.int64).expand(num_heads)
@@ -109,14 +136,15 @@ class AdaKV(SnapKV):
     stages = SnapKV.stages._replace(allocate="by each head's share of the layer's highest scores")
     decides = ("how much each head keeps",)
     refuses = dict.fromkeys(
-        ("knorm", "streamingllm", "tova", "keydiff"),
+        ("knorm", "streamingllm", "tova"),
         "adakv divides a layer's budget by each head's attention mass, which {} does not score",
     )
 
     safeguard: float = phi()
     safeguard_mode: str = phi_mode()
+    normalize: str = normalize()
 
     @property
     def allocator(self) -> Ada:
         """By scores; the window does not compete."""
-        return Ada(self.safeguard, self.safeguard_mode, self.protection)
+        return Ada(self.safeguard, self.safeguard_mode, self.normalize, protection=self.protection)

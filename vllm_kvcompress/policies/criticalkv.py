@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
 from vllm_kvcompress.policies import (
@@ -17,6 +18,8 @@ from vllm_kvcompress.policies import (
     Stages,
     parameter,
 )
+from vllm_kvcompress.policies.base import Scorer
+from vllm_kvcompress.policies.parts.mass import observed_mass
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,14 @@ class CriticalKV(Modifier, Selector):
     A share alpha of the head's budget goes to the tokens of highest mass S; the rest to those
     of highest (S + epsilon) * nu, where nu is the norm of the value projected through W_O.
     Budgets exclude protected tokens; S is a mean over the window, so epsilon is absolute.
+
+    Of the query heads that share a KV head both factors are means (`product`), or their products
+    are averaged (`exact`). The second stage lowers a bound on the output's error only where the
+    attention mass of what is kept for certain exceeds one half (Theorem 3.3's sigma); with `guard`
+    heads where it does not choose by the score alone.
+
+    Attributes:
+        scorer: of the policy underneath.
     """
 
     name = "criticalkv"
@@ -49,9 +60,28 @@ class CriticalKV(Modifier, Selector):
     alpha: float = parameter(0.5, "part of the budget chosen by score alone", 0.0, 1.0)
     epsilon: float = parameter(1e-4, "added to the score in the second stage", 0.0)
     norm: str = parameter("l1", "l1 (exact, reads W_O) or l2 (Gram matrix)", choices=("l1", "l2"))
+    weights: str = parameter(
+        "product",
+        "mean score times mean norm of a group's query heads, or the mean of products (exact)",
+        choices=("product", "exact"),
+    )
+    guard: str = parameter(
+        "off", "on: by score alone where half the mass is not sure", choices=("off", "on")
+    )
+    scorer: Scorer | None = None
 
     def modify(self, base: Pipeline) -> Pipeline:
-        return replace(base, selector=self)
+        """With another selector.
+
+        Raises:
+            ConfigError: exact weights of attention that is added up, for a whole group at once.
+        """
+        if self.weights == "exact" and base.needs.accumulated:
+            raise ConfigError(
+                f"weights: expected product with {base.name}, whose attention is added up as the "
+                "mean of a group's query heads, found exact; leave it out."
+            )
+        return replace(base, selector=replace(self, scorer=base.scorer))
 
     @property
     def needs(self) -> Needs:
@@ -67,8 +97,31 @@ class CriticalKV(Modifier, Selector):
         first_stage = num_protected + (budget * self.alpha).floor().to(torch.int64)
         sure = scores.masked_fill(protected, float("inf"))
         chosen = top_entries(sure, valid, torch.minimum(first_stage, kept))
-        weighted = (scores + self.epsilon) * self._value_norms(view, valid & ~chosen)
+        weighted = self._weighted(view, scores, valid & ~chosen)
+        if self.guard == "on":
+            rest = observed_mass(view).masked_fill(chosen | ~valid, 0)
+            unsure = rest.sum(dim=1, keepdim=True) >= 0.5
+            weighted = torch.where(unsure, scores, weighted)
         return top_entries(weighted.masked_fill(chosen, float("inf")), valid, kept)
+
+    def _weighted(self, view: LayerView, scores: Tensor, wanted: Tensor) -> Tensor:
+        """[H, n] fp32 (score + epsilon) times the value's norm."""
+        if self.weights == "product":
+            return (scores + self.epsilon) * self._value_norms(view, wanted)
+        assert self.scorer is not None
+        group = view.queries.shape[1] // view.num_heads
+        weighted = torch.zeros_like(scores)
+        for member in range(group):
+            weight, gram = view.output_weight, view.output_gram
+            alone = replace(
+                view,
+                queries=view.queries[:, member::group],
+                output_weight=None if weight is None else weight[:, :, member : member + 1],
+                output_gram=None if gram is None else gram[member::group].contiguous(),
+            )
+            own = self.scorer.score(alone) + self.epsilon
+            weighted += own * self._value_norms(alone, wanted) / group
+        return weighted
 
     def _value_norms(self, view: LayerView, wanted: Tensor) -> Tensor:
         if self.norm == "l1":

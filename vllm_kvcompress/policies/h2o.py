@@ -5,14 +5,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
-from vllm_kvcompress.policies.parts.mass import accumulated_mass
+from vllm_kvcompress.policies.parts.mass import accumulated_mass, mean_accumulated_mass
 
 
 @dataclass(frozen=True)
 class H2O(Policy):
     """Attention that a token has received, added up event after event.
 
-    Of each event only the last `window_size` queries are observed; the paper adds up all.
+    Of each event only the last `window_size` queries are observed; the paper adds up all. A sum
+    favours tokens that more queries could see; normalised by their number it is a mean (kvpress).
     """
 
     name = "h2o"
@@ -29,15 +30,21 @@ class H2O(Policy):
         256, "last queries of an event whose attention is added up", minimum=1
     )
     recent_fraction: float = parameter(0.5, "part of the budget for recent tokens", 0.0, 1.0)
+    normalize_by_count: str = parameter(
+        "off", "whether sums are divided by how many queries saw a token", choices=("off", "on")
+    )
 
     @property
     def needs(self) -> Needs:
         """The last queries, and what earlier ones have added."""
-        return Needs(window_size=self.window_size, accumulated=True)
+        by_count = self.normalize_by_count == "on"
+        return Needs(window_size=self.window_size, accumulated=True, observed=by_count)
 
     @property
     def protection(self) -> Protection:
         return Protection(recent_fraction=self.recent_fraction)
 
     def score(self, view: LayerView) -> Tensor:
+        if self.normalize_by_count == "on":
+            return mean_accumulated_mass(view)
         return accumulated_mass(view, self.window_size)

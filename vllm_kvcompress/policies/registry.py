@@ -165,6 +165,7 @@ def _parts(policy: str) -> tuple[type[Policy], list[type[Modifier]]]:
         )
     base = policies()[bases[0]]
     on_top = [modifiers()[name] for name in names if name in modifiers() and name not in bases]
+    on_top.sort(key=lambda part: not part.stages.protect)  # others divide what that leaves
     if len(set(on_top)) < len(on_top):
         raise ConfigError(f'policy "{policy}": a modifier is named twice; once is enough.')
     for modifier in on_top:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_kvcompress.policies import LayerView, Needs, Policy, Stages
+from vllm_kvcompress.policies import LayerView, Needs, Policy, Stages, parameter
 from vllm_kvcompress.policies.parts.mass import observed_mass
 
 
@@ -13,7 +13,8 @@ class TOVA(Policy):
     """Attention of the last query, averaged over all query heads of the layer.
 
     All heads of a layer keep the same tokens. Under tensor parallelism the average is over the
-    rank's own heads, so ranks may keep different tokens.
+    rank's own heads, so ranks may keep different tokens. With the scope `head` each KV head keeps
+    what its own query heads attend to, as KeyDiff's authors ran it.
     """
 
     name = "tova"
@@ -23,11 +24,19 @@ class TOVA(Policy):
         score="last query's attention, mean over the layer's heads", select="highest score"
     )
 
+    scope: str = parameter(
+        "layer",
+        "whose query heads decide: all of the layer's, or a KV head's own",
+        choices=("layer", "head"),
+    )
+
     @property
     def needs(self) -> Needs:
         return Needs(window_size=1)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32, the same row for every head."""
+        """[H, n] fp32, for the layer's scope the same row for every head."""
         mass = observed_mass(view)
+        if self.scope == "head":
+            return mass
         return mass.mean(dim=0, keepdim=True).expand_as(mass)

@@ -9,16 +9,17 @@ from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import finite, tile_bytes
 
 
-def keydiff_scores(view: KVView, anchor: str) -> Tensor:
-    """Minus the cosine between each key and an anchor (KeyDiff).
+def keydiff_scores(view: KVView, anchor: str, metric: str = "cosine") -> Tensor:
+    """How unlike an anchor each key is: minus the cosine between them (KeyDiff).
 
     Args:
         view: of a layer.
         anchor: mean_normalized (mean of the unit keys), mean_raw, median, or pairwise (minus the
             sum of cosines to all keys; same ranking as mean_normalized).
+        metric: cosine; dot (minus the product) or euclidean (the distance), not with pairwise.
 
     Returns:
-        [H, n] fp32; 0 for a zero key or a zero anchor, and behind the lengths.
+        [H, n] fp32; for cosines 0 for a zero key or a zero anchor, and 0 behind the lengths.
     """
     keys, lengths, valid = view.keys(), view.lengths, view.valid
     num_heads, num_entries, head_size = keys.shape
@@ -39,6 +40,11 @@ def keydiff_scores(view: KVView, anchor: str) -> Tensor:
     dots = torch.empty(num_heads, num_entries, dtype=torch.float32, device=keys.device)
     for tile in tiles:
         dots[:, tile] = (finite(keys[:, tile], valid[:, tile]).float() @ centre[:, :, None])[..., 0]
+    if metric == "dot":
+        return -dots
+    if metric == "euclidean":
+        squares = norms.masked_fill(~valid, 0) ** 2 - 2 * dots + length**2
+        return squares.clamp_min(0).sqrt().masked_fill(~valid, 0)
     dots *= inverse
     return -dots * count if anchor == "pairwise" else -dots / length
 

@@ -133,7 +133,7 @@ class MomentKV(Moments, Policy):
 
     @property
     def allocator(self) -> Ada:
-        return Ada(self.safeguard, self.safeguard_mode, self.protection)
+        return Ada(self.safeguard, self.safeguard_mode, protection=self.protection)
 
     def score(self, view: LayerView) -> Tensor:
         return observed_mass(view)

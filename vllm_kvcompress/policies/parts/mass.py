@@ -26,6 +26,13 @@ def accumulated_mass(view: LayerView, window_size: int) -> Tensor:
     return view.accumulated / window_size
 
 
+def mean_accumulated_mass(view: LayerView) -> Tensor:
+    """[H, n] fp32 the same sum, divided by how many observed queries could see an entry."""
+    assert view.accumulated is not None
+    assert view.observed is not None
+    return view.accumulated / view.observed.clamp_min(1)
+
+
 def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling: str) -> Tensor:
     """[H, n] scores pooled over neighbours, over the columns left of the window.
 
