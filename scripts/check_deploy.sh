@@ -9,7 +9,7 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-quick=(manifests)
+quick=(manifests observability)
 more=(skypilot image)
 
 checks=("${quick[@]}" "${more[@]}")
