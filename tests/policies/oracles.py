@@ -175,10 +175,12 @@ def value_norms(head: Head, how: str) -> Vector:
 
 
 def higher_rank(head: Head, params: dict[str, Any]) -> Vector:
-    """Spans: by all queries that are observed, or by the last of them, pooled."""
+    """Spans: by all queries that are observed, by the last of them, pooled, or by the key."""
     last = replace(head, queries=head.queries[-params["near_size"] :])
-    both = (mass(head), pooled(last, mass(last), params["kernel_size"], "max"))
-    return [float(max(rank_of(j, row) for row in both)) for j in range(head.size)]
+    rows = [mass(head), pooled(last, mass(last), params["kernel_size"], "max")]
+    bare = replace(head, queries=[])
+    rows.append(pooled(bare, leverage(head, params["keys"]), params["key_kernel_size"], "max"))
+    return [float(max(rank_of(j, row) for row in rows)) for j in range(head.size)]
 
 
 def rank_of(j: int, row: Vector) -> int:
@@ -192,6 +194,30 @@ def turned(vector: Vector, steps: int, frequencies: Vector) -> Vector:
         a, b, angle = vector[i], vector[i + half], steps * frequency
         out[i] = a * math.cos(angle) - b * math.sin(angle)
         out[i + half] = b * math.cos(angle) + a * math.sin(angle)
+    return out
+
+
+def leverage(head: Head, space: str) -> Vector:
+    """x (X^T X + ridge I)^-1 x of the keys, at position 0 if unrotated, by Gaussian elimination."""
+    rows = head.keys
+    if space == "unrotated":
+        rows = [turned(key, -j, head.frequencies) for j, key in enumerate(rows)]
+    size, columns = len(rows), range(len(rows[0]))
+    mean = [sum(row[c] for row in rows) / size for c in columns]
+    rows = [[row[c] - mean[c] for c in columns] for row in rows]
+    matrix = [[sum(row[i] * row[j] for row in rows) for j in columns] for i in columns]
+    floor = 1e-3 * sum(matrix[i][i] for i in columns) / len(columns)
+    out = []
+    for row in rows:
+        lines = [[*matrix[i], row[i]] for i in columns]
+        for i in columns:
+            lines[i][i] += floor
+        for i in columns:
+            for k in columns:
+                if k != i:
+                    part = lines[k][i] / lines[i][i]
+                    lines[k] = [a - part * b for a, b in zip(lines[k], lines[i], strict=True)]
+        out.append(sum(row[i] * lines[i][-1] / lines[i][i] for i in columns))
     return out
 
 
@@ -247,6 +273,8 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
         ]
     if base == "spans":
         return [higher_rank(head, params) for head in heads]
+    if base == "leverage":
+        return [leverage(head, params["keys"]) for head in heads]
     if base == "expected":
         width = max(head.size + head.num_tail for head in heads)
         return [expected(head, width, params) for head in heads]
@@ -286,7 +314,7 @@ def protection_of(policy: str, params: dict[str, Any]) -> tuple[int, int, float]
         return params["num_sinks"], 0, 0.0
     if base == "duoattention":
         return params["sinks"], 0, 0.0
-    if base in ("knorm", "tova"):
+    if base in ("knorm", "tova", "leverage"):
         return 0, 0, 0.0
     if base == "keydiff":
         return 0, 0, params["recent_fraction"] if "window" in policy else 0.0

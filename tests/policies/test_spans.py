@@ -18,29 +18,32 @@ from vllm_kvcompress.policies.spans import Spans, ranks
 
 SHAPE = Shape((16,), group=1)  # 64 tokens
 FAR, NEAR, WIDTH = 32, 4, 9
-WANTED_BY_LAST, WANTED_BY_MANY = 20, [5, 40]
+WANTED_BY_LAST, WANTED_BY_MANY, UNLIKE_OTHERS = 20, [5, 40], 50
 
 
 def passage_view() -> LayerView:
-    """The last queries look at one token, all others at two others."""
+    """The last queries look at one token, all others at two others, and nobody at a strange one."""
     view = make_view(SHAPE, FAR)
     keys, queries = torch.zeros(1, 64, HEAD_SIZE), torch.zeros(FAR, 1, HEAD_SIZE)
     keys[0, WANTED_BY_LAST, 0] = 30.0
     keys[0, WANTED_BY_MANY, 1] = 30.0
+    keys[0, UNLIKE_OTHERS, 2] = 1.0
     queries[-NEAR:, 0, 0] = 1.0
     queries[:-NEAR, 0, 1] = 1.0
     keys += 0.01 * torch.randn(keys.shape, generator=torch.Generator().manual_seed(0))
     return replace(view, kv=GatheredKV.of(keys, keys), queries=queries, scale=1.0)
 
 
-def test_a_passage_stays_whole_beside_what_many_queries_want() -> None:
-    """Of 2k kept tokens at least k are the best by either rank.
+def test_a_passage_stays_whole_beside_what_many_queries_want_and_what_is_unlike_others() -> None:
+    """Of 3k kept tokens at least k are the best by each rank.
 
-    SnapKV's window alone would lose the ones, H2O's sum alone the passage around the other.
+    SnapKV's window alone would lose the ones, H2O's sum alone the passage around the other, and
+    both what nobody has asked for yet.
     """
-    policy = Spans(window_size=FAR, near_size=NEAR, kernel_size=WIDTH)
+    policy = Spans(FAR, NEAR, kernel_size=WIDTH, key_kernel_size=1, keys="rotated")
     scores = policy.score(passage_view())[0]
-    best = set(scores[: 64 - NEAR].topk(2 * WIDTH).indices.tolist())
+    best = set(scores[: 64 - NEAR].topk(3 * WIDTH).indices.tolist())
+    assert UNLIKE_OTHERS in best
     passage = range(WANTED_BY_LAST - WIDTH // 2, WANTED_BY_LAST + WIDTH // 2 + 1)
     assert best >= {*passage}
     assert best >= {*WANTED_BY_MANY}
@@ -71,3 +74,5 @@ def test_parameters_that_make_no_sense_are_refused() -> None:
         resolve("spans", {"window_size": 16})
     with pytest.raises(ConfigError, match="expected an odd number"):
         resolve("spans", {"kernel_size": 8})
+    with pytest.raises(ConfigError, match="key_kernel_size: expected an odd number"):
+        resolve("spans", {"key_kernel_size": 2})

@@ -28,18 +28,10 @@ from vllm_kvcompress.policies.policy import Modifier, Part, Policy, Stages
 ENTRY_POINTS = "vllm_kvcompress.policies"
 # In the order in which they are listed; modules that are not named here follow.
 LISTED_FIRST = (
-    *("streamingllm", "knorm", "keydiff", "tova", "h2o", "snapkv", "pyramidkv", "adakv", "headkv"),
-    *(
-        "duoattention",
-        "expected",
-        "spans",
-        "criticalkv",
-        "window",
-        "obcache",
-        "merging.cam",
-        "merging.d2o",
-    ),
-    *("merging.momentkv", "merging.kvmerger", "merging.asymkv", "merging.kvslimmer"),
+    *("streamingllm", "knorm", "keydiff", "leverage", "tova", "h2o", "snapkv", "pyramidkv"),
+    *("adakv", "headkv", "duoattention", "expected", "spans", "criticalkv", "window", "obcache"),
+    *("merging.cam", "merging.d2o", "merging.momentkv", "merging.kvmerger", "merging.asymkv"),
+    *("merging.kvslimmer",),
 )
 
 

@@ -1,4 +1,4 @@
-"""Spans: what the text goes on with, and whole passages around what the question points at."""
+"""Spans: what the text goes on with, what the question points at, and what stands out by itself."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.kernels.pooling import max_or_mean_pool
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
+from vllm_kvcompress.policies.leverage import Leverage, key_space, leverage
 from vllm_kvcompress.policies.parts.mass import (
     check_kernel_size,
     observed_mass,
@@ -18,21 +20,29 @@ from vllm_kvcompress.policies.parts.mass import (
 
 @dataclass(frozen=True)
 class Spans(Policy):
-    """The higher of two ranks: by many queries' attention, and by few queries' in wide pools.
+    """The highest of three ranks: by many queries' attention, by few queries', and by the key.
 
-    Many queries (H2O's sum) say what text goes on with, and miss what only the question asks for;
-    the last few (SnapKV's window) point at the first token of an answer, and narrow pooling then
-    keeps a part of it. Their masses have no common scale, so each is replaced by its rank in the
-    head: a token stays if either puts it high. Max-pooling as wide as a phrase keeps passages
-    whole. Heads get the same budget, since ranks are alike in all.
+    Many queries (H2O's sum) say what text goes on with, and miss what only the question asks for.
+    The last few (SnapKV's window) point at the first token of an answer, of which narrow pooling
+    then keeps a part. Where the question is still to come, neither knows of it; a key that no
+    others could stand for (leverage) may be what it asks for. These have no common scale, so each
+    is replaced by its rank in the head: a token stays if one of them puts it high. Max-pooling
+    keeps passages whole. Heads get the same budget, since ranks are alike in all.
     """
 
     name = "spans"
-    paper = "of this project; from H2O, arXiv 2306.14048, and SnapKV, arXiv 2404.14469"
-    summary = "What the last 256 queries attend to, and passages around what the last 32 do."
+    paper = (
+        "of this project; from H2O, arXiv 2306.14048, SnapKV, arXiv 2404.14469, and Compactor, "
+        "arXiv 2507.08143"
+    )
+    summary = (
+        "What the last 256 queries attend to, and passages around what the last 32 do, or around "
+        "keys that no others could stand for."
+    )
     stages = Stages(
-        score="the higher of two ranks in the head: by the mean attention of the last window_size "
-        "queries; by that of the last near_size, max-pooled over kernel_size tokens",
+        score="the highest of three ranks in the head: by the mean attention of the last "
+        "window_size queries; by that of the last near_size, max-pooled over kernel_size tokens; "
+        "by the key's leverage, max-pooled over key_kernel_size",
         protect="the last near_size tokens",
         allocate="the same for every layer and head",
         select="highest score",
@@ -41,9 +51,12 @@ class Spans(Policy):
     window_size: int = parameter(256, "last queries observed", minimum=1)
     near_size: int = parameter(32, "last queries that also count alone, and are kept", minimum=1)
     kernel_size: int = parameter(31, "width of their pooling over neighbours; odd", minimum=1)
+    key_kernel_size: int = parameter(7, "width of the leverage's pooling; odd", minimum=1)
+    keys: str = key_space()
 
     def __post_init__(self) -> None:
         check_kernel_size(self.kernel_size)
+        check_kernel_size(self.key_kernel_size, "key_kernel_size")
         if self.near_size > self.window_size:
             raise ConfigError(
                 f"near_size: expected at most window_size, {self.window_size}, found "
@@ -52,8 +65,8 @@ class Spans(Policy):
 
     @property
     def needs(self) -> Needs:
-        """The last queries."""
-        return Needs(window_size=self.window_size)
+        """The last queries, and what the keys' leverage needs."""
+        return replace(Leverage(self.keys).needs, window_size=self.window_size)
 
     @property
     def protection(self) -> Protection:
@@ -64,7 +77,9 @@ class Spans(Policy):
         """[H, n] fp32 ranks from 0 to n - 1."""
         last = replace(view, queries=view.queries[-self.near_size :])
         near = pool_left_of_window(last, observed_mass(last), self.kernel_size, "max")
-        return torch.maximum(ranks(view, observed_mass(view)), ranks(view, near))
+        alone = max_or_mean_pool(leverage(view, self.keys), self.key_kernel_size, "max")
+        best = torch.maximum(ranks(view, observed_mass(view)), ranks(view, near))
+        return torch.maximum(best, ranks(view, alone))
 
 
 def ranks(view: LayerView, scores: Tensor) -> Tensor:

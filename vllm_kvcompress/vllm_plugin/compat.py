@@ -330,7 +330,8 @@ def rotary_embedding(model: Any, layer_name: str) -> Rotary:
         raise UnsupportedError(
             f"keys or queries as before RoPE need a rotary embedding beside {layer_name} whose "
             f"frequencies do not depend on the length, found {type(rotary).__name__}; choose "
-            "another policy, or where keys merge add --kv-param merge_space=rotated."
+            "another policy, or add --kv-param merge_space=rotated (policies that merge) or "
+            "keys=rotated (leverage and spans)."
         )
     cos, sin = rotary._compute_cos_sin_cache()[1].float().chunk(2)
     device = next(model.parameters()).device

@@ -48,10 +48,10 @@ def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling:
     return torch.where(in_window, raw, pooled)
 
 
-def check_kernel_size(kernel_size: int) -> None:
+def check_kernel_size(kernel_size: int, name: str = "kernel_size") -> None:
     """Refuses an even width of pooling."""
     if kernel_size % 2 == 0:
         raise ConfigError(
-            "kernel_size: expected an odd number, so that pooling is centred, found "
+            f"{name}: expected an odd number, so that pooling is centred, found "
             f"{kernel_size}; use {kernel_size + 1}."
         )

@@ -1,0 +1,76 @@
+"""Leverage scores of keys (Compactor, arXiv 2507.08143): keys that no others could stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.policies import LayerView, Needs, Policy, Stages, parameter
+
+RIDGE = 1e-3  # of the mean eigenvalue, added to all
+UNROTATED = "unrotated"
+
+
+def key_space() -> Any:
+    """A parameter of all that look at keys' leverage."""
+    meaning = "keys as before RoPE (unrotated), or as they are cached (rotated)"
+    return parameter(UNROTATED, meaning, choices=(UNROTATED, "rotated"))
+
+
+@dataclass(frozen=True)
+class Leverage(Policy):
+    """How far a key is from the mean, measured by the covariance of the head's keys.
+
+    With keys as before RoPE, less their mean, as rows of X: the score of row x is
+    x (X^T X + RIDGE I)^-1 x^T, its statistical leverage (Compactor's outlier score, which
+    estimates it from random projections; D by D numbers per head need no estimate). Compactor's
+    other half, attention without a mask, would need the queries of the whole prompt.
+    """
+
+    name = "leverage"
+    paper = (
+        "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage "
+        "Scores, arXiv 2507.08143"
+    )
+    summary = "Keys that no others could stand for; needs no queries."
+    stages = Stages(score="the key's statistical leverage, before RoPE", select="highest score")
+
+    keys: str = key_space()
+
+    @property
+    def needs(self) -> Needs:
+        """Where keys are and how they are rotated, unless they are taken as they are."""
+        return Needs(positions=self.keys == UNROTATED)
+
+    def score(self, view: LayerView) -> Tensor:
+        """[H, n] fp32 from 0 to 1."""
+        return leverage(view, self.keys)
+
+
+def leverage(view: LayerView, keys_as: str) -> Tensor:
+    """[H, n] fp32 statistical leverage of each key; 0 behind the lengths.
+
+    Args:
+        view: the layer.
+        keys_as: unrotated (before RoPE) or rotated.
+    """
+    scores = torch.empty(view.num_heads, view.num_entries, device=view.device)
+    for some in view.kv.head_slices():
+        keys = view.kv.clean(0, some).float()
+        if keys_as == UNROTATED:
+            assert view.positions is not None
+            assert view.rotary is not None
+            keys = view.rotary.rerotate(keys, -view.positions[some])
+        count = view.lengths[some, None, None].clamp_min(1)
+        away = (keys - keys.sum(dim=1, keepdim=True) / count) * view.valid[some, :, None]
+        scatter = away.mT @ away
+        diagonal = scatter.diagonal(dim1=1, dim2=2)
+        # Equal keys have no scatter at all, and still a root.
+        diagonal += RIDGE * diagonal.mean(dim=1, keepdim=True) + 1e-20
+        root = torch.linalg.cholesky_ex(scatter).L
+        solved = torch.linalg.solve_triangular(root, away.mT, upper=False)
+        scores[some] = solved.square().sum(dim=1)
+    return scores
