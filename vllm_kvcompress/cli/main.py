@@ -18,6 +18,7 @@ from vllm_kvcompress.errors import ConfigError, EngineError
 PROGRAM = "vllm-kvcompress"
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+EXIT_INTERRUPTED = 130  # as shells have it: 128 and the signal's number
 
 # Each module of this package has `add_parser(subparsers)`, which sets `func(arguments) -> int`.
 _COMMANDS = {
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, or 2 when settings were refused (with one line on stderr), or 1 when
-        an engine ended.
+        an engine ended, or 130 when the user interrupted the command.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(arguments[0] if arguments else "")
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _parser(wanted: str) -> argparse.ArgumentParser:

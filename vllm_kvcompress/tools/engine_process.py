@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +23,8 @@ class EngineProcess:
     """Starts a vLLM engine in a child process; a context manager.
 
     The child is a process of its own because a model's memory comes back only with its end. It
-    is forked from a process that has imported vLLM, which halves the start of every engine.
+    is forked from a process that has imported vLLM, which halves the start of every engine. It
+    ends with this process, however that ends, and at once if the context is left by an exception.
 
     Args:
         model: name or directory.
@@ -44,15 +47,21 @@ class EngineProcess:
         context.set_forkserver_preload(list(ENGINE_MODULES))
         self._log = log
         self._pipe, theirs = context.Pipe()
+        self._lifeline, other_end = context.Pipe()
         self._process = context.Process(
             target=_serve_calls,
-            args=(theirs, model, settings, options, str(log), handle),
+            args=(theirs, other_end, model, settings, options, str(log), handle),
         )
         self._process.start()
         theirs.close()
+        other_end.close()
 
     def __enter__(self) -> Self:
-        self._receive()
+        try:
+            self._receive()
+        except BaseException:
+            self._lifeline.close()
+            raise
         return self
 
     def __exit__(
@@ -61,11 +70,11 @@ class EngineProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pipe.close()
-        self._process.join(timeout=30)
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join()
+        if kind is None:
+            self._pipe.close()
+            self._process.join(timeout=30)
+        self._lifeline.close()  # ends a child that is still there
+        self._process.join()
 
     def call(self, argument: Any) -> Any:
         """What `handle` returns for an argument, which must not be None.
@@ -92,6 +101,7 @@ class EngineProcess:
 
 def _serve_calls(
     pipe: Connection,
+    lifeline: Connection,
     model: str,
     settings: dict[str, Any] | None,
     options: dict[str, Any],
@@ -99,6 +109,7 @@ def _serve_calls(
     handle: Callable[[Any, Any], Any],
 ) -> None:
     """The child's life: builds the engine, then answers until the pipe is closed."""
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     _redirect_output(log)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this is a process of its own already
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
@@ -114,6 +125,17 @@ def _serve_calls(
             pipe.send(("reply", handle(llm, argument)))
         except ValueError as error:
             pipe.send(("error", str(error)))
+
+
+def _end_with(lifeline: Connection) -> None:
+    """Ends this process when nobody holds the other end any more: its owner is gone, or wants so.
+
+    The engine may be in the middle of a step or of its start, and does not look up for minutes.
+    """
+    try:
+        lifeline.recv()
+    except (EOFError, OSError):
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _redirect_output(log: str) -> None:

@@ -1,0 +1,75 @@
+"""Engines of `eval`, `bench` and other commands end with the command, however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL = ROOT / "models" / "reference"
+SECONDS = 10  # for an end that takes a tenth of one
+# The engine is in its start, and would be in it or serve for a minute.
+STARTS_ONE = """
+import sys, time
+from pathlib import Path
+from vllm_kvcompress.tools.engine_process import EngineProcess
+
+def never_called(llm, argument): ...
+
+if __name__ == "__main__":
+    engine = EngineProcess(sys.argv[1], None, {}, Path(sys.argv[2]), never_called)
+    print(engine._process.pid, flush=True)
+    with engine:
+        time.sleep(600)
+"""
+
+
+@pytest.fixture
+def command(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts an engine."""
+    script = tmp_path / "starts_one.py"
+    script.write_text(STARTS_ONE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, str(script), str(MODEL), str(tmp_path / "log")],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_an_engine_ends_with_its_command(
+    command: subprocess.Popen[str], number: signal.Signals, tmp_path: Path
+) -> None:
+    assert command.stdout is not None
+    engine = int(command.stdout.readline())
+    _wait_for(lambda: (tmp_path / "log").exists(), 60)  # its first act, behind the lifeline's
+    assert _lives(engine)
+    command.send_signal(number)
+    _wait_for(lambda: not _lives(engine), SECONDS)
+
+
+def _wait_for(condition, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"not so after {seconds} s"
+        time.sleep(0.05)
+
+
+def _lives(process: int) -> bool:
+    """Whether it runs; who ended and was not waited for yet does not."""
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
