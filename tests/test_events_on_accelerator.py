@@ -15,7 +15,7 @@ from tests.event_cases import BLOCK_SIZE, GROUP, SCALE, Request, left_by, make_p
 from tests.policies.cases import Shape, make_pipeline
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies import Pipeline, describe
+from vllm_kvcompress.policies import Pipeline, describe, resolve
 from vllm_kvcompress.policies.registry import modifiers, policies
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
@@ -35,21 +35,33 @@ def every_policy() -> list[str]:
                     infos = describe(policy)
                 except ConfigError:
                     continue
-                if "+".join(info.name for info in infos) == policy:
+                if sorted(info.name for info in infos) == sorted(policy.split("+")):
                     found.append(policy)
     return found
 
 
 def every_choice() -> list[tuple[str, dict[str, object]]]:
-    """Every choice that a parameter of a policy or modifier offers, with one policy that has it."""
-    found: dict[tuple[str, str], tuple[str, dict[str, object]]] = {}
+    """Every choice that a parameter of a policy or modifier offers, with a policy that takes it."""
+    found: dict[tuple[str, str, str], tuple[str, dict[str, object]]] = {}
     for policy in every_policy():
         for info in describe(policy):
             for parameter in info.parameters():
                 for choice in parameter.choices:
-                    if choice != parameter.default:
-                        found.setdefault((info.name, choice), (policy, {parameter.name: choice}))
+                    key, params = (info.name, parameter.name, choice), {parameter.name: choice}
+                    if choice != parameter.default and key not in found and takes(policy, params):
+                        found[key] = (policy, dict[str, object](params))
     return list(found.values())
+
+
+def takes(policy: str, params: dict[str, str]) -> bool:
+    """Whether a policy is not refused with these; of those with a profile none is."""
+    if any(info.profile for info in describe(policy)):
+        return True
+    try:
+        resolve(policy, params)
+    except ConfigError:
+        return False
+    return True
 
 
 CASES = [*((policy, {}) for policy in every_policy()), *every_choice()]
@@ -63,8 +75,10 @@ def pipeline(request: pytest.FixtureRequest, tmp_path: Path) -> Pipeline:
 def small_pipeline(policy: str, params: dict[str, object], tmp_path: Path) -> Pipeline:
     """A policy whose windows fit small requests."""
     names = {p.name for info in describe(policy) for p in info.parameters()}
-    small = {name: 9 for name in names & WINDOWED}
-    return make_pipeline(policy, SHAPE, tmp_path, **small, **params)
+    given: dict[str, object] = {name: 9 for name in names & WINDOWED}
+    if "any_scores" in names:
+        given["any_scores"] = "on"  # keydiff goes with nothing else
+    return make_pipeline(policy, SHAPE, tmp_path, **(given | params))
 
 
 def test_all_names_of_the_registry_take_part() -> None:

@@ -25,6 +25,7 @@ POLICIES: dict[str, dict[str, object]] = {
     "knorm": {},
     "keydiff": {},
     "keydiff+window": {"recent_fraction": 0.3, "anchor": "mean_raw"},
+    "keydiff+adakv": {"any_scores": "on"},
     "tova": {},
     "h2o": {"window_size": 9},
     "snapkv": {"window_size": 5},

@@ -32,7 +32,7 @@ class CriticalKV(Modifier, Selector):
 
     Of the query heads that share a KV head both factors are means (`product`), or their products
     are averaged (`exact`). The second stage lowers a bound on the output's error only where the
-    attention mass of what is kept for certain exceeds one half (Theorem 3.3's sigma); with `guard`
+    attention mass of what is kept for certain exceeds one half (the paper's sigma); with `guard`
     heads where it does not choose by the score alone.
 
     Attributes:
