@@ -5,8 +5,8 @@
     kvpress-env/bin/python scripts/kvpress_golden.py tests/golden
 
 It needs an environment of its own: kvpress 0.5 works with transformers below 5.3 only. Stored per
-model and layer: keys, values, the last queries and o_proj (the inputs that both sides get), and for
-each press its scores and a mask of the entries that it keeps.
+model and layer: keys, values, queries, how these turn, and o_proj (the inputs that both sides get),
+and for each press its scores and a mask of the entries that it keeps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from kvpress import (
     AdaKVPress,
     CriticalAdaKVPress,
     CriticalKVPress,
+    ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
     SnapKVPress,
@@ -48,6 +49,7 @@ def presses() -> dict[str, Any]:
         "knorm": KnormPress(RATIO),
         "keydiff": KeyDiffPress(RATIO),
         "tova": TOVAPress(RATIO),
+        "expected": ExpectedAttentionPress(RATIO, n_future_positions=64, epsilon=1e-3),
         "snapkv": snapkv(),
         "adakv": AdaKVPress(snapkv(), alpha_safeguard=0.0),
         "snapkv+criticalkv": CriticalKVPress(snapkv()),
@@ -111,13 +113,14 @@ def captured(model: Any, ids: Tensor) -> dict[int, dict[str, Any]]:
         handle.remove()
     for index, layer in found.items():
         layer["keys"], layer["values"] = cache.layers[index].keys, cache.layers[index].values
+        layer["module"].rotary_emb = model.model.rotary_emb  # as presses do when they are applied
     return found
 
 
-def last_queries(layer: dict[str, Any]) -> Tensor:
-    """[WINDOW, query heads, D] rotated queries of the last tokens."""
-    queries = get_prerope_query_states(layer["module"], layer["hidden_states"][:, -WINDOW:])
-    cos, sin = (part[:, -WINDOW:].unsqueeze(1) for part in layer["position_embeddings"])
+def rotated_queries(layer: dict[str, Any]) -> Tensor:
+    """[n, query heads, D] rotated queries."""
+    queries = get_prerope_query_states(layer["module"], layer["hidden_states"])
+    cos, sin = (part.unsqueeze(1) for part in layer["position_embeddings"])
     return (queries * cos + rotate_half(queries) * sin)[0].transpose(0, 1)
 
 
@@ -156,7 +159,9 @@ def store_layer(tensors: dict[str, Tensor], index: int, layer: dict[str, Any]) -
     """One layer's inputs and every press's answer."""
     module, keys, values = layer["module"], layer["keys"], layer["values"]
     tensors[f"{index}.keys"], tensors[f"{index}.values"] = keys[0].clone(), values[0].clone()
-    tensors[f"{index}.queries"] = last_queries(layer).contiguous()
+    tensors[f"{index}.queries"] = rotated_queries(layer).contiguous()
+    cos, sin = (part[0, 1, : keys.shape[3] // 2] for part in layer["position_embeddings"])
+    tensors[f"{index}.frequencies"] = torch.atan2(sin, cos)
     tensors[f"{index}.o_proj"] = module.o_proj.weight.detach().clone()
     for press_name, press in presses().items():
         inner = press.press if isinstance(press, AdaKVPress | CriticalAdaKVPress) else press
