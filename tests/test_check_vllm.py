@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[1]
 
 # Attributes of models' modules and configurations, which need not be there.
 MODELS = {"o_proj", "rotary_emb", "num_kv_shared_layers", "attn_logit_softcapping"}
-OPTIONS = {"model_tag", "headless"}  # of vLLM's command line
+# Of vLLM's command line, and of argparse's objects.
+OPTIONS = {"model_tag", "headless", "_actions", "option_strings", "dest", "nargs", "const"}
 # Python's and torch's objects that no import of ours names, and any dataclass.
 OBJECTS = (
     *(*vars(builtins).values(), multiprocessing.get_context("spawn"), Connection),

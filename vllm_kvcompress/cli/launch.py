@@ -92,8 +92,8 @@ def print_vllm_help(keyword: str) -> None:
 
 def plain_command(command: list[str]) -> PlainCommand:
     """A command, taken apart into what vLLM's own parser finds in it."""
-    subcommand, typed = parse(command)
-    subparser = subcommand.subparser_init(FlexibleArgumentParser().add_subparsers())
+    typed = parse(command)[1]
+    subparser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
     parser = FlexibleArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
     for action in subparser._actions:
         names = {"dest": action.dest} if action.option_strings else {}
