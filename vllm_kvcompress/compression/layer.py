@@ -12,6 +12,9 @@ from vllm_kvcompress.policies.base import LayerView, Merged, Selection
 from vllm_kvcompress.policies.parts.mass import observed_mass
 from vllm_kvcompress.policies.pipeline import Pipeline
 
+# Of every entry, what a later event is told again; mergers may change it.
+_REMEMBERED = ("accumulated", "observed", "positions")
+
 
 def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Selection:
     """Decides what every head of a layer keeps.
@@ -33,11 +36,8 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
     mask = pipeline.selector.select(view, scores, kept, pipeline.protection)
     indices = _flat_indices(mask, total_pages * view.block_size)
     merged = Merged() if pipeline.merger is None else pipeline.merger.merge(view, scores, mask)
-    if merged.accumulated is None:
-        merged = replace(merged, accumulated=view.accumulated)
-    if merged.observed is None:
-        merged = replace(merged, observed=view.observed)
-    return Selection(page_counts, indices, merged)
+    unchanged = {name: getattr(view, name) for name in _REMEMBERED if getattr(merged, name) is None}
+    return Selection(page_counts, indices, replace(merged, **unchanged))
 
 
 def _observed(view: LayerView, counted: bool) -> LayerView:
