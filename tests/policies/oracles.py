@@ -456,7 +456,7 @@ def lone_ends(head: Head, room: int, params: dict[str, Any]) -> tuple[int, int]:
     sinks = 0
     while sinks < params["num_sinks"] and sinks + recent < room:
         sinks += 1
-    return sinks, recent
+    return sinks, min(recent, max(0, room + 1 - sinks) // 2)
 
 
 def similar_neighbours(head: Head, free: set[int], max_set: int) -> tuple[list[int], Vector]:

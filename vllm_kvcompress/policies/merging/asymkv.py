@@ -26,14 +26,18 @@ class AsymKV(GroupMerging):
     """Links neighbours of little mass, the earlier the less readily.
 
     u_i = (m_i + m_{i+1}) (L_i + L_{i+1}) exp(-(i + 1) / gamma), i counted behind the sinks; the
-    smallest are linked. L is how many tokens an entry stands for. Recent entries are never linked:
-    few queries have seen them, so they look light, and the authors compress the past only. Where
-    sinks and recent ones leave no room, these are fewer. The authors choose the same
-    links for all heads of a layer; here each head has its own, since heads hold different numbers
-    of entries. Keys are weighed without gradients: h = alpha^2 |v - o|^2, with an isotropic
-    upstream gradient. With `running` the gradients' sizes alpha |v - o| of all events so far are
-    added up before they are squared, and merged entries add theirs: in a group this weighs as the
-    authors' mean over chunks does.
+    smallest are linked. L is how many tokens an entry stands for. The authors choose the same links
+    for all heads of a layer; here each head has its own, since heads hold different numbers of
+    entries.
+
+    Recent entries are never linked: few queries have seen them, so they look light, and the authors
+    compress the past only. They take at most half of what sinks leave, or all that lies between
+    would become a few groups.
+
+    Keys are weighed without gradients: h = alpha^2 |v - o|^2, with an isotropic upstream gradient.
+    With `running` the gradients' sizes alpha |v - o| of all events so far are added up before they
+    are squared, and merged entries add theirs: in a group this weighs as the authors' mean over
+    chunks does.
     """
 
     name = "asymkv"
@@ -78,8 +82,10 @@ class AsymKV(GroupMerging):
         nth = torch.arange(mass.shape[1], device=mass.device)
         num_recent = self.window_size if self.num_recent == OBSERVED else self.num_recent
         alone = Protection(self.num_sinks, num_recent)
-        # One group is left between them.
-        sinks, recent = (n[:, None] for n in alone.bounds(view, (num_kept - 1).clamp_min(0)))
+        sinks, recent = alone.bounds(view, (num_kept - 1).clamp_min(0))
+        # Groups get at least as many entries as the recent ones, and one.
+        recent = torch.minimum(recent, (num_kept - sinks).clamp_min(0) // 2)
+        sinks, recent = sinks[:, None], recent[:, None]
         tokens = tokens_of(view)
         pair = (mass + _shifted(mass)) * (tokens + _shifted(tokens))
         weight = pair.clamp_min(0).log() - (nth - sinks) / GAMMA
