@@ -16,13 +16,13 @@ class Expected(Policy):
     """Attention from the distribution that queries to come are taken to have.
 
     Queries as before RoPE are taken for normally distributed, with the mean and covariance of the
-    last window_size ones; RoPE averaged over the next n_future_positions gives mu and Sigma
-    (section 3.1). A key's expected logit is then k mu tau + k Sigma k tau^2 / 2 (Eq. 8), tau being
-    the softmax scale, and its score the softmax of that, averaged over the KV head's group, plus
-    epsilon, times the norm of its value (Eq. 11). The first n_sink tokens stay and are left out.
+    last window_size ones; RoPE averaged over the next n_future_positions gives mu and Sigma. The
+    logarithm of a key's expected attention is then k mu tau + k Sigma k tau^2 / 2, tau being the
+    softmax scale, and its score the softmax of that, averaged over the KV head's group, plus
+    epsilon, times the norm of its value (section 3, as kvpress's
+    ExpectedAttentionPress computes it). The first n_sink tokens stay and are left out.
 
-    kvpress's ExpectedAttentionPress observes all queries of the prompt; what it calls the same has
-    the same meaning here.
+    kvpress observes all queries of the prompt; what it calls the same has the same meaning here.
     """
 
     name = "expected"
