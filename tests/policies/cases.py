@@ -31,7 +31,7 @@ POLICIES: dict[str, dict[str, object]] = {
     "snapkv": {"window_size": 5},
     "pyramidkv": {"window_size": 5, "beta": 3.0},
     "adakv": {"window_size": 5},
-    "spans": {"window_size": 9, "near_size": 4, "kernel_size": 5, "key_kernel_size": 3},
+    "spans": {"window_size": 9, "near_size": 4, "kernel_size": 5, "num_sinks": 2},
     "leverage": {},
     "expected": {"window_size": 9, "n_future_positions": 6, "n_sink": 2},
     "expected+adakv": {"window_size": 60, "n_future_positions": 3, "epsilon": 0.02},

@@ -329,7 +329,7 @@ def protection_of(policy: str, params: dict[str, Any]) -> tuple[int, int, float]
     if base == "momentkv":
         return params["num_sinks"], params["window_size"], 0.0
     if base == "spans":
-        return 0, params["near_size"], 0.0
+        return params["num_sinks"], params["near_size"], 0.0
     if base == "expected":
         return params["n_sink"], 0, 0.0
     return 0, params["window_size"], 0.0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.policies.cases import HEAD_SIZE, Shape, make_view
+from tests.policies.cases import HEAD_SIZE, Shape, make_pipeline, make_view
+from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.policies import resolve
@@ -67,6 +69,16 @@ def test_entries_behind_a_head_s_length_are_not_counted() -> None:
     scores = torch.full((1, 64), float("nan"))
     scores[0, :3] = torch.tensor([0.5, 0.1, 0.3])
     assert ranks(view, scores)[0, :3].tolist() == [2, 0, 1]
+
+
+def test_the_first_tokens_stay_where_there_is_room_for_little_else(tmp_path: Path) -> None:
+    """What most queries attend to is there, whatever else a short prompt loses."""
+    view = make_view(Shape((32,), group=1), 300)
+    pipeline = make_pipeline(
+        "spans", Shape((32,), group=1), tmp_path, near_size=32, window_size=256
+    )
+    kept = compress_layer(pipeline, view, 8).kept_indices.tolist()
+    assert kept == [0, 1, *range(98, 128)]
 
 
 def test_parameters_that_make_no_sense_are_refused() -> None:

@@ -43,7 +43,7 @@ class Spans(Policy):
         score="the highest of three ranks in the head: by the mean attention of the last "
         "window_size queries; by that of the last near_size, max-pooled over kernel_size tokens; "
         "by the key's leverage, max-pooled over key_kernel_size",
-        protect="the last near_size tokens",
+        protect="the first num_sinks tokens, and the last near_size",
         allocate="the same for every layer and head",
         select="highest score",
     )
@@ -52,6 +52,7 @@ class Spans(Policy):
     near_size: int = parameter(32, "last queries that also count alone, and are kept", minimum=1)
     kernel_size: int = parameter(31, "width of their pooling over neighbours; odd", minimum=1)
     key_kernel_size: int = parameter(7, "width of the leverage's pooling; odd", minimum=1)
+    num_sinks: int = parameter(4, "first tokens that are kept", minimum=0)
     keys: str = key_space()
 
     def __post_init__(self) -> None:
@@ -70,8 +71,12 @@ class Spans(Policy):
 
     @property
     def protection(self) -> Protection:
-        """The last few tokens."""
-        return Protection(num_recent=self.near_size)
+        """The first few tokens and the last.
+
+        The first rank high by themselves, but a short prompt may have room for no more than what
+        is protected.
+        """
+        return Protection(num_sinks=self.num_sinks, num_recent=self.near_size)
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 ranks from 0 to n - 1."""
