@@ -15,7 +15,9 @@ if [[ "$model" != reference && "$model" != smollm2 ]]; then
 fi
 "$root/scripts/setup.sh"
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-2}"
+policy=adakv+criticalkv # which the reference model's tour was written with
 if [[ "$model" == smollm2 ]]; then
+    policy=auto
     "$root/.venv/bin/vllm-kvcompress" fetch-model smollm2 --out "$root/models/smollm2" >&2
 fi
 
@@ -28,4 +30,4 @@ if [[ " $* " != *" --dtype"* && " $* " != *" --config"* ]] &&
 fi
 exec "$root/.venv/bin/vllm-kvcompress" serve "$root/models/$model" \
     --served-model-name "$model" --port 8000 \
-    --kv-policy adakv+criticalkv --kv-budget 0.25 "${dtype[@]}" "$@"
+    --kv-policy "$policy" --kv-budget 0.25 "${dtype[@]}" "$@"
