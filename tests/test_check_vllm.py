@@ -28,7 +28,9 @@ ROOT = Path(__file__).parents[1]
 # Attributes of models' modules and configurations, which need not be there.
 MODELS = {"o_proj", "rotary_emb", "num_kv_shared_layers", "attn_logit_softcapping"}
 # Of vLLM's command line, and of argparse's objects.
-OPTIONS = {"model_tag", "headless", "_actions", "option_strings", "dest", "nargs", "const"}
+OPTIONS = {"model_tag", "headless", "api_key", "served_model_name"}
+OPTIONS |= {"_actions", "option_strings", "dest", "nargs", "const"}
+OWN = {"kvcompress_status"}  # what we keep in the server's state
 # Python's and torch's objects that no import of ours names, and any dataclass.
 OBJECTS = (
     *(*vars(builtins).values(), multiprocessing.get_context("spawn"), Connection),
@@ -51,7 +53,7 @@ def names_elsewhere(reliance: Reliance) -> set[str]:
                     module = importlib.import_module(name)
                     members = list(vars(module).values())
                     objects += [module, *(each for each in members if isinstance(each, type))]
-    return {name for each in objects for name in dir(each)} | MODELS | OPTIONS
+    return {name for each in objects for name in dir(each)} | MODELS | OPTIONS | OWN
 
 
 @pytest.fixture(scope="module")

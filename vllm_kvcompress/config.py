@@ -18,6 +18,7 @@ from vllm_kvcompress.scheduling.triggers import TRIGGER_HELP, Trigger, parse_num
 Scalar = str | int | float | bool
 
 SETTINGS_KEY = "kvcompress"  # our section of --additional-config and of YAML files
+STATUS_PLUGIN = "kvcompress-status"  # adds the page at /kvcompress to the server
 NO_POLICY = "none"
 AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
 DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md

@@ -116,9 +116,10 @@ podman wait "$container" >/dev/null 2>&1
 printed="$(podman logs "$container" 2>/dev/null | tail -n 1)"
 remove
 eval "words=($printed)" # the words of a shell command, which is what it prints
-[[ "${words[0]} ${words[1]}" == "vllm serve" ]] || fail "image: expected vllm serve, found: $printed"
-more=(--entrypoint '["vllm"]')
-start cpu "${words[@]:1}"
+[[ "${words[0]%%=*} ${words[1]} ${words[2]}" == "VLLM_PLUGINS vllm serve" ]] ||
+    fail "image: expected VLLM_PLUGINS=... vllm serve, found: $printed"
+more=(--env "${words[0]}" --entrypoint '["vllm"]')
+start cpu "${words[@]:2}"
 ask --answers
 remove
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import socket
 import subprocess
@@ -27,6 +28,12 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
+
+
+def plain_arguments(printed: str) -> list[str]:
+    """The arguments of `vllm` in a printed command, which may begin with variables."""
+    words = shlex.split(printed)
+    return words[words.index("vllm") + 1 :]
 
 
 @contextmanager

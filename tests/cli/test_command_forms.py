@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import yaml
 from vllm import AsyncEngineArgs
 
+from tests.cli.server_process import plain_arguments
 from tests.cli.test_serve import CONFIGS
 from vllm_kvcompress.cli import launch
 from vllm_kvcompress.cli.main import main
@@ -51,7 +51,7 @@ def as_yaml(text: str, folder: Path) -> dict[str, Any]:
 def test_every_form_says_the_same(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = parsed(shlex.split(printed("shell", arguments, capsys))[1:])
+    expected = parsed(plain_arguments(printed("shell", arguments, capsys)))
     assert expected["additional_config"]["kvcompress"]["policy"]
     assert as_yaml(printed("yaml", arguments, capsys), tmp_path) == expected
     listed = yaml.safe_load(printed("args", arguments, capsys))
@@ -73,7 +73,7 @@ def test_every_form_says_the_same(
 def test_only_the_equals_sign_takes_a_form(capsys: pytest.CaptureFixture[str]) -> None:
     """Else the option would swallow the model."""
     assert main(["serve", *POLICY, "--print_vllm_command", "yaml"]) == 0
-    assert shlex.split(capsys.readouterr().out)[:3] == ["vllm", "serve", "yaml"]
+    assert plain_arguments(capsys.readouterr().out)[:2] == ["serve", "yaml"]
     with pytest.raises(SystemExit):
         main(["serve", "m", *POLICY, "--print-vllm-command=toml"])
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.server_process import plain_arguments
 from vllm_kvcompress.cli import serve
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.cli.vllm_command import ServeRequest
@@ -171,9 +173,7 @@ def test_printed_command_is_understood_by_vllm(capsys: pytest.CaptureFixture[str
     assert main(["serve", *arguments, "--print-vllm-command"]) == 0
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
-    program, *command = shlex.split(printed)
-    assert program == "vllm"
-    _, namespace = launch.parse(command)
+    _, namespace = launch.parse(plain_arguments(printed))
     assert namespace.model_tag == "m"
     assert namespace.served_model_name == ["a b"]
     assert namespace.port == 8123
@@ -185,6 +185,32 @@ def test_printed_command_is_understood_by_vllm(capsys: pytest.CaptureFixture[str
         "theirs": "it's",
         "kvcompress": {"policy": "snapkv", "budget": 0.25, "trigger": "prompt"},
     }
+
+
+def test_the_status_page_needs_every_plugin_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM adds routes only of plugins that VLLM_PLUGINS names, and loads no others then."""
+    arguments = ["serve", "m", "--kv-policy", "snapkv", "--print-vllm-command"]
+
+    def first_word(*more: str) -> str:
+        assert main([*arguments, *more]) == 0
+        return shlex.split(capsys.readouterr().out)[0]
+
+    name, _, value = first_word().partition("=")
+    assert name == "VLLM_PLUGINS"
+    loaded_by_default = {
+        entry.name
+        for distribution in metadata.distributions()
+        for entry in distribution.entry_points
+        if re.fullmatch(r"vllm\.(?!endpoint)\w+_plugins", entry.group)
+    }
+    assert {"kvcompress", "lora_filesystem_resolver"} <= loaded_by_default
+    assert set(value.split(",")) == loaded_by_default | {"kvcompress-status"}
+    assert first_word("--no_kv_status_page") == "vllm"
+    assert first_word("--kv-policy", "none") == "vllm"
+    monkeypatch.setenv("VLLM_PLUGINS", "kvcompress,theirs")  # the operator's choice stands
+    assert first_word() == "vllm"
 
 
 def test_users_may_extend_our_classes(capsys: pytest.CaptureFixture[str]) -> None:

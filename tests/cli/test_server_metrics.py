@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import urllib3
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import tiny_models
-from tests.cli.server_process import OUR_SERVE, PLAIN_VLLM, serving
+from tests.cli.server_process import OUR_SERVE, PLAIN_VLLM, plain_arguments, serving
 from vllm_kvcompress.cli.main import main
 
 NUM_REQUESTS = 12
@@ -64,7 +63,7 @@ def test_metrics_count_every_event_once(
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # --print-vllm-command would lower it
     if code == PLAIN_VLLM:
         assert main([*arguments, "--print-vllm-command"]) == 0
-        arguments = shlex.split(capsys.readouterr().out)[1:]
+        arguments = plain_arguments(capsys.readouterr().out)
     arguments += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "256"]
     arguments += ["--dtype", "float32", "--api-server-count", str(num_api_servers)]
     log = tmp_path / "server.log"

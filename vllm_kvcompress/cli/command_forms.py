@@ -29,7 +29,7 @@ class PlainCommand:
         model: the one among them; None: vLLM's default.
         options: all others, by their names without dashes.
         engine: what of these an engine takes, by its own names and of its own types.
-        environment: variables that have to be set.
+        environment: variables that have to be set, for vLLM's server; Ray Serve's adds no routes.
     """
 
     arguments: list[str]
@@ -85,13 +85,8 @@ class PlainCommand:
         """The arguments of Ray Serve's `LLMConfig`."""
         engine = dict(self.engine)
         names = engine.pop("served_model_name", None) or [self.model]
-        document: dict[str, Any] = {
-            "model_loading_config": {"model_id": names[0], "model_source": self.model},
-            "engine_kwargs": engine,
-        }
-        if self.environment:
-            document["runtime_env"] = {"env_vars": dict(self.environment)}
-        return _dumped(document)
+        model = {"model_id": names[0], "model_source": self.model}
+        return _dumped({"model_loading_config": model, "engine_kwargs": engine})
 
     @property
     def of_the_server(self) -> list[str]:

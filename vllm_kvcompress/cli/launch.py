@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import os
 import signal
+from importlib.metadata import entry_points
 from typing import Any
 
 from vllm import AsyncEngineArgs
@@ -16,7 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvcompress.cli.command_forms import Given, PlainCommand, native
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
-from vllm_kvcompress.config import SETTINGS_KEY
+from vllm_kvcompress.config import SETTINGS_KEY, STATUS_PLUGIN
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
@@ -24,6 +26,10 @@ from vllm_kvcompress.vllm_plugin.needed_classes import is_ours
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.stat_logger import engine_processes
 
+# Those that vLLM loads unless VLLM_PLUGINS says otherwise.
+_PLUGIN_GROUPS = tuple(
+    f"vllm.{kind}_plugins" for kind in ("general", "io_processor", "platform", "stat_logger")
+)
 _CPU_BLOCK_SIZE = "32"  # finer than vLLM's 128 and as fast: budgets are kept more exactly
 
 
@@ -44,6 +50,19 @@ def vllm_command(request: ServeRequest) -> list[str]:
         if current_platform.is_cpu():
             options["block-size"] = _CPU_BLOCK_SIZE
     return request.command(options)
+
+
+def environment(request: ServeRequest, status_page: bool) -> dict[str, str]:
+    """Variables that have to be set before vLLM starts.
+
+    vLLM adds a plugin's routes only where VLLM_PLUGINS names it, and then loads no other plugin
+    that is not named, either: all are, but for others that add routes. An operator's own choice
+    stands.
+    """
+    if request.settings is None or not status_page or "VLLM_PLUGINS" in os.environ:
+        return {}
+    names = {entry.name for group in _PLUGIN_GROUPS for entry in entry_points(group=group)}
+    return {"VLLM_PLUGINS": ",".join(sorted(names | {SETTINGS_KEY, STATUS_PLUGIN}))}
 
 
 def serve(command: list[str]) -> None:
@@ -101,7 +120,7 @@ def print_vllm_help(keyword: str) -> None:
         parse(["serve", f"--help={keyword}" if keyword else "--help"])
 
 
-def plain_command(command: list[str]) -> PlainCommand:
+def plain_command(command: list[str], variables: dict[str, str]) -> PlainCommand:
     """A command, taken apart into what vLLM's own parser finds in it."""
     typed = parse(command)[1]
     subparser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
@@ -125,7 +144,7 @@ def plain_command(command: list[str]) -> PlainCommand:
         model=model,
         options={name.replace("_", "-"): value for name, value in given.items()},
         engine={name: _value(typed, name, given[name]) for name in given if name in fields},
-        environment={},
+        environment=variables,
     )
 
 

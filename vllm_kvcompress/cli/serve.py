@@ -48,8 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_kvcompress.cli import launch
 
     command = launch.vllm_command(request)
+    variables = launch.environment(request, status_page=not namespace.no_kv_status_page)
     if namespace.print_vllm_command:
-        return _print_command(launch.plain_command(command), namespace.print_vllm_command)
+        plain = launch.plain_command(command, variables)
+        return _print_command(plain, namespace.print_vllm_command)
+    os.environ.update(variables)
     if request.settings is not None:
         print(f"vllm-kvcompress: {summary(request.settings)}", file=sys.stderr, flush=True)
     if fast_dtype() == FLOAT32 and not option_values(request.vllm_arguments, "--dtype"):
@@ -167,6 +170,11 @@ def _add_request_options(group: argparse._ArgumentGroup) -> None:
         help="keep contexts that requests name with vllm_xargs kv_context_tokens, compressed, for "
         "later requests about the same one",
     )
+    group.add_argument(
+        "--no-kv-status-page",
+        action="store_true",
+        help="without the page at /kvcompress, which says what compression does",
+    )
 
 
 def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
@@ -223,7 +231,7 @@ def _dashed(arguments: list[str]) -> list[str]:
     result = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if name.startswith(("--kv_", "--kv-", "--print_", "--print-")):
+        if name.startswith(("--kv_", "--kv-", "--no_kv_", "--no-kv-", "--print_", "--print-")):
             name = name.replace("_", "-")
         if name == _PRINT and not equals:  # a value needs the equals sign, or it would be MODEL
             equals, value = "=", SHELL

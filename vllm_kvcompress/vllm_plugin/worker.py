@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.attention.base import CompressedBackend
@@ -82,6 +82,10 @@ class CompressionWorker:
         """For `collective_rpc`, after weights were changed in ways that vLLM does not know."""
         if self.compression is not None:
             self.compression.refresh_weights()
+
+    def kvcompress_recent_events(self) -> list[dict[str, Any]]:
+        """For `collective_rpc`: what the last events did, the latest first."""
+        return [] if self.compression is None else self.compression.recent_events.to_list()
 
     def _attach_seconds(self, output) -> None:
         self.last_event_seconds = self.compression.take_seconds()

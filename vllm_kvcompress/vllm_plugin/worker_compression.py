@@ -11,7 +11,8 @@ from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
-from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
+from vllm_kvcompress.compression.recent_events import RecentEvents
+from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.policies import Pipeline, resolve_settings
@@ -37,6 +38,7 @@ class WorkerCompression:
         pipelines: the policies of requests, the server's own first (not yet bound to heads).
         groups: by vLLM's group number.
         group_of_layer: the same by vLLM's names of layers.
+        recent_events: the last ones.
         most_sequences: of a step, one per KV head of each compressed request, that vLLM's kernels
             take without waiting for the longest; None: any number.
     """
@@ -47,6 +49,7 @@ class WorkerCompression:
         self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
         self.groups: dict[int, GroupCompression] = {}
         self.group_of_layer: dict[str, GroupCompression] = {}
+        self.recent_events = RecentEvents()
         self.most_sequences: int | None = None
         self._model_runner = None
         self._plan: StepPlan | None = None
@@ -194,14 +197,14 @@ class WorkerCompression:
 
     def end_step(self) -> None:
         """Records the events of the step that has just run."""
-        stopwatches: dict[str, tuple[str, list[Stopwatch]]] = {}
+        by_request: dict[str, list[Event]] = {}
         for group, work in self._running:
             for event in work.events:
                 group.runner.finish(event)
-                plan = event.plan
-                timed = stopwatches.setdefault(plan.request_id, (plan.policy, []))
-                timed[1].append(event.stopwatch)
-        self._timed += stopwatches.values()
+                by_request.setdefault(event.plan.request_id, []).append(event)
+        for events in by_request.values():
+            self._timed.append((events[0].plan.policy, [event.stopwatch for event in events]))
+            self.recent_events.add(events, group.tables.pool.block_size)
         self._plan, self._scheduler_output, self._running = None, None, []
 
     def take_seconds(self) -> list[tuple[str, float]]:

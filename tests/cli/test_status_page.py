@@ -1,0 +1,157 @@
+"""GET /kvcompress of a real server with two API processes and a key, as a browser shows it."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import urllib3
+
+from tests import tiny_models
+from tests.cli.chromium import CHROMIUM, tab
+from tests.cli.server_process import OUR_SERVE, ROOT, serving
+from vllm_kvcompress.compression.recent_events import NUM_EVENTS
+
+KEY = "a key of this test"
+PROMPT_TOKENS = 640
+BLOCKS = PROMPT_TOKENS // 32
+KEPT = BLOCKS // 4
+LAYERS, HEADS = 3, 2
+
+
+def declared_plugins(folder: Path) -> Path:
+    """The entry points that this commit declares, wherever the package was installed before."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    about = folder / "declared_plugins-0.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: declared-plugins\nVersion: 0\n")
+    (about / "entry_points.txt").write_text(
+        "".join(
+            f"[{group}]\n" + "".join(f"{name} = {path}\n" for name, path in names.items())
+            for group, names in project["entry-points"].items()
+        )
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("status")
+    model = tiny_models.build("llama", folder)
+    arguments = ["serve", str(model), "--served-model-name", "tiny", "--enforce-eager"]
+    arguments += ["--max-model-len", "1024", "--dtype", "float32", "--api-key", KEY]
+    arguments += ["--kv-policy", "adakv", "--kv-budget", "0.25", "--api-server-count", "2"]
+    packages = declared_plugins(folder / "packages")
+    with serving(OUR_SERVE, arguments, folder / "server.log", packages=packages) as address:
+        yield address
+
+
+def ask(address: str, seed: int) -> None:
+    """One request, over a connection of its own, so that both API processes get some."""
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+        client.completions.create(
+            model="tiny", prompt=tiny_models.prompt(PROMPT_TOKENS, seed), max_tokens=4
+        )
+
+
+def fetch(address: str, key: str | None = KEY) -> Any:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return urllib3.request("GET", f"{address}/kvcompress/status", headers=headers)
+
+
+def counted(address: str) -> dict[str, float]:
+    document: dict[str, Any] = fetch(address).json()
+    assert set(document["policies"]) == {"adakv"}
+    return document["policies"]["adakv"]
+
+
+def test_totals_cover_all_api_servers(address: str) -> None:
+    """Whichever process answers, the counts are of all; events come from the workers."""
+    before, num_requests = counted(address), 6
+    for seed in range(num_requests):
+        ask(address, seed)
+    deadline = 100
+    while counted(address)["event_seconds"] == before["event_seconds"] and deadline:
+        deadline -= 1
+    answers = [fetch(address).json() for _ in range(6)]
+    for document in answers:
+        gained = {key: n - before[key] for key, n in document["policies"]["adakv"].items()}
+        assert gained["events"] == num_requests
+        assert gained["source_tokens"] == num_requests * 32 * BLOCKS
+        assert gained["kept_tokens"] == num_requests * 32 * KEPT
+        assert gained["blocks_freed"] == num_requests * BLOCKS
+        assert gained["blocks_written"] == num_requests * KEPT
+        assert set(document["engines"]) == {"0"}
+        assert document["settings"]["budget"] == 0.25
+        assert document["model"] == "tiny"
+
+
+def test_the_last_events_say_what_every_head_kept(address: str) -> None:
+    for seed in range(3):
+        ask(address, seed)
+    events = fetch(address).json()["events"]
+    assert 3 <= len(events) <= NUM_EVENTS
+    assert [e["finished_at"] for e in events] == sorted(
+        (e["finished_at"] for e in events), reverse=True
+    )
+    for event in events:
+        assert (event["policy"], event["trigger"]) == ("adakv", "prompt")
+        assert (event["source_tokens"], event["kept_tokens"]) == (32 * BLOCKS, 32 * KEPT)
+        assert (event["blocks_freed"], event["blocks_written"]) == (BLOCKS, KEPT)
+        assert event["seconds"] > 0
+        kept = event["kept_by_head"]
+        assert [len(heads) for heads in kept] == [HEADS] * LAYERS
+        assert sum(sum(heads) for heads in kept) == LAYERS * HEADS * 32 * KEPT
+
+
+@pytest.mark.parametrize("key", [None, "", "another", f"{KEY} "])
+def test_numbers_need_the_servers_key(address: str, key: str | None) -> None:
+    assert fetch(address, key).status == 401
+    assert b"adakv" not in fetch(address, key).data
+    page = urllib3.request("GET", f"{address}/kvcompress")
+    assert page.status == 200
+    assert b"adakv" not in page.data
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_a_browser_shows_the_numbers_move(address: str, tmp_path: Path) -> None:
+    """It asks for the key, shows events and heads, and moves; on a phone and on a desk."""
+    number = "document.querySelector('#tiles [data-name=events]')?.textContent"
+    with tab(tmp_path / "profile") as page:
+        page.resize(1400, 900)
+        page.call("Page.navigate", url=f"{address}/kvcompress")
+        page.wait_for(
+            "!document.getElementById('login')?.hidden && document.readyState === 'complete'"
+        )
+        page.wait_for("document.getElementById('state').textContent === 'an API key is needed'")
+        assert page.value("document.getElementById('main').hidden")
+        unauthorized, page.errors = page.errors, []
+        assert all("401" in error for error in unauthorized)
+        page.value(f"document.getElementById('key').value = {KEY!r}")
+        page.value("document.querySelector('#login button').click()")
+        before = int(page.wait_for(number))
+        ask(address, seed=9)
+        page.wait_for(f"{number} === '{before + 1}'")
+        fields = page.value("document.querySelectorAll('#heat .field').length")
+        assert fields == LAYERS * HEADS
+        for width in (400, 1400):
+            page.resize(width, 900)
+            page.screenshot(tmp_path / f"{width}.png")
+            wide = page.value("document.documentElement.scrollWidth")
+            assert wide <= width, "it scrolls sideways"
+            sizes = page.value(
+                "[...document.querySelectorAll('.tile b, td, th, .caption, #state')]"
+                ".map(each => parseFloat(getComputedStyle(each).fontSize))"
+            )
+            assert min(sizes) >= 12
+            cells = page.value(
+                "[...document.querySelectorAll('#events tbody tr:first-child td')]"
+                ".filter(each => each.offsetWidth).map(each => each.getBoundingClientRect().right)"
+            )
+            assert cells
+            assert max(cells) <= width, "an event's row does not fit"
+        assert page.errors == []

@@ -1,0 +1,86 @@
+"""The last events of a worker, for those who ask what compression does at the moment."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from vllm_kvcompress.compression.runner import Event
+from vllm_kvcompress.compression.stopwatch import Stopwatch
+from vllm_kvcompress.scheduling.plan import EventPlan
+
+NUM_EVENTS = 20
+
+
+@dataclass(frozen=True)
+class RecentEvent:
+    """One request's event, over all cache groups.
+
+    Attributes:
+        finished_at: seconds since 1970.
+        block_size: tokens of a block.
+        plan: of the first group.
+        stopwatches: of every group.
+        page_counts: [num_heads] int64 of every layer, group after group.
+    """
+
+    finished_at: float
+    block_size: int
+    plan: EventPlan
+    stopwatches: Sequence[Stopwatch]
+    page_counts: Sequence[Tensor]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain numbers, and nothing of the request but counts; waits for the device.
+
+        Returns:
+            `source_tokens` and `kept_tokens` per KV head, in the mean; `kept_by_head`: tokens of
+            every layer and KV head of this rank; `seconds`: None while a device still works.
+        """
+        plan, num_groups = self.plan, len(self.stopwatches)
+        num_kept = len(plan.fresh_block_ids)
+        seconds = [stopwatch.seconds for stopwatch in self.stopwatches]
+        return {
+            "finished_at": self.finished_at,
+            "policy": plan.policy,
+            "trigger": plan.trigger,
+            "source_tokens": plan.num_source_blocks * self.block_size,
+            "kept_tokens": num_kept * self.block_size,
+            "blocks_freed": plan.num_source_blocks * num_groups,
+            "blocks_written": num_kept * num_groups,
+            "seconds": None if None in seconds else sum(each or 0.0 for each in seconds),
+            "kept_by_head": [(counts * self.block_size).tolist() for counts in self.page_counts],
+        }
+
+
+class RecentEvents:
+    """A ring buffer of events; adding one neither copies nor waits."""
+
+    def __init__(self) -> None:
+        self._events: deque[RecentEvent] = deque(maxlen=NUM_EVENTS)
+
+    def add(self, parts: Sequence[Event], block_size: int) -> None:
+        """Remembers one request's event.
+
+        Args:
+            parts: in each cache group.
+            block_size: tokens of a block.
+        """
+        self._events.append(
+            RecentEvent(
+                finished_at=time.time(),
+                block_size=block_size,
+                plan=parts[0].plan,
+                stopwatches=[part.stopwatch for part in parts],
+                page_counts=[counts for part in parts for counts in part.page_counts],
+            )
+        )
+
+    def to_list(self) -> list[dict[str, Any]]:
+        """All of them, the latest first."""
+        return [event.to_dict() for event in reversed(self._events)]

@@ -1,0 +1,55 @@
+"""What /metrics says of compression, as one document for people and scripts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import Metric
+
+# By their names in the document.
+_PER_ENGINE = {
+    "compression_ratio": "kvcompress_compression_ratio",
+    "kv_cache_usage": "vllm:kv_cache_usage_perc",
+    "running": "vllm:num_requests_running",
+    "waiting": "vllm:num_requests_waiting",
+    "preemptions": "vllm:num_preemptions_total",
+    "contexts_reused": "kvcompress_contexts_reused_total",
+}
+_PER_POLICY = {
+    "events": "kvcompress_events_total",
+    "source_tokens": "kvcompress_source_tokens_total",
+    "kept_tokens": "kvcompress_kept_tokens_total",
+    "blocks_freed": "kvcompress_blocks_freed_total",
+    "blocks_written": "kvcompress_blocks_written_total",
+    "event_seconds": "kvcompress_event_seconds_sum",
+}
+_SKIPPED = "kvcompress_skipped_total"
+_IN_DOCUMENT = {name: key for group in (_PER_ENGINE, _PER_POLICY) for key, name in group.items()}
+
+
+def totals(metrics: Iterable[Metric]) -> dict[str, Any]:
+    """Numbers by engine, by policy and by reason, since the start.
+
+    Args:
+        metrics: of a registry that covers every API server.
+
+    Returns:
+        `engines`: gauges and counters of each; `policies`: counts of each, over all engines;
+        `skipped`: events left out, by reason.
+    """
+    engines: defaultdict[str, dict[str, float]] = defaultdict(dict)
+    policies: defaultdict[str, dict[str, float]] = defaultdict(
+        lambda: dict.fromkeys(_PER_POLICY, 0)
+    )
+    skipped: defaultdict[str, float] = defaultdict(float)
+    for sample in (sample for metric in metrics for sample in metric.samples):
+        key = _IN_DOCUMENT.get(sample.name)
+        if sample.name == _SKIPPED:
+            skipped[sample.labels["reason"]] += sample.value
+        elif key in _PER_POLICY:
+            policies[sample.labels["policy"]][key] += sample.value
+        elif key is not None and "engine" in sample.labels:
+            engines[sample.labels["engine"]][key] = sample.value
+    return {"engines": dict(engines), "policies": dict(policies), "skipped": dict(skipped)}
