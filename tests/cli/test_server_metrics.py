@@ -45,27 +45,25 @@ def scraped(address: str) -> dict[str, float]:
     return samples
 
 
-@pytest.mark.parametrize(
-    ("code", "num_api_servers"),
-    [(OUR_SERVE, 1), (OUR_SERVE, 2), (PLAIN_VLLM, 1)],
-    ids=["one API server", "two API servers", "plain vllm serve"],
-)
+@pytest.mark.parametrize("code", [OUR_SERVE, PLAIN_VLLM], ids=["ours", "plain vllm serve"])
 def test_metrics_count_every_event_once(
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     code: str,
-    num_api_servers: int,
 ) -> None:
-    """The command with a policy and nothing else, and what it prints for plain vLLM."""
+    """The command with a policy and nothing else, and what it prints for plain vLLM.
+
+    That of several API servers is in test_status_page.py.
+    """
     arguments = ["serve", str(model), "--kv-policy", "snapkv"]
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # --print-vllm-command would lower it
     if code == PLAIN_VLLM:
         assert main([*arguments, "--print-vllm-command"]) == 0
         arguments = plain_arguments(capsys.readouterr().out)
     arguments += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "256"]
-    arguments += ["--dtype", "float32", "--api-server-count", str(num_api_servers)]
+    arguments += ["--dtype", "float32"]
     log = tmp_path / "server.log"
     with serving(code, arguments, log) as address:
         before = scraped(address)
@@ -73,7 +71,6 @@ def test_metrics_count_every_event_once(
         assert before["kvcompress_events_total"] == 0
         assert before["kvcompress_compression_ratio"] == 1
         for index in range(NUM_REQUESTS):
-            # A connection each, so that several API servers share them.
             with openai.OpenAI(base_url=f"{address}/v1", api_key="none") as client:
                 for num_tokens in (PROMPT_TOKENS, SHORT):
                     prompt = tiny_models.prompt(num_tokens, seed=index)

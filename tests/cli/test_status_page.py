@@ -14,6 +14,7 @@ import urllib3
 from tests import tiny_models
 from tests.cli.chromium import CHROMIUM, tab
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
+from tests.cli.test_server_metrics import scraped
 from vllm_kvcompress.compression.recent_events import NUM_EVENTS
 
 KEY = "a key of this test"
@@ -77,6 +78,7 @@ def test_totals_cover_all_api_servers(address: str) -> None:
     deadline = 100
     while counted(address)["event_seconds"] == before["event_seconds"] and deadline:
         deadline -= 1
+    assert scraped(address)["kvcompress_events_total"] == before["events"] + num_requests
     answers = [fetch(address).json() for _ in range(6)]
     for document in answers:
         gained = {key: n - before[key] for key, n in document["policies"]["adakv"].items()}
