@@ -30,7 +30,7 @@ class CaM(Modifier, Merger):
 
     The paper evicts one token per step, so that a kept one is among the next of |T| tokens at most
     and receives no more than one value in all. An event evicts many at once: where the shares that
-    reach a kept entry exceed `max_received` in sum, they are scaled down to it. A third of a value
+    reach a kept entry exceed `max_received` in sum, they are scaled down to it. A tenth of a value
     lost least text.
     """
 
@@ -44,7 +44,7 @@ class CaM(Modifier, Merger):
     num_targets: int = parameter(32, "kept tokens that share an evicted value", minimum=1)
     merge_window: int = parameter(256, "last queries of an event that are observed", minimum=1)
     max_received: float = parameter(
-        0.33, "values that a kept token receives per event at most, by weight", minimum=0.0
+        0.1, "values that a kept token receives per event at most, by weight", minimum=0.0
     )
     draw: str = parameter(
         "random",
