@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,11 +13,12 @@ from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.pages import PackedPagePool, PagePool
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
+from vllm_kvcompress.kernels.merging.moments import moment_size
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.scheduling.plan import EventPlan
 from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
 
-HEADS, GROUP, SIZE, DIM, TOKENS = 2, 2, 4, 8, 19
+HEADS, GROUP, SIZE, DIM, TOKENS, HIDDEN = 2, 2, 4, 8, 19, 12
 SCALE, QUERIES = 0.5, 3
 CPU = torch.device("cpu")
 FIRST_KEPT = [[0, 2, 5, 7], [1, 2, 3, 6]]  # of tokens 0..7
@@ -44,6 +46,7 @@ def run_event(
     sources: list[list[int]],
     kept: list[list[int]],
     plan: EventPlan,
+    moments: torch.Tensor | None = None,
 ) -> None:
     """`sources` and `kept` are token numbers by head."""
     width = max(map(len, sources))
@@ -59,7 +62,8 @@ def run_event(
     )
     places = [sources[head].index(token) for head in range(HEADS) for token in kept[head]]
     counts = torch.tensor([len(row) // SIZE for row in kept])
-    loss.compress(plan, 0, 0, view, values[rows, padded], Selection(counts, torch.tensor(places)))
+    selection = Selection(counts, torch.tensor(places))
+    loss.compress(plan, 0, 0, view, values[rows, padded], selection, moments)
 
 
 def event_plan(first_block: int, end_block: int, resident: int) -> EventPlan:
@@ -83,11 +87,13 @@ def test_losses_are_those_of_plain_loops(softcap: float) -> None:
     torch.manual_seed(0)
     keys, values = torch.randn(2, HEADS, TOKENS, DIM)
     queries, outputs = torch.randn(2, QUERIES, HEADS * GROUP, DIM)
-    loss = AttentionLoss(make_pool(), softcap)
+    weight = torch.randn(HEADS * GROUP, DIM, HIDDEN)
+    moments = torch.randn(HEADS, moment_size(DIM))
+    loss = AttentionLoss(make_pool(), softcap, [weight])
     everything = [list(range(8))] * HEADS
     run_event(loss, keys, values, everything, FIRST_KEPT, event_plan(0, 2, 0))
     second = [row + list(range(8, 16)) for row in FIRST_KEPT]
-    run_event(loss, keys, values, second, SECOND_KEPT, event_plan(2, 4, 1))
+    run_event(loss, keys, values, second, SECOND_KEPT, event_plan(2, 4, 1), moments)
 
     resident = [row + list(range(16, TOKENS)) for row in SECOND_KEPT]
     table = torch.zeros(1, HEADS, 3, dtype=torch.int32)
@@ -110,12 +116,15 @@ def test_losses_are_those_of_plain_loops(softcap: float) -> None:
         0, batch, starts, positions, torch.cat((pad, queries)), torch.cat((pad, outputs)), SCALE
     )
 
-    errors, masses = loss.means()
+    found = {name: layers[0] for name, layers in loss.means().items()}
+    for head in range(HEADS):
+        cosines = [cosine(keys[head, t], keys[head, t + 1]) for t in range(7)]
+        assert found["key_cosine"][head] == pytest.approx(sum(cosines) / 7, rel=1e-4)
     for number in range(HEADS * GROUP):
         head = number // GROUP
-        error = mass = 0.0
+        expected = dict.fromkeys(found.keys() - {"key_cosine"}, 0.0)
         for nth in range(QUERIES):
-            query = queries[nth, number].tolist()
+            query, output = queries[nth, number].tolist(), outputs[nth, number].tolist()
             weights = {}
             for token in range(TOKENS - QUERIES + nth + 1):
                 dot = sum(a * b for a, b in zip(query, keys[head, token].tolist(), strict=True))
@@ -123,14 +132,41 @@ def test_losses_are_those_of_plain_loops(softcap: float) -> None:
                 weights[token] = math.exp(
                     softcap * math.tanh(logit / softcap) if softcap else logit
                 )
-            total = sum(weights.values())
-            exact = [
-                sum(w * float(values[head, token, dim]) for token, w in weights.items()) / total
-                for dim in range(DIM)
+            evicted = {t: w for t, w in weights.items() if t not in resident[head]}
+            kept = {t: w for t, w in weights.items() if t in resident[head]}
+            exact = mean_of(values[head], weights)
+            wrong = [o - e for o, e in zip(output, exact, strict=True)]
+            count, *rest = moments[head].tolist()
+            cross = [rest[2 * DIM + DIM * row : 2 * DIM + DIM * (row + 1)] for row in range(DIM)]
+            estimate = [
+                rest[DIM + row] + SCALE / max(count, 1) * sum(map(float.__mul__, cross[row], query))
+                for row in range(DIM)
             ]
-            wrong = [float(o) - e for o, e in zip(outputs[nth, number], exact, strict=True)]
-            error += math.hypot(*wrong) / math.hypot(*exact) / QUERIES
-            kept = sum(w for token, w in weights.items() if token in resident[head])
-            mass += kept / total / QUERIES
-        assert errors[0][number] == pytest.approx(error, rel=1e-4)
-        assert masses[0][number] == pytest.approx(mass, rel=1e-4)
+            lost = mean_of(values[head], evicted)
+            figures = {
+                "error": math.hypot(*wrong) / math.hypot(*exact),
+                "mass": sum(kept.values()) / sum(weights.values()),
+                "projected_error": sum(
+                    abs(sum(wrong[d] * float(weight[number, d, out]) for d in range(DIM)))
+                    for out in range(HIDDEN)
+                ),
+                "gap_cosine": cosine(mean_of(values[head], kept), lost),
+                "estimate_cosine": cosine(estimate, lost),
+            }
+            for name, figure in figures.items():
+                expected[name] += figure / QUERIES
+        for name, figure in expected.items():
+            assert found[name][number] == pytest.approx(figure, rel=1e-3, abs=1e-4), name
+
+
+def mean_of(values: torch.Tensor, weights: dict[int, float]) -> list[float]:
+    total = sum(weights.values())
+    return [
+        sum(weight * float(values[token, dim]) for token, weight in weights.items()) / total
+        for dim in range(DIM)
+    ]
+
+
+def cosine(one: Sequence[float] | torch.Tensor, other: Sequence[float] | torch.Tensor) -> float:
+    a, b = list(map(float, one)), list(map(float, other))
+    return sum(map(float.__mul__, a, b)) / math.hypot(*a) / math.hypot(*b)

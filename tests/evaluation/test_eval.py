@@ -102,6 +102,7 @@ def test_what_a_policy_carries_is_resident(tmp_path: Path) -> None:
     arguments += ["--policies", "momentkv", "--budgets", "0.25", "--mode", "aware", *ENGINE]
     assert main([*arguments, "--out", str(tmp_path)]) == 0
     answer = next(a for a in read(tmp_path)[1] if a["setup"] != "full")
+    assert "estimate_cosine" in answer["attention_heads"]
     full_blocks, tail = divmod(answer["prompt_tokens"], BLOCK)
     assert answer["resident_tokens"] == -(-full_blocks // 4) * BLOCK + tail
     kept = [tokens for layer in answer["kept_tokens"] for tokens in layer]
@@ -121,6 +122,10 @@ def test_attention_loses_what_evicted_tokens_would_have_given(finished: Path) ->
             assert errors == masses == [], "those are for the times"
             continue
         assert [len(layer) for layer in errors] == [len(layer) for layer in masses] == [8] * 4
+        more = answer["attention_heads"]
+        assert set(more) == {"gap_cosine", "key_cosine", "projected_error"}
+        assert [len(layer) for layer in more["projected_error"]] == [8] * 4
+        assert all(lost > 0 for layer in more["projected_error"] for lost in layer)
         for error, mass in zip(chain(*errors), chain(*masses), strict=True):
             assert 0 < mass <= 1.00001
             if mass > 0.9999:

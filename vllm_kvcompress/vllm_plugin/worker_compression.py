@@ -24,6 +24,7 @@ from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDema
 from vllm_kvcompress.vllm_plugin.step import GroupCompression, StepWork
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -173,6 +174,13 @@ class WorkerCompression:
             layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
             for number, layer in enumerate(layers):
                 group.runner.weights[number] = layer_weights(layer, model, needs)
+
+    def output_weights(self, group: GroupCompression) -> list[Tensor]:
+        """[num_query_heads, head_size, hidden size] o_proj of a group's layers, for measuring."""
+        model, needs = self._model_runner.model, Needs(output_weight=True)
+        layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
+        weights = (layer_weights(layer, model, needs).output_weight for layer in layers)
+        return [weight.transpose(1, 2).flatten(0, 1) for weight in weights]
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the step's plan and forgets the requests that are gone."""

@@ -7,6 +7,7 @@ attends to all of them in fp32, and what it gets is compared with what the engin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,8 +15,17 @@ from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.scheduling.plan import EventPlan
+from vllm_kvcompress.tools.evaluation.attention_parts import (
+    AttentionParts,
+    attend_in_parts,
+    estimate_cosine,
+    gap_cosine,
+    projected_error,
+    relative_error,
+)
 
 MOST_QUERIES = 64  # of one step: its last ones, so that a long chunk does not take its square
 
@@ -27,11 +37,13 @@ class _Originals:
     Attributes:
         keys, values: [num_heads, n, head_size] fp32.
         kept: [num_heads, n] bool: still resident, as themselves or merged with others.
+        moments: [num_heads, moment_size] fp32 of the others, where attention is corrected by them.
     """
 
     keys: Tensor
     values: Tensor
     kept: Tensor
+    moments: Tensor | None
 
 
 @dataclass
@@ -41,18 +53,28 @@ class AttentionLoss:
     Attributes:
         pool: the pages of one cache group.
         softcap: of the attention logits; 0: none.
+        output_weights: [num_query_heads, head_size, hidden size] o_proj of every layer; none:
+            nothing is measured behind it.
         num_queries: queries seen, in the first layer.
     """
 
     pool: PagePool
     softcap: float = 0.0
+    output_weights: Sequence[Tensor] = ()
     num_queries: int = 0
     _originals: dict[tuple[int, int], _Originals] = field(default_factory=dict)
-    _errors: list[Tensor] = field(default_factory=list)
-    _masses: list[Tensor] = field(default_factory=list)
+    _sums: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    _key_cosines: dict[int, list[Tensor]] = field(default_factory=dict)
 
     def compress(
-        self, plan: EventPlan, layer: int, slot: int, view: LayerView, values: Tensor, to: Selection
+        self,
+        plan: EventPlan,
+        layer: int,
+        slot: int,
+        view: LayerView,
+        values: Tensor,
+        to: Selection,
+        moments: Tensor | None = None,
     ) -> None:
         """Copies aside what an event reads for the first time, and records what it keeps.
 
@@ -63,6 +85,8 @@ class AttentionLoss:
             view: what the event saw.
             values: [num_heads, n, head_size] beside the view's keys.
             to: what it keeps.
+            moments: [num_heads, moment_size] fp32 of what was evicted so far, where attention is
+                corrected by them.
         """
         size, num_heads = view.block_size, view.num_heads
         before, end = plan.first_block * size, plan.end_block * size
@@ -74,7 +98,10 @@ class AttentionLoss:
         # The logical position of every entry that the event saw.
         positions = torch.zeros_like(view.valid, dtype=torch.int64)
         positions[rows, new] = before + newest
-        if plan.resident_blocks:
+        if not plan.resident_blocks:
+            cosines = neighbour_cosines(view.kv)[:, 1:].mean(dim=1)
+            self._key_cosines.setdefault(layer, []).append(cosines)
+        else:
             former = self._originals[layer, slot]
             keys = torch.cat((former.keys, keys), dim=1)
             values = torch.cat((former.values, values), dim=1)
@@ -84,7 +111,7 @@ class AttentionLoss:
         kept = torch.zeros(num_heads, end, dtype=torch.bool, device=device)
         heads = torch.repeat_interleave(to.page_counts * size)
         kept[heads, positions[heads, to.kept_indices]] = True
-        self._originals[layer, slot] = _Originals(keys, values, kept)
+        self._originals[layer, slot] = _Originals(keys, values, kept, moments)
 
     def observe(
         self,
@@ -111,35 +138,56 @@ class AttentionLoss:
             begin = max(begin, end - MOST_QUERIES)
             mine = slice(nth * self.pool.num_heads, (nth + 1) * self.pool.num_heads)
             originals = self._originals[layer, int(slot)]
+            num_tokens = int(positions[row])
             cache = self._whole_cache(
-                originals,
-                batch.page_table[layer, mine],
-                batch.seq_lens[layer, mine],
-                int(positions[row]),
+                originals, batch.page_table[layer, mine], batch.seq_lens[layer, mine], num_tokens
             )
-            exact, mass = self._attend(queries[begin:end].float() * scale, *cache)
-            error = (outputs[begin:end].float() - exact).norm(dim=-1) / exact.norm(dim=-1)
-            self._add(layer, error, mass)
+            scaled = queries[begin:end].float() * scale
+            places = torch.arange(num_tokens - len(scaled), num_tokens, device=scaled.device)
+            parts = attend_in_parts(scaled, places, *cache, softcap=self.softcap)
+            self._add(layer, scaled, outputs[begin:end].float(), parts, originals.moments)
 
-    def means(self) -> tuple[list[list[float]], list[list[float]]]:
-        """Mean relative error and retained mass so far, by layer and query head.
+    def means(self) -> dict[str, list[list[float]]]:
+        """Means so far, by layer and query head; empty where no query was seen.
 
-        The error is |o - o_full| / |o_full|, the mass the share of the whole cache's attention
-        weights that lies on tokens which were not evicted. Empty lists where no query was seen.
+        Returns:
+            `error`: |o - o_full| / |o_full|. `mass`: the share of the whole cache's attention
+            weights that lies on tokens which were not evicted. `projected_error`: the L1 norm of
+            (o - o_full) W_O of the head. `gap_cosine`: of what kept and what evicted tokens give;
+            `estimate_cosine`: of what MomentKV's moments and what evicted tokens give.
+            `key_cosine`, by KV head: of neighbouring keys, as they were before the first event.
         """
-        count = max(1, self.num_queries)
-        errors = [(layer / count).tolist() for layer in self._errors]
-        masses = [(layer / count).tolist() for layer in self._masses]
-        return errors, masses
+        found: dict[str, list[list[float]]] = {}
+        for (name, _), total in sorted(self._sums.items()):
+            found.setdefault(name, []).append((total / max(1, self.num_queries)).tolist())
+        if self._sums and self._key_cosines:
+            layers = sorted(self._key_cosines.items())
+            found["key_cosine"] = [torch.stack(seen).mean(dim=0).tolist() for _, seen in layers]
+        return found
 
-    def _add(self, layer: int, error: Tensor, mass: Tensor) -> None:
+    def _add(
+        self,
+        layer: int,
+        queries: Tensor,
+        outputs: Tensor,
+        parts: AttentionParts,
+        moments: Tensor | None,
+    ) -> None:
+        """Adds some queries' figures; `queries` times the scale."""
+        figures = {
+            "error": relative_error(outputs, parts),
+            "mass": parts.mass,
+            "gap_cosine": gap_cosine(parts),
+        }
+        if self.output_weights:
+            weight = self.output_weights[layer]
+            figures["projected_error"] = projected_error(outputs, parts, weight)
+        if moments is not None:
+            figures["estimate_cosine"] = estimate_cosine(parts, queries, moments)
         if layer == 0:
-            self.num_queries += error.shape[0]
-        if layer == len(self._errors):
-            self._errors.append(torch.zeros(error.shape[1], device=error.device))
-            self._masses.append(torch.zeros(error.shape[1], device=error.device))
-        self._errors[layer] += error.sum(dim=0)
-        self._masses[layer] += mass.sum(dim=0)
+            self.num_queries += len(queries)
+        for name, figure in figures.items():
+            self._sums[name, layer] = self._sums.get((name, layer), 0) + figure.sum(dim=0)
 
     def _whole_cache(
         self, originals: _Originals, pages: Tensor, lengths: Tensor, num_tokens: int
@@ -160,25 +208,3 @@ class AttentionLoss:
             torch.cat((originals.values, values), dim=1),
             torch.cat((originals.kept, here), dim=1),
         )
-
-    def _attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, kept: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Attention of the last tokens' queries, and the share of its weights on kept tokens.
-
-        Returns:
-            [m, num_query_heads, head_size] and [m, num_query_heads].
-        """
-        num_queries, num_query_heads, _ = queries.shape
-        num_tokens = keys.shape[1]
-        last = num_tokens - torch.arange(num_queries, 0, -1, device=keys.device)
-        hidden = torch.arange(num_tokens, device=keys.device) > last[:, None]
-        grouped = queries.unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
-        logits = grouped @ keys[:, None].transpose(2, 3)
-        if self.softcap:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
-        weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
-        outputs = weights @ values[:, None]
-        mass = (weights * kept[:, None, None]).sum(dim=-1)
-        shape = (num_queries, num_query_heads)
-        return outputs.permute(2, 0, 1, 3).reshape(*shape, -1), mass.permute(2, 0, 1).reshape(shape)

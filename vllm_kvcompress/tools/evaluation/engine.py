@@ -66,6 +66,7 @@ class Reply:
             the full blocks; empty where nothing was compressed, or nobody can tell.
         attention_error, attention_mass: by layer and query head, what `AttentionLoss` says of
             the queries after the first event; empty likewise, and where it was not measured.
+        attention_heads: the other figures of `AttentionLoss`, by name, likewise.
         nats: per token, the mean negative log-likelihood of what was to be predicted; without its
             first token, which is predicted before the context is compressed. None for questions.
     """
@@ -80,6 +81,7 @@ class Reply:
     kept_tokens: list[list[int]] = field(default_factory=list)
     attention_error: list[list[float]] = field(default_factory=list)
     attention_mass: list[list[float]] = field(default_factory=list)
+    attention_heads: dict[str, list[list[float]]] = field(default_factory=dict)
     nats: float | None = None
 
 
@@ -156,6 +158,7 @@ def _reply(question: Question, output: Any, seen: dict[str, Any], bytes_per_toke
             mean = fmean(tokens for layer in kept for tokens in layer)
             mean += event["policy_state_tokens"]
             resident = mean + len(prompt) - event["compressed_tokens"]
+    heads = {name: _rounded(layers) for name, layers in seen.get("heads", {}).items()}
     return Reply(
         text=choice.text,
         tokens=list(choice.token_ids),
@@ -165,8 +168,9 @@ def _reply(question: Question, output: Any, seen: dict[str, Any], bytes_per_toke
         resident_tokens=resident,
         resident_bytes=round(resident * bytes_per_token),
         kept_tokens=kept,
-        attention_error=_rounded(seen.get("errors", [])),
-        attention_mass=_rounded(seen.get("masses", [])),
+        attention_error=heads.pop("error", []),
+        attention_mass=heads.pop("mass", []),
+        attention_heads=heads,
         nats=_nats(output.prompt_logprobs, question) if question.predicted else None,
     )
 

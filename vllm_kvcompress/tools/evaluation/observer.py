@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.compression.runner import Event
+from vllm_kvcompress.kernels.merging.moments import unpack_moments
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
 
@@ -31,7 +32,10 @@ class Observer:
     ) -> None:
         """See `EventObserver`."""
         if self.loss is not None:
-            self.loss.compress(event.plan, layer, event.slot, view, values, selection)
+            moments, state = None, selection.merged.state
+            if event.pipeline.corrects and state is not None:
+                moments = unpack_moments(state, view.kv.head_size)
+            self.loss.compress(event.plan, layer, event.slot, view, values, selection, moments)
 
     def attended(self, layer: int, batch: ResidentBatch, *step: Any) -> None:
         """See `EventObserver`."""
@@ -63,7 +67,9 @@ def watch(worker: Any, measures: bool) -> None:
     """
     for group in worker.compression.groups.values():
         pool = group.tables.pool
-        loss = AttentionLoss(pool, group.softcap) if measures else None
+        loss = None
+        if measures:
+            loss = AttentionLoss(pool, group.softcap, worker.compression.output_weights(group))
         group.runner.observer = Observer(pool.block_size, loss)
 
 
@@ -71,13 +77,13 @@ def watched(worker: Any) -> dict[str, Any]:
     """What was seen since `watch`, as plain numbers.
 
     Returns:
-        `events` (position, and tokens kept by layer and head); `errors` and `masses` by layer
-        and query head, as in `AttentionLoss.means`, empty where nothing was measured.
+        `events` (position, and tokens kept by layer and head); `heads` as `AttentionLoss.means`,
+        empty where nothing was measured.
     """
     observers = [group.runner.observer for group in worker.compression.groups.values()]
-    means = [observer.loss.means() for observer in observers if observer.loss is not None]
-    return {
-        "events": [event for observer in observers for event in observer.events],
-        "errors": [layer for errors, _ in means for layer in errors],
-        "masses": [layer for _, masses in means for layer in masses],
-    }
+    heads: dict[str, list[list[float]]] = {}
+    for observer in observers:
+        for name, layers in observer.loss.means().items() if observer.loss is not None else ():
+            heads.setdefault(name, []).extend(layers)
+    events = [event for observer in observers for event in observer.events]
+    return {"events": events, "heads": heads}

@@ -26,8 +26,9 @@ def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         (medians), `kept_tokens` (mean by layer and KV head), `attention_error` and
         `attention_mass` (relative error of attention outputs and share of the attention weights
         on tokens that were not evicted, mean over layers and query heads; None where nothing was
-        compressed) and `head_errors`, `head_masses` (the same by layer and query head), `depths`
-        (mean score by length and depth of the needle, where questions have one).
+        compressed) and `head_errors`, `head_masses` (the same by layer and query head),
+        `head_figures` (by name what else `AttentionLoss.means` has, likewise), `depths` (mean score
+        by length and depth of the needle, where questions have one).
     """
     full = {answer["item"]: answer for answer in answers if answer["setup"] == FULL}
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -58,6 +59,7 @@ def _row(
         "attention_mass": _mean(masses),
         "head_errors": errors,
         "head_masses": masses,
+        "head_figures": _head_figures(answers),
         "depths": _depths(answers),
     }
 
@@ -138,6 +140,15 @@ def _mean_heads(maps: list[list[list[float]]]) -> list[list[float]]:
     return [
         [fmean(heads) for heads in zip(*layers, strict=True)] for layers in zip(*maps, strict=True)
     ]
+
+
+def _head_figures(answers: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
+    """Means by name; answers of former versions have none."""
+    maps: dict[str, list[list[list[float]]]] = defaultdict(list)
+    for answer in answers:
+        for name, figure in answer.get("attention_heads", {}).items():
+            maps[name].append(figure)
+    return {name: _mean_heads(found) for name, found in maps.items()}
 
 
 def _mean(heads: list[list[float]]) -> float | None:
