@@ -130,7 +130,7 @@ def criticalkv(look: Look) -> Iterator[tuple[str, Tensor]]:
         parts = look.parts(look.kept(policy, budget, **params).mask, observed)
         return projected_error(parts.kept, parts, weight).mean(dim=0)
 
-    for base, budgets in (("snapkv", (0.1, 0.25, 0.5)), ("adakv", (0.25, 0.5)), ("h2o", (0.25,))):
+    for base, budgets in (("snapkv", (0.1, 0.25, 0.5)), ("adakv", (0.25, 0.5))):
         for budget in budgets:
             for policy in (base, f"{base}+criticalkv"):
                 yield f"l1/{policy}@{budget:g}", lost(policy, budget)
@@ -138,8 +138,7 @@ def criticalkv(look: Look) -> Iterator[tuple[str, Tensor]]:
         yield f"l1-observed/{policy}@0.25", lost(policy, 0.25, observed=True)
         yield f"l1-plain/{policy}@0.25", lost(policy, 0.25, kernel_size=1)
         yield f"l1-plain-observed/{policy}@0.25", lost(policy, 0.25, True, kernel_size=1)
-    for alpha in (0.0, 0.25):
-        yield f"l1-alpha/{alpha:g}", lost("snapkv+criticalkv", 0.25, alpha=alpha)
+    yield "l1-alpha-0/snapkv+criticalkv@0.25", lost("snapkv+criticalkv", 0.25, alpha=0.0)
     yield "l1-l2/snapkv+criticalkv@0.25", lost("snapkv+criticalkv", 0.25, norm="l2")
 
 
@@ -237,12 +236,10 @@ CLAIMS: dict[str, Callable[[Look], Iterator[tuple[str, Tensor]]]] = {
 }
 
 
-def measure(
-    model: DenseModel, tokens: list[int], num_tokens: int, claims: list[str]
-) -> dict[str, Tensor]:
+def measure(layers: list[DenseLayer], num_tokens: int, claims: list[str]) -> dict[str, Tensor]:
     """Figures of one text by name, [layers, heads]."""
     found: dict[str, list[Tensor]] = defaultdict(list)
-    for layer in model.layers(tokens):
+    for layer in layers:
         look = Look(layer, num_tokens)
         for claim in claims:
             for name, figure in CLAIMS[claim](look):
@@ -292,6 +289,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens compressed (1024)")
     parser.add_argument("--continuation", type=int, default=256, help="tokens behind them (256)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first text (0)")
+    parser.add_argument("--every", type=int, default=1, help="only every Nth layer (1)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     options = parser.parse_args()
     from tqdm import tqdm
@@ -303,8 +301,8 @@ def main() -> None:
     texts = []
     for item in tqdm(items, unit="text"):
         context, continuation = split_prompt(tokenizer, item)
-        tokens = [*context, *continuation]
-        texts.append(measure(model, tokens, options.length, options.claims))
+        layers = model.layers([*context, *continuation])[:: options.every]
+        texts.append(measure(layers, options.length, options.claims))
     rows = summary(texts, items)
     options.out.write_text(json.dumps(rows, indent=1) + "\n")
     print(f"{'figure':40}{'mean':>9}{'heads lower':>13}{'texts from':>12}{'to':>7}{'ratio':>7}")
