@@ -138,8 +138,20 @@ def criticalkv(look: Look) -> Iterator[tuple[str, Tensor]]:
         yield f"l1-observed/{policy}@0.25", lost(policy, 0.25, observed=True)
         yield f"l1-plain/{policy}@0.25", lost(policy, 0.25, kernel_size=1)
         yield f"l1-plain-observed/{policy}@0.25", lost(policy, 0.25, True, kernel_size=1)
-    yield "l1-alpha-0/snapkv+criticalkv@0.25", lost("snapkv+criticalkv", 0.25, alpha=0.0)
+    for params in ({"alpha": 0.0}, {"epsilon": 0.0}):
+        name = f"l1-{next(iter(params))}-0/snapkv+criticalkv@0.25"
+        yield name, lost("snapkv+criticalkv", 0.25, **params)
+    both = [look.kept(policy, 0.25).mask for policy in ("snapkv", "snapkv+criticalkv")]
+    yield "same-tokens", (both[0] & both[1]).sum(dim=1) / both[0].sum(dim=1)
+    norms = (look.layer.values[:, None, : look.num_tokens] @ by_kv_head(look)).abs().sum(dim=3)
+    norms = norms.mean(dim=1)[:, 4:]  # without sinks, whose values are next to nothing
+    yield "value-norms/variation", norms.std(dim=1) / norms.mean(dim=1)
     yield "l1-l2/snapkv+criticalkv@0.25", lost("snapkv+criticalkv", 0.25, norm="l2")
+
+
+def by_kv_head(look: Look) -> Tensor:
+    """[H, G, D, M] o_proj."""
+    return look.layer.output_weight.unflatten(0, (len(look.layer.keys), -1))
 
 
 def assumption(look: Look) -> Iterator[tuple[str, Tensor]]:
@@ -265,7 +277,8 @@ def summary(texts: list[dict[str, Tensor]], items: list[Item]) -> dict[str, Any]
             "by text": [round(float(text[name].mean()), 4) for text in texts],
         }
     for name in mean:
-        pairs = {"+criticalkv": name.replace("+criticalkv", "")}
+        plain = name.replace("+criticalkv", "")
+        pairs = {"+criticalkv": plain if plain in mean else f"l1/{plain.partition('/')[2]}"}
         pairs |= {"kvslimmer": name.replace("kvslimmer", "asymkv")}
         pairs |= {"error-corrected": name.replace("error-corrected", "error-plain")}
         for part, other in pairs.items():
@@ -304,7 +317,8 @@ def main() -> None:
         layers = model.layers([*context, *continuation])[:: options.every]
         texts.append(measure(layers, options.length, options.claims))
     rows = summary(texts, items)
-    options.out.write_text(json.dumps(rows, indent=1) + "\n")
+    lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+    options.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
     print(f"{'figure':40}{'mean':>9}{'heads lower':>13}{'texts from':>12}{'to':>7}{'ratio':>7}")
     for name, row in rows.items():
         if name == "texts":
