@@ -138,9 +138,9 @@ def criticalkv(look: Look) -> Iterator[tuple[str, Tensor]]:
         yield f"l1-observed/{policy}@0.25", lost(policy, 0.25, observed=True)
         yield f"l1-plain/{policy}@0.25", lost(policy, 0.25, kernel_size=1)
         yield f"l1-plain-observed/{policy}@0.25", lost(policy, 0.25, True, kernel_size=1)
-    for params in ({"alpha": 0.0}, {"epsilon": 0.0}):
-        name = f"l1-{next(iter(params))}-0/snapkv+criticalkv@0.25"
-        yield name, lost("snapkv+criticalkv", 0.25, **params)
+    for name, value in (("alpha", 0.0), ("epsilon", 0.0), ("guard", "on"), ("weights", "exact")):
+        policy = "snapkv+criticalkv"
+        yield f"l1-{name}-{value}/{policy}@0.25", lost(policy, 0.25, **{name: value})
     both = [look.kept(policy, 0.25).mask for policy in ("snapkv", "snapkv+criticalkv")]
     yield "same-tokens", (both[0] & both[1]).sum(dim=1) / both[0].sum(dim=1)
     norms = (look.layer.values[:, None, : look.num_tokens] @ by_kv_head(look)).abs().sum(dim=3)
