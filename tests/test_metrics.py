@@ -30,6 +30,7 @@ STEP = StepStats(
     logical_tokens=1200,
     resident_tokens=300,
     contexts_reused=2,
+    reclaimable_blocks=24,
 )
 
 
@@ -44,6 +45,7 @@ def test_every_series_is_there_before_the_first_event(registry: CollectorRegistr
     info = {"policy": "adakv+criticalkv", "budget": "0.25", "trigger": "prompt,decode:64"}
     assert value("kvcompress_info", {**LABELS, **info, "version": __version__}) == 1
     assert value("kvcompress_compression_ratio", LABELS) == 1
+    assert value("kvcompress_reclaimable_blocks", LABELS) == 0
     for trigger in ("prompt", "decode"):
         labels = {**OWN, "trigger": trigger}
         assert value("kvcompress_events_total", labels) == 0
@@ -59,10 +61,12 @@ def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry
     metrics = CompressionMetrics(registry)
     metrics.observe(STEP, "m", "0")
     assert registry.get_sample_value("kvcompress_compression_ratio", LABELS) == 4
+    assert registry.get_sample_value("kvcompress_reclaimable_blocks", LABELS) == 24
     metrics.observe(STEP, "m", "0")
     metrics.observe(StepStats(), "m", "0")
     value = registry.get_sample_value
     assert value("kvcompress_compression_ratio", LABELS) == 1
+    assert value("kvcompress_reclaimable_blocks", LABELS) == 0
     for trigger in ("prompt", "decode"):
         labels = {**OWN, "trigger": trigger}
         assert value("kvcompress_events_total", labels) == 2
@@ -97,7 +101,7 @@ def test_names_and_help_texts(registry: CollectorRegistry) -> None:
         assert family.name.startswith("kvcompress_")
         if not family.name.endswith("_created"):
             assert any(unit in family.documentation.lower() for unit in units), family.name
-    assert len([f for f in families if not f.name.endswith("_created")]) == 12
+    assert len([f for f in families if not f.name.endswith("_created")]) == 13
 
 
 def test_kept_tokens_are_still_there_under_their_former_name(registry: CollectorRegistry) -> None:

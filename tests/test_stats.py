@@ -34,6 +34,7 @@ STEPS = st.builds(
     logical_tokens=COUNTS,
     resident_tokens=COUNTS,
     contexts_reused=COUNTS,
+    reclaimable_blocks=COUNTS,
 )
 
 

@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from vllm_kvcompress.tools.reference.tasks import generate_sample
 
-START_SECONDS = 300
+START_SECONDS = 900
 LONG_ANSWER = 1500  # tokens: some seconds
 
 

@@ -16,6 +16,9 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import CollectorRegistry
+
+from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -133,3 +136,16 @@ def test_read_only_pods_can_write_where_the_image_must() -> None:
     assert container["securityContext"]["readOnlyRootFilesystem"]
     writable = {each["mountPath"] for each in container["volumeMounts"] if "readOnly" not in each}
     assert {"/home/vllm", "/tmp", "/dev/shm"} <= writable
+
+
+def test_the_endpoint_picker_reads_a_metric_that_there_is() -> None:
+    config = read("llm-d/epp.yaml")
+    plugins = {plugin.get("name", plugin["type"]): plugin for plugin in config["plugins"]}
+    engine = plugins["core-metrics-extractor"]["parameters"]["engineConfigs"][0]
+    (metric,) = engine["customMetrics"]
+    gauge = CompressionMetrics(CollectorRegistry()).reclaimable_blocks
+    assert [metric["metricSpec"]] == [family.name for family in gauge.collect()]
+    scorer = plugins["reclaimable-blocks-scorer"]["parameters"]
+    assert scorer["attributeKey"] == metric["attributeKey"]
+    (profile,) = config["schedulingProfiles"]
+    assert {each["pluginRef"] for each in profile["plugins"]} <= set(plugins)

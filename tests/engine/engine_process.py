@@ -241,7 +241,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
 
     scenario = json.loads(Path(scenario_path).read_text())
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
-    report["contexts_reused"] = 0
+    report["contexts_reused"], report["reclaimable"] = 0, []
     if scenario.get("record_kept"):
         record_kept(report)
     for name in scenario.get("probes", ()):
@@ -265,6 +265,8 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
         if ours:
             report["events"] += ours["events"]
             report["contexts_reused"] += ours["contexts_reused"]
+            gains = [event["blocks_freed"] - event["blocks_written"] for event in ours["events"]]
+            report["reclaimable"].append([ours["reclaimable_blocks"], sum(gains)])
         return stats
 
     books.scheduler.make_stats = recording

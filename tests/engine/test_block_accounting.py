@@ -12,6 +12,8 @@ import pytest
 
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.tools import capacity
 
 BLOCK = 32
 QUARTER = {"policy": "adakv", "budget": 0.25}
@@ -33,6 +35,12 @@ def test_a_quarter_leaves_a_quarter_of_the_blocks(
     usage = [value for value in report["usage"] if value > 0]
     assert usage[-1] == pytest.approx((kept + tail) / (report["num_blocks"] - 1))
     assert report["free_at_end"] == report["num_blocks"] - 1
+    # `vllm-kvcompress plan` says the same of a cache of that many blocks.
+    shape = capacity.read_shape(llama, "float32", num_ranks=1)
+    cache_bytes = report["num_blocks"] * BLOCK * shape.token_bytes
+    fits = capacity.plan(shape, Settings.from_dict(QUARTER), cache_bytes, 2048, BLOCK)
+    share = math.ceil(fits.num_blocks / (fits.compressed or 1))  # in whole blocks, as vLLM reports
+    assert report["max_concurrency"] == pytest.approx(fits.num_blocks / share, rel=1e-3)
 
 
 def test_freed_blocks_are_reused_by_waiting_requests(llama: str, run_engine: Run) -> None:

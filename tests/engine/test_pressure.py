@@ -43,6 +43,10 @@ def test_requests_are_compressed_instead_of_preempted(llama: str, run_engine: Ru
     assert all(len(output["tokens"]) == 250 for output in ours["outputs"].values())
     assert {event["trigger"] for event in ours["events"]} == {"pressure"}
     assert ours["free_at_end"] == ours["num_blocks"] - 1
+    # What was said to be gained by compressing all of them is never less than what was gained.
+    assert any(gained for _, gained in ours["reclaimable"])
+    assert all(gained <= promised for promised, gained in ours["reclaimable"])
+    assert ours["reclaimable"][-1] == [0, 0]
     # Every event saw a whole window of queries, those of the prompt among them.
     assert {record["num_queries"] for record in ours["kept"]} == {32}
 
@@ -86,6 +90,8 @@ def test_what_pressure_leaves_is_attended_to(llama: str, run_engine: Run) -> Non
         max_model_len=1088,
     )
     assert [event["trigger"] for event in report["events"]] == ["pressure"]
+    promised, gained = next(each for each in report["reclaimable"] if each[1])
+    assert promised == gained  # the only request, so it is all there is
     record, output = report["kept"][0], report["outputs"]["a"]
     source = record["source"][0]
     end, read = source + record["tail"], tokens + output["tokens"]

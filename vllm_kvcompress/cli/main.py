@@ -27,6 +27,7 @@ _COMMANDS = {
     "eval": "measure what policies cost in quality, on a model, at budgets",
     "bench": "measure serving with and without compression",
     "recommend": "find the cheapest setting whose loss of quality is small enough",
+    "plan": "say how many requests fit at a time, from a model's config",
     "profile": "measure a model's heads for headkv and duoattention",
     "fetch-model": "fetch a small real language model, ready to be served",
     "train-reference": "train the small reference model that ships with the repository",

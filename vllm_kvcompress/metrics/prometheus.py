@@ -44,6 +44,11 @@ class CompressionMetrics:
             "heads and layers) that are resident in the KV cache for them. 1 = nothing is "
             "compressed or nothing runs; 4 = a quarter is resident.",
         )
+        self.reclaimable_blocks = self._gauge(
+            "kvcompress_reclaimable_blocks",
+            "KV cache blocks that the pressure trigger would gain if it compressed all running "
+            "requests now: in use, and to be had. 0 = nothing to gain, or another trigger.",
+        )
         self.info = self._gauge(
             "kvcompress_info",
             "Always 1. The compression settings of this server and the version of vllm-kvcompress "
@@ -120,6 +125,7 @@ class CompressionMetrics:
             *labels, settings.policy, str(settings.budget), settings.trigger, __version__
         ).set(1)
         self.compression_ratio.labels(*labels).set(1)
+        self.reclaimable_blocks.labels(*labels).set(0)
         self.contexts_reused.labels(*labels)
         for policy in settings.policies:
             own = (*labels, policy)
@@ -138,6 +144,7 @@ class CompressionMetrics:
         """Adds one step of one engine."""
         labels = (model_name, engine)
         self.compression_ratio.labels(*labels).set(stats.compression_ratio)
+        self.reclaimable_blocks.labels(*labels).set(stats.reclaimable_blocks)
         self.contexts_reused.labels(*labels).inc(stats.contexts_reused)
         for skipped in stats.skipped:
             self.skipped.labels(*labels, skipped.policy, skipped.reason).inc(skipped.count)

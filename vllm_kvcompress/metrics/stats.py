@@ -72,6 +72,8 @@ class StepStats:
         logical_tokens: computed tokens of the running requests.
         resident_tokens: of those, tokens per head that are still in the cache.
         contexts_reused: requests that began with a context which was compressed before.
+        reclaimable_blocks: blocks that the pressure trigger would gain from the running requests,
+            if all of them were compressed now.
     """
 
     events: list[EventRecord] = field(default_factory=list)
@@ -80,6 +82,7 @@ class StepStats:
     logical_tokens: int = 0
     resident_tokens: int = 0
     contexts_reused: int = 0
+    reclaimable_blocks: int = 0
 
     @property
     def compression_ratio(self) -> float:

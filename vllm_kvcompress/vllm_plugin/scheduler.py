@@ -125,6 +125,8 @@ class CompressionMixin:
                 position = request.num_computed_tokens + 1
                 candidates.append(record.candidate(request.request_id, position))
         worth = [candidate for candidate in candidates if candidate and candidate.is_worth_it]
+        gain = sum(candidate.gain for candidate in worth) * len(table.managers)
+        self._step_stats.reclaimable_blocks = gain
         if not worth:
             return
         shortage = pool.shortage(mark, min(candidate.written for candidate in worth))
@@ -230,6 +232,8 @@ class CompressionMixin:
         self._step_stats = StepStats()
         step.skipped = [SkippedRecord(*names, n) for names, n in self.table.skipped.items()]
         self.table.skipped.clear()
+        if not self.running:
+            step.reclaimable_blocks = 0  # the step had been planned before the last one ended
         for request in self.running:
             ledger = self.table[request.request_id].ledger
             step.logical_tokens += request.num_computed_tokens

@@ -1,0 +1,104 @@
+"""`vllm-kvcompress plan`: how many requests fit at a time, stock and compressed."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any
+
+from vllm_kvcompress.cli import serve
+from vllm_kvcompress.cli.vllm_command import option_values
+from vllm_kvcompress.errors import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_EPILOG = """\
+Takes the options of `vllm-kvcompress serve`, those of vLLM included; of these it reads --dtype,
+--max-model-len, --block-size, --tensor-parallel-size and --gpu-memory-utilization. Weights are
+those of the model's config.json, which is all that is read of the model.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="say how many requests fit at a time, from a model's config",
+        usage="%(prog)s MODEL (--gpu-memory SIZE | --kv-cache-memory SIZE) [any `serve` option]",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_options(parser)
+    parser.set_defaults(func=run, takes_any_option=True)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    memory = parser.add_mutually_exclusive_group(required=True)
+    memory.add_argument("--gpu-memory", type=size, metavar="SIZE", help="of each GPU, as 80GiB")
+    memory.add_argument(
+        "--kv-cache-memory", type=size, metavar="SIZE", help="of the KV cache alone, per rank"
+    )
+    parser.add_argument(
+        "--context", type=size, metavar="TOKENS", help="of a request, as 32k (the model's longest)"
+    )
+    parser.add_argument(
+        "--weights-memory", type=size, metavar="SIZE", help="of all ranks, where quantized"
+    )
+    parser.add_argument(
+        "--other-memory",
+        type=size,
+        default=3 * 2**30,
+        metavar="SIZE",
+        help="activations, graphs and events on a GPU, which vLLM measures (3GiB)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the arithmetic.
+
+    Raises:
+        ConfigError: a setting that cannot work, or a model with other layers than full attention.
+    """
+    from vllm_kvcompress.tools import capacity
+
+    own = argparse.ArgumentParser(prog="vllm-kvcompress plan", add_help=False, allow_abbrev=False)
+    _add_options(own)
+    namespace, rest = own.parse_known_args(arguments.rest)
+    request = serve.sort_out(*serve.parse_options(rest))
+    options = {
+        name: values[-1]
+        for name in ("dtype", "max-model-len", "block-size", "tensor-parallel-size")
+        if (values := option_values(request.vllm_arguments, f"--{name}"))
+    }
+    if not request.vllm_arguments or request.vllm_arguments[0].startswith("-"):
+        raise ConfigError("expected a model first: a folder, or a name on the Hugging Face hub.")
+    model = request.vllm_arguments[0]
+    shape = capacity.read_shape(
+        model, options.get("dtype"), int(options.get("tensor-parallel-size", 1))
+    )
+    if namespace.weights_memory is not None:
+        shape = shape.with_weights(namespace.weights_memory)
+    used = option_values(request.vllm_arguments, "--gpu-memory-utilization")
+    cache = namespace.kv_cache_memory
+    if cache is None:
+        share = float(used[-1]) if used else capacity.GPU_MEMORY_UTILIZATION
+        cache = int(share * namespace.gpu_memory) - shape.weight_bytes - namespace.other_memory
+    length = namespace.context or int(options.get("max-model-len", shape.longest))
+    block_size = int(options.get("block-size", capacity.BLOCK_SIZE))
+    plan = capacity.plan(shape, request.settings, cache, length, block_size)
+    print(capacity.report(model, shape, plan))
+    return 0
+
+
+def size(text: str) -> int:
+    """A number of bytes or tokens, such as 80GiB, 512MB or 32k.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no such thing.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.lower())
+    if match is None or match.group(2) not in _UNITS:
+        raise argparse.ArgumentTypeError(f"expected a size such as 80GiB or 32k, found {text!r}")
+    unit = _UNITS[match.group(2)]
+    if not text.lower().endswith("b") and match.group(2) == "k":
+        unit = 2**10  # tokens: 32k are 32,768
+    return int(float(match.group(1)) * unit)

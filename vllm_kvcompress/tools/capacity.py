@@ -1,0 +1,202 @@
+"""How many requests a KV cache serves at a time, from a model's config alone.
+
+The same arithmetic as the engine's: blocks from bytes, and requests from the rule that plans
+events (`scheduling/rule.py`). What it cannot know is the memory that vLLM measures on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from vllm_kvcompress.cache.query_windows.paged import window_blocks
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies import resolve_settings
+from vllm_kvcompress.scheduling.rule import CompressionRule
+
+GPU_MEMORY_UTILIZATION = 0.92  # vLLM's default
+BLOCK_SIZE = 16  # vLLM's default on GPUs
+_BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a model its KV cache depends on, on one rank.
+
+    Attributes:
+        num_layers: with full attention, which are all.
+        num_query_heads: of this rank, per layer.
+        num_kv_heads: the same of keys and values.
+        head_size: numbers of a key.
+        dtype_bytes: of one number, in weights and in the cache.
+        weight_bytes: of this rank.
+        longest: tokens of the longest request that the model is made for.
+    """
+
+    num_layers: int
+    num_query_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype_bytes: int
+    weight_bytes: int
+    longest: int
+    num_ranks: int = 1
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the KV cache, per token and rank: keys and values of all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
+
+    def with_weights(self, total_bytes: int) -> Self:
+        """The same model with weights of that many bytes, over all ranks."""
+        return replace(self, weight_bytes=total_bytes // self.num_ranks)
+
+
+@dataclass(frozen=True)
+class CapacityPlan:
+    """What fits.
+
+    Attributes:
+        num_tokens: of every request.
+        block_size: tokens of a block.
+        cache_bytes: of the KV cache, per rank.
+        num_blocks: that vLLM makes of it.
+        stock: requests at a time, uncompressed.
+        compressed: requests at a time; None where nothing is compressed.
+        held_blocks: of a compressed request, between events.
+        admission_blocks: that it needs free to be read.
+    """
+
+    num_tokens: int
+    block_size: int
+    cache_bytes: int
+    num_blocks: int
+    stock: float
+    compressed: float | None
+    held_blocks: int
+    admission_blocks: int
+
+
+def read_shape(model: str, dtype: str | None, num_ranks: int) -> ModelShape:
+    """A model's shape, from its config.
+
+    Args:
+        model: a folder, or a name on the Hugging Face hub.
+        dtype: vLLM's option; None or auto takes the model's own, and half of float32, as vLLM does.
+        num_ranks: of tensor parallelism.
+
+    Raises:
+        ConfigError: no such model, or one with layers that are not plain full attention.
+    """
+    from transformers import AutoConfig
+
+    try:
+        whole = AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model}: its config cannot be read ({error}).") from error
+    config = whole.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "kv_lora_rank", None):
+        raise ConfigError(
+            f"{model}: expected full attention in all layers, found {', '.join(sorted(kinds))}; "
+            "what others hold is said by vLLM when it starts."
+        )
+    query_heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
+    number_bytes = _dtype_bytes(config, dtype)
+    return ModelShape(
+        num_layers=config.num_hidden_layers,
+        num_query_heads=query_heads // num_ranks,
+        num_kv_heads=max(1, kv_heads // num_ranks),
+        head_size=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
+        dtype_bytes=number_bytes,
+        weight_bytes=_num_weights(whole) * number_bytes // num_ranks,
+        longest=config.max_position_embeddings,
+        num_ranks=num_ranks,
+    )
+
+
+def _dtype_bytes(config: Any, dtype: str | None) -> int:
+    if dtype in (None, "auto"):
+        own = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+        return 2 if own == "float32" else _BYTES.get(own, 2)
+    if dtype not in _BYTES:
+        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(_BYTES)}.")
+    return _BYTES[str(dtype)]
+
+
+def _num_weights(config: Any) -> int:
+    """Counted on a model that is built without memory for any."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def plan(
+    shape: ModelShape, settings: Settings | None, cache_bytes: int, num_tokens: int, block_size: int
+) -> CapacityPlan:
+    """What fits into a cache.
+
+    Raises:
+        ConfigError: not even the cache's first block, or a budget that is too small.
+    """
+    num_blocks = cache_bytes // (shape.token_bytes * block_size)
+    if num_blocks < 1:
+        raise ConfigError(
+            f"expected memory for a KV cache beside {shape.weight_bytes / _GIB:.1f} GiB of "
+            f"weights, found {cache_bytes / _GIB:.1f} GiB; take more "
+            "ranks, larger GPUs or a smaller model."
+        )
+    rule = CompressionRule(block_size, fraction=1.0, at_prompt_end=False)
+    compresses = settings is not None and settings.compresses
+    if settings is not None and compresses:
+        rule = _rule(shape, settings, block_size)
+    return CapacityPlan(
+        num_tokens=num_tokens,
+        block_size=block_size,
+        cache_bytes=cache_bytes,
+        num_blocks=num_blocks,
+        stock=num_blocks / math.ceil(num_tokens / block_size),
+        compressed=rule.concurrency(num_tokens, num_blocks) if compresses else None,
+        held_blocks=rule.held_blocks(num_tokens),
+        admission_blocks=rule.admission_blocks(num_tokens),
+    )
+
+
+def _rule(shape: ModelShape, settings: Settings, block_size: int) -> CompressionRule:
+    """As a worker makes it of a layer's spec."""
+    pipeline = resolve_settings(settings)[settings.policy]
+    page_bytes = 2 * block_size * shape.head_size * shape.dtype_bytes
+    sizes = (shape.num_kv_heads, shape.head_size, block_size, page_bytes)
+    if isinstance(settings.budget, int):
+        pipeline.check_room(settings.budget, *sizes)
+    window = pipeline.needs.window_size
+    ring = 0
+    if settings.pressure_mark is not None and window:
+        ring = window_blocks(window, shape.num_query_heads, shape.num_kv_heads, block_size)
+    on_top = pipeline.blocks_on_top(shape.num_kv_heads, shape.head_size, page_bytes)
+    return settings.rule(block_size, window, pipeline.least_blocks(*sizes), ring, on_top)
+
+
+def report(model: str, shape: ModelShape, plan: CapacityPlan) -> str:
+    """The plan in words, per rank."""
+    blocks = math.ceil(plan.num_tokens / plan.block_size)
+    lines = [
+        f"{model}, {plan.num_tokens} tokens per request, blocks of {plan.block_size} tokens",
+        f"weights     {shape.weight_bytes / _GIB:.1f} GiB per rank",
+        f"KV cache    {plan.cache_bytes / _GIB:.1f} GiB per rank: {plan.num_blocks} blocks, "
+        f"{shape.token_bytes / 2**10:.1f} KiB per token",
+        f"stock       {plan.stock:.2f} such requests at a time, {blocks} blocks each",
+    ]
+    if plan.compressed is not None:
+        lines.append(
+            f"compressed  {plan.compressed:.2f} such requests at a time, {plan.held_blocks} blocks "
+            f"each, and up to {plan.admission_blocks} while one is read"
+        )
+    return "\n".join(lines)
