@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.conftest import Run, request
+from tests.engine.kv_events import announcing
 from tests.tiny_models import prompt
 
 BLOCK = 32
@@ -36,16 +38,21 @@ def alone(run_engine: Run, model: str, settings: dict[str, Any], one: dict[str, 
     [("adakv", "prompt"), ("snapkv+criticalkv", "chunk:256,decode:16"), ("momentkv", "prompt")],
 )
 def test_later_questions_begin_with_the_compressed_context(
-    llama: str, run_engine: Run, policy: str, trigger: str
+    llama: str, run_engine: Run, policy: str, trigger: str, tmp_path: Path
 ) -> None:
-    """One after the other and side by side, all say what they would have said alone."""
+    """One after the other and side by side, all say what they would have said alone.
+
+    The compressed context is not announced to routers, which know prompts only.
+    """
     settings = {**REUSE, "policy": policy, "trigger": trigger}
     phases = [
         [ask("first", 1)],
         [ask("second", 2), ask("third", 3, at_step=2)],
     ]
-    report = run_engine(llama, phases, settings=settings)
+    report = run_engine(llama, phases, settings=settings, **announcing(tmp_path))
     assert report["contexts_reused"] == 2
+    # The first request's context; its last blocks, and all after them, depend on the compression.
+    assert 0 < report["kv_events"]["stored"] <= WHOLE_BLOCKS
     assert report["outputs"]["first"]["cached"] == 0
     for one in phases[1]:
         output = report["outputs"][one["id"]]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.engine.conftest import Run, request
+from tests.engine.kv_events import announcing
 from tests.engine.oracle import KeptTokensDecoder, kept_positions
 from tests.tiny_models import prompt
 
@@ -108,7 +110,10 @@ def test_what_pressure_leaves_is_attended_to(llama: str, run_engine: Run) -> Non
 
 
 @pytest.mark.parametrize("trigger", ["prompt,pressure:0.9", "chunk:256,pressure:0.8"])
-def test_pressure_goes_with_other_triggers(llama: str, run_engine: Run, trigger: str) -> None:
+def test_pressure_goes_with_other_triggers(
+    llama: str, run_engine: Run, trigger: str, tmp_path: Path
+) -> None:
+    """What is announced to routers is in the prefix cache, after every step."""
     requests = load(8, 400, 300)
     report = run_engine(
         llama,
@@ -116,7 +121,9 @@ def test_pressure_goes_with_other_triggers(llama: str, run_engine: Run, trigger:
         settings={**PRESSURE, "trigger": trigger},
         num_gpu_blocks_override=50,
         max_model_len=800,
+        **announcing(tmp_path),
     )
+    assert report["kv_events"]["stored"] > report["kv_events"]["removed"] > 50
     assert all(len(output["tokens"]) == 300 for output in report["outputs"].values())
     assert "pressure" in {event["trigger"] for event in report["events"]}
     assert report["free_at_end"] == report["num_blocks"] - 1
