@@ -80,7 +80,8 @@ def test_cam_hands_on_what_the_entry_gave_to_the_output() -> None:
     i = min(range(1, 8), key=lambda j: masses[j])
     kept = torch.ones(1, 16, dtype=torch.bool)
     kept[0, i] = False
-    merged = CaM(4, merge_window=7, draw="expected").merge(view, torch.zeros(()), kept)
+    unbounded = CaM(4, merge_window=7, draw="expected", max_received=1.0)
+    merged = unbounded.merge(view, torch.zeros(()), kept)
     assert merged.values is not None
     received = (merged.values - view.kv.values())[0].tolist()
     targets = cam_targets(kept[0].tolist(), i, 4)
