@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import signal
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -19,12 +18,10 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_kvcompress.cli.command_forms import Given, PlainCommand, native
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
 from vllm_kvcompress.config import SETTINGS_KEY, STATUS_PLUGIN
-from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
 from vllm_kvcompress.vllm_plugin.needed_classes import is_ours
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
-from vllm_kvcompress.vllm_plugin.stat_logger import engine_processes
 
 # Those that vLLM loads unless VLLM_PLUGINS says otherwise.
 _PLUGIN_GROUPS = tuple(
@@ -70,8 +67,6 @@ def serve(command: list[str]) -> None:
 
     Raises:
         UnsupportedError: the model or an option of vLLM does not work with the settings.
-        EngineError: the engine ended by itself. vLLM ends as if it had been asked to then, with
-            status 0, on which few supervisors start a server again.
     """
     answer_for_vllm()
     compat.prepare_environment()
@@ -80,12 +75,6 @@ def serve(command: list[str]) -> None:
     subcommand.validate(arguments)
     check(arguments)
     subcommand.cmd(arguments)
-    for process in engine_processes:
-        if process.exitcode not in (None, 0, -signal.SIGTERM):
-            raise EngineError(
-                f"an engine process ended by itself, with status {process.exitcode}; its last "
-                "words are above."
-            )
 
 
 def check_command(command: list[str]) -> None:

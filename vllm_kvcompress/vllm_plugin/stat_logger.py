@@ -6,7 +6,6 @@ vLLM builds this logger in every server that has this package installed (entry p
 
 from __future__ import annotations
 
-import multiprocessing
 from typing import TYPE_CHECKING
 
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
@@ -17,16 +16,10 @@ from vllm_kvcompress.vllm_plugin.needed_classes import check_classes
 from vllm_kvcompress.vllm_plugin.refusals import engine_settings
 
 if TYPE_CHECKING:
-    from multiprocessing.process import BaseProcess
-
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
     from vllm_kvcompress.metrics.prometheus import CompressionMetrics
-
-
-# Of the engines that this process has started, which there are when a logger is built.
-engine_processes: list[BaseProcess] = []
 
 
 class CompressionStatLogger(AggregateStatLoggerBase):
@@ -37,7 +30,6 @@ class CompressionStatLogger(AggregateStatLoggerBase):
     """
 
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
-        engine_processes.extend(multiprocessing.active_children())
         self.metrics: CompressionMetrics | None = None
         settings = engine_settings(vllm_config)
         if settings is None or not settings.policies:
