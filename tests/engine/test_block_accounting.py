@@ -126,21 +126,8 @@ def test_preempted_requests_resume_and_say_the_same(llama: str, run_engine: Run)
     assert roomy["preemptions"] == 0
     assert tight["preemptions"] > 0
     for name, output in roomy["outputs"].items():
-        assert_same_up_to_a_tie(tight["outputs"][name], output, name)
+        assert tight["outputs"][name]["tokens"] == output["tokens"], name
     assert tight["free_at_end"] == tight["num_blocks"] - 1
-
-
-def assert_same_up_to_a_tie(found: dict[str, Any], expected: dict[str, Any], name: str) -> None:
-    """The same tokens, or other ones from a step on whose two best are nearly equal.
-
-    What is read again is added up in other batches, and which of two equal tokens a head keeps
-    may follow from the last bit. From such a step on the texts are two.
-    """
-    pairs = zip(found["tokens"], expected["tokens"], strict=True)
-    apart = next((n for n, (one, other) in enumerate(pairs) if one != other), None)
-    if apart is not None:
-        best, second = sorted(map(float, expected["logprobs"][apart].values()))[:-3:-1]
-        assert best - second < 0.1, f"{name}: token {apart}, {best} and {second}"
 
 
 def test_aborts_at_every_stage_give_all_blocks_back(llama: str, run_engine: Run) -> None:
