@@ -1,0 +1,71 @@
+"""Entries that merge with the one before."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from tests.policies.oracles.heads import Head, Vector, dot, norm
+from tests.policies.oracles.protection import protected
+from tests.policies.oracles.selection import best
+
+LINKING = ("kvmerger", "asymkv", "kvslimmer")
+
+
+def lone_ends(head: Head, room: int, params: dict[str, Any]) -> tuple[int, int]:
+    """How many first and last entries are never linked; the last ones shrink first."""
+    wanted = params["num_recent"] if params["num_recent"] >= 0 else params["window_size"]
+    recent = 0
+    while recent + head.num_tail < wanted and recent + params["num_sinks"] < room:
+        recent += 1
+    if wanted and not head.num_tail and not recent and wanted > 0 and room:
+        recent = 1  # the very last token stays what it is
+    sinks = 0
+    while sinks < params["num_sinks"] and sinks + recent < room:
+        sinks += 1
+    return sinks, min(recent, max(0, room + 1 - sinks) // 2)
+
+
+def similar_neighbours(head: Head, free: set[int], max_set: int) -> tuple[list[int], Vector]:
+    """Entries that may join the one before, the weakest of every half set left out; cosines."""
+    score, half = [0.0] * head.size, (max_set + 1) // 2
+    for j in range(1, head.size):
+        a, b = head.keys[j], head.keys[j - 1]
+        score[j] = dot(a, b) / (norm(a) * norm(b))
+    able = {j for j in free if j - 1 in free}
+    for start in range(0, head.size, half):
+        window = range(start, start + half)
+        if all(j in able for j in window):
+            able.remove(min(window, key=lambda j: score[j]))
+    return sorted(able), score
+
+
+def mergeable(head: Head, masses: Vector, kept: int, params: dict[str, Any]) -> int:
+    """Entries that would be left if all similar neighbours were merged."""
+    stay = protected(head, kept, 0, 0, params["recent_fraction"])
+    open_entries = [j for j in range(head.size) if j not in stay]
+    heavy = best(open_entries, masses, math.floor(params["heavy_fraction"] * kept))
+    able, score = similar_neighbours(head, set(open_entries) - set(heavy), params["max_set"])
+    return head.size - sum(score[j] > params["threshold"] for j in able)
+
+
+def links(
+    policy: str, head: Head, masses: Vector, kept: int, stay: set[int], params: dict[str, Any]
+) -> set[int]:
+    """Entries that join the one before them; every entry stands for one token."""
+    if policy == "kvmerger":
+        open_entries = [j for j in range(head.size) if j not in stay]
+        heavy = best(open_entries, masses, math.floor(params["heavy_fraction"] * kept))
+        free = set(open_entries) - set(heavy)
+        able, score = similar_neighbours(head, free, params["max_set"])
+        if params["budget_mode"] == "threshold":
+            able = [j for j in able if score[j] > params["threshold"]]
+    else:
+        sinks, recent = lone_ends(head, kept - 1, params)
+        able = list(range(sinks + 1, head.size - recent))
+        score = [-math.inf] * head.size
+        for j in able:
+            pair = 2 * (masses[j] + masses[j - 1])
+            # i counts the pair's first entry, behind the sinks.
+            score[j] = -math.log(pair) + (j - sinks) * math.log(512) / 4096 if pair else math.inf
+    return set(best(able, score, head.size - kept))

@@ -1,0 +1,61 @@
+"""Which score every policy has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.policies.oracles.attention import mass, perturbation, pooled
+from tests.policies.oracles.heads import Head, Vector, norm
+from tests.policies.oracles.keys import expected, keydiff, leverage
+from tests.policies.oracles.links import LINKING
+
+
+def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Vector]:
+    base = policy.split("+")[0]
+    if base in ("streamingllm", "duoattention"):
+        return [[float(j) for j in range(head.size)] for head in heads]
+    if base == "knorm":
+        return [[-norm(key) for key in head.keys] for head in heads]
+    if base == "keydiff":
+        return [keydiff(head, params["anchor"], params["metric"]) for head in heads]
+    if "obcache" in policy:
+        changes = [perturbation(head, params["variant"]) for head in heads]
+        if base == "h2o":
+            return changes
+        return [
+            pooled(head, row, params["kernel_size"], params["pooling"])
+            for head, row in zip(heads, changes, strict=True)
+        ]
+    if base == "spans":
+        return [higher_rank(head, params) for head in heads]
+    if base == "leverage":
+        return [leverage(head, params["keys"]) for head in heads]
+    if base == "expected":
+        width = max(head.size + head.num_tail for head in heads)
+        return [expected(head, width, params) for head in heads]
+    masses = [mass(head) for head in heads]
+    if base in ("h2o", "d2o", "momentkv", *LINKING):
+        return masses
+    if base == "tova":
+        # A head that is shorter than another has nothing to say about the rest.
+        width = max(len(row) for row in masses)
+        mean = [sum(row[j] for row in masses if j < len(row)) / len(masses) for j in range(width)]
+        return [mean[: head.size] for head in heads]
+    return [
+        pooled(head, row, params["kernel_size"], params["pooling"])
+        for head, row in zip(heads, masses, strict=True)
+    ]
+
+
+def higher_rank(head: Head, params: dict[str, Any]) -> Vector:
+    """Spans: by all queries that are observed, by the last of them, pooled, or by the key."""
+    last = replace(head, queries=head.queries[-params["near_size"] :])
+    rows = [mass(head), pooled(last, mass(last), params["kernel_size"], "max")]
+    bare = replace(head, queries=[])
+    rows.append(pooled(bare, leverage(head, params["keys"]), params["key_kernel_size"], "max"))
+    return [float(max(rank_of(j, row) for row in rows)) for j in range(head.size)]
+
+
+def rank_of(j: int, row: Vector) -> int:
+    return sum((row[i], i) < (row[j], j) for i in range(len(row)))

@@ -1,0 +1,48 @@
+"""Which entries a head keeps, once it is known how many."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from tests.policies.oracles.attention import mass, pooled, value_norms
+from tests.policies.oracles.heads import Head, Vector
+
+
+def best(candidates: list[int], score: Vector, count: int) -> list[int]:
+    """The `count` highest; of equals, the later."""
+    return sorted(candidates, key=lambda j: (score[j], j), reverse=True)[:count]
+
+
+def select(
+    head: Head, score: Vector, kept: int, stay: set[int], critical: dict[str, Any] | None
+) -> list[int]:
+    candidates = [j for j in range(head.size) if j not in stay]
+    budget = kept - len(stay)
+    if critical is None:
+        return sorted([*stay, *best(candidates, score, budget)])
+    first = best(candidates, score, math.floor(critical["alpha"] * budget))
+    weighted = weighted_scores(head, score, critical)
+    others = [j for j in candidates if j not in first]
+    if critical["guard"] == "on":
+        unsure = mass(head)
+        if sum(unsure[j] for j in others) >= 0.5:
+            weighted = score
+    second = best(others, weighted, budget - len(first))
+    return sorted([*stay, *first, *second])
+
+
+def weighted_scores(head: Head, score: Vector, critical: dict[str, Any]) -> Vector:
+    """CriticalKV's second stage; exact weights after snapkv's scores."""
+    epsilon = critical["epsilon"]
+    if critical["weights"] == "product":
+        nu = value_norms(head, critical["norm"])
+        return [(s + epsilon) * v for s, v in zip(score, nu, strict=True)]
+    total, group = [0.0] * head.size, len(head.weights)
+    for g in range(group):
+        alone = replace(head, queries=[[row[g]] for row in head.queries], weights=[head.weights[g]])
+        own = pooled(alone, mass(alone), critical["kernel_size"], critical["pooling"])
+        for j, nu_j in enumerate(value_norms(alone, critical["norm"])):
+            total[j] += (own[j] + epsilon) * nu_j / group
+    return total
