@@ -14,7 +14,8 @@ fail() {
 need_debian() { # command:package...; what is not there has to be installed by whoever runs this
     local pair missing=()
     for pair in "$@"; do
-        command -v "${pair%%:*}" >/dev/null || missing+=("${pair##*:}")
+        command -v "${pair%%:*}" >/dev/null || [[ " ${missing[*]} " == *" ${pair##*:} "* ]] ||
+            missing+=("${pair##*:}")
     done
     [[ ${#missing[@]} -eq 0 ]] || fail "missing; on Debian: apt-get install --yes ${missing[*]}"
 }
