@@ -49,7 +49,7 @@ def test_every_series_is_there_before_the_first_event(registry: CollectorRegistr
     for trigger in ("prompt", "decode"):
         labels = {**OWN, "trigger": trigger}
         assert value("kvcompress_events_total", labels) == 0
-    for reason in ("shorter_than_min_tokens", "nothing_to_free"):
+    for reason in ("shorter_than_min_tokens", "nothing_to_free", "error"):
         assert value("kvcompress_skipped_total", {**OWN, "reason": reason}) == 0
     for name in ("source_tokens", "kept_tokens", "blocks_freed", "blocks_written"):
         assert value(f"kvcompress_{name}_total", OWN) == 0

@@ -42,7 +42,7 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
         **{"blocks_freed": 40, "blocks_written": 10, "event_seconds": 3},
     }
     assert found["policies"]["keydiff"]["event_seconds"] == 4
-    assert found["skipped"] == {"nothing_to_free": 6, "shorter_than_min_tokens": 0}
+    assert found["skipped"] == {"nothing_to_free": 6, "shorter_than_min_tokens": 0, "error": 0}
     assert found["engines"] == {
         "0": {"compression_ratio": 3, "contexts_reused": 1, "kv_cache_usage": 0.25},
         "1": {"compression_ratio": 3, "contexts_reused": 2, "kv_cache_usage": 0.5},

@@ -40,7 +40,7 @@ def plain_arguments(printed: str) -> list[str]:
 def serving(
     code: str, arguments: list[str], log: Path, timeout: float = 180, packages: Path | None = None
 ) -> Iterator[str]:
-    """Runs a server, and yields its address as soon as it is healthy.
+    """Runs a server, and yields its address as soon as it is healthy; it ends well when asked to.
 
     Args:
         code: Python that starts it.
@@ -49,6 +49,19 @@ def serving(
         timeout: seconds to wait for it.
         packages: where other packages are installed.
     """
+    with starting(code, arguments, log, packages) as (server, address):
+        wait_until_healthy(address, server, log, timeout)
+        yield address
+        lives = server.poll() is None
+    if code == OUR_SERVE and lives:
+        assert server.returncode == 0, "what is asked to end has not failed:\n" + _tail(log)
+
+
+@contextmanager
+def starting(
+    code: str, arguments: list[str], log: Path, packages: Path | None = None
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Starts a server, and yields it and its address at once; as `serving`."""
     port = free_port()
     command = [sys.executable, "-c", code, *arguments, "--port", str(port), "--host", "127.0.0.1"]
     path = os.pathsep.join(str(folder) for folder in (packages, ROOT) if folder is not None)
@@ -58,9 +71,7 @@ def serving(
             command, cwd=ROOT, env=environment, stdout=output, stderr=output, text=True
         )
     try:
-        address = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(address, server, log, timeout)
-        yield address
+        yield server, f"http://127.0.0.1:{port}"
     finally:
         server.send_signal(signal.SIGTERM)
         try:
@@ -70,9 +81,10 @@ def serving(
             server.wait()
 
 
-def _wait_until_healthy(
-    address: str, server: subprocess.Popen[str], log: Path, timeout: float
+def wait_until_healthy(
+    address: str, server: subprocess.Popen[str], log: Path, timeout: float = 180
 ) -> None:
+    """Raises an error with the end of the log if a server does not start."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and server.poll() is None:
         try:

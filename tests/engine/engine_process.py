@@ -208,6 +208,7 @@ def run_phase(
                         for position in choice.logprobs
                     ],
                     "cached": output.num_cached_tokens,
+                    "finish_reason": choice.finish_reason,
                     "prompt_logprobs": [
                         {str(t): lp.logprob for t, lp in (position or {}).items()}
                         for position in output.prompt_logprobs or ()
@@ -241,7 +242,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
 
     scenario = json.loads(Path(scenario_path).read_text())
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
-    report["contexts_reused"], report["reclaimable"] = 0, []
+    report["contexts_reused"], report["reclaimable"], report["skipped"] = 0, [], {}
     if scenario.get("record_kept"):
         record_kept(report)
     for name in scenario.get("probes", ()):
@@ -265,6 +266,9 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
         if ours:
             report["events"] += ours["events"]
             report["contexts_reused"] += ours["contexts_reused"]
+            for skipped in ours["skipped"]:
+                name = f"{skipped['policy']} {skipped['reason']}"
+                report["skipped"][name] = report["skipped"].get(name, 0) + skipped["count"]
             gains = [event["blocks_freed"] - event["blocks_written"] for event in ours["events"]]
             report["reclaimable"].append([ours["reclaimable_blocks"], sum(gains)])
         return stats

@@ -88,8 +88,11 @@ class PolicyState:
     def write(
         self, pipeline: Pipeline, layer: int, slot: int, selection: Selection, pages: Tensor
     ) -> None:
-        """Writes what an event leaves in a layer to state pages, and records these."""
-        merged, numbers = selection.merged, []
+        """Writes what an event leaves in a layer to state pages, and records these.
+
+        Zeros, where the policy leaves nothing.
+        """
+        merged, numbers = selection.merged, [self.pool.pages.new_zeros(0, dtype=torch.float32)]
         if pipeline.state_size(self.pool.head_size):
             assert merged.state is not None
             numbers.append(merged.state.flatten())

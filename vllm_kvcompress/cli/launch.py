@@ -15,6 +15,7 @@ from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from vllm_kvcompress.cli import one_server
 from vllm_kvcompress.cli.command_forms import Given, PlainCommand, native
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
 from vllm_kvcompress.config import SETTINGS_KEY, STATUS_PLUGIN
@@ -67,6 +68,7 @@ def serve(command: list[str]) -> None:
 
     Raises:
         UnsupportedError: the model or an option of vLLM does not work with the settings.
+        EngineError: the server ended although nobody had asked it to.
     """
     answer_for_vllm()
     compat.prepare_environment()
@@ -74,7 +76,10 @@ def serve(command: list[str]) -> None:
     configure_logging_from_args(arguments)
     subcommand.validate(arguments)
     check(arguments)
-    subcommand.cmd(arguments)
+    if one_server.is_one(arguments):
+        one_server.run(arguments)
+    else:
+        subcommand.cmd(arguments)
 
 
 def check_command(command: list[str]) -> None:

@@ -18,7 +18,7 @@ from vllm_kvcompress.errors import ConfigError, EngineError
 PROGRAM = "vllm-kvcompress"
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
-EXIT_INTERRUPTED = 130  # as shells have it: 128 and the signal's number
+EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143  # as shells have it: 128 and the signal's number
 
 # Each module of this package has `add_parser(subparsers)`, which sets `func(arguments) -> int`.
 _COMMANDS = {
@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, or 2 when settings were refused (with one line on stderr), or 1 when
-        an engine ended, or 130 when the user interrupted the command.
+        an engine ended, or 130 when the user interrupted the command (143: with SIGTERM, while
+        a server started).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(arguments[0] if arguments else "")
@@ -64,9 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except EngineError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_FAILED
-    except KeyboardInterrupt:
-        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    except KeyboardInterrupt as interrupt:
+        # vLLM makes one of SIGTERM, too, while it starts.
+        terminated = interrupt.args == ("terminated",)
+        print(f"\n{PROGRAM}: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
+        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
 
 
 def _parser(wanted: str) -> argparse.ArgumentParser:

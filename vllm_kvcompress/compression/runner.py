@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from vllm_kvcompress.kernels.common.transfers import Download, upload
 from vllm_kvcompress.kernels.compaction import compact_pages
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
-from vllm_kvcompress.policies.parts.allocation import spread
+from vllm_kvcompress.policies.parts.allocation import Allocator, spread
 from vllm_kvcompress.scheduling.plan import EventPlan
 
 
@@ -57,6 +57,7 @@ class Event:
         stopwatch: counts the time spent.
         max_kept: pages of the longest head so far; off the CPU an upper bound.
         page_counts: [num_heads] int64 of every layer so far.
+        error: why the policy failed, and another one has taken its place; None: it did not.
     """
 
     plan: EventPlan
@@ -70,6 +71,12 @@ class Event:
     layer_starts: list[int] = field(default_factory=list)
     max_kept: int = 0
     page_counts: list[Tensor] = field(default_factory=list)
+    error: Exception | None = None
+
+    def fall_back(self, pipeline: Pipeline, error: Exception) -> None:
+        """From this layer on another policy decides, which observes nothing and merges nothing."""
+        self.pipeline, self.error = pipeline, error
+        self.plan = replace(self.plan, window_size=0)
 
     @property
     def seconds(self) -> float | None:
@@ -104,12 +111,15 @@ class EventRunner:
         self._policy_state = PolicyState(tables)
         self._views = EventViews(self._policy_state, windows, self.weights)
 
-    def begin(self, plan: EventPlan, block_row: Tensor) -> Event:
+    def begin(
+        self, plan: EventPlan, block_row: Tensor, allocator: Allocator | None = None
+    ) -> Event:
         """Sets an event up before the model runs.
 
         Args:
             plan: the event.
             block_row: [max_blocks] int32 the request's block ids by logical block.
+            allocator: divides pages among layers; None: the policy's.
         """
         pool, tables = self.pool, self.tables
         slot = tables.slots.get(plan.request_id)
@@ -125,7 +135,7 @@ class EventRunner:
             pool.block_size,
             pool.page_bytes,
         )
-        layer_pages = self._layer_pages(pipeline, plan, former, state_pages)
+        layer_pages = self._layer_pages(allocator or pipeline.allocator, plan, former, state_pages)
         partial = 1 if plan.position % pool.block_size else 0
         starts = [
             sum(layer_pages[:layer]) + layer * state_pages for layer in range(pool.num_layers)
@@ -143,13 +153,13 @@ class EventRunner:
         )
 
     def _layer_pages(
-        self, pipeline: Pipeline, plan: EventPlan, former: list[int], reserved: int
+        self, allocator: Allocator, plan: EventPlan, former: list[int], reserved: int
     ) -> list[int]:
         """Pages for entries in each layer: the allocator's division, less those of the state."""
         pool = self.pool
         num_tail_blocks = plan.end_block - plan.first_block
         capacity = [pages + num_tail_blocks * pool.num_heads + reserved for pages in former]
-        pages = pipeline.allocator.layer_pages(
+        pages = allocator.layer_pages(
             len(plan.fresh_block_ids), capacity, pool.num_heads, plan.end_block
         )
         least = pool.num_heads + reserved

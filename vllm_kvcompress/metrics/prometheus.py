@@ -18,7 +18,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from vllm_kvcompress import __version__
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.metrics.stats import EventRecord, StepStats
-from vllm_kvcompress.scheduling.ledger import SKIP_NOTHING_TO_FREE, SKIP_SHORT
+from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, SKIP_NOTHING_TO_FREE, SKIP_SHORT
 
 _LABELS = ["model_name", "engine"]  # as vLLM's own metrics
 _POLICY = ["policy"]  # all but the ratio tell the policies of requests apart
@@ -95,7 +95,8 @@ class CompressionMetrics:
             "kvcompress_skipped",
             "Number of compression events that a trigger called for but that were left out, by "
             f"reason: {SKIP_SHORT} = fewer logical tokens than min_tokens; "
-            f"{SKIP_NOTHING_TO_FREE} = the budget is no smaller than what the request holds.",
+            f"{SKIP_NOTHING_TO_FREE} = the budget is no smaller than what the request holds; "
+            f"{SKIP_ERROR} = the policy failed, and the request ended with an error.",
             ["policy", "reason"],
         )
         self.contexts_reused = self._counter(
@@ -131,7 +132,7 @@ class CompressionMetrics:
             own = (*labels, policy)
             for trigger in settings.triggers:
                 self.events.labels(*own, trigger.kind)
-            for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE):
+            for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE, SKIP_ERROR):
                 self.skipped.labels(*own, reason)
             for collector in (
                 *(self.source_tokens, self.kept_tokens, self.kept_tokens_old_name),

@@ -15,6 +15,7 @@ from vllm_kvcompress.scheduling.rule import TRIGGER_PRESSURE, CompressionRule
 
 SKIP_SHORT = "shorter_than_min_tokens"
 SKIP_NOTHING_TO_FREE = "nothing_to_free"
+SKIP_ERROR = "error"
 
 
 @dataclass(frozen=True)

@@ -99,3 +99,16 @@ class StepPlan:
         self.adoptions += other.adoptions
         self.windows |= other.windows
         self.observations |= other.observations
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What workers tell the scheduler of a step beside vLLM's output.
+
+    Attributes:
+        seconds: policy and duration of events whose duration became known.
+        failed: requests whose event failed, and that keep what their policy did not choose.
+    """
+
+    seconds: list[tuple[str, float]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)

@@ -7,6 +7,7 @@ are null in it, and the blocks that hold what was kept are recorded beside it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -216,10 +217,12 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         """Allocates an event's fresh blocks; it happens in this step.
 
         Under asynchronous scheduling the event before it may not have been processed yet. Workers
-        carry steps out in their order, so whoever gets its sources writes to them after it.
+        carry steps out in their order, so whoever gets its sources writes to them after it. What
+        it leaves is for no later request: it may have failed.
         """
         ledger, held = self.table[request_id].ledger, self._held(request_id)
         if held.event is not None:
+            held.event = replace(held.event, reusable=False)
             self._free_sources(request_id)
         held.fresh = self.block_pool.get_new_blocks(decision.num_kept_blocks)
         held.event = EventPlan(

@@ -13,7 +13,7 @@ from importlib.metadata import Distribution
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
-from vllm_kvcompress.scheduling.plan import StepPlan
+from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin.versions import vllm_version
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ ENGINE_MODULES = (
 )
 _PACKAGE = "vllm_kvcompress.vllm_plugin"
 _PLAN_ATTRIBUTE = "kvcompress_plan"
-_SECONDS_ATTRIBUTE = "kvcompress_seconds"
+_REPORT_ATTRIBUTE = "kvcompress_report"
 _STATS_PREFIX = "kvcompress:"
 
 
@@ -221,20 +221,37 @@ def attention_modules(worker: Any) -> list[Any]:
 # --- worker ------------------------------------------------------------------------------
 
 
-def attach_seconds(output: Any, seconds: list[tuple[str, float]]) -> None:
-    """Sends event durations back to the scheduler with the step's output.
+def attach_report(output: Any, report: StepReport) -> None:
+    """Sends a report back to the scheduler with the step's output.
 
     An output that is still being copied from the device hands over another object later, which it
     holds under one of two names (model runners V2 and V1).
     """
     for name in ("model_runner_output", "_model_runner_output"):
         output = getattr(output, name, output)
-    setattr(output, _SECONDS_ATTRIBUTE, seconds)
+    setattr(output, _REPORT_ATTRIBUTE, report)
 
 
-def attached_seconds(model_runner_output: Any) -> list[tuple[str, float]]:
-    """Policy and seconds of the events whose durations came with a step."""
-    return getattr(model_runner_output, _SECONDS_ATTRIBUTE, [])
+def attached_report(model_runner_output: Any) -> StepReport:
+    """What came with a step's output."""
+    return getattr(model_runner_output, _REPORT_ATTRIBUTE, None) or StepReport()
+
+
+def on_any_rank(flags: list[bool]) -> list[bool]:
+    """Whether each is true on any tensor-parallel rank; all of them have to ask, of as many.
+
+    The hosts agree among themselves: no device is waited for.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    if group.world_size == 1 or not flags:
+        return flags
+    import torch
+
+    told = torch.tensor(flags, dtype=torch.int32, device="cpu")
+    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group.cpu_group)
+    return [bool(flag) for flag in told.tolist()]
 
 
 def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> list[str]:

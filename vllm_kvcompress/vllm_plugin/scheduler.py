@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
 
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.scheduling.ledger import SKIP_ERROR
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
 from vllm_kvcompress.vllm_plugin import compat, versions
@@ -214,14 +217,41 @@ class CompressionMixin:
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
-    ):
-        """Records the events that the workers ran."""
+    ) -> dict[int, EngineCoreOutputs]:
+        """Records the events that the workers ran; requests whose event failed end with an error.
+
+        One that ends with this step's token anyway does not: an event is for later ones.
+        """
         plan = compat.attached_plan(scheduler_output)
+        report = compat.attached_report(model_runner_output)
         if self.table is not None and plan is not None:
-            self._step_stats.events += self._records(self.table, plan.events)
-        for policy, seconds in compat.attached_seconds(model_runner_output):
+            for each in self._of_requests(self.table, plan.events):
+                if each.request_id in report.failed:
+                    self.table.skipped[each.policy, SKIP_ERROR] += 1
+                else:
+                    self._step_stats.events.append(self._record(self.table, each))
+        for policy, seconds in report.seconds:
             self._step_stats.durations.append(DurationRecord(policy, seconds))
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if report.failed:
+            self._end_with_errors(report.failed, outputs)
+        return outputs
+
+    def _end_with_errors(
+        self, request_ids: list[str], outputs: dict[int, EngineCoreOutputs]
+    ) -> None:
+        """Ends requests, and tells their clients, as vLLM does with failed ones: HTTP 500."""
+        for request in self.finish_requests(request_ids, RequestStatus.FINISHED_ERROR):
+            told = outputs.setdefault(request.client_index, EngineCoreOutputs())
+            told.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
 
     def make_stats(self, *args, **kwargs) -> SchedulerStats | None:
         """vLLM's statistics, with ours in the field that reaches the API process."""
@@ -258,21 +288,21 @@ class CompressionMixin:
         self._step_stats.contexts_reused += len(plan.adoptions)
         return plan
 
-    def _records(self, table: RequestTable, events: list[EventPlan]) -> list[EventRecord]:
-        """One record per request: tokens of a group, blocks of all, each of which has as many."""
+    def _of_requests(self, table: RequestTable, events: list[EventPlan]) -> list[EventPlan]:
+        """One event per request: those of the first group, which stand for all."""
+        return [plan for plan in events if plan.group == table.managers[0].kv_cache_group_id]
+
+    def _record(self, table: RequestTable, plan: EventPlan) -> EventRecord:
+        """Tokens of a group, blocks of all, each of which has as many."""
         block_size, num_groups = self.spec.block_size, len(table.managers)
-        return [
-            EventRecord(
-                policy=plan.policy,
-                trigger=plan.trigger,
-                source_tokens=plan.num_source_blocks * block_size,
-                resident_tokens=len(plan.fresh_block_ids) * block_size,
-                blocks_freed=plan.num_source_blocks * num_groups,
-                blocks_written=len(plan.fresh_block_ids) * num_groups,
-            )
-            for plan in events
-            if plan.group == table.managers[0].kv_cache_group_id
-        ]
+        return EventRecord(
+            policy=plan.policy,
+            trigger=plan.trigger,
+            source_tokens=plan.num_source_blocks * block_size,
+            resident_tokens=len(plan.fresh_block_ids) * block_size,
+            blocks_freed=plan.num_source_blocks * num_groups,
+            blocks_written=len(plan.fresh_block_ids) * num_groups,
+        )
 
 
 class CompressionScheduler(CompressionMixin, Scheduler):

@@ -10,6 +10,7 @@ from torch import Tensor
 from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows.rings import Located
+from vllm_kvcompress.compression import guard
 from vllm_kvcompress.compression.runner import Event, EventRunner
 from vllm_kvcompress.scheduling.plan import StepPlan
 from vllm_kvcompress.vllm_plugin import compat
@@ -87,7 +88,7 @@ class GroupCompression:
         for event in plan.events:
             if event.group == self.group:
                 block_row = common.block_table_tensor[row_of[event.request_id]]
-                work.events.append(self.runner.begin(event, block_row))
+                work.events.append(guard.begin(self.runner, event, block_row))
         if plan.observations:
             first_tokens = common.query_start_loc_cpu.tolist()
             work.observed = self.runner.windows.locate(
@@ -121,4 +122,4 @@ class GroupCompression:
         if work.observed is not None:
             self.runner.windows.record(layer, queries, work.observed)
         for event in work.events:
-            self.runner.run_layer(event, layer, scale)
+            guard.run_layer(self.runner, event, layer, scale)

@@ -58,14 +58,14 @@ class CompressionWorker:
         output = super().execute_model(scheduler_output)
         self.compression.end_step()
         if output is not None:
-            self._attach_seconds(output)
+            self._attach_report(output)
         return output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None):
-        """Samples, and sends event durations back with the tokens."""
+        """Samples, and sends back with the tokens how events went."""
         output = super().sample_tokens(grammar_output)
         if self.compression is not None and output is not None:
-            self._attach_seconds(output)
+            self._attach_report(output)
         return output
 
     def reload_weights(self, *args, **kwargs) -> None:
@@ -87,6 +87,7 @@ class CompressionWorker:
         """For `collective_rpc`: what the last events did, the latest first."""
         return [] if self.compression is None else self.compression.recent_events.to_list()
 
-    def _attach_seconds(self, output) -> None:
-        self.last_event_seconds = self.compression.take_seconds()
-        compat.attach_seconds(output, self.last_event_seconds)
+    def _attach_report(self, output) -> None:
+        report = self.compression.take_report()
+        self.last_event_seconds = report.seconds
+        compat.attach_report(output, report)

@@ -6,6 +6,8 @@ from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
@@ -17,7 +19,7 @@ from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
-from vllm_kvcompress.scheduling.plan import StepPlan
+from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.layer_refusals import check_groups, check_layer
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
@@ -29,6 +31,12 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
+_FAILED = (
+    "request %s: its policy %s failed at an event; the request keeps its first and latest tokens "
+    "instead, and ends with an error. No other is affected."
+)
 
 
 class WorkerCompression:
@@ -57,6 +65,7 @@ class WorkerCompression:
         self._scheduler_output: SchedulerOutput | None = None
         self._running: list[tuple[GroupCompression, StepWork]] = []
         self._timed: list[tuple[str, list[Stopwatch]]] = []
+        self._failed: list[str] = []
 
     @property
     def needs(self) -> Needs:
@@ -210,12 +219,35 @@ class WorkerCompression:
             for event in work.events:
                 group.runner.finish(event)
                 by_request.setdefault(event.plan.request_id, []).append(event)
-        for events in by_request.values():
-            self._timed.append((events[0].plan.policy, [event.stopwatch for event in events]))
-            self.recent_events.add(events, group.tables.pool.block_size)
+        failed = self._agree_on_failed(by_request)
+        for request_id, events in by_request.items():
+            if request_id not in failed:
+                self._timed.append((events[0].plan.policy, [event.stopwatch for event in events]))
+                self.recent_events.add(events, group.tables.pool.block_size)
+        self._failed += failed
         self._plan, self._scheduler_output, self._running = None, None, []
 
-    def take_seconds(self) -> list[tuple[str, float]]:
+    def _agree_on_failed(self, by_request: dict[str, list[Event]]) -> list[str]:
+        """Requests whose event failed on any rank; only the first one's words are heard."""
+        plans = [] if self._plan is None else self._plan.events
+        request_ids = list(dict.fromkeys(plan.request_id for plan in plans))
+        errors = {
+            request_id: event
+            for request_id, events in by_request.items()
+            for event in events
+            if event.error is not None
+        }
+        for request_id, event in errors.items():
+            logger.error(_FAILED, request_id, event.plan.policy, exc_info=event.error)
+        flags = compat.on_any_rank([request_id in errors for request_id in request_ids])
+        return [each for each, failed in zip(request_ids, flags, strict=True) if failed]
+
+    def take_report(self) -> StepReport:
+        """What the scheduler has not been told yet."""
+        failed, self._failed = self._failed, []
+        return StepReport(self._take_seconds(), failed)
+
+    def _take_seconds(self) -> list[tuple[str, float]]:
         """Policy and duration of events whose duration became known since the last call.
 
         Of a GPU's events that is some steps later. A request's events in one step, of several

@@ -1,0 +1,57 @@
+"""A policy that fails at an event: its request ends with an error, and nothing else changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests import failing_policy
+from tests.engine.conftest import Run
+from tests.failing_policy import check, failing, good
+
+
+def test_a_failing_policy_ends_its_request_alone(
+    llama: str, run_engine: Run, tmp_path: Path
+) -> None:
+    """An error, no memory, no division among layers; what has ended by then ends well."""
+    bad = [
+        failing(failing_policy.NO_SCORE),
+        failing(failing_policy.NO_SCORE, output=1, at_step=1),
+        failing(failing_policy.NO_MEMORY, at_step=1),
+        failing(failing_policy.NO_PAGES, at_step=2),
+    ]
+    report = run_engine(
+        llama,
+        [good("alone"), [*good("beside"), *bad]],
+        settings={"policy": "failing", "budget": 0.25},
+        environment={"PYTHONPATH": str(failing_policy.install(tmp_path))},
+    )
+    check(report, bad)
+
+
+def test_moments_that_fail_are_zeros(llama: str, run_engine: Run, tmp_path: Path) -> None:
+    """Where attention reads a policy state."""
+    bad = [failing(failing_policy.NO_SCORE, at_step=1)]
+    report = run_engine(
+        llama,
+        [good("alone"), [*good("beside"), *bad]],
+        settings={"policy": "failing_moments", "budget": 0.5},
+        environment={"PYTHONPATH": str(failing_policy.install(tmp_path))},
+    )
+    check(report, bad)
+
+
+def test_all_ranks_hear_of_one_that_failed(llama: str, run_engine: Run, tmp_path: Path) -> None:
+    """Tensor parallel: the second rank's error, of which vLLM hears nothing."""
+    bad = [failing(failing_policy.NOT_ON_THE_SECOND_RANK, at_step=1)]
+    report = run_engine(
+        llama,
+        [good("alone"), [*good("beside"), *bad]],
+        settings={"policy": "failing", "budget": 0.25},
+        environment={
+            "PYTHONPATH": str(failing_policy.install(tmp_path)),
+            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
+        },
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    )
+    check(report, bad)
