@@ -17,5 +17,9 @@ class EngineError(KVCompressError, RuntimeError):
     """An engine that this package started ended, or refused what it was asked."""
 
 
+class FileError(KVCompressError, RuntimeError):
+    """A file that a command needs cannot be read or written: the disk is full, for example."""
+
+
 class InvariantError(KVCompressError, RuntimeError):
     """The bookkeeping does not balance: a bug in this package, never a user's mistake."""

@@ -103,9 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
     """
     from vllm_kvcompress.tools.benchmark import report
     from vllm_kvcompress.tools.benchmark.measure import measure
+    from vllm_kvcompress.tools.files import make_folder
 
     names = _NAMES if "all" in arguments.scenario else tuple(dict.fromkeys(arguments.scenario))
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    make_folder(arguments.out)
     for name in names:
         benchmark = benchmark_of(name, arguments)
         print(f"{name}: {summary(Settings.from_dict(benchmark.effective_settings))}")

@@ -187,16 +187,17 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 def write_results(plan: Plan, folder: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Prints the table, writes `results.json`, `.md` and `report.html`; returns the rows."""
     from vllm_kvcompress.tools.evaluation.summary import markdown_table, summarize, text_table
+    from vllm_kvcompress.tools.files import write_whole
 
     rows = summarize(answers)
     results = {**plan.answers_key(), "rows": rows}
-    (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n")
-    (folder / "results.md").write_text(markdown_table(rows))
+    write_whole(folder / "results.json", json.dumps(results, indent=2) + "\n")
+    write_whole(folder / "results.md", markdown_table(rows))
     print(text_table(rows))
     if _has_matplotlib():
         from vllm_kvcompress.tools.evaluation.report import html_report
 
-        (folder / "report.html").write_text(html_report(plan.model, rows))
+        write_whole(folder / "report.html", html_report(plan.model, rows))
         print(f"report: {folder / 'report.html'}")
     else:
         print("no report.html: it needs matplotlib (pip install 'vllm-kvcompress[report]')")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 from vllm_kvcompress import __version__
-from vllm_kvcompress.errors import ConfigError, EngineError
+from vllm_kvcompress.errors import ConfigError, EngineError, FileError
 
 PROGRAM = "vllm-kvcompress"
 EXIT_FAILED = 1
@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0, or 2 when settings were refused (with one line on stderr), or 1 when
-        an engine ended, or 130 when the user interrupted the command (143: with SIGTERM, while
-        a server started).
+        an engine ended or a file could not be written, or 130 when the user interrupted the
+        command (143: with SIGTERM, while a server started).
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(arguments[0] if arguments else "")
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_REFUSED
-    except EngineError as error:
+    except (EngineError, FileError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt as interrupt:

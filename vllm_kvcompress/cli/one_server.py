@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeVarTuple, Unpack
+from typing import TypeVarTuple
 
 import uvloop
 from vllm import envs
@@ -29,9 +29,7 @@ class _Loop(uvloop.Loop):
 
     asked_to_end = False
 
-    def add_signal_handler(
-        self, sig: int, callback: Callable[[Unpack[Ts]], object], *args: Unpack[Ts]
-    ) -> None:
+    def add_signal_handler(self, sig: int, callback: Callable[[*Ts], object], *args: *Ts) -> None:
         """As asyncio's."""
 
         def noting() -> None:

@@ -38,12 +38,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     Raises:
         ConfigError: a setting that cannot work, or a model that cannot be loaded.
+        FileError: the file cannot be written.
     """
     from tqdm import tqdm
 
     from vllm_kvcompress.tools import profiler
+    from vllm_kvcompress.tools.files import check_writable
 
     _check(arguments)
+    check_writable(arguments.out)
     model, tokenizer = _load(arguments.model)
     settings = profiler.ProfileSettings(arguments.samples, arguments.length, arguments.seed)
     scores = profiler.measure_heads(

@@ -21,6 +21,7 @@ from vllm_kvcompress.policies.parts.profiles import (
     check_finite,
     on_device,
     read_json,
+    read_text,
     rows_of_rank,
 )
 from vllm_kvcompress.policies.streamingllm import places
@@ -122,11 +123,9 @@ def read_pattern(path: Path) -> tuple[Table, int, int]:
         ConfigError: no such file, not the format, or lines of different lengths.
     """
     table = path / "full_attention_heads.tsv" if path.is_dir() else path
+    lines = [line.split() for line in read_text(table).splitlines() if line.strip()]
     try:
-        lines = [line.split() for line in table.read_text().splitlines() if line.strip()]
         gates = tuple(tuple(float(gate) for gate in line) for line in lines)
-    except OSError as error:
-        raise ConfigError(f"{table}: cannot be read ({error.strerror}); {HOW}.") from None
     except ValueError as error:
         raise ConfigError(
             f"{table}: expected gates as numbers, one line per layer ({error}); {HOW}."

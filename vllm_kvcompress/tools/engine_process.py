@@ -16,6 +16,7 @@ from typing import Any, Self
 
 from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import EngineError
+from vllm_kvcompress.tools.files import append
 from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES
 
 
@@ -43,6 +44,7 @@ class EngineProcess:
         log: Path,
         handle: Callable[[Any, Any], Any],
     ) -> None:
+        append(log, "")  # the child cannot say it where nothing can be written
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(ENGINE_MODULES))
         self._log = log

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.files import write_whole
 
 CUE_WORDS = 3
 CONTENT_WORDS = 6
@@ -198,8 +199,7 @@ def write_headkv(path: Path, scores: Scores) -> None:
         for layer, heads in enumerate(scores)
         for head, values in enumerate(heads)
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(rows, indent=1) + "\n")
+    write_whole(path, json.dumps(rows, indent=1) + "\n")
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,6 @@ def write_duoattention(
 ) -> None:
     """Writes DuoAttention's pattern: a TSV of gates and, beside it, `config.json`."""
     gates = gates_of(scores, num_kv_heads, sizes.sparsity)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join("\t".join(f"{gate:.6f}" for gate in row) + "\n" for row in gates))
+    write_whole(path, "".join("\t".join(f"{gate:.6f}" for gate in row) + "\n" for row in gates))
     settings = {"sink_size": sizes.num_sinks, "recent_size": sizes.num_recent}
-    (path.parent / "config.json").write_text(json.dumps(settings) + "\n")
+    write_whole(path.parent / "config.json", json.dumps(settings) + "\n")

@@ -19,17 +19,38 @@ Table = tuple[tuple[float, ...], ...]  # numbers by layer and head
 HOW = "`vllm-kvcompress profile` makes one for any model"
 
 
+MOST_BYTES = 64 * 2**20  # of a profile: that of 128 layers of 128 heads takes a third of it
+
+
+def read_text(path: Path) -> str:
+    """A file's text.
+
+    Raises:
+        ConfigError: it cannot be read, or is larger than a profile can be.
+    """
+    try:
+        with path.open("rb") as file:
+            found = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {HOW}.") from None
+    if len(found) > MOST_BYTES:
+        raise ConfigError(f"{path}: expected at most {MOST_BYTES} bytes, found more; {HOW}.")
+    try:
+        return found.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: expected text ({error}); {HOW}.") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A file's JSON object.
 
     Raises:
         ConfigError: no such file, or no JSON object.
     """
+    text = read_text(path)
     try:
-        found = json.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {HOW}.") from None
-    except ValueError as error:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: expected JSON ({error}); {HOW}.") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(found).__name__}.")

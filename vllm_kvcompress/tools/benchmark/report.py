@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import platform
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.tools.benchmark.measure import COMPRESSED, STOCK, Benchmark
+from vllm_kvcompress.tools.files import make_folder, write_whole
 
 # What the table shows: figure, name, how many of it make one, digits.
 _ROWS = (
@@ -37,7 +39,7 @@ def write(benchmark: Benchmark, result: dict[str, Any], directory: Path) -> list
     Returns:
         What was written.
     """
-    directory.mkdir(parents=True, exist_ok=True)
+    make_folder(directory)
     name = benchmark.scenario
     figures = {
         "scenario": name,
@@ -50,11 +52,11 @@ def write(benchmark: Benchmark, result: dict[str, Any], directory: Path) -> list
         **{key: value for key, value in result.items() if key != "timelines"},
     }
     written = [directory / f"{name}.json", directory / f"{name}.md"]
-    written[0].write_text(json.dumps(figures, indent=2) + "\n")
-    written[1].write_text(table(benchmark, result))
+    write_whole(written[0], json.dumps(figures, indent=2) + "\n")
+    write_whole(written[1], table(benchmark, result))
     picture = directory / f"{name}.svg"
     try:
-        plot(result["timelines"], picture)
+        write_whole(picture, plot(result["timelines"]))
     except ModuleNotFoundError:  # matplotlib comes with the extra [report]
         return written
     return [*written, picture]
@@ -87,8 +89,8 @@ def table(benchmark: Benchmark, result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(timelines: dict[str, Any], path: Path) -> None:
-    """Requests in a step, and the pool's usage, over time; of the last repetition."""
+def plot(timelines: dict[str, Any]) -> str:
+    """Requests in a step, and the pool's usage, over time, as SVG; of the last repetition."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
@@ -102,7 +104,9 @@ def plot(timelines: dict[str, Any], path: Path) -> None:
     for axis in (upper, lower):
         axis.grid(alpha=0.3)
         axis.set_ylim(bottom=0)
-    figure.savefig(path, metadata={"Date": None})
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()
 
 
 def machine() -> dict[str, Any]:

@@ -148,6 +148,8 @@ def _ask(llm: Any, questions: Sequence[Question], compresses: bool) -> list[Repl
 def _reply(question: Question, output: Any, seen: dict[str, Any], bytes_per_token: float) -> Reply:
     """Of vLLM's output, and of what was seen of all that were asked with it."""
     prompt, choice, times = question.prompt, output.outputs[0], output.metrics
+    if choice.finish_reason == "error":
+        raise ValueError("a question failed in the engine; its log says why.")
     further = len(choice.token_ids) - 1
     resident, kept = float(len(prompt)), []
     for event in seen.get("events", ()):

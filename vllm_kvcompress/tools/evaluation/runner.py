@@ -23,6 +23,7 @@ from vllm_kvcompress.tools.evaluation.setups import (
     SharedEngine,
     shared_engines,
 )
+from vllm_kvcompress.tools.files import append, make_folder, named, write_whole
 
 Key = tuple[str, str, int]  # setup, mode, item
 
@@ -92,8 +93,9 @@ def run(
     Raises:
         ConfigError: the folder holds answers of another evaluation.
         EngineError: an engine ended.
+        FileError: the folder cannot be written to.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     _claim(folder, plan)
     answers = list(_read(folder / ANSWERS))
     done = {_key(answer) for answer in answers}
@@ -101,20 +103,22 @@ def run(
     num_all = sum(len(plan.open_questions(setup, set())) for setup in plan.setups)
     advance = progress(num_all - sum(map(len, still_open.values())), num_all)
     prompts = _prompts(plan) if any(still_open.values()) else []
-    with (folder / ANSWERS).open("a") as output:
-        waiting = [setup for setup, questions in still_open.items() if questions]
-        for shared in shared_engines(waiting, plan.params):
-            with _engine(plan, shared, folder / LOG) as engine:
-                for setup in shared.setups:
-                    choice = shared.choice(setup)
-                    questions = still_open[setup]
-                    for begin in range(0, len(questions), plan.concurrency):
-                        together = questions[begin : begin + plan.concurrency]
-                        for answer in _answers(engine, plan, prompts, together, choice):
-                            answers.append({"setup": setup.name, **answer})
-                            output.write(json.dumps(answers[-1]) + "\n")
-                            advance(f"{setup.name}, {answer['mode']}")
-                        output.flush()
+    waiting = [setup for setup, questions in still_open.items() if questions]
+    for shared in shared_engines(waiting, plan.params):
+        with _engine(plan, shared, folder / LOG) as engine:
+            for setup in shared.setups:
+                choice = shared.choice(setup)
+                questions = still_open[setup]
+                for begin in range(0, len(questions), plan.concurrency):
+                    together = questions[begin : begin + plan.concurrency]
+                    found = [
+                        {"setup": setup.name, **answer}
+                        for answer in _answers(engine, plan, prompts, together, choice)
+                    ]
+                    append(folder / ANSWERS, "".join(json.dumps(one) + "\n" for one in found))
+                    answers += found
+                    for answer in found:
+                        advance(f"{setup.name}, {answer['mode']}")
     order = {setup.name: place for place, setup in enumerate(plan.setups)}
     modes = {setup.name: (*setup.modes(plan.modes), TEXT) for setup in plan.setups}
     wanted = [answer for answer in answers if answer["mode"] in modes.get(answer["setup"], ())]
@@ -171,26 +175,51 @@ def _claim(folder: Path, plan: Plan) -> None:
     """Refuses a folder that holds answers to other questions."""
     path, mine = folder / PLAN, plan.answers_key()
     if path.exists():
-        theirs = json.loads(path.read_text())
+        theirs = _read_plan(path)
         different = [key for key in mine if theirs.get(key) != mine[key]]
         if different:
             raise ConfigError(
                 f"--out {folder} holds answers of another evaluation (other "
                 f"{', '.join(different)}); give another folder, or remove this one."
             )
-    path.write_text(json.dumps(mine, indent=2) + "\n")
+    write_whole(path, json.dumps(mine, indent=2) + "\n")
+
+
+def _read_plan(path: Path) -> dict[str, Any]:
+    """What an earlier run asked."""
+    with named(path):
+        text = path.read_text(errors="replace")
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"{path}: expected what an earlier run asked, as a JSON object; remove the folder, or "
+            "give another one."
+        )
+    return found
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
     """Answers of an earlier run; a line that was cut off by its end is dropped from the file."""
     if not path.exists():
         return
-    lines = path.read_text().splitlines(keepends=True)
+    with named(path):
+        lines = path.read_text(errors="replace").splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
-        path.write_text("".join(lines))
-    for line in lines:
-        yield json.loads(line)
+        write_whole(path, "".join(lines))
+    for number, line in enumerate(lines, 1):
+        try:
+            answer = json.loads(line)
+            _key(answer)
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ConfigError(
+                f"{path}, line {number}: expected an answer of an earlier run ({error!r}); remove "
+                "the line, or give another folder."
+            ) from None
+        yield answer
 
 
 def _key(answer: dict[str, Any]) -> Key:
