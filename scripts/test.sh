@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up and runs the test suite. Further arguments go to pytest, for example:
+# Sets up and runs the test suite, in two processes. With arguments, which go to pytest, in one:
 #   scripts/test.sh tests/test_config.py -k budget
 #
 #   VLLM_CPU_KVCACHE_SPACE  KV cache in GiB of each server and engine under test (default here: 1)
@@ -8,5 +8,9 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 "$root/scripts/setup.sh"
 export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
+# Threads that wait for others leave the core to whoever else is tested.
+export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 cd "$root"
+# A file's tests share servers and engines, so they stay in one process.
+[[ $# -gt 0 ]] || set -- --numprocesses 2 --dist loadfile
 exec .venv/bin/python -m pytest "$@"
