@@ -88,9 +88,10 @@ def test_all_names_of_the_registry_take_part() -> None:
 
 @pytest.mark.parametrize("pipeline", CASES, indirect=True, ids=str)
 def test_events_never_wait(pipeline: Pipeline, request: pytest.FixtureRequest) -> None:
-    """A choice changes what an event computes, not where it ends: one course is enough for it."""
-    choice = request.node.callspec.params["pipeline"][1]
-    for budget, positions in COURSES[:1] if choice else COURSES:
+    """Modifiers and choices change what an event computes, not where it ends: one course each."""
+    policy, choice = request.node.callspec.params["pipeline"]
+    plain = policy in policies() and not choice
+    for budget, positions in COURSES if plain else COURSES[:1]:
         chosen = pipeline if len(positions) > 1 else once(pipeline)
         with watched():
             pool = make_pool(InterleavedPagePool, ACCELERATOR)
