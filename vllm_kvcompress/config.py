@@ -35,6 +35,9 @@ def named_policy(policy: str) -> str:
     return DEFAULT_POLICY if policy == AUTO else policy
 
 
+_MOST_TOKENS = 2**53  # of anything
+
+
 def parse_budget(value: object) -> float | int:
     """A budget from a flag's text or from YAML or JSON.
 
@@ -51,7 +54,7 @@ def parse_budget(value: object) -> float | int:
             f"budget: expected a number, found {value!r}; give a fraction of the prompt such as "
             "0.25, or tokens per head such as 2048."
         )
-    if not math.isfinite(number) or number <= 0:
+    if not 0 < number <= _MOST_TOKENS:
         raise ConfigError(
             f"budget {value}: expected a positive, finite number, since something has to be kept; "
             "give a fraction of the prompt such as 0.25, or tokens per head such as 2048."
@@ -354,7 +357,7 @@ def _names(value: object) -> tuple[str, ...]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
 
 
 def _check_params(params: Mapping[str, object]) -> None:

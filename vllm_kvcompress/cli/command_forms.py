@@ -98,7 +98,7 @@ def native(text: str) -> Any:
     """A number or a dictionary where a text is exactly that, and else the text."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if isinstance(value, dict) or (is_number and str(value) == text) else text

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.cli.serve import policy_param
+from vllm_kvcompress.cli.vllm_command import json_or_text
 from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, parse_budget
 from vllm_kvcompress.errors import ConfigError
 
@@ -285,7 +286,4 @@ def engine_option(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text}: expected KEY=VALUE")
-    try:
-        return name.replace("-", "_"), json.loads(value)
-    except json.JSONDecodeError:
-        return name.replace("-", "_"), value
+    return name.replace("-", "_"), json_or_text(value)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from typing import Any
 
 from vllm_kvcompress.cli.command_forms import FORMS, RAY, SHELL, PlainCommand
-from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values, read_request
+from vllm_kvcompress.cli.vllm_command import ServeRequest, json_or_text, option_values, read_request
 from vllm_kvcompress.config import (
     DEFAULT_BUDGET,
     DEFAULT_MIN_TOKENS,
@@ -250,10 +249,7 @@ def policy_param(text: str) -> tuple[str, Scalar]:
         raise ConfigError(
             f"--kv-param {text}: expected NAME=VALUE; write for example --kv-param window_size=64."
         )
-    try:
-        parsed = json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+    parsed = json_or_text(value)
     return name, parsed if isinstance(parsed, int | float | bool) else value
 
 

@@ -57,7 +57,7 @@ class ServeRequest:
                 else:
                     arguments += self._plugin_option(name, value)
         if additional:
-            arguments += [_ADDITIONAL, json.dumps(additional)]
+            arguments += [_ADDITIONAL, _json_text(additional, _ADDITIONAL)]
         return arguments
 
     def _plugin_option(self, name: str, value: str) -> list[str]:
@@ -87,12 +87,12 @@ def read_request(
     """
     document = _read_yaml(yaml_path) if yaml_path is not None else {}
     yaml_section = _section(document.pop(SETTINGS_KEY, None), yaml_path)
-    yaml_additional: Any = {}
+    yaml_additional: dict[str, Any] = {}
     for key in ("additional-config", "additional_config"):
-        yaml_additional = document.pop(key, yaml_additional)
+        yaml_additional = _mapping(document.pop(key, None), yaml_path) or yaml_additional
     cli_additional, dotted, rest = _take_additional(vllm_arguments)
-    additional = dict(yaml_additional or {}) if cli_additional is None else cli_additional
-    sections = [_section(dict(yaml_additional or {}).get(SETTINGS_KEY), yaml_path), yaml_section]
+    additional = dict(yaml_additional) if cli_additional is None else cli_additional
+    sections = [_section(yaml_additional.get(SETTINGS_KEY), yaml_path), yaml_section]
     if cli_additional is not None:
         sections.append(_section(cli_additional.get(SETTINGS_KEY), _ADDITIONAL))
     additional.pop(SETTINGS_KEY, None)
@@ -132,12 +132,21 @@ def _section(value: object, source: str | None) -> dict[str, Any]:
     return section
 
 
+def _mapping(value: object, source: str | None) -> dict[str, Any]:
+    """YAML's `additional-config`, as text or not."""
+    if isinstance(value, str):
+        return _json_object(value)
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{source}: additional-config: expected a section, found {value!r}.")
+    return value or {}
+
+
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
         document = yaml.safe_load(Path(path).read_text())
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({error}); check the path.") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: not valid YAML ({reason}).") from None
     if document is None:
@@ -171,7 +180,7 @@ def _yaml_arguments(document: Mapping[str, Any]) -> list[str]:
         elif isinstance(value, list):
             arguments += [name, *map(str, value)] if value else []
         elif isinstance(value, dict):
-            arguments += [name, json.dumps(value)]
+            arguments += [name, _json_text(value, name)]
         else:
             arguments += [name, str(value)]
     return arguments
@@ -226,27 +235,36 @@ def _take_additional(
             whole = _json_object(value)
         else:
             keys = name.removeprefix(f"{_ADDITIONAL}.").split(".")
-            nested: Any = _json_or_text(value)
+            nested: Any = json_or_text(value)
             for key in reversed(keys):
                 nested = {key: nested}
             dotted = _deep_update(dotted, nested)
     return whole, dotted, [a for index, a in enumerate(arguments) if index not in taken]
 
 
+def _json_text(value: object, source: str) -> str:
+    """A value as JSON; YAML knows some that are none."""
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{source}: expected what can be written as JSON ({error}).") from None
+
+
 def _json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{_ADDITIONAL}: not valid JSON ({error}); found {text!r}.") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{_ADDITIONAL}: expected a JSON object, found {text!r}.")
     return value
 
 
-def _json_or_text(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """A JSON value, or the text where it is none."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -12,6 +12,7 @@ from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from vllm_kvcompress.config import CONTEXT_TOKENS, REQUEST_BUDGET, REQUEST_POLICY, Settings
+from vllm_kvcompress.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -46,12 +47,12 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
     """Reads a request's `vllm_xargs`.
 
     Raises:
-        ValueError: a value of another kind, or an unknown key that begins with `kv_`.
+        ConfigError: a value of another kind, or an unknown key that begins with `kv_`.
     """
     given = dict(extra_args or {})
     unknown = [key for key in given if key.startswith(PREFIX) and key not in (*_KNOWN, _VLLM_OWN)]
     if unknown:
-        raise ValueError(
+        raise ConfigError(
             f"vllm_xargs {unknown[0]}: not known; a request may set {', '.join(_KNOWN)}."
         )
     return RequestOptions(
@@ -64,18 +65,18 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
 def _context_tokens(value: Any) -> int | None:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value):
-        raise ValueError(
+    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
+        raise ConfigError(
             f"vllm_xargs {CONTEXT_TOKENS}: expected a whole number of tokens, found {value!r}."
         )
     if value < 1:
-        raise ValueError(f"vllm_xargs {CONTEXT_TOKENS}: expected at least 1, found {value!r}.")
+        raise ConfigError(f"vllm_xargs {CONTEXT_TOKENS}: expected at least 1, found {value!r}.")
     return int(value)
 
 
 def _policy(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise ValueError(f"vllm_xargs {REQUEST_POLICY}: expected a name, found {value!r}.")
+        raise ConfigError(f"vllm_xargs {REQUEST_POLICY}: expected a name, found {value!r}.")
     return value
 
 
@@ -84,7 +85,7 @@ def _budget(value: Any) -> float | None:
         return None
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if not number or not 0 < value <= 1:
-        raise ValueError(
+        raise ConfigError(
             f"vllm_xargs {REQUEST_BUDGET}: expected a fraction of the prompt above 0 and at most "
             f"1, such as 0.25, found {value!r}."
         )
@@ -115,13 +116,13 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
         """Refuses what `request_options` refuses, and what the server does not allow.
 
         Raises:
-            ValueError: the reason, which reaches the client.
+            ConfigError: the reason, which reaches the client.
         """
         options = request_options(sampling_params.extra_args)
         if options.policy is None and options.budget is None:
             return
         if cls.settings is None:
-            raise ValueError(
+            raise ConfigError(
                 f"vllm_xargs {REQUEST_POLICY} and {REQUEST_BUDGET}: this server lets no request "
                 "choose; leave them out."
             )

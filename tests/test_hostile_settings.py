@@ -1,0 +1,149 @@
+"""Whatever stands in flags, YAML or a request is taken, or refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
+
+from vllm_kvcompress.cli import serve
+from vllm_kvcompress.config import CONTEXT_TOKENS, REQUEST_BUDGET, REQUEST_POLICY, Settings
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies import resolve_settings
+from vllm_kvcompress.vllm_plugin.requests import RequestCheck
+
+LONGEST = 1000  # characters of a refusal, whatever was said
+HUGE = 10**400
+KEYS = (
+    *("policy", "budget", "trigger", "params", "profile", "min_tokens", "request_policies"),
+    *("min_request_budget", "max_request_budget", "reuse_contexts", "attention"),
+)
+FLAGS = (
+    *("--kv-policy", "--kv-budget", "--kv-trigger", "--kv-param", "--kv-profile"),
+    *("--kv-min-tokens", "--kv-allow-request-policies", "--kv-min-request-budget"),
+    *("--kv-max-request-budget", "--kv-attention", "--config"),
+)
+ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([HUGE, -HUGE, 2**63, 0, 1, -1]),
+    st.floats(),
+    st.text(max_size=20),
+    st.sampled_from(
+        ["x" * 100_000, "\x00", "1e999", "nan", "-0.0", "auto", "snapkv", "a" + "+a" * 999]
+    ),
+    st.sampled_from(
+        ["chunk:0", "chunk:-1", "decode:x", "pressure:nan", "chunk:1e9", "prompt,prompt"]
+    ),
+)
+ANY = st.recursive(
+    ODD,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8) | ODD, inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+MANY = settings(
+    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def refused_or_taken(call: Any) -> Any:
+    """What comes back, or None for a refusal that says something short."""
+    try:
+        return call()
+    except ConfigError as error:
+        said = str(error)
+    assert 0 < len(said) <= LONGEST
+    return None
+
+
+@MANY
+@given(st.dictionaries(st.sampled_from(KEYS), ANY), ANY)
+@example({"policy": "snapkv", "min_tokens": HUGE}, None)
+def test_sections(section: dict[str, Any], whole: Any) -> None:
+    """As of YAML; what is taken survives the way to the engine's processes."""
+    refused_or_taken(lambda: Settings.from_dict(whole))
+    found = refused_or_taken(lambda: Settings.from_dict({"policy": "snapkv", **section}))
+    if found is not None:
+        sent = json.loads(json.dumps(found.to_dict()))
+        assert Settings.from_dict(sent) == found
+        refused_or_taken(lambda: resolve_settings(found))
+
+
+@MANY
+@given(st.lists(st.tuples(st.sampled_from(FLAGS), ODD.map(str)), max_size=4))
+@example([("--kv-budget", "0.5"), ("--kv-param", "window_size=" + "9" * 5000)])
+@example([("--kv-param", "window_size=" + "[" * 100_000)])
+def test_flags(flags: list[tuple[str, str]]) -> None:
+    arguments = ["m", *(f"{name}={value}" for name, value in flags)]
+    request = refused_or_taken(lambda: serve.sort_out(*serve.parse_options(arguments)))
+    if request is not None:
+        refused_or_taken(lambda: request.command({}))
+
+
+@MANY
+@given(section=ANY, whole=ANY)
+def test_files(section: Any, whole: Any, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    for document in (whole, {"kvcompress": section}, {"additional-config": section}):
+        path.write_text(yaml.safe_dump(document))
+        request = ["m", "--config", str(path)]
+        refused_or_taken(lambda request=request: serve.sort_out(*serve.parse_options(request)))
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 5000, "\x00", "{", "a: !!python/object:os.system x", "? [1]\n: 2"]
+)
+def test_files_that_are_no_settings(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=str(path)):
+        serve.sort_out(*serve.parse_options(["m", "--config", str(path)]))
+
+
+class OwnCheck(RequestCheck):
+    """Of a server that lets requests choose."""
+
+    settings = Settings(
+        "snapkv", request_policies=("keydiff",), min_request_budget=0.1, max_request_budget=0.5
+    )
+
+
+@MANY
+@given(st.dictionaries(st.sampled_from([CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET]), ANY))
+@example({CONTEXT_TOKENS: float("inf")})
+@example({CONTEXT_TOKENS: HUGE})
+@example({REQUEST_BUDGET: HUGE})
+def test_requests(xargs: dict[str, Any]) -> None:
+    """What is taken is within the limits; all else is a ValueError, which vLLM makes a 400 of."""
+    for check in (RequestCheck, OwnCheck):
+        try:
+            params = SamplingParams(extra_args=xargs)
+        except VLLMValidationError:  # vLLM's own
+            continue
+        taken = refused_or_taken(lambda check=check, params=params: [check.validate_params(params)])
+        if taken is None:
+            continue
+        assert xargs.get(CONTEXT_TOKENS) is None or xargs[CONTEXT_TOKENS] >= 1
+        if check is RequestCheck:
+            assert xargs.get(REQUEST_POLICY) is None
+            assert xargs.get(REQUEST_BUDGET) is None
+        else:
+            assert xargs.get(REQUEST_POLICY) in (None, "snapkv", "keydiff")
+            assert xargs.get(REQUEST_BUDGET) is None or 0.1 <= xargs[REQUEST_BUDGET] <= 0.5
+
+
+@pytest.mark.parametrize("key", ["kv_" + "x" * 1_000_000, "kv_\x00", "kv_"])
+def test_unknown_names(key: str) -> None:
+    with pytest.raises(ValueError, match="not known") as refusal:
+        RequestCheck.validate_params(SamplingParams(extra_args={key: 1}))
+    assert len(str(refusal.value)) <= LONGEST
