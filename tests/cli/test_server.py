@@ -30,7 +30,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         f"model: {model}\nserved-model-name: tiny\nmax-model-len: 2048\ndtype: float32\n"
         "enforce-eager: true\nkvcompress: {policy: adakv+criticalkv, budget: 0.5}\n"
     )
-    arguments = ["serve", f"--config={config}", "--kv-budget", "0.25"]
+    arguments = ["serve", f"--config={config}", "--kv-budget", "0.25", "--kv-min-tokens", "64"]
     arguments += ["--chat-template", CHAT_TEMPLATE]
     arguments += ["--kv-allow-request-policies", "keydiff,fading,none"]
     arguments += ["--kv-min-request-budget", "0.1", "--kv-max-request-budget", "0.75"]

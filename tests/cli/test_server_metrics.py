@@ -53,11 +53,11 @@ def test_metrics_count_every_event_once(
     capsys: pytest.CaptureFixture[str],
     code: str,
 ) -> None:
-    """The command with a policy and nothing else, and what it prints for plain vLLM.
+    """The command with a policy, for short prompts, and what it prints for plain vLLM.
 
     That of several API servers is in test_status_page.py.
     """
-    arguments = ["serve", str(model), "--kv-policy", "snapkv"]
+    arguments = ["serve", str(model), "--kv-policy", "snapkv", "--kv-min-tokens", "64"]
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # --print-vllm-command would lower it
     if code == PLAIN_VLLM:
         assert main([*arguments, "--print-vllm-command"]) == 0

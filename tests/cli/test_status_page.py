@@ -46,6 +46,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments = ["serve", str(model), "--served-model-name", "tiny", "--enforce-eager"]
     arguments += ["--max-model-len", "1024", "--dtype", "float32", "--api-key", KEY]
     arguments += ["--kv-policy", "adakv", "--kv-budget", "0.25", "--api-server-count", "2"]
+    arguments += ["--kv-min-tokens", "64"]
     packages = declared_plugins(folder / "packages")
     with serving(OUR_SERVE, arguments, folder / "server.log", packages=packages) as address:
         yield address

@@ -29,6 +29,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 
 PLUGIN = "vllm_kvcompress.vllm_plugin"
+SHORT_PROMPTS = {"min_tokens": 64}  # are compressed, unless a scenario says otherwise
 
 
 def build_engine(scenario: dict[str, Any]) -> Any:
@@ -46,7 +47,7 @@ def build_engine(scenario: dict[str, Any]) -> Any:
     }
     if scenario.get("settings"):
         arguments = {
-            "additional_config": {"kvcompress": scenario["settings"]},
+            "additional_config": {"kvcompress": {**SHORT_PROMPTS, **scenario["settings"]}},
             "scheduler_cls": f"{PLUGIN}.scheduler.CompressionScheduler",
             "worker_cls": f"{PLUGIN}.cpu_worker.CompressionCPUWorker",
             **arguments,

@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+import stand_in
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from tests.evaluation.test_eval import read
 from vllm_kvcompress.cli.main import main
+from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.tools.evaluation import runner, texts
+from vllm_kvcompress.tools.evaluation.blockwise import BlockwiseModel
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question, mean_nats
 from vllm_kvcompress.tools.evaluation.items import load_text, load_texts
+from vllm_kvcompress.tools.evaluation.masked import MaskedModel
 from vllm_kvcompress.tools.evaluation.prompts import split_prompt
 from vllm_kvcompress.tools.evaluation.recommendation import cheapest
 from vllm_kvcompress.tools.evaluation.report import html_report
@@ -57,11 +62,13 @@ def finished(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def predicted_tokens(text: Path) -> tuple[list[int], list[int]]:
+def predicted_tokens(
+    text: Path, context: int = CONTEXT, continuation: int = CONTINUATION
+) -> tuple[list[int], list[int]]:
     from transformers import AutoTokenizer
 
     tokens = AutoTokenizer.from_pretrained(MODEL)(text.read_text())["input_ids"]
-    return tokens[:CONTEXT], tokens[CONTEXT : CONTEXT + CONTINUATION]
+    return tokens[:context], tokens[context : context + continuation]
 
 
 def test_the_full_cache_predicts_as_the_model_does(finished: Path, text: Path) -> None:
@@ -112,6 +119,39 @@ def test_a_server_predicts_like_an_engine(finished: Path, text: Path, tmp_path: 
     assert rows["server/text"]["nats"] == pytest.approx(expected["nats"], abs=1e-4)
     assert rows["server/text"]["loss"] is None
     assert answer["resident_tokens"] == pytest.approx(expected["kept"] * (CONTEXT + CONTINUATION))
+
+
+def test_a_stand_in_predicts_like_an_engine(finished: Path, text: Path) -> None:
+    """scripts/stand_in.py: the same tokens are kept, the partial last block's too, and masked."""
+    model = MaskedModel(MODEL, torch.float32)
+    names = ["full", "snapkv@0.25", "h2o@0.25", "snapkv@0.5"]
+    found = stand_in.text_loss(model, predicted_tokens(text), names)
+    rows, _ = read(finished)
+    assert found["full"] == pytest.approx(rows["full/text"]["nats"], abs=1e-4)
+    for name in names[1:]:
+        assert found[name] == pytest.approx(rows[f"{name}/text"]["nats"], abs=1e-4), name
+
+
+def test_a_stand_in_compresses_on_the_way_as_an_engine_does(text: Path, tmp_path: Path) -> None:
+    """In chunks, and again while the continuation is read; its last event is behind the context."""
+    context, continuation = predicted_tokens(text, 270, 100)
+    tokens = [*context, *continuation]
+    chosen = {"budget": 0.25, "trigger": "chunk:64,decode:32", "min_tokens": 0}
+    settings = {"policy": "tova", "request_policies": ["snapkv", "keydiff"], **chosen}
+    options = {"enforce_eager": True, "max_model_len": 1024, "dtype": "float32"}
+    model = BlockwiseModel(MODEL, torch.float32)
+    with Engine(MODEL, settings, options, tmp_path / "engine.log") as engine:
+        for policy in ("tova", "snapkv", "keydiff"):
+            question = Question(
+                tokens[:270], tokens[270:], 1, agnostic=True, predicted=True, policy=policy
+            )
+            (reply,) = engine.ask(question)
+            pipeline = resolve(policy)
+            rule = Settings.from_dict({**chosen, "policy": policy}).rule(
+                32, pipeline.needs.window_size
+            )
+            found = model.nats(tokens, 270, pipeline, rule)
+            assert found == pytest.approx(reply.nats, abs=1e-4), policy
 
 
 def test_the_first_token_behind_the_context_does_not_count() -> None:

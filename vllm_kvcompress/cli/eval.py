@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.cli.serve import policy_param
 from vllm_kvcompress.cli.vllm_command import json_or_text
-from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, parse_budget
+from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, DEFAULT_MIN_TOKENS, parse_budget
 from vllm_kvcompress.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -133,6 +133,12 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="of all policies"
     )
     compared.add_argument("--kv-profile", metavar="FILE", help="for headkv and duoattention")
+    compared.add_argument(
+        "--kv-min-tokens",
+        type=_whole_number,
+        metavar="N",
+        help=f"leave shorter requests alone, as serve does ({DEFAULT_MIN_TOKENS})",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -168,6 +174,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         )
     params: dict[str, Any] = {"trigger": arguments.kv_trigger, "profile": arguments.kv_profile}
     params["params"] = dict(map(policy_param, arguments.kv_param))
+    if arguments.kv_min_tokens is not None:
+        params["min_tokens"] = arguments.kv_min_tokens
     budgets = [parse_budget(text) for text in arguments.budgets]
     setups = setups_of(arguments.policies, budgets, params)
     if arguments.base_url:
@@ -278,6 +286,12 @@ def _list(text: str) -> list[str]:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--lengths {text}: expected numbers of tokens, such as 1024,4096.")
+    return int(text)
+
+
+def _whole_number(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--kv-min-tokens {text}: expected a number of tokens, at least 0.")
     return int(text)
 
 

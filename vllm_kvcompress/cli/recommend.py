@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_kvcompress.cli.eval import add_options, plan_of, progress_bar, write_results
-from vllm_kvcompress.config import AUTO
+from vllm_kvcompress.config import AUTO, DEFAULT_MIN_TOKENS
 from vllm_kvcompress.errors import ConfigError
 
 _POLICIES = [AUTO, "snapkv", "adakv", "adakv+criticalkv", "keydiff"]
@@ -63,18 +63,33 @@ def run(arguments: argparse.Namespace) -> int:
         rows = write_results(tried, arguments.out, runner.run(tried, arguments.out, progress_bar))
         best = cheapest(rows, arguments.max_loss, arguments.max_text_loss)
         if best is not None:
+            _check_compressed([row for row in rows if row["setup"] == best])
             policy, _, budget = best.rpartition("@")
             command = ["vllm-kvcompress", "serve", plan.model, "--kv-policy", policy]
             command += ["--kv-budget", budget]
-            for name in ("kv_trigger", "kv_profile"):
-                if getattr(arguments, name):
-                    command += [f"--{name.replace('_', '-')}", getattr(arguments, name)]
+            for name in ("kv_trigger", "kv_profile", "kv_min_tokens"):
+                value = getattr(arguments, name)
+                if value is not None:
+                    command += [f"--{name.replace('_', '-')}", str(value)]
             command += [part for text in arguments.kv_param for part in ("--kv-param", text)]
             print(f"{best} loses at most {_bounds(arguments)}; serve it with")
             print(f"    {shlex.join(command)}")
             return 0
     print(f"no setting that was tried loses at most {_bounds(arguments)}; nothing to advise")
     return 1
+
+
+def _check_compressed(rows: list[dict[str, Any]]) -> None:
+    """Refuses to advise what was not measured.
+
+    Raises:
+        ConfigError: every question was left alone.
+    """
+    if all(row["kept"] >= 1 for row in rows):
+        raise ConfigError(
+            "nothing was compressed, so nothing was measured: expected questions of at least "
+            f"--kv-min-tokens ({DEFAULT_MIN_TOKENS}) tokens; give longer ones, or a lower limit."
+        )
 
 
 def _bounds(arguments: argparse.Namespace) -> str:

@@ -48,12 +48,14 @@ class DenseLayer:
     rotary: Rotary | None
 
     def view(self, num_tokens: int, window_size: int) -> LayerView:
-        """What a policy sees when the first tokens, whole blocks, have been read."""
-        keys, values = self.keys[:, :num_tokens], self.values[:, :num_tokens]
+        """What a policy sees when the first tokens have been read."""
+        whole = num_tokens - num_tokens % BLOCK_SIZE
+        keys, values = self.keys[:, :whole], self.values[:, :whole]
+        tail = self.keys[:, whole:num_tokens], self.values[:, whole:num_tokens]
         weight = self.output_weight
-        positions = torch.arange(num_tokens, device=keys.device).expand(len(keys), -1)
+        positions = torch.arange(whole, device=keys.device).expand(len(keys), -1)
         return LayerView(
-            kv=GatheredKV.of(keys, values),
+            kv=GatheredKV.of(keys, values, tail=tail),
             queries=self.queries[max(0, num_tokens - window_size) : num_tokens],
             scale=self.scale,
             layer=self.index,
@@ -72,8 +74,8 @@ class Kept:
     """What a policy makes of a layer.
 
     Attributes:
-        mask: [H, n] bool: kept entries of the compressed tokens.
-        merged: what became of keys, values and the rest.
+        mask: [H, n] bool: kept entries of the compressed tokens, the partial last block's too.
+        merged: what became of keys, values and the rest of the full blocks.
     """
 
     mask: Tensor
@@ -86,7 +88,7 @@ def compress(pipeline: Pipeline, layer: DenseLayer, num_tokens: int, budget: flo
     Args:
         pipeline: the policy.
         layer: the layer.
-        num_tokens: a multiple of BLOCK_SIZE.
+        num_tokens: how many; what is more than whole blocks stays.
         budget: from 0 to 1.
     """
     num_heads = len(layer.keys)
@@ -95,6 +97,7 @@ def compress(pipeline: Pipeline, layer: DenseLayer, num_tokens: int, budget: flo
     blocks = math.ceil(round(budget * (num_tokens // BLOCK_SIZE), 6))
     selection = compress_layer(pipeline.bind(*heads), view, blocks * num_heads)
     mask = torch.zeros(num_heads, num_tokens, dtype=torch.bool, device=view.device)
+    mask[:, view.num_entries :] = True
     mask[selection.heads(BLOCK_SIZE), selection.kept_indices] = True
     return Kept(mask, selection.merged)
 
@@ -104,12 +107,13 @@ class DenseModel:
 
     Args:
         folder: name or directory.
+        dtype: that it computes in.
 
     Raises:
         ConfigError: it cannot be loaded.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, dtype: torch.dtype = torch.bfloat16) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM
 
         if folder.startswith((".", "/")) and not Path(folder).is_dir():
@@ -117,19 +121,22 @@ class DenseModel:
         AttentionInterface.register(_CAPTURED, self._attend)
         self._seen: list[tuple[Any, Tensor, Tensor, Tensor, float]] = []
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, attn_implementation=_CAPTURED
+            folder, dtype=dtype, attn_implementation=_CAPTURED
         )
         self.model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
     def layers(self, tokens: list[int]) -> list[DenseLayer]:
         """Every layer's attention over a text."""
+        return self.read(tokens, 1)[0]
+
+    def read(self, tokens: list[int], num_logits: int) -> tuple[list[DenseLayer], Tensor]:
+        """Every layer's attention over a text, and [num_logits, vocabulary] of its last tokens."""
         self._seen = []
+        inputs = torch.tensor([tokens], device=self.model.device)
         with torch.no_grad():
-            self.model(
-                torch.tensor([tokens], device=self.model.device), use_cache=False, logits_to_keep=1
-            )
+            output = self.model(inputs, use_cache=False, logits_to_keep=num_logits)
         rotary = self._rotary()
-        return [
+        layers = [
             DenseLayer(
                 index=index,
                 num_layers=len(self._seen),
@@ -142,6 +149,7 @@ class DenseModel:
             )
             for index, (module, queries, keys, values, scale) in enumerate(self._seen)
         ]
+        return layers, output.logits[0]
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any

@@ -40,7 +40,7 @@ class Setup:
         if self.policy == FULL:
             return None
         chosen: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
-        return chosen | {key: value for key, value in params.items() if value}
+        return chosen | {key: value for key, value in params.items() if value or value == 0}
 
     def modes(self, wanted: Sequence[str]) -> tuple[str, ...]:
         """Modes to ask questions in: the full cache is the same in every one."""

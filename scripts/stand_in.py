@@ -1,0 +1,172 @@
+"""Compares settings on few cores: text loss and needles with evicted tokens masked, no engine.
+
+    python scripts/stand_in.py models/smollm2 --seed 100 --out choice.jsonl spans@0.25 \\
+        snapkv:window_size=64,kernel_size=5,pooling=mean@0.25
+
+A context is read once for all settings, and compressed once, at its end; texts and answers are
+teacher-forced. An answer counts as found where the model would have written every token of it.
+Of the questions, those that the full cache answers are counted. Runs go on where they stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_kvcompress.cli.serve import policy_param
+from vllm_kvcompress.policies import Pipeline, resolve
+from vllm_kvcompress.tools.evaluation.dense import DenseLayer, Kept, compress
+from vllm_kvcompress.tools.evaluation.items import Item, generate, load_texts
+from vllm_kvcompress.tools.evaluation.masked import MaskedModel
+from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_prompt
+from vllm_kvcompress.tools.evaluation.summary import interval
+
+FULL, TEXT, KNOWN, UNKNOWN = "full", "text", "known", "not known"
+NEEDLES = ("niah_single_1", "niah_single_2", "niah_multikey_1")
+Choose = Callable[[list[DenseLayer]], list[Kept]]
+Row = dict[str, Any]
+
+
+@cache
+def pipeline_of(setup: str) -> tuple[Pipeline, float]:
+    """POLICY[:NAME=VALUE,...]@BUDGET."""
+    policy, _, budget = setup.rpartition("@")
+    name, _, params = policy.partition(":")
+    return resolve(name, dict(map(policy_param, filter(None, params.split(","))))), float(budget)
+
+
+def keeps(setup: str, context: list[DenseLayer]) -> list[Kept] | None:
+    """What a setting keeps of every layer; None: everything."""
+    if setup == FULL:
+        return None
+    pipeline, budget = pipeline_of(setup)
+    num_tokens = context[0].keys.shape[1]
+    return [compress(pipeline, layer, num_tokens, budget) for layer in context]
+
+
+def text_loss(model: MaskedModel, tokens: tuple[list[int], list[int]], setups: list[str]) -> Row:
+    """Nats per token of what follows a context, by setting; the first token is left out."""
+    context, continuation = model.layers(tokens[0]), torch.tensor(tokens[1])
+    found = {}
+    for setup in setups:
+        logits = model.logits(context, keeps(setup, context), continuation[:-1])
+        nats = torch.nn.functional.cross_entropy(logits, continuation[1:])
+        found[setup] = float(nats)
+    return found
+
+
+def answers(
+    model: MaskedModel,
+    context: list[int],
+    question: list[int],
+    answer: list[int],
+    setups: list[str],
+) -> Row:
+    """Whether a model would write an answer, by setting; the question is not compressed."""
+    layers, asked = model.layers(context), torch.tensor([*question, *answer[:-1]])
+    found = {}
+    for setup in setups:
+        logits = model.logits(layers, keeps(setup, layers), asked)
+        said = logits.argmax(dim=1)[-len(answer) + (not question) :].tolist()
+        found[setup] = said == answer[not question :]
+    return found
+
+
+def rows_of(model: MaskedModel, tokenizer: Any, item: Item, setups: list[str]) -> Iterator[Row]:
+    """One per mode and setting."""
+    context, rest = split_prompt(tokenizer, item)
+    if item.continuation:
+        found = {TEXT: text_loss(model, (context, rest), setups)}
+    else:
+        answer = tokenizer(f" {item.answers[0]}", add_special_tokens=False)["input_ids"]
+        # With the question in the prompt an answer's first token is predicted before the event.
+        found = {
+            KNOWN: answers(model, [*context, *rest], [], answer, setups),
+            UNKNOWN: answers(model, context, rest, answer, setups),
+        }
+    for mode, values in found.items():
+        for setup, value in values.items():
+            yield {"task": item.task, "mode": mode, "setup": setup, "value": value}
+
+
+def table(rows: list[Row], setups: list[str]) -> Iterator[str]:
+    """Text loss with its difference from the first setting's, and needles, by setting."""
+    by_setup: dict[str, dict[tuple[str, int], Any]] = {}
+    for row in rows:
+        by_setup.setdefault(row["setup"], {})[row["mode"], row["item"]] = row["value"]
+    full = by_setup.pop(FULL)
+    texts = sorted(key for key in full if key[0] == TEXT)
+    tasks = {row["item"]: row["task"] for row in rows}
+    kinds = sorted({tasks[number] for _, number in texts})
+    yield f"| setup | loss | of {setups[0]} (95%) | {' | '.join(kinds)} | known | not known |"
+    yield "|" + "---|" * (5 + len(kinds))
+    for setup in setups:
+        values = by_setup[setup]
+        loss = {key: values[key] - full[key] for key in texts if key in values}
+        other = [values[key] - by_setup[setups[0]][key] for key in loss]
+        cells = [f"{statistics.mean(loss.values()):.3f}"] if loss else [""]
+        low, high = interval(other) if len(other) > 1 else (0.0, 0.0)
+        cells += [f"{sum(other) / max(1, len(other)):+.3f} ({low:+.3f} to {high:+.3f})"]
+        for kind in kinds:
+            of_kind = [value for (_, number), value in loss.items() if tasks[number] == kind]
+            cells.append(f"{statistics.mean(of_kind):.3f}")
+        for mode in (KNOWN, UNKNOWN):
+            able = [key for key in full if key[0] == mode and full[key] and key in values]
+            cells.append(f"{sum(values[key] for key in able)} of {len(able)}")
+        yield f"| `{setup}` | {' | '.join(cells)} |"
+
+
+def items_of(options: argparse.Namespace, tokenizer: Any) -> list[Item]:
+    """Texts first, then questions."""
+    lengths = [options.length]
+    found = []
+    if options.texts:
+        found = load_texts("text", lengths, options.continuation, options.texts, options.seed)
+
+    def count(text: str) -> int:
+        return len(tokenizer(text)["input_ids"])
+
+    for task in NEEDLES if options.needles else ():
+        found += generate(f"ruler/{task}", lengths, options.needles, options.seed, count)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", metavar="MODEL", help="directory")
+    parser.add_argument("setups", nargs="+", metavar="POLICY[:NAME=VALUE,...]@BUDGET")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of contexts (1024)")
+    parser.add_argument("--continuation", type=int, default=256, help="of texts (256)")
+    parser.add_argument("--texts", type=int, default=5, help="of each kind (5)")
+    parser.add_argument("--needles", type=int, default=4, help="questions of each task (4)")
+    parser.add_argument("--seed", type=int, default=0, help="of texts and questions (0)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
+    options = parser.parse_args()
+    from tqdm import tqdm
+
+    tokenizer = load_tokenizer(options.model)
+    model = MaskedModel(options.model)
+    setups = [FULL, *options.setups]
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    rows = [json.loads(line) for line in lines]
+    done = {(row["item"], row["setup"]) for row in rows}
+    for number, item in enumerate(tqdm(items_of(options, tokenizer), unit="item")):
+        missing = [setup for setup in setups if (number, setup) not in done]
+        if not missing:
+            continue
+        new = [{"item": number, **row} for row in rows_of(model, tokenizer, item, missing)]
+        rows += new
+        with options.out.open("a") as output:
+            output.writelines(json.dumps(row) + "\n" for row in new)
+    print("\n".join(table(rows, options.setups)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""scripts/stand_in.py: answers in both modes, settings, its table; tests/evaluation/test_texts.py
+compares its text loss with the engine's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import stand_in
+from tests.cli.server_process import ROOT
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.evaluation.masked import MaskedModel
+from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
+from vllm_kvcompress.tools.reference.tasks import generate_sample
+
+MODEL = str(ROOT / "models" / "reference")
+
+
+def test_answers_are_found_where_their_tokens_are_kept() -> None:
+    """A whole cache answers in both modes; the last tokens alone do where the answer is one."""
+    model, tokenizer = MaskedModel(MODEL, torch.float32), load_tokenizer(MODEL)
+    sample = generate_sample("single", num_tokens=300, seed=3)
+    context, question, answer = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (sample.context, sample.question, " ".join(sample.answers))
+    )
+    setups = ["full", "streamingllm@1.0", "streamingllm@0.1"]
+    unknown = stand_in.answers(model, context, question, answer, setups)
+    known = stand_in.answers(model, [*context, *question], [], [*answer, *answer], setups)
+    assert unknown == {"full": True, "streamingllm@1.0": True, "streamingllm@0.1": False}
+    assert set(known) == set(setups), "said twice: whatever the model makes of that"
+    assert known["full"] == known["streamingllm@1.0"]
+
+
+def test_settings_have_parameters_and_a_budget() -> None:
+    pipeline, budget = stand_in.pipeline_of("snapkv:window_size=64,pooling=mean@0.25")
+    assert (pipeline.params["window_size"], pipeline.params["pooling"]) == (64, "mean")
+    assert budget == 0.25
+    with pytest.raises(ConfigError, match="windw"):
+        stand_in.pipeline_of("snapkv:windw=64@0.25")
+
+
+def test_differences_are_paired_and_only_what_the_full_cache_answers_counts() -> None:
+    values = {
+        "text": {"full": (2.0, 1.0), "a@0.5": (2.1, 1.3), "b@0.5": (2.2, 1.4)},
+        "known": {"full": (True, False), "a@0.5": (True, True), "b@0.5": (False, True)},
+    }
+    rows = [
+        {
+            "item": item + 10 * (mode == "known"),
+            "task": task,
+            "mode": mode,
+            "setup": setup,
+            "value": v,
+        }
+        for mode, setups in values.items()
+        for setup, both in setups.items()
+        for item, (task, v) in enumerate(zip(("text/prose", "text/source"), both, strict=True))
+    ]
+    lines = list(stand_in.table(rows, ["a@0.5", "b@0.5"]))
+    assert lines[2] == (
+        "| `a@0.5` | 0.200 | +0.000 (+0.000 to +0.000) | 0.100 | 0.300 | 1 of 1 | 0 of 0 |"
+    )
+    assert lines[3] == (
+        "| `b@0.5` | 0.300 | +0.100 (+0.100 to +0.100) | 0.200 | 0.400 | 0 of 1 | 0 of 0 |"
+    )
