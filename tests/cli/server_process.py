@@ -38,7 +38,7 @@ def plain_arguments(printed: str) -> list[str]:
 
 @contextmanager
 def serving(
-    code: str, arguments: list[str], log: Path, timeout: float = 180, packages: Path | None = None
+    code: str, arguments: list[str], log: Path, timeout: float = 600, packages: Path | None = None
 ) -> Iterator[str]:
     """Runs a server, and yields its address as soon as it is healthy; it ends well when asked to.
 
@@ -82,7 +82,7 @@ def starting(
 
 
 def wait_until_healthy(
-    address: str, server: subprocess.Popen[str], log: Path, timeout: float = 180
+    address: str, server: subprocess.Popen[str], log: Path, timeout: float = 600
 ) -> None:
     """Raises an error with the end of the log if a server does not start."""
     deadline = time.monotonic() + timeout

@@ -17,7 +17,7 @@ import psutil
 
 from tests.cli.server_process import OUR_SERVE, ROOT, starting, wait_until_healthy
 
-SECONDS = 120  # vLLM looks every five; a slow machine takes longer to end
+SECONDS = 300  # vLLM looks every five; a slow machine takes longer to end
 ARGUMENTS = [
     *("serve", str(ROOT / "models" / "reference"), "--kv-policy", "auto", "--enforce-eager"),
     *("--served-model-name", "reference", "--shutdown-timeout", "100"),
@@ -40,9 +40,10 @@ def answered(address: str, num_tokens: int) -> tuple[int, int]:
 
 
 def engine_of(server: subprocess.Popen[str]) -> psutil.Process | None:
-    """vLLM's engine, once there is one."""
-    children = psutil.Process(server.pid).children(recursive=True)
-    return next((each for each in children if "EngineCore" in " ".join(each.cmdline())), None)
+    """vLLM's engine, once there is one; it takes its name when it has imported vLLM."""
+    children = psutil.Process(server.pid).children()
+    names = ("EngineCore", "spawn_main")
+    return next((c for c in children if any(name in " ".join(c.cmdline()) for name in names)), None)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import openai
 import pytest
+import urllib3
 
 from tests import foreign_policy, tiny_models
 from tests.cli.server_process import OUR_SERVE, serving
@@ -162,6 +164,60 @@ def test_a_request_may_choose_within_limits(address: str, client: openai.OpenAI)
     ):
         with pytest.raises(openai.BadRequestError, match=message):
             ask(**wrong)
+
+
+def posted(address: str, body: dict[str, object]) -> tuple[int, str]:
+    """Status and text of a completion's answer; JSON as Python has it, with NaN and Infinity."""
+    answer = urllib3.request(
+        "POST",
+        f"{address}/v1/completions",
+        body=json.dumps(body).encode(),
+        headers={"Content-Type": "application/json"},
+        timeout=60,
+        retries=False,
+    )
+    return answer.status, answer.data.decode()
+
+
+ODD_VALUES = (
+    *(True, 0, -1, 2.5, 2**63, 10**30, float("nan"), float("inf"), -float("inf"), 1e-320),
+    *("", "\x00", "keydiff ", "KEYDIFF", "snapkv", "../keydiff", "\u202e", "x" * 1_000_000),
+    *([], ["keydiff"], {}, {"keydiff": 1}, [[[[[[[]]]]]]]),
+)
+
+
+def test_odd_values_are_refused_with_a_reason(address: str, client: openai.OpenAI) -> None:
+    expected = completed(client, seed=8)
+    for key in ("kv_policy", "kv_budget", "kv_context_tokens", "kv_other"):
+        for value in ODD_VALUES:
+            body = {
+                "model": "tiny",
+                "prompt": [5] * 40,
+                "max_tokens": 1,
+                "vllm_xargs": {key: value},
+            }
+            status, text = posted(address, body)
+            assert status == 400, (key, str(value)[:50], status)
+            message = json.loads(text)["error"]["message"]
+            assert 0 < len(message) < 2_100_000
+    assert completed(client, seed=8) == expected
+
+
+def test_what_clients_name_makes_no_series(address: str) -> None:
+    """1,000 models and policies that nobody has; vLLM's own metrics have no more series, either."""
+
+    def series() -> set[str]:
+        lines = urllib3.request("GET", f"{address}/metrics").data.decode().splitlines()
+        return {line.rpartition(" ")[0] for line in lines if not line.startswith("#")}
+
+    body = {"model": "tiny", "prompt": [5] * 40, "max_tokens": 1}
+    assert posted(address, {**body, "model": "none"})[0] == 404
+    assert posted(address, {**body, "vllm_xargs": {"kv_policy": "no"}})[0] == 400
+    before = series()
+    for number in range(500):
+        assert posted(address, {**body, "model": f"model-{number}"})[0] == 404
+        assert posted(address, {**body, "vllm_xargs": {"kv_policy": f"no-{number}"}})[0] == 400
+    assert series() == before
 
 
 def test_what_the_engine_cannot_do_is_refused_in_one_line(tmp_path: Path) -> None:

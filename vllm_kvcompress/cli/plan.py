@@ -11,6 +11,8 @@ from vllm_kvcompress.cli.vllm_command import option_values
 from vllm_kvcompress.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_READ = ("max-model-len", "block-size", "tensor-parallel-size", "gpu-memory-utilization")
+_MOST = 2**60  # bytes of memory, or tokens
 _EPILOG = """\
 Takes the options of `vllm-kvcompress serve`, those of vLLM included; of these it reads --dtype,
 --max-model-len, --block-size, --tensor-parallel-size and --gpu-memory-utilization. Weights are
@@ -66,27 +68,41 @@ def run(arguments: argparse.Namespace) -> int:
     request = serve.sort_out(*serve.parse_options(rest))
     options = {
         name: values[-1]
-        for name in ("dtype", "max-model-len", "block-size", "tensor-parallel-size")
+        for name in ("dtype", *_READ)
         if (values := option_values(request.vllm_arguments, f"--{name}"))
     }
     if not request.vllm_arguments or request.vllm_arguments[0].startswith("-"):
         raise ConfigError("expected a model first: a folder, or a name on the Hugging Face hub.")
     model = request.vllm_arguments[0]
-    shape = capacity.read_shape(
-        model, options.get("dtype"), int(options.get("tensor-parallel-size", 1))
-    )
+    num_ranks = int(_number(options, "tensor-parallel-size", 1))
+    shape = capacity.read_shape(model, options.get("dtype"), num_ranks)
     if namespace.weights_memory is not None:
         shape = shape.with_weights(namespace.weights_memory)
-    used = option_values(request.vllm_arguments, "--gpu-memory-utilization")
     cache = namespace.kv_cache_memory
     if cache is None:
-        share = float(used[-1]) if used else capacity.GPU_MEMORY_UTILIZATION
+        share = _number(options, "gpu-memory-utilization", capacity.GPU_MEMORY_UTILIZATION)
         cache = int(share * namespace.gpu_memory) - shape.weight_bytes - namespace.other_memory
-    length = namespace.context or int(options.get("max-model-len", shape.longest))
-    block_size = int(options.get("block-size", capacity.BLOCK_SIZE))
+    length = namespace.context or int(_number(options, "max-model-len", shape.longest))
+    block_size = int(_number(options, "block-size", capacity.BLOCK_SIZE))
     plan = capacity.plan(shape, request.settings, cache, length, block_size)
     print(capacity.report(model, shape, plan))
     return 0
+
+
+def _number(options: dict[str, str], name: str, default: float) -> float:
+    """One of vLLM's options that is a number: a whole one, or a share of at most 1.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    text = options.get(name, str(default))
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= _MOST or (found > 1 and found % 1):
+        raise ConfigError(f"--{name} {text}: expected a positive number.")
+    return found
 
 
 def size(text: str) -> int:
@@ -96,7 +112,8 @@ def size(text: str) -> int:
         argparse.ArgumentTypeError: it is no such thing.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.lower())
-    if match is None or match.group(2) not in _UNITS:
+    known = match is not None and match.group(2) in _UNITS
+    if match is None or not known or float(match.group(1)) > _MOST:
         raise argparse.ArgumentTypeError(f"expected a size such as 80GiB or 32k, found {text!r}")
     unit = _UNITS[match.group(2)]
     if not text.lower().endswith("b") and match.group(2) == "k":
