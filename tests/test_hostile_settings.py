@@ -110,6 +110,9 @@ def test_files_that_are_no_settings(tmp_path: Path, text: str) -> None:
         serve.sort_out(*serve.parse_options(["m", "--config", str(path)]))
 
 
+XARGS = (CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET, "kv_transfer_params")
+
+
 class OwnCheck(RequestCheck):
     """Of a server that lets requests choose."""
 
@@ -119,7 +122,7 @@ class OwnCheck(RequestCheck):
 
 
 @MANY
-@given(st.dictionaries(st.sampled_from([CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET]), ANY))
+@given(st.dictionaries(st.sampled_from(XARGS), ANY))
 @example({CONTEXT_TOKENS: float("inf")})
 @example({CONTEXT_TOKENS: HUGE})
 @example({REQUEST_BUDGET: HUGE})
@@ -133,6 +136,7 @@ def test_requests(xargs: dict[str, Any]) -> None:
         taken = refused_or_taken(lambda check=check, params=params: [check.validate_params(params)])
         if taken is None:
             continue
+        assert isinstance(xargs.get("kv_transfer_params") or {}, dict)
         assert xargs.get(CONTEXT_TOKENS) is None or xargs[CONTEXT_TOKENS] >= 1
         if check is RequestCheck:
             assert xargs.get(REQUEST_POLICY) is None

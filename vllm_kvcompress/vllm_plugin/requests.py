@@ -55,6 +55,10 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
         raise ConfigError(
             f"vllm_xargs {unknown[0]}: not known; a request may set {', '.join(_KNOWN)}."
         )
+    if not isinstance(given.get(_VLLM_OWN) or {}, Mapping):  # vLLM answers with a 500
+        raise ConfigError(
+            f"{_VLLM_OWN}: expected an object, found {given[_VLLM_OWN]!r}; leave it out."
+        )
     return RequestOptions(
         _context_tokens(given.get(CONTEXT_TOKENS)),
         _policy(given.get(REQUEST_POLICY)),
