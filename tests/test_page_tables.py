@@ -14,7 +14,7 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PackedPagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.scheduling.plan import Observation
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 LAYERS, HEADS, SIZE = 2, 3, 4
 CPU = torch.device("cpu")
@@ -215,6 +215,22 @@ def make_paged_windows(window: int, requests: list[str]) -> PagedWindows:
     return windows
 
 
+def event(request_id: str, position: int, window: int) -> EventPlan:
+    """Of a request that ends a step with so many tokens."""
+    return EventPlan(
+        request_id=request_id,
+        group=0,
+        policy="snapkv",
+        trigger="prompt",
+        position=position,
+        window_size=min(window, position),
+        first_block=0,
+        end_block=position // SIZE,
+        resident_blocks=0,
+        fresh_block_ids=(),
+    )
+
+
 @pytest.mark.parametrize("paged", [False, True])
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
@@ -238,16 +254,40 @@ def test_query_windows_return_the_last_queries(paged: bool, data: st.DataObject)
             batch += values
         head = torch.arange(QUERY_HEADS * HEAD_SIZE).view(QUERY_HEADS, HEAD_SIZE) / 32
         queries = torch.tensor(batch).view(-1, 1, 1) + head
-        where = windows.locate(rows)
+        ending = data.draw(st.lists(st.sampled_from(chosen), unique=True))
+        where = windows.locate(rows, [event(name, len(history[name]), window) for name in ending])
         for layer in range(LAYERS):
             windows.record(layer, queries + 0.5 * layer, where)
-        for name in chosen:
-            num = min(window, len(history[name]))
-            for layer in range(LAYERS):
+            for name in chosen:
+                num = min(window, len(history[name]))
                 read = windows.read(layer, name, len(history[name]), num)
                 expected = torch.tensor(history[name][-num:]).view(-1, 1, 1) + head + 0.5 * layer
                 assert torch.equal(read, expected)
+        for name in ending:
+            windows.end_event(name)
+            if not paged:
+                history[name] = []  # a ring begins anew
         if not paged and data.draw(st.booleans()):
             gone = data.draw(st.sampled_from(sorted(history)))
             windows.release(gone)
             history[gone] = []
+
+
+def test_windows_that_lie_in_their_step_take_no_room() -> None:
+    """128 short prompts in a step, and one that was begun in the step before."""
+    names, window = [f"r{i}" for i in range(128)], 4
+    windows = QueryWindows(LAYERS, window, CPU)
+    queries = torch.arange(128 * 6.0).view(-1, 1, 1)
+    begun = windows.locate([("begun", 0, Observation(0, 5, 3))])
+    windows.record(0, queries, begun)
+    rows = [(name, 6 * nth, Observation(2, 2, window)) for nth, name in enumerate(names)]
+    rows.append(("begun", 100, Observation(0, 8, 1)))
+    where = windows.locate(
+        rows, [*(event(name, 6, window) for name in names), event("begun", 9, 4)]
+    )
+    windows.record(0, queries, where)
+    assert windows.ring is not None
+    assert windows.ring.shape[1] == 8
+    assert set(windows.slots) == {"begun"}
+    assert windows.read(0, "r3", 6, window).flatten().tolist() == [20, 21, 22, 23]
+    assert windows.read(0, "begun", 9, window).flatten().tolist() == [0, 1, 2, 100]

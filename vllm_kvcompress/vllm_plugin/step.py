@@ -92,7 +92,8 @@ class GroupCompression:
         if plan.observations:
             first_tokens = common.query_start_loc_cpu.tolist()
             work.observed = self.runner.windows.locate(
-                [(rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()]
+                [(rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()],
+                [event.plan for event in work.events],
             )
         return work
 

@@ -10,6 +10,7 @@ last queries, as long as they run. They lie in the block pool, where vLLM's allo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.cache.query_windows.rings import Located, Numbers, lay_out
 from vllm_kvcompress.kernels.common.transfers import upload
-from vllm_kvcompress.scheduling.plan import Observation
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 
 def window_blocks(
@@ -60,8 +61,10 @@ class PagedWindows:
         pages = np.array(block_ids)[:, None] * pool.pages_per_block + np.arange(pool.num_heads)
         self._pages[request_id] = pages.flatten() * self._rows_per_page
 
-    def locate(self, rows: list[tuple[str, int, Observation]]) -> Located:
-        """Where this step's observed queries come from and go to; as `QueryWindows.locate`."""
+    def locate(
+        self, rows: list[tuple[str, int, Observation]], events: Sequence[EventPlan] = ()
+    ) -> Located:
+        """As `QueryWindows.locate`. Whole windows go into their rings as well, which go on."""
         tokens, row, positions = lay_out(rows)
         pages = np.stack([self._pages[request_id] for request_id, _, _ in rows])
         places = self._places(pages[row], positions)

@@ -1,13 +1,15 @@
 """The last queries of requests that are about to be compressed.
 
-A window can straddle two prefill chunks, and a decode step brings one query at a time, so
-queries are recorded as they come, in a ring per request and layer: the query of position p
-lies at p modulo the window size.
+Most windows lie in the step that ends with the event: they are read where they lie. A window can
+also straddle two prefill chunks, and a decode step brings one query at a time. Such queries are
+recorded as they come, in a ring per request and layer: the query of position p lies at p modulo the
+window size.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.transfers import upload
-from vllm_kvcompress.scheduling.plan import Observation
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -28,10 +30,12 @@ class Located:
         tokens: [T] int64 places in the batch.
         places: [T] or [T, num_query_heads] int64 rows of the rings' memory, before a
             layer's offset.
+        whole: by request, places in the batch of a window that takes no ring.
     """
 
     tokens: Tensor
     places: Tensor
+    whole: Mapping[str, slice] = field(default_factory=dict)
 
 
 def lay_out(rows: list[tuple[str, int, Observation]]) -> tuple[Numbers, Numbers, Numbers]:
@@ -50,6 +54,20 @@ def lay_out(rows: list[tuple[str, int, Observation]]) -> tuple[Numbers, Numbers,
     row: Numbers = np.repeat(np.arange(len(rows)), counts)
     nth = np.arange(len(row)) - (np.cumsum(counts) - counts)[row]
     return tokens[row] + nth, row, positions[row] + nth
+
+
+def whole_window(first: int, seen: Observation, event: EventPlan | None) -> slice | None:
+    """Places in the batch of all queries that an event looks at; None: some came before it.
+
+    Args:
+        first: the request's first token in the batch.
+        seen: what of it is observed.
+        event: at the end of this step; None: there is none.
+    """
+    if event is None or event.position - event.window_size < seen.position:
+        return None
+    end = first + seen.offset + event.position - seen.position
+    return slice(end - event.window_size, end)
 
 
 class QueryWindows:
@@ -72,26 +90,49 @@ class QueryWindows:
         self.ring: Tensor | None = None
         self.slots: dict[str, int] = {}
         self._free_slots: list[int] = []
+        self._whole: dict[str, Tensor] = {}
 
-    def locate(self, rows: list[tuple[str, int, Observation]]) -> Located:
+    def locate(
+        self, rows: list[tuple[str, int, Observation]], events: Sequence[EventPlan] = ()
+    ) -> Located:
         """Where this step's observed queries come from and go to.
 
         Args:
             rows: request id, the request's first token in the batch, and what to observe of it.
+            events: of this step, in which each layer is recorded before it is read.
         """
-        tokens, row, positions = lay_out(rows)
-        slots = np.array([self._slot(request_id) for request_id, _, _ in rows])[row]
+        ending = {event.request_id: event for event in events}
+        whole: dict[str, slice] = {}
+        straddling = []
+        for request_id, first, seen in rows:
+            found = whole_window(first, seen, ending.get(request_id))
+            if found is None:
+                straddling.append((request_id, first, seen))
+            else:
+                whole[request_id] = found
+        if not straddling:
+            nowhere = torch.empty(0, dtype=torch.int64, device=self.device)
+            return Located(nowhere, nowhere, whole)
+        tokens, row, positions = lay_out(straddling)
+        slots = np.array([self._slot(request_id) for request_id, _, _ in straddling])[row]
         places = slots * self.window_size + positions % self.window_size
-        return Located(*upload(np.stack((tokens, places)), self.device))
+        return Located(*upload(np.stack((tokens, places)), self.device), whole)
 
     def record(self, layer: int, queries: Tensor, where: Located) -> None:
-        """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings."""
-        self._reserve(queries)
-        assert self.ring is not None
-        self.ring[layer].flatten(0, 1)[where.places] = queries[where.tokens]
+        """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings.
+
+        Whole windows are not copied: until the next layer is recorded they are read from `queries`.
+        """
+        self._whole = {request_id: queries[rows] for request_id, rows in where.whole.items()}
+        if where.tokens.numel():
+            self._reserve(queries)
+            assert self.ring is not None
+            self.ring[layer].flatten(0, 1)[where.places] = queries[where.tokens]
 
     def read(self, layer: int, request_id: str, position: int, num_queries: int) -> Tensor:
         """[num_queries, num_query_heads, head_size]: the last queries before `position`."""
+        if request_id in self._whole:
+            return self._whole[request_id]
         assert self.ring is not None
         positions = torch.arange(position - num_queries, position, device=self.device)
         places = positions % self.window_size
@@ -103,6 +144,7 @@ class QueryWindows:
 
     def release(self, request_id: str) -> None:
         """Frees a request's ring; unknown requests are ignored."""
+        self._whole.pop(request_id, None)
         slot = self.slots.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)
@@ -114,12 +156,12 @@ class QueryWindows:
         return self.slots[request_id]
 
     def _reserve(self, queries: Tensor) -> None:
-        """Makes room for every slot handed out; at least eight at a time."""
+        """Makes room for every slot handed out, eight at a time."""
         have = 0 if self.ring is None else self.ring.shape[1]
         need = len(self.slots) + len(self._free_slots)
         if need <= have:
             return
-        size = (self.num_layers, max(8, 2 * need), self.window_size, *queries.shape[1:])
+        size = (self.num_layers, -(-need // 8) * 8, self.window_size, *queries.shape[1:])
         ring = queries.new_zeros(size)
         if self.ring is not None:
             ring[:, :have] = self.ring
