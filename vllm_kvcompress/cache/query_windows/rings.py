@@ -116,7 +116,8 @@ class QueryWindows:
         tokens, row, positions = lay_out(straddling)
         slots = np.array([self._slot(request_id) for request_id, _, _ in straddling])[row]
         places = slots * self.window_size + positions % self.window_size
-        return Located(*upload(np.stack((tokens, places)), self.device), whole)
+        sources, targets = upload(np.stack((tokens, places)), self.device)
+        return Located(sources, targets, whole)
 
     def record(self, layer: int, queries: Tensor, where: Located) -> None:
         """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings.
