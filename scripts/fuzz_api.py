@@ -68,9 +68,9 @@ def body(chance: random.Random, model: str) -> dict[str, Any]:
         found |= {chance.choice(FIELDS): odd(chance) for _ in range(chance.randrange(1, 3))}
     if isinstance(found.get("n"), int) and found["n"] > 4:
         found["n"] = 3  # what vLLM takes, it computes
-    if chance.random() < 0.1 and isinstance(found["messages"], list) and found["messages"]:
+    if chance.random() < 0.1 and found["messages"] == [{"role": "user", "content": words}]:
         place = chance.choice(("role", "content", "name", "tool_calls"))
-        found["messages"] = [{**found["messages"][0], place: odd(chance)}] if words else []
+        found["messages"] = [{**found["messages"][0], place: odd(chance)}]
     return found
 
 

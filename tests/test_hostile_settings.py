@@ -82,6 +82,7 @@ def test_sections(section: dict[str, Any], whole: Any) -> None:
 @MANY
 @given(st.lists(st.tuples(st.sampled_from(FLAGS), ODD.map(str)), max_size=4))
 @example([("--kv-budget", "0.5"), ("--kv-param", "window_size=" + "9" * 5000)])
+@example([("--kv-min-tokens", "9" * 5000)])
 @example([("--kv-param", "window_size=" + "[" * 100_000)])
 def test_flags(flags: list[tuple[str, str]]) -> None:
     arguments = ["m", *(f"{name}={value}" for name, value in flags)]

@@ -284,7 +284,7 @@ def _list(text: str) -> list[str]:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
+    if not text.isdecimal() or len(text) > 15 or int(text) < 1:
         raise ConfigError(f"--lengths {text}: expected numbers of tokens, such as 1024,4096.")
     return int(text)
 

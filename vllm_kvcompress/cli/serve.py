@@ -22,6 +22,7 @@ from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 
 HELP = "serve a model with vLLM and a compressed KV cache"
 _PRINT = "--print-vllm-command"
+_MOST_DIGITS = 15  # of a number of tokens
 _DESCRIPTION = """\
 Serves MODEL with vLLM's OpenAI-compatible server, and compresses its KV cache.
 All options of `vllm serve` are accepted besides the ones of this group.
@@ -256,7 +257,7 @@ def policy_param(text: str) -> tuple[str, Scalar]:
 def _count(text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MOST_DIGITS:
         raise ConfigError(
             f"--kv-min-tokens {text}: expected a number of tokens, at least 0; leave it out for "
             "the default."
