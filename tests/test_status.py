@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from prometheus_client import CollectorRegistry, Gauge
 
+from vllm_kvcompress.compression.recent_events import NUM_EVENTS
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.metrics.status import totals
+from vllm_kvcompress.vllm_plugin.status_page import latest_first
 
 
 def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
@@ -47,3 +51,18 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
         "0": {"compression_ratio": 3, "contexts_reused": 1, "kv_cache_usage": 0.25},
         "1": {"compression_ratio": 3, "contexts_reused": 2, "kv_cache_usage": 0.5},
     }
+
+
+def test_events_of_all_engines_are_in_one_order_with_the_heads_of_all_ranks() -> None:
+    def rank_says(engine: int, rank: int) -> list[dict[str, Any]]:
+        times = [2 * n + engine for n in reversed(range(NUM_EVENTS))]
+        return [{"finished_at": at, "kept_by_head": [[at, rank], [32, 64]]} for at in times]
+
+    engines = {engine: [rank_says(engine, rank) for rank in range(2)] for engine in range(2)}
+    events = latest_first(engines)
+    last = 2 * NUM_EVENTS - 1
+    assert [event["finished_at"] for event in events] == list(range(last, last - NUM_EVENTS, -1))
+    for event in events:
+        at = event["finished_at"]
+        assert event["engine"] == at % 2
+        assert event["kept_by_head"] == [[at, 0, at, 1], [32, 64, 32, 64]]

@@ -95,6 +95,9 @@ READ: dict[str, tuple[str, ...]] = {
         *("engine_core", "vllm_config", "add_request", "step", "has_unfinished_requests"),
     ),
     "vllm.v1.engine.core_client.InprocClient": ("engine_core",),
+    "vllm.v1.engine.core_client.AsyncMPClient": (
+        *("core_engines", "engine_ranks_managed", "_call_utility_async"),
+    ),
     "vllm.v1.engine.core.EngineCore": ("scheduler", "model_executor"),
     "vllm.v1.executor.uniproc_executor.UniProcExecutor": ("driver_worker",),
     "vllm.v1.worker.worker_base.WorkerWrapperBase": ("worker",),

@@ -6,6 +6,7 @@ Written against vLLM 0.31 to 0.33. When vLLM changes, this is the file to read f
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -208,6 +209,20 @@ def engine_parts(llm_engine: Any) -> tuple[Any, Any]:
     """Scheduler and first worker of an engine that runs without processes of its own."""
     core = llm_engine.engine_core.engine_core
     return core.scheduler, core.model_executor.driver_worker.worker
+
+
+async def ask_workers(engine_client: Any, method: str) -> dict[int, list[Any]]:
+    """What the workers of every engine say, by the engine's number.
+
+    `collective_rpc` asks all engines as well, and returns the first one's answer.
+    """
+    client = engine_client.engine_core
+    questions = (
+        client._call_utility_async("collective_rpc", method, None, (), {}, engine=engine)
+        for engine in client.core_engines
+    )
+    answers = await asyncio.gather(*questions)
+    return dict(zip(client.engine_ranks_managed, answers, strict=True))
 
 
 def attention_modules(worker: Any) -> list[Any]:

@@ -14,14 +14,17 @@ import time
 from argparse import Namespace
 from importlib.resources import files
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from vllm_kvcompress import __version__
+from vllm_kvcompress.compression.recent_events import NUM_EVENTS
 from vllm_kvcompress.config import SETTINGS_KEY, STATUS_PLUGIN, Settings
 from vllm_kvcompress.metrics.status import totals
+from vllm_kvcompress.vllm_plugin import compat
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -59,7 +62,7 @@ class Status:
     """Where the page's numbers come from.
 
     Counts come from the registry behind /metrics, which covers all API servers and engines; what
-    is kept by head is asked of the workers, of the first engine alone where there are several.
+    is kept by head is asked of the workers of all engines.
     """
 
     def __init__(self, engine_client: Any, args: Namespace) -> None:
@@ -92,19 +95,30 @@ class Status:
         }
 
     async def _recent_events(self) -> list[dict[str, Any]]:
-        """The last events, the latest first, with the heads of all ranks side by side."""
+        """The last events of all engines, the latest first, with the heads of all ranks."""
         async with self._asking:
             if time.monotonic() - self._asked >= _RPC_SECONDS:
-                ranks = await self._engine_client.collective_rpc("kvcompress_recent_events")
-                self._events = [_joined(parts) for parts in zip(*ranks, strict=False)]
+                engines = await compat.ask_workers(self._engine_client, "kvcompress_recent_events")
+                self._events = latest_first(engines)
                 self._asked = time.monotonic()
             return self._events
 
 
-def _joined(parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """One event of all ranks."""
+def latest_first(engines: dict[int, list[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """The last events of any engine, from those of every rank of each."""
+    events = [
+        _joined(engine, parts)
+        for engine, ranks in engines.items()
+        for parts in zip(*ranks, strict=False)
+    ]
+    return sorted(events, key=itemgetter("finished_at"), reverse=True)[:NUM_EVENTS]
+
+
+def _joined(engine: int, parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """One event of all ranks, side by side."""
     layers = zip(*(part["kept_by_head"] for part in parts), strict=True)
-    return {**parts[0], "kept_by_head": [list(chain(*heads)) for heads in layers]}
+    heads = [list(chain(*heads)) for heads in layers]
+    return {**parts[0], "engine": engine, "kept_by_head": heads}
 
 
 def _digest(key: str) -> bytes:
