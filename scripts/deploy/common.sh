@@ -5,6 +5,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 work="$root/build/deploy" # out of git
 tools="$work/venv/bin"
 mkdir -p "$work"
+export npm_config_loglevel=error npm_config_fetch_retries=1 npm_config_fetch_timeout=60000
 
 fail() {
     echo "check_deploy: $*" >&2

@@ -15,7 +15,7 @@ for name in dashboard.json prometheusrule.yaml; do
     cmp "$folder/$name" "$work/observability/$name" || fail "$name is not what scripts/observability.py writes; run it"
 done
 
-npm install --silent --no-audit --no-fund --prefix "$work/npm" typescript@7.0.2 @grafana/schema@13.2.3
+npm install --no-audit --no-fund --prefix "$work/npm" typescript@7.0.2 @grafana/schema@13.2.3
 {
     echo 'import type { Dashboard } from "@grafana/schema";'
     echo "export const dashboard: Dashboard = $(cat "$folder/dashboard.json");"
