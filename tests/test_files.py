@@ -66,6 +66,7 @@ def test_places_that_cannot_be_written_to_are_named(tmp_path: Path) -> None:
         lambda: write_whole(tmp_path, ""),
         lambda: append(tmp_path / "nowhere" / "file", ""),
         lambda: check_writable(tmp_path),
+        lambda: check_writable(tmp_path / ("x" * 5000)),
         lambda: check_writable(Path("/proc/nobody/writes/here")),
     ):
         with pytest.raises(FileError, match="expected a file that can be read and written"):

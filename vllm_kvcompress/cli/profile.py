@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.files import check_writable, named
 
 
 def add_parser(subparsers: Any) -> None:
@@ -43,7 +44,6 @@ def run(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from vllm_kvcompress.tools import profiler
-    from vllm_kvcompress.tools.files import check_writable
 
     _check(arguments)
     check_writable(arguments.out)
@@ -78,7 +78,9 @@ def _check(arguments: argparse.Namespace) -> None:
         )
     if arguments.sparsity is not None and not 0 <= arguments.sparsity <= 1:
         raise ConfigError(f"--sparsity {arguments.sparsity}: expected a share from 0 to 1.")
-    if arguments.out.is_dir():
+    with named(arguments.out):
+        is_folder = arguments.out.is_dir()
+    if is_folder:
         raise ConfigError(f"--out {arguments.out}: expected a file, found a directory.")
 
 
