@@ -252,23 +252,6 @@ def attached_report(model_runner_output: Any) -> StepReport:
     return getattr(model_runner_output, _REPORT_ATTRIBUTE, None) or StepReport()
 
 
-def on_any_rank(flags: list[bool]) -> list[bool]:
-    """Whether each is true on any tensor-parallel rank; all of them have to ask, of as many.
-
-    The hosts agree among themselves: no device is waited for.
-    """
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    if group.world_size == 1 or not flags:
-        return flags
-    import torch
-
-    told = torch.tensor(flags, dtype=torch.int32, device="cpu")
-    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group.cpu_group)
-    return [bool(flag) for flag in told.tolist()]
-
-
 def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> list[str]:
     """Request ids in the order of the batch's rows.
 

@@ -22,6 +22,7 @@ from vllm_kvcompress.policies.base import Needs
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.layer_refusals import check_groups, check_layer
+from vllm_kvcompress.vllm_plugin.ranks import on_any_rank
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
 from vllm_kvcompress.vllm_plugin.step import GroupCompression, StepWork
 
@@ -239,7 +240,7 @@ class WorkerCompression:
         }
         for request_id, event in errors.items():
             logger.error(_FAILED, request_id, event.plan.policy, exc_info=event.error)
-        flags = compat.on_any_rank([request_id in errors for request_id in request_ids])
+        flags = on_any_rank([request_id in errors for request_id in request_ids])
         return [each for each, failed in zip(request_ids, flags, strict=True) if failed]
 
     def take_report(self) -> StepReport:
