@@ -98,7 +98,7 @@ def parsed() -> dict[str, dict[str, Any]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert output.returncode == 0, output.stderr[-3000:]
     return dict(zip(commands, json.loads(output.stdout.splitlines()[-1]), strict=True))
