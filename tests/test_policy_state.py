@@ -9,7 +9,7 @@ import torch
 
 from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, make_pool
 from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, Shape, make_pipeline
-from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
 from vllm_kvcompress.cache.policy_state import PolicyState
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
@@ -55,3 +55,25 @@ def test_runs_of_heads_are_found(policy: str, tmp_path: Path) -> None:
     for layer in range(NUM_LAYERS):
         numbers = pool.floats(tables.state[layer, slot])[: NUM_HEADS * size]
         assert torch.equal(runs.of_layer(layer, pool).whole(size), numbers.view(NUM_HEADS, size))
+
+
+@pytest.mark.parametrize("kind", [InterleavedPagePool, PackedPagePool])
+def test_blocks_with_numbers_make_way_for_tokens(kind: type[PagePool], tmp_path: Path) -> None:
+    """Once, and no other block changes: one may hold a prefix that a request hits."""
+    request = Request(make_pipeline("h2o", SHAPE, tmp_path), make_pool(kind))
+    request.compress(request.positions[0])
+    pool, state = request.pool, request.runner.policy_state
+    fresh = set(state.blocks)
+    assert {page // pool.pages_per_block for page in request.runner.tables.state.flatten().tolist()}
+    one, *others = sorted(fresh)
+    outside = next(block for block in range(len(pool.pages)) if block not in fresh)
+    before = pool.pages.clone().unflatten(0, (-1, pool.pages_per_block))
+    state.make_way({one, outside})
+    after = pool.pages.unflatten(0, (-1, pool.pages_per_block))
+    assert not after[one].any()
+    unchanged = [block for block in range(len(before)) if block != one]
+    assert torch.equal(after[unchanged].nan_to_num(), before[unchanged].nan_to_num())
+    assert state.blocks == set(others)
+    pool.pages.fill_(1)
+    state.make_way({one})
+    assert bool(pool.pages.all())

@@ -41,10 +41,11 @@ READ: dict[str, tuple[str, ...]] = {
         *("num_computed_tokens", "is_prefill_chunk", "skip_reading_prefix_cache"),
     ),
     "vllm.v1.core.sched.output.SchedulerOutput": (
-        *("finished_req_ids", "preempted_req_ids", "scheduled_cached_reqs"),
+        *("finished_req_ids", "preempted_req_ids", "scheduled_cached_reqs", "scheduled_new_reqs"),
         *("num_scheduled_tokens", "total_num_scheduled_tokens", "scheduled_spec_decode_tokens"),
     ),
-    "vllm.v1.core.sched.output.CachedRequestData": ("resumed_req_ids",),
+    "vllm.v1.core.sched.output.CachedRequestData": ("resumed_req_ids", "new_block_ids"),
+    "vllm.v1.core.sched.output.NewRequestData": ("block_ids",),
     "vllm.v1.metrics.stats.SchedulerStats": ("cudagraph_stats",),
     "vllm.compilation.cuda_graph.CUDAGraphStat": ("runtime_mode",),
     "vllm.v1.worker.gpu.async_utils.AsyncOutput": ("model_runner_output",),

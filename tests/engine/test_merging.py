@@ -183,3 +183,22 @@ def test_a_budget_without_room_for_the_state_is_refused(llama: str, run_engine: 
             [[request("a", prompt(300, seed=1), 2)]],
             settings={"policy": "snapkv+momentfix", "budget": 32, "params": {"window_size": 8}},
         )
+
+
+def test_numbers_of_a_request_are_no_values_of_the_next(llama: str, run_engine: Run) -> None:
+    """Half of an fp32 number may be NaN as bfloat16, and vLLM's kernels multiply it by 0.
+
+    Others get the blocks in which moments lay, and fill them only in part.
+    """
+    first = [request(f"r{i}", prompt(400 + 7 * i, seed=i), 40) for i in range(2)]
+    others = [request(f"s{i}", prompt(5 + 7 * i, seed=i), 4) for i in range(12)]
+    report = run_engine(
+        llama,
+        [first, others],
+        settings={"policy": "momentkv", "budget": 0.5, "trigger": "prompt,decode:32"},
+        num_gpu_blocks_override=60,
+        max_model_len=512,
+        dtype="bfloat16",
+        environment={"VLLM_RAISE_ON_LOGIT_NANS": "1"},
+    )
+    assert len(report["outputs"]) == len(first) + len(others)

@@ -8,14 +8,17 @@ within a name head after head.
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import Selection
 
@@ -53,11 +56,28 @@ class PolicyState:
 
     Args:
         tables: whose pages hold them.
+
+    Attributes:
+        blocks: those that hold such numbers, or did since tokens were last written to them.
     """
 
     def __init__(self, tables: PageTables) -> None:
         self.tables = tables
         self.pool = tables.pool
+        self.blocks: set[int] = set()
+
+    def make_way(self, block_ids: Set[int]) -> None:
+        """Zeroes those of `blocks` to which tokens are about to be written.
+
+        Kernels may multiply values behind a request's last token by 0, and half of an fp32 number
+        may be NaN as a value of 16 bits.
+        """
+        found = self.blocks & block_ids
+        if found:
+            self.blocks -= found
+            within = np.arange(self.pool.pages_per_block)
+            pages = np.array(sorted(found))[:, None] * self.pool.pages_per_block + within
+            self.pool.pages.index_fill_(0, upload(pages.flatten(), self.pool.device), 0)
 
     def of_heads(
         self, pipeline: Pipeline, slots: Tensor | slice, layers: slice = EVERY_LAYER

@@ -89,6 +89,7 @@ class EventRunner:
 
     Attributes:
         pipelines: the policies of requests, by name.
+        policy_state: what requests of some policies carry beside their tokens.
         pipeline: the server's own. Where attention needs more than ordinary kernels give, it is
             the only one.
         observer: a measuring tool; None while requests are served.
@@ -108,8 +109,8 @@ class EventRunner:
         self.pipeline = next(iter(pipelines.values()))
         self.weights = list(weights)
         self.observer: EventObserver | None = None
-        self._policy_state = PolicyState(tables)
-        self._views = EventViews(self._policy_state, windows, self.weights)
+        self.policy_state = PolicyState(tables)
+        self._views = EventViews(self.policy_state, windows, self.weights)
 
     def begin(
         self, plan: EventPlan, block_row: Tensor, allocator: Allocator | None = None
@@ -136,6 +137,8 @@ class EventRunner:
             pool.page_bytes,
         )
         layer_pages = self._layer_pages(allocator or pipeline.allocator, plan, former, state_pages)
+        if state_pages:
+            self.policy_state.blocks.update(plan.fresh_block_ids)
         partial = 1 if plan.position % pool.block_size else 0
         starts = [
             sum(layer_pages[:layer]) + layer * state_pages for layer in range(pool.num_layers)
@@ -180,7 +183,7 @@ class EventRunner:
             self._write(event, view, sources, selection, pages)
             if event.state_pages:
                 behind = event.fresh_pages[start + total : start + total + event.state_pages]
-                self._policy_state.write(event.pipeline, layer, event.slot, selection, behind)
+                self.policy_state.write(event.pipeline, layer, event.slot, selection, behind)
             max_kept = self._max_kept(selection.page_counts, view, total)
             counts = selection.page_counts
             self.tables.replace(layer, event.slot, counts, pages, max_kept)
@@ -211,9 +214,9 @@ class EventRunner:
         the server's own policy.
         """
         if self.pipeline.corrects:
-            return self._policy_state.of_heads(self.pipeline, slots)
+            return self.policy_state.of_heads(self.pipeline, slots)
         if self.pipeline.weighs_entries:
-            return self._policy_state.of_entries(self.pipeline, "bias", slots)
+            return self.policy_state.of_entries(self.pipeline, "bias", slots)
         return None
 
     def _write(

@@ -295,6 +295,13 @@ def gone_request_ids(scheduler_output: Any) -> set[str]:
     return gone | set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
 
 
+def new_block_ids(scheduler_output: Any) -> set[int]:
+    """Blocks that requests were given for tokens in this step, and cached ones that they hit."""
+    found = [request.block_ids for request in scheduler_output.scheduled_new_reqs]
+    found += filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids)
+    return {block_id for groups in found for group in groups for block_id in group}
+
+
 def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     """vLLM's attention modules, by name."""
     context = vllm_config.compilation_config.static_forward_context

@@ -200,6 +200,16 @@ class WorkerCompression:
         self._plan = compat.attached_plan(scheduler_output) or StepPlan()
         self._scheduler_output = scheduler_output
         self._running = []
+        self._make_way()
+
+    def _make_way(self) -> None:
+        """Leaves nothing in the step's new blocks that is no key or value."""
+        states = [group.runner.policy_state for group in self.groups.values()]
+        holding = [state for state in states if state.blocks]
+        if holding:
+            new = compat.new_block_ids(self._scheduler_output)
+            for state in holding:
+                state.make_way(new)
 
     def prepare(self, layer_name: str, common: CommonAttentionMetadata) -> StepWork | None:
         """The step's work of the layer's cache group; None outside of steps, and without any."""
