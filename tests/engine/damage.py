@@ -1,0 +1,29 @@
+"""Ways to break the engine on purpose, as probes: called before it starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def free_sources_early(report: dict[str, Any]) -> None:
+    """An event's sources go back to the pool before it has run, and are poisoned there."""
+    from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
+
+    begin_event = CompressedBlockManager.begin_event
+
+    def hasty(self: Any, request_id: str, position: int, decision: Any) -> Any:
+        event = begin_event(self, request_id, position, decision)
+        self._free_sources(request_id)
+        return event
+
+    CompressedBlockManager.begin_event = hasty
+
+
+def free_sources_unseen(report: dict[str, Any]) -> None:
+    """The same where nobody compares owners: poison has to show it."""
+    from vllm_kvcompress.vllm_plugin.checks.scheduler_side import SchedulerChecks
+    from vllm_kvcompress.vllm_plugin.checks.worker_side import WorkerChecks
+
+    free_sources_early(report)
+    SchedulerChecks.after_step = lambda *args: None
+    WorkerChecks.check = lambda *args: None
