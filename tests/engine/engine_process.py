@@ -7,7 +7,7 @@ compared after every step. A scenario is a dictionary:
     settings: our settings, or null for stock vLLM
     asynchronous: schedule the next step while one runs
     phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?, xargs?,
-        lora? (an adapter's directory), prompt_logprobs?}
+        lora? (an adapter's directory), prompt_logprobs?, salt? (whose cache it shares)}
     record_kept: report the kept indices of every event
     probes: names (module:function) of what is called with the report before the engine starts
     calls: lists [phase, method of the workers, keyword arguments] of what is called before a phase
@@ -195,6 +195,8 @@ def run_phase(
                 prompt_logprobs=request.get("prompt_logprobs"),
             )
             prompt, adapter = {"prompt_token_ids": request["prompt"]}, request.get("lora")
+            if "salt" in request:
+                prompt["cache_salt"] = request["salt"]
             lora = LoRARequest("adapter", 1, adapter) if adapter else None
             engine.add_request(request["id"], prompt, params, lora_request=lora)
         for request_id in [r for r, at in aborts.items() if at == step]:

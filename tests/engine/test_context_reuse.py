@@ -76,7 +76,8 @@ def test_a_shared_context_takes_its_blocks_once(llama: str, run_engine: Run) -> 
     assert all(blocks < KEPT + 6 for blocks in held.values())
 
 
-def test_another_policy_or_budget_is_another_context(llama: str, run_engine: Run) -> None:
+def test_another_policy_budget_or_salt_is_another_context(llama: str, run_engine: Run) -> None:
+    """What was kept without a salt is not read with one, and each salt has its own."""
     settings = {
         **REUSE,
         "request_policies": ["keydiff", "none"],
@@ -91,10 +92,14 @@ def test_another_policy_or_budget_is_another_context(llama: str, run_engine: Run
         {"kv_context_tokens": 640},
     ]
     phases = [[ask(f"r{i}", i, output=2, xargs=xargs)] for i, xargs in enumerate(choices)]
+    phases += [[ask(salt, 6, output=2, salt=salt)] for salt in ("one", "another")]
     report = run_engine(llama, phases, settings=settings)
     assert report["contexts_reused"] == 0
-    again = run_engine(llama, [*phases, [ask("again", 9, xargs=choices[2])]], settings=settings)
-    assert again["contexts_reused"] == 1
+    later = [ask("again", 9, xargs=choices[2])], [ask("same", 9, salt="one")], [ask("none", 9)]
+    again = run_engine(llama, [*phases, *later], settings=settings)
+    assert again["contexts_reused"] == 3
+    cached = [again["outputs"][name]["cached"] for name in ("one", "another", "same", "none")]
+    assert cached == [0, 0, WHOLE_BLOCKS * BLOCK, WHOLE_BLOCKS * BLOCK]
 
 
 def test_without_leave_every_request_reads_its_context(llama: str, run_engine: Run) -> None:

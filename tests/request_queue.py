@@ -1,0 +1,124 @@
+"""Requests on vLLM's own block pool that take steps of their own, without an engine."""
+
+from __future__ import annotations
+
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from tests.tiny_models import prompt
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.scheduling.triggers import parse_triggers
+from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
+from vllm_kvcompress.vllm_plugin.request_table import RequestTable
+from vllm_kvcompress.vllm_plugin.spec import (
+    CompressedAttentionSpec,
+    DependentSlidingWindowSpec,
+    PolicyDemand,
+)
+
+BLOCK, WINDOW_BLOCKS = 16, 2
+LAYER = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
+hasher = get_request_block_hasher(BLOCK, sha256)
+
+
+class Queue:
+    """Requests that take steps of their own, as vLLM's scheduler would give them.
+
+    Args:
+        num_groups: of compressed layers; two have a group of sliding windows beside them.
+        reuse_contexts: contexts outlive their request.
+        asynchronous: a step is processed after the next one was planned.
+        num_blocks: of the pool.
+    """
+
+    def __init__(
+        self,
+        num_groups: int,
+        reuse_contexts: bool = False,
+        asynchronous: bool = False,
+        num_blocks: int = 100,
+    ) -> None:
+        settings = Settings(
+            policy="snapkv",
+            budget=0.25,
+            triggers=parse_triggers("prompt,decode:40,pressure:0.9"),
+            reuse_contexts=reuse_contexts,
+        )
+        demand = PolicyDemand("snapkv", 16, least_blocks=1, window_blocks=WINDOW_BLOCKS)
+        spec = CompressedAttentionSpec(settings=settings, demands=(demand,), **LAYER)
+        sliding = DependentSlidingWindowSpec(sliding_window=64, **LAYER)
+        groups = [spec] * num_groups + [sliding] * (num_groups > 1)
+        named = [KVCacheGroupSpec([f"layer {i}"], each) for i, each in enumerate(groups)]
+        init_none_hash(sha256)
+        self.cache = KVCacheManager(
+            KVCacheConfig(num_blocks, [], named),
+            max_model_len=2048,
+            scheduler_block_size=BLOCK,
+            hash_block_size=BLOCK,
+        )
+        managers = self.cache.coordinator.single_type_managers
+        compressed = [each for each in managers if isinstance(each, CompressedBlockManager)]
+        self.table = RequestTable(managers, compressed, self.cache.block_pool)
+        for manager in managers:
+            manager.table = self.table
+        self.asynchronous = asynchronous
+        self.requests: dict[str, Request] = {}
+        self.sent: dict[str, list[int]] = {}
+
+    def add(self, name: str, num_tokens: int, context_tokens: int | None = None) -> Request:
+        params = SamplingParams(max_tokens=1000)
+        if context_tokens is not None:
+            params.extra_args = {"kv_context_tokens": context_tokens}
+        tokens = prompt(num_tokens, seed=len(name))
+        request = Request(name, tokens, params, None, block_hasher=hasher)
+        self.requests[name] = request
+        self.table.open(request)
+        return request
+
+    def step(self, name: str, num_tokens: int = 64) -> bool:
+        """Computes some more tokens, up to an event; False: there is no room for them."""
+        request, record = self.requests[name], self.table[name]
+        blocks, num_hit = None, 0
+        if request.num_computed_tokens == 0:
+            hit = record.context_hit = self.table.contexts.find(record.ledger.context_key)
+            if hit is not None:
+                null = [self.cache.block_pool.null_block] * hit.num_blocks
+                blocks, num_hit = self.cache.create_kv_cache_blocks((null,)), len(null) * BLOCK
+            else:
+                blocks, num_hit, _ = self.cache.get_computed_blocks(request)
+        start = request.num_computed_tokens + num_hit
+        end = min(start + num_tokens, request.num_tokens)
+        position = record.ledger.rule.next_position(record.ledger.compress_at, start)
+        end = end if position is None else min(end, position)
+        fits = self.cache.allocate_slots(
+            request, end - start, num_hit, blocks, full_sequence_must_fit=start == num_hit
+        )
+        if fits is None:
+            return False
+        request.num_computed_tokens = end
+        request.num_in_flight_tokens = end - start if self.asynchronous else 0
+        if end == request.num_tokens:
+            request.append_output_token_ids(7)
+        events = [event.position for event in record.unsent.events]
+        assert events in ([], [end] * len(self.table.managers))
+        record.unsent.events.clear()
+        self.sent.setdefault(name, []).extend(events[:1])
+        return True
+
+    def preempt(self, name: str) -> None:
+        request = self.requests[name]
+        self.cache.free(request)
+        self.table.open(request)
+        request.num_computed_tokens = request.num_in_flight_tokens = 0
+        self.sent[name] = []
+
+    def end(self, name: str) -> None:
+        self.cache.free(self.requests.pop(name))
+
+    def check(self) -> None:
+        self.table.check_integrity(self.requests)
