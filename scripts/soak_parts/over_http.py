@@ -1,0 +1,160 @@
+"""Asks a server over HTTP, as clients of all kinds do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import urllib.request
+from collections import defaultdict
+from typing import Any
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from soak_parts.asks import Answer, Ask, Batch, Choice
+from soak_parts.models import text_of
+
+_PATIENCE = aiohttp.ClientTimeout(total=600)
+
+
+def read_metrics(address: str) -> dict[str, float]:
+    """Sums of a server's metrics, by name."""
+    with urllib.request.urlopen(f"{address}/metrics", timeout=60) as reply:
+        text = reply.read().decode()
+    found: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if sample.name in (family.name, f"{family.name}_total"):
+                found[family.name] += sample.value
+    return found
+
+
+class Client:
+    """Many clients of one server.
+
+    Args:
+        address: such as http://127.0.0.1:8000.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    async def serve(self, batch: Batch) -> dict[int, Answer]:
+        """The answers to a batch, by number of the request."""
+        door, rng = asyncio.Semaphore(batch.concurrency), random.Random(batch.seed)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
+        async with aiohttp.ClientSession(connector=connector, timeout=_PATIENCE) as session:
+
+            async def one(ask: Ask) -> Answer:
+                async with door:
+                    try:
+                        return await self._ask(session, ask)
+                    except (aiohttp.ClientError, TimeoutError) as error:
+                        return Answer("failed", reason=repr(error))
+
+            tasks = []
+            for ask in batch.asks:
+                tasks.append(asyncio.create_task(one(ask)))
+                await asyncio.sleep(rng.choice((0, 0, 0.003, 0.02)))
+            answers = await asyncio.gather(*tasks)
+        return {ask.index: answer for ask, answer in zip(batch.asks, answers, strict=True)}
+
+    async def touch(self) -> None:
+        """A request of one token."""
+        body = {"model": "soak", "prompt": [5], "max_tokens": 1}
+        url = f"{self._address}/v1/completions"
+        async with aiohttp.ClientSession() as session, session.post(url, json=body) as reply:
+            await reply.read()
+
+    async def _ask(self, session: aiohttp.ClientSession, ask: Ask) -> Answer:
+        """One request, which its client may leave."""
+        path = "/v1/chat/completions" if ask.chat else "/v1/completions"
+        post = session.post(self._address + path, json=body(ask))
+        if ask.cut is not None and not ask.stream:
+            try:
+                async with asyncio.timeout(0.01 * ask.cut):
+                    async with post as reply:
+                        await reply.read()
+            except TimeoutError:
+                pass
+            return Answer("cut")
+        async with post as reply:
+            if reply.status >= 400:
+                outcome = "refused" if reply.status < 500 else "failed"
+                return Answer(outcome, reason=f"{reply.status} {(await reply.text())[:300]}")
+            if not ask.stream:
+                return _answer(ask, [json.loads(await reply.read())])
+            parts: list[dict[str, Any]] = []
+            async for line in reply.content:
+                if len(parts) == ask.cut:
+                    return Answer("cut")
+                if line.startswith(b"data: ") and line[6:].strip() != b"[DONE]":
+                    parts.append(json.loads(line[6:]))
+        return _answer(ask, parts)
+
+
+def body(ask: Ask) -> dict[str, Any]:
+    """A request as OpenAI's API has it, and vLLM's additions."""
+    found: dict[str, Any] = {
+        "model": "soak",
+        "max_tokens": ask.max_tokens,
+        "temperature": ask.temperature,
+        "n": ask.n,
+        "stream": ask.stream,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        "vllm_xargs": ask.xargs,
+    }
+    if ask.chat:
+        found["messages"] = [{"role": "user", "content": text_of(ask.prompt)}]
+    else:
+        found["prompt"] = ask.prompt
+    logprobs = 2 if ask.alone else ask.logprobs
+    if logprobs is not None:
+        of_chat = {"logprobs": True, "top_logprobs": logprobs}
+        found |= of_chat if ask.chat else {"logprobs": logprobs}
+    optional = {
+        "stop": ask.stop,
+        "cache_salt": ask.cache_salt,
+        "structured_outputs": ask.guide,
+        "prompt_logprobs": None if ask.stream else ask.prompt_logprobs,
+    }
+    return found | {name: value for name, value in optional.items() if value not in (None, [])}
+
+
+def _answer(ask: Ask, parts: list[dict[str, Any]]) -> Answer:
+    """What a whole reply says, or the parts of a streamed one."""
+    choices = [Choice("", [], None, []) for _ in range(ask.n)]
+    for part in parts:
+        if "error" in part:
+            return Answer("failed", reason=str(part["error"])[:300])
+        for said in part["choices"]:
+            choice = choices[said["index"]]
+            message = said.get("message") or said.get("delta") or said
+            choice.text += message.get("text") or message.get("content") or ""
+            choice.tokens += said.get("token_ids") or []
+            choice.reason = said.get("finish_reason") or choice.reason
+            assert choice.logprobs is not None
+            choice.logprobs += _logprobs(said.get("logprobs"))
+    return Answer("answered", choices)
+
+
+def _logprobs(said: dict[str, Any] | None) -> list[dict[int, float]]:
+    """By token, log-probabilities by token id, in either API's form."""
+    if not said:
+        return []
+    if "content" in said:
+        return [
+            {_id(each["token"]): each["logprob"] for each in (place, *place["top_logprobs"])}
+            for place in said["content"] or ()
+        ]
+    own = zip(said["tokens"], said["token_logprobs"], strict=True)
+    found = [{_id(token): logprob} for token, logprob in own]
+    for place, best in zip(found, said["top_logprobs"] or (), strict=False):
+        place |= {_id(token): logprob for token, logprob in (best or {}).items()}
+    return found
+
+
+def _id(token: str) -> int:
+    return int(token.removeprefix("token_id:"))

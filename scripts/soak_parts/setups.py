@@ -1,0 +1,93 @@
+"""The servers of a long run: every policy, every trigger, and pools that are too small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+EVICTING = (
+    *("streamingllm", "knorm", "keydiff", "leverage", "tova", "h2o", "snapkv", "pyramidkv"),
+    *("adakv", "expected", "spans", "adakv+criticalkv", "keydiff+window", "snapkv+obcache"),
+    *("d2o", "h2o+cam"),
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One server.
+
+    Attributes:
+        name: of it.
+        policy: the server's own.
+        trigger: when requests are compressed.
+        num_blocks: of the pool, each of 32 tokens.
+        max_tokens: of a prompt and its answer.
+        budget: what is kept.
+        chooses: requests choose among `EVICTING` and none, and a budget.
+        reuses: contexts that requests name are kept for others.
+        recalls: the reference model, which answers from its context, serves two tenants.
+        profile: file name of the profile that the policy needs.
+        concurrency: requests at a time, at most.
+    """
+
+    name: str
+    policy: str
+    trigger: str = "prompt"
+    num_blocks: int = 120
+    max_tokens: int = 640
+    budget: float = 0.3
+    chooses: bool = False
+    reuses: bool = False
+    recalls: bool = False
+    profile: str | None = None
+    concurrency: int = 16
+
+    @property
+    def answers_depend_on_load(self) -> bool:
+        """Whether a request is compressed when others need room."""
+        return "pressure" in self.trigger
+
+    def settings(self, folder: str) -> dict[str, Any]:
+        """Ours, for a server whose profiles lie in a folder."""
+        found: dict[str, Any] = {
+            "policy": self.policy,
+            "budget": self.budget,
+            "trigger": self.trigger,
+        }
+        if self.chooses:
+            found |= {"request_policies": [p for p in (*EVICTING, "none") if p != self.policy]}
+            found |= {"min_request_budget": 0.1, "max_request_budget": 0.8}
+        if self.reuses:
+            found["reuse_contexts"] = True
+        if self.profile is not None:
+            found["profile"] = f"{folder}/{self.profile}"
+        return found
+
+    def engine(self) -> dict[str, Any]:
+        """Options of vLLM's."""
+        return {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "block_size": 32,
+            "max_model_len": self.max_tokens,
+            "num_gpu_blocks_override": self.num_blocks,
+            "max_num_batched_tokens": 512,
+            "max_num_seqs": 2 * self.concurrency,
+        }
+
+
+SETUPS = (
+    Setup("prompt", "adakv", "prompt,decode:24", chooses=True, reuses=True),
+    Setup("storm", "spans", num_blocks=48, chooses=True),
+    Setup("chunk", "snapkv", "chunk:96,decode:24", num_blocks=40, max_tokens=2048, chooses=True),
+    Setup("pressure", "snapkv", "pressure:0.6", num_blocks=64, chooses=True),
+    Setup("tenants", "adakv+criticalkv", num_blocks=90, budget=0.5, reuses=True, recalls=True),
+    Setup("momentkv", "momentkv", "prompt,decode:24", num_blocks=64, reuses=True, budget=0.5),
+    Setup("kvmerger", "kvmerger", "chunk:128", num_blocks=56, budget=0.5),
+    Setup("asymkv", "asymkv", "prompt,decode:32", num_blocks=56, budget=0.5),
+    Setup("kvslimmer", "kvslimmer", "chunk:160,decode:24", num_blocks=56, budget=0.5),
+    Setup("momentfix", "snapkv+momentfix", "pressure:0.7", num_blocks=64, budget=0.5),
+    Setup("headkv", "headkv", num_blocks=56, profile="headkv.json"),
+    Setup("duoattention", "duoattention", num_blocks=56, budget=0.5, profile="duo.tsv"),
+)
+BY_NAME = {setup.name: setup for setup in SETUPS}
