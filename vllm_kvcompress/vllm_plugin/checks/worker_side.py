@@ -26,7 +26,7 @@ class WorkerChecks:
     """Checks a worker's steps; on a GPU every one of them waits for the device."""
 
     def __init__(self) -> None:
-        os.environ.setdefault(compat.RAISE_ON_NANS, "1")
+        os.environ.setdefault("VLLM_RAISE_ON_LOGIT_NANS", "1")  # ends the engine where one is
         self._tags = BlockTags()
 
     def begin_step(self, plan: StepPlan, pools: Iterable[PagePool]) -> None:
