@@ -127,6 +127,8 @@ def criticalkv(look: Look) -> Iterator[tuple[str, Tensor]]:
     weight = look.layer.output_weight
 
     def lost(policy: str, budget: float, observed: bool = False, **params: Any) -> Tensor:
+        if "criticalkv" in policy:
+            params = {"norm": "l1", **params}
         parts = look.parts(look.kept(policy, budget, **params).mask, observed)
         return projected_error(parts.kept, parts, weight).mean(dim=0)
 
@@ -141,7 +143,7 @@ def criticalkv(look: Look) -> Iterator[tuple[str, Tensor]]:
     for name, value in (("alpha", 0.0), ("epsilon", 0.0), ("guard", "on"), ("weights", "exact")):
         policy = "snapkv+criticalkv"
         yield f"l1-{name}-{value}/{policy}@0.25", lost(policy, 0.25, **{name: value})
-    both = [look.kept(policy, 0.25).mask for policy in ("snapkv", "snapkv+criticalkv")]
+    both = [look.kept("snapkv", 0.25).mask, look.kept("snapkv+criticalkv", 0.25, norm="l1").mask]
     yield "same-tokens", (both[0] & both[1]).sum(dim=1) / both[0].sum(dim=1)
     norms = (look.layer.values[:, None, : look.num_tokens] @ by_kv_head(look)).abs().sum(dim=3)
     norms = norms.mean(dim=1)[:, 4:]  # without sinks, whose values are next to nothing

@@ -28,6 +28,7 @@ NUM_TOKENS, NUM_KEPT, WINDOW = 192, 48, 16
 # kvpress pools over the mean, with its own widths; Knorm skips no layers there; its criticalkv
 # counts the window into the first stage's half of the budget: 24 = 16 + a quarter of the other 32.
 SNAPKV = {"window_size": WINDOW, "kernel_size": 5, "pooling": "mean"}
+L1: dict[str, Any] = {**SNAPKV, "norm": "l1"}
 SAME: dict[str, dict[str, Any]] = {
     "streamingllm": {},
     "knorm": {"skip_layers": 0},
@@ -36,7 +37,7 @@ SAME: dict[str, dict[str, Any]] = {
     "expected": {"window_size": NUM_TOKENS, "n_future_positions": 64, "epsilon": 1e-3},
     "snapkv": SNAPKV,
     "adakv": {**SNAPKV, "safeguard": 0.0},
-    "snapkv+criticalkv": {**SNAPKV, "alpha": 0.25},
+    "snapkv+criticalkv": L1 | {"alpha": 0.25},
 }
 
 
@@ -113,7 +114,7 @@ def test_adakv_with_criticalkv_divides_budgets_alike(stored: dict[str, Tensor], 
     kvpress takes half of a head's whole budget, window included; we half of what the window
     leaves, as the paper has it. At most half of the window can differ, on either side.
     """
-    _, mine = ours(stored, layer, "adakv+criticalkv", {**SNAPKV, "safeguard": 0.0})
+    _, mine = ours(stored, layer, "adakv+criticalkv", L1 | {"safeguard": 0.0})
     theirs = stored[f"{layer}.adakv+criticalkv.kept"]
     assert mine.sum(dim=1).tolist() == theirs.sum(dim=1).tolist()
     assert ((mine & ~theirs).sum(dim=1) <= WINDOW // 2).all()

@@ -26,7 +26,7 @@ CASES: list[tuple[str, dict[str, object]]] = [
     *((policy, {}) for policy in POLICIES),
     ("keydiff", {"anchor": "median"}),
     ("keydiff", {"anchor": "pairwise"}),
-    ("snapkv+criticalkv", {"norm": "l2"}),
+    ("snapkv+criticalkv", {"norm": "l1"}),
     ("kvmerger", {"merge_space": "unrotated"}),
     ("kvmerger", {"value_mode": "mean"}),
     ("kvmerger", {"value_mode": "paper"}),

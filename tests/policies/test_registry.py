@@ -32,7 +32,7 @@ def test_criticalkv_is_tested_on_all_that_it_modifies() -> None:
     assert {f"{base}+criticalkv" for base in valid} <= set(POLICIES)
 
 
-def test_defaults_are_those_of_the_papers() -> None:
+def test_defaults() -> None:
     assert resolve("adakv+criticalkv").params == {
         "window_size": 32,
         "kernel_size": 7,
@@ -42,7 +42,7 @@ def test_defaults_are_those_of_the_papers() -> None:
         "normalize": "off",
         "alpha": 0.5,
         "epsilon": 1e-4,
-        "norm": "l1",
+        "norm": "l2",
         "weights": "product",
         "guard": "off",
     }
@@ -77,8 +77,8 @@ def test_adakv_divides_what_pyramidkv_gives_to_each_layer() -> None:
         ("tova", {}, Needs(window_size=1)),
         ("snapkv", {"window_size": 64}, Needs(window_size=64)),
         ("h2o", {}, Needs(window_size=256, accumulated=True)),
-        ("snapkv+criticalkv", {}, Needs(window_size=32, output_weight=True)),
-        ("snapkv+criticalkv", {"norm": "l2"}, Needs(window_size=32, output_gram=True)),
+        ("snapkv+criticalkv", {"norm": "l1"}, Needs(window_size=32, output_weight=True)),
+        ("snapkv+criticalkv", {}, Needs(window_size=32, output_gram=True)),
         ("snapkv+obcache", {}, Needs(window_size=32, values=True, plain_logits=True)),
         ("h2o", {"normalize_by_count": "on"}, Needs(256, accumulated=True, observed=True)),
         ("h2o+cam", {"merge_window": 400}, Needs(400, values=True, accumulated=True)),

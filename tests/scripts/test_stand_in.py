@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import block_by_block
 import stand_in
 from tests.cli.server_process import ROOT
 from vllm_kvcompress.errors import ConfigError
@@ -63,4 +64,20 @@ def test_differences_are_paired_and_only_what_the_full_cache_answers_counts() ->
     )
     assert lines[3] == (
         "| `b@0.5` | 0.300 | +0.100 (+0.100 to +0.100) | 0.200 | 0.400 | 0 of 1 | 0 of 0 |"
+    )
+
+
+def test_what_compressing_on_the_way_costs_is_paired_with_the_prompt_s_end() -> None:
+    values = {("none", "prompt"): (2.0, 1.0), ("tova", "prompt"): (2.1, 1.1)}
+    values |= {("tova", "chunk:128"): (2.4, 1.4)}
+    rows = [
+        {"item": item, "task": "text/prose", "policy": policy, "trigger": trigger, "nats": nats}
+        for (policy, trigger), both in values.items()
+        for item, nats in enumerate(both)
+    ]
+    first, *_, last = block_by_block.table(rows, ["tova"])
+    assert first == "2 texts, full cache 1.500 nats"
+    assert last == (
+        "| `tova` | 0.400 (0.400 to 0.400) | +0.300 (+0.300 to +0.300) "
+        "| 0.100 (0.100 to 0.100) | +0.000 (+0.000 to +0.000) |"
     )

@@ -28,7 +28,9 @@ class CriticalKV(Modifier, Selector):
 
     A share alpha of the head's budget goes to the tokens of highest mass S; the rest to those
     of highest (S + epsilon) * nu, where nu is the norm of the value projected through W_O.
-    Budgets exclude protected tokens; S is a mean over the window, so epsilon is absolute.
+    Budgets exclude protected tokens; S is a mean over the window, so epsilon is absolute. The
+    norm is L2 by default, which needs no projection of every value and keeps as good tokens as the
+    paper's L1 (docs/results/language.md).
 
     Of the query heads that share a KV head both factors are means (`product`), or their products
     are averaged (`exact`). The second stage lowers a bound on the output's error only where the
@@ -59,7 +61,9 @@ class CriticalKV(Modifier, Selector):
 
     alpha: float = parameter(0.5, "part of the budget chosen by score alone", 0.0, 1.0)
     epsilon: float = parameter(1e-4, "added to the score in the second stage", 0.0)
-    norm: str = parameter("l1", "l1 (exact, reads W_O) or l2 (Gram matrix)", choices=("l1", "l2"))
+    norm: str = parameter(
+        "l2", "l2 (from a Gram matrix) or l1 (the paper's, reads W_O)", choices=("l1", "l2")
+    )
     weights: str = parameter(
         "product",
         "mean score times mean norm of a group's query heads, or the mean of products (exact)",
