@@ -156,6 +156,8 @@ def main() -> None:
 
     settings = ([options.length], options.needles, options.seed, count)
     items = [item for task in NEEDLES for item in generate(f"ruler/{task}", *settings)]
+    # From task to task, so that a run that is stopped has some of each.
+    items = [items[i] for i in sorted(range(len(items)), key=lambda i: i % options.needles)]
     done = options.out.read_text().splitlines() if options.out.exists() else []
     rows = [json.loads(line) for line in done]
     for item in tqdm(items[len(rows) :], unit="needle"):

@@ -123,6 +123,30 @@ def table(rows: list[Row], setups: list[str]) -> Iterator[str]:
         yield f"| `{setup}` | {' | '.join(cells)} |"
 
 
+def plot(rows: list[Row], setups: list[str], path: Path) -> None:
+    """Needles found over text loss, a point for each setting and mode."""
+    import matplotlib.pyplot as plt
+
+    values = {(row["setup"], row["mode"], row["item"]): row["value"] for row in rows}
+    full = {key[1:]: value for key, value in values.items() if key[0] == FULL}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True)
+    for axis, mode in zip(axes, (KNOWN, UNKNOWN), strict=True):
+        for setup in setups:
+            texts = [key for key in full if key[0] == TEXT]
+            loss = statistics.mean(values[(setup, *key)] - full[key] for key in texts)
+            able = [key for key, found in full.items() if key[0] == mode and found]
+            found = 100 * statistics.mean(values[(setup, *key)] for key in able)
+            axis.plot(loss, found, "o", color="tab:blue")
+            axis.annotate(setup, (loss, found), (4, 4), textcoords="offset points", fontsize=7)
+        axis.set_title(f"question {mode}")
+        axis.set_xlabel("text loss, nats per token")
+        axis.set_xlim(left=0)
+        axis.set_ylim(-5, 110)
+    axes[0].set_ylabel("needles found, %")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
 def items_of(options: argparse.Namespace, tokenizer: Any) -> list[Item]:
     """Texts first, then questions."""
     lengths = [options.length]
@@ -148,6 +172,7 @@ def main() -> None:
     parser.add_argument("--needles", type=int, default=4, help="questions of each task (4)")
     parser.add_argument("--seed", type=int, default=0, help="of texts and questions (0)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="needles over text loss")
     options = parser.parse_args()
     from tqdm import tqdm
 
@@ -166,6 +191,8 @@ def main() -> None:
         with options.out.open("a") as output:
             output.writelines(json.dumps(row) + "\n" for row in new)
     print("\n".join(table(rows, options.setups)))
+    if options.plot:
+        plot(rows, options.setups, options.plot)
 
 
 if __name__ == "__main__":

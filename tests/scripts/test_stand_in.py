@@ -3,6 +3,8 @@ compares its text loss with the engine's."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -41,14 +43,17 @@ def test_settings_have_parameters_and_a_budget() -> None:
         stand_in.pipeline_of("snapkv:windw=64@0.25")
 
 
-def test_differences_are_paired_and_only_what_the_full_cache_answers_counts() -> None:
+def test_differences_are_paired_and_only_what_the_full_cache_answers_counts(
+    tmp_path: Path,
+) -> None:
     values = {
         "text": {"full": (2.0, 1.0), "a@0.5": (2.1, 1.3), "b@0.5": (2.2, 1.4)},
         "known": {"full": (True, False), "a@0.5": (True, True), "b@0.5": (False, True)},
+        "not known": {"full": (True, True), "a@0.5": (True, True), "b@0.5": (False, True)},
     }
     rows = [
         {
-            "item": item + 10 * (mode == "known"),
+            "item": item + 10 * (mode != "text"),
             "task": task,
             "mode": mode,
             "setup": setup,
@@ -60,11 +65,14 @@ def test_differences_are_paired_and_only_what_the_full_cache_answers_counts() ->
     ]
     lines = list(stand_in.table(rows, ["a@0.5", "b@0.5"]))
     assert lines[2] == (
-        "| `a@0.5` | 0.200 | +0.000 (+0.000 to +0.000) | 0.100 | 0.300 | 1 of 1 | 0 of 0 |"
+        "| `a@0.5` | 0.200 | +0.000 (+0.000 to +0.000) | 0.100 | 0.300 | 1 of 1 | 2 of 2 |"
     )
     assert lines[3] == (
-        "| `b@0.5` | 0.300 | +0.100 (+0.100 to +0.100) | 0.200 | 0.400 | 0 of 1 | 0 of 0 |"
+        "| `b@0.5` | 0.300 | +0.100 (+0.100 to +0.100) | 0.200 | 0.400 | 0 of 1 | 1 of 2 |"
     )
+    stand_in.plot(rows, ["a@0.5", "b@0.5"], tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    assert all(drawn.count(f"<!-- {name} -->") == 2 for name in ("a@0.5", "b@0.5"))
 
 
 def test_what_compressing_on_the_way_costs_is_paired_with_the_prompt_s_end() -> None:
