@@ -75,7 +75,7 @@ def starting(
     finally:
         server.send_signal(signal.SIGTERM)
         try:
-            server.wait(30)
+            server.wait(120)
         except subprocess.TimeoutExpired:
             server.kill()
             server.wait()

@@ -25,15 +25,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.build("llama", tmp_path_factory.mktemp("models"))
 
 
-def scraped(address: str) -> dict[str, float]:
-    """Our samples by name, or by name{reason}, over all policies; and by name{policy}."""
+def scraped(address: str, engine: str = "0") -> dict[str, float]:
+    """An engine's samples by name, or by name{reason}, over all policies; and by name{policy}."""
     text = urllib3.request("GET", f"{address}/metrics").data.decode()
     samples: dict[str, float] = {}
     seen = set()
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name.startswith("kvcompress_") and "le" not in sample.labels:
-                assert (sample.labels["model_name"], sample.labels["engine"]) == ("tiny", "0")
+            ours = sample.name.startswith("kvcompress_") and sample.labels["engine"] == engine
+            if ours and "le" not in sample.labels:
+                assert sample.labels["model_name"] == "tiny"
                 assert "pid" not in sample.labels
                 reason = sample.labels.get("reason", "")
                 policy = sample.labels.get("policy", "")

@@ -1,9 +1,12 @@
-"""GET /kvcompress of a real server with two API processes and a key, as a browser shows it."""
+"""A real server with two engines, two API processes and a key: what each counts, and the page."""
 
 from __future__ import annotations
 
+import os
+import time
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,9 @@ PROMPT_TOKENS = 640
 BLOCKS = PROMPT_TOKENS // 32
 KEPT = BLOCKS // 4
 LAYERS, HEADS = 3, 2
+ENGINES = ("0", "1")
+
+pytestmark = pytest.mark.timeout(900)  # eight processes import vLLM before it serves
 
 
 def declared_plugins(folder: Path) -> Path:
@@ -46,17 +52,30 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments = ["serve", str(model), "--served-model-name", "tiny", "--enforce-eager"]
     arguments += ["--max-model-len", "1024", "--dtype", "float32", "--api-key", KEY]
     arguments += ["--kv-policy", "adakv", "--kv-budget", "0.25", "--api-server-count", "2"]
-    arguments += ["--kv-min-tokens", "64"]
+    arguments += ["--data-parallel-size", str(len(ENGINES)), "--kv-min-tokens", "64"]
+    cores = sorted(os.sched_getaffinity(0))
     packages = declared_plugins(folder / "packages")
-    with serving(OUR_SERVE, arguments, folder / "server.log", packages=packages) as address:
-        yield address
+    with pytest.MonkeyPatch.context() as variables:
+        variables.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+        with serving(OUR_SERVE, arguments, folder / "server.log", packages=packages) as address:
+            yield address
 
 
-def ask(address: str, seed: int) -> None:
-    """One request, over a connection of its own, so that both API processes get some."""
+def ask(address: str, seed: int, engine: str | None = None) -> None:
+    """One request, over a connection of its own, so that both API processes get some.
+
+    Args:
+        address: of the server.
+        seed: of the prompt.
+        engine: that is to answer; the server's balancer chooses one where this is None.
+    """
+    chosen = {} if engine is None else {"X-data-parallel-rank": engine}
     with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
         client.completions.create(
-            model="tiny", prompt=tiny_models.prompt(PROMPT_TOKENS, seed), max_tokens=4
+            model="tiny",
+            prompt=tiny_models.prompt(PROMPT_TOKENS, seed),
+            max_tokens=4,
+            extra_headers=chosen,
         )
 
 
@@ -71,15 +90,52 @@ def counted(address: str) -> dict[str, float]:
     return document["policies"]["adakv"]
 
 
-def test_totals_cover_all_api_servers(address: str) -> None:
-    """Whichever process answers, the counts are of all; events come from the workers."""
+def events_by_engine(address: str, at_least: float = 0) -> list[float]:
+    """What each engine has counted, as soon as all together have counted so many."""
+    deadline = time.monotonic() + 60
+    while True:
+        counts = [scraped(address, engine)["kvcompress_events_total"] for engine in ENGINES]
+        if sum(counts) >= at_least or time.monotonic() > deadline:
+            return counts
+        time.sleep(0.2)
+
+
+def test_every_engine_compresses_and_counts_for_itself(address: str) -> None:
+    before = events_by_engine(address)
+    asked = (2, 3)
+    for engine, num_requests in zip(ENGINES, asked, strict=True):
+        for seed in range(num_requests):
+            ask(address, seed, engine)
+    after = events_by_engine(address, sum(before) + sum(asked))
+    assert after == [before[0] + asked[0], before[1] + asked[1]]
+    for engine in ENGINES:
+        samples = scraped(address, engine)
+        num_events = samples["kvcompress_events_total"]
+        assert samples["kvcompress_info"] == 1
+        assert samples["kvcompress_blocks_freed_total"] == BLOCKS * num_events
+        assert samples["kvcompress_blocks_written_total"] == KEPT * num_events
+    engines = {event["engine"] for event in fetch(address).json()["events"]}
+    assert engines == {int(engine) for engine in ENGINES}
+
+
+def test_the_balancer_gives_every_engine_its_share(address: str) -> None:
+    before, num_requests = events_by_engine(address), 12
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda seed: ask(address, seed), range(20, 20 + num_requests)))
+    after = events_by_engine(address, sum(before) + num_requests)
+    gained = [now - then for now, then in zip(after, before, strict=True)]
+    assert sum(gained) == num_requests
+    assert min(gained) >= 2
+
+
+def test_totals_cover_all_api_servers_and_engines(address: str) -> None:
+    """Whichever process answers, the counts are of all."""
     before, num_requests = counted(address), 6
     for seed in range(num_requests):
-        ask(address, seed)
-    deadline = 100
-    while counted(address)["event_seconds"] == before["event_seconds"] and deadline:
-        deadline -= 1
-    assert scraped(address)["kvcompress_events_total"] == before["events"] + num_requests
+        ask(address, seed, ENGINES[seed % 2])
+    assert sum(events_by_engine(address, before["events"] + num_requests)) == (
+        before["events"] + num_requests
+    )
     answers = [fetch(address).json() for _ in range(6)]
     for document in answers:
         gained = {key: n - before[key] for key, n in document["policies"]["adakv"].items()}
@@ -88,14 +144,14 @@ def test_totals_cover_all_api_servers(address: str) -> None:
         assert gained["kept_tokens"] == num_requests * 32 * KEPT
         assert gained["blocks_freed"] == num_requests * BLOCKS
         assert gained["blocks_written"] == num_requests * KEPT
-        assert set(document["engines"]) == {"0"}
+        assert set(document["engines"]) == set(ENGINES)
         assert document["settings"]["budget"] == 0.25
         assert document["model"] == "tiny"
 
 
 def test_the_last_events_say_what_every_head_kept(address: str) -> None:
     for seed in range(3):
-        ask(address, seed)
+        ask(address, seed, ENGINES[seed % 2])
     events = fetch(address).json()["events"]
     assert 3 <= len(events) <= NUM_EVENTS
     assert [e["finished_at"] for e in events] == sorted(
