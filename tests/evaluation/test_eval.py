@@ -14,9 +14,10 @@ import torch
 
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from vllm_kvcompress.cli import eval as eval_command
+from vllm_kvcompress.cli import recommend
 from vllm_kvcompress.cli.main import main
-from vllm_kvcompress.config import DEFAULT_POLICY
-from vllm_kvcompress.errors import EngineError
+from vllm_kvcompress.config import DEFAULT_POLICY, Settings
+from vllm_kvcompress.errors import ConfigError, EngineError
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question
 
@@ -47,6 +48,24 @@ def test_without_policies_and_budgets_half_is_kept_by_the_default() -> None:
     asked = parser.parse_args([MODEL, "--tasks", TASKS[0], "--out", "unused"])
     names = [setup.name for setup in eval_command.plan_of(asked).setups]
     assert names == ["full", f"{DEFAULT_POLICY}@0.5"]
+
+
+@pytest.mark.parametrize("limit", [0, 64, None])
+def test_short_questions_are_left_alone_as_serve_does(limit: int | None) -> None:
+    """And 0 is a limit of its own."""
+    parser = argparse.ArgumentParser()
+    eval_command.add_options(parser)
+    more = [] if limit is None else ["--kv-min-tokens", str(limit)]
+    asked = parser.parse_args([MODEL, "--tasks", TASKS[0], "--out", "unused", *more])
+    plan = eval_command.plan_of(asked)
+    settings = Settings.from_dict(plan.setups[1].settings(plan.params) or {})
+    assert settings.min_tokens == (256 if limit is None else limit)
+
+
+def test_what_compressed_nothing_is_no_advice() -> None:
+    recommend.check_compressed([{"kept": 1.0}, {"kept": 0.9}])
+    with pytest.raises(ConfigError, match=r"nothing was compressed.*--kv-min-tokens \(256\)"):
+        recommend.check_compressed([{"kept": 1.0}, {"kept": 1.0}])
 
 
 @pytest.fixture(scope="module")

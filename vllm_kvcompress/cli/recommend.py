@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
         rows = write_results(tried, arguments.out, runner.run(tried, arguments.out, progress_bar))
         best = cheapest(rows, arguments.max_loss, arguments.max_text_loss)
         if best is not None:
-            _check_compressed([row for row in rows if row["setup"] == best])
+            check_compressed([row for row in rows if row["setup"] == best])
             policy, _, budget = best.rpartition("@")
             command = ["vllm-kvcompress", "serve", plan.model, "--kv-policy", policy]
             command += ["--kv-budget", budget]
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 1
 
 
-def _check_compressed(rows: list[dict[str, Any]]) -> None:
+def check_compressed(rows: list[dict[str, Any]]) -> None:
     """Refuses to advise what was not measured.
 
     Raises:
