@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
@@ -32,6 +34,7 @@ class Queue:
     Args:
         num_groups: of compressed layers; two have a group of sliding windows beside them.
         reuse_contexts: contexts outlive their request.
+        reuse_conversations: so does what a request leaves at its end.
         asynchronous: a step is processed after the next one was planned.
         num_blocks: of the pool.
     """
@@ -42,6 +45,7 @@ class Queue:
         reuse_contexts: bool = False,
         asynchronous: bool = False,
         num_blocks: int = 100,
+        reuse_conversations: str | None = None,
     ) -> None:
         settings = Settings(
             policy="snapkv",
@@ -49,6 +53,7 @@ class Queue:
             min_tokens=32,
             triggers=parse_triggers("prompt,decode:40,pressure:0.9"),
             reuse_contexts=reuse_contexts,
+            reuse_conversations=reuse_conversations,
         )
         demand = PolicyDemand("snapkv", 16, least_blocks=1, window_blocks=WINDOW_BLOCKS)
         spec = CompressedAttentionSpec(settings=settings, demands=(demand,), **LAYER)
@@ -71,11 +76,17 @@ class Queue:
         self.requests: dict[str, Request] = {}
         self.sent: dict[str, list[int]] = {}
 
-    def add(self, name: str, num_tokens: int, context_tokens: int | None = None) -> Request:
+    def add(
+        self,
+        name: str,
+        num_tokens: int,
+        context_tokens: int | None = None,
+        history: Sequence[int] = (),
+    ) -> Request:
         params = SamplingParams(max_tokens=1000)
         if context_tokens is not None:
             params.extra_args = {"kv_context_tokens": context_tokens}
-        tokens = prompt(num_tokens, seed=len(name))
+        tokens = [*history, *prompt(num_tokens, seed=len(name))]
         request = Request(name, tokens, params, None, block_hasher=hasher)
         self.requests[name] = request
         self.table.open(request)
@@ -86,12 +97,13 @@ class Queue:
         request, record = self.requests[name], self.table[name]
         blocks, num_hit = None, 0
         if request.num_computed_tokens == 0:
-            hit = record.context_hit = self.table.contexts.find(record.ledger.context_key)
+            blocks, num_hit, _ = self.cache.get_computed_blocks(request)
+            hit = record.beginning = self.table.find_beginning(request, num_hit)
             if hit is not None:
-                null = [self.cache.block_pool.null_block] * hit.num_blocks
-                blocks, num_hit = self.cache.create_kv_cache_blocks((null,)), len(null) * BLOCK
-            else:
-                blocks, num_hit, _ = self.cache.get_computed_blocks(request)
+                null = [self.cache.block_pool.null_block] * hit.state.first_block
+                tail = hit.state.tail[: hit.num_whole_blocks]
+                blocks = self.cache.create_kv_cache_blocks(([*null, *tail],))
+                num_hit = hit.num_tokens
         start = request.num_computed_tokens + num_hit
         end = min(start + num_tokens, request.num_tokens)
         position = record.ledger.rule.next_position(record.ledger.compress_at, start)
@@ -119,7 +131,9 @@ class Queue:
         self.sent[name] = []
 
     def end(self, name: str) -> None:
-        self.cache.free(self.requests.pop(name))
+        request = self.requests.pop(name)
+        self.table.end(request)
+        self.cache.free(request)
 
     def check(self) -> None:
         self.table.check_integrity(self.requests)

@@ -269,6 +269,7 @@ def test_requests_may_choose_what_the_operator_allows() -> None:
         min_request_budget="0.1",
         max_request_budget=0.5,
         reuse_contexts=True,
+        reuse_conversations="anew",
         attention="own",
     )
     assert settings.policies == ("adakv", "keydiff")
@@ -295,6 +296,7 @@ def test_requests_may_choose_what_the_operator_allows() -> None:
         ({"min_request_budget": 0, "max_request_budget": 0.5}, "expected a positive"),
         ({"request_policies": 5}, "expected names of policies, found 5"),
         ({"reuse_contexts": "yes"}, "expected true or false, found 'yes'"),
+        ({"reuse_conversations": True}, "expected one of reuse, anew, auto, found True"),
         ({"attention": "xformers"}, "expected one of auto, flash, triton, own, found 'xformers'"),
     ],
 )

@@ -169,3 +169,32 @@ def test_what_is_carried_has_room() -> None:
 def test_a_fraction_that_is_not_exact_in_binary_rounds_as_on_paper() -> None:
     rule = CompressionRule(BLOCK, fraction=0.1)
     assert rule.target_blocks(30 * BLOCK, 30 * BLOCK) == 3
+
+
+@given(
+    rule=rules, prompt=st.integers(2, 300), position=st.integers(1, 299), more=st.integers(0, 200)
+)
+def test_of_a_kept_state_as_much_is_used_as_leaves_the_queries_of_the_next_event(
+    rule: CompressionRule, prompt: int, position: int, more: int
+) -> None:
+    position = min(position, prompt - 1)
+    num_tokens = min(position + more, prompt - 1)
+    events = positions_by_hand(rule, prompt, 2 * prompt + 100)
+    if rule.pressure_mark is not None:
+        events = sorted({*events, prompt})
+
+    def leaves_the_queries(start: int) -> bool:
+        first = next((event for event in events if event > start), None)
+        if first is None:
+            return True
+        oldest = position
+        if first > prompt and rule.pressure_mark is None:
+            oldest = prompt
+        queries = range(oldest, first)[-rule.window_size :] if rule.window_size else ()
+        return all(query >= start for query in queries)
+
+    expected = max(filter(leaves_the_queries, range(position, num_tokens + 1)), default=0)
+    found = RequestLedger(prompt, rule, num_prompt_tokens=prompt).usable_tokens(
+        position, num_tokens
+    )
+    assert found == expected

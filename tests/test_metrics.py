@@ -12,7 +12,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_kvcompress import __version__
 from vllm_kvcompress.config import Settings, parse_triggers
 from vllm_kvcompress.metrics.prometheus import CompressionMetrics
-from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.metrics.stats import (
+    FORGOTTEN_BECAUSE,
+    DurationRecord,
+    EventRecord,
+    SkippedRecord,
+    StepStats,
+)
 
 SETTINGS = Settings("adakv+criticalkv", 0.25, parse_triggers("prompt,decode:64"))
 LABELS = {"model_name": "m", "engine": "0"}
@@ -30,6 +36,9 @@ STEP = StepStats(
     logical_tokens=1200,
     resident_tokens=300,
     contexts_reused=2,
+    conversations_continued=3,
+    continued_tokens=700,
+    forgotten={"evicted": 4},
     reclaimable_blocks=24,
 )
 
@@ -51,6 +60,8 @@ def test_every_series_is_there_before_the_first_event(registry: CollectorRegistr
         assert value("kvcompress_events_total", labels) == 0
     for reason in ("shorter_than_min_tokens", "nothing_to_free", "error"):
         assert value("kvcompress_skipped_total", {**OWN, "reason": reason}) == 0
+    for reason in FORGOTTEN_BECAUSE:
+        assert value("kvcompress_states_forgotten_total", {**LABELS, "reason": reason}) == 0
     for name in ("source_tokens", "kept_tokens", "blocks_freed", "blocks_written"):
         assert value(f"kvcompress_{name}_total", OWN) == 0
     for name in ("kept_fraction", "event_seconds"):
@@ -76,6 +87,9 @@ def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry
     assert value("kvcompress_blocks_freed_total", OWN) == 2 * (32 + 16)
     assert value("kvcompress_blocks_written_total", OWN) == 2 * (8 + 8)
     assert value("kvcompress_contexts_reused_total", LABELS) == 2 * 2
+    assert value("kvcompress_conversations_continued_total", LABELS) == 2 * 3
+    assert value("kvcompress_continued_tokens_total", LABELS) == 2 * 700
+    assert value("kvcompress_states_forgotten_total", {**LABELS, "reason": "evicted"}) == 2 * 4
     assert value("kvcompress_kept_fraction_sum", OWN) == 2 * (0.25 + 0.5)
     assert value("kvcompress_kept_fraction_bucket", {**OWN, "le": "0.25"}) == 2
     assert value("kvcompress_event_seconds_sum", OWN) == 2 * (0.125 + 0.5)
@@ -101,7 +115,7 @@ def test_names_and_help_texts(registry: CollectorRegistry) -> None:
         assert family.name.startswith("kvcompress_")
         if not family.name.endswith("_created"):
             assert any(unit in family.documentation.lower() for unit in units), family.name
-    assert len([f for f in families if not f.name.endswith("_created")]) == 13
+    assert len([f for f in families if not f.name.endswith("_created")]) == 16
 
 
 def test_kept_tokens_are_still_there_under_their_former_name(registry: CollectorRegistry) -> None:

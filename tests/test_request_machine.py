@@ -14,7 +14,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.request_queue import BLOCK, Queue
+from tests.request_queue import Queue
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
 
@@ -58,11 +58,12 @@ class Schedules(RuleBasedStateMachine):
     def adopt(self, data: st.DataObject) -> None:
         """A request's first step, with the prefix or the compressed context that it hits."""
         name = self.some(data, running=False)
-        key = self.queue.table[name].ledger.context_key
-        known = self.queue.table.contexts.find(key)
+        request = self.queue.requests[name]
+        _, num_hit, _ = self.queue.cache.get_computed_blocks(request)
+        known = self.queue.table.find_beginning(request, num_hit)
         if self.queue.step(name) and known is not None:
-            assert self.queue.requests[name].num_computed_tokens > known.num_blocks * BLOCK
-            assert self.queue.table[name].context is known
+            assert request.num_computed_tokens > known.num_tokens
+            assert self.queue.table[name].began_with == known.state.number
 
     @precondition(lambda self: self.has(running=True))
     @rule(data=st.data(), num_tokens=st.sampled_from([1, 16, 40, 64]))
@@ -104,7 +105,7 @@ class Schedules(RuleBasedStateMachine):
         """Somebody else takes blocks for a moment: prefixes and contexts in them are forgotten."""
         pool = self.queue.cache.block_pool
         taken = pool.get_new_blocks(int(share * pool.get_num_free_blocks()))
-        assert not any(self.queue.table.contexts.knows(block) for block in taken)
+        assert not any(self.queue.table.states.knows(block) for block in taken)
         pool.free_blocks(taken)
 
     @invariant()

@@ -8,7 +8,8 @@ import pytest
 from vllm.v1.request import Request
 
 from tests.request_queue import Queue
-from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.errors import InvariantError, UnsupportedError
+from vllm_kvcompress.vllm_plugin.kept_states import KeptState
 from vllm_kvcompress.vllm_plugin.scheduler import CompressionMixin
 
 
@@ -53,6 +54,7 @@ class Preempting(CompressionMixin, Stock):
 
     def __init__(self, queue: Queue) -> None:
         self.table, self.kv_cache_manager = queue.table, queue.cache
+        self.spec = queue.table.spec
 
 
 @pytest.mark.parametrize(
@@ -83,11 +85,115 @@ def test_a_context_is_forgotten_with_its_first_block() -> None:
     while queue.requests["a"].num_computed_tokens < 200:
         assert queue.step("a")
     queue.end("a")
-    assert len(queue.table.contexts) == 1
+    assert len(queue.table.states) == 1
     pool = queue.cache.block_pool
     pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
     queue.check()
-    assert len(queue.table.contexts) == 0
+    assert len(queue.table.states) == 0
+
+
+def end_after(queue: Queue, name: str, num_reply_tokens: int) -> list[int]:
+    """Has a request read its prompt, generate, and end; returns all its tokens."""
+    request = queue.requests[name]
+    while request.num_output_tokens < num_reply_tokens:
+        assert queue.step(name)
+        queue.check()
+    queue.end(name)
+    queue.check()
+    return list(request.all_token_ids)
+
+
+def test_a_conversation_goes_on_where_it_ended() -> None:
+    """Two branches share what is kept; the block that both write to is copied for each."""
+    queue = Queue(1, reuse_conversations="reuse")
+    queue.add("a", 300)
+    history = end_after(queue, "a", 25)
+    (state,) = queue.table.states.find(queue.add("b", 100, history=history), _use(queue, "b"))
+    assert state[1] == 324  # the last token was not computed
+    queue.add("cc", 90, history=history)
+    for name in ("b", "cc"):
+        assert queue.step(name)
+        assert queue.requests[name].num_computed_tokens == 324 + 64
+        queue.check()
+    ours, theirs = (
+        queue.cache.coordinator.single_type_managers[0].req_to_blocks[n] for n in ("b", "cc")
+    )
+    assert [block.is_null for block in ours] == [n < 18 for n in range(25)]
+    assert ours[18:20] == theirs[18:20]
+    assert ours[20] is not theirs[20]
+    copied = state[0].tail[2].block_id
+    copies = {
+        (copy.source, copy.target) for n in ("b", "cc") for copy in queue.table[n].unsent.copies
+    }
+    assert copies == {(copied, ours[20].block_id), (copied, theirs[20].block_id)}
+    for name in ("b", "cc"):
+        end_after(queue, name, 3)
+    assert len(queue.table.states) == 3
+
+
+def test_a_longer_state_of_the_same_event_takes_the_place_of_a_shorter_one() -> None:
+    queue = Queue(1, reuse_conversations="reuse")
+    queue.add("a", 300)
+    history = end_after(queue, "a", 25)
+    queue.add("b", 30, history=history)
+    while queue.requests["b"].num_computed_tokens < 340:
+        assert queue.step("b", 10)
+    queue.end("b")
+    queue.check()
+    assert len(queue.table.states) == 1
+    assert queue.table.states.take_counts().forgotten == {"extended": 1}
+
+
+@pytest.mark.parametrize(("num_blocks", "first_to_go"), [(30, "a"), (100, "other")])
+def test_where_states_crowd_the_pool_those_of_former_turns_go_first(
+    num_blocks: int, first_to_go: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before another conversation, which nobody has continued for longer."""
+    queue = Queue(1, reuse_conversations="reuse")
+    pool, states = queue.cache.block_pool, queue.table.states
+    kept: dict[str, KeptState] = {}
+    for name in ("other", "a"):
+        queue.add(name, 300)
+        history = end_after(queue, name, 30)
+        known = {state for of_block in states._by_block.values() for state in of_block}
+        (kept[name],) = known - set(kept.values())
+    queue.add("b", 40, history=history)
+    assert queue.step("b")
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "num_gpu_blocks", num_blocks)  # 16 of them are states'
+        assert queue.step("b")
+    queue.end("b")
+    queue.check()
+    assert len(states) == 3
+    while len(states) == 3:
+        pool.touch(pool.get_new_blocks(1))
+    assert states.take_dropped() == [kept[first_to_go].number]
+
+
+@pytest.mark.parametrize(("how", "cached"), [("reuse", 324), ("anew", 288), ("anew", 324)])
+def test_what_is_kept_or_the_prefix_cache(how: str, cached: int) -> None:
+    """Compressed anew where the cache has all that was compressed, and this is wanted."""
+    queue = Queue(1, reuse_conversations=how)
+    queue.add("a", 300)
+    history = end_after(queue, "a", 25)
+    if (how, cached) == ("anew", 324):
+        for block in queue.cache.block_pool.blocks:
+            queue.cache.block_pool.evict_blocks({block.block_id})
+    queue.add("b", 100, history=history)
+    assert queue.step("b", 1)
+    assert queue.requests["b"].num_computed_tokens == cached + 1
+
+
+@pytest.mark.parametrize("option", ["contexts", "conversations"])
+def test_layers_of_other_kinds_keep_no_states(option: str) -> None:
+    wanted = {"reuse_contexts": True} if option == "contexts" else {"reuse_conversations": "auto"}
+    scheduler = Preempting(Queue(2, **wanted))
+    with pytest.raises(UnsupportedError, match=f"--kv-reuse-{option} needs a model of full-att"):
+        scheduler._check_reuse()
+
+
+def _use(queue: Queue, name: str) -> object:
+    return queue.table[name].use
 
 
 def forget_window(queue: Queue) -> None:
@@ -129,7 +235,7 @@ def cache_fresh_block(queue: Queue) -> None:
 
 
 def forget_context_block(queue: Queue) -> None:
-    queue.table.contexts._by_block.popitem()
+    queue.table.states._by_block.popitem()
 
 
 @pytest.mark.parametrize(
@@ -144,7 +250,7 @@ def forget_context_block(queue: Queue) -> None:
         (end_without_closing, "requests with a record"),
         (preempt_without_opening, "requests with a record"),
         (cache_fresh_block, "blocks of a in group 0"),
-        (forget_context_block, "blocks of contexts"),
+        (forget_context_block, "blocks of kept states"),
     ],
 )
 def test_damage_is_found(damage: Callable[[Queue], None], message: str) -> None:
@@ -154,7 +260,7 @@ def test_damage_is_found(damage: Callable[[Queue], None], message: str) -> None:
     while queue.requests["context"].num_computed_tokens < 200:
         assert queue.step("context")
     queue.end("context")
-    assert len(queue.table.contexts) == 1
+    assert len(queue.table.states) == 1
     queue.add("a", 300)
     while queue.requests["a"].num_computed_tokens < 300:
         assert queue.step("a")

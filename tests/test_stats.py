@@ -11,7 +11,13 @@ from vllm.compilation.cuda_graph import CUDAGraphStat
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.metrics.stats import (
+    FORGOTTEN_BECAUSE,
+    DurationRecord,
+    EventRecord,
+    SkippedRecord,
+    StepStats,
+)
 from vllm_kvcompress.vllm_plugin import compat
 
 COUNTS = st.integers(0, 2**40)
@@ -34,6 +40,9 @@ STEPS = st.builds(
     logical_tokens=COUNTS,
     resident_tokens=COUNTS,
     contexts_reused=COUNTS,
+    conversations_continued=COUNTS,
+    continued_tokens=COUNTS,
+    forgotten=st.dictionaries(st.sampled_from(FORGOTTEN_BECAUSE), COUNTS),
     reclaimable_blocks=COUNTS,
 )
 

@@ -73,12 +73,12 @@ def test_tables_and_batches_through_a_request_s_life() -> None:
             assert (batch.rows.tolist(), batch.uncompressed.tolist()) == ([1], [0])
             assert not batch.same_in_all_layers
         run_event(tables, "b", 40, 1)
-        tables.save(tables.slots["b"], "b", key=3)
+        tables.save("b", state=3)
         batch = read(batches, {"b": 7, "a": num_tokens})
         assert batch is not None
         assert batch.page_table.shape == (NUM_LAYERS, 2 * NUM_HEADS, 41)
         tables.release("a")
-        tables.restore("c", key=3, first_block=1)
+        tables.restore("c", state=3, first_block=1)
         run_event(tables, "b", 6, 20)
         batch = read(batches, {"c": 12, "b": 81})
         assert batch is not None

@@ -62,33 +62,35 @@ class Stock:
 
 
 class Table(dict[str, Any]):
-    """Of records, and with contexts."""
+    """Of records, and with a state of two blocks for every request."""
+
+    beginning = SimpleNamespace(
+        state=SimpleNamespace(first_block=2, tail=()), num_whole_blocks=0, num_tokens=64
+    )
+
+    def find_beginning(self, request: Any, num_cached: int) -> Any:
+        return self.beginning
 
 
 class Hits(scheduler.CompressionMixin, Stock):
-    """A scheduler that knows a context of two blocks for every request."""
+    """A scheduler that knows such a state."""
 
     def __init__(self) -> None:
-        contexts = {"key": SimpleNamespace(num_blocks=2)}
-        self.record = SimpleNamespace(
-            ledger=SimpleNamespace(context_key="key", max_prefix_hit=None)
-        )
+        self.record = SimpleNamespace(ledger=SimpleNamespace(max_prefix_hit=None))
         self.table: Any = Table(a=self.record)
-        self.table.contexts = SimpleNamespace(find=contexts.get)
-        settings = SimpleNamespace(reuse_contexts=True)
-        self.spec: Any = SimpleNamespace(settings=settings, block_size=32)
+        self.spec: Any = SimpleNamespace(block_size=32)
         self.kv_cache_manager = SimpleNamespace(
             block_pool=SimpleNamespace(null_block="null"), create_kv_cache_blocks=lambda b: b
         )
 
 
-def test_a_context_is_not_taken_where_vllm_limits_hits() -> None:
-    """As 0.33 may: it could only be taken whole."""
+def test_a_state_is_not_taken_where_vllm_limits_hits() -> None:
+    """As 0.33 may: what is compressed of it could only be taken whole."""
     hits, request = Hits(), SimpleNamespace(request_id="a", num_prompt_tokens=100)
-    context = ((["null", "null"],), 64, 0, False)
-    assert hits._get_local_prefix_cache_hit(request) == context
-    assert hits._get_local_prefix_cache_hit(request, None) == context
-    assert hits.record.context_hit is hits.table.contexts.find("key")
+    state = ((["null", "null"],), 64, 0, False)
+    assert hits._get_local_prefix_cache_hit(request) == state
+    assert hits._get_local_prefix_cache_hit(request, None) == state
+    assert hits.record.beginning is Table.beginning
     assert hits._get_local_prefix_cache_hit(request, 50) == ("vLLM's", 50)
     assert hits._get_local_prefix_cache_hit(request, max_cache_hit_length=9) == ("vLLM's", 9)
-    assert hits.record.context_hit is None
+    assert hits.record.beginning is None

@@ -26,6 +26,7 @@ CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs, like the next
 REQUEST_POLICY = "kv_policy"
 REQUEST_BUDGET = "kv_budget"
 DEFAULT_BUDGET = 0.5  # half of each prompt, until quality on language says what else
+CONVERSATIONS = ("reuse", "anew", "auto")  # how one goes on from turn to turn
 ATTENTION_KERNELS = ("auto", "flash", "triton", "own")
 DEFAULT_MIN_TOKENS = 256  # shorter ones lose most and free least: docs/results/spans.md
 
@@ -89,6 +90,9 @@ class Settings:
             the server's own budget.
         reuse_contexts: keep contexts that requests name and that were compressed, for later
             requests with the same one.
+        reuse_conversations: keep what requests leave at their end, for later ones that begin with
+            their tokens; where the prefix cache has these too: reuse (go on from what is kept),
+            anew (compress all of them together) or auto. None: keep nothing.
         attention: kernels for attention on GPUs: vLLM's flash or triton; own: vLLM's for
             uncompressed requests and this package's for compressed ones; auto: as this package
             sees fit.
@@ -104,6 +108,7 @@ class Settings:
     min_request_budget: float | None = None
     max_request_budget: float | None = None
     reuse_contexts: bool = False
+    reuse_conversations: str | None = None
     attention: str = "auto"
 
     def __post_init__(self) -> None:
@@ -134,6 +139,11 @@ class Settings:
             raise ConfigError(
                 f"reuse_contexts: expected true or false, found {self.reuse_contexts!r}."
             )
+        if self.reuse_conversations not in (None, *CONVERSATIONS):
+            raise ConfigError(
+                f"reuse_conversations: expected one of {', '.join(CONVERSATIONS)}, found "
+                f"{self.reuse_conversations!r}; leave it out to keep no conversations."
+            )
         if self.attention not in ATTENTION_KERNELS:
             raise ConfigError(
                 f"attention: expected one of {', '.join(ATTENTION_KERNELS)}, found "
@@ -160,7 +170,8 @@ class Settings:
         Args:
             values: `policy`, and optionally `budget`, `trigger` (text or a list), `params`,
                 `profile`, `min_tokens`, `request_policies` (text or a list) and
-                `min_request_budget` with `max_request_budget`, `reuse_contexts` and `attention`.
+                `min_request_budget` with `max_request_budget`, `reuse_contexts`,
+                `reuse_conversations` and `attention`.
 
         Raises:
             ConfigError: an unknown or missing key, or a value that cannot work.
@@ -211,6 +222,8 @@ class Settings:
             values["max_request_budget"] = self.max_request_budget
         if self.reuse_contexts:
             values["reuse_contexts"] = True
+        if self.reuse_conversations is not None:
+            values["reuse_conversations"] = self.reuse_conversations
         if self.attention != "auto":
             values["attention"] = self.attention
         return values
@@ -269,7 +282,8 @@ class Settings:
     @property
     def repeats(self) -> bool:
         """Whether a request may be compressed more than once."""
-        return any(trigger.kind != "prompt" for trigger in self.triggers)
+        later = any(trigger.kind != "prompt" for trigger in self.triggers)
+        return later or self.reuse_conversations is not None
 
     @property
     def compresses(self) -> bool:
@@ -340,7 +354,7 @@ _KEYS = frozenset(
     {
         *("policy", "budget", "trigger", "params", "profile", "min_tokens"),
         *("request_policies", "min_request_budget", "max_request_budget", "reuse_contexts"),
-        "attention",
+        *("reuse_conversations", "attention"),
     }
 )
 

@@ -55,6 +55,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
         environment: dict[str, str] | None = None,
         calls: list[Any] | None = None,
         probes: list[str] | None = None,
+        asynchronous: bool = False,
         **engine: Any,
     ) -> dict[str, Any]:
         directory = tmp_path_factory.mktemp("scenario")
@@ -70,6 +71,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
                     "record_kept": record_kept,
                     "calls": calls or [],
                     "probes": probes or [],
+                    "asynchronous": asynchronous,
                 }
             )
         )

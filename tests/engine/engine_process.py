@@ -7,7 +7,9 @@ compared after every step. A scenario is a dictionary:
     settings: our settings, or null for stock vLLM
     asynchronous: schedule the next step while one runs
     phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?, xargs?,
-        lora? (an adapter's directory), prompt_logprobs?, salt? (whose cache it shares)}
+        lora? (an adapter's directory), prompt_logprobs?, salt? (of the prefix cache), follows?
+        (a request of a former phase whose prompt and reply come before the prompt), taking?
+        (so many tokens of that reply)}
     record_kept: report the kept indices of every event
     probes: names (module:function) of what is called with the report before the engine starts
     calls: lists [phase, method of the workers, keyword arguments] of what is called before a phase
@@ -89,6 +91,14 @@ class Bookkeeping:
             if self.worker is not None:
                 self.check_pages(manager, owners)
 
+    def check_states(self) -> int:
+        """Workers have the rows of every state but those they are to hear of, and no others."""
+        kept, (group,) = self.table.states, self.worker.compression.groups.values()
+        numbers = {state.number for states in kept._by_hash.values() for state in states}
+        unsent = set(self.table._unsent.saves.values())
+        assert numbers - unsent <= set(group.tables.saved) <= numbers | set(kept._dropped)
+        return len(numbers)
+
     def owned(self, manager: Any, request_id: str) -> list[int]:
         blocks = [b for b in manager.req_to_blocks.get(request_id, ()) if not b.is_null]
         if manager in self.compressed and request_id in self.scheduler.requests:
@@ -119,7 +129,7 @@ class Bookkeeping:
             record = self.table[request_id]
             held = record.groups[manager.kv_cache_group_id]
             for block in held.kept + held.fresh:
-                assert owners[block.block_id] == 1 or record.context is not None
+                assert owners[block.block_id] == 1 or record.state is not None
                 assert block.block_hash is None, "a compressed block is in the prefix cache"
 
 
@@ -173,6 +183,15 @@ def record_kept(report: dict[str, Any]) -> None:
     events.compress_layer = recording
 
 
+def before(request: dict[str, Any], report: dict[str, Any]) -> list[int]:
+    """The conversation that a request continues."""
+    former = request.get("follows")
+    if former is None:
+        return []
+    reply = report["outputs"][former]["tokens"][: request.get("taking")]
+    return [*report["prompts"][former], *reply]
+
+
 def run_phase(
     engine: Any, books: Bookkeeping, requests: list[dict], report: dict[str, Any]
 ) -> None:
@@ -194,7 +213,9 @@ def run_phase(
                 extra_args=request.get("xargs"),
                 prompt_logprobs=request.get("prompt_logprobs"),
             )
-            prompt, adapter = {"prompt_token_ids": request["prompt"]}, request.get("lora")
+            tokens = before(request, report) + request["prompt"]
+            report["prompts"][request["id"]] = tokens
+            prompt, adapter = {"prompt_token_ids": tokens}, request.get("lora")
             if "salt" in request:
                 prompt["cache_salt"] = request["salt"]
             lora = LoRARequest("adapter", 1, adapter) if adapter else None
@@ -246,6 +267,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     scenario = json.loads(Path(scenario_path).read_text())
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
     report["contexts_reused"], report["reclaimable"], report["skipped"] = 0, [], {}
+    report["conversations_continued"], report["forgotten"], report["prompts"] = 0, Counter(), {}
     if scenario.get("record_kept"):
         record_kept(report)
     for name in scenario.get("probes", ()):
@@ -272,6 +294,8 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
             for skipped in ours["skipped"]:
                 name = f"{skipped['policy']} {skipped['reason']}"
                 report["skipped"][name] = report["skipped"].get(name, 0) + skipped["count"]
+            report["conversations_continued"] += ours["conversations_continued"]
+            report["forgotten"].update(ours["forgotten"])
             gains = [event["blocks_freed"] - event["blocks_written"] for event in ours["events"]]
             report["reclaimable"].append([ours["reclaimable_blocks"], sum(gains)])
         return stats
@@ -286,6 +310,8 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     report["max_concurrency"] = cache_config.kv_cache_max_concurrency
     report["num_blocks"] = books.pool.num_gpu_blocks
     report["free_at_end"] = books.pool.get_num_free_blocks()
+    if books.worker is not None and len(books.compressed) == 1:
+        report["states"] = books.check_states()
     Path(report_path).write_text(json.dumps(report))
     if books.worker is not None:  # no process of vLLM's to end
         sys.stdout.flush()

@@ -174,10 +174,11 @@ def test_policies_whose_formulas_leave_caps_out(tmp_path: Path) -> None:
         check_layer(layer, own, {})
 
 
-def test_contexts_are_reused_by_block_hashes(llama: str) -> None:
-    settings = {**SETTINGS, "reuse_contexts": True}
+@pytest.mark.parametrize(("option", "setting"), [("contexts", True), ("conversations", "reuse")])
+def test_states_are_found_by_block_hashes(llama: str, option: str, setting: object) -> None:
+    settings = {**SETTINGS, f"reuse_{option}": setting}
     config = engine_config(llama, settings, enable_prefix_caching=False)
-    with pytest.raises(UnsupportedError, match=r"--kv-reuse-contexts.*leave one of the two out"):
+    with pytest.raises(UnsupportedError, match=rf"--kv-reuse-{option}.*leave one of the two out"):
         check_engine(config)
 
 

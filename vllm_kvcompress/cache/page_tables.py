@@ -88,6 +88,7 @@ class PageTables:
         table: [num_layers, slots, num_heads, width] int32 page ids.
         counts: [num_layers, slots, num_heads] int32 kept pages.
         state: [num_layers, slots, width] int32 pages that hold the policy state.
+        saved: rows of states that outlive their request, by number.
         version: changes whenever a row does.
     """
 
@@ -105,7 +106,7 @@ class PageTables:
         self.slots: dict[str, int] = {}
         self.layer_pages: dict[str, list[int]] = {}
         self._free_slots: list[int] = []
-        self._saved: dict[int, SavedRows] = {}
+        self.saved: dict[int, SavedRows] = {}
         # By slot, the pages of the longest head, where the host knows an upper bound so far.
         self._longest_head: dict[int, Download] = {}
         self.version = 0
@@ -164,13 +165,11 @@ class PageTables:
             self.state = torch.nn.functional.pad(self.state, (0, missing))
         self.state[layer, slot, : page_ids.numel()] = page_ids.to(torch.int32)
 
-    def save(self, slot: int, request_id: str, key: int) -> None:
-        """Remembers a request's rows, for another one to begin with.
-
-        What was saved under the key before is dropped: the key is a block, and it has new content.
-        """
+    def save(self, request_id: str, state: int) -> None:
+        """Remembers a request's rows as a state's, for another one to begin with."""
+        slot = self.slots[request_id]
         width = int(self.tails.max_kept[slot])
-        self._saved[key] = SavedRows(
+        self.saved[state] = SavedRows(
             self.table[:, slot, :, :width].clone(),
             self.counts[:, slot].clone(),
             self.state[:, slot].clone(),
@@ -178,9 +177,14 @@ class PageTables:
             width,
         )
 
-    def restore(self, request_id: str, key: int, first_block: int) -> None:
-        """Gives a new request the rows that were saved; its tail starts at `first_block`."""
-        saved = self._saved[key]
+    def drop_saved(self, states: list[int]) -> None:
+        """Forgets the rows of states that nobody will begin with; unknown ones are ignored."""
+        for state in states:
+            self.saved.pop(state, None)
+
+    def restore(self, request_id: str, state: int, first_block: int) -> None:
+        """Gives a new request a state's rows; its tail starts at `first_block`."""
+        saved = self.saved[state]
         slot = self.acquire(request_id)
         self._reserve(saved.max_kept)
         self.table[:, slot, :, : saved.max_kept] = saved.table

@@ -14,12 +14,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.page_order import Packing
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.transfers import upload
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,11 @@ class PagePool(ABC):
     def fresh_pages(self, block_ids: Tensor) -> Tensor:
         """[K] blocks -> [K * num_layers * num_heads] int64 pages, in dealing order."""
         return (block_ids[:, None] * self.pages_per_block + self.block_page_offsets()).flatten()
+
+    def copy_blocks(self, blocks: list[tuple[int, int]]) -> None:
+        """Copies the group's pages of blocks, given as sources and targets."""
+        sources, targets = upload(np.array(blocks).T.copy(), self.device)
+        self.pages[self.fresh_pages(targets)] = self.pages[self.fresh_pages(sources)]
 
     def floats(self, page_ids: Tensor) -> Tensor:
         """[..., P] pages that hold fp32 numbers -> [..., numbers] (a copy)."""

@@ -13,17 +13,18 @@ from vllm_kvcompress.config import DEFAULT_BUDGET, Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.dtypes import dtype_text
 
-_NAMES = ("pool", "long-decode", "oversize", "chat", "off", "mixed")
+_NAMES = ("pool", "long-decode", "oversize", "chat", "chat-crowded", "off", "mixed")
 _DESCRIPTION = """\
 Drives a load through stock vLLM and through compressed serving, in turns, on a model with random
 weights, and writes the figures of both and the ratios between them:
 
-  pool         many requests at once, and memory for four whole ones
-  long-decode  one request that generates behind a long context
-  oversize     a prompt four times longer than the pool
-  chat         conversations of several turns, with a shared system prompt
-  off          compression switched off: what the extension costs by itself
-  mixed        requests of all lengths that come at random
+  pool          many requests at once, and memory for four whole ones
+  long-decode   one request that generates behind a long context
+  oversize      a prompt four times longer than the pool
+  chat          conversations of several turns, with a shared system prompt
+  chat-crowded  twice as many, and memory for a quarter of their histories
+  off           compression switched off: what the extension costs by itself
+  mixed         requests of all lengths that come at random
 """
 
 
@@ -60,6 +61,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     ours.add_argument("--kv-policy", default="adakv", metavar="P", help="as of serve (adakv)")
     ours.add_argument("--kv-budget", metavar="B", help=f"as of serve ({DEFAULT_BUDGET})")
     ours.add_argument("--kv-trigger", metavar="T", help="as of serve (prompt)")
+    ours.add_argument(
+        "--kv-reuse-conversations", nargs="?", const="auto", metavar="HOW", help="as of serve"
+    )
     ours.add_argument(
         "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="as of serve"
     )
@@ -137,6 +141,7 @@ def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Any:
             "policy": arguments.kv_policy,
             "budget": arguments.kv_budget,
             "trigger": arguments.kv_trigger,
+            "reuse_conversations": arguments.kv_reuse_conversations,
             "params": dict(map(policy_param, arguments.kv_param)),
         }
     )

@@ -125,7 +125,8 @@ def options_parser() -> argparse.ArgumentParser:
         default=[],
         help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
         "params, profile, min_tokens, request_policies, min_request_budget, max_request_budget, "
-        "reuse_contexts, attention); the command line wins, setting by setting",
+        "reuse_contexts, reuse_conversations, attention); the command line wins, setting by "
+        "setting",
     )
     group.add_argument(
         _PRINT,
@@ -171,6 +172,15 @@ def _add_request_options(group: argparse._ArgumentGroup) -> None:
         "later requests about the same one",
     )
     group.add_argument(
+        "--kv-reuse-conversations",
+        metavar="HOW",
+        nargs="?",
+        const="auto",
+        help="keep what requests leave, compressed, for the next turn of their conversation; where "
+        "the prefix cache has its beginning too: reuse (go on from what is kept), anew (compress "
+        "the whole history together, so that the question decides) or auto (default)",
+    )
+    group.add_argument(
         "--no-kv-status-page",
         action="store_true",
         help="without the page at /kvcompress, which says what compression does",
@@ -199,6 +209,7 @@ def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
         "min_request_budget": namespace.kv_min_request_budget,
         "max_request_budget": namespace.kv_max_request_budget,
         "reuse_contexts": namespace.kv_reuse_contexts,
+        "reuse_conversations": namespace.kv_reuse_conversations,
         "attention": namespace.kv_attention,
     }
     given = {key: value for key, value in flags.items() if value is not None}

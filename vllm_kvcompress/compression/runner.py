@@ -201,8 +201,8 @@ class EventRunner:
         if self.pool.device.type != "cpu":
             longest_head = Download(torch.stack(event.page_counts).max())
         self.tables.begin_tail(event.slot, plan.end_block, event.max_kept, longest_head)
-        if plan.reusable:
-            self.tables.save(event.slot, plan.request_id, plan.fresh_block_ids[0])
+        if plan.kept_as is not None:
+            self.tables.save(plan.request_id, plan.kept_as)
         self.windows.end_event(plan.request_id)
         if self.observer is not None:
             self.observer.finished(event)

@@ -17,7 +17,14 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 
 from vllm_kvcompress import __version__
 from vllm_kvcompress.config import Settings
-from vllm_kvcompress.metrics.stats import EventRecord, StepStats
+from vllm_kvcompress.metrics.stats import (
+    EVICTED,
+    EXTENDED,
+    FORGOTTEN_BECAUSE,
+    UNFINISHED,
+    EventRecord,
+    StepStats,
+)
 from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, SKIP_NOTHING_TO_FREE, SKIP_SHORT
 
 _LABELS = ["model_name", "engine"]  # as vLLM's own metrics
@@ -104,6 +111,24 @@ class CompressionMetrics:
             "Number of requests that began with a context which an earlier request had "
             "compressed, and did not read it again.",
         )
+        self.conversations_continued = self._counter(
+            "kvcompress_conversations_continued",
+            "Number of requests that went on from what an earlier turn of their conversation had "
+            "left, compressed (--kv-reuse-conversations).",
+        )
+        self.continued_tokens = self._counter(
+            "kvcompress_continued_tokens",
+            "Tokens of prompts that were neither read nor compressed again, since a conversation "
+            "was continued.",
+        )
+        self.states_forgotten = self._counter(
+            "kvcompress_states_forgotten",
+            "Number of compressed states that were kept for later requests and are no more, by "
+            f"reason: {EVICTED} = vLLM needed a block of it; {EXTENDED} = a longer state of the "
+            f"same conversation took its place; {UNFINISHED} = the request ended in the middle of "
+            "a compression event, and nothing was kept.",
+            ["reason"],
+        )
         self.kept_fraction = self._histogram(
             "kvcompress_kept_fraction",
             "Fraction of its source tokens that a compression event kept, per event; between 0 "
@@ -128,6 +153,10 @@ class CompressionMetrics:
         self.compression_ratio.labels(*labels).set(1)
         self.reclaimable_blocks.labels(*labels).set(0)
         self.contexts_reused.labels(*labels)
+        self.conversations_continued.labels(*labels)
+        self.continued_tokens.labels(*labels)
+        for reason in FORGOTTEN_BECAUSE:
+            self.states_forgotten.labels(*labels, reason)
         for policy in settings.policies:
             own = (*labels, policy)
             for trigger in settings.triggers:
@@ -147,6 +176,10 @@ class CompressionMetrics:
         self.compression_ratio.labels(*labels).set(stats.compression_ratio)
         self.reclaimable_blocks.labels(*labels).set(stats.reclaimable_blocks)
         self.contexts_reused.labels(*labels).inc(stats.contexts_reused)
+        self.conversations_continued.labels(*labels).inc(stats.conversations_continued)
+        self.continued_tokens.labels(*labels).inc(stats.continued_tokens)
+        for reason, count in stats.forgotten.items():
+            self.states_forgotten.labels(*labels, reason).inc(count)
         for skipped in stats.skipped:
             self.skipped.labels(*labels, skipped.policy, skipped.reason).inc(skipped.count)
         for event in stats.events:

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+EVICTED, EXTENDED, UNFINISHED = "evicted", "extended", "unfinished_event"
+FORGOTTEN_BECAUSE = (EVICTED, EXTENDED, UNFINISHED)  # what was kept of a conversation
+
 
 @dataclass
 class EventRecord:
@@ -72,6 +75,9 @@ class StepStats:
         logical_tokens: computed tokens of the running requests.
         resident_tokens: of those, tokens per head that are still in the cache.
         contexts_reused: requests that began with a context which was compressed before.
+        conversations_continued: requests that went on from what an earlier turn had left.
+        continued_tokens: that these neither read nor compressed again.
+        forgotten: kept states that are no more, by reason.
         reclaimable_blocks: blocks that the pressure trigger would gain from the running requests,
             if all of them were compressed now.
     """
@@ -82,6 +88,9 @@ class StepStats:
     logical_tokens: int = 0
     resident_tokens: int = 0
     contexts_reused: int = 0
+    conversations_continued: int = 0
+    continued_tokens: int = 0
+    forgotten: dict[str, int] = field(default_factory=dict)
     reclaimable_blocks: int = 0
 
     @property

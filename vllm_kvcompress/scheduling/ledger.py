@@ -7,8 +7,7 @@ event at e       sources: kept + tail blocks  ->  K fresh blocks; the partial bl
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from vllm_kvcompress.scheduling.plan import Observation
 from vllm_kvcompress.scheduling.rule import TRIGGER_PRESSURE, CompressionRule
@@ -41,8 +40,6 @@ class RequestLedger:
         last_position: position of the last event (0: none yet).
         first_event_position: position of the first event; later tokens depend on it.
         num_prompt_tokens: logical tokens of the whole prompt, behind a named context, too.
-        context_key: stands for the named context and how it is compressed, where that may be
-            kept for later requests.
     """
 
     compress_at: int
@@ -53,11 +50,33 @@ class RequestLedger:
     last_position: int = 0
     first_event_position: int | None = None
     num_prompt_tokens: int = 0
-    context_key: Hashable = None
 
-    def adopt(self, end_block: int, num_kept_blocks: int) -> None:
-        """Records a context that an earlier request had compressed, instead of an event."""
-        self.commit(end_block * self.rule.block_size, num_kept_blocks)
+    def adopt(self, position: int, num_kept_blocks: int) -> None:
+        """Records the last event of an earlier request, whose state this one begins with."""
+        self.commit(position, num_kept_blocks)
+
+    def usable_tokens(self, position: int, num_tokens: int) -> int:
+        """Tokens of a kept state that this request can begin with; 0: none.
+
+        The queries that the next event observes have to be computed anew, since nobody has kept
+        them; and none of the tokens that the state's last event saw.
+
+        Args:
+            position: of the state's last event.
+            num_tokens: that both have in common, at least up to there.
+        """
+        after = replace(self, last_position=position)
+        while num_tokens >= position:
+            at = self.rule.next_position(self.compress_at, num_tokens)
+            if self.rule.pressure_mark is not None:  # from the prompt's end on at any token
+                at = min(at or self.num_prompt_tokens, self.num_prompt_tokens)
+            if at is None:
+                return num_tokens
+            limit = at - after.observed_window(at)
+            if num_tokens <= limit:
+                return num_tokens
+            num_tokens = limit
+        return 0
 
     @property
     def max_prefix_hit(self) -> int | None:

@@ -18,7 +18,8 @@ class EventPlan:
         window_size: queries to observe: the last so many tokens before `position`.
         first_block: logical blocks [0, first_block) are already compressed.
         end_block: logical blocks [0, end_block) are compressed afterwards.
-        reusable: later requests may begin with what this event leaves.
+        kept_as: number of the state under which later requests may begin with what this event
+            leaves; None: they may not.
         resident_blocks: fresh blocks of the former event (0: none), freed after this one.
         fresh_block_ids: the blocks that take the kept tokens.
     """
@@ -33,29 +34,48 @@ class EventPlan:
     end_block: int
     resident_blocks: int
     fresh_block_ids: tuple[int, ...]
-    reusable: bool = False
+    kept_as: int | None = None
 
     @property
     def num_source_blocks(self) -> int:
         """Blocks that the event reads: those of the former event and the full ones since."""
-        return self.resident_blocks + self.end_block - self.first_block
+        return self.resident_blocks + self.num_tail_blocks
+
+    @property
+    def num_tail_blocks(self) -> int:
+        """The full blocks since the former event."""
+        return self.end_block - self.first_block
 
 
 @dataclass(frozen=True)
 class Adoption:
-    """A request that begins with a context which an earlier one had compressed.
+    """A request that begins with a state which an earlier one had left.
 
     Attributes:
         request_id: vLLM's request id.
         group: vLLM's KV-cache group.
-        first_block_id: the first block that holds what is left of the context.
-        end_block: logical blocks [0, end_block) are the context.
+        state: the state's number.
+        end_block: logical blocks [0, end_block) are compressed.
     """
 
     request_id: str
     group: int
-    first_block_id: int
+    state: int
     end_block: int
+
+
+@dataclass(frozen=True)
+class BlockCopy:
+    """A block that a request goes on writing to, copied from a state's: others may read that.
+
+    Attributes:
+        group: vLLM's KV-cache group.
+        source, target: blocks.
+    """
+
+    group: int
+    source: int
+    target: int
 
 
 @dataclass(frozen=True)
@@ -92,7 +112,10 @@ class StepPlan:
 
     Attributes:
         events: the compression events at the end of this step's attention.
-        adoptions: requests that begin with a context, compressed before.
+        adoptions: requests that begin with a state, compressed before.
+        copies: of blocks, before the step.
+        saves: by request that has ended, the number of the state that it leaves.
+        dropped: numbers of states that are no more, after the step.
         windows: by group and request id, the blocks that its last queries are to lie in.
         observations: by request id; only for policies that look at queries.
         tags: only in the debug mode.
@@ -100,20 +123,24 @@ class StepPlan:
 
     events: list[EventPlan] = field(default_factory=list)
     adoptions: list[Adoption] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    saves: dict[str, int] = field(default_factory=dict)
+    dropped: list[int] = field(default_factory=list)
     windows: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     observations: dict[str, Observation] = field(default_factory=dict)
     tags: BlockTags | None = None
 
     def __bool__(self) -> bool:
         """Whether there is anything to do."""
-        if self.tags is not None:
-            return True
-        return bool(self.events or self.adoptions or self.windows or self.observations)
+        return any(vars(self).values())
 
     def add(self, other: StepPlan) -> None:
         """Does what another plan says, too."""
         self.events += other.events
         self.adoptions += other.adoptions
+        self.copies += other.copies
+        self.saves |= other.saves
+        self.dropped += other.dropped
         self.windows |= other.windows
         self.observations |= other.observations
 

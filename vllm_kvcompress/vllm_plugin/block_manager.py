@@ -7,7 +7,6 @@ are null in it, and the blocks that hold what was kept are recorded beside it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
@@ -15,7 +14,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
-from vllm_kvcompress.scheduling.plan import Adoption, EventPlan
+from vllm_kvcompress.scheduling.plan import Adoption, BlockCopy, EventPlan
 from vllm_kvcompress.scheduling.rule import CompressionRule
 from vllm_kvcompress.vllm_plugin.dependent_blocks import LimitedCaching
 from vllm_kvcompress.vllm_plugin.request_table import GroupBlocks, block_ids
@@ -76,22 +75,24 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             num_tokens,
             new_computed_blocks,
             total_computed_tokens,
-            num_local_computed_tokens,
+            self._whole_blocks(num_local_computed_tokens),
             num_tokens_main_model,
             apply_admission_cap,
             prefill_end,
         )
         record = self.table[request_id]
-        rule, context = record.ledger.rule, record.context_hit
+        rule, beginning = record.ledger.rule, record.beginning
         if not self._held(request_id).window:
             num_blocks += rule.window_blocks
-        if context is not None:
+        if beginning is not None:
             # Its blocks leave the free queue, where they are if nobody holds them.
-            num_blocks += self._get_num_evictable_blocks(context.blocks)
+            num_blocks += self._get_num_evictable_blocks(beginning.state.kept)
         if apply_admission_cap:
             reserved = self.reserved_blocks(request_id)
-            if context is None:
+            if beginning is None:
                 num_blocks += self._blocks_of_events(rule, num_tokens, reserved > 0)
+            elif self._expects_event(record.ledger, beginning.num_tokens, reserved > 0):
+                num_blocks += rule.target_blocks(record.ledger.compress_at, num_tokens)
             return max(0, num_blocks + reserved)
         decision = record.decide(num_tokens_main_model)
         if decision is None or decision.skipped:
@@ -104,6 +105,12 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             return num_blocks
         return total
 
+    def _expects_event(self, ledger: RequestLedger, position: int, has_others: bool) -> bool:
+        """Whether a request that begins at a position will need room for what an event keeps."""
+        under_pressure = ledger.rule.pressure_mark is not None and has_others
+        next_position = ledger.rule.next_position(ledger.compress_at, position)
+        return under_pressure or next_position is not None
+
     def _blocks_of_events(self, rule: CompressionRule, num_tokens: int, has_others: bool) -> int:
         """What a request needs at its peak, beyond the blocks of its tokens; may be negative."""
         if rule.first_effective_position(num_tokens) is not None:
@@ -114,21 +121,31 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         return 0
 
     def add_local_computed_blocks(
-        self, request_id: str, new_computed_blocks: Sequence[KVCacheBlock], *args, **kwargs
+        self,
+        request_id: str,
+        new_computed_blocks: Sequence[KVCacheBlock],
+        num_local_computed_tokens: int,
+        *args,
+        **kwargs,
     ) -> None:
-        """Adds a prefix hit; that of a compressed context is null blocks, and what is left."""
-        super().add_local_computed_blocks(request_id, new_computed_blocks, *args, **kwargs)
+        """Adds a prefix hit; that of a kept state is null blocks, its tail, and what is left."""
+        super().add_local_computed_blocks(
+            request_id,
+            new_computed_blocks,
+            self._whole_blocks(num_local_computed_tokens),
+            *args,
+            **kwargs,
+        )
         record = self.table[request_id]
-        context, record.context_hit = record.context_hit, None
-        if context is None:
+        if record.beginning is None:
             return
-        self.table.contexts.acquire(context)
-        record.context = context
-        self._held(request_id).kept = list(context.blocks)
-        record.ledger.adopt(context.num_blocks, len(context.blocks))
-        first_block_id = context.blocks[0].block_id
+        state = record.state = record.beginning.state
+        record.began_with = state.number
+        self.table.states.begin(record.beginning, is_context=record.context_hash is not None)
+        self._held(request_id).kept = list(state.kept)
+        record.ledger.adopt(state.position, len(state.kept))
         record.unsent.adoptions.append(
-            Adoption(request_id, self.kv_cache_group_id, first_block_id, context.num_blocks)
+            Adoption(request_id, self.kv_cache_group_id, state.number, state.first_block)
         )
 
     def allocate_new_blocks(
@@ -137,6 +154,12 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         """Blocks for new tokens; those of an event are allocated too but recorded apart."""
         new_blocks = super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
         record, held = self.table[request_id], self._held(request_id)
+        beginning, record.beginning = record.beginning, None
+        if beginning is not None and beginning.copied_block is not None:
+            # Only read in this step, before anybody writes; so nobody has to hold it.
+            source = beginning.copied_block.block_id
+            target = self.req_to_blocks[request_id][beginning.num_tokens // self.block_size]
+            record.unsent.copies.append(BlockCopy(self.kv_cache_group_id, source, target.block_id))
         num_window_blocks = record.ledger.rule.window_blocks
         if num_window_blocks and not held.window:
             held.window = self.block_pool.get_new_blocks(num_window_blocks)
@@ -162,7 +185,8 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """All blocks of a request: its own, what it kept, and what an event was to keep."""
         own = super().pop_blocks_for_free(request_id)
-        return own + self.table.pop_blocks(request_id, self.kv_cache_group_id)
+        own += self.table.pop_blocks(request_id, self.kv_cache_group_id)
+        return self.table.states.release(own)
 
     def num_blocks_held(self, request_id: str) -> int:
         """Blocks that a request holds now; null blocks do not count."""
@@ -222,7 +246,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         """
         ledger, held = self.table[request_id].ledger, self._held(request_id)
         if held.event is not None:
-            held.event = replace(held.event, reusable=False)
+            self.table.drop_state(held)
             self._free_sources(request_id)
         held.fresh = self.block_pool.get_new_blocks(decision.num_kept_blocks)
         held.event = EventPlan(
@@ -236,20 +260,32 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             end_block=position // self.block_size,
             resident_blocks=ledger.resident_blocks,
             fresh_block_ids=block_ids(held.fresh),
-            reusable=ledger.context_key is not None and position == ledger.compress_at,
+            kept_as=self._number_of_context(request_id, position),
         )
         return held.event
+
+    def _number_of_context(self, request_id: str, position: int) -> int | None:
+        """For what an event leaves at the end of a context that others share; else None."""
+        record = self.table[request_id]
+        if record.context_hash is None or position != record.ledger.compress_at:
+            return None
+        return self.table.states.next_number()
 
     def _free_sources(self, request_id: str) -> None:
         """Gives an event's source blocks back; cached ones stay usable until vLLM reuses them."""
         record, held = self.table[request_id], self._held(request_id)
         event, held.event = held.event, None
-        self._remove_blocks_in_range(request_id, event.first_block, event.end_block)
-        self.block_pool.free_blocks(reversed(self.table.free_kept(record, self.kv_cache_group_id)))
-        held.kept, held.fresh = held.fresh, []
-        if event.reusable:
-            key = record.ledger.context_key
-            record.context = self.table.contexts.keep(key, event.end_block, held.kept)
+        blocks, sources = self.req_to_blocks[request_id], slice(event.first_block, event.end_block)
+        freed = self.table.states.release([*held.kept, *blocks[sources]], superseded=True)
+        self.block_pool.free_blocks(reversed(freed))
+        blocks[sources] = [self._null_block] * event.num_tail_blocks
+        held.kept, held.fresh, record.state = held.fresh, [], None
+        if event.kept_as is not None:
+            self.table.keep(request_id, event.kept_as, hashes=(record.context_hash,))
+
+    def _whole_blocks(self, num_tokens: int) -> int:
+        """Tokens of a hit that lie in whole blocks; vLLM has a way of its own for the rest."""
+        return num_tokens // self.block_size * self.block_size
 
     def _held(self, request_id: str) -> GroupBlocks:
         return self.table[request_id].groups[self.kv_cache_group_id]

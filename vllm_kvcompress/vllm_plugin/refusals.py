@@ -109,11 +109,16 @@ def _reasons_of_caching(config: VllmConfig, settings: Settings) -> Iterator[str]
             "prefix caching vLLM decides where prefill chunks end, as compression does; add "
             f"--no-enable-prefix-caching {_OFF}."
         )
-    if settings.reuse_contexts and not config.cache_config.enable_prefix_caching:
-        yield (
-            "--kv-reuse-contexts finds contexts by vLLM's block hashes, which "
-            "--no-enable-prefix-caching switches off; leave one of the two out."
-        )
+    if not config.cache_config.enable_prefix_caching:
+        reuse = {
+            "--kv-reuse-contexts finds contexts": settings.reuse_contexts,
+            "--kv-reuse-conversations finds them": settings.reuse_conversations,
+        }
+        for finds in [finds for finds, wanted in reuse.items() if wanted]:
+            yield (
+                f"{finds} by vLLM's block hashes, which --no-enable-prefix-caching switches off; "
+                "leave one of the two out."
+            )
 
 
 def _reasons_of_options(config: VllmConfig) -> Iterator[str]:

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.metrics.stats import UNFINISHED
 from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import Candidate
-from vllm_kvcompress.vllm_plugin.contexts import CompressedContext, ContextStore
+from vllm_kvcompress.vllm_plugin.kept_states import (
+    Beginning,
+    KeptState,
+    KeptStates,
+    tokens_say_all,
+)
 from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
@@ -34,7 +40,7 @@ class GroupBlocks:
     """What a request holds in one cache group, beside vLLM's own list of its blocks.
 
     Attributes:
-        kept: what the last event left, or the context that the request began with.
+        kept: what the last event left, or that of the state that the request began with.
         fresh: blocks that `event` writes; they become `kept`.
         window: for the request's last queries.
         event: whose step has not been processed yet, so that its sources are still held.
@@ -58,17 +64,25 @@ class RequestCompression:
     Attributes:
         ledger: its events, which are the same in all cache groups.
         groups: its blocks, by cache group.
+        use: stands for the states that it may begin with, and leaves; None: it does neither.
+        context_hash: of its context's last block, if what the event there leaves is such a state.
+        begins_anew: it may not begin with one.
         selected: it is to be compressed in this step because room is needed.
-        context_hit: the compressed context that it can begin with; set until it is admitted.
-        context: the one whose blocks it holds as `kept`.
+        beginning: what it can begin with; set until it is admitted.
+        began_with: the number of the state that it did begin with.
+        state: whose blocks it holds, beside its own.
         unsent: what the workers have not been told yet.
     """
 
     ledger: RequestLedger
     groups: dict[int, GroupBlocks]
+    use: Hashable = None
+    context_hash: BlockHash | None = None
+    begins_anew: bool = False
     selected: bool = False
-    context_hit: CompressedContext | None = None
-    context: CompressedContext | None = None
+    beginning: Beginning | None = None
+    began_with: int | None = None
+    state: KeptState | None = None
     unsent: StepPlan = field(default_factory=StepPlan)
 
     def decide(self, position: int) -> Decision | None:
@@ -96,7 +110,7 @@ class RequestTable:
     Attributes:
         managers: the block managers of the compressed groups.
         spec: theirs, as far as it says when to compress.
-        contexts: compressed contexts, for later requests.
+        states: compressed ones, for later requests.
         skipped: events that a trigger called for but the rule left out, by policy and reason.
 
     Args:
@@ -114,7 +128,8 @@ class RequestTable:
         assert len({manager.block_size for manager in managers}) == 1
         self.managers = managers
         self.spec: CompressedAttentionSpec = managers[0].kv_cache_spec
-        self.contexts = ContextStore(block_pool)
+        self.states = KeptStates(block_pool)
+        self._unsent = StepPlan()
         self.skipped: Counter[tuple[str, str]] = Counter()
         self._all_managers = all_managers
         self._pool = block_pool
@@ -123,33 +138,39 @@ class RequestTable:
     def __getitem__(self, request_id: str) -> RequestCompression:
         return self._records[request_id]
 
-    def open(self, request: Request) -> None:
+    def open(self, request: Request, begins_anew: bool = False) -> None:
         """Begins the record of a request that is queued, or that lost everything by preemption.
 
         Beside layers of other kinds, one that names its context reads no prefix cache: a hit may
         end behind the context, and theirs cannot be shortened. One that asks for the prompt's
-        log-probabilities has to read all of it, and begins with no compressed context.
+        log-probabilities has to read all of it, and begins with no kept state.
+
+        Args:
+            request: vLLM's.
+            begins_anew: it had read its prompt before it was preempted, and does so again.
         """
         options = self._options(request)
         settings = self.spec.settings.for_request(options.policy, options.budget)
         rule = self.spec.rule_of(settings)
         num_tokens = compress_at = request.num_prompt_tokens
-        key = None
+        context_hash = None
         if options.context_tokens is not None:
             if len(self._all_managers) > len(self.managers):
                 request.skip_reading_prefix_cache = True
             compress_at = min(options.context_tokens, num_tokens)
             num_blocks = min(compress_at, num_tokens - 1) // rule.block_size
-            reads_all = request.sampling_params.prompt_logprobs is not None
-            if settings.reuse_contexts and num_blocks and not reads_all:
+            if settings.reuse_contexts and num_blocks and not _reads_all(request):
                 # Whole blocks, and a token behind them: what begins there is the same for all.
                 compress_at = num_blocks * rule.block_size
-                key = (request.block_hashes[num_blocks - 1], settings.policy, rule)
-        ledger = RequestLedger(
-            compress_at, rule, settings.policy, num_prompt_tokens=num_tokens, context_key=key
-        )
+                context_hash = request.block_hashes[num_blocks - 1]
+        ledger = RequestLedger(compress_at, rule, settings.policy, num_prompt_tokens=num_tokens)
         groups = {manager.kv_cache_group_id: GroupBlocks() for manager in self.managers}
-        self._records[request.request_id] = RequestCompression(ledger, groups)
+        record = RequestCompression(
+            ledger, groups, context_hash=context_hash, begins_anew=begins_anew
+        )
+        if context_hash is not None or settings.reuse_conversations is not None:
+            record.use = (settings.policy, rule, None if compress_at == num_tokens else compress_at)
+        self._records[request.request_id] = record
 
     def _options(self, request: Request) -> RequestOptions:
         """What a request asks for.
@@ -179,24 +200,107 @@ class RequestTable:
             record.unsent.events.append(manager.begin_event(request_id, position, decision))
         record.ledger.commit(position, decision.num_kept_blocks)
 
-    def free_kept(self, record: RequestCompression, group: int) -> list[KVCacheBlock]:
-        """The blocks of what a request kept in a group, to be freed; a context's are released."""
-        part = record.groups[group]
-        blocks, part.kept = part.kept, []
-        if record.context is None:
-            return blocks
-        self.contexts.release(record.context)
-        record.context = None
-        return []
+    def find_beginning(self, request: Request, num_cached: int = 0) -> Beginning | None:
+        """The state with the most tokens that a request can begin with; None: it reads on.
+
+        Whoever names a context that is shared begins with it; others go on from an earlier turn
+        if that saves more than the prefix cache does, and as the operator wants it.
+
+        Args:
+            request: one that holds nothing yet.
+            num_cached: tokens that the prefix cache has of it.
+        """
+        record = self._records[request.request_id]
+        if record.use is None or record.begins_anew or _reads_all(request):
+            return None
+        ledger, num_tokens = record.ledger, request.num_prompt_tokens
+        room = self._pool.num_gpu_blocks - 1 - ledger.rule.window_blocks
+        room -= -(-num_tokens // ledger.rule.block_size)
+        room -= ledger.rule.target_blocks(ledger.compress_at, num_tokens)
+        found: Beginning | None = None
+        for state, num_common in self.states.find(request, record.use):
+            usable = ledger.usable_tokens(state.position, num_common)
+            fits = len(state.kept) - state.first_block <= room
+            if fits and usable > (found.num_tokens if found else 0):
+                found = Beginning(state, usable)
+        if found is None or record.context_hash is not None:
+            return found
+        anew = self.spec.settings.reuse_conversations == "anew"
+        enough = found.state.first_block * found.state.block_size if anew else found.num_tokens
+        return None if num_cached >= enough else found
+
+    def end(self, request: Request) -> None:
+        """Keeps what a request leaves that ends, before its blocks are freed."""
+        record = self._records[request.request_id]
+        if self.spec.settings.reuse_conversations is None or record.use is None:
+            return
+        (manager,) = self.managers
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        num_tokens = min(computed, request.num_tokens)
+        manager.remove_skipped_blocks(request.request_id, num_tokens)
+        (part,) = record.groups.values()
+        if part.event is not None:
+            self.states.counts.forgotten[UNFINISHED] += 1
+        elif part.kept:
+            number = self.states.next_number()
+            self._unsent.saves[request.request_id] = number
+            self._keep_all(request, number, num_tokens)
+
+    def _keep_all(self, request: Request, number: int, num_tokens: int) -> None:
+        """Makes a request's first tokens a state: what its last event left, and what follows.
+
+        Tokens that do not say all, as of images, are kept in whole blocks, which have hashes.
+        """
+        (manager,) = self.managers
+        size, first = manager.block_size, self[request.request_id].ledger.compressed_blocks
+        if not tokens_say_all(request):
+            num_tokens -= num_tokens % size
+        blocks = manager.req_to_blocks[request.request_id]
+        self.keep(
+            request.request_id,
+            number,
+            hashes=tuple(request.block_hashes[first - 1 : num_tokens // size]),
+            tail=tuple(blocks[first : -(-num_tokens // size)]),
+            tokens=tuple(request.all_token_ids[first * size : num_tokens]),
+        )
+
+    def keep(
+        self, request_id: str, number: int, hashes: tuple[BlockHash, ...], **tail: Any
+    ) -> None:
+        """Makes what a request's last event left a state, with some of what follows, or nothing."""
+        record = self._records[request_id]
+        (part,) = record.groups.values()
+        size, position = record.ledger.rule.block_size, record.ledger.last_position
+        kept = tuple(part.kept)
+        record.state = KeptState(number, record.use, size, position, kept, hashes=hashes, **tail)
+        self.states.keep(record.state)
+
+    def drop_state(self, part: GroupBlocks) -> None:
+        """What an event leaves that has not been processed is for no later request."""
+        if part.event is not None and part.event.kept_as is not None:
+            self.states.drop(part.event.kept_as)
+            part.event = replace(part.event, kept_as=None)
+
+    def keep_nothing(self, request_ids: Iterable[str]) -> None:
+        """Requests whose event failed leave nothing to others."""
+        for request_id in request_ids:
+            if request_id in self._records:
+                self._records[request_id].use = None
 
     def pop_blocks(self, request_id: str, group: int) -> list[KVCacheBlock]:
         """What a request holds in a group, to be freed; the last group closes the record."""
         record = self._records[request_id]
-        kept = self.free_kept(record, group)
         part = record.groups.pop(group)
+        self.drop_state(part)
         if not record.groups:
             del self._records[request_id]
-        return kept + part.fresh + part.window
+        return part.blocks
+
+    def take_unsent(self) -> StepPlan:
+        """What the workers have not been told of states."""
+        unsent, self._unsent = self._unsent, StepPlan()
+        unsent.dropped = self.states.take_dropped()
+        return unsent
 
     def check_integrity(self, request_ids: Iterable[str]) -> None:
         """Compares the records with vLLM's bookkeeping, between two steps.
@@ -222,7 +326,7 @@ class RequestTable:
         _expect("free blocks", num_free, self._pool.get_num_free_blocks())
         for request_id, manager in itertools.product(self._records, self.managers):
             self._check_blocks(request_id, manager)
-        self.contexts.check_integrity()
+        self.states.check_integrity()
 
     def _check_blocks(self, request_id: str, manager: CompressedBlockManager) -> None:
         """Raises where a request holds other blocks in a group than its ledger and event say."""
@@ -230,7 +334,7 @@ class RequestTable:
         part, ledger = record.groups[manager.kv_cache_group_id], record.ledger
         blocks, event = manager.req_to_blocks.get(request_id) or [], part.event
         num_null = ledger.compressed_blocks if event is None else event.first_block
-        shared = () if record.context is None else record.context.blocks
+        shared = () if record.state is None else record.state.blocks
         unexpected = [
             block.block_id
             for block in part.blocks
@@ -256,6 +360,11 @@ class RequestTable:
 def block_ids(blocks: Iterable[KVCacheBlock]) -> tuple[int, ...]:
     """Their numbers, as workers know them."""
     return tuple(block.block_id for block in blocks)
+
+
+def _reads_all(request: Request) -> bool:
+    """Whether a request is to read all of its prompt, whatever there is of it."""
+    return bool(request.sampling_params.skip_reading_prefix_cache)
 
 
 def _expect(what: str, expected: object, found: object) -> None:

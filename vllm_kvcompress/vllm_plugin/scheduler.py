@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
 
 
+_WINDOW = "; the last %d tokens before an event are read again, since it looks at their queries"
+
+
 class CompressionMixin:
     """Adds to a scheduler: chunk ends at event positions, plans for the workers, statistics.
 
@@ -52,7 +55,7 @@ class CompressionMixin:
             return
         self.table = RequestTable(managers, compressed, self.kv_cache_manager.block_pool)
         self.spec = self.table.spec
-        self._check_context_reuse()
+        self._check_reuse()
         if switched_on():
             self.checks = SchedulerChecks(self.table, self.kv_cache_manager.block_pool)
         compat.enable_chunk_ends(self)
@@ -71,13 +74,18 @@ class CompressionMixin:
                 "they depend on what is compressed; add --no-enable-prefix-caching."
             )
 
-    def _check_context_reuse(self) -> None:
+    def _check_reuse(self) -> None:
+        settings = self.spec.settings
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        if self.spec.settings.reuse_contexts and len(managers) > 1:
-            raise UnsupportedError(
-                "--kv-reuse-contexts needs a model of full-attention layers only: the others of "
-                "this one would have to read the context again; leave it out."
-            )
+        for option, given in (
+            ("--kv-reuse-contexts", settings.reuse_contexts),
+            ("--kv-reuse-conversations", settings.reuse_conversations),
+        ):
+            if given and len(managers) > 1:
+                raise UnsupportedError(
+                    f"{option} needs a model of full-attention layers only: the others of this one "
+                    "would have to read the tokens again; leave it out."
+                )
 
     def _announce(self) -> None:
         """One line at start-up: what is compressed, and what that means for capacity."""
@@ -98,6 +106,13 @@ class CompressionMixin:
             rule.concurrency(length, pool_blocks),
             pool_blocks / -(-length // rule.block_size),
         )
+        if settings.reuse_conversations is not None:
+            logger.info(
+                "What requests leave is kept for the next turn of their conversation, as long as "
+                "there is no other use for its blocks (--kv-reuse-conversations %s%s).",
+                settings.reuse_conversations,
+                _WINDOW % rule.window_size if rule.window_size else "",
+            )
         versions.warn_of_version(logger)
 
     def schedule(self, *args, **kwargs) -> SchedulerOutput:
@@ -175,32 +190,33 @@ class CompressionMixin:
         return min(num_new_tokens, position - start)
 
     def _get_local_prefix_cache_hit(self, request: Request, *args, **kwargs):
-        """vLLM's, or a compressed context: null blocks, since nothing of it is where it was.
+        """vLLM's, or a kept state: null blocks for what is compressed, since it is elsewhere.
 
         A request that names its context takes no more of vLLM's than leaves the context's last
         queries to compute; an ordinary one with the same prompt may have left blocks behind them.
         Since 0.33 vLLM also says how long a hit may be, where something else than the cache limits
-        it: then there is no context, which can only be taken whole.
+        it: then there is no state, whose compressed part can only be taken whole.
         """
+        hit = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
         if self.table is None:
-            return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
-        record = self.table[request.request_id]
-        if self.spec.settings.reuse_contexts:
-            limited = any(value is not None for value in (*args, *kwargs.values()))
-            key = None if limited else record.ledger.context_key
-            context = record.context_hit = self.table.contexts.find(key)
-            if context is not None:
-                blocks = [self.kv_cache_manager.block_pool.null_block] * context.num_blocks
-                hit = self.kv_cache_manager.create_kv_cache_blocks((blocks,))
-                return hit, context.num_blocks * self.spec.block_size, 0, False
-        hit, limit = super()._get_local_prefix_cache_hit(request, *args, **kwargs), None
-        if record.ledger.max_prefix_hit is not None:
-            limit = record.ledger.max_prefix_hit // self.spec.block_size
-        if limit is None or hit[1] <= limit * self.spec.block_size:
             return hit
-        kept = tuple(group[:limit] for group in hit[0].blocks)
-        blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
-        return blocks, limit * self.spec.block_size, *hit[2:]
+        record, size = self.table[request.request_id], self.spec.block_size
+        if record.ledger.max_prefix_hit is not None:
+            limit = record.ledger.max_prefix_hit // size
+            if hit[1] > limit * size:
+                kept = tuple(group[:limit] for group in hit[0].blocks)
+                blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
+                hit = (blocks, limit * size, *hit[2:])
+        limited = any(value is not None for value in (*args, *kwargs.values()))
+        record.beginning = None if limited else self.table.find_beginning(request, hit[1])
+        if record.beginning is None:
+            return hit
+        state, num_whole = record.beginning.state, record.beginning.num_whole_blocks
+        compressed = [self.kv_cache_manager.block_pool.null_block] * state.first_block
+        blocks = self.kv_cache_manager.create_kv_cache_blocks(
+            ([*compressed, *state.tail[:num_whole]],)
+        )
+        return blocks, record.beginning.num_tokens, 0, False
 
     def add_request(self, request: Request) -> None:
         """Queues a request; one that is known already only brings more input."""
@@ -216,12 +232,20 @@ class CompressionMixin:
         """
         if self.table is None:
             return super()._preempt_request(request, *args, **kwargs)
-        ledger, end = self.table[request.request_id].ledger, request.num_computed_tokens
+        record, end = self.table[request.request_id], request.num_computed_tokens
+        ledger, began_with = record.ledger, record.began_with
         is_ahead = ledger.rule.next_position(ledger.compress_at, end) is not None
         if ledger.first_event_position is not None or (end > ledger.compress_at and is_ahead):
             request.skip_reading_prefix_cache = True
         super()._preempt_request(request, *args, **kwargs)
-        self.table.open(request)  # closed with its blocks
+        # Its record was closed with its blocks.
+        self.table.open(request, begins_anew=began_with is None and record.context_hash is None)
+
+    def _free_request(self, request: Request, *args, **kwargs):
+        """vLLM's, at the end of a request, whose state may be kept."""
+        if self.table is not None:
+            self.table.end(request)
+        return super()._free_request(request, *args, **kwargs)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -240,6 +264,8 @@ class CompressionMixin:
                     self._step_stats.events.append(self._record(self.table, each))
         for policy, seconds in report.seconds:
             self._step_stats.durations.append(DurationRecord(policy, seconds))
+        if self.table is not None:
+            self.table.keep_nothing(report.failed)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if report.failed:
             self._end_with_errors(report.failed, outputs)
@@ -272,6 +298,11 @@ class CompressionMixin:
         self._step_stats = StepStats()
         step.skipped = [SkippedRecord(*names, n) for names, n in self.table.skipped.items()]
         self.table.skipped.clear()
+        counts = self.table.states.take_counts()
+        step.contexts_reused = counts.contexts_reused
+        step.conversations_continued = counts.conversations_continued
+        step.continued_tokens = counts.continued_tokens
+        step.forgotten = dict(counts.forgotten)
         if not self.running:
             step.reclaimable_blocks = 0  # the step had been planned before the last one ended
         for request in self.running:
@@ -283,7 +314,7 @@ class CompressionMixin:
 
     def _step_plan(self, table: RequestTable, output: SchedulerOutput) -> StepPlan:
         """The events and observations of the requests that are in this step."""
-        plan = StepPlan()
+        plan = table.take_unsent()
         observes = any(rule.window_size for rule in self.spec.rules)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             record = table[request_id]
@@ -295,7 +326,6 @@ class CompressionMixin:
                 seen = record.ledger.observation(end - num_tokens, end)
                 if seen is not None:
                     plan.observations[request_id] = seen
-        self._step_stats.contexts_reused += len(plan.adoptions)
         return plan
 
     def _of_requests(self, table: RequestTable, events: list[EventPlan]) -> list[EventPlan]:

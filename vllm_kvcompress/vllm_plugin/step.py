@@ -58,10 +58,18 @@ class GroupCompression:
         """The page tables of the group's compressed requests."""
         return self.runner.tables
 
-    def forget(self, request_id: str) -> None:
-        """Drops a request; unknown ones are ignored."""
+    def forget(self, request_id: str, state: int | None = None) -> None:
+        """Drops a request, but for the state that it leaves; unknown ones are ignored."""
+        if state is not None:
+            self.tables.save(request_id, state)
         self.tables.release(request_id)
         self.runner.windows.release(request_id)
+
+    def copy(self, plan: StepPlan) -> None:
+        """Copies blocks of states that requests go on writing to, before anybody writes."""
+        copies = [(copy.source, copy.target) for copy in plan.copies if copy.group == self.group]
+        if copies:
+            self.tables.pool.copy_blocks(copies)
 
     def prepare(
         self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
@@ -73,9 +81,7 @@ class GroupCompression:
                 self.runner.windows.hold(request_id, block_ids)
         for adoption in plan.adoptions:
             if adoption.group == self.group:
-                self.tables.restore(
-                    adoption.request_id, adoption.first_block_id, adoption.end_block
-                )
+                self.tables.restore(adoption.request_id, adoption.state, adoption.end_block)
         work = StepWork(
             batch=self.batches.read(
                 request_ids,

@@ -198,13 +198,15 @@ class WorkerCompression:
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the step's plan and forgets the requests that are gone."""
+        self._plan = plan = compat.attached_plan(scheduler_output) or StepPlan()
         for request_id in compat.gone_request_ids(scheduler_output):
             for group in self.groups.values():
-                group.forget(request_id)
-        self._plan = compat.attached_plan(scheduler_output) or StepPlan()
+                group.forget(request_id, plan.saves.get(request_id))
         self._scheduler_output = scheduler_output
         self._running = []
         self._make_way()
+        for group in self.groups.values():
+            group.copy(plan)
         if self.checks is not None:
             pools = [group.tables.pool for group in self.groups.values()]
             self.checks.begin_step(self._plan, pools)
@@ -233,7 +235,7 @@ class WorkerCompression:
         return work
 
     def end_step(self) -> None:
-        """Records the events of the step that has just run."""
+        """Records the events of the step that has just run, and drops what no later one needs."""
         by_request: dict[str, list[Event]] = {}
         for group, work in self._running:
             for event in work.events:
@@ -245,6 +247,9 @@ class WorkerCompression:
                 self._timed.append((events[0].plan.policy, [event.stopwatch for event in events]))
                 self.recent_events.add(events, group.tables.pool.block_size)
         self._failed += failed
+        if self._plan is not None:
+            for group in self.groups.values():
+                group.tables.drop_saved(self._plan.dropped)
         self._plan, self._scheduler_output, self._running = None, None, []
 
     def _agree_on_failed(self, by_request: dict[str, list[Event]]) -> list[str]:

@@ -136,6 +136,16 @@ def chat(size: Size) -> Load:
     )
 
 
+def chat_crowded(size: Size) -> Load:
+    """As `chat`, with twice as many conversations, and memory for a quarter of them.
+
+    Each waits for its turn while the others have theirs.
+    """
+    load = chat(replace(size, requests=2 * size.requests))
+    room = _blocks(max(load.pool_tokens // 8, 3 * load.max_model_len // 2))
+    return replace(load, pool_tokens=room)
+
+
 def off(size: Size) -> Load:
     """Compression switched off: what the installed extension costs by itself."""
     load = pool_limited(replace(size, requests=max(4, size.requests // 4)))
@@ -163,6 +173,7 @@ SCENARIOS: dict[str, Callable[[Size], Load]] = {
     "long-decode": long_decode,
     "oversize": oversize,
     "chat": chat,
+    "chat-crowded": chat_crowded,
     "off": off,
     "mixed": mixed,
 }

@@ -62,8 +62,8 @@ class SchedulerChecks:
             yield from window
 
     def _unreadable(self) -> Iterator[int]:
-        """Blocks that nobody holds, and that neither the prefix cache nor a context knows."""
+        """Blocks that nobody holds, and that neither the prefix cache nor a kept state knows."""
         for block in self._pool.blocks:
             in_use = block.is_null or block.ref_cnt or block.block_hash is not None
-            if not in_use and not self._table.contexts.knows(block):
+            if not in_use and not self._table.states.knows(block):
                 yield block.block_id
