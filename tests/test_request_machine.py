@@ -28,12 +28,21 @@ MOST_BLOCKS_OF_A_STEP = 4 + 7  # of its tokens, and fresh ones
 class Schedules(RuleBasedStateMachine):
     """Six requests in a pool that is too small for them."""
 
+    histories: dict[int, list[int]]
+
     @initialize(
-        num_groups=st.sampled_from([1, 2]), reuses=st.booleans(), asynchronous=st.booleans()
+        num_groups=st.sampled_from([1, 2]),
+        reuses=st.booleans(),
+        conversations=st.sampled_from([None, "reuse", "anew"]),
+        asynchronous=st.booleans(),
     )
-    def start(self, num_groups: int, reuses: bool, asynchronous: bool) -> None:
-        self.num_blocks = 40 * num_groups
-        self.queue = Queue(num_groups, reuses and num_groups == 1, asynchronous, self.num_blocks)
+    def start(
+        self, num_groups: int, reuses: bool, conversations: str | None, asynchronous: bool
+    ) -> None:
+        self.num_blocks, self.histories = 40 * num_groups, {}
+        if num_groups > 1:
+            reuses, conversations = False, None
+        self.queue = Queue(num_groups, reuses, asynchronous, self.num_blocks, conversations)
 
     def some(self, data: st.DataObject, *, running: bool | None = None) -> str:
         """A request that is there, and if it matters one that has or has not begun."""
@@ -47,11 +56,12 @@ class Schedules(RuleBasedStateMachine):
         return any(bool(request.num_computed_tokens) == running for request in requests)
 
     @precondition(lambda self: len(self.queue.requests) < len(NAMES))
-    @rule(data=st.data(), names_context=st.booleans())
-    def admit(self, data: st.DataObject, names_context: bool) -> None:
-        """Queues a request; those of one length may have the same context."""
+    @rule(data=st.data(), names_context=st.booleans(), goes_on=st.booleans())
+    def admit(self, data: st.DataObject, names_context: bool, goes_on: bool) -> None:
+        """Queues a request; those of one length may have the same context, or the same past."""
         name = data.draw(st.sampled_from(sorted(set(NAMES) - set(self.queue.requests))))
-        self.queue.add(name, LENGTHS[len(name)], CONTEXT if names_context else None)
+        past = self.histories.get(len(name), []) if goes_on else []
+        self.queue.add(name, LENGTHS[len(name)], CONTEXT if names_context else None, past)
 
     @precondition(lambda self: self.has(running=False))
     @rule(data=st.data())
@@ -98,7 +108,10 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: bool(self.queue.requests))
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        self.queue.end(self.some(data))
+        name = self.some(data)
+        tokens = list(self.queue.requests[name].all_token_ids)
+        self.histories[len(name)] = tokens if len(tokens) < 500 else []
+        self.queue.end(name)
 
     @rule(share=st.sampled_from([0.3, 1.0]))
     def evict(self, share: float) -> None:
