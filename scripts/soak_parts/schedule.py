@@ -68,7 +68,9 @@ class Schedule:
     def _ask(self, index: int, setup: Setup, rng: random.Random) -> Ask:
         prompt, shared = self._prompt(setup, rng)
         room = setup.max_tokens - len(prompt)
-        ask = Ask(index, prompt, max_tokens=min(room, 1 + int(rng.expovariate(1 / 16))))
+        ask = Ask(
+            index, prompt, max_tokens=min(room, 1 + int(rng.expovariate(1 / setup.answer_tokens)))
+        )
         ask.stream, ask.chat = rng.random() < 0.5, rng.random() < 0.15
         ask.xargs = self._xargs(setup, rng, len(prompt), shared)
         if rng.random() < 0.08:

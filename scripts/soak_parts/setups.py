@@ -28,6 +28,7 @@ class Setup:
         recalls: the reference model, which answers from its context, serves two tenants.
         profile: file name of the profile that the policy needs.
         concurrency: requests at a time, at most.
+        answer_tokens: of an answer, in the mean.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Setup:
     recalls: bool = False
     profile: str | None = None
     concurrency: int = 16
+    answer_tokens: int = 16
 
     @property
     def answers_depend_on_load(self) -> bool:
@@ -79,8 +81,9 @@ class Setup:
 
 SETUPS = (
     Setup("prompt", "adakv", "prompt,decode:24", chooses=True, reuses=True),
-    Setup("storm", "spans", num_blocks=48, chooses=True),
-    Setup("chunk", "snapkv", "chunk:96,decode:24", num_blocks=40, max_tokens=2048, chooses=True),
+    Setup("storm", "spans", num_blocks=32, chooses=True, answer_tokens=90),
+    Setup("chunk", "snapkv", "chunk:96,decode:24", num_blocks=48, chooses=True),
+    Setup("beyond", "adakv", "chunk:96,decode:24", num_blocks=56, max_tokens=2048),
     Setup("pressure", "snapkv", "pressure:0.6", num_blocks=64, chooses=True),
     Setup("tenants", "adakv+criticalkv", num_blocks=90, budget=0.5, reuses=True, recalls=True),
     Setup("momentkv", "momentkv", "prompt,decode:24", num_blocks=64, reuses=True, budget=0.5),

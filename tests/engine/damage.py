@@ -13,7 +13,8 @@ def free_sources_early(report: dict[str, Any]) -> None:
 
     def hasty(self: Any, request_id: str, position: int, decision: Any) -> Any:
         event = begin_event(self, request_id, position, decision)
-        self._free_sources(request_id)
+        sources = self.req_to_blocks[request_id][event.first_block : event.end_block]
+        self.block_pool.free_blocks(reversed(sources))
         return event
 
     CompressedBlockManager.begin_event = hasty
