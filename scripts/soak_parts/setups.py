@@ -81,7 +81,7 @@ class Setup:
 
 SETUPS = (
     Setup("prompt", "adakv", "prompt,decode:24", chooses=True, reuses=True),
-    Setup("storm", "spans", num_blocks=32, chooses=True, answer_tokens=90),
+    Setup("storm", "spans", num_blocks=32, max_tokens=512, chooses=True, answer_tokens=90),
     Setup("chunk", "snapkv", "chunk:96,decode:24", num_blocks=48, chooses=True),
     Setup("beyond", "adakv", "chunk:96,decode:24", num_blocks=56, max_tokens=2048),
     Setup("pressure", "snapkv", "pressure:0.6", num_blocks=64, chooses=True),

@@ -1,0 +1,120 @@
+"""The long run, a short one: its schedule, its judgement, and a run of the engine itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import soak
+from soak_parts.asks import Answer, Ask, Choice
+from soak_parts.judge import difference, problem
+from soak_parts.schedule import Schedule
+from soak_parts.setups import SETUPS
+from soak_parts.tally import Tally
+from soak_parts.tenants import values_of
+
+ASK = Ask(7, [5, 6, 7], max_tokens=4, stop=["x"])
+SAID = Choice("abcd", [1, 2, 3, 4], "length", [{1: -0.5, 9: -1.0}] * 4)
+
+
+def test_a_request_depends_on_the_seed_and_its_number_alone() -> None:
+    """Asked for in another order, from an offset; every server has its turn."""
+    numbers = range(0, 40 * len(SETUPS), 7)
+    schedule = Schedule(3, 40)
+    asks = {number: schedule.ask(number) for number in numbers}
+    assert {n: Schedule(3, 40).ask(n) for n in reversed(numbers)} == asks
+    assert asks != {n: Schedule(4, 40).ask(n) for n in numbers}
+    assert {schedule.setup_of(number).name for number in numbers} == {s.name for s in SETUPS}
+
+
+def test_the_mix_has_everything() -> None:
+    schedule = Schedule(1, 200)
+    asks = [schedule.ask(number) for number in range(200 * len(SETUPS))]
+    sizes = [len(ask.prompt) for ask in asks]
+    assert min(sizes) == 1
+    assert max(sizes) > max(setup.max_tokens for setup in SETUPS)
+    for kind in ("stream", "chat", "xargs", "cache_salt", "guide", "stop", "refused", "alone"):
+        assert any(getattr(ask, kind) for ask in asks), kind
+    assert {ask.n for ask in asks} == {1, 2, 3}
+    assert 0.05 < sum(ask.cut is not None for ask in asks) / len(asks) < 0.12
+    assert 0.01 < sum(ask.alone for ask in asks) / len(asks) < 0.03
+    chosen = {ask.xargs.get("kv_policy") for ask in asks}
+    assert len(chosen) > 15
+
+
+def test_tenants_share_no_word() -> None:
+    one, other = ({*first, *second} for first, second in map(values_of, range(2)))
+    assert one.isdisjoint(other)
+
+
+@pytest.mark.parametrize(
+    ("ask", "answer", "found"),
+    [
+        (ASK, Answer("answered", [SAID]), ""),
+        (ASK, Answer("failed", reason="500"), "failed: 500"),
+        (ASK, Answer("lost"), "lost: "),
+        (ASK, Answer("cut"), "was cut, though its client stayed"),
+        (replace(ASK, cut=3), Answer("cut"), ""),
+        (replace(ASK, refused=True), Answer("refused"), ""),
+        (replace(ASK, refused=True), Answer("answered", [SAID]), "expected a refusal"),
+        (replace(ASK, n=2), Answer("answered", [SAID]), "expected 2 answers, got 1"),
+        (ASK, Answer("answered", [replace(SAID, reason="abort")]), "ended by abort"),
+        (ASK, Answer("answered", [replace(SAID, tokens=[1] * 5)]), "expected at most 4 tokens"),
+        (ASK, Answer("answered", [replace(SAID, tokens=[1])]), "ended by its length with 1 of 4"),
+        (ASK, Answer("answered", [replace(SAID, text="axb")]), "has a text that ends answers"),
+        (ASK, Answer("answered", [replace(SAID, logprobs=[{1: float("nan")}])]), "log-prob"),
+        (
+            replace(ASK, stop=[], guide={"choice": ["yes"]}),
+            Answer("answered", [replace(SAID, reason="stop")]),
+            "'abcd' is nothing that",
+        ),
+    ],
+)
+def test_judgement(ask: Ask, answer: Answer, found: str) -> None:
+    assert problem(ask, answer).startswith(found) or found in problem(ask, answer)
+    assert bool(problem(ask, answer)) == bool(found)
+
+
+def test_where_two_answers_part() -> None:
+    assert difference(SAID, SAID) is None
+    assert difference(replace(SAID, tokens=[1, 9, 3, 4]), replace(SAID, tokens=[1, 1, 3, 4])) == (
+        1,
+        0.5,
+    )
+    assert difference(replace(SAID, tokens=[1, 2]), SAID) == (2, float("inf"))
+
+
+def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "tally.json"
+    tally = Tally("key", 10, done=5)
+    tally.outcomes["answered"] += 5
+    tally.problems.append("12: lost")
+    tally.save(path)
+    again = Tally.load(path, "key", 10)
+    assert again == tally
+    assert again.next_index == 15
+    again.outcomes["answered"] += 1  # still a counter
+    assert not again.passed(5), "a problem stays one"
+    assert Tally.load(path, "another key", 10).done == 0
+    assert Tally.load(path, "key", 0).done == 0
+
+
+def test_growing_memory_is_no_pass() -> None:
+    tally = Tally("key", 0, done=5)
+    tally.see_memory([100, 150, 151, 152])
+    assert tally.passed(5)
+    tally.see_memory([100, 150, 160, 170])
+    assert not tally.passed(5)
+
+
+def test_the_engine_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two tenants with secrets, in the debug mode; and a run that is not whole has not passed."""
+    arguments = ["--per-setup=20", "--in-process", f"--folder={tmp_path}", "--setups", "tenants"]
+    status = soak.main(["--requests=20", *arguments])
+    said = capsys.readouterr().out
+    assert status == 0, said
+    assert "passed; again: python scripts/soak.py --requests=20 --seed=1" in said
+    assert soak.main(["--requests=20", *arguments, "--minutes=0"]) == 0, "all ran"
+    assert soak.main(["--requests=30", *arguments, "--minutes=0"]) == 1, "10 did not"
