@@ -37,7 +37,9 @@ def prepare(folder: Path) -> None:
     )
     heads = {f"{layer}-{head}": [1 + layer + head] for layer in range(2) for head in range(4)}
     (folder / "headkv.json").write_text(json.dumps(heads))
-    (folder / "duo.tsv").write_text("1\t0\n0\t1\n")
+    (folder / "duo").mkdir(exist_ok=True)
+    (folder / "duo" / "full_attention_heads.tsv").write_text("1\t0\n0\t1\n")
+    (folder / "duo" / "config.json").write_text(json.dumps({"sink_size": 8, "recent_size": 32}))
     _byte_tokenizer().save_pretrained(path)
 
 

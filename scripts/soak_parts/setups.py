@@ -92,6 +92,6 @@ SETUPS = (
     Setup("kvslimmer", "kvslimmer", "chunk:160,decode:24", num_blocks=56, budget=0.5),
     Setup("momentfix", "snapkv+momentfix", "pressure:0.7", num_blocks=64, budget=0.5),
     Setup("headkv", "headkv", num_blocks=56, profile="headkv.json"),
-    Setup("duoattention", "duoattention", num_blocks=56, budget=0.5, profile="duo.tsv"),
+    Setup("duoattention", "duoattention", num_blocks=56, budget=0.5, profile="duo"),
 )
 BY_NAME = {setup.name: setup for setup in SETUPS}
