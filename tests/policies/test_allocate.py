@@ -36,7 +36,7 @@ ALLOCATORS: list[Allocator] = [
 ]
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS, ids=str)
+@pytest.mark.parametrize("allocator", ALLOCATORS, ids=lambda each: type(each).__name__)
 @given(num_full=st.integers(1, 40), data=st.data())
 def test_layer_totals_are_exact_through_any_events(
     allocator: Allocator, num_full: int, data: st.DataObject
@@ -55,7 +55,7 @@ def test_layer_totals_are_exact_through_any_events(
         logical, resident = logical + more, num_blocks + more
 
 
-@pytest.mark.parametrize("allocator", ALLOCATORS, ids=str)
+@pytest.mark.parametrize("allocator", ALLOCATORS, ids=lambda each: type(each).__name__)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=2, max_size=2).filter(any),
     floor=st.integers(0, 5),
