@@ -109,8 +109,13 @@ def test_growing_memory_is_no_pass() -> None:
     assert not tally.passed(5)
 
 
-def test_the_engine_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_engine_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two tenants with secrets, in the debug mode; and a run that is not whole has not passed."""
+    monkeypatch.setenv(
+        "KVCOMPRESS_CHECK", "1"
+    )  # which the script sets, and other tests must not see
     arguments = ["--per-setup=20", "--in-process", f"--folder={tmp_path}", "--setups", "tenants"]
     status = soak.main(["--requests=20", *arguments])
     said = capsys.readouterr().out
