@@ -77,6 +77,16 @@ def options_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     group = parser.add_argument_group("KV cache compression")
+    _add_policy_options(group)
+    _add_request_options(group)
+    _add_gpu_options(group)
+    _add_command_options(group)
+    parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def _add_policy_options(group: argparse._ArgumentGroup) -> None:
+    """What is kept, how much of it, and when."""
     group.add_argument(
         "--kv-policy",
         metavar="P",
@@ -116,28 +126,6 @@ def options_parser() -> argparse.ArgumentParser:
         help="leave requests alone while they have fewer tokens than this "
         f"(default {DEFAULT_MIN_TOKENS})",
     )
-    _add_request_options(group)
-    _add_gpu_options(group)
-    group.add_argument(
-        "--config",
-        metavar="FILE",
-        action="append",
-        default=[],
-        help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
-        "params, profile, min_tokens, request_policies, min_request_budget, max_request_budget, "
-        "reuse_contexts, reuse_conversations, attention); the command line wins, setting by "
-        "setting",
-    )
-    group.add_argument(
-        _PRINT,
-        choices=FORMS,
-        metavar="FORM",
-        help="print the equivalent plain `vllm serve` command, and stop; with =yaml as a file for "
-        "its --config, =args as a list for charts, without quoted JSON, =ray as Ray Serve's "
-        "LLMConfig",
-    )
-    parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
-    return parser
 
 
 def _add_gpu_options(group: argparse._ArgumentGroup) -> None:
@@ -184,6 +172,28 @@ def _add_request_options(group: argparse._ArgumentGroup) -> None:
         "--no-kv-status-page",
         action="store_true",
         help="without the page at /kvcompress, which says what compression does",
+    )
+
+
+def _add_command_options(group: argparse._ArgumentGroup) -> None:
+    """Where the settings stand, and printing instead of serving."""
+    group.add_argument(
+        "--config",
+        metavar="FILE",
+        action="append",
+        default=[],
+        help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
+        "params, profile, min_tokens, request_policies, min_request_budget, max_request_budget, "
+        "reuse_contexts, reuse_conversations, attention); the command line wins, setting by "
+        "setting",
+    )
+    group.add_argument(
+        _PRINT,
+        choices=FORMS,
+        metavar="FORM",
+        help="print the equivalent plain `vllm serve` command, and stop; with =yaml as a file for "
+        "its --config, =args as a list for charts, without quoted JSON, =ray as Ray Serve's "
+        "LLMConfig",
     )
 
 

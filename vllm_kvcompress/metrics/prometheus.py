@@ -33,72 +33,108 @@ _FRACTION_BUCKETS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75,
 _SECONDS_BUCKETS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
 
 
-class CompressionMetrics:
-    """The collectors of one registry.
-
-    With several API server processes each step's statistics reach exactly one of them, so
-    counters and histograms add up over processes, and of a gauge the latest value counts.
-
-    Args:
-        registry: where the collectors are registered.
-    """
+class _Make:
+    """Collectors of one registry, with vLLM's labels before their own."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self.compression_ratio = self._gauge(
-            "kvcompress_compression_ratio",
-            "Logical tokens of the running requests divided by the tokens per KV head (mean over "
-            "heads and layers) that are resident in the KV cache for them. 1 = nothing is "
-            "compressed or nothing runs; 4 = a quarter is resident.",
+
+    def counter(self, name: str, text: str, extra_labels: list[str] | None = None) -> Counter:
+        labels = _LABELS + (extra_labels or [])
+        return Counter(name, text, labelnames=labels, registry=self._registry)
+
+    def gauge(self, name: str, text: str, extra_labels: list[str] | None = None) -> Gauge:
+        return Gauge(
+            name,
+            text,
+            labelnames=_LABELS + (extra_labels or []),
+            registry=self._registry,
+            multiprocess_mode="mostrecent",
         )
-        self.reclaimable_blocks = self._gauge(
-            "kvcompress_reclaimable_blocks",
-            "KV cache blocks that the pressure trigger would gain if it compressed all running "
-            "requests now: in use, and to be had. 0 = nothing to gain, or another trigger.",
-        )
-        self.info = self._gauge(
+
+    def histogram(
+        self, name: str, text: str, buckets: list[float], extra_labels: list[str]
+    ) -> Histogram:
+        labels = _LABELS + extra_labels
+        return Histogram(name, text, labelnames=labels, registry=self._registry, buckets=buckets)
+
+
+class ServerCollectors:
+    """What is set for the server, and what its running requests hold."""
+
+    def __init__(self, make: _Make) -> None:
+        self.info = make.gauge(
             "kvcompress_info",
             "Always 1. The compression settings of this server and the version of vllm-kvcompress "
             "are in the labels; budget is a fraction of the prompt (with a decimal point) or "
             "tokens per KV head.",
             ["policy", "budget", "trigger", "version"],
         )
-        self.events = self._counter(
+        self.compression_ratio = make.gauge(
+            "kvcompress_compression_ratio",
+            "Logical tokens of the running requests divided by the tokens per KV head (mean over "
+            "heads and layers) that are resident in the KV cache for them. 1 = nothing is "
+            "compressed or nothing runs; 4 = a quarter is resident.",
+        )
+        self.reclaimable_blocks = make.gauge(
+            "kvcompress_reclaimable_blocks",
+            "KV cache blocks that the pressure trigger would gain if it compressed all running "
+            "requests now: in use, and to be had. 0 = nothing to gain, or another trigger.",
+        )
+
+    def start(self, settings: Settings, labels: tuple[str, str]) -> None:
+        """Shows the settings, and nothing compressed."""
+        own = (settings.policy, str(settings.budget), settings.trigger, __version__)
+        self.info.labels(*labels, *own).set(1)
+        self.compression_ratio.labels(*labels).set(1)
+        self.reclaimable_blocks.labels(*labels).set(0)
+
+    def observe(self, stats: StepStats, labels: tuple[str, str]) -> None:
+        """Shows one step of one engine."""
+        self.compression_ratio.labels(*labels).set(stats.compression_ratio)
+        self.reclaimable_blocks.labels(*labels).set(stats.reclaimable_blocks)
+
+
+class EventCollectors:
+    """Compression events: how many, of what, for how long, and those left out."""
+
+    def __init__(self, make: _Make) -> None:
+        self.events = make.counter(
             "kvcompress_events",
             "Number of compression events: one request compressed once, in all layers, by policy "
             "and by what triggered it (prompt, chunk, decode or pressure).",
             ["policy", "trigger"],
         )
-        self.source_tokens = self._counter(
+        self.source_tokens = make.counter(
             "kvcompress_source_tokens",
             "Tokens per KV head (mean over heads and layers) that compression events read; the "
             "partial last block of a request takes no part.",
             _POLICY,
         )
-        self.kept_tokens = self._counter(
+        self.kept_tokens = make.counter(
             "kvcompress_kept_tokens",
             "Tokens per KV head (mean over heads and layers) that compression events kept, out of "
             "kvcompress_source_tokens_total.",
             _POLICY,
         )
-        self.kept_tokens_old_name = self._counter(  # for dashboards made before 0.1.0
+        self.kept_tokens_old_name = make.counter(  # for dashboards made before 0.1.0
             "kvcompress_resident_tokens",
             "Deprecated, removed in 0.2.0: the tokens of kvcompress_kept_tokens_total under their "
             "former name.",
             _POLICY,
         )
-        self.blocks_freed = self._counter(
+        self.blocks_freed = make.counter(
             "kvcompress_blocks_freed",
             "KV cache blocks that compression events handed back to vLLM's allocator.",
             _POLICY,
         )
-        self.blocks_written = self._counter(
+        self.blocks_written = make.counter(
             "kvcompress_blocks_written",
             "Fresh KV cache blocks that compression events allocated and filled with what they "
             "kept. Freed minus written = blocks gained.",
             _POLICY,
         )
-        self.skipped = self._counter(
+        self.skipped = make.counter(
             "kvcompress_skipped",
             "Number of compression events that a trigger called for but that were left out, by "
             f"reason: {SKIP_SHORT} = fewer logical tokens than min_tokens; "
@@ -106,37 +142,14 @@ class CompressionMetrics:
             f"{SKIP_ERROR} = the policy failed, and the request ended with an error.",
             ["policy", "reason"],
         )
-        self.contexts_reused = self._counter(
-            "kvcompress_contexts_reused",
-            "Number of requests that began with a context which an earlier request had "
-            "compressed, and did not read it again.",
-        )
-        self.conversations_continued = self._counter(
-            "kvcompress_conversations_continued",
-            "Number of requests that went on from what an earlier turn of their conversation had "
-            "left, compressed (--kv-reuse-conversations).",
-        )
-        self.continued_tokens = self._counter(
-            "kvcompress_continued_tokens",
-            "Tokens of prompts that were neither read nor compressed again, since a conversation "
-            "was continued.",
-        )
-        self.states_forgotten = self._counter(
-            "kvcompress_states_forgotten",
-            "Number of compressed states that were kept for later requests and are no more, by "
-            f"reason: {EVICTED} = vLLM needed a block of it; {EXTENDED} = a longer state of the "
-            f"same conversation took its place; {UNFINISHED} = the request ended in the middle of "
-            "a compression event, and nothing was kept.",
-            ["reason"],
-        )
-        self.kept_fraction = self._histogram(
+        self.kept_fraction = make.histogram(
             "kvcompress_kept_fraction",
             "Fraction of its source tokens that a compression event kept, per event; between 0 "
             "and 1.",
             _FRACTION_BUCKETS,
             _POLICY,
         )
-        self.event_seconds = self._histogram(
+        self.event_seconds = make.histogram(
             "kvcompress_event_seconds",
             "Seconds that a compression event took in the worker: scoring, selecting and writing, "
             "summed over layers, on the first rank.",
@@ -144,19 +157,8 @@ class CompressionMetrics:
             _POLICY,
         )
 
-    def start(self, settings: Settings, model_name: str, engine: str) -> None:
-        """Shows the settings, and every series at its starting value, from the first scrape on."""
-        labels = (model_name, engine)
-        self.info.labels(
-            *labels, settings.policy, str(settings.budget), settings.trigger, __version__
-        ).set(1)
-        self.compression_ratio.labels(*labels).set(1)
-        self.reclaimable_blocks.labels(*labels).set(0)
-        self.contexts_reused.labels(*labels)
-        self.conversations_continued.labels(*labels)
-        self.continued_tokens.labels(*labels)
-        for reason in FORGOTTEN_BECAUSE:
-            self.states_forgotten.labels(*labels, reason)
+    def start(self, settings: Settings, labels: tuple[str, str]) -> None:
+        """Every series of the policies that requests may have."""
         for policy in settings.policies:
             own = (*labels, policy)
             for trigger in settings.triggers:
@@ -170,16 +172,8 @@ class CompressionMetrics:
             ):
                 collector.labels(*own)
 
-    def observe(self, stats: StepStats, model_name: str, engine: str) -> None:
+    def observe(self, stats: StepStats, labels: tuple[str, str]) -> None:
         """Adds one step of one engine."""
-        labels = (model_name, engine)
-        self.compression_ratio.labels(*labels).set(stats.compression_ratio)
-        self.reclaimable_blocks.labels(*labels).set(stats.reclaimable_blocks)
-        self.contexts_reused.labels(*labels).inc(stats.contexts_reused)
-        self.conversations_continued.labels(*labels).inc(stats.conversations_continued)
-        self.continued_tokens.labels(*labels).inc(stats.continued_tokens)
-        for reason, count in stats.forgotten.items():
-            self.states_forgotten.labels(*labels, reason).inc(count)
         for skipped in stats.skipped:
             self.skipped.labels(*labels, skipped.policy, skipped.reason).inc(skipped.count)
         for event in stats.events:
@@ -197,24 +191,81 @@ class CompressionMetrics:
         self.blocks_written.labels(*own).inc(event.blocks_written)
         self.kept_fraction.labels(*own).observe(event.resident_tokens / event.source_tokens)
 
-    def _counter(self, name: str, text: str, extra_labels: list[str] | None = None) -> Counter:
-        labels = _LABELS + (extra_labels or [])
-        return Counter(name, text, labelnames=labels, registry=self._registry)
 
-    def _gauge(self, name: str, text: str, extra_labels: list[str] | None = None) -> Gauge:
-        return Gauge(
-            name,
-            text,
-            labelnames=_LABELS + (extra_labels or []),
-            registry=self._registry,
-            multiprocess_mode="mostrecent",
+class KeptStateCollectors:
+    """Contexts and conversations whose compressed state is kept for later requests."""
+
+    def __init__(self, make: _Make) -> None:
+        self.contexts_reused = make.counter(
+            "kvcompress_contexts_reused",
+            "Number of requests that began with a context which an earlier request had "
+            "compressed, and did not read it again.",
+        )
+        self.conversations_continued = make.counter(
+            "kvcompress_conversations_continued",
+            "Number of requests that went on from what an earlier turn of their conversation had "
+            "left, compressed (--kv-reuse-conversations).",
+        )
+        self.continued_tokens = make.counter(
+            "kvcompress_continued_tokens",
+            "Tokens of prompts that were neither read nor compressed again, since a conversation "
+            "was continued.",
+        )
+        self.states_forgotten = make.counter(
+            "kvcompress_states_forgotten",
+            "Number of compressed states that were kept for later requests and are no more, by "
+            f"reason: {EVICTED} = vLLM needed a block of it; {EXTENDED} = a longer state of the "
+            f"same conversation took its place; {UNFINISHED} = the request ended in the middle of "
+            "a compression event, and nothing was kept.",
+            ["reason"],
         )
 
-    def _histogram(
-        self, name: str, text: str, buckets: list[float], extra_labels: list[str]
-    ) -> Histogram:
-        labels = _LABELS + extra_labels
-        return Histogram(name, text, labelnames=labels, registry=self._registry, buckets=buckets)
+    def start(self, labels: tuple[str, str]) -> None:
+        """Every series, at nothing."""
+        self.contexts_reused.labels(*labels)
+        self.conversations_continued.labels(*labels)
+        self.continued_tokens.labels(*labels)
+        for reason in FORGOTTEN_BECAUSE:
+            self.states_forgotten.labels(*labels, reason)
+
+    def observe(self, stats: StepStats, labels: tuple[str, str]) -> None:
+        """Adds one step of one engine."""
+        self.contexts_reused.labels(*labels).inc(stats.contexts_reused)
+        self.conversations_continued.labels(*labels).inc(stats.conversations_continued)
+        self.continued_tokens.labels(*labels).inc(stats.continued_tokens)
+        for reason, count in stats.forgotten.items():
+            self.states_forgotten.labels(*labels, reason).inc(count)
+
+
+class CompressionMetrics:
+    """The collectors of one registry.
+
+    With several API server processes each step's statistics reach exactly one of them, so
+    counters and histograms add up over processes, and of a gauge the latest value counts.
+
+    Args:
+        registry: where the collectors are registered.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        make = _Make(registry)
+        self.server = ServerCollectors(make)
+        self.events = EventCollectors(make)
+        self.kept_states = KeptStateCollectors(make)
+
+    def start(self, settings: Settings, model_name: str, engine: str) -> None:
+        """Shows the settings, and every series at its starting value, from the first scrape on."""
+        labels = (model_name, engine)
+        self.server.start(settings, labels)
+        self.events.start(settings, labels)
+        self.kept_states.start(labels)
+
+    def observe(self, stats: StepStats, model_name: str, engine: str) -> None:
+        """Adds one step of one engine."""
+        labels = (model_name, engine)
+        self.server.observe(stats, labels)
+        self.events.observe(stats, labels)
+        self.kept_states.observe(stats, labels)
 
 
 @functools.cache
