@@ -1,10 +1,11 @@
 """Asks a running server through the client libraries that people have.
 
-    pip install openai litellm langchain-openai      # in an environment of its own
+    pip install openai litellm mcp langchain-openai      # in an environment of its own
     python scripts/clients.py http://127.0.0.1:8000/v1 MODEL
 
 A chat, the same streamed, an answer in a JSON schema, and a call of a tool, each with a prompt that
-is long enough to be compressed. Status 1 where an answer is not what it should be.
+is long enough to be compressed. Status 1 where an answer is not what it should be. The server
+needs `--enable-auto-tool-choice --tool-call-parser hermes`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ SCHEMA = {
 FORMAT = {"type": "json_schema", "json_schema": {"name": "visit", "schema": SCHEMA}}
 TEXT = "The river runs through the town, and the town is old. " * 60
 MESSAGES = [{"role": "user", "content": f"{TEXT}\nWhich city, and in which year?"}]
-SETTINGS = {"temperature": 0, "max_tokens": 64}
+SETTINGS = {"temperature": 0, "max_tokens": 128}
 TOOL: dict[str, Any] = {
     "type": "function",
-    "function": {"name": "book_visit", "parameters": SCHEMA},
+    "function": {"name": "book_visit", "parameters": SCHEMA, "strict": True},
 }
 CHOICE = {"type": "function", "function": {"name": "book_visit"}}
 
@@ -62,7 +63,7 @@ def with_litellm(address: str, model: str) -> Check:
     """LiteLLM's."""
     import litellm
 
-    where = {"api_base": address, "api_key": "none", "model": f"hosted_vllm/{model}"}
+    where = {"api_base": address, "api_key": "none", "model": f"openai/{model}"}
     return _as_openai(
         f"litellm {version('litellm')}", partial(litellm.completion, **where, **SETTINGS)
     )
