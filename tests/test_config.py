@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vllm_kvcompress.config import (
     DEFAULT_MIN_TOKENS,
     DEFAULT_POLICY,
+    PROFILED_POLICY,
     Settings,
     Trigger,
     parse_budget,
@@ -336,3 +337,15 @@ def test_auto_is_the_default_policy_wherever_one_is_named() -> None:
     assert other.for_request("auto", None).policy == DEFAULT_POLICY
     with pytest.raises(ConfigError, match=f'policy "{DEFAULT_POLICY}": this server allows snapkv'):
         Settings("snapkv").for_request("auto", None)
+
+
+def test_auto_reads_a_profile_of_its_own() -> None:
+    """Where heads were measured it stands for what uses that; not beside another policy's file."""
+    settings = Settings("auto", profile="heads.json", request_policies=("auto", "snapkv"))
+    assert settings.policy == PROFILED_POLICY
+    assert settings.request_policies == (PROFILED_POLICY, "snapkv")
+    assert settings.for_request("auto", None).profile == "heads.json"
+    other = Settings("headkv", profile="heads.json", request_policies=("auto",))
+    assert other.for_request("auto", None).policy == DEFAULT_POLICY
+    assert other.for_request("auto", None).profile is None
+    assert Settings.from_dict(settings.to_dict()) == settings

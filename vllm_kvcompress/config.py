@@ -22,6 +22,7 @@ STATUS_PLUGIN = "kvcompress-status"  # adds the page at /kvcompress to the serve
 NO_POLICY = "none"
 AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
 DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
+PROFILED_POLICY = "spans+headkv"  # instead, where heads were measured
 CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs, like the next two
 REQUEST_POLICY = "kv_policy"
 REQUEST_BUDGET = "kv_budget"
@@ -31,9 +32,11 @@ ATTENTION_KERNELS = ("auto", "flash", "triton", "own")
 DEFAULT_MIN_TOKENS = 256  # shorter ones lose most and free least: docs/results/spans.md
 
 
-def named_policy(policy: str) -> str:
-    """A policy string; the one that `auto` stands for."""
-    return DEFAULT_POLICY if policy == AUTO else policy
+def named_policy(policy: str, profile: str | None = None) -> str:
+    """A policy string; the one that `auto` stands for, without or with a profile of heads."""
+    if policy != AUTO:
+        return policy
+    return DEFAULT_POLICY if profile is None else PROFILED_POLICY
 
 
 _MOST_TOKENS = 2**53  # of anything
@@ -117,8 +120,8 @@ class Settings:
                 f"policy: expected a name, found {self.policy!r}; "
                 "`vllm-kvcompress policies` lists them."
             )
-        object.__setattr__(self, "policy", named_policy(self.policy))
-        others = tuple(map(named_policy, self.request_policies))
+        object.__setattr__(self, "policy", named_policy(self.policy, self.profile))
+        others = tuple(map(self._named, self.request_policies))
         object.__setattr__(self, "request_policies", others)
         object.__setattr__(self, "budget", parse_budget(self.budget))
         if not self.triggers:
@@ -149,6 +152,10 @@ class Settings:
                 f"attention: expected one of {', '.join(ATTENTION_KERNELS)}, found "
                 f"{self.attention!r}; leave it out for auto."
             )
+
+    def _named(self, policy: str) -> str:
+        """The policy that a request asks for; a profile is that of the server's own."""
+        return named_policy(policy, self.profile if self.policy == PROFILED_POLICY else None)
 
     def _check_request_limits(self) -> None:
         bounds = (self.min_request_budget, self.max_request_budget)
@@ -242,7 +249,7 @@ class Settings:
         Raises:
             ConfigError: the server does not allow it.
         """
-        policy = self.policy if policy is None else named_policy(policy)
+        policy = self.policy if policy is None else self._named(policy)
         allowed = tuple(dict.fromkeys((self.policy, *self.request_policies)))
         if policy not in allowed:
             raise ConfigError(

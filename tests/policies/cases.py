@@ -36,6 +36,8 @@ POLICIES: dict[str, dict[str, object]] = {
     "expected": {"window_size": 9, "n_future_positions": 6, "n_sink": 2},
     "expected+adakv": {"window_size": 60, "n_future_positions": 3, "epsilon": 0.02},
     "headkv": {"window_size": 5},
+    "spans+headkv": {"window_size": 9, "near_size": 4, "kernel_size": 5, "even_share": 0.4},
+    "keydiff+headkv": {},
     "duoattention": {},
     "snapkv+criticalkv": {"window_size": 5},
     "adakv+criticalkv": {"window_size": 5, "safeguard_mode": "floor", "norm": "l1"},
@@ -129,10 +131,15 @@ def with_rows(
     return replace(view, kv=GatheredKV(view.lengths if lengths is None else lengths, rows, tail))
 
 
-def headkv_file(directory: Path, num_layers: int, num_heads: int) -> Path:
+def headkv_scores(num_layers: int, num_heads: int) -> list[list[list[float]]]:
     """Scores that differ from head to head, two per head."""
     generator = torch.Generator().manual_seed(7)
-    scores = torch.rand(num_layers, num_heads, 2, generator=generator).tolist()
+    return torch.rand(num_layers, num_heads, 2, generator=generator).tolist()  # type: ignore[no-any-return]
+
+
+def headkv_file(directory: Path, num_layers: int, num_heads: int) -> Path:
+    """A profile of such scores."""
+    scores = headkv_scores(num_layers, num_heads)
     rows = {f"{la}-{h}": scores[la][h] for la in range(num_layers) for h in range(num_heads)}
     path = directory / "headkv.json"
     path.write_text(json.dumps(rows))
@@ -154,7 +161,7 @@ def make_pipeline(policy: str, shape: Shape, directory: Path, **params: object) 
     """A policy of `POLICIES` with its parameters, bound to the shape's model."""
     num_heads = len(shape.pages)
     profile = None
-    if policy.startswith("headkv"):
+    if "headkv" in policy.split("+"):
         profile = headkv_file(directory, NUM_LAYERS, num_heads * shape.group)
     elif policy.startswith("duoattention"):
         profile = duoattention_file(directory, NUM_LAYERS, num_heads)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
 from vllm_kvcompress.policies.adakv import Ada
-from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.base import LayerView, ModelHeads
 from vllm_kvcompress.policies.duoattention import DuoAttention
-from vllm_kvcompress.policies.headkv import HeadKV
+from vllm_kvcompress.policies.headkv import ByImportance, HeadKV
 from vllm_kvcompress.policies.knorm import KNorm
 from vllm_kvcompress.policies.parts.allocation import UNIFORM, Allocator
 from vllm_kvcompress.policies.parts.protection import Protection
@@ -233,6 +233,22 @@ def test_headkv_of_equal_heads_is_uniform(num_blocks: int, beta: float) -> None:
 def test_headkv_without_a_pool_is_uniform() -> None:
     allocator = HeadKV(importance=TABLE, beta=1e9, window_size=8, block_size=4)
     assert all_pages(allocator, 10, 50) == [[10, 10]] * 4
+
+
+def test_headkv_on_other_policies_divides_over_the_whole_model() -> None:
+    """Shares of the mean are a half and four times the importance; full heads hand on to all."""
+    table = ((0.5, 0.1), (0.0, 0.0), (0.2, 0.0), (0.1, 0.1))
+    bound = ByImportance(importance=table, even_share=0.5).bind(ModelHeads(4, 2, 2, 4))
+    assert bound.importance[0] == (pytest.approx(2.5), pytest.approx(0.9))
+    assert all_pages(bound, 10, 100) == [[25, 9], [5, 5], [13, 5], [9, 9]]
+    # 30 pages for two full heads; the others' 4.2 shares divide 50: 10.7 and 5.95 pages.
+    assert all_pages(bound, 10, 15) == [[15, 11], [6, 6], [15, 6], [11, 10]]
+
+
+@given(num_blocks=st.integers(1, 50), even=st.floats(0, 1))
+def test_headkv_of_equal_heads_is_uniform_on_other_policies(num_blocks: int, even: float) -> None:
+    equal = ByImportance(importance=EQUAL_TABLE, even_share=even).bind(ModelHeads(4, 2, 2, 4))
+    assert all_pages(equal, num_blocks, 50) == [[num_blocks] * 2] * 4
 
 
 # --- duoattention -----------------------------------------------------------------------------

@@ -13,13 +13,20 @@ import pytest
 import torch
 
 from tests.policies import oracles
-from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view, rows_of
+from tests.policies.cases import (
+    NUM_LAYERS,
+    POLICIES,
+    Shape,
+    headkv_scores,
+    make_pipeline,
+    make_view,
+    rows_of,
+)
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.duoattention import DuoAttention
-from vllm_kvcompress.policies.headkv import HeadKV
 
 CASES_PER_POLICY = 24
 
@@ -62,9 +69,10 @@ def kept_by_oracle(
         assert isinstance(pipeline.scorer, DuoAttention)  # which is as it was read
         profile, params["sinks"] = pipeline.scorer.gates, pipeline.scorer.num_sinks
         params["few"] = math.ceil((params["sinks"] + pipeline.scorer.num_recent) / view.block_size)
-    elif policy.startswith("headkv"):
-        assert isinstance(pipeline.scorer, HeadKV)
-        rows, group = pipeline.scorer.importance, view.queries.shape[1] // view.num_heads
+    elif "headkv" in policy.split("+"):
+        group = view.queries.shape[1] // view.num_heads
+        measured = headkv_scores(NUM_LAYERS, view.num_heads * group)
+        rows = [[sum(scores) / len(scores) for scores in row] for row in measured]
         means = [
             [sum(row[i : i + group]) / group for i in range(0, len(row), group)] for row in rows
         ]
@@ -150,7 +158,7 @@ def test_sixteen_bit_caches_keep_nearly_the_same(policy: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "policy", [p for p in POLICIES if not p.startswith(("duoattention", "headkv"))]
+    "policy", [p for p in POLICIES if p != "duoattention" and "headkv" not in p]
 )
 def test_permuting_heads_permutes_what_they_keep(policy: str, tmp_path: Path) -> None:
     shape = Shape(pages=(9, 9), tail=1, seed=13)

@@ -95,12 +95,13 @@ def test_needs(policy: str, params: dict[str, object], needs: Needs) -> None:
     [
         (
             "snapkw",
-            'unknown policy "snapkw".*policies are streamingllm, .*modifiers are adakv, critical',
+            'unknown policy "snapkw".*policies are streamingllm, .*modifiers are adakv, headkv',
         ),
         ("snapkv+", 'unknown policy ""'),
         ("criticalkv", "found 0 policies, and a modifier needs something to modify; choose one of"),
         ("snapkv+snapkv", "the same one twice"),
         ("adakv+headkv", "both decide how much each head keeps; choose one of adakv, headkv"),
+        ("expected+adakv+headkv", "headkv and adakv both decide how much each head keeps"),
         ("duoattention+adakv", "both decide how much each head keeps"),
         ("pyramidkv+headkv", "both decide how much each layer keeps"),
         ("knorm+adakv", "by each head's attention mass, which knorm does not score"),
@@ -185,7 +186,7 @@ def test_spaces_around_parts_do_not_matter() -> None:
 
 
 def test_policies_that_need_a_profile_say_how_to_make_one() -> None:
-    for policy in ("headkv", "headkv+criticalkv", "duoattention"):
+    for policy in ("headkv", "headkv+criticalkv", "spans+headkv", "duoattention"):
         with pytest.raises(ConfigError, match="vllm-kvcompress profile MODEL --kind"):
             resolve(policy)
 

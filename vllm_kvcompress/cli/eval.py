@@ -132,7 +132,11 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     compared.add_argument(
         "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="of all policies"
     )
-    compared.add_argument("--kv-profile", metavar="FILE", help="for headkv and duoattention")
+    compared.add_argument(
+        "--kv-profile",
+        metavar="FILE",
+        help="for policies that read one: auto, headkv, duoattention",
+    )
     compared.add_argument(
         "--kv-min-tokens",
         type=_whole_number,

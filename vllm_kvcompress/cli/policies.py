@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress.config import DEFAULT_POLICY
+from vllm_kvcompress.config import DEFAULT_POLICY, PROFILED_POLICY
 
 if TYPE_CHECKING:
     from vllm_kvcompress.policies import Part
@@ -59,7 +59,7 @@ def _run_list(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_json(info) for info in infos], indent=2))
         return 0
     print("Policies (--kv-policy NAME); add modifiers with +, such as adakv+criticalkv")
-    print(f"auto stands for {DEFAULT_POLICY}\n")
+    print(f"auto stands for {DEFAULT_POLICY}, with --kv-profile for {PROFILED_POLICY}\n")
     print("\n\n".join(_described(info) for info in infos if not issubclass(info, Modifier)))
     print("\nModifiers\n")
     print("\n\n".join(_described(info) for info in infos if issubclass(info, Modifier)))

@@ -13,6 +13,7 @@ from vllm_kvcompress.config import (
     DEFAULT_BUDGET,
     DEFAULT_MIN_TOKENS,
     DEFAULT_POLICY,
+    PROFILED_POLICY,
     SETTINGS_KEY,
     Scalar,
     Settings,
@@ -90,8 +91,9 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-policy",
         metavar="P",
-        help=f"what to keep: auto ({DEFAULT_POLICY}), or parts joined by +, such as "
-        "adakv+criticalkv (`vllm-kvcompress policies` lists them); none: stock vLLM",
+        help=f"what to keep: auto ({DEFAULT_POLICY}; with a profile {PROFILED_POLICY}), or parts "
+        "joined by +, such as adakv+criticalkv (`vllm-kvcompress policies` lists them); none: "
+        "stock vLLM",
     )
     group.add_argument(
         "--kv-budget",
@@ -117,7 +119,7 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-profile",
         metavar="FILE",
-        help="head profile for headkv, or pattern file for duoattention "
+        help="measured heads for auto and headkv, or pattern file for duoattention "
         "(`vllm-kvcompress profile` makes one)",
     )
     group.add_argument(

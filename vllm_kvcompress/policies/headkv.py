@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies import LayerView, ModelHeads, parameter
+from vllm_kvcompress.policies import (
+    Allocator,
+    LayerView,
+    ModelHeads,
+    Modifier,
+    Pipeline,
+    Stages,
+    parameter,
+)
 from vllm_kvcompress.policies.parts.allocation import divide, spread
 from vllm_kvcompress.policies.parts.profiles import (
     HOW,
@@ -22,6 +30,69 @@ from vllm_kvcompress.policies.parts.profiles import (
     rows_of_rank,
 )
 from vllm_kvcompress.policies.snapkv import SnapKV
+
+PAPER = "Not All Heads Matter: A Head-Level KV Cache Compression Method, arXiv 2410.19258"
+
+
+@dataclass(frozen=True)
+class ByImportance(Modifier, Allocator):
+    """Every head of the model gets a budget by its importance in the profile, up to everything.
+
+    A head's share is `even_share` of the mean and the rest by importance; what a full head cannot
+    take goes to the others of the whole model, in proportion. Nothing is known of the scores, so
+    layers are compressed one by one, and any scores will do.
+
+    Attributes:
+        importance: by layer and query head, as measured; once bound to a model the shares of the
+            rank's KV heads, 1 in the mean.
+    """
+
+    name = "headkv"
+    paper = PAPER
+    summary = "Budgets per head from a measured table, on top of another policy's choice."
+    stages = Stages(allocate="by the heads' importance in the profile, over the whole model")
+    goes_on = ("spans", "h2o", "leverage", "expected", "keydiff")
+    refuses = {"adakv": "headkv and {} both decide how much each head keeps"}  # noqa: RUF012
+    profile = "headkv"
+    layer_dependent = True
+
+    even_share: float = parameter(0.25, "part of the budget shared out evenly", 0.0, 1.0)
+    importance: Table = ()
+
+    def with_profile(self, path: Path) -> Self:
+        return replace(self, importance=read_importance(path))
+
+    def modify(self, base: Pipeline) -> Pipeline:
+        """With another allocator."""
+        return replace(base, allocator=self)
+
+    def bind(self, model: ModelHeads) -> Self:
+        """With shares of this rank's KV heads, 1 in the mean."""
+        table = importance_of_rank(self.importance, model, temperature=1.0)
+        num_heads = len(table) * len(table[0])
+        rest = (1 - self.even_share) * num_heads
+        shares = tuple(tuple(self.even_share + rest * value for value in row) for row in table)
+        return replace(self, importance=shares)
+
+    def layer_pages(
+        self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
+    ) -> list[int]:
+        """Pages of each layer: the sum of its heads', none of which holds more than everything."""
+        full = num_logical_blocks or max(capacity) // num_heads
+        total = num_blocks * num_heads * len(capacity)
+        flat = [share for row in self.importance for share in row]
+        pages = spread(flat, total, [full] * len(flat), [1] * len(flat))
+        by_layer = [
+            sum(pages[layer * num_heads : (layer + 1) * num_heads])
+            for layer in range(len(capacity))
+        ]
+        within = [min(count, most) for count, most in zip(by_layer, capacity, strict=True)]
+        return spread([float(count) for count in by_layer], total, capacity, within)
+
+    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+        """[H] int64 pages of each head."""
+        shares = on_device(self.importance[view.layer], torch.float64, scores.device)
+        return divide(view, shares, total, floor)
 
 
 @dataclass(frozen=True)
@@ -39,7 +110,7 @@ class HeadKV(SnapKV):
     """
 
     name = "headkv"
-    paper = "Not All Heads Matter: A Head-Level KV Cache Compression Method, arXiv 2410.19258"
+    paper = PAPER
     summary = "SnapKV with budgets per head from a measured table."
     stages = SnapKV.stages._replace(allocate="by the heads' importance in the profile")
     decides = ("how much each head keeps", "how much each layer keeps")
@@ -59,17 +130,7 @@ class HeadKV(SnapKV):
 
         Ranks have equal budgets, each for its own heads, so it is relative to the rank's sum.
         """
-        rows = rows_of_rank(self.importance, model, model.num_query_heads, "query")
-        group = model.num_query_heads // model.num_kv_heads
-        powered = [[max(0.0, score) ** self.temperature for score in row] for row in rows]
-        means = [
-            [sum(row[h * group : (h + 1) * group]) / group for h in range(model.num_kv_heads)]
-            for row in powered
-        ]
-        total = sum(map(sum, means))
-        if total <= 0:
-            means, total = [[1.0] * model.num_kv_heads for _ in rows], len(rows) * len(means[0])
-        table = tuple(tuple(value / total for value in row) for row in means)
+        table = importance_of_rank(self.importance, model, self.temperature)
         return replace(self, importance=table, block_size=model.block_size)
 
     def layer_pages(
@@ -102,6 +163,21 @@ class HeadKV(SnapKV):
         num_all = len(self.importance) * len(self.importance[0])
         even = 1 - 1 / self.beta
         return tuple(even + score * num_all / self.beta for score in self.importance[layer])
+
+
+def importance_of_rank(importance: Table, model: ModelHeads, temperature: float) -> Table:
+    """By layer and KV head of this rank, the mean of its query heads' importance; sums to 1."""
+    rows = rows_of_rank(importance, model, model.num_query_heads, "query")
+    group = model.num_query_heads // model.num_kv_heads
+    powered = [[max(0.0, score) ** temperature for score in row] for row in rows]
+    means = [
+        [sum(row[h * group : (h + 1) * group]) / group for h in range(model.num_kv_heads)]
+        for row in powered
+    ]
+    total = sum(map(sum, means))
+    if total <= 0:
+        means, total = [[1.0] * model.num_kv_heads for _ in rows], len(rows) * len(means[0])
+    return tuple(tuple(value / total for value in row) for row in means)
 
 
 def read_importance(path: Path) -> Table:

@@ -59,6 +59,14 @@ class Part(ABC):
         """What can be set."""
         return parameters_of(cls)
 
+    def with_profile(self, path: Path) -> Self:
+        """The same with measured heads.
+
+        Raises:
+            ConfigError: the file cannot be read, or is none of that kind.
+        """
+        raise NotImplementedError
+
 
 class Policy(Allocator, Selector, Part):
     """Scores tokens, and says what else differs from the plainest way.
@@ -101,14 +109,6 @@ class Policy(Allocator, Selector, Part):
     def merger(self) -> Merger | None:
         """What becomes of the others; None: nothing."""
         return self if isinstance(self, Merger) else None
-
-    def with_profile(self, path: Path) -> Self:
-        """The same with measured heads.
-
-        Raises:
-            ConfigError: the file cannot be read, or is none of that kind.
-        """
-        raise NotImplementedError
 
     def pipeline(self) -> Pipeline:
         """Its parts."""

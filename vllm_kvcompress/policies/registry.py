@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from itertools import combinations
 from pathlib import Path
 from pkgutil import walk_packages
-from typing import Any
+from typing import Any, TypeVar
 
 from vllm_kvcompress.config import AUTO, NO_POLICY, Settings, named_policy
 from vllm_kvcompress.errors import ConfigError
@@ -25,6 +25,7 @@ from vllm_kvcompress.policies.parts.parameters import check_parameters
 from vllm_kvcompress.policies.pipeline import Pipeline
 from vllm_kvcompress.policies.policy import Modifier, Part, Policy, Stages
 
+AnyPart = TypeVar("AnyPart", bound=Part)
 ENTRY_POINTS = "vllm_kvcompress.policies"
 # In the order in which they are listed; modules that are not named here follow.
 LISTED_FIRST = (
@@ -138,6 +139,11 @@ def describe(policy: str) -> tuple[type[Part], ...]:
     return (base, *on_top)
 
 
+def reads_profile(policy: str) -> bool:
+    """Whether a policy string needs a profile of heads; raises as `describe`."""
+    return policy != NO_POLICY and any(part.profile is not None for part in describe(policy))
+
+
 def _parts(policy: str) -> tuple[type[Policy], list[type[Modifier]]]:
     names = [name.strip() for name in named_policy(policy).split("+")]
     for name in names:
@@ -244,11 +250,12 @@ def resolve(
     def settings(part: type[Part]) -> dict[str, Any]:
         return {parameter.name: values[parameter.name] for parameter in part.parameters()}
 
-    built = _with_profile(base(**settings(base)), profile)
+    _check_profile(parts, profile)
     name = "+".join(part.name for part in parts)
+    built = _with_profile(base(**settings(base)), profile)
     pipeline = replace(built.pipeline(), name=name, params=values)
     for modifier in on_top:
-        pipeline = modifier(**settings(modifier)).modify(pipeline)
+        pipeline = _with_profile(modifier(**settings(modifier)), profile).modify(pipeline)
     return pipeline
 
 
@@ -277,19 +284,22 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
     return pipelines
 
 
-def _with_profile(policy: Policy, path: Path | None) -> Policy:
-    if policy.profile is None:
-        if path is not None:
-            with_one = [name for name, known in policies().items() if known.profile is not None]
-            raise ConfigError(
-                f"{policy.name} measures heads while it runs and reads no profile; leave "
-                f"--kv-profile out, or use {' or '.join(with_one)}."
-            )
-        return policy
-    if path is None:
+def _check_profile(parts: Sequence[type[Part]], path: Path | None) -> None:
+    """Refuses a profile that nobody reads, and none where somebody does."""
+    policy = "+".join(part.name for part in parts)
+    kinds = [part.profile for part in parts if part.profile is not None]
+    if kinds and path is None:
         raise ConfigError(
-            f"{policy.name} needs measured heads; give a file with --kv-profile, which "
-            f"`vllm-kvcompress profile MODEL --kind {policy.profile} --out FILE` makes for any "
-            "model."
+            f"{policy} needs measured heads; give a file with --kv-profile, which "
+            f"`vllm-kvcompress profile MODEL --kind {kinds[0]} --out FILE` makes for any model."
         )
-    return policy.with_profile(path)
+    if path is not None and not kinds:
+        with_one = [part.name for part in all_policies() if part.profile is not None]
+        raise ConfigError(
+            f"{policy} measures heads while it runs and reads no profile; leave --kv-profile "
+            f"out, or use {' or '.join(dict.fromkeys(with_one))}."
+        )
+
+
+def _with_profile(part: AnyPart, path: Path | None) -> AnyPart:
+    return part if part.profile is None or path is None else part.with_profile(path)

@@ -71,6 +71,10 @@ def compress(
         window = params["window_size"] / size
         shares = headkv_shares(profile, view.layer, total, params["beta"], window)
         counts = divide(shares, total, floors, caps)
+    elif "headkv" in policy.split("+"):
+        even, num_all = params["even_share"], len(profile) * len(heads)
+        shares = [even + (1 - even) * score * num_all for score in profile[view.layer]]
+        counts = divide(shares, total, floors, caps)
     else:
         counts = divide([1.0] * len(heads), total, floors, caps)
     critical = params if "criticalkv" in policy else None

@@ -39,7 +39,11 @@ class Setup:
         """What goes into `--additional-config`; None: stock vLLM."""
         if self.policy == FULL:
             return None
+        from vllm_kvcompress.policies.registry import reads_profile
+
         chosen: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
+        if not reads_profile(self.policy):
+            params = params | {"profile": None}
         return chosen | {key: value for key, value in params.items() if value or value == 0}
 
     def modes(self, wanted: Sequence[str]) -> tuple[str, ...]:
@@ -115,7 +119,7 @@ def setups_of(
     Raises:
         ConfigError: no policy, one given twice, or settings that cannot work.
     """
-    policies = [named_policy(policy) for policy in policies]
+    policies = [named_policy(policy, params.get("profile")) for policy in policies]
     if len(set(policies)) < len(policies) or len(set(budgets)) < len(budgets):
         raise ConfigError("--policies and --budgets: expected every one once; remove the doubles.")
     setups = [Setup(FULL)]
