@@ -36,10 +36,12 @@ Row = dict[str, Any]
 
 @cache
 def pipeline_of(setup: str) -> tuple[Pipeline, float]:
-    """POLICY[:NAME=VALUE,...]@BUDGET."""
+    """POLICY[:NAME=VALUE,...]@BUDGET; of parameters `profile` is the file of measured heads."""
     policy, _, budget = setup.rpartition("@")
-    name, _, params = policy.partition(":")
-    return resolve(name, dict(map(policy_param, filter(None, params.split(","))))), float(budget)
+    name, _, text = policy.partition(":")
+    params = dict(map(policy_param, filter(None, text.split(","))))
+    profile = params.pop("profile", None)
+    return resolve(name, params, None if profile is None else Path(str(profile))), float(budget)
 
 
 def keeps(setup: str, context: list[DenseLayer]) -> list[Kept] | None:
@@ -157,7 +159,7 @@ def items_of(options: argparse.Namespace, tokenizer: Any) -> list[Item]:
     def count(text: str) -> int:
         return len(tokenizer(text)["input_ids"])
 
-    for task in NEEDLES if options.needles else ():
+    for task in options.tasks if options.needles else ():
         found += generate(f"ruler/{task}", lengths, options.needles, options.seed, count)
     return found
 
@@ -165,11 +167,17 @@ def items_of(options: argparse.Namespace, tokenizer: Any) -> list[Item]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", metavar="MODEL", help="directory")
-    parser.add_argument("setups", nargs="+", metavar="POLICY[:NAME=VALUE,...]@BUDGET")
+    parser.add_argument(
+        "setups",
+        nargs="+",
+        metavar="POLICY[:NAME=VALUE,...]@BUDGET",
+        help="with profile=FILE among the parameters for policies that read one",
+    )
     parser.add_argument("--length", type=int, default=1024, help="tokens of contexts (1024)")
     parser.add_argument("--continuation", type=int, default=256, help="of texts (256)")
     parser.add_argument("--texts", type=int, default=5, help="of each kind (5)")
     parser.add_argument("--needles", type=int, default=4, help="questions of each task (4)")
+    parser.add_argument("--tasks", nargs="+", default=NEEDLES, help="of RULER")
     parser.add_argument("--seed", type=int, default=0, help="of texts and questions (0)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="needles over text loss")

@@ -171,6 +171,7 @@ def test_headkv_files_fit_their_model(
 ) -> None:
     out = tmp_path / "made" / "heads.json"
     arguments = ["--kind", "headkv", "--out", str(out), "--length", "64", "--samples", "2"]
+    arguments += ["--by", "needles"]
     assert run_command(str(saved_model), *arguments) == 0
     assert f"--kv-policy headkv --kv-profile {out}" in capsys.readouterr().out
     rows = json.loads(out.read_text())
