@@ -30,10 +30,13 @@ CPU = torch.device("cpu")
 
 
 def make_pool(
-    kind: type[PagePool], device: torch.device = CPU, dtype: torch.dtype = torch.float32
+    kind: type[PagePool],
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+    num_blocks: int = NUM_BLOCKS,
 ) -> PagePool:
     """Pages that nobody has written: NaN, so that no result depends on them."""
-    pages = NUM_BLOCKS * NUM_LAYERS * NUM_HEADS
+    pages = num_blocks * NUM_LAYERS * NUM_HEADS
     size = 2 * BLOCK_SIZE * HEAD_SIZE
     common = dict(
         pages=torch.full((pages, size), float("nan"), dtype=dtype, device=device),
@@ -116,8 +119,9 @@ class Request:
             self.runner.tables.extend_tails(slot, row, self.block_row[None], tokens)
         self.observe(plan)
         event = self.runner.begin(plan, self.block_row)
+        (batch,) = self.runner.batches([event])
         for layer in range(NUM_LAYERS):
-            self.runner.run_layer(event, layer, SCALE)
+            self.runner.run_layer(batch, layer, SCALE)
         self.runner.finish(event)
         self._first_block, self._kept_blocks = plan.end_block, len(plan.fresh_block_ids)
         return event
@@ -168,8 +172,12 @@ class Request:
 
 def left_by(request: Request) -> list[dict[str, Tensor]]:
     """What the events left in each layer: pages by head, what lies in them, what is carried."""
-    tables, pool = request.runner.tables, request.pool
-    slot, found = tables.slots["r"], []
+    return left_in(request.runner.tables, "r")
+
+
+def left_in(tables: PageTables, request_id: str) -> list[dict[str, Tensor]]:
+    """The same of a request in page tables."""
+    pool, slot, found = tables.pool, tables.slots[request_id], []
     for layer in range(NUM_LAYERS):
         counts = tables.counts[layer, slot]
         rows = [

@@ -113,9 +113,10 @@ def test_events_queue_few_operators(policy: str, most: int, tmp_path: Path) -> N
     request.observe(plan)
     with launched():
         event = request.runner.begin(plan, request.block_row)
-        request.runner.run_layer(event, 0, SCALE)
+        (batch,) = request.runner.batches([event])
+        request.runner.run_layer(batch, 0, SCALE)
     with launched(), Operators() as operators:
-        request.runner.run_layer(event, 1, SCALE)
+        request.runner.run_layer(batch, 1, SCALE)
     assert most // 2 < operators.count <= most
 
 

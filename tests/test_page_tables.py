@@ -260,7 +260,8 @@ def test_query_windows_return_the_last_queries(paged: bool, data: st.DataObject)
             windows.record(layer, queries + 0.5 * layer, where)
             for name in chosen:
                 num = min(window, len(history[name]))
-                read = windows.read(layer, name, len(history[name]), num)
+                found = windows.find([(name, len(history[name]))], num)
+                read = windows.read(layer, found)[:, 0]
                 expected = torch.tensor(history[name][-num:]).view(-1, 1, 1) + head + 0.5 * layer
                 assert torch.equal(read, expected)
         for name in ending:
@@ -289,5 +290,7 @@ def test_windows_that_lie_in_their_step_take_no_room() -> None:
     assert windows.ring is not None
     assert windows.ring.shape[1] == 8
     assert set(windows.slots) == {"begun"}
-    assert windows.read(0, "r3", 6, window).flatten().tolist() == [20, 21, 22, 23]
-    assert windows.read(0, "begun", 9, window).flatten().tolist() == [0, 1, 2, 100]
+    two = windows.read(0, windows.find([("r3", 6), ("r100", 6)], window)).squeeze().T.tolist()
+    assert two == [[20, 21, 22, 23], [602, 603, 604, 605]]
+    read = windows.read(0, windows.find([("begun", 9)], window))
+    assert read.flatten().tolist() == [0, 1, 2, 100]

@@ -112,8 +112,9 @@ def test_windows(paged: bool, num_tokens: int) -> None:
             queries = torch.zeros(num_tokens, QUERY_HEADS, DIM, device=ACCELERATOR)
             for layer in range(NUM_LAYERS):
                 windows.record(layer, queries, where)
-                found = windows.read(layer, "r3", step + 1, min(window, step + 1))
-                assert found.shape == (min(window, step + 1), QUERY_HEADS, DIM)
+                count, ends = min(window, step + 1), [("r3", step + 1), ("r5", step + 1)]
+                found = windows.read(layer, windows.find(ends, count))
+                assert found.shape == (count, 2, QUERY_HEADS, DIM)
                 assert found.device == ACCELERATOR
         windows.end_event("r3")
         windows.release("r4")

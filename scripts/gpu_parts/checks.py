@@ -60,7 +60,7 @@ def check_selection() -> list[dict[str, Any]]:
         floor, cap = num_kept * 0 + 1, num_kept + 1
         checks: dict[Any, tuple[Any, ...]] = {
             top_entries: (scores, valid, num_kept),
-            apportion: (num_kept, 8 * num_entries // 9, floor, cap),
+            apportion: (num_kept[None], num_kept.sum()[None], floor[None], cap[None]),
         }
         for operator, asked in checks.items():
             equal = torch.equal(operator(*asked), operator.__wrapped__(*asked))
@@ -108,8 +108,8 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     bias = random(num_heads, entries.capacity, dtype=torch.float32)
     window, weight = random(32, num_heads * 4, dims), random(num_heads, dims, 4, 512) / 16
     wanted = entries.valid()
-    gram = random(num_heads * 4, dims, dims, dtype=torch.float32)
-    gram = gram @ gram.transpose(1, 2)
+    gram = random(num_heads, 4, dims, dims, dtype=torch.float32)
+    gram = gram @ gram.mT
     state = torch.zeros(num_heads, moment_size(dims), device="cuda")
     evicted = random(num_heads, entries.capacity) > 0
     added = PagedNumbers.of_rows(bias)

@@ -120,7 +120,7 @@ def _parts(num_tokens: int, block_size: int) -> dict[str, Callable[[], Any]]:
     stored = (stored / shapes.HIDDEN_SIZE**0.5).to(shapes.DTYPE)
     weight = stored.view(-1, heads, group, dims).permute(1, 3, 2, 0)
     by_head = weight.float().permute(0, 2, 1, 3).flatten(0, 1)
-    gram = (by_head @ by_head.transpose(1, 2)).contiguous()
+    gram = (by_head @ by_head.transpose(1, 2)).unflatten(0, (heads, group)).contiguous()
     wanted = entries.valid()
 
     def view() -> PagedKV:

@@ -21,6 +21,7 @@ from gpu_parts.measure import progress
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline, resolve
@@ -190,13 +191,15 @@ class WholeEvent:
         """The event, over all layers, a few at a time."""
         runner, num_layers = self.runner, self.cache.model.num_layers
         events: list[Event] = []
+        batches: list[EventBatch] = []
 
         def begin() -> None:
             events.append(runner.begin(self.plan, self.cache.block_row))
+            batches.extend(runner.batches(events))
 
         def layers(first: int) -> None:
             for layer in range(first, min(num_layers, first + LAYERS_AT_ONCE)):
-                runner.run_layer(events[0], layer, self.cache.model.head_size**-0.5)
+                runner.run_layer(batches[0], layer, self.cache.model.head_size**-0.5)
 
         def finish() -> None:
             runner.finish(events[0])

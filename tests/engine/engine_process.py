@@ -137,25 +137,32 @@ def record_kept(report: dict[str, Any]) -> None:
     """Reports every layer's selection, in the order of the events."""
     from vllm_kvcompress.compression import runner as events
 
-    compress = events.compress_layer
+    compress = events.compress_batch
 
-    def recording(pipeline: Any, view: Any, total: int) -> Any:
-        selection = compress(pipeline, view, total)
+    def recording(pipeline: Any, view: Any, totals: Any) -> Any:
+        selection = compress(pipeline, view, totals)
         state = selection.merged.state
-        report["kept"].append(
-            {
+        rows = {
+            "counts": selection.page_counts.tolist(),
+            "source": view.lengths.tolist(),
+            "state": None if state is None else state[:, 0].tolist(),
+            "tokens": tokens(view, selection),
+            "accumulated": by_head(view, selection, selection.merged.accumulated),
+        }
+        kept, keys = selection.kept_indices.tolist(), unrotated(view, selection)
+        size, first = view.heads_per_request, 0
+        for start in range(0, view.num_heads, size):  # a request's heads
+            mine = {name: row and row[start : start + size] for name, row in rows.items()}
+            end = first + sum(mine["counts"]) * view.block_size
+            mine |= {
                 "layer": view.layer,
-                "counts": selection.page_counts.tolist(),
-                "kept": selection.kept_indices.tolist(),
+                "kept": kept[first:end],
                 "num_queries": view.queries.shape[0],
-                "source": view.lengths.tolist(),
                 "tail": view.num_tail,
-                "state": None if state is None else state[:, 0].tolist(),
-                "unrotated": unrotated(view, selection),
-                "tokens": tokens(view, selection),
-                "accumulated": by_head(view, selection, selection.merged.accumulated),
+                "unrotated": keys and keys[first:end],
             }
-        )
+            first = end
+            report["kept"].append(mine)
         return selection
 
     def tokens(view: Any, selection: Any) -> list[list[float]] | None:
@@ -180,7 +187,7 @@ def record_kept(report: dict[str, Any]) -> None:
         keys = merged.keys[head, selection.kept_indices].float()
         return view.rotary.rerotate(keys, -merged.positions[head, selection.kept_indices]).tolist()
 
-    events.compress_layer = recording
+    events.compress_batch = recording
 
 
 def before(request: dict[str, Any], report: dict[str, Any]) -> list[int]:

@@ -78,7 +78,7 @@ def launches(
         yield launch(launcher, 2, tailed, window, 0.1, variant, variant=variant)
     output_weight = random(2, head_size, GROUP, 256, dtype=dtype)
     yield launch("value_norms.value_norms_triton.value_norms_l1", 1, view, output_weight, kept)
-    gram = random(2 * GROUP, head_size, head_size)
+    gram = random(2, GROUP, head_size, head_size)
     yield launch("value_norms.value_norms_triton.value_norms_l2", 1, view, gram)
 
     state = torch.zeros(2, packed_size(head_size))
@@ -98,5 +98,6 @@ def launches_without_pages() -> Iterator[Launch]:
     yield Launch(
         KERNELS + "top_entries.top_entries_triton.top_entries", 5, (scores, scores > 0, numbers)
     )
-    shares = (numbers.float(), 9, numbers, 9 * numbers)
+    floors = numbers[None]
+    shares = (floors.float(), numbers[:1] * 9, floors, 9 * floors)
     yield Launch(KERNELS + "apportion.apportion_triton.apportion", 1, shares)

@@ -126,10 +126,19 @@ def test_pages_are_those_of_the_loop(
     floor: list[int],
     cap: list[int],
 ) -> None:
-    numbers = torch.tensor(shares, dtype=precision)
-    pages = backend.call(APPORTION, numbers, total, torch.tensor(floor), torch.tensor(cap))
+    numbers = torch.tensor([shares], dtype=precision)
+    bounds = torch.tensor([floor]), torch.tensor([cap])
+    pages = backend.call(APPORTION, numbers, torch.tensor([total]), *bounds)
     assert pages.dtype == torch.int64
-    assert pages.tolist() == oracles.divide(numbers.tolist(), total, floor, cap)
+    assert pages[0].tolist() == oracles.divide(numbers[0].tolist(), total, floor, cap)
+
+
+def test_requests_have_totals_of_their_own(backend: Backend) -> None:
+    fitting = [case for case in SHARES if len(case[0]) == 3]
+    columns = [torch.tensor(column) for column in zip(*fitting, strict=True)]
+    pages = backend.call(APPORTION, columns[0].double(), *columns[1:])
+    assert len(pages) == 2
+    assert pages.tolist() == [oracles.divide(*case) for case in fitting]
 
 
 @st.composite
@@ -148,18 +157,20 @@ def test_any_division_is_the_twins(
     division: tuple[list[float], int, list[int], list[int]],
 ) -> None:
     shares, total, floor, cap = division
-    given_ = (torch.tensor(shares), total, torch.tensor(floor), torch.tensor(cap))
+    given_ = tuple(map(torch.tensor, ([shares], [total], [floor], [cap])))
     pages = interpreter_calls(APPORTION, *given_)
     assert pages.tolist() == reference.apportion(*given_).tolist()
     assert int(pages.sum()) == total
 
 
 def test_what_launches_refuse(interpreter: Child) -> None:
-    three, two = torch.zeros(3), torch.zeros(2, dtype=torch.int64)
-    with pytest.raises(InvariantError, match=r"one number per head, got \(3,\), \(2,\) and \(2,\)"):
-        interpreter.call(APPORTION, three, 4, two, two)
+    three, two = torch.zeros(1, 3), torch.zeros(1, 2, dtype=torch.int64)
+    with pytest.raises(
+        InvariantError, match=r"a total per request, got \(1, 3\), \(1, 2\), \(1, 2\)"
+    ):
+        interpreter.call(APPORTION, three, two[:, 0], two, two)
     with pytest.raises(InvariantError, match=r"got \(1, 3\), \(1, 3\) and \(2,\); pass one row"):
-        interpreter.call(TOP_ENTRIES, three[None], three[None].bool(), two)
+        interpreter.call(TOP_ENTRIES, three, three.bool(), two[0])
 
 
 @pytest.fixture(scope="module")

@@ -24,9 +24,9 @@ def o_proj(num_heads: int, head_size: int, group: int, width: int, dtype: torch.
 
 
 def gram_of(weight: Tensor) -> Tensor:
-    """[H * G, D, D] fp32 W W^T."""
-    by_head = weight.float().permute(0, 2, 1, 3).flatten(0, 1)
-    return (by_head @ by_head.transpose(1, 2)).contiguous()
+    """[H, G, D, D] fp32 W W^T."""
+    by_head = weight.float().permute(0, 2, 1, 3)
+    return (by_head @ by_head.mT).contiguous()
 
 
 def test_twins_are_the_oracle() -> None:
@@ -66,6 +66,23 @@ def test_l2_is_the_twin(backend: Backend, head_size: int, block_size: int, group
     # Values are the same 16-bit numbers for both; on a GPU three products of tf32 stand for one
     # of fp32.
     assert_close(backend.call(L2, view, gram), expected, torch.float32)
+
+
+def test_heads_of_several_requests_share_weights(backend: Backend) -> None:
+    lengths = [30, 0, 5, 17, 40, 2]
+    entries, weight = (
+        make_entries(lengths, 16, 64, backend.dtype),
+        o_proj(3, 64, 2, 48, backend.dtype),
+    )
+    view, again = PagedKV.of(entries), torch.cat([weight, weight])
+    gram, wanted = gram_of(weight), entries.valid()
+    for name, twin, given, alone in (
+        (L1, reference.value_norms_l1, (weight, wanted), (again, wanted)),
+        (L2, reference.value_norms_l2, (gram,), (gram.repeat(2, 1, 1, 1),)),
+    ):
+        expected = backend.twin(twin, view, *alone)
+        assert_close(backend.twin(twin, view, *given), expected, backend.dtype)
+        assert_close(backend.call(name, view, *given), expected, backend.dtype)
 
 
 def test_what_launches_refuse(interpreter: Child) -> None:

@@ -55,6 +55,13 @@ def test_layer_totals_are_exact_through_any_events(
         logical, resident = logical + more, num_blocks + more
 
 
+def head_pages(
+    allocator: Allocator, view: LayerView, scores: torch.Tensor, total: int, floor: int
+) -> torch.Tensor:
+    """Of one request."""
+    return allocator.head_pages(view, scores, torch.tensor([total]), torch.tensor([floor]))
+
+
 @pytest.mark.parametrize("allocator", ALLOCATORS, ids=lambda each: type(each).__name__)
 @given(
     counts=st.lists(st.integers(0, 9), min_size=2, max_size=2).filter(any),
@@ -71,7 +78,7 @@ def test_head_totals_are_exact(
     view = make_view(shape, 0)
     scores = torch.rand(2, view.num_entries, generator=torch.Generator().manual_seed(layer))
     total = data.draw(st.integers(0, sum(counts)))
-    pages = allocator.head_pages(view, scores, total, floor)
+    pages = head_pages(allocator, view, scores, total, floor)
     assert pages.dtype == torch.int64
     assert int(pages.sum()) == total
     least = [min(floor, total // 2, count) for count in counts]
@@ -140,21 +147,21 @@ def ada_view(num_heads: int = 4, pages: int = 12) -> tuple[LayerView, torch.Tens
 @pytest.mark.parametrize("mode", ["blend", "floor"])
 def test_equal_heads_get_equal_budgets(mode: str) -> None:
     view, scores = ada_view()
-    pages = Ada(safeguard_mode=mode).head_pages(view, scores[:1].expand_as(scores), 20, 0)
+    pages = head_pages(Ada(safeguard_mode=mode), view, scores[:1].expand_as(scores), 20, 0)
     assert pages.tolist() == [5, 5, 5, 5]
 
 
 @pytest.mark.parametrize("mode", ["blend", "floor"])
 def test_a_full_safeguard_is_uniform(mode: str) -> None:
     view, scores = ada_view()
-    assert Ada(1.0, mode).head_pages(view, scores, 20, 0).tolist() == [5, 5, 5, 5]
+    assert head_pages(Ada(1.0, mode), view, scores, 20, 0).tolist() == [5, 5, 5, 5]
 
 
 @pytest.mark.parametrize("mode", ["blend", "floor"])
 @given(phi=st.floats(0, 1), total=st.integers(4, 48))
 def test_the_safeguard_holds_to_the_page(mode: str, phi: float, total: int) -> None:
     view, scores = ada_view()
-    pages = Ada(phi, mode).head_pages(view, scores, total, 0)
+    pages = head_pages(Ada(phi, mode), view, scores, total, 0)
     assert int(pages.min()) * 4 > phi * total - 4 - 1
 
 
@@ -165,7 +172,7 @@ def test_ada_keeps_at_least_the_mass_of_uniform_to_the_page(total: int, seed: in
     scores *= torch.tensor([1.0, 2.0, 5.0, 9.0])[:, None]
 
     def mass(allocator: Allocator) -> float:
-        pages = allocator.head_pages(view, scores, total, 0).tolist()
+        pages = head_pages(allocator, view, scores, total, 0).tolist()
         ranked = scores.sort(dim=1, descending=True).values
         return sum(float(row[: count * 4].sum()) for row, count in zip(ranked, pages, strict=True))
 
@@ -175,7 +182,7 @@ def test_ada_keeps_at_least_the_mass_of_uniform_to_the_page(total: int, seed: in
 
 def test_heads_with_the_best_entries_get_more() -> None:
     view, scores = ada_view()
-    pages = Ada(0.2, "blend").head_pages(view, scores, 20, 1).tolist()
+    pages = head_pages(Ada(0.2, "blend"), view, scores, 20, 1).tolist()
     assert pages == sorted(pages)
     assert pages[-1] > pages[0]
 
@@ -187,9 +194,10 @@ def test_protected_entries_do_not_compete() -> None:
     scores[0, -8:] = 9.0
     protection = Protection(num_recent=8)
     assert (
-        Ada(0.0, "floor", protection=protection).head_pages(view, scores, 20, 2).tolist() == [5] * 4
+        head_pages(Ada(0.0, "floor", protection=protection), view, scores, 20, 2).tolist()
+        == [5] * 4
     )
-    assert int(Ada(0.0, "floor").head_pages(view, scores, 20, 2)[0]) > 5
+    assert int(head_pages(Ada(0.0, "floor"), view, scores, 20, 2)[0]) > 5
 
 
 # --- headkv -----------------------------------------------------------------------------------
@@ -201,7 +209,7 @@ def all_pages(allocator: Allocator, num_blocks: int, full: int) -> list[list[int
     rows = []
     for layer, total in enumerate(layers):
         view = make_view(Shape(pages=(full, full), layer=layer), 0)
-        rows.append(allocator.head_pages(view, torch.zeros(2, full * 4), total, 0).tolist())
+        rows.append(head_pages(allocator, view, torch.zeros(2, full * 4), total, 0).tolist())
     return rows
 
 
@@ -281,8 +289,8 @@ def test_duo_retrieval_heads_stay_whole_from_event_to_event() -> None:
     assert layers[2] == 48
     assert layers[0] >= 27
     view = make_view(Shape(pages=(24, 7), layer=0), 0)
-    head_pages = allocator.head_pages(view, torch.zeros(2, 96), layers[0], 0)
-    assert int(head_pages[0]) == 24
+    pages = head_pages(allocator, view, torch.zeros(2, 96), layers[0], 0)
+    assert int(pages[0]) == 24
 
 
 @given(num_blocks=st.integers(1, 30))

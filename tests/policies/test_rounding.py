@@ -24,12 +24,12 @@ def divisions(draw: st.DrawFn) -> tuple[list[float], int, list[int], list[int]]:
 
 def on_device(shares: list[float], total: int, floor: list[int], capacity: list[int]) -> list[int]:
     pages = apportion(
-        torch.tensor(shares, dtype=torch.float64),
-        total,
-        torch.tensor(floor),
-        torch.tensor(capacity),
+        torch.tensor([shares], dtype=torch.float64),
+        torch.tensor([total]),
+        torch.tensor([floor]),
+        torch.tensor([capacity]),
     )
-    return [int(count) for count in pages]
+    return [int(count) for count in pages[0]]
 
 
 @given(divisions())

@@ -246,7 +246,7 @@ def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) 
             keydiff_scores(view.kv, "mean_normalized"),
             keydiff_scores(view.kv, "mean_raw"),
             value_norms_l1(view.kv, view.output_weight, all_of(view)),
-            value_norms_l2(view.kv, view.output_gram),
+            value_norms_l2(view.kv, view.output_gram.unflatten(0, (view.num_heads, -1))),
         ]
 
     whole = everything()
@@ -270,7 +270,7 @@ def test_value_norms_are_those_of_the_loop(group: int) -> None:
     assert view.output_weight is not None
     assert view.output_gram is not None
     l1 = value_norms_l1(view.kv, view.output_weight, all_of(view))
-    l2 = value_norms_l2(view.kv, view.output_gram)
+    l2 = value_norms_l2(view.kv, view.output_gram.unflatten(0, (view.num_heads, -1)))
     for h, head in enumerate(oracles.heads_of(view)):
         for rows, how in ((l1, "l1"), (l2, "l2")):
             expected = torch.tensor(oracles.value_norms(head, how))

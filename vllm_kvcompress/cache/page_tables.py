@@ -135,35 +135,55 @@ class PageTables:
     def replace(
         self,
         layer: int,
-        slot: int,
+        slots: int | Tensor,
         page_counts: Tensor,
         page_ids: Tensor,
         max_kept: int | None = None,
     ) -> None:
-        """Sets the kept pages of one request in one layer.
+        """Sets the kept pages of requests in one layer.
 
         Args:
             layer: layer of the group.
-            slot: the request's slot.
-            page_counts: [num_heads] int64.
+            slots: a request's slot, or those of several [R] int64.
+            page_counts: [R * num_heads] int64.
             page_ids: [sum(page_counts)] int64, head after head.
             max_kept: upper bound of `page_counts`, for which rows get room; None: their sum.
         """
         self.version += 1
         total = page_ids.numel()
         self._reserve(total if max_kept is None else max_kept)
-        heads = torch.repeat_interleave(page_counts, output_size=total)
+        rows = torch.repeat_interleave(page_counts, output_size=total)
         starts = page_counts.cumsum(0) - page_counts
-        columns = torch.arange(total, device=page_ids.device) - starts[heads]
-        self.table[layer, slot, heads, columns] = page_ids.to(torch.int32)
-        self.counts[layer, slot] = page_counts.to(torch.int32)
+        columns = torch.arange(total, device=page_ids.device) - starts[rows]
+        heads, whose = rows, slots
+        if isinstance(slots, Tensor):
+            heads, whose = rows % self.pool.num_heads, slots[rows // self.pool.num_heads]
+        self.table[layer, whose, heads, columns] = page_ids.to(torch.int32)
+        self.counts[layer, slots] = page_counts.to(torch.int32).view(-1, self.pool.num_heads)
 
-    def replace_state(self, layer: int, slot: int, page_ids: Tensor) -> None:
-        """Sets the pages that hold the policy state of one request in one layer."""
-        missing = page_ids.numel() - self.state.shape[2]
+    def replace_state(
+        self,
+        layer: int,
+        slots: int | Tensor,
+        page_ids: Tensor,
+        columns: Tensor | None = None,
+        width: int | None = None,
+    ) -> None:
+        """Sets the pages that hold the policy state of requests in one layer.
+
+        Args:
+            layer: layer of the group.
+            slots: a request's slot, or each page's [P] int64.
+            page_ids: [P] int64.
+            columns: [P] int64 where in their rows; None: one behind the other.
+            width: of the longest row; None: all of one request.
+        """
+        width = page_ids.numel() if width is None else width
+        missing = width - self.state.shape[2]
         if missing > 0:
             self.state = torch.nn.functional.pad(self.state, (0, missing))
-        self.state[layer, slot, : page_ids.numel()] = page_ids.to(torch.int32)
+        where = slice(width) if columns is None else columns
+        self.state[layer, slots, where] = page_ids.to(torch.int32)
 
     def save(self, request_id: str, state: int) -> None:
         """Remembers a request's rows as a state's, for another one to begin with."""

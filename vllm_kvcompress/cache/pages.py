@@ -98,10 +98,16 @@ class PagePool(ABC):
         """[..., P] pages that hold fp32 numbers -> [..., numbers] (a copy)."""
         return self.pages[page_ids].flatten(-2).view(torch.float32)
 
-    def write_floats(self, page_ids: Tensor, numbers: Tensor) -> None:
-        """Writes fp32 numbers [m] into whole pages [P], the rest as zeros."""
+    def write_floats(self, page_ids: Tensor, numbers: Tensor, places: Tensor | None = None) -> None:
+        """Writes fp32 numbers [m] into whole pages [P], at the first or at given [m] places.
+
+        The rest becomes zeros.
+        """
         room = page_ids.numel() * self.page_bytes // 4
-        padded = torch.nn.functional.pad(numbers, (0, room - numbers.numel()))
+        if places is None:
+            padded = torch.nn.functional.pad(numbers, (0, room - numbers.numel()))
+        else:
+            padded = numbers.new_zeros(room).scatter_(0, places, numbers)
         self.pages[page_ids] = padded.view(self.pages.dtype).view(page_ids.numel(), -1)
 
 

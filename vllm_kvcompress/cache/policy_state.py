@@ -51,6 +51,40 @@ class PolicyStateRuns:
         return PagedNumbers(numbers, self.pages[layer], self.starts[layer], self.lengths[layer])
 
 
+@dataclass(frozen=True)
+class StateRows:
+    """Whose state pages are, and where these stand in the page tables.
+
+    Attributes:
+        slots: of the one request, or each page's [P] int64.
+        columns: [P] int64 likewise; None: of one request.
+        width: of the longest row; 0: there are none.
+        num_pages: P.
+        firsts: [R] int64 numbers before each request's first one.
+    """
+
+    slots: int | Tensor
+    columns: Tensor | None
+    width: int
+    num_pages: int
+    firsts: Tensor | None
+
+    @classmethod
+    def of(cls, rows: list[tuple[int, int]], pool: PagePool) -> StateRows:
+        """Of [R] slots and numbers of pages, request after request."""
+        slots, counts = np.array(rows).T
+        width = int(counts.max())
+        if len(rows) == 1 or width == 0:
+            return cls(int(slots[0]), None, width, width, None)
+        ends = counts.cumsum()
+        columns = np.arange(ends[-1]) - (ends - counts).repeat(counts)
+        of_pages = np.stack((slots.repeat(counts), columns))
+        firsts = (ends - counts) * (pool.page_bytes // 4)
+        slots_there, columns_there = upload(of_pages, pool.device)
+        firsts_there = upload(firsts, pool.device)
+        return cls(slots_there, columns_there, width, int(ends[-1]), firsts_there)
+
+
 class PolicyState:
     """Finds and writes them.
 
@@ -106,19 +140,58 @@ class PolicyState:
         return self.tables.counts[layers, slots] * self.pool.block_size
 
     def write(
-        self, pipeline: Pipeline, layer: int, slot: int, selection: Selection, pages: Tensor
+        self,
+        pipeline: Pipeline,
+        layer: int,
+        selection: Selection,
+        pages: Tensor,
+        rows: StateRows,
+        kept_pages: Tensor,
     ) -> None:
-        """Writes what an event leaves in a layer to state pages, and records these.
+        """Writes what events leave in a layer to state pages, and records these.
 
         Zeros, where the policy leaves nothing.
+
+        Args:
+            pipeline: the policy.
+            layer: of the group.
+            selection: what is kept of all requests.
+            pages: [P] int64 state pages, request after request.
+            rows: whose they are.
+            kept_pages: [R] int64 pages that each request keeps in the layer.
         """
+        numbers, where = self._numbers(pipeline, selection), None
+        if rows.firsts is not None:
+            where = self._places(pipeline, numbers, rows.firsts, kept_pages * self.pool.block_size)
+        self.pool.write_floats(pages, torch.cat(numbers), where)
+        self.tables.replace_state(layer, rows.slots, pages, rows.columns, rows.width)
+
+    def _places(
+        self, pipeline: Pipeline, numbers: list[Tensor], firsts: Tensor, kept: Tensor
+    ) -> Tensor:
+        """Where the numbers stand among those of all requests, [R] of which keep so many entries.
+
+        Name by name the requests', as they were made; each request's, as they are read.
+        """
+        device, pool = kept.device, self.pool
+        of_heads = pool.num_heads * pipeline.state_size(pool.head_size)
+        places = [(firsts[:, None] + torch.arange(of_heads, device=device)).flatten()]
+        if pipeline.token_state:
+            num_entries = numbers[1].numel()
+            whose = torch.repeat_interleave(kept, output_size=num_entries)
+            nth = torch.arange(num_entries, device=device)
+            here = nth + (firsts + of_heads - kept.cumsum(0) + kept)[whose]
+            places += [here + which * kept[whose] for which in range(len(pipeline.token_state))]
+        return torch.cat(places)
+
+    def _numbers(self, pipeline: Pipeline, selection: Selection) -> list[Tensor]:
+        """Name by name, of all requests: [numbers] fp32."""
         merged, numbers = selection.merged, [self.pool.pages.new_zeros(0, dtype=torch.float32)]
         if pipeline.state_size(self.pool.head_size):
             assert merged.state is not None
-            numbers.append(merged.state.flatten())
+            numbers[0] = merged.state.flatten().float()
         heads = selection.heads(self.pool.block_size)
         for name in pipeline.token_state:
             entries = getattr(merged, name)
             numbers.append(entries[heads, selection.kept_indices].float())
-        self.pool.write_floats(pages, torch.cat(numbers).float())
-        self.tables.replace_state(layer, slot, pages)
+        return numbers

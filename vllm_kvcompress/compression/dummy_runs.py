@@ -129,8 +129,9 @@ class DummyRuns:
         if plan.window_size:
             self._record(plan, layers, queries)
         event = runner.begin(plan, row)
+        (batch,) = runner.batches([event])
         for layer in layers:
-            runner.run_layer(event, layer, 1.0)
+            runner.run_layer(batch, layer, 1.0)
         runner.finish(event)
 
     def _record(self, plan: EventPlan, layers: Sequence[int], queries: Tensor) -> None:

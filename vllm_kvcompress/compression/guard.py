@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.runner import Event, EventRunner
 from vllm_kvcompress.policies.parts.allocation import UNIFORM
 from vllm_kvcompress.policies.streamingllm import StreamingLLM
@@ -31,12 +32,39 @@ def begin(runner: EventRunner, plan: EventPlan, block_row: Tensor) -> Event:
         return event
 
 
-def run_layer(runner: EventRunner, event: Event, layer: int, scale: float) -> None:
-    """As `EventRunner.run_layer`; errors are raised only where somebody measures."""
-    try:
-        runner.run_layer(event, layer, scale)
-    except Exception as error:
-        if event.error is not None or runner.observer is not None:
-            raise
-        event.fall_back(_FALLBACK, error)
-        runner.run_layer(event, layer, scale)
+def run_layer(
+    runner: EventRunner, batches: list[EventBatch], layer: int, scale: float
+) -> list[EventBatch]:
+    """As `EventRunner.run_layer`; errors are raised only where somebody measures.
+
+    Returns:
+        What is to run in the next layer: where something failed, its events one by one.
+    """
+    found = []
+    for batch in batches:
+        try:
+            runner.run_layer(batch, layer, scale)
+            found.append(batch)
+        except Exception as error:
+            for event in batch.events:
+                found.append(_run_alone(runner, event, layer, scale, error, len(batch.events)))
+    return found
+
+
+def _run_alone(
+    runner: EventRunner, event: Event, layer: int, scale: float, error: Exception, beside: int
+) -> EventBatch:
+    """One event of a batch of `beside` that failed; only alone it is known to be its own fault."""
+    if beside > 1:
+        batch = EventBatch.of([event], runner.pool)
+        try:
+            runner.run_layer(batch, layer, scale)
+            return batch
+        except Exception as its_own:
+            error = its_own
+    if event.error is not None or runner.observer is not None:
+        raise error
+    event.fall_back(_FALLBACK, error)
+    batch = EventBatch.of([event], runner.pool)
+    runner.run_layer(batch, layer, scale)
+    return batch

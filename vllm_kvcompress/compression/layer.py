@@ -1,13 +1,15 @@
-"""One request, one layer: what every head keeps, and what becomes of the rest."""
+"""One layer of requests: what every head keeps, and what becomes of the rest."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies.base import LayerView, Merged, Selection
 from vllm_kvcompress.policies.parts.mass import observed_mass
 from vllm_kvcompress.policies.pipeline import Pipeline
@@ -16,13 +18,41 @@ from vllm_kvcompress.policies.pipeline import Pipeline
 _REMEMBERED = ("accumulated", "observed", "positions")
 
 
+@dataclass(frozen=True)
+class Totals:
+    """Pages that requests keep in a layer, over all of its heads.
+
+    Attributes:
+        num_pages: of all requests.
+        pages: [R] int64 of each, at most what the layer has.
+        floors: [R] int64 least pages of a head, where it has them: as many as protected entries
+            need, but no more than an equal share.
+    """
+
+    num_pages: int
+    pages: Tensor
+    floors: Tensor
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, view: LayerView, pages: Sequence[int]) -> Totals:
+        """For [R] pages of the view's requests."""
+        protected = protected_pages(pipeline, view.num_tail, view.block_size)
+        floors = [min(protected, total // view.heads_per_request) for total in pages]
+        return cls(sum(pages), upload(list(pages), view.device), upload(floors, view.device))
+
+
 def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Selection:
+    """As `compress_batch`, for one request that keeps `total_pages` over all heads."""
+    return compress_batch(pipeline, view, Totals.of(pipeline, view, [total_pages]))
+
+
+def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selection:
     """Decides what every head of a layer keeps.
 
     Args:
         pipeline: the policy, bound to the model.
         view: the layer.
-        total_pages: pages that the layer keeps over all heads; at most what it has.
+        totals: what is kept over all heads.
 
     Returns:
         Page counts and kept entries, in position order within each head.
@@ -30,11 +60,10 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
     if pipeline.needs.accumulated:
         view = _observed(view, counted=pipeline.needs.observed)
     scores = pipeline.scorer.score(view)
-    floor = _protected_pages(pipeline, view, total_pages)
-    page_counts = pipeline.allocator.head_pages(view, scores, total_pages, floor)
+    page_counts = pipeline.allocator.head_pages(view, scores, totals.pages, totals.floors)
     kept = page_counts * view.block_size
     mask = pipeline.selector.select(view, scores, kept, pipeline.protection)
-    indices = _flat_indices(mask, total_pages * view.block_size)
+    indices = _flat_indices(mask, totals.num_pages * view.block_size)
     merged = Merged() if pipeline.merger is None else pipeline.merger.merge(view, scores, mask)
     unchanged = {name: getattr(view, name) for name in _REMEMBERED if getattr(merged, name) is None}
     return Selection(page_counts, indices, replace(merged, **unchanged))
@@ -63,12 +92,12 @@ def _observed(view: LayerView, counted: bool) -> LayerView:
     return replace(view, accumulated=mass, observed=seen_by)
 
 
-def _protected_pages(pipeline: Pipeline, view: LayerView, total_pages: int) -> int:
-    """Pages that the protected entries of a head need, at least 1 and at most an equal share."""
+def protected_pages(pipeline: Pipeline, num_tail: int, block_size: int) -> int:
+    """Pages that the protected entries of a head need, at least 1."""
     protection = pipeline.protection
-    recent = max(0, protection.num_recent - view.num_tail)
-    pages = math.ceil((protection.num_sinks + recent) / view.block_size)
-    return min(max(1, pages), total_pages // view.num_heads)
+    recent = max(0, protection.num_recent - num_tail)
+    pages = math.ceil((protection.num_sinks + recent) / block_size)
+    return max(1, pages)
 
 
 def _flat_indices(mask: Tensor, num_kept: int) -> Tensor:

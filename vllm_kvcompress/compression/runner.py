@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -12,9 +12,10 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.policy_state import PolicyState, PolicyStateRuns
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.compression.layer import compress_layer
+from vllm_kvcompress.compression.batch import MOST_TOKENS, EventBatch, together
+from vllm_kvcompress.compression.layer import compress_batch
 from vllm_kvcompress.compression.observer import EventObserver
-from vllm_kvcompress.compression.stopwatch import Stopwatch
+from vllm_kvcompress.compression.stopwatch import Stopwatch, running
 from vllm_kvcompress.compression.view import EventViews, Sources
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
@@ -54,7 +55,9 @@ class Event:
         layer_pages: pages of each layer afterwards, the state's not counted.
         state_pages: pages of each layer for the policy state.
         layer_starts: where each layer's pages begin in `fresh_pages`.
-        stopwatch: counts the time spent.
+        stopwatch: counts the time spent; with others in a batch an equal part of it.
+        num_body: pages that its longest head may have before it; an upper bound off the CPU.
+        num_tail: tokens of the partial block.
         max_kept: pages of the longest head so far; off the CPU an upper bound.
         page_counts: [num_heads] int64 of every layer so far.
         error: why the policy failed, and another one has taken its place; None: it did not.
@@ -67,6 +70,8 @@ class Event:
     fresh_pages: Tensor
     layer_pages: list[int]
     stopwatch: Stopwatch
+    num_body: int
+    num_tail: int
     state_pages: int = 0
     layer_starts: list[int] = field(default_factory=list)
     max_kept: int = 0
@@ -77,6 +82,16 @@ class Event:
         """From this layer on another policy decides, which observes nothing and merges nothing."""
         self.pipeline, self.error = pipeline, error
         self.plan = replace(self.plan, window_size=0)
+
+    @property
+    def num_full(self) -> int:
+        """Full blocks that the event reads as they were written."""
+        return self.plan.end_block - self.plan.first_block
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens of a head that the event reads."""
+        return self.num_body * (self.plan.position // self.plan.end_block)
 
     @property
     def seconds(self) -> float | None:
@@ -93,6 +108,7 @@ class EventRunner:
         pipeline: the server's own. Where attention needs more than ordinary kernels give, it is
             the only one.
         observer: a measuring tool; None while requests are served.
+        most_tokens: of events that run together.
     """
 
     def __init__(
@@ -101,7 +117,9 @@ class EventRunner:
         windows: QueryWindows | PagedWindows,
         pipelines: Mapping[str, Pipeline],
         weights: Sequence[LayerWeights],
+        most_tokens: int = MOST_TOKENS,
     ) -> None:
+        self.most_tokens = most_tokens
         self.tables = tables
         self.pool = tables.pool
         self.windows = windows
@@ -140,6 +158,7 @@ class EventRunner:
         if state_pages:
             self.policy_state.blocks.update(plan.fresh_block_ids)
         partial = 1 if plan.position % pool.block_size else 0
+        num_before = int(tables.tails.max_kept[slot]) if plan.resident_blocks else 0
         starts = [
             sum(layer_pages[:layer]) + layer * state_pages for layer in range(pool.num_layers)
         ]
@@ -151,6 +170,8 @@ class EventRunner:
             fresh_pages=pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device)),
             layer_pages=layer_pages,
             stopwatch=Stopwatch(pool.device),
+            num_body=num_before + plan.end_block - plan.first_block,
+            num_tail=plan.position % pool.block_size,
             state_pages=state_pages,
             layer_starts=starts,
         )
@@ -171,27 +192,43 @@ class EventRunner:
             pages = spread(shares, sum(pages), capacity, [least] * len(pages))
         return [count - reserved for count in pages]
 
-    def run_layer(self, event: Event, layer: int, scale: float) -> None:
+    def batches(self, events: Sequence[Event], whole: Iterable[str] = ()) -> list[EventBatch]:
+        """A step's events as they run; one by one where somebody measures.
+
+        Args:
+            events: of different requests.
+            whole: requests whose windows are read from the batch.
+        """
+        most_tokens = self.most_tokens if self.observer is None else 0
+        return [EventBatch.of(some, self.pool) for some in together(events, whole, most_tokens)]
+
+    def run_layer(self, batch: EventBatch, layer: int, scale: float) -> None:
         """Compresses one layer; called after the layer's attention."""
-        with event.stopwatch.running():
-            sources = self._views.sources(event, layer)
-            view = self._views.view(event, layer, scale, sources)
-            total = event.layer_pages[layer]
-            selection = compress_layer(event.pipeline, view, total)
-            start = event.layer_starts[layer]
-            pages = event.fresh_pages[start : start + total]
-            self._write(event, view, sources, selection, pages)
-            if event.state_pages:
-                behind = event.fresh_pages[start + total : start + total + event.state_pages]
-                self.policy_state.write(event.pipeline, layer, event.slot, selection, behind)
-            max_kept = self._max_kept(selection.page_counts, view, total)
-            counts = selection.page_counts
-            self.tables.replace(layer, event.slot, counts, pages, max_kept)
-        event.page_counts.append(counts)
-        event.max_kept = max(event.max_kept, max_kept)
+        with running([event.stopwatch for event in batch.events]):
+            sources = self._views.sources(batch, layer)
+            view = self._views.view(batch, layer, scale, sources)
+            totals = batch.totals[layer]
+            selection = compress_batch(batch.pipeline, view, totals)
+            start, counts = batch.starts[layer], selection.page_counts
+            end = start + totals.num_pages
+            pages = batch.pages[start:end]
+            self._write(batch.pipeline, view, sources, selection, pages)
+            if batch.state.width:
+                behind = batch.pages[end : end + batch.state.num_pages]
+                self.policy_state.write(
+                    batch.pipeline, layer, selection, behind, batch.state, totals.pages
+                )
+            bounds = self._max_kept(batch, layer, view.by_request(counts))
+            slots = batch.slots if len(batch.events) > 1 else batch.events[0].slot
+            self.tables.replace(layer, slots, counts, pages, max(bounds))
+        for event, its_counts, bound in zip(
+            batch.events, view.by_request(counts).unbind(), bounds, strict=True
+        ):
+            event.page_counts.append(its_counts)
+            event.max_kept = max(event.max_kept, bound)
         if self.observer is not None:
             values = self.pool.values(sources.body).flatten(1, 2)
-            self.observer.compressed(event, layer, view, values, selection)
+            self.observer.compressed(batch.events[0], layer, view, values, selection)
 
     def finish(self, event: Event) -> None:
         """After the last layer: from now on the request's tail starts at the event."""
@@ -220,7 +257,12 @@ class EventRunner:
         return None
 
     def _write(
-        self, event: Event, view: LayerView, sources: Sources, selection: Selection, pages: Tensor
+        self,
+        pipeline: Pipeline,
+        view: LayerView,
+        sources: Sources,
+        selection: Selection,
+        pages: Tensor,
     ) -> None:
         """Writes the kept tokens to fresh pages, head after head."""
         pool, merged = self.pool, selection.merged
@@ -232,7 +274,7 @@ class EventRunner:
         keys, values = merged.keys, merged.values
         if view.kv.pages is None:  # what the policy has gathered is at hand
             keys = view.kv.keys() if keys is None else keys
-            if values is None and event.pipeline.needs.any_values:
+            if values is None and pipeline.needs.any_values:
                 values = view.kv.values()
 
         def kept_rows(rows: Tensor | None, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -244,8 +286,12 @@ class EventRunner:
 
         pool.write(pages, kept_rows(keys, pool.take_keys), kept_rows(values, pool.take_values))
 
-    def _max_kept(self, counts: Tensor, view: LayerView, total: int) -> int:
-        """Pages of the longest head; off the CPU a bound that needs no synchronisation."""
+    def _max_kept(self, batch: EventBatch, layer: int, counts: Tensor) -> list[int]:
+        """Pages of each request's longest head, of [R, num_heads].
+
+        Off the CPU bounds that need no synchronisation.
+        """
         if counts.device.type == "cpu":
-            return int(counts.max())
-        return min(total, view.num_entries // self.pool.block_size)
+            longest: list[int] = counts.amax(dim=1).tolist()
+            return longest
+        return [min(event.layer_pages[layer], event.num_body) for event in batch.events]

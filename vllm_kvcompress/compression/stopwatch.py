@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
+
+# When a GPU began and ended, and how many share that time.
+Span = tuple[torch.cuda.Event, torch.cuda.Event, int]
 
 
 class Stopwatch:
@@ -18,29 +21,45 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._seconds = 0.0
-        self._pairs: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._spans: list[Span] = []
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         """Counts what is done inside."""
-        if self._device.type != "cuda":
-            started = time.perf_counter()
-            yield
-            self._seconds += time.perf_counter() - started
-            return
-        stream = torch.cuda.current_stream(self._device)
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record(stream)
-        yield
-        end.record(stream)
-        self._pairs.append((begin, end))
+        return running([self])
+
+    def add(self, seconds: float | Span) -> None:
+        """A stretch of work."""
+        if isinstance(seconds, float):
+            self._seconds += seconds
+        else:
+            self._spans.append(seconds)
 
     @property
     def seconds(self) -> float | None:
         """Time so far; None while a GPU has not done all of the work."""
-        if not all(end.query() for _, end in self._pairs):
+        if not all(end.query() for _, end, _ in self._spans):
             return None
-        on_device: float = sum(begin.elapsed_time(end) for begin, end in self._pairs)
-        return self._seconds + on_device / 1000
+        on_device = sum(begin.elapsed_time(end) / parts for begin, end, parts in self._spans)
+        return float(self._seconds + on_device / 1000)
+
+
+@contextmanager
+def running(stopwatches: Sequence[Stopwatch]) -> Iterator[None]:
+    """Counts what is done inside, in equal parts."""
+    device, parts = stopwatches[0].device, len(stopwatches)
+    spent: float | Span
+    if device.type != "cuda":
+        started = time.perf_counter()
+        yield
+        spent = (time.perf_counter() - started) / parts
+    else:
+        stream = torch.cuda.current_stream(device)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record(stream)
+        yield
+        end.record(stream)
+        spent = (begin, end, parts)
+    for stopwatch in stopwatches:
+        stopwatch.add(spent)

@@ -1,4 +1,7 @@
-"""What a policy sees of a request's layer at an event: its pages, and what they hold."""
+"""What a policy sees of requests' layer at their events: its pages, and what they hold.
+
+H counts the heads of all requests of a batch, one request after the other.
+"""
 
 from __future__ import annotations
 
@@ -16,21 +19,21 @@ from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.kernels.common.kv_view import KVView, PagedKV
 from vllm_kvcompress.policies.base import LayerView
-from vllm_kvcompress.scheduling.plan import EventPlan
 
 if TYPE_CHECKING:
-    from vllm_kvcompress.compression.runner import Event, LayerWeights
+    from vllm_kvcompress.compression.batch import EventBatch
+    from vllm_kvcompress.compression.runner import LayerWeights
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Pages that an event reads in one layer.
+    """Pages that events read in one layer.
 
     Attributes:
-        table: [num_heads, width] int64 page ids: each head's full pages, one behind the other,
+        table: [H, width] int64 page ids: each head's full pages, one behind the other,
             and the partial one, if there is one; then anything.
         num_body: columns that full pages may lie in.
-        partial: [num_heads, 0 or 1] int64 the partial pages.
+        partial: [H, 0 or 1] int64 the partial pages.
     """
 
     table: Tensor
@@ -39,7 +42,7 @@ class Sources:
 
     @property
     def body(self) -> Tensor:
-        """[num_heads, num_body] full pages."""
+        """[H, num_body] full pages."""
         return self.table[:, : self.num_body]
 
 
@@ -64,97 +67,105 @@ class EventViews:
         self.windows = windows
         self.weights = weights
 
-    def sources(self, event: Event, layer: int) -> Sources:
-        """The layer's pages that the event reads."""
-        pool, plan = self.pool, event.plan
+    def sources(self, batch: EventBatch, layer: int) -> Sources:
+        """The layer's pages that events read."""
+        pool = self.pool
         heads = torch.arange(pool.num_heads, device=pool.device)
-        tail = event.blocks * pool.pages_per_block + (pool.layer_offsets[layer] + heads)[:, None]
-        num_full = plan.end_block - plan.first_block
-        if not plan.resident_blocks:
-            return Sources(tail, num_full, tail[:, num_full:])
+        tail = batch.blocks[:, None] * pool.pages_per_block
+        tail = (tail + (pool.layer_offsets[layer] + heads)[:, None]).flatten(0, 1)
+        partial = tail[:, :0]
+        if batch.num_tail:
+            where = batch.num_full.expand(-1, pool.num_heads).reshape(-1, 1)
+            partial = tail.gather(1, where)
+        if not batch.resident:
+            return Sources(tail, batch.num_body, partial)
         # The row holds the kept pages and, behind them, the tail's.
-        num_body = int(self.tables.tails.max_kept[event.slot]) + num_full
-        num_partial = tail.shape[1] - num_full
-        row = self.tables.table[layer, event.slot, :, : num_body + num_partial]
-        return Sources(row.to(torch.int64), num_body, tail[:, num_full:])
+        row = self.tables.table[layer, batch.slots, :, : batch.num_body + partial.shape[1]]
+        return Sources(row.flatten(0, 1).to(torch.int64), batch.num_body, partial)
 
-    def view(self, event: Event, layer: int, scale: float, sources: Sources) -> LayerView:
+    def view(self, batch: EventBatch, layer: int, scale: float, sources: Sources) -> LayerView:
         """What the policy sees of the layer."""
-        pool, plan = self.pool, event.plan
-        counts = self.tables.counts[layer, event.slot].to(torch.int64)
-        lengths = (counts + plan.end_block - plan.first_block) * pool.block_size
+        pool = self.pool
+        counts = self.tables.counts[layer, batch.slots].to(torch.int64)
+        lengths = ((counts + batch.num_full) * pool.block_size).flatten()
         num_entries = sources.num_body * pool.block_size
         weights = self.weights[layer]
         return LayerView(
-            kv=self._kv(event, sources, lengths),
-            queries=self._queries(plan, layer),
+            kv=self._kv(batch, sources, lengths),
+            queries=self._queries(batch, layer),
             scale=scale,
             layer=layer,
             num_layers=pool.num_layers,
             block_size=pool.block_size,
             output_weight=weights.output_weight,
             output_gram=weights.output_gram,
-            state=self._state(event, layer),
-            bias=self._bias(event, layer, num_entries),
-            positions=self._positions(event, layer, num_entries),
-            accumulated=self._received("accumulated", event, layer, num_entries),
-            observed=self._received("observed", event, layer, num_entries),
-            running=self._received("running", event, layer, num_entries),
+            state=self._state(batch, layer),
+            bias=self._bias(batch, layer, num_entries),
+            positions=self._positions(batch, layer, num_entries),
+            accumulated=self._received("accumulated", batch, layer, num_entries),
+            observed=self._received("observed", batch, layer, num_entries),
+            running=self._received("running", batch, layer, num_entries),
             rotary=weights.rotary,
+            num_requests=len(batch.events),
         )
 
-    def _kv(self, event: Event, sources: Sources, lengths: Tensor) -> KVView:
+    def _kv(self, batch: EventBatch, sources: Sources, lengths: Tensor) -> KVView:
         """Keys and values; nothing is gathered yet."""
-        pool, num_tail = self.pool, event.plan.position % self.pool.block_size
+        pool, num_tail = self.pool, batch.num_tail
         if isinstance(pool, InterleavedPagePool):
             entries = pool.entries(sources.table, lengths + num_tail)
             return PagedKV(lengths, num_tail, entries, sources.num_body)
         return PooledKV(lengths, num_tail, pool, sources.body, sources.partial)
 
-    def _state(self, event: Event, layer: int) -> Tensor | None:
-        """[num_heads, s] policy state of heads after the former event, if there was one."""
-        if not event.plan.resident_blocks or not event.pipeline.state_size(self.pool.head_size):
+    def _state(self, batch: EventBatch, layer: int) -> Tensor | None:
+        """[H, s] policy state of heads after the former event, if there was one."""
+        if not batch.resident or not batch.pipeline.state_size(self.pool.head_size):
             return None
-        runs = self.policy_state.of_heads(event.pipeline, *_only(event.slot, layer))
-        size = event.pipeline.state_size(self.pool.head_size)
+        runs = self.policy_state.of_heads(batch.pipeline, batch.slots, _only(layer))
+        size = batch.pipeline.state_size(self.pool.head_size)
         return runs.of_layer(0, self.pool).whole(size)
 
-    def _bias(self, event: Event, layer: int, width: int) -> Tensor | None:
-        """[num_heads, width] biases of what the former event kept; None where there are none."""
-        if not event.plan.resident_blocks or not event.pipeline.weighs_entries:
+    def _bias(self, batch: EventBatch, layer: int, width: int) -> Tensor | None:
+        """[H, width] biases of what the former event kept; None where there are none."""
+        if not batch.resident or not batch.pipeline.weighs_entries:
             return None
-        return self._read_entries("bias", event, layer, width)
+        return self._read_entries("bias", batch, layer, width)
 
-    def _positions(self, event: Event, layer: int, width: int) -> Tensor | None:
-        """[num_heads, width] int64 positions of the entries that an event reads."""
-        if not event.pipeline.needs.positions:
+    def _positions(self, batch: EventBatch, layer: int, width: int) -> Tensor | None:
+        """[H, width] int64 positions of the entries that an event reads."""
+        if not batch.pipeline.needs.positions:
             return None
         nth = torch.arange(width, device=self.pool.device)
-        if not event.plan.resident_blocks:
-            return nth.expand(self.pool.num_heads, -1)
-        kept = self._read_entries("positions", event, layer, width).long()
-        counts = self.tables.counts[layer, event.slot].long()[:, None] * self.pool.block_size
-        tail = event.plan.first_block * self.pool.block_size + nth - counts
-        return torch.where(nth < counts, kept, tail)
+        if not batch.resident:
+            return nth.expand(len(batch.events) * self.pool.num_heads, -1)
+        kept = self._read_entries("positions", batch, layer, width).long()
+        counts = self.tables.counts[layer, batch.slots].long() * self.pool.block_size
+        counts, first = counts.view(-1, 1), (batch.first_tokens - counts).view(-1, 1)
+        return torch.where(nth < counts, kept, first + nth)
 
-    def _received(self, name: str, event: Event, layer: int, width: int) -> Tensor | None:
-        """[num_heads, width] what former events have added up, if there were any."""
-        if not event.plan.resident_blocks or name not in event.pipeline.token_state:
+    def _received(self, name: str, batch: EventBatch, layer: int, width: int) -> Tensor | None:
+        """[H, width] what former events have added up, if there were any."""
+        if not batch.resident or name not in batch.pipeline.token_state:
             return None
-        return self._read_entries(name, event, layer, width)
+        return self._read_entries(name, batch, layer, width)
 
-    def _read_entries(self, name: str, event: Event, layer: int, width: int) -> Tensor:
-        """[num_heads, width] policy state of entries after the former event, 0 for later ones."""
-        runs = self.policy_state.of_entries(event.pipeline, name, *_only(event.slot, layer))
+    def _read_entries(self, name: str, batch: EventBatch, layer: int, width: int) -> Tensor:
+        """[H, width] policy state of entries after the former event, 0 for later ones."""
+        runs = self.policy_state.of_entries(batch.pipeline, name, batch.slots, _only(layer))
         return runs.of_layer(0, self.pool).gathered(width)
 
-    def _queries(self, plan: EventPlan, layer: int) -> Tensor:
-        if not plan.window_size:
-            pool = self.pool
-            return pool.pages.new_zeros((0, pool.num_heads, pool.head_size))
-        return self.windows.read(layer, plan.request_id, plan.position, plan.window_size)
+    def _queries(self, batch: EventBatch, layer: int) -> Tensor:
+        """[window, H * G, D]."""
+        if not batch.window_size:
+            pool, num_rows = self.pool, len(batch.events) * self.pool.num_heads
+            return pool.pages.new_zeros((0, num_rows, pool.head_size))
+        if batch.queries_at is None:
+            plans = [event.plan for event in batch.events]
+            ends = [(plan.request_id, plan.position) for plan in plans]
+            batch.queries_at = self.windows.find(ends, batch.window_size)
+        return self.windows.read(layer, batch.queries_at).flatten(1, 2)
 
 
-def _only(slot: int, layer: int) -> tuple[slice, slice]:
-    """One request and one layer."""
-    return slice(slot, slot + 1), slice(layer, layer + 1)
+def _only(layer: int) -> slice:
+    """One layer."""
+    return slice(layer, layer + 1)

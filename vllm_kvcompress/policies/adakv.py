@@ -59,6 +59,7 @@ class Ada(Modifier, Allocator):
     """
 
     name = "adakv"
+    batches = True
     paper = PAPER
     summary = "Budgets per head on top of another policy's scores and layers."
     stages = Stages(
@@ -101,26 +102,26 @@ class Ada(Modifier, Allocator):
     ) -> list[int]:
         return self.layers.layer_pages(num_blocks, capacity, num_heads, num_logical_blocks)
 
-    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+    def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
         """[H] int64 pages of each head."""
-        num_heads, num_tokens = scores.shape
-        mean = total * view.block_size // num_heads
-        protected = self.protection.mask(view, view.lengths.clamp_max(mean))
+        num_heads, total_tokens = view.heads_per_request, total * view.block_size
+        mean = view.for_heads(total_tokens // num_heads)
+        protected = self.protection.mask(view, view.lengths.minimum(mean))
         competing = view.valid & ~protected
         num_protected = protected.sum(dim=1)
-        selectable = (total * view.block_size - num_protected.sum()).clamp_min(0)
-        share = selectable / num_heads
+        selectable = (total_tokens - view.by_request(num_protected).sum(dim=1)).clamp_min(0)
+        share = view.for_heads(selectable / num_heads)
         if self.normalize == "on":
-            best = top_entries(scores, competing, share.floor().to(torch.int64).expand(num_heads))
+            best = top_entries(scores, competing, share.floor().to(torch.int64))
             won, whole = (scores.masked_fill(~some, 0).sum(dim=1) for some in (best, competing))
             scores = scores * (won / whole.clamp_min(1e-30))[:, None]
         candidates = scores.masked_fill(protected, float("-inf"))
         if self.safeguard_mode == "floor":
-            least = (self.safeguard * share).floor().to(torch.int64).expand(num_heads)
+            least = (self.safeguard * share).floor().to(torch.int64)
             best = top_entries(candidates, competing, least)
             candidates = candidates.masked_fill(best, float("inf"))
-        won = top_entries(candidates.flatten()[None], competing.flatten()[None], selectable[None])
-        won_per_head = won.view(num_heads, num_tokens).sum(dim=1).float()
+        together = view.by_request(candidates).flatten(1), view.by_request(competing).flatten(1)
+        won_per_head = top_entries(*together, selectable).view_as(scores).sum(dim=1).float()
         if self.safeguard_mode == "blend":
             won_per_head = (1 - self.safeguard) * won_per_head + self.safeguard * share
         return divide(view, won_per_head + num_protected, total, floor)
@@ -131,6 +132,7 @@ class AdaKV(SnapKV):
     """SnapKV with `Ada`."""
 
     name = "adakv"
+    batches = True
     paper = PAPER
     summary = "SnapKV with budgets per head: heads that spread their attention keep more."
     stages = SnapKV.stages._replace(allocate="by each head's share of the layer's highest scores")

@@ -47,6 +47,7 @@ class LayerView:
             of all events so far, this one's included once a policy reads it (None unless needed).
         observed: [H, n] fp32 how many queries that was from, likewise.
         running: [H, n] fp32 what key weights add up from event to event (None: nothing yet).
+        num_requests: R, whose heads follow one another: their events run together.
     """
 
     kv: KVView
@@ -64,6 +65,7 @@ class LayerView:
     accumulated: Tensor | None = None
     observed: Tensor | None = None
     running: Tensor | None = None
+    num_requests: int = 1
 
     @property
     def lengths(self) -> Tensor:
@@ -79,6 +81,19 @@ class LayerView:
     def num_heads(self) -> int:
         """H."""
         return self.kv.num_heads
+
+    @property
+    def heads_per_request(self) -> int:
+        """KV heads of the layer."""
+        return self.num_heads // self.num_requests
+
+    def by_request(self, of_heads: Tensor) -> Tensor:
+        """[H, ...] -> [R, heads per request, ...] (a view)."""
+        return of_heads.unflatten(0, (self.num_requests, -1))
+
+    def for_heads(self, of_requests: Tensor) -> Tensor:
+        """[R] -> [H], the request's number for each of its heads."""
+        return of_requests[:, None].expand(-1, self.heads_per_request).flatten()
 
     @property
     def num_entries(self) -> int:

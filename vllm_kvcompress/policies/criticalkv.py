@@ -42,6 +42,7 @@ class CriticalKV(Modifier, Selector):
     """
 
     name = "criticalkv"
+    batches = True
     paper = (
         "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, "
         "arXiv 2502.03805"
@@ -132,4 +133,5 @@ class CriticalKV(Modifier, Selector):
             assert view.output_weight is not None
             return value_norms_l1(view.kv, view.output_weight, wanted)
         assert view.output_gram is not None
-        return value_norms_l2(view.kv, view.output_gram)
+        gram = view.output_gram.unflatten(0, (view.heads_per_request, -1))
+        return value_norms_l2(view.kv, gram)

@@ -42,6 +42,7 @@ class DuoAttention(Policy):
     """
 
     name = "duoattention"
+    batches = True
     paper = (
         "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, "
         "arXiv 2410.10819"
@@ -97,18 +98,19 @@ class DuoAttention(Policy):
         within = [min(count, most) for count, most in zip(pages, capacity, strict=True)]
         return spread(shares, sum(pages) + left, capacity, within)
 
-    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+    def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
         """[H] int64 pages of each head: a few for all, then by gate up to everything."""
-        cap = torch.div(view.lengths, view.block_size, rounding_mode="floor")
-        few = torch.full_like(cap, min(self._few, total // cap.numel()))
-        least = torch.minimum(few, cap)
+        cap = view.by_request(torch.div(view.lengths, view.block_size, rounding_mode="floor"))
+        few = (total // cap.shape[1]).clamp_max(self._few)
+        least = torch.minimum(few[:, None], cap)
         gates = self.gates[view.layer]
         by_gate = tuple(sorted(range(len(gates)), key=lambda head: -gates[head]))
         order = on_device(by_gate, torch.int64, cap.device)
-        room = (cap - least)[order]
-        before = room.cumsum(0) - room
-        more = (total - least.sum() - before).clamp_min(0).minimum(room)
-        return least.index_add(0, order, more)
+        room = (cap - least)[:, order]
+        before = room.cumsum(1) - room
+        left = total[:, None] - least.sum(dim=1, keepdim=True)
+        more = (left - before).clamp_min(0).minimum(room)
+        return least.index_add(1, order, more).flatten()
 
     @property
     def _few(self) -> int:

@@ -17,6 +17,7 @@ class H2O(Policy):
     """
 
     name = "h2o"
+    batches = True
     paper = "H2O: Heavy-Hitter Oracle for Efficient Generative Inference, arXiv 2306.14048"
     summary = "Heavy hitters, and recent tokens."
     stages = Stages(

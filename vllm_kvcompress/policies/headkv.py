@@ -48,6 +48,7 @@ class ByImportance(Modifier, Allocator):
     """
 
     name = "headkv"
+    batches = True
     paper = PAPER
     summary = "Budgets per head from a measured table, on top of another policy's choice."
     stages = Stages(allocate="by the heads' importance in the profile, over the whole model")
@@ -89,10 +90,10 @@ class ByImportance(Modifier, Allocator):
         within = [min(count, most) for count, most in zip(by_layer, capacity, strict=True)]
         return spread([float(count) for count in by_layer], total, capacity, within)
 
-    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+    def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
         """[H] int64 pages of each head."""
         shares = on_device(self.importance[view.layer], torch.float64, scores.device)
-        return divide(view, shares, total, floor)
+        return divide(view, shares.repeat(view.num_requests), total, floor)
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,7 @@ class HeadKV(SnapKV):
     """
 
     name = "headkv"
+    batches = True
     paper = PAPER
     summary = "SnapKV with budgets per head from a measured table."
     stages = SnapKV.stages._replace(allocate="by the heads' importance in the profile")
@@ -146,14 +148,15 @@ class HeadKV(SnapKV):
         total = num_blocks * num_heads * len(capacity)
         return spread(shares, total, capacity, [num_heads] * len(capacity))
 
-    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+    def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
         """[H] int64 pages of each head."""
         parts = self._parts(view.layer)
-        window = self._window(total / len(parts))
+        wanted = total[:, None].double()
+        window = (wanted / len(parts)).clamp_max(self.window_size / self.block_size)
         # The mean of all layers that gives this layer its total.
-        mean = (total - window * len(parts)) / sum(parts)
+        mean = (wanted - window * len(parts)) / sum(parts)
         shares = window + mean * on_device(parts, torch.float64, scores.device)
-        return divide(view, shares, total, floor)
+        return divide(view, shares.flatten(), total, floor)
 
     def _window(self, mean_pages: float) -> float:
         return min(self.window_size / self.block_size, mean_pages)

@@ -17,6 +17,7 @@ class KeyDiff(Policy):
     """
 
     name = "keydiff"
+    batches = True
     paper = "KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364"
     summary = "Keys unlike the average key; needs no queries."
     stages = Stages(score="minus the cosine to the anchor", select="highest score")

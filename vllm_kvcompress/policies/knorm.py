@@ -18,6 +18,7 @@ class KNorm(Policy):
     """
 
     name = "knorm"
+    batches = True
     paper = (
         "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430"
     )

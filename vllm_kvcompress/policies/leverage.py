@@ -31,6 +31,7 @@ class Leverage(Policy):
     """
 
     name = "leverage"
+    batches = True
     paper = (
         "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage "
         "Scores, arXiv 2507.08143"

@@ -20,6 +20,7 @@ class OBCache(Modifier):
     """
 
     name = "obcache"
+    batches = True
     paper = (
         "OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM Inference, "
         "arXiv 2510.07651"

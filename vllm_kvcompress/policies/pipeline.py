@@ -45,6 +45,15 @@ class Pipeline:
         return needs if self.merger is None else needs.joined(self.merger.needs)
 
     @property
+    def batches(self) -> bool:
+        """Whether events of several requests may run together: all parts allow it.
+
+        Said by a class of itself, and not of those that are derived from it.
+        """
+        parts = [self.scorer, self.allocator, self.selector, self.merger]
+        return all(vars(type(part)).get("batches", False) for part in parts if part is not None)
+
+    @property
     def corrects(self) -> bool:
         """Whether attention outputs are corrected after an event."""
         return self.merger is not None and self.merger.corrects

@@ -20,6 +20,7 @@ class PyramidKV(SnapKV):
     """
 
     name = "pyramidkv"
+    batches = True
     paper = (
         "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, "
         "arXiv 2406.02069"

@@ -20,6 +20,7 @@ class SnapKV(Policy):
     """
 
     name = "snapkv"
+    batches = True
     paper = "SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469"
     summary = "What the last queries attend to."
     stages = Stages(

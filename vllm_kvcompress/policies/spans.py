@@ -31,6 +31,7 @@ class Spans(Policy):
     """
 
     name = "spans"
+    batches = True
     paper = (
         "of this project; from H2O, arXiv 2306.14048, SnapKV, arXiv 2404.14469, and Compactor, "
         "arXiv 2507.08143"

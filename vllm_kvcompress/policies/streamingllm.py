@@ -13,6 +13,7 @@ class StreamingLLM(Policy):
     """Sinks, and the later the better."""
 
     name = "streamingllm"
+    batches = True
     paper = "Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
     summary = "The first tokens and the most recent ones; positions stay the true ones."
     stages = Stages(score="position", protect="the first num_sinks tokens", select="most recent")

@@ -18,6 +18,7 @@ class TOVA(Policy):
     """
 
     name = "tova"
+    batches = True
     paper = "Transformers are Multi-State RNNs, arXiv 2401.06104"
     summary = "What the last query attends to, the same for all heads of a layer."
     stages = Stages(
@@ -39,4 +40,5 @@ class TOVA(Policy):
         mass = observed_mass(view)
         if self.scope == "head":
             return mass
-        return mass.mean(dim=0, keepdim=True).expand_as(mass)
+        of_layer = view.by_request(mass)
+        return of_layer.mean(dim=1, keepdim=True).expand_as(of_layer).flatten(0, 1)

@@ -11,6 +11,7 @@ from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows.rings import Located
 from vllm_kvcompress.compression import guard
+from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.runner import Event, EventRunner
 from vllm_kvcompress.scheduling.plan import StepPlan
 from vllm_kvcompress.vllm_plugin import compat
@@ -26,11 +27,13 @@ class StepWork:
     Attributes:
         batch: the compressed requests, or None when every request is uncompressed.
         events: compression events at the end of each layer's attention.
+        batches: the same as they run, some together.
         observed: where queries to remember are, and where they go; or None.
     """
 
     batch: ResidentBatch | None = None
     events: list[Event] = field(default_factory=list)
+    batches: list[EventBatch] = field(default_factory=list)
     observed: Located | None = None
 
 
@@ -101,6 +104,8 @@ class GroupCompression:
                 [(rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()],
                 [event.plan for event in work.events],
             )
+        whole = () if work.observed is None else work.observed.whole
+        work.batches = self.runner.batches(work.events, whole)
         return work
 
     def finish_layer(
@@ -128,5 +133,4 @@ class GroupCompression:
             )
         if work.observed is not None:
             self.runner.windows.record(layer, queries, work.observed)
-        for event in work.events:
-            guard.run_layer(self.runner, event, layer, scale)
+        work.batches = guard.run_layer(self.runner, work.batches, layer, scale)

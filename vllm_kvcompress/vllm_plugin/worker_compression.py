@@ -12,6 +12,7 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.batch import MOST_TOKENS
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.compression.recent_events import RecentEvents
 from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
@@ -172,7 +173,8 @@ class WorkerCompression:
         else:
             windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
         weights = [layer_weights(layer, model, self.needs) for layer in layers]
-        return EventRunner(PageTables(pool), windows, pipelines, weights)
+        most_tokens = min(MOST_TOKENS, self.vllm_config.model_config.max_model_len)
+        return EventRunner(PageTables(pool), windows, pipelines, weights, most_tokens)
 
     def warm_up(self) -> None:
         """Runs what this package's kernels compute once, so that no request waits for compilers."""
@@ -245,7 +247,8 @@ class WorkerCompression:
         for request_id, events in by_request.items():
             if request_id not in failed:
                 self._timed.append((events[0].plan.policy, [event.stopwatch for event in events]))
-                self.recent_events.add(events, group.tables.pool.block_size)
+                block_size = self.groups[events[0].plan.group].tables.pool.block_size
+                self.recent_events.add(events, block_size)
         self._failed += failed
         if self._plan is not None:
             for group in self.groups.values():

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from vllm_kvcompress.cache.pages import PagePool
-from vllm_kvcompress.cache.query_windows.rings import Located, Numbers, lay_out
+from vllm_kvcompress.cache.query_windows.rings import Located, Numbers, WindowPlaces, lay_out
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
@@ -76,12 +76,21 @@ class PagedWindows:
         rows = self._rows
         rows[where.places + self._layer_rows[layer]] = queries[where.tokens].to(rows.dtype)
 
-    def read(self, layer: int, request_id: str, position: int, num_queries: int) -> Tensor:
-        """[num_queries, num_query_heads, head_size]: the last queries before `position`."""
-        places = self._places(
-            self._pages[request_id][None], np.arange(position - num_queries, position)
-        )
-        return self._rows[upload(places, self._pool.device) + self._layer_rows[layer]]
+    def is_whole(self, request_id: str) -> bool:
+        """Never: every window is in a ring."""
+        return False
+
+    def find(self, windows: Sequence[tuple[str, int]], num_queries: int) -> WindowPlaces:
+        """As `QueryWindows.find`."""
+        found = [
+            self._places(self._pages[request_id][None], np.arange(end - num_queries, end))
+            for request_id, end in windows
+        ]
+        return WindowPlaces(upload(np.stack(found, axis=1), self._pool.device), False)
+
+    def read(self, layer: int, where: WindowPlaces) -> Tensor:
+        """As `QueryWindows.read`."""
+        return self._rows[where.rows + self._layer_rows[layer]]
 
     def _places(self, pages: Numbers, positions: Numbers) -> Numbers:
         """[T, num_query_heads] rows of the queries of [T] positions, before a layer's offset.

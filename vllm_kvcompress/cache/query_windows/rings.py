@@ -38,6 +38,20 @@ class Located:
     whole: Mapping[str, slice] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class WindowPlaces:
+    """Where the last queries of R requests are, before an event.
+
+    Attributes:
+        rows: [num_queries, R] or [num_queries, R, num_query_heads] int64 of what they are read
+            from, before a layer's offset.
+        whole: they are read from the batch, not from rings.
+    """
+
+    rows: Tensor
+    whole: bool
+
+
 def lay_out(rows: list[tuple[str, int, Observation]]) -> tuple[Numbers, Numbers, Numbers]:
     """Observed tokens of all requests, one after the other.
 
@@ -90,7 +104,8 @@ class QueryWindows:
         self.ring: Tensor | None = None
         self.slots: dict[str, int] = {}
         self._free_slots: list[int] = []
-        self._whole: dict[str, Tensor] = {}
+        self._whole: Mapping[str, slice] = {}
+        self._queries: Tensor | None = None
 
     def locate(
         self, rows: list[tuple[str, int, Observation]], events: Sequence[EventPlan] = ()
@@ -124,20 +139,38 @@ class QueryWindows:
 
         Whole windows are not copied: until the next layer is recorded they are read from `queries`.
         """
-        self._whole = {request_id: queries[rows] for request_id, rows in where.whole.items()}
+        self._whole, self._queries = where.whole, queries if where.whole else None
         if where.tokens.numel():
             self._reserve(queries)
             assert self.ring is not None
             self.ring[layer].flatten(0, 1)[where.places] = queries[where.tokens]
 
-    def read(self, layer: int, request_id: str, position: int, num_queries: int) -> Tensor:
-        """[num_queries, num_query_heads, head_size]: the last queries before `position`."""
-        if request_id in self._whole:
-            return self._whole[request_id]
+    def is_whole(self, request_id: str) -> bool:
+        """Whether the request's window lies in the step that was recorded last."""
+        return request_id in self._whole
+
+    def find(self, windows: Sequence[tuple[str, int]], num_queries: int) -> WindowPlaces:
+        """Where windows are, all of them in the batch or all in rings.
+
+        Args:
+            windows: request id, and the position that the window ends before.
+            num_queries: of each.
+        """
+        nth = np.arange(num_queries)[:, None]
+        if whole := self.is_whole(windows[0][0]):
+            rows = np.array([self._whole[request_id].start for request_id, _ in windows]) + nth
+        else:
+            slots, ends = np.array([(self.slots[each], end) for each, end in windows]).T
+            rows = slots * self.window_size + (ends - num_queries + nth) % self.window_size
+        return WindowPlaces(upload(rows, self.device), whole)
+
+    def read(self, layer: int, where: WindowPlaces) -> Tensor:
+        """[num_queries, R, num_query_heads, head_size] queries of a layer."""
+        if where.whole:
+            assert self._queries is not None
+            return self._queries[where.rows]
         assert self.ring is not None
-        positions = torch.arange(position - num_queries, position, device=self.device)
-        places = positions % self.window_size
-        return self.ring[layer, self.slots[request_id], places]
+        return self.ring[layer].flatten(0, 1)[where.rows]
 
     def end_event(self, request_id: str) -> None:
         """Frees a request's ring, until an event comes near again."""
@@ -145,7 +178,8 @@ class QueryWindows:
 
     def release(self, request_id: str) -> None:
         """Frees a request's ring; unknown requests are ignored."""
-        self._whole.pop(request_id, None)
+        if request_id in self._whole:
+            self._whole, self._queries = {}, None
         slot = self.slots.pop(request_id, None)
         if slot is not None:
             self._free_slots.append(slot)

@@ -1,4 +1,4 @@
-"""A layer's pages divided among its heads, in one program."""
+"""A layer's pages divided among its heads, a program per request."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -36,11 +36,13 @@ def _ideal(weight, least, most, total):
     return tl.minimum(tl.maximum(multiple * weight, least), most)
 
 
-@kernel("total", "num_heads")
-def _apportion_kernel(shares, floor, cap, pages, total, num_heads, HEADS: tl.constexpr):
-    """pages [H] int64, by the largest remainders of the ideal division."""
+@kernel("num_heads")
+def _apportion_kernel(shares, floor, cap, pages, totals, num_heads, HEADS: tl.constexpr):
+    """pages [R, H] int64, by the largest remainders of the ideal division."""
+    total = tl.load(totals + tl.program_id(0))
     head = tl.arange(0, HEADS)
     inside = head < num_heads
+    head += tl.program_id(0) * num_heads
     least = tl.load(floor + head, mask=inside, other=0).to(tl.float64)
     most = tl.load(cap + head, mask=inside, other=0).to(tl.float64)
     share = tl.load(shares + head, mask=inside, other=0).to(tl.float64)
@@ -60,25 +62,25 @@ def _apportion_kernel(shares, floor, cap, pages, total, num_heads, HEADS: tl.con
     tl.store(pages + head, given, mask=inside)
 
 
-def apportion(shares: Tensor, total: int, floor: Tensor, cap: Tensor) -> Tensor:
+def apportion(shares: Tensor, total: Tensor, floor: Tensor, cap: Tensor) -> Tensor:
     """As `reference.apportion`, in Triton."""
     expect(
-        shares.shape == floor.shape == cap.shape and shares.dim() == 1,
-        "shares, floor and cap, one number per head",
-        f"{tuple(shares.shape)}, {tuple(floor.shape)} and {tuple(cap.shape)}",
+        shares.shape == floor.shape == cap.shape and shares.shape[:-1] == total.shape,
+        "shares, floor and cap [requests, heads] and a total per request",
+        f"{tuple(shares.shape)}, {tuple(floor.shape)}, {tuple(cap.shape)} and {tuple(total.shape)}",
         "pass those of one layer",
     )
-    num_heads = shares.numel()
-    pages = torch.empty(num_heads, dtype=torch.int64, device=shares.device)
-    if num_heads == 0:
+    num_requests, num_heads = shares.shape
+    pages = torch.empty(shares.shape, dtype=torch.int64, device=shares.device)
+    if pages.numel() == 0:
         return pages
     with on_device(shares):
-        _apportion_kernel[(1,)](
+        _apportion_kernel[(num_requests,)](
             shares.contiguous(),
             floor.contiguous(),
             cap.contiguous(),
             pages,
-            total,
+            total.contiguous(),
             num_heads,
             HEADS=padded(num_heads),
             num_warps=1,

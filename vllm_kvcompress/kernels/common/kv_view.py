@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect
-from vllm_kvcompress.kernels.common.tiles import finite, tile_bytes, valid_entries
+from vllm_kvcompress.kernels.common.tiles import finite, head_slices, valid_entries
 
 TEMPORARIES = 4  # of [heads, n, D] in fp32 that an operator is taken to hold at once
 
@@ -87,15 +87,9 @@ class KVView(ABC):
         return finite(self._gathered(which)[heads], self.valid[heads])
 
     def head_slices(self) -> list[slice]:
-        """Heads that an operator goes through at once, with temporaries of [heads, n, D] in fp32.
-
-        On the CPU one, so that temporaries stay in its cache; elsewhere as many as fit a tile.
-        """
-        at_once = 1
-        if self.device.type != "cpu":
-            row_bytes = 4 * TEMPORARIES * self.head_size
-            at_once = max(1, tile_bytes(self.device) // max(1, self.capacity * row_bytes))
-        return [slice(first, first + at_once) for first in range(0, self.num_heads, at_once)]
+        """Heads gone through at once by operators with temporaries of [heads, n, D] in fp32."""
+        head_bytes = 4 * TEMPORARIES * self.head_size * self.capacity
+        return head_slices(self.num_heads, head_bytes, self.device)
 
     def _gathered(self, which: int, tail: bool = False) -> Tensor:
         name = f"_gathered {which} {tail}"

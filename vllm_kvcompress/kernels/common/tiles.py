@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 TILE_BYTES = 1 << 23  # largest temporary; reused, since fresh memory costs more than the work
+HEADS_BYTES = 1 << 21  # of heads that are gone through at once: what a core's cache holds
 DEVICE_TILE_BYTES = 1 << 27  # the same off the CPU: every tile takes some launches
 
 
@@ -20,6 +21,16 @@ def valid_entries(lengths: Tensor, num_entries: int) -> Tensor:
 def tile_bytes(device: torch.device) -> int:
     """Largest temporary on a device."""
     return TILE_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
+
+
+def head_slices(num_heads: int, head_bytes: int, device: torch.device) -> list[slice]:
+    """Heads that an operator goes through at once, with temporaries of so many bytes for each.
+
+    On the CPU as many as its cache holds; elsewhere as many as fit a tile.
+    """
+    most = HEADS_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
+    at_once = max(1, most // max(1, head_bytes))
+    return [slice(first, first + at_once) for first in range(0, num_heads, at_once)]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -62,10 +63,36 @@ class WindowColumns:
         seeing = (total - (num_queries - 1 - query) > 0).float()
         return cls(places, bias, hidden, seeing, num_entries)
 
-    def fold(self, head: int, sums: Tensor) -> Tensor:
-        """[n + t + w - 1] column sums -> [n], the window's columns at their places."""
+    def seen(self, heads: slice, entries: Tensor, tail: Tensor) -> Tensor:
+        """[heads, n + t + w - 1, D] fp32: entries, the tail's, and the window's once more."""
+        rows = torch.cat([entries, tail], dim=1)
+        window = self.places[heads, :, None].expand(-1, -1, rows.shape[2])
+        return torch.cat([rows, rows.gather(1, window)], dim=1).float()
+
+    def logits(
+        self, heads: slice, rows: slice, queries: Tensor, keys: Tensor, scale: float, out: Tensor
+    ) -> Tensor:
+        """[heads, rows * G, n + t + w - 1]: what a query does not see has no weight.
+
+        Args:
+            heads, rows: which, of these and of the queries.
+            queries: [heads, rows, G, D] fp32.
+            keys: as of `seen`.
+            scale: softmax scale.
+            out: any numbers, at least as many as are returned.
+        """
+        num_own, group = self.places.shape[1], queries.shape[2]
+        queries = queries.flatten(1, 2)
+        shape = (*queries.shape[:2], keys.shape[1])
+        out = out[: math.prod(shape)].view(shape)
+        torch.baddbmm(self.bias[heads, None], queries, keys.mT, alpha=scale, out=out)
+        window = out.unflatten(1, (-1, group))[..., shape[2] - num_own :]
+        window.masked_fill_(self.hidden[heads, rows, None], HIDDEN)
+        return out
+
+    def fold(self, heads: slice, sums: Tensor) -> Tensor:
+        """[heads, n + t + w - 1] column sums -> [heads, n], the window's at their places."""
         num_own = self.places.shape[1]
-        whole = sums[: sums.numel() - num_own]
-        if num_own:
-            whole = whole.scatter_add(0, self.places[head], sums[sums.numel() - num_own :])
-        return whole[: self.num_entries]
+        whole = sums[:, : sums.shape[1] - num_own]
+        whole = whole.scatter_add(1, self.places[heads], sums[:, sums.shape[1] - num_own :])
+        return whole[:, : self.num_entries]

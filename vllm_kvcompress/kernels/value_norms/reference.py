@@ -20,7 +20,8 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
 
     Args:
         view: of a layer.
-        output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h * G + g, in the cache's type.
+        output_weight: [H or a part of it, D, G, M] o_proj in the cache's type, [h, :, g] of query
+            head h * G + g; again and again for the heads of several requests.
         wanted: [H, n] bool; the norms of other entries are left out.
 
     Returns:
@@ -42,7 +43,7 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
     for head in range(num_heads):
         for places in _some_entries(wanted[head]).split(rows):
             out = projected[: places.numel()]
-            torch.mm(values[head, places], weight[head], out=out).abs_()
+            torch.mm(values[head, places], weight[head % len(weight)], out=out).abs_()
             partial = out.unflatten(1, (-1, stretch)).sum(2)
             norms[head, places] = partial.sum(1, dtype=torch.float32)
     return norms.masked_fill_(~wanted, 0) / group
@@ -60,15 +61,17 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
 
     Args:
         view: of a layer.
-        output_gram: [H * G, D, D] fp32.
+        output_gram: [H or a part of it, G, D, D] fp32; again and again, as above.
 
     Returns:
         [H, n] fp32; behind the lengths anything.
     """
     values = view.values()
     num_heads, num_entries, head_size = values.shape
-    group = output_gram.shape[0] // num_heads
-    gram = output_gram.view(num_heads, group, head_size, head_size)
+    group = output_gram.shape[1]
+    gram = output_gram
+    if len(gram) < num_heads:
+        gram = gram.repeat(num_heads // len(gram), 1, 1, 1)
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
     rows = max(1, tile_bytes(values.device) // max(1, 4 * num_heads * head_size))
     for start in range(0, num_entries, rows):

@@ -18,7 +18,7 @@ from vllm_kvcompress.kernels.common.paged_rows_triton import load_columns
 L2_TILE = 64  # entries of a program
 
 
-@kernel("table_stride", "capacity")
+@kernel("table_stride", "capacity", "num_weights")
 def _l1_kernel(
     pages,
     page_table,
@@ -34,6 +34,7 @@ def _l1_kernel(
     weight_stride_d,
     weight_stride_g,
     weight_stride_m,
+    num_weights,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -62,7 +63,9 @@ def _l1_kernel(
             TILE,
             DIMS,
         )
-        from_dims = weight + head * weight_stride_h + dims.to(tl.int64) * weight_stride_d
+        from_dims = (
+            weight + head % num_weights * weight_stride_h + dims.to(tl.int64) * weight_stride_d
+        )
         for member in range(GROUP):
             for first in range(0, width, COLUMNS):
                 column = first + tl.arange(0, COLUMNS)
@@ -75,7 +78,7 @@ def _l1_kernel(
     tl.store(norms + head * capacity + nth, total, mask=nth < capacity)
 
 
-@kernel("table_stride", "capacity")
+@kernel("table_stride", "capacity", "num_weights")
 def _l2_kernel(
     pages,
     page_table,
@@ -85,6 +88,7 @@ def _l2_kernel(
     capacity,
     page_stride,
     table_stride,
+    num_weights,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -114,7 +118,11 @@ def _l2_kernel(
             DIMS,
         ).to(tl.float32)
         for member in range(GROUP):
-            rows = gram + (head * GROUP + member) * HEAD_SIZE * HEAD_SIZE + dims * HEAD_SIZE
+            rows = (
+                gram
+                + (head % num_weights * GROUP + member) * HEAD_SIZE * HEAD_SIZE
+                + dims * HEAD_SIZE
+            )
             squares = tl.zeros([TILE], tl.float32)
             for first in range(0, HEAD_SIZE, COLUMNS):
                 column = first + tl.arange(0, COLUMNS)
@@ -153,7 +161,8 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
     num_heads, capacity = entries.num_sequences, entries.capacity
     expect(
         output_weight.dim() == 4
-        and tuple(output_weight.shape[:2]) == (num_heads, entries.head_size)
+        and num_heads % len(output_weight) == 0
+        and output_weight.shape[1] == entries.head_size
         and output_weight.dtype == entries.pages.dtype,
         f"o_proj [{num_heads}, {entries.head_size}, group, width] in {entries.pages.dtype}",
         f"{tuple(output_weight.shape)} in {output_weight.dtype}",
@@ -178,6 +187,7 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
             entries.pages.stride(0),
             entries.page_table.stride(0),
             *output_weight.stride(),
+            len(output_weight),
             GROUP=output_weight.shape[2],
             TILE=tile,
             COLUMNS=columns,
@@ -198,13 +208,12 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     entries = paged(view).body
     num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
     expect(
-        output_gram.dim() == 3
-        and num_heads > 0
-        and output_gram.shape[0] % num_heads == 0
-        and tuple(output_gram.shape[1:]) == (dims, dims)
+        output_gram.dim() == 4
+        and num_heads % len(output_gram) == 0
+        and tuple(output_gram.shape[2:]) == (dims, dims)
         and output_gram.dtype == torch.float32
         and output_gram.is_contiguous(),
-        f"contiguous Gram matrices [{num_heads} * group, {dims}, {dims}] in fp32",
+        f"contiguous Gram matrices [{num_heads}, group, {dims}, {dims}] in fp32",
         f"{tuple(output_gram.shape)} in {output_gram.dtype}",
         "compute W W^T in fp32 for every query head",
     )
@@ -222,7 +231,8 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
             capacity,
             entries.pages.stride(0),
             entries.page_table.stride(0),
-            GROUP=output_gram.shape[0] // num_heads,
+            len(output_gram),
+            GROUP=output_gram.shape[1],
             TILE=tile,
             COLUMNS=32 if dims <= 128 else 16,
             num_warps=4,

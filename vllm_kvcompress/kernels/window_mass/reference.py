@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.tiles import exact_bf16_products, finite, tile_bytes
-from vllm_kvcompress.kernels.common.window_columns import HIDDEN, WindowColumns
+from vllm_kvcompress.kernels.common.tiles import (
+    exact_bf16_products,
+    finite,
+    head_slices,
+    tile_bytes,
+)
+from vllm_kvcompress.kernels.common.window_columns import WindowColumns
 
 
 def window_mass(
@@ -26,7 +31,7 @@ def window_mass(
     w of these (the window itself) only those not after the query. Queries from before all of
     these (possible once earlier events have dropped entries) count as zero.
 
-    One head at a time: its keys in fp32, and logits in tiles of at most `TILE_BYTES` (or of
+    A few heads at a time: their keys in fp32, and logits in tiles of at most `TILE_BYTES` (or of
     one query's group, if that is more).
 
     Args:
@@ -48,23 +53,21 @@ def window_mass(
     grouped = queries.reshape(num_queries, num_heads, group, view.head_size).transpose(0, 1)
     keys, tail_keys = view.keys(), view.tail_keys()
     columns = WindowColumns.of(lengths, num_entries, view.num_tail, num_queries, bias)
-    num_seen = num_entries + view.num_tail
-    num_columns = columns.bias.shape[1]
-    tile = min(num_queries, max(1, tile_bytes(keys.device) // (4 * group * num_columns)))
-    logits, weights = mass.new_empty(2, tile * group, num_columns)
+    row_size = group * columns.bias.shape[1]
+    slices = head_slices(num_heads, 8 * num_queries * row_size, view.device)
+    at_once = slices[0].stop
+    tile = min(num_queries, max(1, tile_bytes(view.device) // (4 * row_size * at_once)))
+    out, weights = mass.new_empty(2, at_once * tile * row_size)
     exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
-    for head in range(num_heads):
-        head_keys = torch.cat([finite(keys[head], view.valid[head]), tail_keys[head]])
-        head_keys = torch.cat([head_keys, head_keys[columns.places[head]]]).float().t()
+    for heads in slices:
+        head_keys = columns.seen(heads, finite(keys[heads], view.valid[heads]), tail_keys[heads])
         for start in range(0, num_queries, tile):
             rows = slice(start, start + tile)
-            mine = grouped[head, rows].float().flatten(0, 1)
-            out = logits[: mine.shape[0]]
+            mine = grouped[heads, rows].float()
             with exact_bf16_products(exact):
-                torch.addmm(columns.bias[head], mine, head_keys, alpha=scale, out=out)
-            window = out.unflatten(0, (-1, group))[..., num_seen:]
-            window.masked_fill_(columns.hidden[head, rows, None], HIDDEN)
-            seeing = columns.seeing[head, rows].repeat_interleave(group)
-            sums = seeing @ torch.softmax(out, dim=1, out=weights[: mine.shape[0]])
-            mass[head] += columns.fold(head, sums)
+                logits = columns.logits(heads, rows, mine, head_keys, scale, out)
+            softmax = weights[: logits.numel()].view_as(logits)
+            torch.softmax(logits, dim=2, out=softmax)
+            seeing = columns.seeing[heads, rows].repeat_interleave(group, dim=1)
+            mass[heads] += columns.fold(heads, (seeing[:, None] @ softmax)[:, 0])
     return mass / (num_queries * group)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.tiles import finite, tile_bytes
+from vllm_kvcompress.kernels.common.tiles import finite, head_slices, tile_bytes
 from vllm_kvcompress.kernels.common.window_columns import HIDDEN, WindowColumns
 
 
@@ -34,40 +34,39 @@ def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: st
     group = queries.shape[1] // num_heads
     grouped = queries.reshape(num_queries, num_heads, group, view.head_size).transpose(0, 1)
     columns = WindowColumns.of(view.lengths, num_entries, view.num_tail, num_queries)
-    num_seen = num_entries + view.num_tail
-    tile = max(1, tile_bytes(view.device) // (4 * 4 * group * columns.bias.shape[1]))
-
-    def with_window(entries: Tensor, tail: Tensor, head: int) -> Tensor:
-        seen = torch.cat([finite(entries[head], view.valid[head]), tail[head]])
-        return torch.cat([seen, seen[columns.places[head]]]).float()
-
-    for head in range(num_heads):
-        head_keys = with_window(view.keys(), view.tail_keys(), head)
-        head_values = with_window(view.values(), view.tail_values(), head)
-        squares = head_values.square().sum(dim=1)
+    row_size = group * columns.bias.shape[1]
+    slices = head_slices(num_heads, 4 * 4 * num_queries * row_size, view.device)
+    tile = max(1, tile_bytes(view.device) // (4 * 4 * row_size * slices[0].stop))
+    keys, values = view.keys(), view.values()
+    tail_keys, tail_values = view.tail_keys(), view.tail_values()
+    for heads in slices:
+        valid = view.valid[heads]
+        seen_keys = columns.seen(heads, finite(keys[heads], valid), tail_keys[heads])
+        seen_values = columns.seen(heads, finite(values[heads], valid), tail_values[heads])
+        squares = seen_values.square().sum(dim=2)
         for start in range(0, num_queries, tile):
             rows = slice(start, start + tile)
-            mine = grouped[head, rows].float().flatten(0, 1)
-            logits = torch.addmm(columns.bias[head], mine, head_keys.t(), alpha=scale)
-            window = logits.unflatten(0, (-1, group))[..., num_seen:]
-            window.masked_fill_(columns.hidden[head, rows, None], HIDDEN)
-            seeing = columns.seeing[head, rows].repeat_interleave(group)
-            weights = torch.softmax(logits, dim=1) * seeing[:, None]
+            mine = grouped[heads, rows].float()
+            out = result.new_empty(len(mine) * mine.shape[1] * row_size)
+            logits = columns.logits(heads, rows, mine, seen_keys, scale, out)
+            seeing = columns.seeing[heads, rows].repeat_interleave(group, dim=1)
+            weights = torch.softmax(logits, dim=2) * seeing[:, :, None]
             logits.masked_fill_(logits <= HIDDEN / 2, 0)
-            outputs = weights @ head_values
-            change = _change(logits, outputs, head_values, squares, variant)
-            result[head] += columns.fold(head, (weights.square_() * change).sum(dim=0))
+            outputs = weights @ seen_values
+            change = _change(logits, outputs, seen_values, squares, variant)
+            result[heads] += columns.fold(heads, (weights.square_() * change).sum(dim=1))
     return result
 
 
 def _change(
     logits: Tensor, outputs: Tensor, values: Tensor, squares: Tensor, variant: str
 ) -> Tensor:
-    """[rows, n] squared change for a weight of 1: |a v + b o|^2, b = -e or 0."""
+    """[heads, rows, n] squared change for a weight of 1: |a v + b o|^2, b = -e or 0."""
+    squares = squares[:, None]
     if variant == "value":
         return squares.expand_as(logits)
     of_value = logits if variant == "key" else 1 + logits
-    along = outputs @ values.t()
-    lengths = outputs.square().sum(dim=1, keepdim=True)
+    along = outputs @ values.mT
+    lengths = outputs.square().sum(dim=2, keepdim=True)
     change = of_value.square() * squares - 2 * of_value * logits * along
     return (change + logits.square() * lengths).clamp_min_(0)

@@ -41,6 +41,7 @@ class AsymKV(GroupMerging):
     """
 
     name = "asymkv"
+    batches = True
     paper = (
         "Homogeneous Keys, Heterogeneous Values: Exploiting Local KV Cache Asymmetry for "
         "Long-Context LLMs, arXiv 2506.05410"

@@ -35,6 +35,7 @@ class CaM(Modifier, Merger):
     """
 
     name = "cam"
+    batches = True
     paper = "CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024"
     summary = "Evicted values are added, with some probability, to the next kept ones."
     stages = Stages(merge="values of evicted tokens, spread over the next num_targets kept ones")

@@ -21,6 +21,7 @@ class D2O(H2O, Merger):
     """
 
     name = "d2o"
+    batches = True
     paper = (
         "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large "
         "Language Models, arXiv 2406.13035"

@@ -34,6 +34,7 @@ class KVMerger(GroupMerging):
     """
 
     name = "kvmerger"
+    batches = True
     paper = (
         "Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on Long-Context Tasks, "
         "arXiv 2407.08454"
@@ -91,12 +92,12 @@ class KVMerger(GroupMerging):
     def score(self, view: LayerView) -> Tensor:
         return accumulated_mass(view, self.window_size)
 
-    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
+    def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
         """[H] int64 pages of each head."""
         if self.sizes == "uniform":
             return super().head_pages(view, scores, total, floor)
-        mean = total * view.block_size // view.num_heads
-        cosines, able = self._linkable(view, scores, view.lengths.clamp_max(mean))
+        mean = view.for_heads(total * view.block_size // view.heads_per_request)
+        cosines, able = self._linkable(view, scores, view.lengths.minimum(mean))
         num_similar = (able & (cosines > self.threshold)).sum(dim=1)
         return divide(view, (view.lengths - num_similar).float(), total, floor)
 

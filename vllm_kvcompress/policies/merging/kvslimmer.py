@@ -33,6 +33,7 @@ class KVSlimmer(AsymKV):
     """
 
     name = "kvslimmer"
+    batches = True
     paper = (
         "KVSlimmer: Theoretical Insights and Practical Optimizations for Asymmetric KV Merging, "
         "arXiv 2603.00907"

@@ -95,6 +95,7 @@ class MomentKV(Moments, Policy):
     """
 
     name = "momentkv"
+    batches = True
     paper = PAPER
     summary = (
         "AdaKV's budgets; keeps what the moments of evicted tokens do not predict, and corrects "
@@ -161,6 +162,7 @@ class MomentFix(Modifier, Moments):
     """The moments of what any policy evicts."""
 
     name = "momentfix"
+    batches = True
     paper = PAPER
     summary = "Corrects attention with the moments of what another policy evicts."
     stages = Stages(merge=MERGE, correct=CORRECT)

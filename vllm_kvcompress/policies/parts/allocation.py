@@ -7,7 +7,7 @@ been computed; the division among a layer's heads may look at scores. Totals are
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +17,13 @@ from vllm_kvcompress.policies.base import LayerView, ModelHeads
 
 
 class Allocator:
-    """The same for every layer and head, unless a policy says otherwise."""
+    """The same for every layer and head, unless a policy says otherwise.
+
+    Attributes:
+        batches: as of `Pipeline`.
+    """
+
+    batches: ClassVar[bool] = True
 
     @property
     def layer_dependent(self) -> bool:
@@ -42,19 +48,26 @@ class Allocator:
         """
         return spread([1.0] * len(capacity), num_blocks * num_heads * len(capacity), capacity)
 
-    def head_pages(self, view: LayerView, scores: Tensor, total: int, floor: int) -> Tensor:
-        """[H] int64 pages of each head: sum `total`, each between `floor` and its length."""
+    def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
+        """[H] int64 pages of each head, at most its length.
+
+        Args:
+            view: the layer.
+            scores: [H, n] of its entries.
+            total: [R] int64 pages of each request: the sum over its heads.
+            floor: [R] int64 least pages of a head, where it has them.
+        """
         return divide(view, torch.ones_like(view.lengths, dtype=torch.float32), total, floor)
 
 
 UNIFORM = Allocator()
 
 
-def divide(view: LayerView, shares: Tensor, total: int, floor: int) -> Tensor:
-    """A layer's pages divided among its heads by shares, each at least `floor` where it fits."""
-    cap = torch.div(view.lengths, view.block_size, rounding_mode="floor")
-    least = torch.full_like(cap, min(floor, total // cap.numel()))
-    return apportion(shares, total, torch.minimum(least, cap), cap)
+def divide(view: LayerView, shares: Tensor, total: Tensor, floor: Tensor) -> Tensor:
+    """A request's pages divided among its heads by shares, each at least `floor` where it fits."""
+    cap = view.by_request(torch.div(view.lengths, view.block_size, rounding_mode="floor"))
+    least = torch.minimum(floor, total // cap.shape[1])[:, None].minimum(cap)
+    return apportion(view.by_request(shares), total, least, cap).flatten()
 
 
 def spread(
@@ -73,5 +86,7 @@ def spread(
     if int(least.sum()) > total:
         least = torch.zeros_like(most)
     weights = torch.tensor(shares, dtype=torch.float64, device="cpu")
-    pages: list[int] = reference.apportion(weights, total, least, most).tolist()
-    return pages
+    whole = torch.tensor([total], device="cpu")
+    pages = reference.apportion(weights[None], whole, least[None], most[None])
+    found: list[int] = pages[0].tolist()
+    return found

@@ -10,7 +10,7 @@ from vllm_kvcompress.policies.base import LayerView
 
 def uniform_draws(view: LayerView) -> Tensor:
     """[H, n] numbers in [0, 1) that depend on layer, head and place alone (splitmix64's mixing)."""
-    head = torch.arange(view.num_heads, device=view.device)[:, None]
+    head = torch.arange(view.num_heads, device=view.device)[:, None] % view.heads_per_request
     place = torch.arange(view.num_entries, device=view.device)
     bits = (view.layer * 1_000_003 + head) * 4_294_967_311 + place + 1
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):

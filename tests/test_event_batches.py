@@ -1,0 +1,299 @@
+"""Events of one step that run together leave what they leave one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.accelerator import ACCELERATOR, Operators, launched
+from tests.event_cases import (
+    BLOCK_SIZE,
+    CPU,
+    GROUP,
+    NUM_HEADS,
+    SCALE,
+    left_in,
+    make_pool,
+    make_weights,
+)
+from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, POLICIES, Shape, make_pipeline
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression import guard
+from vllm_kvcompress.compression.batch import together
+from vllm_kvcompress.compression.runner import Event, EventRunner
+from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.registry import policies
+from vllm_kvcompress.policies.snapkv import SnapKV
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation
+
+SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
+LENGTHS = (43, 47, 43, 51)  # their tails are equal
+LATER = 12  # tokens until the next events
+BLOCKS_EACH = 40
+
+
+@dataclass
+class Step:
+    """Requests whose events come in the same steps.
+
+    Attributes:
+        pipeline: of all.
+        pool: of `BLOCKS_EACH` blocks for each.
+        lengths: tokens of each at the first event.
+        num_batches: that the last step ran.
+    """
+
+    pipeline: Pipeline
+    pool: PagePool
+    lengths: tuple[int, ...] = LENGTHS
+    runner: EventRunner = field(init=False)
+    blocks: list[list[int]] = field(init=False)
+    kept: list[tuple[int, int]] = field(init=False)
+    num_batches: int = 0
+
+    def __post_init__(self) -> None:
+        device, dtype = self.pool.device, self.pool.pages.dtype
+        windows = QueryWindows(NUM_LAYERS, self.pipeline.needs.window_size, device)
+        pipelines = {self.pipeline.name: self.pipeline}
+        weights = make_weights(device, dtype)
+        self.runner = EventRunner(PageTables(self.pool), windows, pipelines, weights)
+        order = torch.randperm(
+            BLOCKS_EACH * len(self.lengths), generator=torch.Generator().manual_seed(3)
+        )
+        self.blocks = order.view(len(self.lengths), BLOCKS_EACH).tolist()
+        self.kept = [(0, 0)] * len(self.lengths)
+        generator = torch.Generator().manual_seed(5)
+        for blocks, length in zip(self.blocks, self.lengths, strict=True):
+            self._write(blocks, length + LATER, generator)
+
+    def _write(self, blocks: list[int], num_tokens: int, generator: torch.Generator) -> None:
+        pool, count = self.pool, -(-num_tokens // BLOCK_SIZE)
+        shape = (count, NUM_LAYERS * NUM_HEADS, BLOCK_SIZE, HEAD_SIZE)
+        drawn = torch.randn(2, *shape, generator=generator).to(pool.pages.dtype)
+        behind = torch.arange(count * BLOCK_SIZE).view(-1, 1, BLOCK_SIZE, 1) >= num_tokens
+        keys, values = (part.masked_fill(behind, torch.nan).flatten(0, 1) for part in drawn)
+        pages = pool.fresh_pages(upload(blocks[:count], pool.device))
+        pool.write(pages, upload(keys, pool.device), upload(values, pool.device))
+
+    def plan(self, nth: int, position: int) -> EventPlan:
+        first, resident = self.kept[nth]
+        least = self.pipeline.least_blocks(NUM_HEADS, HEAD_SIZE, BLOCK_SIZE, self.pool.page_bytes)
+        num_kept = max(least, 4 + nth % 2)
+        start = 20 if resident == 0 else 30
+        return EventPlan(
+            request_id=f"r{nth}",
+            group=0,
+            policy=self.pipeline.name,
+            trigger="prompt",
+            position=position,
+            window_size=min(self.pipeline.needs.window_size, position),
+            first_block=first,
+            end_block=position // BLOCK_SIZE,
+            resident_blocks=resident,
+            fresh_block_ids=tuple(self.blocks[nth][start : start + num_kept]),
+        )
+
+    def run(self, together: bool, later: int = 0, in_step: bool = True) -> list[Event]:
+        """Every request's event after `later` more tokens than at first.
+
+        Args:
+            together: as a step runs them, and not one by one.
+            later: tokens.
+            in_step: windows lie in the step's own batch.
+        """
+        runner, positions = self.runner, [length + later for length in self.lengths]
+        plans = [self.plan(nth, position) for nth, position in enumerate(positions)]
+        rows = torch.tensor(self.blocks, dtype=torch.int32)
+        if later:
+            slots = np.array([runner.tables.slots[plan.request_id] for plan in plans])
+            table = upload(rows, self.pool.device)
+            which = np.arange(len(slots))
+            runner.tables.extend_tails(slots, which, table, np.array(positions))
+        events = [
+            runner.begin(plan, upload(row, self.pool.device))
+            for plan, row in zip(plans, rows, strict=True)
+        ]
+        size = max(plan.window_size for plan in plans)
+        where = None
+        if size:
+            seen = [Observation(0, p.position - p.window_size, p.window_size) for p in plans]
+            observed = [(p.request_id, nth * size, seen[nth]) for nth, p in enumerate(plans)]
+            where = runner.windows.locate(observed, plans if in_step else ())
+        whole = () if where is None else where.whole
+        batches = runner.batches(events, whole)
+        if not together:
+            batches = [batch for event in events for batch in runner.batches([event], whole)]
+        generator = torch.Generator().manual_seed(later)
+        for layer in range(NUM_LAYERS):
+            if where is not None:
+                shape = (len(plans) * size, NUM_HEADS * GROUP, HEAD_SIZE)
+                queries = 2 * torch.randn(shape, generator=generator).to(self.pool.pages.dtype)
+                runner.windows.record(layer, upload(queries, self.pool.device), where)
+            batches = guard.run_layer(runner, batches, layer, SCALE)
+        self.num_batches = len(batches)
+        for event in events:
+            runner.finish(event)
+        self.kept = [(plan.end_block, len(plan.fresh_block_ids)) for plan in plans]
+        return events
+
+    def forget(self) -> None:
+        """Makes the requests whole again."""
+        for nth in range(len(self.lengths)):
+            self.runner.tables.release(f"r{nth}")
+        self.kept = [(0, 0)] * len(self.lengths)
+
+    def left(self) -> list[list[dict[str, Tensor]]]:
+        """By request and layer, what its events have left."""
+        return [left_in(self.runner.tables, f"r{nth}") for nth in range(len(self.lengths))]
+
+
+def make_step(
+    policy: str,
+    directory: Path,
+    kind: type[PagePool] = PackedPagePool,
+    device: torch.device = CPU,
+    lengths: tuple[int, ...] = LENGTHS,
+    **params: object,
+) -> Step:
+    pipeline = make_pipeline(policy, SHAPE, directory, **params)
+    pool = make_pool(kind, device, num_blocks=BLOCKS_EACH * len(lengths))
+    return Step(pipeline, pool, lengths)
+
+
+def check_same(one: Step, other: Step) -> None:
+    """The same pages with the same tokens in them; what is computed of tokens may be rounded."""
+    for mine, theirs in zip(one.left(), other.left(), strict=True):
+        for layer, expected in zip(mine, theirs, strict=True):
+            assert torch.equal(layer["counts"], expected["counts"])
+            assert torch.equal(layer["pages"], expected["pages"])
+            for name in ("keys", "values", "carried"):
+                torch.testing.assert_close(
+                    layer[name], expected[name], rtol=1e-5, atol=1e-6, equal_nan=True
+                )
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind"),
+    [
+        *((policy, PackedPagePool) for policy in POLICIES),
+        *((policy, InterleavedPagePool) for policy in ("h2o+obcache", "d2o", "kvslimmer")),
+    ],
+)
+def test_together_is_one_by_one(policy: str, kind: type[PagePool], tmp_path: Path) -> None:
+    """First events, and later ones of what the first have left."""
+    together, alone = (make_step(policy, tmp_path, kind) for _ in range(2))
+    for later, in_step in ((0, True), (LATER, False)):
+        events = together.run(True, later, in_step)
+        alone.run(False, later, in_step)
+        assert not any(event.error for event in events)
+        if together.pipeline.batches and together.pipeline.needs.window_size < LENGTHS[0]:
+            # Later requests may hold too different numbers of tokens.
+            assert together.num_batches <= (3 if later else 1)
+        check_same(together, alone)
+
+
+def test_every_policy_of_the_tree_batches(tmp_path: Path) -> None:
+    alone = {p for p in POLICIES if not make_pipeline(p, SHAPE, tmp_path).batches}
+    assert alone == {"expected", "expected+adakv"}
+    assert {name for policy in POLICIES for name in policy.split("+")} >= set(policies())
+
+
+@pytest.mark.parametrize("device", [CPU, ACCELERATOR])
+@pytest.mark.parametrize("policy", ["snapkv", "h2o+criticalkv", "kvslimmer", "momentkv"])
+def test_more_requests_queue_no_more_operators(
+    policy: str, device: torch.device, tmp_path: Path
+) -> None:
+    """In a layer; a step's own part grows with its requests."""
+    kind = PackedPagePool if device == CPU else InterleavedPagePool
+    counts = []
+    for number in (1, 2, 8):
+        step = make_step(policy, tmp_path, kind, device, (43,) * number)
+        with launched():
+            step.run(True)  # page tables grow
+            step.forget()
+            with count_operators(step.runner) as operators:
+                step.run(True)
+        counts.append(operators.count)
+    assert 0 < counts[0] < counts[1] == counts[2] < 1.5 * counts[0]
+
+
+@contextmanager
+def count_operators(runner: EventRunner) -> Iterator[Operators]:
+    """Those of all layers, without what a step has to do once."""
+    operators, run_layer = Operators(), runner.run_layer
+
+    def counting(*args: Any) -> None:
+        with operators:
+            run_layer(*args)
+
+    with mock.patch.object(runner, "run_layer", counting):
+        yield operators
+
+
+@dataclass(frozen=True)
+class Choosy(SnapKV):
+    """Fails for the requests of certain lengths, and allows batches."""
+
+    name = "choosy"
+    batches = True
+
+    def score(self, view: LayerView) -> Tensor:
+        if view.layer == 1 and bool((view.lengths == 11 * BLOCK_SIZE).any()):
+            raise RuntimeError("not eleven blocks")
+        return super().score(view)
+
+
+def test_a_request_that_fails_fails_alone() -> None:
+    """The others keep what they keep without it, from the layer at which it fails on, too."""
+    pipeline = Choosy(window_size=5).pipeline().bind(NUM_LAYERS, NUM_HEADS, 4, BLOCK_SIZE)
+    steps = [
+        Step(pipeline, make_pool(PackedPagePool, num_blocks=BLOCKS_EACH * 4)) for _ in range(2)
+    ]
+    failed = [
+        [event.error is not None for event in step.run(together)]
+        for step, together in zip(steps, (True, False), strict=True)
+    ]
+    assert failed[0] == failed[1] == [False, True, False, False]
+    assert steps[0].num_batches == 4
+    check_same(*steps)
+
+
+class Inherited(SnapKV):
+    """What it does with other requests' heads is not known."""
+
+
+def test_who_runs_together() -> None:
+    assert not Inherited().pipeline().batches
+    assert SnapKV().pipeline().batches
+    pipeline = SnapKV(window_size=5).pipeline().bind(NUM_LAYERS, NUM_HEADS, 4, BLOCK_SIZE)
+    lengths = (43, 44, 43, 63, 83, 43)
+    step = Step(pipeline, make_pool(PackedPagePool, num_blocks=BLOCKS_EACH * 6), lengths)
+    events = [
+        step.runner.begin(step.plan(nth, length), torch.tensor(step.blocks[nth], dtype=torch.int32))
+        for nth, length in enumerate(lengths)
+    ]
+
+    def found(whole: set[str], most_tokens: int) -> list[list[int]]:
+        return [[events.index(e) for e in some] for some in together(events, whole, most_tokens)]
+
+    everybody = {event.plan.request_id for event in events}
+    # By the length of the partial block, by length, and by room for padded tokens.
+    assert found(everybody, 1000) == [[0, 2, 5], [3], [4], [1]]
+    assert found(everybody, 99) == [[0, 2], [5], [3], [4], [1]]
+    assert found(everybody - {"r2"}, 1000) == [[0, 5], [3], [4], [1], [2]]
+    events[2].fall_back(pipeline, RuntimeError("it failed at the start"))
+    assert found(everybody, 1000) == [[0, 5], [3], [4], [1], [2]]
+    assert found(everybody, 0) == [[0], [5], [3], [4], [1], [2]]
