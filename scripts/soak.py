@@ -36,7 +36,7 @@ from soak_parts.setups import BY_NAME  # noqa: E402
 from soak_parts.tally import Tally  # noqa: E402
 from vllm_kvcompress.errors import EngineError  # noqa: E402
 
-MOST_IN_BATCH = 60
+MOST_IN_BATCH = 240  # at whose end few requests are left, and steps cost the same with few
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs until all is done, or the time is over."""
     options = parse(arguments)
     os.environ["KVCOMPRESS_CHECK"] = "1"
+    if options.in_process:  # vLLM compiles how it ranks log-probabilities, 4 s in every process
+        os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,15 +123,16 @@ class Run:
         end = min(end, index + self.left)
         self.bar.set_description(setup.name)
         host = in_process_host if self.options.in_process else server_host
-        memory: list[int] = []
+        memory: list[tuple[int, int]] = []
         with host(setup, self.folder) as server:
             while index < end and time.monotonic() < self.deadline:
                 started = time.monotonic()
                 size = min(MOST_IN_BATCH, end - index)
                 asks = [self.schedule.ask(each) for each in range(index, index + size)]
                 served = server.call(Batch(asks, f"{self.options.seed}/{index}", setup.concurrency))
-                memory.append(served.rss)
+                memory.append((index + size, served.rss))
                 self.see(asks, served)
+                self.tally.preempted[setup.name] += served.counts["preemptions"]
                 for ask in asks:
                     if ask.alone:
                         self.ask_alone(server, ask, served.answers[ask.index])
@@ -139,7 +142,7 @@ class Run:
                 self.tally.seconds += time.monotonic() - started
                 self.tally.save(self.file)
                 self.bar.update(size)
-        self.tally.see_memory(memory)
+        self.tally.see_memory(setup.name, memory)
         self.tally.save(self.file)
 
     def see(self, asks: list[Ask], served: Served) -> None:

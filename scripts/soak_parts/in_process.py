@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import random
 import time
 from typing import Any
@@ -24,6 +26,8 @@ def drive(llm: Any, batch: Batch) -> Served:
     served = driver.run(scheduler)
     served.counts["CPU milliseconds"] = int(1000 * (time.process_time() - started))
     served.left_over = _left_over(scheduler)
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # so that what is free is not counted
     served.rss = psutil.Process().memory_info().rss
     return served
 

@@ -13,6 +13,8 @@ from soak_parts.tenants import tenant_ask
 
 BLOCK = 32
 ALONE_SHARE, REFUSED_SHARE, CUT_SHARE = 0.02, 0.04, 0.08
+LONGEST = 4  # answers, in means; longer ones would have the engine for themselves at the end
+SHORT_SHARE, SHORT = 0.8, 40  # of the prompts in a storm, and their tokens at most
 NUM_DOCUMENTS = 6  # that several requests of a setup share
 WRONG: tuple[dict[str, Any], ...] = (
     {"kv_budget": 2},
@@ -68,9 +70,10 @@ class Schedule:
     def _ask(self, index: int, setup: Setup, rng: random.Random) -> Ask:
         prompt, shared = self._prompt(setup, rng)
         room = setup.max_tokens - len(prompt)
-        ask = Ask(
-            index, prompt, max_tokens=min(room, 1 + int(rng.expovariate(1 / setup.answer_tokens)))
-        )
+        length = min(rng.expovariate(1 / setup.answer_tokens), LONGEST * setup.answer_tokens)
+        if setup.storms and len(prompt) <= SHORT:
+            length = rng.uniform(1.5 * SHORT, 3 * SHORT)
+        ask = Ask(index, prompt, max_tokens=min(room, 1 + int(length)))
         ask.stream, ask.chat = rng.random() < 0.5, rng.random() < 0.15
         ask.xargs = self._xargs(setup, rng, len(prompt), shared)
         if rng.random() < 0.08:
@@ -92,6 +95,8 @@ class Schedule:
     def _prompt(self, setup: Setup, rng: random.Random) -> tuple[list[int], int]:
         """Token ids, and how many of them are those of a document that others ask about, too."""
         most = setup.max_tokens - 2
+        if setup.storms and rng.random() < SHORT_SHARE:
+            return _tokens(rng, rng.randint(1, SHORT)), 0
         kind = rng.random()
         if kind < 0.4:
             which = rng.randrange(NUM_DOCUMENTS)

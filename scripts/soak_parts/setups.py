@@ -29,6 +29,8 @@ class Setup:
         profile: file name of the profile that the policy needs.
         concurrency: requests at a time, at most.
         answer_tokens: of an answer, in the mean.
+        storms: most prompts are short and their answers long, so that requests that came in
+            together outgrow the pool, and some are preempted.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Setup:
     profile: str | None = None
     concurrency: int = 16
     answer_tokens: int = 16
+    storms: bool = False
 
     @property
     def answers_depend_on_load(self) -> bool:
@@ -81,9 +84,11 @@ class Setup:
 
 SETUPS = (
     Setup("prompt", "adakv", "prompt,decode:24", chooses=True, reuses=True),
-    Setup("storm", "spans", num_blocks=32, max_tokens=512, chooses=True, answer_tokens=90),
+    Setup(
+        "storm", "spans", num_blocks=48, max_tokens=640, chooses=True, concurrency=32, storms=True
+    ),
     Setup("chunk", "snapkv", "chunk:96,decode:24", num_blocks=48, chooses=True),
-    Setup("beyond", "adakv", "chunk:96,decode:24", num_blocks=56, max_tokens=2048),
+    Setup("beyond", "adakv", "chunk:96,decode:24", num_blocks=32, max_tokens=1024, budget=0.2),
     Setup("pressure", "snapkv", "pressure:0.6", num_blocks=64, chooses=True),
     Setup("tenants", "adakv+criticalkv", num_blocks=90, budget=0.5, reuses=True, recalls=True),
     Setup("momentkv", "momentkv", "prompt,decode:24", num_blocks=64, reuses=True, budget=0.5),

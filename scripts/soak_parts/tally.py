@@ -7,8 +7,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from soak_parts import memory
+from soak_parts.setups import SETUPS
+
 MOST_PROBLEMS = 20  # that are told
-MOST_GROWTH = 0.05  # of a server's memory, over the second half of its turn
+FEWEST_OF_STORM = 100  # requests, among which one is preempted
 
 
 @dataclass
@@ -24,7 +27,9 @@ class Tally:
         counts: steps, events and the like, by name.
         by_setup: requests.
         problems: sentences that begin with the number of the request.
-        growth: by turn, its server's memory at its end over that in its middle, less 1.
+        preempted: by setup, how often.
+        slopes: by setup and turn, bytes by which its server's memory grows in 1,000 requests, and
+            the standard error of that.
     """
 
     key: str
@@ -35,7 +40,8 @@ class Tally:
     counts: Counter[str] = field(default_factory=Counter)
     by_setup: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
-    growth: list[float] = field(default_factory=list)
+    preempted: Counter[str] = field(default_factory=Counter)
+    slopes: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
 
     @property
     def next_index(self) -> int:
@@ -54,23 +60,31 @@ class Tally:
         if path.exists():
             found = json.loads(path.read_text())
             if found["key"] == key and found["first"] == first:
-                counted = ("outcomes", "counts", "by_setup")
-                return cls(**{k: Counter(v) if k in counted else v for k, v in found.items()})
+                for name in ("outcomes", "counts", "by_setup", "preempted"):
+                    found[name] = Counter(found[name])
+                return cls(**found)
         return cls(key, first)
 
-    def see_memory(self, samples: list[int]) -> None:
-        """Takes a turn's memory, after each of its batches."""
-        half = samples[len(samples) // 2 :]
-        if len(half) > 1:
-            self.growth.append(half[-1] / half[0] - 1)
+    def see_memory(self, setup: str, samples: list[tuple[int, int]]) -> None:
+        """Takes a turn's memory: requests so far and bytes, after each of its batches."""
+        if (slope := memory.slope(samples)) is not None:
+            self.slopes.setdefault(setup, []).append(slope)
 
-    def growing(self) -> list[str]:
-        """Turns in which memory grew too much."""
-        return [f"{growth:.1%}" for growth in self.growth if growth > MOST_GROWTH]
+    def wrong(self) -> list[str]:
+        """What is wrong with the whole."""
+        found = list(self.problems)
+        for setup in SETUPS:
+            asked = self.by_setup[setup.name]
+            if setup.storms and asked >= FEWEST_OF_STORM and not self.preempted[setup.name]:
+                found.append(f"{setup.name}: none of {asked} requests was preempted")
+        for name, slopes in self.slopes.items():
+            if memory.grows(mean := memory.mean_slope(slopes)):
+                found.append(f"{name}: memory grows by {_told(mean)}")
+        return found
 
     def passed(self, requests: int) -> bool:
         """Whether all ran, and all is well."""
-        return self.done >= requests and not self.problems and not self.growing()
+        return self.done >= requests and not self.wrong()
 
     def summary(self, requests: int, command: str) -> str:
         """A table."""
@@ -78,12 +92,19 @@ class Tally:
         rows += [(name, str(count)) for name, count in sorted(self.outcomes.items())]
         rows += [(name, str(count)) for name, count in sorted(self.counts.items())]
         rows += [(f"on {name}", str(count)) for name, count in sorted(self.by_setup.items())]
-        if self.growth:
-            rows.append(("memory, most growth of a turn", f"{max(self.growth):.2%}"))
-        rows.append(("problems", str(len(self.problems))))
+        often = sorted((+self.preempted).items())
+        rows += [(f"preempted on {name}", str(count)) for name, count in often]
+        for name, slopes in sorted(self.slopes.items()):
+            rows.append((f"memory on {name}", _told(memory.mean_slope(slopes))))
+        wrong = self.wrong()
+        rows.append(("problems", str(len(wrong))))
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
-        lines += [f"PROBLEM {each}" for each in self.problems[:MOST_PROBLEMS]]
-        lines += [f"PROBLEM memory grew by {each} in a turn" for each in self.growing()]
+        lines += [f"PROBLEM {each}" for each in wrong[:MOST_PROBLEMS]]
         verdict = "passed" if self.passed(requests) else "NOT passed"
         return "\n".join([*lines, f"{verdict}; again: {command}"])
+
+
+def _told(slope_and_error: tuple[float, float]) -> str:
+    slope, error = slope_and_error
+    return f"{slope / 2**10:.0f} KiB for 1,000 requests, +- {error / 2**10:.0f}"

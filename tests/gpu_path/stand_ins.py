@@ -22,6 +22,7 @@ from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import structured_outputs
+from vllm.v1.worker.gpu.sample import sampler
 
 from tests.live_bytes import LiveBytes
 
@@ -57,6 +58,7 @@ def replace_device(stock_backend: str) -> None:
     # Kernels that Triton's interpreter does not take; all that warming up masks is allowed.
     structured_outputs._apply_grammar_bitmask_kernel = mock.MagicMock()
     topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
+    sampler.get_num_nans = lambda logits: logits.isnan().sum(-1, dtype=torch.int32)
     # Spawned, workers would know nothing of all this.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     torch.accelerator.synchronize = lambda *_: None

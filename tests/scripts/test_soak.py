@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import soak
 from soak_parts.asks import Answer, Ask, Choice
 from soak_parts.judge import difference, problem
+from soak_parts.memory import slope
 from soak_parts.schedule import Schedule
 from soak_parts.setups import SETUPS
 from soak_parts.tally import Tally
@@ -101,21 +103,45 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert Tally.load(path, "key", 0).done == 0
 
 
-def test_growing_memory_is_no_pass() -> None:
+def test_memory_that_grows_is_no_pass() -> None:
+    """What fills at first is warm-up; later it is a leak, if it is more than chance."""
+    rng = random.Random(1)
+
+    def samples(per_batch: int) -> list[tuple[int, int]]:
+        sizes = (min(n, 4) * 50 * 2**20 + max(0, n - 4) * per_batch for n in range(12))
+        return [(200 * n, size + rng.randint(0, 2**20)) for n, size in enumerate(sizes)]
+
     tally = Tally("key", 0, done=5)
-    tally.see_memory([100, 150, 151, 152])
+    tally.see_memory("prompt", samples(0))
+    tally.see_memory("storm", samples(0))
     assert tally.passed(5)
-    tally.see_memory([100, 150, 160, 170])
-    assert not tally.passed(5)
+    tally.see_memory("storm", samples(4 * 2**20))
+    assert tally.passed(5) is False
+    assert "PROBLEM storm: memory grows by" in tally.summary(5, "again")
+    found = slope([(1000 * n, 7 * n * 2**20 + (-1) ** n) for n in range(12)])
+    assert found is not None
+    assert found[0] == pytest.approx(7 * 2**20, rel=1e-4)
+    assert 0 < found[1] < 1
+    assert slope(samples(0)[:6]) is None, "too few"
+
+
+def test_a_storm_without_preemptions_is_no_pass() -> None:
+    tally = Tally("key", 0, done=300)
+    tally.by_setup["storm"] = 99
+    assert tally.passed(300), "too few to say"
+    tally.by_setup["storm"] = 300
+    assert not tally.passed(300)
+    assert "PROBLEM storm: none of 300 requests was preempted" in tally.summary(300, "again")
+    tally.preempted["storm"] = 1
+    assert tally.passed(300)
 
 
 def test_the_engine_itself(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tenants with secrets, in the debug mode; and a run that is not whole has not passed."""
-    monkeypatch.setenv(
-        "KVCOMPRESS_CHECK", "1"
-    )  # which the script sets, and other tests must not see
+    for name in ("KVCOMPRESS_CHECK", "TORCH_COMPILE_DISABLE"):
+        monkeypatch.setenv(name, "1")  # which the script sets, and other tests must not see
     arguments = ["--per-setup=20", "--in-process", f"--folder={tmp_path}", "--setups", "tenants"]
     status = soak.main(["--requests=20", *arguments])
     said = capsys.readouterr().out

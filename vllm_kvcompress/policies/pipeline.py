@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
@@ -38,7 +39,7 @@ class Pipeline:
     params: Mapping[str, Any] = field(default_factory=dict)
     repeats: bool = True
 
-    @property
+    @cached_property  # every step asks
     def needs(self) -> Needs:
         """What the engine has to hand over besides keys."""
         needs = self.scorer.needs.joined(self.selector.needs)
@@ -68,7 +69,7 @@ class Pipeline:
         """Whether kept entries have a bias on their attention logits."""
         return self.merger is not None and self.merger.weighs_entries
 
-    @property
+    @cached_property
     def token_state(self) -> tuple[str, ...]:
         """Policy state of every kept token, one fp32 number each: fields of `Merged`."""
         state = [
