@@ -13,6 +13,7 @@ import pytest
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.errors import ConfigError, FileError
 from vllm_kvcompress.policies.parts import profiles
+from vllm_kvcompress.tools import files
 from vllm_kvcompress.tools.evaluation import runner
 from vllm_kvcompress.tools.files import append, check_writable, make_folder, write_whole
 
@@ -102,6 +103,32 @@ def test_profiles_are_read_within_limits(
         said = capsys.readouterr().err
         assert said.startswith(f"vllm-kvcompress: error: {path}: expected"), said
         assert said.count("\n") == 1
+
+
+def test_data_and_results_are_read_within_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Too large, without an end, too deep, numbers of too many digits: one sentence each."""
+    monkeypatch.setattr(files, "MOST_BYTES", 20_000)
+    large, answers = tmp_path / "large.jsonl", tmp_path / runner.ANSWERS
+    large.write_text("x" * 20_001)
+    answers.write_text("{}\n" * 10_000)
+    with pytest.raises(ConfigError, match="at most 20000 bytes, found more; give a smaller file"):
+        list(runner._read(answers))
+    command = ["eval", "a/model", "--out", str(tmp_path), "--policies", "snapkv", "--data"]
+    for path in (large, Path("/dev/zero")):
+        assert main([*command, str(path)]) == 2
+        said = capsys.readouterr().err
+        assert said.endswith("expected at most 20000 bytes, found more; give a smaller file.\n")
+        assert said.count("\n") == 1
+    for line in ("[" * 19_000, "9" * 9_000, '{"context": 1}'):
+        large.write_text(line)
+        assert main([*command, str(large)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"vllm-kvcompress: error: --data {large}, line 1: "), said
+        assert said.count("\n") == 1
+    assert main(["serve", "m", "--kv-policy", "snapkv", "--config", "/dev/zero"]) == 2
+    assert "expected at most 1048576 bytes, found more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["eval", "recommend", "profile"])

@@ -18,8 +18,10 @@ import yaml
 
 from vllm_kvcompress.config import NO_POLICY, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.files import read_within
 
 _ADDITIONAL = "--additional-config"
+_MOST_YAML_BYTES = 2**20
 _LIST_OPTION = "logits-processors"  # takes several values: ours joins the user's
 
 
@@ -143,9 +145,11 @@ def _mapping(value: object, source: str | None) -> dict[str, Any]:
 
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_within(Path(path), _MOST_YAML_BYTES)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({error}); check the path.") from None
+    try:
+        document = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: not valid YAML ({reason}).") from None

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vllm_kvcompress.errors import FileError
+from vllm_kvcompress.errors import ConfigError, FileError
+
+MOST_BYTES = 256 * 2**20  # of data, and of what earlier runs answered
 
 
 @contextmanager
@@ -24,6 +26,24 @@ def named(path: Path) -> Iterator[None]:
         raise FileError(
             f"{path}: {reason}; expected a file that can be read and written, on a disk with room."
         ) from None
+
+
+def read_within(path: Path, most_bytes: int | None = None, errors: str = "strict") -> str:
+    """A file's text, of at most MOST_BYTES unless said otherwise.
+
+    Raises:
+        ConfigError: it is larger than a file of its kind can be.
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is no text.
+    """
+    most = MOST_BYTES if most_bytes is None else most_bytes
+    with path.open("rb") as file:
+        found = file.read(most + 1)  # of a device that never ends, too
+    if len(found) > most:
+        raise ConfigError(
+            f"{path}: expected at most {most} bytes, found more; give a smaller file."
+        )
+    return found.decode(errors=errors)
 
 
 def make_folder(path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation import longbench, ruler, texts
 from vllm_kvcompress.tools.evaluation.metrics import check_metric
+from vllm_kvcompress.tools.files import read_within
 from vllm_kvcompress.tools.reference import tasks
 
 WORDS, RULER, LONGBENCH, TEXT = "words", "ruler", "longbench", "text"
@@ -253,7 +254,7 @@ def load(path: Path, metric: str, max_tokens: int) -> list[Item]:
         ConfigError: names the file, the line and what is wrong with it.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = read_within(path).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--data {path}: cannot be read ({error}); check the path.") from None
     items = [
@@ -270,7 +271,7 @@ def _user_item(path: Path, number: int, line: str, metric: str, max_tokens: int)
     place = f"--data {path}, line {number}"
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{place}: not valid JSON ({error}).") from None
     if not isinstance(row, dict) or not {"context", "question", "answers"} <= row.keys():
         raise ConfigError(f'{place}: expected an object with "context", "question" and "answers".')

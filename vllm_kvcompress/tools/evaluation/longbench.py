@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.files import read_within
 
 _PASSAGES = (
     "Answer the question based on the given passages. Only give me the answer and do not output "
@@ -177,7 +178,7 @@ def load(task: str, folder: Path, num_samples: int) -> list[Prompt]:
     """
     path = folder / f"{task}.jsonl"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_within(path).splitlines()
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error.strerror}); --longbench-data is the folder with "
@@ -195,7 +196,7 @@ def _prompt(task: str, place: str, line: str) -> Prompt:
         context, question, answers = row["context"], row["input"], row["answers"]
         classes = row.get("all_classes") or []
         length = int(row.get("length", 0))
-    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f'{place}: expected LongBench\'s "input", "context" and "answers", got {error!r}.'
         ) from None

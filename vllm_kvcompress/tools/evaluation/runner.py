@@ -23,7 +23,7 @@ from vllm_kvcompress.tools.evaluation.setups import (
     SharedEngine,
     shared_engines,
 )
-from vllm_kvcompress.tools.files import append, make_folder, named, write_whole
+from vllm_kvcompress.tools.files import append, make_folder, named, read_within, write_whole
 
 Key = tuple[str, str, int]  # setup, mode, item
 
@@ -188,7 +188,7 @@ def _claim(folder: Path, plan: Plan) -> None:
 def _read_plan(path: Path) -> dict[str, Any]:
     """What an earlier run asked."""
     with named(path):
-        text = path.read_text(errors="replace")
+        text = read_within(path, errors="replace")
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -206,7 +206,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     with named(path):
-        lines = path.read_text(errors="replace").splitlines(keepends=True)
+        lines = read_within(path, errors="replace").splitlines(keepends=True)
     if lines and not lines[-1].endswith("\n"):
         lines.pop()
         write_whole(path, "".join(lines))

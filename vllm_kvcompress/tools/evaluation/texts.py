@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.files import read_within
 
 CHARACTERS_PER_TOKEN = 6  # more than tokenizers make of any of these texts
 _LIBRARY = Path(sysconfig.get_path("stdlib"))
@@ -116,6 +117,6 @@ def read(path: Path) -> str:
         ConfigError: it cannot be read.
     """
     try:
-        return path.read_text()
+        return read_within(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--data {path}: cannot be read ({error}); check the path.") from None
