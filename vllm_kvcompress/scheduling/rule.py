@@ -54,6 +54,11 @@ class CompressionRule:
     window_blocks: int = 0
     blocks_on_top: int = 0
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether no request is ever compressed, however long it is."""
+        return self.fraction is not None and self.fraction >= 1.0
+
     def next_position(self, compress_at: int, after: int) -> int | None:
         """First position > `after` (in computed tokens) at which an event may happen."""
         candidates = []

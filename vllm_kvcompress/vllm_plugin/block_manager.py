@@ -210,7 +210,8 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         """Blocks that the requests which hold some are still going to take.
 
         A prompt that is being read goes on to its peak. All others grow: a block for each lets a
-        new request be read before one of them has to be preempted.
+        new request be read before one of them has to be preempted. For those that are never
+        compressed nothing is reserved, as in stock vLLM.
 
         Args:
             new_request_id: is not counted.
@@ -220,10 +221,12 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         for request_id, blocks in self.req_to_blocks.items():
             if not blocks or request_id == new_request_id:
                 continue
+            ledger = self.table[request_id].ledger
+            if ledger.rule.keeps_all:
+                continue
             missing = 1
             if ahead is not None:
                 missing = max(0, -(-ahead.get(request_id, 0) // self.block_size) - len(blocks))
-            ledger = self.table[request_id].ledger
             if len(blocks) * self.block_size < ledger.num_prompt_tokens:
                 missing = max(missing, self._blocks_to_peak(request_id, ledger))
             reserved += missing

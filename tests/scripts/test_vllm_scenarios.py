@@ -1,0 +1,63 @@
+"""vLLM's own tests on its engine, stock and ours; on a server those that ask most of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from soak_parts import models
+from vllm_scenario_parts import chats, completions, pages, structured
+from vllm_scenario_parts.columns import COLUMNS, IN_ENGINE, Column, Result, in_engine, serving
+from vllm_scenario_parts.scenario import Server, difference
+from vllm_scenarios import judged, table
+
+STOCK, OFF, ALL, HALF = COLUMNS
+SERVED = (
+    *(completions.prompt_logprobs, completions.several_choices, completions.usage_of_streams),
+    *(completions.stops, chats.streamed_chat, structured.json_schema, structured.regex),
+    *(structured.forms_that_are_none, structured.tools, pages.counts, pages.clients_that_leave),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("scenarios")
+    models.prepare(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def stock(folder: Path) -> Result:
+    return in_engine(STOCK, folder / "llama", folder / "stock.log")
+
+
+@pytest.mark.parametrize("column", [OFF, ALL, HALF], ids=lambda column: column.name)
+def test_the_engine_does_as_stock_vllm_does(folder: Path, stock: Result, column: Column) -> None:
+    """Scheduler and prefix cache, step by step; compressed, what vLLM's tests ask for alone."""
+    result = in_engine(column, folder / "llama", folder / f"{column.name}.log")
+    assert judged(column, result, stock) == stock.failed == {}
+    assert result.said.keys() == {scenario.name for scenario in IN_ENGINE}
+
+
+def test_a_compressed_server_does_what_vllms_tests_ask(folder: Path) -> None:
+    """A choice of them; scripts/vllm_scenarios.py runs all, beside stock vLLM."""
+    with serving(HALF, folder / "llama", folder / "server.log") as address:
+        server = Server(address)
+        for scenario in SERVED:
+            scenario(server)
+
+
+def test_what_parts_is_named(folder: Path) -> None:
+    """Numbers within a thousandth are equal; a scenario that says otherwise fails its column."""
+    assert difference([1.0, {"a": "b"}], [1.0004, {"a": "b"}]) == ""
+    assert difference([1.0, {"a": "b"}], [1.0, {"a": "c"}]) == "[1].a: 'b' and 'c'"
+    assert difference([1], [1, 2])
+    failed = judged(ALL, Result({"hits": [1]}, {"evicted": "why"}), Result({"hits": [2]}))
+    assert failed == {"evicted": "why", "hits": "stock vLLM says otherwise[0]: 2 and 1"}
+    assert judged(HALF, Result({"hits": [1]}), Result({"hits": [2]})) == {}
+    last = table(IN_ENGINE, {"stock": {}, "all": failed}).splitlines()[-1]
+    assert last == f"| all | {len(IN_NAMES)} | {len(IN_NAMES)} | {len(IN_NAMES) - 2} |"
+
+
+IN_NAMES = {scenario.name for scenario in IN_ENGINE}
