@@ -11,8 +11,11 @@ from tests.tiny_models import prompt
 BLOCK = 32
 # Full blocks of the prompts at which something fails, in the middle layer.
 NO_SCORE, NO_MEMORY, NO_PAGES, NOT_ON_THE_SECOND_RANK = 20, 21, 22, 23
+KILLS_ITS_PROCESS = 24  # the last rank
 
 CODE = f"""
+import os
+import signal
 from dataclasses import dataclass
 
 import torch
@@ -43,6 +46,9 @@ class Failing(Policy):
             raise torch.OutOfMemoryError("not that much")
         if fails(view, {NOT_ON_THE_SECOND_RANK}) and torch.distributed.get_rank() == 1:
             raise RuntimeError("not on this rank")
+        last_rank = torch.distributed.get_world_size() - 1
+        if fails(view, {KILLS_ITS_PROCESS}) and torch.distributed.get_rank() == last_rank:
+            os.kill(os.getpid(), signal.SIGKILL)
         return -view.kv.values().float().norm(dim=-1)
 
     def layer_pages(self, num_blocks, capacity, num_heads, num_logical_blocks=0):

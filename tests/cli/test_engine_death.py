@@ -9,13 +9,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests import failing_policy, tiny_models
 from tests.cli.server_process import OUR_SERVE, ROOT, starting, wait_until_healthy
 
 pytestmark = pytest.mark.timeout(1200)  # for a machine that others use
@@ -84,6 +85,78 @@ def test_an_engine_that_is_killed_at_its_start(tmp_path: Path) -> None:
         with nothing_left_of(server):
             engine.send_signal(signal.SIGKILL)
             assert server.wait(SECONDS) == 1
+
+
+@contextmanager
+def failing_server(
+    folder: Path, options: Sequence[str] = ()
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """One whose policy fails, or kills, at prompts of certain lengths."""
+    arguments = ["serve", str(tiny_models.build("llama", folder)), "--kv-policy", "failing"]
+    arguments += ["--kv-budget", "0.25", "--enforce-eager", "--max-model-len", "2048"]
+    arguments += ["--served-model-name", "reference", "--dtype", "float32", *options]
+    log, packages = folder / "log", failing_policy.install(folder)
+    with starting(OUR_SERVE, arguments, log, packages) as (server, address):
+        wait_until_healthy(address, server, log)
+        yield server, address
+
+
+def asked(address: str, num_blocks: int, **more: object) -> tuple[int, str]:
+    """Status and text of a completion of a prompt of so many blocks; 503 if there is none."""
+    prompt = tiny_models.prompt(num_blocks * failing_policy.BLOCK + 5, seed=num_blocks)
+    body = {"model": "reference", "prompt": prompt, "max_tokens": 40, "temperature": 0, **more}
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+    except OSError as error:
+        return 503, repr(error)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_process_that_is_killed_in_an_event(
+    tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine, or of several workers one: as in a step."""
+    options = []
+    if num_ranks > 1:
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+        options = ["--tensor-parallel-size", str(num_ranks)]
+    with failing_server(tmp_path, options) as (server, address), nothing_left_of(server):
+        status, text = asked(address, failing_policy.KILLS_ITS_PROCESS)
+        assert status == 500
+        assert json.loads(text)["error"]["message"]
+        assert asked(address, 5)[0] >= 500
+        assert server.wait(SECONDS) == 1
+
+
+def test_an_api_process_that_is_killed(tmp_path: Path) -> None:
+    """Its engine and workers end with it; before, a request whose event failed was a 500 alone."""
+    with failing_server(tmp_path) as (server, address):
+        expected = answer_of(asked(address, 15))
+        others: list[str] = []
+        other = threading.Thread(target=lambda: others.append(answer_of(asked(address, 15))))
+        other.start()
+        status, text = asked(address, failing_policy.NO_SCORE)
+        assert (status, json.loads(text)["error"]["code"]) == (500, 500)
+        _, streamed = asked(address, failing_policy.NO_SCORE, stream=True)
+        last = streamed.strip().split("\n\n")[-2]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == 500
+        other.join(SECONDS)
+        assert others == [expected] == [answer_of(asked(address, 15))]
+        with nothing_left_of(server):
+            server.kill()
+            server.wait(SECONDS)
+
+
+def answer_of(asked: tuple[int, str]) -> str:
+    """The text of an answer that came."""
+    assert asked[0] == 200, asked
+    return str(json.loads(asked[1])["choices"][0]["text"])
 
 
 def test_a_server_that_is_asked_to_end_finishes_its_work(tmp_path: Path) -> None:

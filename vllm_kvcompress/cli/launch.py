@@ -19,7 +19,7 @@ from vllm_kvcompress.cli import one_server
 from vllm_kvcompress.cli.command_forms import Given, PlainCommand, native
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
 from vllm_kvcompress.config import SETTINGS_KEY, STATUS_PLUGIN
-from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin import compat, lifeline
 from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
 from vllm_kvcompress.vllm_plugin.needed_classes import is_ours
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
@@ -76,6 +76,7 @@ def serve(command: list[str]) -> None:
     configure_logging_from_args(arguments)
     subcommand.validate(arguments)
     check(arguments)
+    lifeline.announce()
     if one_server.is_one(arguments):
         one_server.run(arguments)
     else:
