@@ -23,28 +23,51 @@ from torch import Tensor
 
 from stand_in import NEEDLES, keeps
 from vllm_kvcompress.policies.base import Merged
-from vllm_kvcompress.tools.evaluation.dense import Kept
+from vllm_kvcompress.tools.evaluation.dense import DenseLayer, Kept
 from vllm_kvcompress.tools.evaluation.items import Item, generate
 from vllm_kvcompress.tools.evaluation.masked import MaskedModel
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_prompt
-from vllm_kvcompress.tools.repetition import NUM_SINKS, REQUEST, chunk_scores, template
 
-CHUNK, OVERLAP = 2048, 8
+CHUNK, OVERLAP, NUM_SINKS = 2048, 8, 4
+FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 SHARED = ("uniform", "layer", "model")
 OTHERS = ("leverage", "spans")
 
 
+def template(tokenizer: Any) -> tuple[int, list[int]]:
+    """How many tokens a chat template puts before a context, and those before a reply."""
+    message = [{"role": "user", "content": "CONTEXT"}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, _, after = text.partition("CONTEXT")
+    ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
+    return len(ids[0]), ids[1]
+
+
 def repetitions(tokenizer: Any, context: list[int]) -> Iterator[tuple[int, list[int], list[int]]]:
     """By chunk: where it begins, what asks for it, and the chunk again."""
-    before, reply = template(tokenizer)
-    begin = len(before)
+    begin, reply = template(tokenizer)
     for start in range(begin, len(context), CHUNK):
-        request = LATER if start > begin else REQUEST
-        asked = tokenizer(request, add_special_tokens=False)["input_ids"]
+        asked = tokenizer(LATER if start > begin else FIRST, add_special_tokens=False)["input_ids"]
         if start > begin:
             asked = [*asked, *context[start - OVERLAP : start]]
         yield start, [*asked, *reply], context[start : start + CHUNK]
+
+
+def chunk_scores(layer: DenseLayer, num_context: int, start: int, end: int) -> Tensor:
+    """[H, end - start] highest attention of the queries behind the context to its chunk."""
+    num_sinks = min(NUM_SINKS, start)
+    keys = layer.keys
+    seen = torch.cat([keys[:, :num_sinks], keys[:, start:end], keys[:, num_context:]], dim=1)
+    queries = layer.queries[num_context:].unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
+    found = torch.zeros(len(keys), end - start)
+    for member in range(queries.shape[1]):
+        logits = layer.scale * queries[:, member] @ seen.mT
+        own = logits[..., num_sinks + end - start :]
+        own += torch.full_like(own[0], float("-inf")).triu(1)
+        attention = logits.softmax(dim=-1)[..., num_sinks : num_sinks + end - start]
+        found = torch.maximum(found, attention.amax(dim=1))
+    return found
 
 
 def reconstruct(

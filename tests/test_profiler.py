@@ -171,13 +171,13 @@ def test_headkv_files_fit_their_model(
 ) -> None:
     out = tmp_path / "made" / "heads.json"
     arguments = ["--kind", "headkv", "--out", str(out), "--length", "64", "--samples", "2"]
-    arguments += ["--by", "needles"]
     assert run_command(str(saved_model), *arguments) == 0
-    assert f"--kv-policy headkv --kv-profile {out}" in capsys.readouterr().out
+    assert f"--kv-policy auto --kv-profile {out}" in capsys.readouterr().out
     rows = json.loads(out.read_text())
     assert len(rows) == 8
     assert all(len(scores) == 2 for scores in rows.values())
-    resolve("headkv", {}, out).bind(2, 2, 4, 16)
+    for policy in ("headkv", "spans+headkv"):
+        resolve(policy, {}, out).bind(2, 2, 4, 16)
 
 
 def test_duoattention_files_fit_their_model(saved_model: Path, tmp_path: Path) -> None:

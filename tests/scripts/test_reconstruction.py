@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 import reconstruction
 from tests.cli.server_process import ROOT
+from vllm_kvcompress.tools.evaluation.dense import DenseLayer
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 
 HEADS, GROUP, SIZE = 2, 3, 4
+
+
+@pytest.fixture(scope="module")
+def layer() -> DenseLayer:
+    """20 tokens of a context, and 9 of its repetition."""
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, HEADS, 29, SIZE)
+    queries = torch.randn(29, HEADS * GROUP, SIZE)
+    return DenseLayer(0, 1, keys, values, queries, torch.empty(0), 0.5, None)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 20), (3, 12)])
+def test_a_score_is_the_highest_attention_of_the_repetition(
+    layer: DenseLayer, start: int, end: int
+) -> None:
+    """To a chunk, the first tokens before it, and what of the repetition a query may see."""
+    found = reconstruction.chunk_scores(layer, 20, start, end)
+    for head in range(HEADS):
+        best = [0.0] * (end - start)
+        for member in range(GROUP):
+            for at in range(20, 29):
+                query = layer.queries[at, head * GROUP + member]
+                seen = [*range(min(reconstruction.NUM_SINKS, start)), *range(start, end)]
+                seen += range(20, at + 1)
+                weights = [math.exp(0.5 * float(query @ layer.keys[head, j])) for j in seen]
+                for j, weight in zip(seen, weights, strict=True):
+                    if start <= j < end:
+                        best[j - start] = max(best[j - start], weight / sum(weights))
+        assert found[head].tolist() == pytest.approx(best, rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +63,7 @@ def test_budgets_are_shared_as_they_say(shared: str, dims: tuple[int, ...] | Non
 def test_a_long_context_is_repeated_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later chunks begin with the last tokens of the one before; a template is left out."""
     monkeypatch.setattr(reconstruction, "CHUNK", 30)
-    monkeypatch.setattr(reconstruction, "template", lambda tokenizer: ([1, 2], [7, 8]))
+    monkeypatch.setattr(reconstruction, "template", lambda tokenizer: (2, [7, 8]))
     tokenizer = load_tokenizer(str(ROOT / "models" / "reference"))
     context = list(range(100, 172))
     parts = list(reconstruction.repetitions(tokenizer, context))

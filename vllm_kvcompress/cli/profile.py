@@ -1,25 +1,14 @@
-"""`vllm-kvcompress profile`: measures a model's heads for headkv, duoattention and auto."""
+"""`vllm-kvcompress profile`: measures a model's heads for auto, headkv and duoattention."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_kvcompress.config import AUTO
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.files import check_writable, named
-
-if TYPE_CHECKING:
-    from vllm_kvcompress.tools.profiler import ProfileSettings, Scores
-
-# What is measured by: how many prompts or texts, of how many tokens.
-_SIZES = {
-    "needles": {"samples": 16, "length": 1024},
-    "repetition": {"samples": 8, "length": 512},
-}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -36,15 +25,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="JSON (headkv) or TSV (duoattention, with a config.json beside it)",
     )
-    parser.add_argument(
-        "--by",
-        choices=("needles", "repetition"),
-        help="random words that return (needles, for duoattention), or texts that are repeated "
-        "(repetition, for headkv)",
-    )
-    parser.add_argument("--length", type=int, help="tokens of a prompt (1024), or of a text (512)")
-    parser.add_argument("--samples", type=int, help="prompts (16), or texts (8)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts or texts (0)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt (1024)")
+    parser.add_argument("--samples", type=int, default=16, help="prompts (16)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
     duo = parser.add_argument_group("duoattention only")
     duo.add_argument("--sink-size", type=int, default=128, help="first tokens kept (128)")
     duo.add_argument("--recent-size", type=int, default=256, help="last tokens kept (256)")
@@ -59,19 +42,21 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: a setting that cannot work, or a model that cannot be loaded.
         FileError: the file cannot be written.
     """
+    from tqdm import tqdm
+
     from vllm_kvcompress.tools import profiler
 
-    by = arguments.by or ("repetition" if arguments.kind == "headkv" else "needles")
-    for name, default in _SIZES[by].items():
-        if getattr(arguments, name) is None:
-            setattr(arguments, name, default)
     _check(arguments)
     check_writable(arguments.out)
+    model, tokenizer = _load(arguments.model)
     settings = profiler.ProfileSettings(arguments.samples, arguments.length, arguments.seed)
-    scores, config = _measure(arguments.model, by, settings)
+    scores = profiler.measure_heads(
+        model, tokenizer, settings, lambda samples: tqdm(samples, unit="prompt", desc="measuring")
+    )
     if arguments.kind == "headkv":
         profiler.write_headkv(arguments.out, scores)
     else:
+        config = model.config.get_text_config()
         sizes = profiler.StreamingSizes(
             arguments.sink_size, arguments.recent_size, arguments.sparsity
         )
@@ -79,30 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
         profiler.write_duoattention(arguments.out, scores, num_kv_heads, sizes)
     print(
         f"{arguments.out}: {len(scores)} layers of {len(scores[0])} query heads; serve with "
-        f"--kv-policy {AUTO if by == 'repetition' else arguments.kind} --kv-profile {arguments.out}"
+        f"--kv-policy {AUTO if arguments.kind == 'headkv' else arguments.kind} --kv-profile {arguments.out}"
     )
     return 0
-
-
-def _measure(name: str, by: str, settings: ProfileSettings) -> tuple[Scores, Any]:
-    """The scores, and the model's configuration."""
-    from tqdm import tqdm
-
-    from vllm_kvcompress.tools import profiler, repetition
-    from vllm_kvcompress.tools.evaluation.dense import DenseModel
-    from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
-
-    def progress(samples: Iterable[int]) -> Iterator[int]:
-        yield from tqdm(samples, unit="prompt", desc="measuring")
-
-    if by == "needles":
-        model, tokenizer = _load(name)
-        scores = profiler.measure_heads(model, tokenizer, settings, progress)
-        return scores, model.config.get_text_config()
-    with _loading(name):
-        dense, tokenizer = DenseModel(name), load_tokenizer(name)
-    scores = repetition.measure_heads(dense, tokenizer, settings, progress)
-    return scores, dense.model.config.get_text_config()
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -121,28 +85,22 @@ def _check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--out {arguments.out}: expected a file, found a directory.")
 
 
-@contextmanager
-def _loading(name: str) -> Iterator[None]:
-    """Says what is wrong with a model that cannot be loaded."""
-    if name.startswith((".", "/")) and not Path(name).is_dir():
-        raise ConfigError(f"{name}: expected a model's directory, found none there.")
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"{name}: cannot be loaded as a causal language model: {reason}"
-        ) from None
-
-
 def _load(name: str) -> tuple[Any, Any]:
     """The model with eager attention, on the GPU if there is one, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    with _loading(name):
+    if name.startswith((".", "/")) and not Path(name).is_dir():
+        raise ConfigError(f"{name}: expected a model's directory, found none there.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
         tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(
             name, attn_implementation="eager", dtype="auto"
         )
-    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{name}: cannot be loaded as a causal language model: {reason}"
+        ) from None
+    return model.to(device).eval(), tokenizer

@@ -57,7 +57,7 @@ class ByImportance(Modifier, Allocator):
     profile = "headkv"
     layer_dependent = True
 
-    even_share: float = parameter(0.25, "part of the budget shared out evenly", 0.0, 1.0)
+    even_share: float = parameter(0.1, "part of the budget shared out evenly", 0.0, 1.0)
     importance: Table = ()
 
     def with_profile(self, path: Path) -> Self:
