@@ -62,9 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
         )
         num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         profiler.write_duoattention(arguments.out, scores, num_kv_heads, sizes)
+    policy = AUTO if arguments.kind == "headkv" else arguments.kind
     print(
         f"{arguments.out}: {len(scores)} layers of {len(scores[0])} query heads; serve with "
-        f"--kv-policy {AUTO if arguments.kind == 'headkv' else arguments.kind} --kv-profile {arguments.out}"
+        f"--kv-policy {policy} --kv-profile {arguments.out}"
     )
     return 0
 
