@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
+from tests.policies.cases import headkv_file
 from vllm_kvcompress.cli import eval as eval_command
 from vllm_kvcompress.cli import recommend
 from vllm_kvcompress.cli.main import main
-from vllm_kvcompress.config import DEFAULT_POLICY, Settings
+from vllm_kvcompress.config import DEFAULT_POLICY, PROFILED_POLICY, Settings
 from vllm_kvcompress.errors import ConfigError, EngineError
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question
@@ -60,6 +61,19 @@ def test_short_questions_are_left_alone_as_serve_does(limit: int | None) -> None
     plan = eval_command.plan_of(asked)
     settings = Settings.from_dict(plan.setups[1].settings(plan.params) or {})
     assert settings.min_tokens == (256 if limit is None else limit)
+
+
+def test_a_profile_is_for_those_that_read_one(tmp_path: Path) -> None:
+    """`auto` is another policy with it; beside it others are compared as they are."""
+    parser = argparse.ArgumentParser()
+    eval_command.add_options(parser)
+    profile = str(headkv_file(tmp_path, 2, 4))
+    options = ["--tasks", TASKS[0], "--out", "unused", "--policies", "auto,snapkv"]
+    asked = parser.parse_args([MODEL, *options, "--budgets", "0.25", "--kv-profile", profile])
+    plan = eval_command.plan_of(asked)
+    assert [setup.name for setup in plan.setups[1:]] == [f"{PROFILED_POLICY}@0.25", "snapkv@0.25"]
+    given = [setup.settings(plan.params) or {} for setup in plan.setups[1:]]
+    assert [settings.get("profile") for settings in given] == [profile, None]
 
 
 def test_what_compressed_nothing_is_no_advice() -> None:
