@@ -158,7 +158,7 @@ def record_kept(report: dict[str, Any]) -> None:
                 "layer": view.layer,
                 "kept": kept[first:end],
                 "num_queries": view.queries.shape[0],
-                "tail": view.num_tail,
+                "tail": int(view.kv.tails[start]),
                 "unrotated": keys and keys[first:end],
             }
             first = end

@@ -163,10 +163,10 @@ def test_selection(compiler: Child, num_heads: int) -> None:
         compiler,
         "apportion.apportion_triton.apportion",
         1,
-        numbers.float(),
-        9,
-        numbers,
-        9 * numbers,
+        numbers[None].float(),
+        numbers[:1] * 9,
+        numbers[None],
+        9 * numbers[None],
     )
 
 

@@ -15,7 +15,7 @@ class PooledKV(KVView):
     """In a pool's pages, which it gathers from as they are ordered inside.
 
     Attributes:
-        lengths, num_tail: as of `KVView`.
+        lengths, num_tail, shorter: as of `KVView`.
         pool: has the pages.
         page_table: [H, width] int64 full pages; anything behind a head's last one.
         partial: [H, 0 or 1] int64 the pages of the partial last block.
@@ -26,6 +26,7 @@ class PooledKV(KVView):
     pool: PagePool
     page_table: Tensor
     partial: Tensor
+    shorter: Tensor | None = None
 
     @property
     def capacity(self) -> int:

@@ -44,7 +44,8 @@ class EventBatch:
         num_full: [R, 1] int64 full blocks of each tail.
         first_tokens: [R, 1] int64 logical tokens before it.
         num_body: columns that full pages may lie in.
-        num_tail: tokens of the partial block.
+        num_tail: tokens of the longest partial block.
+        tails: [R, 1] int64 of each, where they differ; else None.
         totals: pages that each layer keeps.
         pages: [any] int64 fresh pages, layer after layer: those for the tokens of all requests,
             then those for their policy states.
@@ -61,6 +62,7 @@ class EventBatch:
     first_tokens: Tensor
     num_body: int
     num_tail: int
+    tails: Tensor | None
     totals: list[Totals]
     pages: Tensor
     starts: list[int]
@@ -82,10 +84,10 @@ class EventBatch:
         """Of events that `together` puts together."""
         first, device = events[0], pool.device
         numbers = [
-            (event.slot, event.num_full, event.plan.first_block * pool.block_size)
+            (event.slot, event.num_full, event.plan.first_block * pool.block_size, event.num_tail)
             for event in events
         ]
-        slots, num_full, first_tokens = upload(np.array(numbers).T.copy(), device)
+        slots, num_full, first_tokens, tails = upload(np.array(numbers).T.copy(), device)
         blocks, pages = first.blocks[None], first.fresh_pages
         if len(events) > 1:
             blocks = pad_sequence([event.blocks for event in events], batch_first=True)
@@ -101,7 +103,8 @@ class EventBatch:
             num_full=num_full[:, None],
             first_tokens=first_tokens[:, None],
             num_body=max(event.num_body for event in events),
-            num_tail=first.plan.position % pool.block_size,
+            num_tail=max(event.num_tail for event in events),
+            tails=tails[:, None] if len({event.num_tail for event in events}) > 1 else None,
             totals=_totals(events, pool),
             pages=pages,
             starts=(of_layer.cumsum() - of_layer).tolist(),
@@ -125,7 +128,7 @@ def together(events: Iterable[Event], whole: Iterable[str], most_tokens: int) ->
             return plan.request_id
         kept_before = plan.resident_blocks > 0
         in_batch = plan.request_id in whole
-        return id(event.pipeline), plan.window_size, kept_before, in_batch, event.num_tail
+        return id(event.pipeline), plan.window_size, kept_before, in_batch
 
     alike: dict[Hashable, list[Event]] = {}
     for event in events:

@@ -85,7 +85,7 @@ def _observed(view: LayerView, counted: bool) -> LayerView:
     if not counted:
         return replace(view, accumulated=mass)
     nth = torch.arange(view.num_entries, device=view.device)
-    since = (view.lengths + view.num_tail)[:, None] - nth
+    since = (view.lengths + view.kv.tails)[:, None] - nth
     seen_by = since.clamp(0, num_queries).float()
     if view.observed is not None:
         seen_by += view.observed

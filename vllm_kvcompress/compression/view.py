@@ -76,7 +76,8 @@ class EventViews:
         partial = tail[:, :0]
         if batch.num_tail:
             where = batch.num_full.expand(-1, pool.num_heads).reshape(-1, 1)
-            partial = tail.gather(1, where)
+            # Those without one have any page there.
+            partial = tail.gather(1, where.clamp_max(tail.shape[1] - 1))
         if not batch.resident:
             return Sources(tail, batch.num_body, partial)
         # The row holds the kept pages and, behind them, the tail's.
@@ -111,11 +112,14 @@ class EventViews:
 
     def _kv(self, batch: EventBatch, sources: Sources, lengths: Tensor) -> KVView:
         """Keys and values; nothing is gathered yet."""
-        pool, num_tail = self.pool, batch.num_tail
+        pool, num_tail, shorter = self.pool, batch.num_tail, None
+        if batch.tails is not None:
+            shorter = batch.tails.expand(-1, pool.num_heads).flatten()
         if isinstance(pool, InterleavedPagePool):
-            entries = pool.entries(sources.table, lengths + num_tail)
-            return PagedKV(lengths, num_tail, entries, sources.num_body)
-        return PooledKV(lengths, num_tail, pool, sources.body, sources.partial)
+            whole = lengths + (num_tail if shorter is None else shorter)
+            entries = pool.entries(sources.table, whole)
+            return PagedKV(lengths, num_tail, entries, sources.num_body, shorter)
+        return PooledKV(lengths, num_tail, pool, sources.body, sources.partial, shorter)
 
     def _state(self, batch: EventBatch, layer: int) -> Tensor | None:
         """[H, s] policy state of heads after the former event, if there was one."""

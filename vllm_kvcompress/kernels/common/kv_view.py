@@ -18,18 +18,20 @@ TEMPORARIES = 4  # of [heads, n, D] in fp32 that an operator is taken to hold at
 class KVView(ABC):
     """Gathered when somebody asks for them, and once.
 
-        |<-- lengths[h] entries of full blocks, at most n -->|<-- t of a partial block -->|
+        |<-- lengths[h] entries of full blocks, at most n -->|<-- tails[h] of a partial one -->|
 
     H = KV heads, n = capacity, t = num_tail, D = head size. What lies behind a head's length may
     be anything, NaN included.
 
     Attributes:
         lengths: [H] int64 entries of full blocks.
-        num_tail: t.
+        num_tail: t, the longest tail.
+        shorter: [H] int64 tails, where they differ; None: all are t.
     """
 
     lengths: Tensor
     num_tail: int
+    shorter: Tensor | None = None
 
     @property
     @abstractmethod
@@ -62,6 +64,13 @@ class KVView(ABC):
         return int(self.lengths.shape[0])
 
     @cached_property
+    def tails(self) -> Tensor:
+        """[H] int64 entries of the partial block."""
+        return (
+            torch.full_like(self.lengths, self.num_tail) if self.shorter is None else self.shorter
+        )
+
+    @cached_property
     def valid(self) -> Tensor:
         """[H, n] bool: entries below each head's length."""
         return valid_entries(self.lengths, self.capacity)
@@ -75,11 +84,11 @@ class KVView(ABC):
         return self._gathered(1)
 
     def tail_keys(self) -> Tensor:
-        """[H, t, D] keys of the partial last block."""
+        """[H, t, D] keys of the partial last block, zeros behind shorter ones."""
         return self._gathered(0, tail=True)
 
     def tail_values(self) -> Tensor:
-        """[H, t, D] values of the partial last block."""
+        """[H, t, D] values of the partial last block, likewise."""
         return self._gathered(1, tail=True)
 
     def clean(self, which: int, heads: slice) -> Tensor:
@@ -94,7 +103,10 @@ class KVView(ABC):
     def _gathered(self, which: int, tail: bool = False) -> Tensor:
         name = f"_gathered {which} {tail}"
         if name not in vars(self):
-            vars(self)[name] = self.gather(which, tail)
+            found = self.gather(which, tail)
+            if tail and self.shorter is not None:
+                found = finite(found, valid_entries(self.shorter, self.num_tail))
+            vars(self)[name] = found
         rows: Tensor = vars(self)[name]
         return rows
 
@@ -151,7 +163,7 @@ class PagedKV(KVView):
     """In pages that kernels read; gathered rows are zeros behind the lengths.
 
     Attributes:
-        lengths, num_tail: as of `KVView`.
+        lengths, num_tail, shorter: as of `KVView`.
         entries: full blocks, and the tail right behind those of its head.
         num_columns: of the page table, that full blocks may lie in.
     """
@@ -160,6 +172,7 @@ class PagedKV(KVView):
     num_tail: int
     entries: PagedEntries
     num_columns: int
+    shorter: Tensor | None = None
 
     @classmethod
     def of(cls, entries: PagedEntries, num_tail: int = 0) -> PagedKV:
@@ -192,7 +205,10 @@ class PagedKV(KVView):
         """From the pages."""
         if not tail:
             return self.body.values() if which else self.body.keys()
-        places = self.lengths[:, None] + torch.arange(self.num_tail, device=self.device)
+        nth = torch.arange(self.num_tail, device=self.device)
+        # Behind a shorter tail there may be no page, so its first place is read again.
+        nth = nth * (nth < self.tails[:, None]) if self.shorter is not None else nth
+        places = (self.lengths[:, None] + nth).clamp_max(self.entries.capacity - 1)
         return self.entries.rows_at(places)[:, :, which]
 
     def clean(self, which: int, heads: slice) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 TILE_BYTES = 1 << 23  # largest temporary; reused, since fresh memory costs more than the work
-HEADS_BYTES = 1 << 21  # of heads that are gone through at once: what a core's cache holds
+HEADS_BYTES = 1 << 20  # of heads that are gone through at once: what a core's cache holds
 DEVICE_TILE_BYTES = 1 << 27  # the same off the CPU: every tile takes some launches
 
 

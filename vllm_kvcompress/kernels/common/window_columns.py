@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import valid_entries
 
 HIDDEN = -1e30  # a logit of no weight; unlike -inf it gives no NaN where everything is hidden
@@ -37,15 +38,14 @@ class WindowColumns:
     @classmethod
     def of(
         cls,
-        lengths: Tensor,
-        num_entries: int,
-        num_tail: int,
+        view: KVView,
         num_queries: int,
         entry_bias: Tensor | None = None,
     ) -> WindowColumns:
-        """For [H] lengths, and a bias [H, n] of the entries, if they have one."""
-        device = lengths.device
-        total = (lengths + num_tail)[:, None]
+        """For a layer, and a bias [H, n] of its entries, if they have one."""
+        device, lengths = view.device, view.lengths
+        num_entries, num_tail = view.capacity, view.num_tail
+        total = (lengths + view.tails)[:, None]
         nth = total - torch.arange(num_queries - 1, 0, -1, device=device)
         exists = nth >= 0
         places = torch.where(nth < lengths[:, None], nth, nth - lengths[:, None] + num_entries)
@@ -54,7 +54,10 @@ class WindowColumns:
         if entry_bias is not None:
             bias[:, :num_entries] = entry_bias
             bias[:, num_entries + num_tail :] = bias.gather(1, places)
-        bias[:, :num_entries].masked_fill_(~valid_entries(lengths, num_entries), HIDDEN)
+        bias[:, :num_entries].masked_fill_(~view.valid, HIDDEN)
+        if view.shorter is not None:
+            tail = bias[:, num_entries : num_entries + num_tail]
+            tail.masked_fill_(~valid_entries(view.shorter, num_tail), HIDDEN)
         # Entries that do not exist all share place 0, which is then one of the window's own.
         bias.scatter_(1, places, HIDDEN)
         query = torch.arange(num_queries, device=device)

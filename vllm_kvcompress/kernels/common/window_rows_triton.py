@@ -15,7 +15,7 @@ from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.common.paged_rows_triton import entry_offsets
 
 # Numbers that change from event to event.
-CHANGING = ("num_queries", "num_tail", "bias_width", "table_stride", "bias_stride")
+CHANGING = ("num_queries", "bias_width", "table_stride", "bias_stride")
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def window_mass(
         [H, n] fp32, mean over the window and the group; at most 1 in sum, 0 behind the lengths.
         Zeros if w is 0.
     """
-    num_heads, num_entries, lengths = view.num_heads, view.capacity, view.lengths
+    num_heads, num_entries = view.num_heads, view.capacity
     num_queries = queries.shape[0]
     mass = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=view.device)
     if num_queries == 0 or num_entries == 0:
@@ -52,7 +52,7 @@ def window_mass(
     group = queries.shape[1] // num_heads
     grouped = queries.reshape(num_queries, num_heads, group, view.head_size).transpose(0, 1)
     keys, tail_keys = view.keys(), view.tail_keys()
-    columns = WindowColumns.of(lengths, num_entries, view.num_tail, num_queries, bias)
+    columns = WindowColumns.of(view, num_queries, bias)
     row_size = group * columns.bias.shape[1]
     slices = head_slices(num_heads, 8 * num_queries * row_size, view.device)
     at_once = slices[0].stop

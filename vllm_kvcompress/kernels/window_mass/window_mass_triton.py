@@ -43,7 +43,7 @@ def _row_sums_kernel(
     bias,
     sums,
     num_queries,
-    num_tail,
+    bodies,
     bias_width,
     stride_w,
     stride_h,
@@ -67,6 +67,7 @@ def _row_sums_kernel(
     first_row = tl.program_id(1) * ROWS
     head = tl.program_id(2)
     length = tl.load(lengths + head).to(tl.int32)
+    body = tl.load(bodies + head).to(tl.int32)
     query, visible = window_rows(
         queries,
         head,
@@ -95,7 +96,7 @@ def _row_sums_kernel(
             bias_row,
             query,
             start,
-            length - num_tail,
+            body,
             length,
             bias_width,
             page_stride,
@@ -129,7 +130,7 @@ def _column_sums_kernel(
     lse,
     mass,
     num_queries,
-    num_tail,
+    bodies,
     bias_width,
     capacity,
     stride_w,
@@ -150,7 +151,7 @@ def _column_sums_kernel(
     start = tl.program_id(0) * TILE
     head = tl.program_id(1)
     length = tl.load(lengths + head).to(tl.int32)
-    body = length - num_tail
+    body = tl.load(bodies + head).to(tl.int32)
     wide = head.to(tl.int64)
     nth = start + tl.arange(0, TILE)
     columns = tl.zeros([TILE], tl.float32)
@@ -244,7 +245,7 @@ def window_mass(
             *pages,
             sums,
             num_queries,
-            view.num_tail,
+            view.lengths,
             bias_width,
             *strides,
             *sums.stride()[:2],
@@ -266,7 +267,7 @@ def window_mass(
             lse,
             mass,
             num_queries,
-            view.num_tail,
+            view.lengths,
             bias_width,
             capacity,
             *strides,

@@ -153,7 +153,7 @@ def _change_kernel(
     lse,
     changes,
     num_queries,
-    num_tail,
+    bodies,
     capacity,
     stride_w,
     stride_h,
@@ -173,12 +173,13 @@ def _change_kernel(
     head = tl.program_id(1)
     wide = head.to(tl.int64)
     length = tl.load(lengths + head).to(tl.int32)
+    body = tl.load(bodies + head).to(tl.int32)
     table_row = page_table + wide * table_stride
     nth = start + tl.arange(0, TILE)
     dims = tl.arange(0, DIMS)
     columns = tl.zeros([TILE], tl.float32)
     num_rows = num_queries * GROUP
-    if start < length - num_tail:
+    if start < body:
         present = nth < length
         offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
         values = tl.load(
@@ -229,7 +230,7 @@ def _change_kernel(
             )
             change = _squared_changes(in_base_2, output, values, squares, VARIANT)
             columns += tl.sum(weights * weights * change, 0)
-    columns = tl.where(nth < length - num_tail, columns, 0.0)
+    columns = tl.where(nth < body, columns, 0.0)
     tl.store(changes + wide * capacity + nth, columns, mask=nth < capacity)
 
 
@@ -295,7 +296,7 @@ def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: st
             lse,
             changes,
             num_queries,
-            view.num_tail,
+            view.lengths,
             capacity,
             *strides,
             scale * LOG2_E,

@@ -33,7 +33,7 @@ def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: st
         return result
     group = queries.shape[1] // num_heads
     grouped = queries.reshape(num_queries, num_heads, group, view.head_size).transpose(0, 1)
-    columns = WindowColumns.of(view.lengths, num_entries, view.num_tail, num_queries)
+    columns = WindowColumns.of(view, num_queries)
     row_size = group * columns.bias.shape[1]
     slices = head_slices(num_heads, 4 * 4 * num_queries * row_size, view.device)
     tile = max(1, tile_bytes(view.device) // (4 * 4 * row_size * slices[0].stop))

@@ -40,9 +40,9 @@ def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling:
     """
     if kernel_size <= 1:
         return raw
-    num_window = max(0, view.queries.shape[0] - view.num_tail)
+    end = view.lengths + view.kv.tails.clamp_max(view.queries.shape[0])
     nth = torch.arange(view.num_entries, device=view.device)
-    in_window = (view.lengths - 1)[:, None] - nth < num_window  # and padding
+    in_window = nth >= (end - view.queries.shape[0])[:, None]  # and padding
     empty = float("-inf") if pooling == "max" else 0.0
     pooled = max_or_mean_pool(raw.masked_fill(in_window, empty), kernel_size, pooling)
     return torch.where(in_window, raw, pooled)

@@ -34,13 +34,14 @@ class Protection:
             view: the layer.
             kept: [H] int64 tokens of the full blocks that each head is to keep.
         """
-        tail = view.num_tail
-        recent: int | Tensor = max(0, self.num_recent - tail)
+        tails, room = view.kv.tails, kept - self.num_sinks
+        recent = (self.num_recent - tails).clamp_min(0)
         if self.recent_fraction:
-            share = ((kept + tail).double() * self.recent_fraction).floor().to(torch.int64)
-            recent = (share - tail).clamp_min(0)
-        least = 0 if tail or not (self.num_recent or self.recent_fraction) else 1
-        recent = torch.minimum((kept - self.num_sinks).clamp_min(least).clamp_max(recent), kept)
+            share = ((kept + tails).double() * self.recent_fraction).floor().to(torch.int64)
+            recent = (share - tails).clamp_min(0)
+        if self.num_recent or self.recent_fraction:
+            room = torch.maximum(room, 1 - tails)  # without a tail there is a recent token yet
+        recent = room.clamp_min(0).minimum(recent).minimum(kept)
         sinks = (kept - recent).clamp_max(self.num_sinks)
         return sinks, recent
 
