@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.accelerator import ACCELERATOR, twin_of
+from tests.accelerator import ACCELERATOR, launched, twin_of
 from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, make_pool, make_weights
 from tests.live_bytes import LiveBytes
 from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, Shape, make_pipeline
@@ -16,10 +16,12 @@ from tests.policies.cases import POLICIES as EVERY_POLICY
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
-from vllm_kvcompress.compression.runner import EventRunner
+from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
 from vllm_kvcompress.kernels import dispatch
-from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.policies import Pipeline, resolve
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 POOL_SIZES = (NUM_HEADS, BLOCK_SIZE, HEAD_SIZE)
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
@@ -32,7 +34,8 @@ def dummy_runs(runner: EventRunner) -> DummyRuns:
 
 def longest_bytes(pipeline: Pipeline, num_tokens: int) -> int:
     """Most bytes that are held at once, on a device whose memory nothing but shapes decides."""
-    runs = dummy_runs(Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR)).runner)
+    runner = Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR)).runner
+    runner.most_tokens, runs = 0, dummy_runs(runner)  # the longest alone
     with LiveBytes() as memory:
         runs.longest(num_tokens)
     return memory.peak
@@ -77,6 +80,7 @@ def test_nothing_is_left_behind(policy: str, tmp_path: Path) -> None:
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     request = Request(pipeline, make_pool(InterleavedPagePool))
     before = request.pool.pages.clone()
+    request.runner.most_tokens = 200
     dummy_runs(request.runner).warm_up(pipeline.needs_biased_attention)
     dummy_runs(request.runner).longest(200)
     after, mine = request.pool.pages, request.pool.pages_per_block
@@ -125,6 +129,60 @@ def test_one_block_of_one_layer_is_room_enough(policy: str, tmp_path: Path) -> N
     runner = EventRunner(PageTables(pool), windows, {policy: pipeline}, make_weights(pool.device))
     dummy_runs(runner).longest(200)
     assert torch.equal(pool.pages, torch.zeros(shape))
+
+
+# Llama-3.1-8B's, Qwen3-8B's and SmolLM2-135M's layers, KV heads, query heads of each, head size.
+MODELS = [(32, 8, 4, 128), (36, 8, 4, 128), (30, 3, 3, 64)]
+
+
+def make_runner(model: tuple[int, ...], pipeline: Pipeline, num_rings: int) -> EventRunner:
+    """Of a model in bf16, on the device that has shapes alone."""
+    num_layers, num_heads, _, head_size = model
+    offsets = torch.zeros(num_layers, dtype=torch.int64, device=ACCELERATOR)
+    pages = torch.zeros(num_heads, 32 * head_size, dtype=torch.bfloat16, device=ACCELERATOR)
+    pool = InterleavedPagePool(pages, num_heads, offsets, num_heads, 16, head_size)
+    size = pipeline.needs.window_size
+    windows = QueryWindows(num_layers, size, ACCELERATOR, num_rings)
+    weights = [LayerWeights()] * num_layers
+    return EventRunner(PageTables(pool), windows, {pipeline.name: pipeline}, weights)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("policy", ["snapkv", "h2o"])
+def test_queries_of_the_worst_batches_were_counted(policy: str, model: tuple[int, ...]) -> None:
+    """All requests near an event at once, or as many prompts that end as can in 8,192 tokens."""
+    num_layers, num_heads, group, head_size = model
+    num_requests = 256
+    pipeline = resolve(policy).bind(num_layers, num_heads, num_heads * group, 16)
+    size, counted, serving = pipeline.needs.window_size, LiveBytes(), LiveBytes()
+    runner = make_runner(model, pipeline, num_requests)
+    with launched(), counted:
+        DummyRuns(runner, num_heads * group, block=0).longest(8192)
+    names = [f"r{nth}" for nth in range(num_requests)]
+    short = torch.zeros(
+        (8192, num_heads * group, head_size), dtype=torch.bfloat16, device=ACCELERATOR
+    )
+    runner = make_runner(model, pipeline, num_requests)
+    with serving:
+        for position in range(3):
+            rows = [(name, nth, Observation(0, position, 1)) for nth, name in enumerate(names)]
+            where = runner.windows.locate(rows)
+            for layer in range(num_layers):
+                runner.windows.record(layer, short[:num_requests], where)
+        for name in names:
+            runner.windows.release(name)
+        ends = [(f"s{nth}", size) for nth in range(8192 // size)]
+        seen = Observation(0, 0, size)
+        plans = [event_plan(name, size) for name, _ in ends]
+        asked = [(name, nth * size, seen) for nth, (name, _) in enumerate(ends)]
+        runner.windows.record(0, short, runner.windows.locate(asked, plans))
+        assert runner.windows.read(0, runner.windows.find(ends, size)).shape[1] == len(ends)
+    rings = 2 * num_layers * num_requests * size * num_heads * group * head_size
+    assert counted.peak > serving.peak > rings
+
+
+def event_plan(request_id: str, position: int) -> EventPlan:
+    return EventPlan(request_id, 0, "", "prompt", position, position, 0, 1, 0, (1,))
 
 
 def test_what_is_alive_is_counted() -> None:

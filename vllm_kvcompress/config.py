@@ -293,6 +293,11 @@ class Settings:
         return later or self.reuse_conversations is not None
 
     @property
+    def compresses_while_generating(self) -> bool:
+        """Whether any number of requests may come near an event at once, one token at a time."""
+        return any(trigger.kind in ("chunk", "decode") for trigger in self.triggers)
+
+    @property
     def compresses(self) -> bool:
         """False when every request is to be served exactly as stock vLLM would."""
         keeps_all = isinstance(self.budget, float) and self.budget >= 1.0

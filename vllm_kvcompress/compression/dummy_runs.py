@@ -15,11 +15,13 @@ from torch import Tensor
 from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
+from vllm_kvcompress.cache.query_windows.rings import Located
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 _REQUEST = "dummy"
+SHORT = 64  # tokens of the shortest prompts that are compressed together
 CHUNK = 32  # queries that take the larger of a kernel's two sizes, however many heads share a key
 
 
@@ -63,8 +65,10 @@ class DummyRuns:
         """Events that read `num_tokens` per head and keep them all, in the last layer.
 
         Policies may leave the first layers alone. Where requests are compressed again, half of the
-        tokens were kept by an event before.
+        tokens were kept by an event before. Then as many short ones as may run together, which
+        observe more queries.
         """
+        layers = [self._pool.num_layers - 1]
         for name, pipeline in self._runner.pipelines.items():
             num_blocks = -(-num_tokens // self._pool.block_size)
             num_blocks = max(num_blocks, 2 * self._least_blocks(pipeline))
@@ -75,7 +79,8 @@ class DummyRuns:
                     self._plan(name, 0, half, 0, half),
                     self._plan(name, half, 2 * half, half, 2 * half),
                 ]
-            self._run(plans, [self._pool.num_layers - 1])
+            self._run(plans, layers)
+            self._run_together(name, layers)
 
     def _least_blocks(self, pipeline: Pipeline) -> int:
         pool = self._pool
@@ -84,11 +89,17 @@ class DummyRuns:
         )
 
     def _plan(
-        self, policy: str, first_block: int, end_block: int, resident_blocks: int, num_kept: int
+        self,
+        policy: str,
+        first_block: int,
+        end_block: int,
+        resident_blocks: int,
+        num_kept: int,
+        request_id: str = _REQUEST,
     ) -> EventPlan:
         position = end_block * self._pool.block_size + 1
         return EventPlan(
-            request_id=_REQUEST,
+            request_id=request_id,
             group=0,
             policy=policy,
             trigger="",
@@ -117,6 +128,37 @@ class DummyRuns:
         runner.tables.release(_REQUEST)
         runner.windows.release(_REQUEST)
 
+    def _run_together(self, policy: str, layers: Sequence[int]) -> None:
+        """Short requests' events in one step, as many as `EventRunner.most_tokens` allows."""
+        runner, size = self._runner, self._pool.block_size
+        pipeline = runner.pipelines[policy]
+        num_tokens = max(SHORT, pipeline.needs.window_size)
+        num_blocks = max(2 * self._least_blocks(pipeline), -(-num_tokens // size))
+        names = [f"{_REQUEST} {n}" for n in range(runner.most_tokens // (num_blocks * size))]
+        if len(names) < 2 or not pipeline.batches:
+            return
+        plans = [self._plan(policy, 0, num_blocks, 0, num_blocks, name) for name in names]
+        device, window = self._pool.device, plans[0].window_size
+        row = torch.full((num_blocks + 1,), self._block, dtype=torch.int32, device=device)
+        self._pages.zero_()
+        shape = (len(plans) * window, self._num_query_heads, self._pool.head_size)
+        queries, where = self._pool.pages.new_zeros(shape), None
+        events = [runner.begin(plan, row) for plan in plans]
+        if window:
+            where = self._locate(plans, plans)
+        batches = runner.batches(events, () if where is None else where.whole)
+        for layer in layers:
+            if where is not None:
+                runner.windows.record(layer, queries, where)
+            for batch in batches:
+                runner.run_layer(batch, layer, 1.0)
+        for event in events:
+            runner.finish(event)
+        for name in names:
+            runner.tables.release(name)
+            runner.windows.release(name)
+        self._pages.zero_()
+
     def _compress(
         self, plan: EventPlan, layers: Sequence[int], row: Tensor, queries: Tensor
     ) -> None:
@@ -135,17 +177,23 @@ class DummyRuns:
         runner.finish(event)
 
     def _record(self, plan: EventPlan, layers: Sequence[int], queries: Tensor) -> None:
-        """The queries that the event observes."""
-        pool, windows, size = self._pool, self._runner.windows, plan.window_size
-        if isinstance(windows, PagedWindows):
-            count = window_blocks(
-                windows.window_size, queries.shape[1], pool.num_heads, pool.block_size
-            )
-            windows.hold(_REQUEST, (self._block,) * count)
-        seen = Observation(offset=0, position=plan.position - size, num_tokens=size)
-        located = windows.locate([(_REQUEST, 0, seen)])
+        """The queries that the event observes, in a ring."""
+        located = self._locate([plan])
         for layer in layers:
-            windows.record(layer, queries, located)
+            self._runner.windows.record(layer, queries, located)
+
+    def _locate(self, plans: Sequence[EventPlan], ending: Sequence[EventPlan] = ()) -> Located:
+        """Where requests' windows are, one behind the other; of those that are `ending`, whole."""
+        pool, windows, rows = self._pool, self._runner.windows, []
+        for nth, plan in enumerate(plans):
+            if isinstance(windows, PagedWindows):
+                count = window_blocks(
+                    windows.window_size, self._num_query_heads, pool.num_heads, pool.block_size
+                )
+                windows.hold(plan.request_id, (self._block,) * count)
+            size = plan.window_size
+            rows.append((plan.request_id, nth * size, Observation(0, plan.position - size, size)))
+        return windows.locate(rows, ending)
 
     def _attend(self, plan: EventPlan, row: Tensor, queries: Tensor) -> None:
         """Attention of a generated token, and of a short and a longer chunk."""

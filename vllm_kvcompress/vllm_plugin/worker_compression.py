@@ -30,6 +30,7 @@ from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDema
 from vllm_kvcompress.vllm_plugin.step import GroupCompression, StepWork
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -169,12 +170,23 @@ class WorkerCompression:
         }
         windows: QueryWindows | PagedWindows
         if self.settings.pressure_mark is None:
-            windows = QueryWindows(len(layers), self.needs.window_size, pool.device)
+            size, device = self.needs.window_size, pool.device
+            windows = QueryWindows(len(layers), size, device, self.num_rings(device))
         else:
             windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
         weights = [layer_weights(layer, model, self.needs) for layer in layers]
         most_tokens = min(MOST_TOKENS, self.vllm_config.model_config.max_model_len)
         return EventRunner(PageTables(pool), windows, pipelines, weights, most_tokens)
+
+    def num_rings(self, device: torch.device) -> int:
+        """Rings of last queries that are made at once.
+
+        On a GPU all that there can be: measured before there is a cache, and never copied to grow.
+        While prompts are read, few have a window in two steps.
+        """
+        if device.type == "cuda" and self.settings.compresses_while_generating:
+            return int(self.vllm_config.scheduler_config.max_num_seqs)
+        return 8
 
     def warm_up(self) -> None:
         """Runs what this package's kernels compute once, so that no request waits for compilers."""

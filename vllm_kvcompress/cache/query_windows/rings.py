@@ -91,13 +91,17 @@ class QueryWindows:
         num_layers: of the cache group.
         window_size: queries per ring.
         device: of the queries.
+        num_rings: that are made at first use; more follow, eight at a time.
 
     Attributes:
         window_size: queries per ring.
         ring: [num_layers, slots, window_size, num_query_heads, head_size], allocated at first use.
     """
 
-    def __init__(self, num_layers: int, window_size: int, device: torch.device) -> None:
+    def __init__(
+        self, num_layers: int, window_size: int, device: torch.device, num_rings: int = 8
+    ) -> None:
+        self.num_rings = num_rings
         self.num_layers = num_layers
         self.window_size = window_size
         self.device = device
@@ -191,12 +195,13 @@ class QueryWindows:
         return self.slots[request_id]
 
     def _reserve(self, queries: Tensor) -> None:
-        """Makes room for every slot handed out, eight at a time."""
+        """Makes room for every slot handed out."""
         have = 0 if self.ring is None else self.ring.shape[1]
         need = len(self.slots) + len(self._free_slots)
         if need <= have:
             return
-        size = (self.num_layers, -(-need // 8) * 8, self.window_size, *queries.shape[1:])
+        num_rings = max(self.num_rings, -(-need // 8) * 8)
+        size = (self.num_layers, num_rings, self.window_size, *queries.shape[1:])
         ring = queries.new_zeros(size)
         if self.ring is not None:
             ring[:, :have] = self.ring
