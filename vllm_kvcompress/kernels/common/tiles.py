@@ -29,7 +29,7 @@ def head_slices(num_heads: int, head_bytes: int, device: torch.device) -> list[s
     On the CPU as many as its cache holds; elsewhere as many as fit a tile.
     """
     most = HEADS_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
-    at_once = max(1, most // max(1, head_bytes))
+    at_once = max(1, min(num_heads, most // max(1, head_bytes)))
     return [slice(first, first + at_once) for first in range(0, num_heads, at_once)]
 
 
