@@ -8,7 +8,7 @@ from collections.abc import Sequence
 WARM_UP = 1 / 3  # of a turn, in which caches fill and kernels are prepared
 FEWEST = 6  # samples behind that which say something
 SURE = 3.0  # standard errors that a slope has to be above 0
-MOST = 4 * 2**20  # bytes for 1,000 requests; a lost page of each would be far more
+MOST = 2**20  # bytes for 1,000 requests; a lost page of each would be far more
 
 
 def slope(samples: Sequence[tuple[int, int]]) -> tuple[float, float] | None:

@@ -65,7 +65,7 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
         runner: vLLM's model runner, V1 or V2.
         kernels: of vLLM's attention, see host.py.
         environment: further variables.
-        probes: functions of probes.py.
+        probes: functions of probes.py, or of another module that is named: module:function.
         calls: of the scenario.
         engine: keyword arguments of vllm.LLM.
     """
@@ -101,7 +101,10 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
                     "phases": phases,
                     "record_kept": record_kept,
                     "asynchronous": asynchronous,
-                    "probes": [f"tests.gpu_path.probes:{name}" for name in probes or ()],
+                    "probes": [
+                        name if ":" in name else f"tests.gpu_path.probes:{name}"
+                        for name in probes or ()
+                    ],
                     "calls": calls or [],
                 }
             )

@@ -87,6 +87,7 @@ def test_decoding_matches_dense_attention_over_the_kept_tokens(
 
 
 CHUNK = {"policy": "snapkv", "budget": 0.3, "trigger": "chunk:128"}
+CHECKED = {"KVCOMPRESS_CHECK": "1"}
 SCARCE = {"num_gpu_blocks_override": 32, "max_model_len": 700}
 
 
@@ -126,12 +127,36 @@ def test_a_request_in_a_batch_is_a_request_alone_on_the_cpu_build(
     how: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """However scheduled; the bookkeeping of scheduler and worker is compared after every step."""
-    report = run_gpu_path(llama, mixed_batch(), settings=settings, **how)
+    """However scheduled, in the debug mode: what is read and written is checked in every step."""
+    report = run_gpu_path(llama, mixed_batch(), settings=settings, environment=CHECKED, **how)
     assert len(report["events"]) >= 4
     assert report["free_at_end"] == report["num_blocks"] - 1
     for name, expected in alone(settings).items():
         assert report["outputs"][name]["tokens"] == expected["tokens"], name
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("free_sources_early", "owners by block: expected"),
+        ("free_sources_unseen", "NaNs detected in logits"),
+    ],
+)
+def test_the_debug_mode_finds_reads_of_freed_blocks(
+    llama: str, run_gpu_path: Run, damage: str, message: str
+) -> None:
+    """As on the CPU build (`tests/engine/test_block_accounting.py`)."""
+    with pytest.raises(pytest.fail.Exception, match=message):
+        run_gpu_path(
+            llama,
+            [[request("a", prompt(300, seed=1), 4)]],
+            settings=ADAKV,
+            environment=CHECKED,
+            probes=[f"tests.engine.damage:{damage}"],
+            asynchronous=False,  # or the scenario's own check of owners comes first
+            enable_prefix_caching=False,
+            max_num_batched_tokens=128,
+        )
 
 
 def test_requests_are_compressed_for_room(llama: str, run_gpu_path: Run) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import soak
-from soak_parts.asks import Answer, Ask, Choice
+from soak_parts.asks import Answer, Ask, Batch, Choice, Served
 from soak_parts.judge import difference, problem
 from soak_parts.memory import slope
 from soak_parts.schedule import Schedule
@@ -86,6 +86,32 @@ def test_where_two_answers_part() -> None:
         0.5,
     )
     assert difference(replace(SAID, tokens=[1, 2]), SAID) == (2, float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("alone", "found"),
+    [(["far"], []), (["near"], ["7: alone it differs from token 0 on, 2.0000 nats apart"])],
+)
+def test_a_word_of_the_other_tenant_is_a_leak_unless_it_is_said_alone_too(
+    tmp_path: Path, alone: list[str], found: list[str]
+) -> None:
+    words = {"near": 3, "far": 4}
+
+    def said(text: str) -> Answer:
+        likely = {token: -0.1 if word == text else -2.1 for word, token in words.items()}
+        return Answer("answered", [Choice(text, [words[text]], "stop", [likely])])
+
+    class Alone:
+        def call(self, argument: Batch) -> Served:
+            return Served({each.index: said(alone[0]) for each in argument.asks})
+
+    run = soak.Run(soak.parse([]), tmp_path)
+    ask = replace(ASK, stop=[], secrets=("near",), foreign=("far",))
+    run.see([ask], Served({7: said("far")}))
+    assert ask.alone, "it is asked again"
+    run.ask_alone(Alone(), ask, said("far"))
+    assert run.tally.problems == found
+    assert run.tally.counts["words of the other tenant"] == 1
 
 
 def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
