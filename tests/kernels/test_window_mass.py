@@ -61,6 +61,27 @@ def test_tails_and_bias(backend: Backend, num_tail: int, with_bias: bool) -> Non
     check(backend, entries, num_tail, 4, 2, random(2, entries.capacity) if with_bias else None)
 
 
+def test_heads_with_tails_of_their_own(backend: Backend) -> None:
+    """As each of them alone, which has one."""
+    tails = [3, 0, 9]
+    entries = make_entries([64 + tails[0], 16, 32 + tails[2]], dtype=backend.dtype)
+    queries, scale = random(5, 6, entries.head_size, dtype=backend.dtype), 0.2
+    bodies = entries.flat_lengths.long() - torch.tensor(tails)
+    columns = int(entries.page_table.shape[1])
+    view = PagedKV(bodies, max(tails), entries, columns, torch.tensor(tails))
+    for found in (
+        backend.twin(reference.window_mass, view, queries, scale),
+        backend.call(MASS, view, queries, scale),
+    ):
+        for head, tail in enumerate(tails):
+            table = entries.page_table[head : head + 1]
+            lengths = entries.flat_lengths[head : head + 1]
+            alone = PagedEntries(entries.pages, table, lengths, entries.block_size, 64)
+            mine = queries[:, 2 * head : 2 * head + 2].contiguous()
+            expected = backend.twin(reference.window_mass, PagedKV.of(alone, tail), mine, scale)
+            assert_close(100 * found[head : head + 1], 100 * expected, backend.dtype)
+
+
 @pytest.mark.parametrize(("head_size", "block_size"), [(80, 32), (128, 16), (256, 64), (96, 128)])
 def test_shapes(backend: Backend, head_size: int, block_size: int) -> None:
     check(backend, make_entries([200, 0, 1], block_size, head_size, backend.dtype), 0, 3, 4)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import triton
 
-from tests import event_cases
+from tests import event_cases, test_event_batches
 from tests.event_cases import GROUP, HEAD_SIZE, NUM_HEADS, Request, make_pool
 from tests.kernels.events import only_triton
 from tests.policies.cases import Shape, make_pipeline
@@ -79,7 +79,7 @@ def not_warmed_up(
         directory: for profiles.
     """
     launch_triton.kernel = noting_kernel
-    event_cases.BLOCK_SIZE = shape.block_size
+    event_cases.BLOCK_SIZE = test_event_batches.BLOCK_SIZE = shape.block_size
     pipeline = make_pipeline(policy, shape, directory, **params)
     courses = [("fraction", (280, 411)), ("tokens", (165,))]
     with only_triton():
@@ -93,6 +93,9 @@ def not_warmed_up(
                 request.compress(position)
                 if pipeline.needs_biased_attention:
                     attend(request, position)
+        lengths = (280, 300, 299)
+        pool = make_pool(InterleavedPagePool, num_blocks=3 * test_event_batches.BLOCKS_EACH)
+        test_event_batches.Step(pipeline, pool, lengths).run(together=True)
     return len(warm), sorted(Noting.noted - warm)
 
 

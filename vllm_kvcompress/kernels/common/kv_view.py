@@ -206,8 +206,6 @@ class PagedKV(KVView):
         if not tail:
             return self.body.values() if which else self.body.keys()
         nth = torch.arange(self.num_tail, device=self.device)
-        # Behind a shorter tail there may be no page, so its first place is read again.
-        nth = nth * (nth < self.tails[:, None]) if self.shorter is not None else nth
         places = (self.lengths[:, None] + nth).clamp_max(self.entries.capacity - 1)
         return self.entries.rows_at(places)[:, :, which]
 

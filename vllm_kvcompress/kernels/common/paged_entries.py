@@ -88,8 +88,12 @@ class PagedEntries:
         return self._gathered(1)
 
     def rows_at(self, places: Tensor) -> Tensor:
-        """[S, m, 2, head_size] keys and values at [S, m] int64 places (a copy)."""
+        """[S, m, 2, head_size] keys and values at [S, m] int64 places (a copy).
+
+        Behind a sequence's last entry anything.
+        """
         page_ids = self.page_table.gather(1, places // self.block_size)
+        page_ids = page_ids.clamp(0, len(self.pages) - 1)
         return self._rows[page_ids.to(torch.int64), places % self.block_size]
 
     def valid(self) -> Tensor:
