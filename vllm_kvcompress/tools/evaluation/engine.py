@@ -24,6 +24,7 @@ class Question:
         measured: also measure what attention loses, unless others are asked at the same time; the
             times then include that.
         predicted: say how well `question` is predicted, instead of what follows it.
+        num_given: first tokens of `question` whose prediction does not count.
         policy, budget: instead of the engine's own; None: those.
     """
 
@@ -33,6 +34,7 @@ class Question:
     agnostic: bool
     measured: bool = False
     predicted: bool = False
+    num_given: int = 1
     policy: str | None = None
     budget: float | None = None
 
@@ -69,6 +71,7 @@ class Reply:
         attention_heads: the other figures of `AttentionLoss`, by name, likewise.
         nats: per token, the mean negative log-likelihood of what was to be predicted; without its
             first token, which is predicted before the context is compressed. None for questions.
+        cached_tokens: of the prompt, that the engine did not read.
     """
 
     text: str
@@ -83,6 +86,7 @@ class Reply:
     attention_mass: list[list[float]] = field(default_factory=list)
     attention_heads: dict[str, list[list[float]]] = field(default_factory=dict)
     nats: float | None = None
+    cached_tokens: int = 0
 
 
 class Engine(EngineProcess):
@@ -174,6 +178,7 @@ def _reply(question: Question, output: Any, seen: dict[str, Any], bytes_per_toke
         attention_mass=heads.pop("mass", []),
         attention_heads=heads,
         nats=_nats(output.prompt_logprobs, question) if question.predicted else None,
+        cached_tokens=output.num_cached_tokens or 0,
     )
 
 
@@ -184,14 +189,14 @@ def _nats(logprobs: list[Any], question: Question) -> float:
 
 
 def mean_nats(logprobs: list[dict[int, float]], question: Question) -> float:
-    """Mean negative log-likelihood of what follows the context, without its first token.
+    """Mean negative log-likelihood of what follows the context, without its first tokens.
 
     Args:
         logprobs: by position of the prompt, of some tokens and the prompt's own one.
         question: its `question` is what is predicted.
     """
-    first = len(question.context) + 1
-    found = zip(logprobs[first:], question.question[1:], strict=True)
+    first = len(question.context) + question.num_given
+    found = zip(logprobs[first:], question.question[question.num_given :], strict=True)
     return -fmean(said[token] for said, token in found)
 
 

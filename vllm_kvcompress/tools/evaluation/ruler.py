@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-_NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _DEPTHS = 40  # places in a haystack where needles may lie
 
 
@@ -69,7 +69,7 @@ class Needles:
     def build(self, size: int, rng: random.Random) -> Prompt:
         """A prompt with `size` sentences (or needles) of haystack."""
         num_keys = max(self.num_keys, self.num_queries)
-        keys = _distinct(num_keys, lambda: _key(self.keys, rng))
+        keys = distinct_keys(num_keys, rng, self.keys)
         pairs = [(key, self._value(rng)) for key in keys for _ in range(self.num_values)]
         asked = rng.sample(keys, self.num_queries)
         answers = tuple(value for key, value in pairs if key in asked)
@@ -108,7 +108,7 @@ class Needles:
         )
 
     def _sentence(self, key: str, value: str) -> str:
-        return _NEEDLE.format(kind=self.values, key=key, value=value)
+        return NEEDLE.format(kind=self.values, key=key, value=value)
 
     def _value(self, rng: random.Random) -> str:
         return str(rng.randint(10**6, 10**7 - 1)) if self.values == "numbers" else _uuid(rng)
@@ -293,6 +293,11 @@ def haystack() -> list[str]:
 def _words() -> tuple[list[str], list[str]]:
     adjectives, nouns = (Path(__file__).parent / "words.txt").read_text().splitlines()
     return adjectives.split(), nouns.split()
+
+
+def distinct_keys(number: int, rng: random.Random, kind: str = "words") -> list[str]:
+    """What needles are about: that many different ones, words or uuids."""
+    return _distinct(number, lambda: _key(kind, rng))
 
 
 def _key(kind: str, rng: random.Random) -> str:
