@@ -165,6 +165,25 @@ IN_TIME = [
         {ENGINE: rate("kvcompress_contexts_reused_total", "instance", "engine")},
     ),
     Shown(
+        "Conversations continued",
+        "Requests per second that went on from what an earlier turn had left, compressed.",
+        "none",
+        {ENGINE: rate("kvcompress_conversations_continued_total", "instance", "engine")},
+    ),
+    Shown(
+        "Tokens not read again",
+        "Of conversations that went on, neither read nor compressed again, per second.",
+        "none",
+        {ENGINE: rate("kvcompress_continued_tokens_total", "instance", "engine")},
+    ),
+    Shown(
+        "States forgotten by reason",
+        "Contexts and conversations that are kept no more, per second. Many evicted: the pool is "
+        "too small for all, and their next turns read everything again.",
+        "none",
+        {"{{reason}}": rate("kvcompress_states_forgotten_total", "reason")},
+    ),
+    Shown(
         "Prefix cache hit rate",
         "Prompt tokens found in vLLM's prefix cache, of those looked up.",
         "percentunit",

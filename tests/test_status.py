@@ -37,6 +37,9 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
             logical_tokens=300,
             resident_tokens=100,
             contexts_reused=1,
+            conversations_continued=2,
+            continued_tokens=100,
+            forgotten={"evicted": 3},
         )
         metrics.observe(step, "tiny", engine)
 
@@ -48,9 +51,16 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
     assert found["policies"]["keydiff"]["event_seconds"] == 4
     assert found["skipped"] == {"nothing_to_free": 6, "shorter_than_min_tokens": 0, "error": 0}
     assert found["engines"] == {
-        "0": {"compression_ratio": 3, "contexts_reused": 1, "kv_cache_usage": 0.25},
-        "1": {"compression_ratio": 3, "contexts_reused": 2, "kv_cache_usage": 0.5},
+        "0": {
+            **{"compression_ratio": 3, "contexts_reused": 1, "kv_cache_usage": 0.25},
+            **{"conversations_continued": 2, "continued_tokens": 100},
+        },
+        "1": {
+            **{"compression_ratio": 3, "contexts_reused": 2, "kv_cache_usage": 0.5},
+            **{"conversations_continued": 4, "continued_tokens": 200},
+        },
     }
+    assert found["forgotten"] == {"evicted": 9, "extended": 0, "unfinished_event": 0}
 
 
 def test_events_of_all_engines_are_in_one_order_with_the_heads_of_all_ranks() -> None:

@@ -53,6 +53,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments += ["--max-model-len", "1024", "--dtype", "float32", "--api-key", KEY]
     arguments += ["--kv-policy", "adakv", "--kv-budget", "0.25", "--api-server-count", "2"]
     arguments += ["--data-parallel-size", str(len(ENGINES)), "--kv-min-tokens", "64"]
+    arguments += ["--kv-reuse-conversations", "reuse"]
     cores = sorted(os.sched_getaffinity(0))
     packages = declared_plugins(folder / "packages")
     with pytest.MonkeyPatch.context() as variables:
@@ -149,6 +150,40 @@ def test_totals_cover_all_api_servers_and_engines(address: str) -> None:
         assert document["model"] == "tiny"
 
 
+def say(address: str, prompt: list[int], stream: bool) -> list[int]:
+    """The first engine's reply, as token ids."""
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+        answer: Any = client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=8,
+            temperature=0,
+            stream=stream,
+            extra_headers={"X-data-parallel-rank": ENGINES[0]},
+            extra_body={"return_token_ids": True},
+        )
+        parts = answer if stream else [answer]
+        return [token for part in parts if part.choices for token in part.choices[0].token_ids]
+
+
+def test_a_streamed_conversation_goes_on(address: str) -> None:
+    """Both turns are streamed; the second one says the same again when it is not."""
+    before = fetch(address).json()["engines"][ENGINES[0]]
+    first = tiny_models.prompt(PROMPT_TOKENS, seed=50)
+    second = [*first, *say(address, first, stream=True), *tiny_models.prompt(100, seed=51)]
+    reply = say(address, second, stream=True)
+    assert len(reply) == 8
+    assert say(address, second, stream=False) == reply
+    names, deadline = ("conversations_continued", "continued_tokens"), time.monotonic() + 60
+    gained: list[float] = []
+    while gained != [2, 2 * (PROMPT_TOKENS + 7)] and time.monotonic() < deadline:
+        time.sleep(0.2)
+        now = fetch(address).json()["engines"][ENGINES[0]]
+        gained = [now[name] - before[name] for name in names]
+    assert gained == [2, 2 * (PROMPT_TOKENS + 7)]
+    assert set(fetch(address).json()["forgotten"]) == {"evicted", "extended", "unfinished_event"}
+
+
 def test_the_last_events_say_what_every_head_kept(address: str) -> None:
     for seed in range(3):
         ask(address, seed, ENGINES[seed % 2])
@@ -195,6 +230,11 @@ def test_a_browser_shows_the_numbers_move(address: str, tmp_path: Path) -> None:
         before = int(page.wait_for(number))
         ask(address, seed=9)
         page.wait_for(f"{number} === '{before + 1}'")
+        tile = (
+            "document.querySelector('#tiles [data-name=\"conversations continued\"]').textContent"
+        )
+        assert page.value(tile).isdecimal()
+        assert "evicted" in page.value("document.getElementById('forgotten').textContent")
         fields = page.value("document.querySelectorAll('#heat .field').length")
         assert fields == LAYERS * HEADS
         for width in (400, 1400):

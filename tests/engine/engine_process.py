@@ -7,7 +7,8 @@ compared after every step. A scenario is a dictionary:
     settings: our settings, or null for stock vLLM
     asynchronous: schedule the next step while one runs
     phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?, xargs?,
-        lora? (an adapter's directory), prompt_logprobs?, salt? (of the prefix cache), follows?
+        n? (choices, drawn at random; the second one is "ID/1"), lora? (an adapter's directory),
+        prompt_logprobs?, salt? (of the prefix cache), follows?
         (a request of a former phase whose prompt and reply come before the prompt), taking?
         (so many tokens of that reply)}
     record_kept: report the kept indices of every event
@@ -205,6 +206,7 @@ def run_phase(
     """Feeds a phase's requests at their steps and runs until all have ended."""
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind
 
     waiting = sorted(requests, key=lambda r: r.get("at_step", 0))
     aborts = {r["id"]: r["abort_at_step"] for r in requests if "abort_at_step" in r}
@@ -212,13 +214,15 @@ def run_phase(
     while waiting or engine.has_unfinished_requests():
         while waiting and waiting[0].get("at_step", 0) <= step:
             request = waiting.pop(0)
+            several = {"n": request["n"], "temperature": 1} if "n" in request else {}
             params = SamplingParams(
-                temperature=0,
                 max_tokens=request["max_tokens"],
                 ignore_eos=True,
                 logprobs=5,
                 extra_args=request.get("xargs"),
                 prompt_logprobs=request.get("prompt_logprobs"),
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **{"temperature": 0, **several},
             )
             tokens = before(request, report) + request["prompt"]
             report["prompts"][request["id"]] = tokens
@@ -230,9 +234,12 @@ def run_phase(
         for request_id in [r for r, at in aborts.items() if at == step]:
             engine.abort_request([request_id])
         for output in engine.step():
-            if output.finished:
-                choice = output.outputs[0]
-                report["outputs"][output.request_id] = {
+            if not output.finished:
+                continue
+            for choice in output.outputs:
+                name = f"{output.request_id}/{choice.index}" if choice.index else output.request_id
+                report["prompts"][name] = report["prompts"][output.request_id]
+                report["outputs"][name] = {
                     "tokens": list(choice.token_ids),
                     "logprobs": [
                         {str(t): lp.logprob for t, lp in position.items()}
@@ -282,12 +289,15 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     engine = build_engine(scenario)
     report["kept"].clear()  # of the event that warms a GPU up
     books = Bookkeeping(engine)
-    report["preemptions"] = 0
+    report["preemptions"], report["preempted_going_on"] = 0, 0
     preempt = books.scheduler._preempt_request
 
-    def counting(*args: Any, **kwargs: Any) -> Any:
+    def counting(request: Any, *args: Any, **kwargs: Any) -> Any:
         report["preemptions"] += 1
-        return preempt(*args, **kwargs)
+        if books.table is not None:
+            began_with = books.table[request.request_id].began_with
+            report["preempted_going_on"] += began_with is not None
+        return preempt(request, *args, **kwargs)
 
     books.scheduler._preempt_request = counting
     make_stats = books.scheduler.make_stats

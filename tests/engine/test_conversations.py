@@ -23,6 +23,7 @@ REUSE = {
     "min_tokens": 0,
     "reuse_conversations": "reuse",
 }
+CHECKED = {"KVCOMPRESS_CHECK": "1"}  # a block that nobody may read is poisoned
 Phases = list[list[dict[str, Any]]]
 
 
@@ -109,7 +110,7 @@ def test_branches_cuts_and_strangers(llama: str, run_engine: Run) -> None:
     stranger = {**second, "id": "stranger", "follows": "other"}
     ones = [second, branch, cut, left_out, salted, stranger]
     phases = [[first, other], [*ones, short], [alone(one) for one in ones]]
-    report = run_engine(llama, phases, settings=REUSE)
+    report = run_engine(llama, phases, settings=REUSE, environment=CHECKED)
     cached = {name: output["cached"] for name, output in report["outputs"].items()}
     computed = TURN + 39
     assert cached["a1"] == cached["branch"] == cached["stranger"] == computed
@@ -131,7 +132,8 @@ def test_many_conversations_in_a_pool_for_a_few(llama: str, run_engine: Run) -> 
         for number, turn in enumerate(zip(*several, strict=True))
     ]
     roomy = run_engine(llama, phases, settings=REUSE, num_gpu_blocks_override=800)
-    tight = run_engine(llama, phases, settings=REUSE, num_gpu_blocks_override=80, max_model_len=512)
+    small = {"num_gpu_blocks_override": 80, "max_model_len": 512}
+    tight = run_engine(llama, phases, settings=REUSE, environment=CHECKED, **small)
     assert roomy["conversations_continued"] == 64
     assert roomy["forgotten"].get("evicted", 0) == 0
     assert 0 < tight["conversations_continued"] < 64
@@ -139,6 +141,22 @@ def test_many_conversations_in_a_pool_for_a_few(llama: str, run_engine: Run) -> 
     for name, output in roomy["outputs"].items():
         assert tight["outputs"][name]["tokens"] == output["tokens"], name
     assert tight["free_at_end"] == tight["num_blocks"] - 1
+
+
+def test_every_choice_of_several_goes_on(llama: str, run_engine: Run) -> None:
+    """Two replies to one prompt, whose events and replies are their own."""
+    first, second = turns("a", [40, 20], seed=1)
+    nexts = [
+        {**second, "id": "of the first", "prompt": prompt(TURN - 40, seed=6)},
+        {**second, "id": "of the other", "prompt": prompt(TURN - 40, seed=7), "follows": "a0/1"},
+    ]
+    phases = [[{**first, "n": 2}], [*nexts, *map(alone, nexts)]]
+    report = run_engine(llama, phases, settings=REUSE)
+    choices = [report["outputs"][name]["tokens"] for name in ("a0", "a0/1")]
+    assert choices[0] != choices[1]
+    names = [one["id"] for one in nexts]
+    assert [report["outputs"][name]["cached"] for name in names] == [TURN + 39] * 2
+    check(report, names)
 
 
 def test_a_reply_that_is_aborted(llama: str, run_engine: Run) -> None:
@@ -154,6 +172,19 @@ def test_a_reply_that_is_aborted(llama: str, run_engine: Run) -> None:
 
 def twice(one: dict[str, Any]) -> list[dict[str, Any]]:
     return [one, {**one, "id": f"{one['id']} twin"}]
+
+
+def test_what_goes_on_may_be_preempted(llama: str, run_engine: Run) -> None:
+    """Replies that outgrow the pool: whoever is preempted goes on again, or reads it all again."""
+    several = [turns(f"c{n} ", [10, 110], seed=n) for n in range(6)]
+    phases = [[own[0] for own in several], [two for own in several for two in twice(own[1])]]
+    small = {"num_gpu_blocks_override": 56, "max_model_len": 512}
+    report = run_engine(llama, phases, settings=REUSE, environment=CHECKED, **small)
+    assert report["preempted_going_on"] >= 2
+    for own in several:
+        outputs = [report["outputs"][each["id"]] for each in twice(own[1])]
+        assert outputs[0]["tokens"] == outputs[1]["tokens"]
+    assert report["free_at_end"] == report["num_blocks"] - 1
 
 
 def test_long_replies_and_asynchronous_scheduling(llama: str, run_engine: Run) -> None:

@@ -68,13 +68,18 @@ def test_bfloat16_pages_are_read_in_the_kernels_own_order(llama: str, run_engine
 
 
 def test_two_ranks_say_what_one_says(llama: str, run_engine: Run) -> None:
-    """Tensor parallel: each rank compresses its own heads and frees the same blocks."""
+    """Tensor parallel: each rank compresses its own heads and frees the same blocks.
+
+    A conversation goes on from what every rank kept of its heads.
+    """
     phases = [
         [request("a", prompt(900, seed=1), 24), request("b", prompt(300, seed=2), 24)],
         [request("again", prompt(900, seed=1), 24)],
+        [request("next", prompt(200, seed=3), 24, follows="b")],
     ]
     file = Path(__file__).parents[2] / "configs/tensor-parallel.yaml"
     settings = {**yaml.safe_load(file.read_text())["kvcompress"], "budget": 256}
+    settings["reuse_conversations"] = "reuse"
     one = run_engine(llama, phases, settings=settings)
     two = run_engine(
         llama,
@@ -84,7 +89,10 @@ def test_two_ranks_say_what_one_says(llama: str, run_engine: Run) -> None:
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
     )
-    for name in ("a", "b", "again"):
+    for name in ("a", "b", "again", "next"):
         assert two["outputs"][name]["tokens"] == one["outputs"][name]["tokens"], name
+        assert two["outputs"][name]["cached"] == one["outputs"][name]["cached"], name
+    assert two["outputs"]["next"]["cached"] == 300 + 23
+    assert two["conversations_continued"] == one["conversations_continued"] == 1
     assert two["held"] == one["held"]
-    assert two["outputs"]["again"]["cached"] == one["outputs"]["again"]["cached"] > 0
+    assert two["outputs"]["again"]["cached"] > 0

@@ -16,6 +16,8 @@ _PER_ENGINE = {
     "waiting": "vllm:num_requests_waiting",
     "preemptions": "vllm:num_preemptions_total",
     "contexts_reused": "kvcompress_contexts_reused_total",
+    "conversations_continued": "kvcompress_conversations_continued_total",
+    "continued_tokens": "kvcompress_continued_tokens_total",
 }
 _PER_POLICY = {
     "events": "kvcompress_events_total",
@@ -25,8 +27,12 @@ _PER_POLICY = {
     "blocks_written": "kvcompress_blocks_written_total",
     "event_seconds": "kvcompress_event_seconds_sum",
 }
-_SKIPPED = "kvcompress_skipped_total"
-_IN_DOCUMENT = {name: key for group in (_PER_ENGINE, _PER_POLICY) for key, name in group.items()}
+_PER_REASON = {
+    "skipped": "kvcompress_skipped_total",
+    "forgotten": "kvcompress_states_forgotten_total",
+}
+_GROUPS = (_PER_ENGINE, _PER_POLICY, _PER_REASON)
+_IN_DOCUMENT = {name: key for group in _GROUPS for key, name in group.items()}
 
 
 def totals(metrics: Iterable[Metric]) -> dict[str, Any]:
@@ -37,19 +43,21 @@ def totals(metrics: Iterable[Metric]) -> dict[str, Any]:
 
     Returns:
         `engines`: gauges and counters of each; `policies`: counts of each, over all engines;
-        `skipped`: events left out, by reason.
+        `skipped`: events left out, by reason; `forgotten`: states of conversations and contexts
+        that are kept no more, by reason.
     """
     engines: defaultdict[str, dict[str, float]] = defaultdict(dict)
     policies: defaultdict[str, dict[str, float]] = defaultdict(
         lambda: dict.fromkeys(_PER_POLICY, 0)
     )
-    skipped: defaultdict[str, float] = defaultdict(float)
+    reasons: dict[str, defaultdict[str, float]] = {key: defaultdict(float) for key in _PER_REASON}
     for sample in (sample for metric in metrics for sample in metric.samples):
         key = _IN_DOCUMENT.get(sample.name)
-        if sample.name == _SKIPPED:
-            skipped[sample.labels["reason"]] += sample.value
+        if key in reasons:
+            reasons[key][sample.labels["reason"]] += sample.value
         elif key in _PER_POLICY:
             policies[sample.labels["policy"]][key] += sample.value
         elif key is not None and "engine" in sample.labels:
             engines[sample.labels["engine"]][key] = sample.value
-    return {"engines": dict(engines), "policies": dict(policies), "skipped": dict(skipped)}
+    counted = {key: dict(counts) for key, counts in reasons.items()}
+    return {"engines": dict(engines), "policies": dict(policies), **counted}

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.tools.evaluation import ruler, texts
+from vllm_kvcompress.tools.evaluation import ruler
 from vllm_kvcompress.tools.reference import tasks
 
 LATE = (2, 4, 8)  # turns that may ask for what the first one said
-PER_TURN = 2  # such questions
+PER_TURN = 2  # such questions, the same in every one
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,14 @@ class Fact:
         answer_prefix: how the reply begins; the model goes on from there.
         answer: the rest of the reply.
         wanted: what it has to contain.
+        sentence: that says it.
     """
 
     question: str
     answer_prefix: str
     answer: str
     wanted: tuple[str, ...]
+    sentence: str = ""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,14 @@ class Turn:
     text: str
     fact: Fact
     late: tuple[Fact, ...] = ()
+
+
+_TOKENS_PER_SENTENCE = 16
+_DEMAND = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize them. "
+    "I will quiz you about the numbers afterwards.\n"
+)
+_SMALL_TALK = Fact("Did you read this?", "Yes, I have read it", ". What comes next?", ())
 
 
 @dataclass(frozen=True)
@@ -65,42 +76,35 @@ class Asked:
 
 
 def needles(num_turns: int, num_tokens: int, seed: int) -> list[Turn]:
-    """Turns of prose with RULER's needles between its lines, several of them in the first turn.
-
-    Later turns bring one of their own, which is what they ask for when the conversation goes on.
+    """Turns of RULER's haystack, the first one with two of its needles, and small talk about it.
 
     Args:
         num_turns: of the conversation.
-        num_tokens: that each turn adds, by a generous estimate.
-        seed: of everything random, and number of the piece of prose.
+        num_tokens: that each turn adds, about.
+        seed: of everything random.
     """
     rng = random.Random(f"turns/{seed}")
-    late = [turn for turn in LATE if turn <= num_turns]
-    keys = ruler.distinct_keys(num_turns + PER_TURN * len(late), rng)
-    values = [str(rng.randint(10**6, 10**7 - 1)) for _ in keys]
-    facts = [_needle(key, value) for key, value in zip(keys, values, strict=True)]
-    sentences = [
-        ruler.NEEDLE.format(kind="numbers", key=key, value=value)
-        for key, value in zip(keys, values, strict=True)
-    ]
-    (piece,) = texts.pieces("prose", num_turns * num_tokens, seed, 1)
-    lines = piece.splitlines()
+    late = [_needle(key, rng) for key in ruler.distinct_keys(PER_TURN, rng)]
+    size = max(1, num_tokens // _TOKENS_PER_SENTENCE)
+    sentences = itertools.cycle(ruler.haystack())
     found = []
-    for turn in range(num_turns):
-        mine = lines[turn * len(lines) // num_turns : (turn + 1) * len(lines) // num_turns]
-        said = [sentences[turn], *(sentences[num_turns:] if turn == 0 else ())]
-        for sentence in said:
-            mine.insert(rng.randrange(len(mine)), sentence)  # not behind the last line
-        begin = num_turns + PER_TURN * late.index(turn + 1) if turn + 1 in late else len(facts)
-        found.append(Turn("\n".join(mine), facts[turn], tuple(facts[begin : begin + PER_TURN])))
+    for number in range(1, num_turns + 1):
+        mine = list(itertools.islice(sentences, size))
+        if number == 1:
+            for fact in late:
+                mine.insert(rng.randrange(len(mine)), fact.sentence)  # not behind the last one
+            mine.insert(0, _DEMAND)
+        found.append(_turn(number, " ".join(mine), _SMALL_TALK, late))
     return found
 
 
 def words(num_turns: int, num_tokens: int, seed: int) -> list[Turn]:
-    """The same in the reference model's words: facts in the first turn only, then noise."""
-    late = [turn for turn in LATE if turn <= num_turns]
-    num_facts = num_turns + PER_TURN * len(late)
-    rng = random.Random(f"turns/{seed}")
+    """The same in the reference model's words: many facts in the first turn, then noise.
+
+    Raises:
+        ConfigError: turns that are too short for so many facts.
+    """
+    num_facts, rng = num_turns + PER_TURN, random.Random(f"turns/{seed}")
     scenes = (tasks.generate_scene("multikey", num_tokens, rng) for _ in range(1000))
     scene = next((scene for scene in scenes if len(scene.questions) >= num_facts), None)
     if scene is None:
@@ -109,11 +113,10 @@ def words(num_turns: int, num_tokens: int, seed: int) -> list[Turn]:
         Fact(" ".join(question), "", " ".join(answer), tuple(answer[1:]))
         for question, answer in rng.sample(scene.questions, num_facts)
     ]
-    found = [Turn(" ".join(scene.words), facts[0])]
-    for turn in range(2, num_turns + 1):
-        noise = " ".join(rng.choices(tasks.NOISE, k=num_tokens))
-        begin = num_turns + PER_TURN * late.index(turn) if turn in late else num_facts
-        found.append(Turn(noise, facts[turn - 1], tuple(facts[begin : begin + PER_TURN])))
+    found = []
+    for turn in range(num_turns):
+        said = rng.choices(tasks.NOISE, k=num_tokens) if turn else scene.words
+        found.append(_turn(turn + 1, " ".join(said), facts[turn], facts[num_turns:]))
     return found
 
 
@@ -142,10 +145,16 @@ def requests(tokenizer: Any, turns: Sequence[Turn]) -> Iterator[Asked]:
         messages = [*asked, {"role": "assistant", "content": reply}]
 
 
-def _needle(key: str, value: str) -> Fact:
+def _turn(number: int, text: str, fact: Fact, late: Sequence[Fact]) -> Turn:
+    return Turn(text, fact, tuple(late) if number in LATE else ())
+
+
+def _needle(key: str, rng: random.Random) -> Fact:
+    value = str(rng.randint(10**6, 10**7 - 1))
     return Fact(
         question=f"What is the special magic number for {key} mentioned in the text?",
         answer_prefix=f"The special magic number for {key} mentioned in the text is:",
         answer=f" {value}.",
         wanted=(value,),
+        sentence=ruler.NEEDLE.format(kind="numbers", key=key, value=value),
     )
