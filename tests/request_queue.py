@@ -37,6 +37,7 @@ class Queue:
         reuse_conversations: so does what a request leaves at its end.
         asynchronous: a step is processed after the next one was planned.
         num_blocks: of the pool.
+        window_size: queries that the policy observes.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Queue:
         asynchronous: bool = False,
         num_blocks: int = 100,
         reuse_conversations: str | None = None,
+        window_size: int = 16,
     ) -> None:
         settings = Settings(
             policy="snapkv",
@@ -55,7 +57,8 @@ class Queue:
             reuse_contexts=reuse_contexts,
             reuse_conversations=reuse_conversations,
         )
-        demand = PolicyDemand("snapkv", 16, least_blocks=1, window_blocks=WINDOW_BLOCKS)
+        window_blocks = WINDOW_BLOCKS if window_size else 0
+        demand = PolicyDemand("snapkv", window_size, least_blocks=1, window_blocks=window_blocks)
         spec = CompressedAttentionSpec(settings=settings, demands=(demand,), **LAYER)
         sliding = DependentSlidingWindowSpec(sliding_window=64, **LAYER)
         groups = [spec] * num_groups + [sliding] * (num_groups > 1)

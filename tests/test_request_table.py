@@ -170,13 +170,24 @@ def test_where_states_crowd_the_pool_those_of_former_turns_go_first(
     assert states.take_dropped() == [kept[first_to_go].number]
 
 
-@pytest.mark.parametrize(("how", "cached"), [("reuse", 324), ("anew", 288), ("anew", 324)])
-def test_what_is_kept_or_the_prefix_cache(how: str, cached: int) -> None:
-    """Compressed anew where the cache has all that was compressed, and this is wanted."""
-    queue = Queue(1, reuse_conversations=how)
+@pytest.mark.parametrize(
+    ("how", "window_size", "evicted", "cached"),
+    [
+        *[("reuse", 16, False, 324), ("anew", 16, False, 288), ("anew", 16, True, 324)],
+        *[("auto", 16, False, 288), ("auto", 16, True, 324), ("auto", 0, False, 324)],
+    ],
+)
+def test_what_is_kept_or_the_prefix_cache(
+    how: str, window_size: int, evicted: bool, cached: int
+) -> None:
+    """Compressed anew where the cache has all that was compressed, and this is wanted.
+
+    By itself where the policy looks at queries, so that the question decides.
+    """
+    queue = Queue(1, reuse_conversations=how, window_size=window_size)
     queue.add("a", 300)
     history = end_after(queue, "a", 25)
-    if (how, cached) == ("anew", 324):
+    if evicted:
         for block in queue.cache.block_pool.blocks:
             queue.cache.block_pool.evict_blocks({block.block_id})
     queue.add("b", 100, history=history)

@@ -225,7 +225,7 @@ class RequestTable:
                 found = Beginning(state, usable)
         if found is None or record.context_hash is not None:
             return found
-        anew = self.spec.settings.reuse_conversations == "anew"
+        anew = self.spec.settings.compresses_anew(ledger.rule.window_size)
         enough = found.state.first_block * found.state.block_size if anew else found.num_tokens
         return None if num_cached >= enough else found
 

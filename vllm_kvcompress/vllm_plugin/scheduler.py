@@ -35,6 +35,10 @@ logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers belo
 
 
 _WINDOW = "; the last %d tokens before an event are read again, since it looks at their queries"
+_BY_ITSELF = {
+    True: " = anew while the whole history is cached, since the policy looks at the last queries",
+    False: " = reuse, since the policy does not look at queries",
+}
 
 
 class CompressionMixin:
@@ -107,10 +111,13 @@ class CompressionMixin:
             pool_blocks / -(-length // rule.block_size),
         )
         if settings.reuse_conversations is not None:
+            anew = settings.compresses_anew(rule.window_size)
+            by_itself = _BY_ITSELF[anew] if settings.reuse_conversations == "auto" else ""
             logger.info(
                 "What requests leave is kept for the next turn of their conversation, as long as "
-                "there is no other use for its blocks (--kv-reuse-conversations %s%s).",
+                "there is no other use for its blocks (--kv-reuse-conversations %s%s%s).",
                 settings.reuse_conversations,
+                by_itself,
                 _WINDOW % rule.window_size if rule.window_size else "",
             )
         versions.warn_of_version(logger)
