@@ -292,18 +292,6 @@ class Settings:
         later = any(trigger.kind != "prompt" for trigger in self.triggers)
         return later or self.reuse_conversations is not None
 
-    def compresses_anew(self, window_size: int) -> bool:
-        """Whether a conversation whose history is cached uncompressed is compressed from that.
-
-        `auto` does so where the policy looks at the last queries: then the question decides what
-        is kept of old turns, which is what going on loses. For others it changes little.
-
-        Args:
-            window_size: queries that the request's policy observes.
-        """
-        by_itself = self.reuse_conversations == "auto" and window_size > 0
-        return by_itself or self.reuse_conversations == "anew"
-
     @property
     def compresses_while_generating(self) -> bool:
         """Whether any number of requests may come near an event at once, one token at a time."""

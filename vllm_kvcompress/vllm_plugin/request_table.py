@@ -225,9 +225,21 @@ class RequestTable:
                 found = Beginning(state, usable)
         if found is None or record.context_hash is not None:
             return found
-        anew = self.spec.settings.compresses_anew(ledger.rule.window_size)
+        anew = self.compresses_anew(ledger.rule.window_size)
         enough = found.state.first_block * found.state.block_size if anew else found.num_tokens
         return None if num_cached >= enough else found
+
+    def compresses_anew(self, window_size: int) -> bool:
+        """Whether a conversation whose history is cached uncompressed is compressed from that.
+
+        `auto` does so where the policy looks at the last queries: then the question decides what
+        is kept of old turns, which is what going on loses.
+
+        Args:
+            window_size: queries that the request's policy observes.
+        """
+        how = self.spec.settings.reuse_conversations
+        return how == "anew" or (how == "auto" and window_size > 0)
 
     def end(self, request: Request) -> None:
         """Keeps what a request leaves that ends, before its blocks are freed."""

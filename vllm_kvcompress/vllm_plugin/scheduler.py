@@ -111,7 +111,7 @@ class CompressionMixin:
             pool_blocks / -(-length // rule.block_size),
         )
         if settings.reuse_conversations is not None:
-            anew = settings.compresses_anew(rule.window_size)
+            anew = self.table.compresses_anew(rule.window_size)
             by_itself = _BY_ITSELF[anew] if settings.reuse_conversations == "auto" else ""
             logger.info(
                 "What requests leave is kept for the next turn of their conversation, as long as "
