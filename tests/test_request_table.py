@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from vllm.v1.request import Request
 
 from tests.request_queue import Queue
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
+from vllm_kvcompress.vllm_plugin import scheduler as scheduler_module
 from vllm_kvcompress.vllm_plugin.kept_states import KeptState
 from vllm_kvcompress.vllm_plugin.scheduler import CompressionMixin
 
@@ -193,6 +195,29 @@ def test_what_is_kept_or_the_prefix_cache(
     queue.add("b", 100, history=history)
     assert queue.step("b", 1)
     assert queue.requests["b"].num_computed_tokens == cached + 1
+
+
+@pytest.mark.parametrize(
+    ("how", "window_size", "said"),
+    [
+        ("auto", 16, "auto = anew while the whole history is cached, since the policy looks at"),
+        ("auto", 0, "auto = reuse, since the policy does not look at queries)."),
+        ("reuse", 16, "reuse; the last 16 tokens before an event are read again"),
+    ],
+)
+def test_the_start_up_line_says_how_conversations_go_on(
+    how: str, window_size: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+
+    def info(text: str, *values: Any) -> None:
+        lines.append(text % values)
+
+    monkeypatch.setattr(scheduler_module.logger, "info", info)
+    scheduler = Preempting(Queue(1, reuse_conversations=how, window_size=window_size))
+    scheduler.max_model_len = 512
+    scheduler._announce()
+    assert said in lines[1]
 
 
 @pytest.mark.parametrize("option", ["contexts", "conversations"])
