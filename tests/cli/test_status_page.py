@@ -150,40 +150,6 @@ def test_totals_cover_all_api_servers_and_engines(address: str) -> None:
         assert document["model"] == "tiny"
 
 
-def say(address: str, prompt: list[int], stream: bool) -> list[int]:
-    """The first engine's reply, as token ids."""
-    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
-        answer: Any = client.completions.create(
-            model="tiny",
-            prompt=prompt,
-            max_tokens=8,
-            temperature=0,
-            stream=stream,
-            extra_headers={"X-data-parallel-rank": ENGINES[0]},
-            extra_body={"return_token_ids": True},
-        )
-        parts = answer if stream else [answer]
-        return [token for part in parts if part.choices for token in part.choices[0].token_ids]
-
-
-def test_a_streamed_conversation_goes_on(address: str) -> None:
-    """Both turns are streamed; the second one says the same again when it is not."""
-    before = fetch(address).json()["engines"][ENGINES[0]]
-    first = tiny_models.prompt(PROMPT_TOKENS, seed=50)
-    second = [*first, *say(address, first, stream=True), *tiny_models.prompt(100, seed=51)]
-    reply = say(address, second, stream=True)
-    assert len(reply) == 8
-    assert say(address, second, stream=False) == reply
-    names, deadline = ("conversations_continued", "continued_tokens"), time.monotonic() + 60
-    gained: list[float] = []
-    while gained != [2, 2 * (PROMPT_TOKENS + 7)] and time.monotonic() < deadline:
-        time.sleep(0.2)
-        now = fetch(address).json()["engines"][ENGINES[0]]
-        gained = [now[name] - before[name] for name in names]
-    assert gained == [2, 2 * (PROMPT_TOKENS + 7)]
-    assert set(fetch(address).json()["forgotten"]) == {"evicted", "extended", "unfinished_event"}
-
-
 def test_the_last_events_say_what_every_head_kept(address: str) -> None:
     for seed in range(3):
         ask(address, seed, ENGINES[seed % 2])
@@ -209,6 +175,43 @@ def test_numbers_need_the_servers_key(address: str, key: str | None) -> None:
     page = urllib3.request("GET", f"{address}/kvcompress")
     assert page.status == 200
     assert b"adakv" not in page.data
+
+
+def say(address: str, prompt: list[int], stream: bool) -> list[int]:
+    """The first engine's reply, as token ids."""
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
+        answer: Any = client.completions.create(
+            model="tiny",
+            prompt=prompt,
+            max_tokens=8,
+            temperature=0,
+            stream=stream,
+            extra_headers={"X-data-parallel-rank": ENGINES[0]},
+            extra_body={"return_token_ids": True},
+        )
+        parts = answer if stream else [answer]
+        return [token for part in parts if part.choices for token in part.choices[0].token_ids]
+
+
+def test_a_streamed_conversation_goes_on(address: str) -> None:
+    """Both turns are streamed; the second one says the same again when it is not.
+
+    Its events are others than those of the tests before.
+    """
+    before = fetch(address).json()["engines"][ENGINES[0]]
+    first = tiny_models.prompt(PROMPT_TOKENS, seed=50)
+    second = [*first, *say(address, first, stream=True), *tiny_models.prompt(100, seed=51)]
+    reply = say(address, second, stream=True)
+    assert len(reply) == 8
+    assert say(address, second, stream=False) == reply
+    names, deadline = ("conversations_continued", "continued_tokens"), time.monotonic() + 60
+    gained: list[float] = []
+    while gained != [2, 2 * (PROMPT_TOKENS + 7)] and time.monotonic() < deadline:
+        time.sleep(0.2)
+        now = fetch(address).json()["engines"][ENGINES[0]]
+        gained = [now[name] - before[name] for name in names]
+    assert gained == [2, 2 * (PROMPT_TOKENS + 7)]
+    assert set(fetch(address).json()["forgotten"]) == {"evicted", "extended", "unfinished_event"}
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
