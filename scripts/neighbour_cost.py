@@ -15,6 +15,7 @@ import itertools
 import json
 import random
 import statistics
+import sys
 import threading
 import time
 import urllib.request
@@ -68,6 +69,8 @@ def main() -> None:
     for repetition in range(arguments.repeats + 1):  # the first one warms up
         for number, name in enumerate(names):
             result = measure(arguments, name, 1000 * repetition + number)
+            said = ", ".join(f"{seconds:.3f} s" for seconds in result)
+            print(f"{repetition} {name or 'no long prompt'}: {said}", file=sys.stderr, flush=True)
             if repetition:
                 found[name].append(result)
     print("| the long prompt's policy | longest wait for a token | all tokens |\n|---|---|---|")

@@ -146,7 +146,9 @@ def invocations(server: Server) -> Any:
 
 @like(SERVED, f"{BASIC}test_chat_echo.py", "echo of the last message")
 def echoed_chat(server: Server) -> Any:
-    answer = server.chat(LONG, echo=True)
+    said = [{"role": "user", "content": SHORT}, {"role": "assistant", "content": LONG}]
+    going_on = {"add_generation_prompt": False, "continue_final_message": True}
+    answer = server.chat(messages=said, echo=True, **going_on)
     assert answer.choices[0].message.content.startswith(LONG)
     return _texts(answer)
 
