@@ -16,11 +16,11 @@ from vllm_kvcompress.config import (
     PROFILED_POLICY,
     Settings,
     Trigger,
-    parse_budget,
     parse_triggers,
 )
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
+from vllm_kvcompress.scheduling.budgets import parse_budget
 from vllm_kvcompress.scheduling.triggers import DEFAULT_CHUNK_TOKENS
 
 BUDGETS = st.one_of(

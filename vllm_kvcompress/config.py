@@ -12,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.scheduling.budgets import MOST_TOKENS, parse_budget
+from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.scheduling.rule import CompressionRule
-from vllm_kvcompress.scheduling.triggers import TRIGGER_HELP, Trigger, parse_number, parse_triggers
+from vllm_kvcompress.scheduling.triggers import TRIGGER_HELP, Trigger, parse_triggers
 
 Scalar = str | int | float | bool
 
@@ -39,43 +41,6 @@ def named_policy(policy: str, profile: str | None = None) -> str:
     return DEFAULT_POLICY if profile is None else PROFILED_POLICY
 
 
-_MOST_TOKENS = 2**53  # of anything
-
-
-def parse_budget(value: object) -> float | int:
-    """A budget from a flag's text or from YAML or JSON.
-
-    Returns:
-        A float in (0, 1], the kept fraction of the prompt; or an int, the kept tokens per head
-        (in the mean over heads and layers).
-
-    Raises:
-        ConfigError: no number, not above zero, not finite, or ambiguous.
-    """
-    number = parse_number(value) if isinstance(value, str) else value
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise ConfigError(
-            f"budget: expected a number, found {value!r}; give a fraction of the prompt such as "
-            "0.25, or tokens per head such as 2048."
-        )
-    if not 0 < number <= _MOST_TOKENS:
-        raise ConfigError(
-            f"budget {value}: expected a positive, finite number, since something has to be kept; "
-            "give a fraction of the prompt such as 0.25, or tokens per head such as 2048."
-        )
-    if isinstance(number, int) and number == 1:
-        raise ConfigError(
-            'budget 1 could mean "the whole prompt" or "one token"; write 1.0 to keep everything, '
-            "or tokens per head such as 2048."
-        )
-    if isinstance(number, float) and number > 1:
-        raise ConfigError(
-            f"budget {value}: a fraction cannot exceed 1.0; write a whole number without a point "
-            "for tokens per head, such as 2048."
-        )
-    return number
-
-
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides how requests are compressed; see `from_dict` for the keys.
@@ -99,6 +64,8 @@ class Settings:
         attention: kernels for attention on GPUs: vLLM's flash or triton; own: vLLM's for
             uncompressed requests and this package's for compressed ones; auto: as this package
             sees fit.
+        read: how much of what is held a decode step reads, such as quest:0.25; None: everything.
+        read_min_tokens: heads with fewer tokens read everything; None: the default.
     """
 
     policy: str
@@ -113,6 +80,8 @@ class Settings:
     reuse_contexts: bool = False
     reuse_conversations: str | None = None
     attention: str = "auto"
+    read: str | None = None
+    read_min_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -138,6 +107,7 @@ class Settings:
             )
         _check_params(self.params)
         self._check_request_limits()
+        self._check_read()
         if not isinstance(self.reuse_contexts, bool):
             raise ConfigError(
                 f"reuse_contexts: expected true or false, found {self.reuse_contexts!r}."
@@ -156,6 +126,16 @@ class Settings:
     def _named(self, policy: str) -> str:
         """The policy that a request asks for; a profile is that of the server's own."""
         return named_policy(policy, self.profile if self.policy == PROFILED_POLICY else None)
+
+    def _check_read(self) -> None:
+        least = self.read_min_tokens
+        if least is not None and (self.read is None or not _is_count(least)):
+            raise ConfigError(
+                f"read_min_tokens: expected a number of tokens, at least 0, beside read, found "
+                f"{least!r} beside {self.read!r}; leave it out, or add read: quest:0.25."
+            )
+        if self.read is not None:
+            ReadRule.parse(self.read, least)
 
     def _check_request_limits(self) -> None:
         bounds = (self.min_request_budget, self.max_request_budget)
@@ -178,7 +158,7 @@ class Settings:
             values: `policy`, and optionally `budget`, `trigger` (text or a list), `params`,
                 `profile`, `min_tokens`, `request_policies` (text or a list) and
                 `min_request_budget` with `max_request_budget`, `reuse_contexts`,
-                `reuse_conversations` and `attention`.
+                `reuse_conversations`, `attention`, `read` and `read_min_tokens`.
 
         Raises:
             ConfigError: an unknown or missing key, or a value that cannot work.
@@ -233,7 +213,15 @@ class Settings:
             values["reuse_conversations"] = self.reuse_conversations
         if self.attention != "auto":
             values["attention"] = self.attention
+        for key, value in (("read", self.read), ("read_min_tokens", self.read_min_tokens)):
+            if value is not None:
+                values[key] = value
         return values
+
+    @property
+    def read_rule(self) -> ReadRule | None:
+        """How much decode steps read; None: everything."""
+        return None if self.read is None else ReadRule.parse(self.read, self.read_min_tokens)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -312,6 +300,11 @@ class Settings:
         return self.compresses or asked or (others and not keeps_all)
 
     @property
+    def acts(self) -> bool:
+        """False where stock vLLM would do the same for every request."""
+        return self.may_compress or self.read is not None
+
+    @property
     def pressure_mark(self) -> float | None:
         """Used part of the pool from which on requests are compressed for room, if they are."""
         return next((t.mark for t in self.triggers if t.mark is not None), None)
@@ -366,7 +359,7 @@ _KEYS = frozenset(
     {
         *("policy", "budget", "trigger", "params", "profile", "min_tokens"),
         *("request_policies", "min_request_budget", "max_request_budget", "reuse_contexts"),
-        *("reuse_conversations", "attention"),
+        *("reuse_conversations", "attention", "read", "read_min_tokens"),
     }
 )
 
@@ -383,7 +376,7 @@ def _names(value: object) -> tuple[str, ...]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
 
 
 def _check_params(params: Mapping[str, object]) -> None:

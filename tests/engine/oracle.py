@@ -6,6 +6,7 @@ to the kept prompt tokens, the prompt's last partial block and the tokens genera
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -85,12 +86,52 @@ class KeptTokensDecoder:
             keys = torch.cat([self.keys[index][head], key[0, head]])
             values = torch.cat([self.values[index][head], value[0, head]])
             self.keys[index][head], self.values[index][head] = keys, values
+            read = self.read([query[0, head * group + i, 0] for i in range(group)], keys)
+            keys, values = keys[read], values[read]
             for member in range(head * group, (head + 1) * group):
                 logits = keys @ query[0, member, 0] / size**0.5
                 output = torch.softmax(logits, 0) @ values
                 gone = self.gone_keys[index][head], self.gone_values[index][head]
                 heads.append(_corrected(output, logits, query[0, member, 0] / size**0.5, *gone))
         return attention.o_proj(torch.cat(heads)[None, None])
+
+    def read(self, queries: list[Tensor], keys: Tensor) -> list[int]:
+        """Which of a head's tokens its queries attend to: all."""
+        return list(range(len(keys)))
+
+
+class PagesDecoder(KeptTokensDecoder):
+    """One whose heads read the last of their pages and, of the others, those with high bounds.
+
+    Args:
+        part: of its pages that a head reads.
+        group: max or mean of the bounds of the query heads that share a head.
+        shortest: heads with fewer tokens read everything.
+    """
+
+    def __init__(self, *args: Any, part: float, group: str = "max", shortest: int = 128) -> None:
+        super().__init__(*args)
+        self.part, self.group, self.shortest = part, group, shortest
+
+    def read(self, queries: list[Tensor], keys: Tensor) -> list[int]:
+        """Pages are 32 tokens each, in their order."""
+        pages = [list(range(at, min(at + BLOCK, len(keys)))) for at in range(0, len(keys), BLOCK)]
+        number = max(2, math.ceil(self.part * len(pages) - 1e-9))
+        if len(keys) < self.shortest or number >= len(pages):
+            return super().read(queries, keys)
+        bounds = []
+        for page in pages[:-1]:
+            by_query = []
+            for query in queries:
+                total = 0.0
+                for element in range(len(query)):
+                    numbers = [float(query[element] * keys[token, element]) for token in page]
+                    total += max(min(numbers), max(numbers))
+                by_query.append(total)
+            joined = max(by_query) if self.group == "max" else sum(by_query) / len(by_query)
+            bounds.append(joined)
+        best = sorted(range(len(bounds)), key=lambda page: -bounds[page])[: number - 1]
+        return [token for page in sorted([*best, len(pages) - 1]) for token in pages[page]]
 
 
 def _corrected(output: Tensor, logits: Tensor, query: Tensor, keys: Tensor, values: Tensor):
@@ -129,6 +170,11 @@ def check_decoding(
     """
     kept = kept_positions(records, num_layers=len(records))
     decoder = KeptTokensDecoder(model, prompt, kept, len(prompt) // BLOCK * BLOCK)
+    follow(decoder, output)
+
+
+def follow(decoder: KeptTokensDecoder, output: dict[str, Any]) -> None:
+    """That the decoder would say of every token what the engine has said of it."""
     logits = decoder.first_logits
     for token, logprobs in zip(output["tokens"], output["logprobs"], strict=True):
         expected = torch.log_softmax(logits, 0)

@@ -6,8 +6,8 @@ What is planned on the host lies there in numpy arrays, what kernels read lies b
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -62,6 +62,25 @@ class ResidentBatch(BatchRows):
     seq_lens: Tensor
     same_in_all_layers: bool
     policy_state: PolicyStateRuns | None = None
+
+    def take(self, which: np.ndarray[Any, np.dtype[np.bool_]]) -> Self:
+        """Those of the compressed requests that [R] says, without what else attention reads."""
+        if which.all():
+            return self
+        index = np.flatnonzero(which)
+        num_heads = self.page_table.shape[1] // len(self.rows)
+        heads = (index[:, None] * num_heads + np.arange(num_heads)).ravel()
+        requests, sequences = (upload(places, self.seq_lens.device) for places in (index, heads))
+        return replace(
+            self,
+            rows=self.rows[index],
+            slots=self.slots[index],
+            device_rows=self.device_rows[requests],
+            device_slots=self.device_slots[requests],
+            page_table=self.page_table[:, sequences],
+            seq_lens=self.seq_lens[:, sequences],
+            policy_state=None,
+        )
 
 
 @dataclass

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.cli.serve import policy_param
 from vllm_kvcompress.cli.vllm_command import json_or_text
-from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, DEFAULT_MIN_TOKENS, parse_budget
+from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, DEFAULT_MIN_TOKENS
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.scheduling.budgets import parse_budget
 
 if TYPE_CHECKING:
     from vllm_kvcompress.tools.evaluation.runner import Plan

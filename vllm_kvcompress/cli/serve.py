@@ -19,6 +19,7 @@ from vllm_kvcompress.config import (
     Settings,
 )
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.scheduling.read_rule import DEFAULT_MIN_TOKENS as DEFAULT_READ_MIN_TOKENS
 from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 
 HELP = "serve a model with vLLM and a compressed KV cache"
@@ -80,6 +81,7 @@ def options_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("KV cache compression")
     _add_policy_options(group)
     _add_request_options(group)
+    _add_reading_options(group)
     _add_gpu_options(group)
     _add_command_options(group)
     parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
@@ -127,6 +129,21 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="leave requests alone while they have fewer tokens than this "
         f"(default {DEFAULT_MIN_TOKENS})",
+    )
+
+
+def _add_reading_options(group: argparse._ArgumentGroup) -> None:
+    """How much decode steps read of what is held, with a policy or without one."""
+    group.add_argument(
+        "--kv-read",
+        metavar="R",
+        help="have decode steps read a part of what is held: quest:0.25 of each head's pages, or "
+        "quest:2048 tokens of it; frees no memory; works without --kv-policy, too",
+    )
+    group.add_argument(
+        "--kv-read-min-tokens",
+        metavar="N",
+        help=f"read everything of requests with fewer tokens (default {DEFAULT_READ_MIN_TOKENS})",
     )
 
 
@@ -186,8 +203,8 @@ def _add_command_options(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
         "params, profile, min_tokens, request_policies, min_request_budget, max_request_budget, "
-        "reuse_contexts, reuse_conversations, attention); the command line wins, setting by "
-        "setting",
+        "reuse_contexts, reuse_conversations, attention, read, read_min_tokens); the command line "
+        "wins, setting by setting",
     )
     group.add_argument(
         _PRINT,
@@ -215,7 +232,7 @@ def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
         "budget": namespace.kv_budget,
         "trigger": namespace.kv_trigger,
         "profile": namespace.kv_profile,
-        "min_tokens": _count(namespace.kv_min_tokens),
+        "min_tokens": _count("--kv-min-tokens", namespace.kv_min_tokens),
         "params": dict(map(policy_param, namespace.kv_param)) or None,
         "request_policies": namespace.kv_allow_request_policies,
         "min_request_budget": namespace.kv_min_request_budget,
@@ -223,6 +240,8 @@ def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
         "reuse_contexts": namespace.kv_reuse_contexts,
         "reuse_conversations": namespace.kv_reuse_conversations,
         "attention": namespace.kv_attention,
+        "read": namespace.kv_read,
+        "read_min_tokens": _count("--kv-read-min-tokens", namespace.kv_read_min_tokens),
     }
     given = {key: value for key, value in flags.items() if value is not None}
     yaml_path = namespace.config[0] if namespace.config else None
@@ -277,19 +296,26 @@ def policy_param(text: str) -> tuple[str, Scalar]:
     return name, parsed if isinstance(parsed, int | float | bool) else value
 
 
-def _count(text: str | None) -> int | None:
+def _count(flag: str, text: str | None) -> int | None:
     if text is None:
         return None
     if not text.isdecimal() or len(text) > _MOST_DIGITS:
         raise ConfigError(
-            f"--kv-min-tokens {text}: expected a number of tokens, at least 0; leave it out for "
-            "the default."
+            f"{flag} {text}: expected a number of tokens, at least 0; leave it out for the default."
         )
     return int(text)
 
 
 def summary(settings: Settings) -> str:
     """What the settings do, in one line."""
+    text = _kept(settings)
+    return text if settings.read is None else f"{text}; decode steps read {settings.read}"
+
+
+def _kept(settings: Settings) -> str:
+    """What is kept of requests."""
+    if not settings.policies:
+        return "nothing is compressed"
     if not settings.compresses and settings.may_compress:
         return f"requests choose among {', '.join(settings.request_policies)}; others stay whole"
     if not settings.compresses:

@@ -113,7 +113,9 @@ def _settings(sections: list[dict[str, Any]]) -> Settings | None:
         if params:
             merged["params"] = params
     chosen_by_requests = merged.get("request_policies")
-    if not merged or (merged.get("policy") == NO_POLICY and not chosen_by_requests):
+    if merged.get("read") is not None:
+        merged.setdefault("policy", NO_POLICY)
+    elif not merged or (merged.get("policy") == NO_POLICY and not chosen_by_requests):
         return None
     return Settings.from_dict(merged)
 

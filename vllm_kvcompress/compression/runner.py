@@ -83,6 +83,11 @@ class Event:
         self.pipeline, self.error = pipeline, error
         self.plan = replace(self.plan, window_size=0)
 
+    def kept_pages(self, layer: int) -> Tensor:
+        """[P] int64 pages that take the kept tokens of a layer."""
+        start = self.layer_starts[layer]
+        return self.fresh_pages[start : start + self.layer_pages[layer]]
+
     @property
     def num_full(self) -> int:
         """Full blocks that the event reads as they were written."""

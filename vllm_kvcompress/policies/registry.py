@@ -36,6 +36,9 @@ LISTED_FIRST = (
 )
 
 
+_NEVER_RUN = "streamingllm"
+
+
 def policies() -> dict[str, type[Policy]]:
     """Every policy by name.
 
@@ -262,10 +265,14 @@ def resolve(
 def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
     """The pipelines of a user's settings by policy: the server's own, then those of requests.
 
+    Where nothing is ever compressed there is one all the same, which asks for nothing.
+
     Raises:
         ConfigError: as `resolve`; a budget that protected tokens alone would use up; or policies
             whose attention cannot share a batch.
     """
+    if not settings.policies:
+        return {NO_POLICY: resolve(_NEVER_RUN)}
     pipelines: dict[str, Pipeline] = {}
     for policy in settings.policies:
         own = settings.for_request(policy, None)

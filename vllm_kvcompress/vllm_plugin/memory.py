@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vllm_kvcompress.cache.page_bounds import bytes_beside
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.errors import UnsupportedError
@@ -47,7 +48,11 @@ def reserved_bytes(
         if isinstance(spec, CompressedAttentionSpec):
             layers.setdefault((spec.num_kv_heads, spec.head_size), []).append(name)
     events = (_event_bytes(compression, model, names, specs[names[0]]) for names in layers.values())
-    return int(FRAGMENTATION * max(events, default=0) + TABLES_SHARE * available)
+    found = int(FRAGMENTATION * max(events, default=0) + TABLES_SHARE * available)
+    if compression.settings.read is not None:
+        smallest = min(specs[names[0]].block_size for names in layers.values())
+        found += bytes_beside(available - found, smallest)
+    return found
 
 
 def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> int:

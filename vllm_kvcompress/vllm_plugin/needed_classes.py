@@ -22,7 +22,7 @@ def check_classes(vllm_config: VllmConfig, settings: Settings | None) -> None:
     Raises:
         UnsupportedError: names the option that is missing.
     """
-    if settings is None or not settings.may_compress:
+    if settings is None or not settings.acts:
         return
     for reason in missing_classes(vllm_config, settings):
         raise UnsupportedError(reason)

@@ -31,12 +31,13 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         UnsupportedError: the model, or an option of vLLM, cannot be combined with compression.
     """
     settings = engine_settings(vllm_config)
-    if settings is None or not settings.may_compress:
+    if settings is None or not settings.acts:
         return settings
     reasons = chain(
         missing_classes(vllm_config, settings),
         _reasons_of_model(vllm_config.model_config),
         _reasons_of_policies(vllm_config.model_config, settings),
+        _reasons_of_reading(settings),
         _reasons_of_caching(vllm_config, settings),
         _reasons_of_options(vllm_config),
     )
@@ -98,6 +99,24 @@ def _reasons_of_policies(model: ModelConfig, settings: Settings) -> Iterator[str
             yield (
                 f"{model.architecture} caps its attention logits, which the formulas of "
                 f"{pipeline.name} leave out; use another policy, such as adakv."
+            )
+
+
+def _reasons_of_reading(settings: Settings) -> Iterator[str]:
+    """Yields a sentence for everything that reads all of what is held."""
+    if settings.read is None:
+        return
+    if settings.attention == "own":
+        yield (
+            "--kv-attention own has kernels that read every page, which --kv-read would not; "
+            "remove one of the two."
+        )
+    for pipeline in resolve_settings(settings).values():
+        if pipeline.needs_biased_attention:
+            yield (
+                f"{pipeline.name} changes how what it keeps is attended to, entry by entry, and "
+                "--kv-read leaves entries out; use another policy, such as adakv, or remove "
+                "--kv-read."
             )
 
 

@@ -32,7 +32,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         self.metrics: CompressionMetrics | None = None
         settings = engine_settings(vllm_config)
-        if settings is None or not settings.policies:
+        if settings is None or not settings.acts:
             return
         check_classes(vllm_config, settings)
         from vllm_kvcompress.metrics.prometheus import process_metrics

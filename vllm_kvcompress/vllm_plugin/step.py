@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
+from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch, ResidentBatches
+from vllm_kvcompress.cache.page_bounds import PageBounds
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows.rings import Located
 from vllm_kvcompress.compression import guard
 from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.runner import Event, EventRunner
+from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.scheduling.plan import StepPlan
+from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.vllm_plugin import compat
 
 if TYPE_CHECKING:
@@ -29,12 +34,20 @@ class StepWork:
         events: compression events at the end of each layer's attention.
         batches: the same as they run, some together.
         observed: where queries to remember are, and where they go; or None.
+        filled: [N] int64 blocks that become full, where decode steps read a part; or None.
     """
 
     batch: ResidentBatch | None = None
     events: list[Event] = field(default_factory=list)
     batches: list[EventBatch] = field(default_factory=list)
     observed: Located | None = None
+    filled: Tensor | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do, and all requests are uncompressed."""
+        nothing = not self.events and self.observed is None and self.filled is None
+        return self.batch is None and nothing
 
 
 class GroupCompression:
@@ -45,15 +58,24 @@ class GroupCompression:
         runner: of its events.
         layer_index: by vLLM's names of layers, their numbers in the group.
         softcap: of the attention logits; 0: none.
+        read_rule: how much decode steps read; None: everything.
+        bounds: of the pages' keys, by which they choose.
     """
 
     def __init__(
-        self, group: int, runner: EventRunner, layer_index: dict[str, int], softcap: float
+        self,
+        group: int,
+        runner: EventRunner,
+        layer_index: dict[str, int],
+        softcap: float,
+        read_rule: ReadRule | None = None,
     ) -> None:
         self.group = group
         self.runner = runner
         self.layer_index = layer_index
         self.softcap = softcap
+        self.read_rule = read_rule
+        self.bounds = None if read_rule is None else PageBounds(runner.pool)
         self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
 
     @property
@@ -85,14 +107,14 @@ class GroupCompression:
         for adoption in plan.adoptions:
             if adoption.group == self.group:
                 self.tables.restore(adoption.request_id, adoption.state, adoption.end_block)
-        work = StepWork(
-            batch=self.batches.read(
-                request_ids,
-                compat.host_lengths(common),
-                common.seq_lens,
-                common.block_table_tensor,
-            )
-        )
+        lengths, blocks = compat.host_lengths(common), common.block_table_tensor
+        filled = None
+        if self.read_rule is not None:
+            num_queries = np.diff(common.query_start_loc_cpu.numpy())
+            self._admit_readers(self.read_rule, request_ids, lengths, num_queries)
+            filled = self._filled_blocks(lengths, num_queries, blocks)
+        batch = self.batches.read(request_ids, lengths, common.seq_lens, blocks)
+        work = StepWork(batch=batch, filled=filled)
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
         for event in plan.events:
             if event.group == self.group:
@@ -107,6 +129,30 @@ class GroupCompression:
         whole = () if work.observed is None else work.observed.whole
         work.batches = self.runner.batches(work.events, whole)
         return work
+
+    def _admit_readers(
+        self, rule: ReadRule, request_ids: list[str], lengths: HostNumbers, num_queries: HostNumbers
+    ) -> None:
+        """Gives uncompressed requests that are to read less a page table: all of it is tail."""
+        slots, size = self.tables.slots, self.tables.pool.block_size
+        for row in np.flatnonzero((num_queries == 1) & (lengths >= rule.min_tokens)):
+            request_id = request_ids[row]
+            if request_id not in slots and rule.reads_less(int(lengths[row]), size):
+                self.tables.acquire(request_id)
+
+    def _filled_blocks(
+        self, lengths: HostNumbers, num_queries: HostNumbers, block_table: Tensor
+    ) -> Tensor | None:
+        """[N] int64 blocks whose last token is in this step; None: there are none."""
+        size = self.tables.pool.block_size
+        first = (lengths - num_queries) // size
+        numbers = lengths // size - first
+        if not numbers.any():
+            return None
+        rows = np.repeat(np.arange(len(lengths)), numbers)
+        nth = np.arange(len(rows)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+        there = upload(np.stack((rows, first[rows] + nth)).astype(np.int64), block_table.device)
+        return block_table[*there].to(torch.int64)
 
     def finish_layer(
         self,
@@ -134,3 +180,8 @@ class GroupCompression:
         if work.observed is not None:
             self.runner.windows.record(layer, queries, work.observed)
         work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
+        if self.bounds is not None:
+            if work.filled is not None:
+                self.bounds.fill_blocks(layer, work.filled)
+            for event in work.events:
+                self.bounds.fill(event.kept_pages(layer))

@@ -30,7 +30,7 @@ class CompressionWorker:
         self.compression: WorkerCompression | None = None
         self.last_event_seconds: list[tuple[str, float]] = []
         settings = check_engine(vllm_config)
-        if settings is not None and settings.may_compress:
+        if settings is not None and settings.acts:
             self.compression = WorkerCompression(vllm_config, settings)
             CompressedBackend.compression = self.compression
             self.take_our_attention(vllm_config, settings)

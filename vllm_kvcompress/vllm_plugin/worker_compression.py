@@ -152,7 +152,8 @@ class WorkerCompression:
         pool = layers[0].get_attn_backend().page_pool(layers, group.kv_cache_spec)
         runner = self.make_runner(layers, pool, self._model_runner.model)
         index = {name: i for i, name in enumerate(group.layer_names)}
-        return GroupCompression(number, runner, index, layers[0].impl.logits_soft_cap or 0.0)
+        softcap = layers[0].impl.logits_soft_cap or 0.0
+        return GroupCompression(number, runner, index, softcap, self.settings.read_rule)
 
     def make_runner(self, layers: list[Any], pool: PagePool, model: Any) -> EventRunner:
         """What compresses requests of these layers, whose cache is `pool`."""
@@ -243,7 +244,7 @@ class WorkerCompression:
         work = group.prepare(self._plan, request_ids, common)
         if self.checks is not None:
             self.checks.check(group, work, request_ids, common)
-        if work.batch is None and not work.events and work.observed is None:
+        if work.is_empty:
             return None
         self._running.append((group, work))
         return work

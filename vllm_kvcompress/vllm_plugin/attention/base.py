@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.attention.biased import QueryBatch, biased_attention, query_batches
 from vllm_kvcompress.attention.query_rows import EVERY_ROW, Places, places, rows_at
+from vllm_kvcompress.attention.reading import Reading, split
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.vllm_plugin.attention.sequences import HostNumbers, sequences
@@ -27,7 +28,7 @@ from vllm_kvcompress.vllm_plugin.spec import (
     dependent_on_compressed,
     is_compressible,
 )
-from vllm_kvcompress.vllm_plugin.step import StepWork
+from vllm_kvcompress.vllm_plugin.step import GroupCompression, StepWork
 from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
 if TYPE_CHECKING:
@@ -45,11 +46,13 @@ class Subset:
         metadata: vLLM's own, for these requests alone.
         where: [T] rows of the queries that belong to them.
         by_layer: what differs from layer to layer in the metadata; empty: nothing.
+        reading: which part of their pages they read; None: all.
     """
 
     metadata: Any
     where: Places
     by_layer: list[dict[str, Any]] = field(default_factory=list)
+    reading: Reading | None = None
 
 
 @dataclass
@@ -59,14 +62,15 @@ class CompressedMetadata:
     Attributes:
         work: events, and the compressed requests (work.batch None: there are none).
         num_tokens: of the step, without what pads it to a CUDA graph's size.
-        per_head: the compressed requests, for vLLM's kernels.
+        per_head: the compressed requests, for vLLM's kernels: those that read everything, and
+            those that decode and read a part.
         biased: or for this package's attention.
         uncompressed: the others, where there are compressed ones.
     """
 
     work: StepWork
     num_tokens: int
-    per_head: Subset | None = None
+    per_head: list[Subset] = field(default_factory=list)
     biased: list[QueryBatch] = field(default_factory=list)
     uncompressed: Subset | None = None
 
@@ -191,10 +195,18 @@ class CompressedBuilder:
         if batch is not None:
             starts = common.query_start_loc_cpu.numpy()
             found.uncompressed = self._uncompressed(batch, common, starts)
-            if CompressedBackend.compression.takes_own_kernels(batch.seq_lens.shape[1]):
+            rule = CompressedBackend.compression.settings.read_rule
+            if rule is not None:
+                readers, batch = split(batch, starts)
+                if len(readers.rows):
+                    reading = Reading.of(readers, rule, self.kv_cache_spec.block_size)
+                    part = self.per_head(reading.batch, metadata, common, starts, reading)
+                    found.per_head.append(part)
+            elif CompressedBackend.compression.takes_own_kernels(batch.seq_lens.shape[1]):
                 found.biased = query_batches(batch, starts)
-            else:
-                found.per_head = self.per_head(batch, metadata, common, starts)
+                return found
+            if len(batch.rows):
+                found.per_head.append(self.per_head(batch, metadata, common, starts))
         return found
 
     def per_head(
@@ -203,12 +215,13 @@ class CompressedBuilder:
         metadata: Any,
         common: CommonAttentionMetadata,
         starts: HostNumbers,
+        reading: Reading | None = None,
     ) -> Subset:
         """Compressed requests: a sequence per (request, head), in that order."""
         spec = self.kv_cache_spec
         num_heads, num_sequences = spec.num_kv_heads, batch.seq_lens.shape[1]
         num_rows, longest, where = num_sequences, 1, EVERY_ROW
-        if common.max_query_len == 1 and len(batch.uncompressed) == 0:
+        if common.max_query_len == 1 and len(batch.rows) == common.num_reqs:
             query_start_loc = self._count_to(num_sequences)
         else:
             rows, own_starts = sequences(starts, batch.rows, num_heads)
@@ -223,7 +236,7 @@ class CompressedBuilder:
             max_seq_len=batch.page_table.shape[2] * spec.block_size,
             **self.per_head_fields(num_rows, queries_per_kv, spec.head_size),
         )
-        return Subset(per_head, where, self.layer_fields(batch, query_start_loc))
+        return Subset(per_head, where, self.layer_fields(batch, query_start_loc), reading)
 
     def _uncompressed(
         self, batch: ResidentBatch, common: CommonAttentionMetadata, starts: HostNumbers
@@ -303,10 +316,8 @@ class CompressedImpl:
         shape = (-1, self.num_heads, self.head_size)
         rows = query.view(shape)[: compressed.num_tokens]
         out_rows = output.view(shape)[: compressed.num_tokens]
-        if compressed.per_head is not None:
-            self.attend_per_head(
-                layer, compressed.per_head, index, group.tables.pool, rows, out_rows
-            )
+        for subset in compressed.per_head:
+            self.attend_per_head(layer, subset, index, group, rows, out_rows)
         for batch in compressed.biased:
             biased_attention(group.runner, index, batch, rows, out_rows, self.scale)
         if compressed.uncompressed is not None:
@@ -317,7 +328,13 @@ class CompressedImpl:
         return output
 
     def attend_per_head(
-        self, layer, subset: Subset, index: int, pool: PagePool, rows: Tensor, out_rows: Tensor
+        self,
+        layer,
+        subset: Subset,
+        index: int,
+        group: GroupCompression,
+        rows: Tensor,
+        out_rows: Tensor,
     ) -> None:
         """Attention of the compressed requests: heads as sequences over the flat page array.
 
@@ -325,13 +342,17 @@ class CompressedImpl:
             layer: vLLM's.
             subset: the requests.
             index: of the layer in its cache group.
-            pool: the pages.
+            group: that cache group.
             rows, out_rows: [tokens, num_heads, head_size] queries and outputs of all requests.
         """
         for name, value in subset.by_layer[index].items():
             setattr(subset.metadata, name, value)
+        pool, reading = group.tables.pool, subset.reading
         cache = pool.pages.view(-1, 1, pool.block_size, 2 * pool.head_size)
         shape = (-1, self.num_heads // self.num_kv_heads, self.head_size)
         with rows_at(subset.where, rows.reshape(shape), out_rows.view(shape)) as (mine, written):
+            if reading is not None:
+                chosen = reading.choose(index, mine, group.bounds, group.read_rule.group)
+                subset.metadata.block_table = chosen
             # Keys and values are in the cache already; what stands here for them is not read.
             self._per_head.forward(layer, mine, mine, mine, cache, subset.metadata, written)

@@ -52,7 +52,7 @@ def _attend(
     shape = (common.num_actual_tokens, impl.num_heads, pool.head_size)
     rows = pool.pages.new_zeros(shape)
     for index, layer in enumerate(layers[:LAYERS]):
-        layer.impl.attend_per_head(layer, subset, index, pool, rows, torch.empty_like(rows))
+        layer.impl.attend_per_head(layer, subset, index, group, rows, torch.empty_like(rows))
 
 
 def _common(starts: Any, num_queries: int, pool: Any) -> CommonAttentionMetadata:

@@ -1,0 +1,96 @@
+"""Decode steps that read a part of what is held: dense attention over the pages they choose."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests import tiny_models
+from tests.engine.conftest import Run, request
+from tests.engine.oracle import BLOCK, PagesDecoder, follow, kept_positions
+from tests.tiny_models import prompt
+
+LAYERS, HEADS = 3, 2
+
+
+def everything(tokens: list[int]) -> list[list[list[int]]]:
+    """Kept by every head of a request that is not compressed."""
+    return [[list(range(len(tokens) // BLOCK * BLOCK))] * HEADS] * LAYERS
+
+
+def decoder(llama: str, tokens: list[int], kept: list, **how: Any) -> PagesDecoder:
+    return PagesDecoder(llama, tokens, kept, len(tokens) // BLOCK * BLOCK, **how)
+
+
+@pytest.fixture(scope="session")
+def llama(model_directory: Path) -> str:
+    """Its padding token is no vector of zeros, for whose query all pages would be equally good."""
+    directory = model_directory / "without-padding"
+    directory.mkdir()
+    path = tiny_models.build("llama", directory)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    table = model.model.embed_tokens.weight.data
+    empty = (table == 0).all(dim=1)
+    table[empty] = table[~empty][: int(empty.sum())].flip(1)
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def whole(llama: str, run_engine: Run) -> dict[str, Any]:
+    """Whole requests that read a quarter, some longer and some shorter than it takes."""
+    batch = [
+        request("long", prompt(1000, seed=1), 40),
+        request("middle", prompt(321, seed=2), 40, at_step=1),
+        request("short", prompt(60, seed=3), 40, at_step=2),
+        request("late", prompt(700, seed=4), 30, at_step=12),
+    ]
+    again = [request("hit", [*prompt(1000, seed=1), *prompt(30, seed=5)], 20)]
+    settings = {"policy": "none", "read": "quest:0.25"}
+    return run_engine(llama, [batch, again], settings=settings, max_num_batched_tokens=256)
+
+
+@pytest.mark.parametrize("name", ["long", "middle", "short", "late", "hit"])
+def test_whole_requests_read_the_pages_with_the_highest_bounds(
+    llama: str, whole: dict[str, Any], name: str
+) -> None:
+    """In batches that read prompts beside, in chunks, and behind a prefix-cache hit."""
+    tokens = whole["prompts"][name]
+    follow(decoder(llama, tokens, everything(tokens), part=0.25), whole["outputs"][name])
+
+
+def test_the_prefix_cache_is_found_as_ever(whole: dict[str, Any]) -> None:
+    assert whole["outputs"]["hit"]["cached"] == 1000 // BLOCK * BLOCK
+
+
+def test_reading_a_part_is_not_reading_all(llama: str, whole: dict[str, Any]) -> None:
+    """The check can tell: attention over all pages says something else."""
+    tokens = whole["prompts"]["long"]
+    with pytest.raises(AssertionError):
+        follow(decoder(llama, tokens, everything(tokens), part=1.0), whole["outputs"]["long"])
+
+
+@pytest.mark.parametrize("group", ["max", "mean"])
+def test_compressed_requests_read_a_part_of_what_they_keep(
+    llama: str, run_engine: Run, group: str
+) -> None:
+    tokens = prompt(1000, seed=1)
+    report = run_engine(
+        llama,
+        [[request("a", tokens, 40)]],
+        settings={"policy": "adakv", "budget": 0.5, "read": f"quest:0.5,group={group}"},
+        record_kept=True,
+    )
+    kept = kept_positions(report["kept"], LAYERS)
+    follow(decoder(llama, tokens, kept, part=0.5, group=group), report["outputs"]["a"])
+
+
+@pytest.mark.parametrize("read", ["quest:1.0", "quest:4096"])
+def test_reading_everything_is_stock(llama: str, run_engine: Run, read: str) -> None:
+    batch = [[request("a", prompt(500, seed=6), 24), request("b", prompt(90, seed=7), 24)]]
+    stock = run_engine(llama, batch)
+    report = run_engine(llama, batch, settings={"policy": "none", "read": read})
+    assert report["outputs"] == stock["outputs"]
