@@ -119,14 +119,14 @@ class PagesDecoder(KeptTokensDecoder):
         number = max(2, math.ceil(self.part * len(pages) - 1e-9))
         if len(keys) < self.shortest or number >= len(pages):
             return super().read(queries, keys)
+        numbers, asked = keys.tolist(), [query.tolist() for query in queries]
         bounds = []
         for page in pages[:-1]:
             by_query = []
-            for query in queries:
+            for query in asked:
                 total = 0.0
-                for element in range(len(query)):
-                    numbers = [float(query[element] * keys[token, element]) for token in page]
-                    total += max(min(numbers), max(numbers))
+                for element, wanted in enumerate(query):
+                    total += max(wanted * numbers[token][element] for token in page)
                 by_query.append(total)
             joined = max(by_query) if self.group == "max" else sum(by_query) / len(by_query)
             bounds.append(joined)

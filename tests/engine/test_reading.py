@@ -43,14 +43,14 @@ def llama(model_directory: Path) -> str:
 def whole(llama: str, run_engine: Run) -> dict[str, Any]:
     """Whole requests that read a quarter, some longer and some shorter than it takes."""
     batch = [
-        request("long", prompt(1000, seed=1), 40),
+        request("long", prompt(500, seed=1), 40),
         request("middle", prompt(321, seed=2), 40, at_step=1),
         request("short", prompt(60, seed=3), 40, at_step=2),
-        request("late", prompt(700, seed=4), 30, at_step=12),
+        request("late", prompt(290, seed=4), 20, at_step=12),
     ]
-    again = [request("hit", [*prompt(1000, seed=1), *prompt(30, seed=5)], 20)]
+    again = [request("hit", [*prompt(500, seed=1), *prompt(30, seed=5)], 20)]
     settings = {"policy": "none", "read": "quest:0.25"}
-    return run_engine(llama, [batch, again], settings=settings, max_num_batched_tokens=256)
+    return run_engine(llama, [batch, again], settings=settings, max_num_batched_tokens=192)
 
 
 @pytest.mark.parametrize("name", ["long", "middle", "short", "late", "hit"])
@@ -63,7 +63,7 @@ def test_whole_requests_read_the_pages_with_the_highest_bounds(
 
 
 def test_the_prefix_cache_is_found_as_ever(whole: dict[str, Any]) -> None:
-    assert whole["outputs"]["hit"]["cached"] == 1000 // BLOCK * BLOCK
+    assert whole["outputs"]["hit"]["cached"] == 500 // BLOCK * BLOCK
 
 
 def test_reading_a_part_is_not_reading_all(llama: str, whole: dict[str, Any]) -> None:
@@ -77,10 +77,10 @@ def test_reading_a_part_is_not_reading_all(llama: str, whole: dict[str, Any]) ->
 def test_compressed_requests_read_a_part_of_what_they_keep(
     llama: str, run_engine: Run, group: str
 ) -> None:
-    tokens = prompt(1000, seed=1)
+    tokens = prompt(640, seed=1)
     report = run_engine(
         llama,
-        [[request("a", tokens, 40)]],
+        [[request("a", tokens, 34)]],
         settings={"policy": "adakv", "budget": 0.5, "read": f"quest:0.5,group={group}"},
         record_kept=True,
     )
