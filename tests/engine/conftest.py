@@ -44,6 +44,20 @@ def equal_keys(model_directory: Path) -> str:
 
 
 @pytest.fixture(scope="session")
+def no_padding(model_directory: Path) -> str:
+    """Its padding token is no vector of zeros, for whose query all pages would be equally good."""
+    directory = model_directory / "no-padding"
+    directory.mkdir()
+    path = tiny_models.build("llama", directory)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    table = model.model.embed_tokens.weight.data
+    empty = (table == 0).all(dim=1)
+    table[empty] = table[~empty][: int(empty.sum())].flip(1)
+    model.save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture(scope="session")
 def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a scenario (see engine_process.py) in a process of its own; returns its report."""
 

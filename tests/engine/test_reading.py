@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
-from tests import tiny_models
 from tests.engine.conftest import Run, request
 from tests.engine.oracle import BLOCK, PagesDecoder, follow, kept_positions
 from tests.tiny_models import prompt
@@ -21,26 +18,12 @@ def everything(tokens: list[int]) -> list[list[list[int]]]:
     return [[list(range(len(tokens) // BLOCK * BLOCK))] * HEADS] * LAYERS
 
 
-def decoder(llama: str, tokens: list[int], kept: list, **how: Any) -> PagesDecoder:
-    return PagesDecoder(llama, tokens, kept, len(tokens) // BLOCK * BLOCK, **how)
-
-
-@pytest.fixture(scope="session")
-def llama(model_directory: Path) -> str:
-    """Its padding token is no vector of zeros, for whose query all pages would be equally good."""
-    directory = model_directory / "without-padding"
-    directory.mkdir()
-    path = tiny_models.build("llama", directory)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    table = model.model.embed_tokens.weight.data
-    empty = (table == 0).all(dim=1)
-    table[empty] = table[~empty][: int(empty.sum())].flip(1)
-    model.save_pretrained(path)
-    return str(path)
+def decoder(no_padding: str, tokens: list[int], kept: list, **how: Any) -> PagesDecoder:
+    return PagesDecoder(no_padding, tokens, kept, len(tokens) // BLOCK * BLOCK, **how)
 
 
 @pytest.fixture(scope="module")
-def whole(llama: str, run_engine: Run) -> dict[str, Any]:
+def whole(no_padding: str, run_engine: Run) -> dict[str, Any]:
     """Whole requests that read a quarter, some longer and some shorter than it takes."""
     batch = [
         request("long", prompt(500, seed=1), 40),
@@ -50,47 +33,61 @@ def whole(llama: str, run_engine: Run) -> dict[str, Any]:
     ]
     again = [request("hit", [*prompt(500, seed=1), *prompt(30, seed=5)], 20)]
     settings = {"policy": "none", "read": "quest:0.25"}
-    return run_engine(llama, [batch, again], settings=settings, max_num_batched_tokens=192)
+    return run_engine(no_padding, [batch, again], settings=settings, max_num_batched_tokens=192)
 
 
 @pytest.mark.parametrize("name", ["long", "middle", "short", "late", "hit"])
 def test_whole_requests_read_the_pages_with_the_highest_bounds(
-    llama: str, whole: dict[str, Any], name: str
+    no_padding: str, whole: dict[str, Any], name: str
 ) -> None:
     """In batches that read prompts beside, in chunks, and behind a prefix-cache hit."""
     tokens = whole["prompts"][name]
-    follow(decoder(llama, tokens, everything(tokens), part=0.25), whole["outputs"][name])
+    follow(decoder(no_padding, tokens, everything(tokens), part=0.25), whole["outputs"][name])
 
 
 def test_the_prefix_cache_is_found_as_ever(whole: dict[str, Any]) -> None:
     assert whole["outputs"]["hit"]["cached"] == 500 // BLOCK * BLOCK
 
 
-def test_reading_a_part_is_not_reading_all(llama: str, whole: dict[str, Any]) -> None:
+def test_reading_a_part_is_not_reading_all(no_padding: str, whole: dict[str, Any]) -> None:
     """The check can tell: attention over all pages says something else."""
     tokens = whole["prompts"]["long"]
     with pytest.raises(AssertionError):
-        follow(decoder(llama, tokens, everything(tokens), part=1.0), whole["outputs"]["long"])
+        follow(decoder(no_padding, tokens, everything(tokens), part=1.0), whole["outputs"]["long"])
 
 
 @pytest.mark.parametrize("group", ["max", "mean"])
 def test_compressed_requests_read_a_part_of_what_they_keep(
-    llama: str, run_engine: Run, group: str
+    no_padding: str, run_engine: Run, group: str
 ) -> None:
     tokens = prompt(640, seed=1)
     report = run_engine(
-        llama,
+        no_padding,
         [[request("a", tokens, 34)]],
         settings={"policy": "adakv", "budget": 0.5, "read": f"quest:0.5,group={group}"},
         record_kept=True,
     )
     kept = kept_positions(report["kept"], LAYERS)
-    follow(decoder(llama, tokens, kept, part=0.5, group=group), report["outputs"]["a"])
+    follow(decoder(no_padding, tokens, kept, part=0.5, group=group), report["outputs"]["a"])
 
 
 @pytest.mark.parametrize("read", ["quest:1.0", "quest:4096"])
-def test_reading_everything_is_stock(llama: str, run_engine: Run, read: str) -> None:
+def test_reading_everything_is_stock(no_padding: str, run_engine: Run, read: str) -> None:
     batch = [[request("a", prompt(500, seed=6), 24), request("b", prompt(90, seed=7), 24)]]
-    stock = run_engine(llama, batch)
-    report = run_engine(llama, batch, settings={"policy": "none", "read": read})
+    stock = run_engine(no_padding, batch)
+    report = run_engine(no_padding, batch, settings={"policy": "none", "read": read})
     assert report["outputs"] == stock["outputs"]
+
+
+def test_events_while_decoding_and_preemptions(no_padding: str, run_engine: Run) -> None:
+    """Requests that read before they are compressed, in a pool that is too small for all of them;
+    the debug mode says whom every page belongs to."""
+    batch = [request(f"r{i}", prompt(300, seed=i), 150, at_step=2 * i) for i in range(4)]
+    settings = {"policy": "snapkv", "budget": 0.5, "trigger": "decode:64", "read": "quest:0.5"}
+    options = {"settings": settings, "max_model_len": 512, "environment": {"KVCOMPRESS_CHECK": "1"}}
+    crowded = run_engine(no_padding, [batch], num_gpu_blocks_override=40, **options)
+    roomy = run_engine(no_padding, [batch], **options)
+    assert crowded["preemptions"] > 0 == roomy["preemptions"]
+    assert len(crowded["events"]) >= 4
+    assert crowded["free_at_end"] == crowded["num_blocks"] - 1
+    assert all(len(output["tokens"]) == 150 for output in crowded["outputs"].values())

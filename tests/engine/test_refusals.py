@@ -115,6 +115,19 @@ def test_options_of_vllm(llama: str, options: dict[str, Any], reason: str) -> No
         check_engine(config)
 
 
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"policy": "kvmerger"}, "kvmerger changes how.*such as adakv, or remove --kv-read"),
+        ({"policy": "none", "attention": "own"}, "--kv-attention own has kernels that read every"),
+    ],
+)
+def test_what_reads_every_page(llama: str, settings: dict[str, Any], reason: str) -> None:
+    config = engine_config(llama, {**settings, "read": "quest:0.25"})
+    with pytest.raises(UnsupportedError, match=reason):
+        check_engine(config)
+
+
 @pytest.mark.parametrize("settings", [None, {"policy": "none", "budget": 0.5}])
 def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any) -> None:
     check_engine(engine_config(llama, settings, kv_cache_dtype="fp8"))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import tiny_models
-from tests.engine.conftest import run_engine  # noqa: F401  (a fixture)
+from tests.engine.conftest import no_padding, run_engine  # noqa: F401  (fixtures)
 from tests.gpu_path.stand_ins import taken_for_cuda
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.vllm_plugin.compat import plugin_options

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import request
-from tests.engine.oracle import check_decoding
+from tests.engine.oracle import BLOCK, PagesDecoder, check_decoding, follow
 from tests.gpu_path.conftest import Run
 from tests.tiny_models import prompt
 
@@ -84,6 +84,22 @@ def test_decoding_matches_dense_attention_over_the_kept_tokens(
     )
     assert len(report["outputs"]["a"]["tokens"]) == max_tokens
     check_decoding(llama, tokens, report["kept"], report["outputs"]["a"])
+
+
+@pytest.mark.parametrize("kernels", ["flash3", "triton"])
+def test_reading_a_part(no_padding: str, run_gpu_path: Run, kernels: str) -> None:
+    """Whole requests, past a block's boundary, scheduled ahead of what runs."""
+    tokens = prompt(300, seed=1)
+    max_tokens = 24 if kernels == "flash3" else 3
+    report = run_gpu_path(
+        no_padding,
+        [[request("a", tokens, max_tokens)]],
+        settings={"policy": "none", "read": "quest:0.3"},
+        **({} if kernels == "flash3" else {"kernels": kernels}),
+    )
+    everything = [[list(range(len(tokens) // BLOCK * BLOCK))] * 2] * 3
+    size = len(tokens) // BLOCK * BLOCK
+    follow(PagesDecoder(no_padding, tokens, everything, size, part=0.3), report["outputs"]["a"])
 
 
 CHUNK = {"policy": "snapkv", "budget": 0.3, "trigger": "chunk:128"}

@@ -64,6 +64,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     ours.add_argument(
         "--kv-reuse-conversations", nargs="?", const="auto", metavar="HOW", help="as of serve"
     )
+    ours.add_argument("--kv-read", metavar="R", help="as of serve; with --kv-policy none it alone")
     ours.add_argument(
         "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="as of serve"
     )
@@ -142,6 +143,7 @@ def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Any:
             "budget": arguments.kv_budget,
             "trigger": arguments.kv_trigger,
             "reuse_conversations": arguments.kv_reuse_conversations,
+            "read": arguments.kv_read,
             "params": dict(map(policy_param, arguments.kv_param)),
         }
     )
