@@ -24,8 +24,13 @@ TIMEOUT = 240
 
 
 @pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_models.build("llama", tmp_path_factory.mktemp("models")))
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def llama(model_directory: Path) -> str:
+    return str(tiny_models.build("llama", model_directory))
 
 
 def cuda_options(settings: dict[str, Any]) -> dict[str, Any]:
