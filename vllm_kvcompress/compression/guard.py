@@ -11,6 +11,8 @@ fails as well, and with it the engine.
 
 from __future__ import annotations
 
+import logging
+
 from torch import Tensor
 
 from vllm_kvcompress.compression.batch import EventBatch
@@ -20,6 +22,7 @@ from vllm_kvcompress.policies.streamingllm import StreamingLLM
 from vllm_kvcompress.scheduling.plan import EventPlan
 
 _FALLBACK = StreamingLLM().pipeline()
+logger = logging.getLogger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
 
 
 def begin(runner: EventRunner, plan: EventPlan, block_row: Tensor) -> Event:
@@ -46,6 +49,9 @@ def run_layer(
             runner.run_layer(batch, layer, scale)
             found.append(batch)
         except Exception as error:
+            if len(batch.events) > 1:
+                policy, number = batch.pipeline.name, len(batch.events)
+                logger.warning("%s failed for %d requests together: one by one", policy, number)
             for event in batch.events:
                 found.append(_run_alone(runner, event, layer, scale, error, len(batch.events)))
     return found
