@@ -40,6 +40,8 @@ STEP = StepStats(
     continued_tokens=700,
     forgotten={"evicted": 4},
     reclaimable_blocks=24,
+    held_pages=40,
+    read_pages=10,
 )
 
 
@@ -90,6 +92,10 @@ def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry
     assert value("kvcompress_conversations_continued_total", LABELS) == 2 * 3
     assert value("kvcompress_continued_tokens_total", LABELS) == 2 * 700
     assert value("kvcompress_states_forgotten_total", {**LABELS, "reason": "evicted"}) == 2 * 4
+    assert value("kvcompress_held_pages_total", LABELS) == 2 * 40
+    assert value("kvcompress_read_pages_total", LABELS) == 2 * 10
+    assert value("kvcompress_read_fraction_sum", LABELS) == 2 * 0.25
+    assert value("kvcompress_read_fraction_count", LABELS) == 2
     assert value("kvcompress_kept_fraction_sum", OWN) == 2 * (0.25 + 0.5)
     assert value("kvcompress_kept_fraction_bucket", {**OWN, "le": "0.25"}) == 2
     assert value("kvcompress_event_seconds_sum", OWN) == 2 * (0.125 + 0.5)
@@ -115,7 +121,7 @@ def test_names_and_help_texts(registry: CollectorRegistry) -> None:
         assert family.name.startswith("kvcompress_")
         if not family.name.endswith("_created"):
             assert any(unit in family.documentation.lower() for unit in units), family.name
-    assert len([f for f in families if not f.name.endswith("_created")]) == 16
+    assert len([f for f in families if not f.name.endswith("_created")]) == 19
 
 
 def test_kept_tokens_are_still_there_under_their_former_name(registry: CollectorRegistry) -> None:

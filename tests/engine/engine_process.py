@@ -281,6 +281,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     scenario = json.loads(Path(scenario_path).read_text())
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
     report["contexts_reused"], report["reclaimable"], report["skipped"] = 0, [], {}
+    report["pages"] = []
     report["conversations_continued"], report["forgotten"], report["prompts"] = 0, Counter(), {}
     if scenario.get("record_kept"):
         record_kept(report)
@@ -308,6 +309,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
         if ours:
             report["events"] += ours["events"]
             report["contexts_reused"] += ours["contexts_reused"]
+            report["pages"].append([ours["read_pages"], ours["held_pages"]])
             for skipped in ours["skipped"]:
                 name = f"{skipped['policy']} {skipped['reason']}"
                 report["skipped"][name] = report["skipped"].get(name, 0) + skipped["count"]

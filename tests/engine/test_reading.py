@@ -45,6 +45,12 @@ def test_whole_requests_read_the_pages_with_the_highest_bounds(
     follow(decoder(no_padding, tokens, everything(tokens), part=0.25), whole["outputs"][name])
 
 
+def test_what_is_read_is_counted(whole: dict[str, Any]) -> None:
+    """The last step but one: the request of 530 tokens and more, alone."""
+    read, held = [pages for pages in whole["pages"] if pages[1]][-1]
+    assert (read, held) == (5, 18)
+
+
 def test_the_prefix_cache_is_found_as_ever(whole: dict[str, Any]) -> None:
     assert whole["outputs"]["hit"]["cached"] == 500 // BLOCK * BLOCK
 

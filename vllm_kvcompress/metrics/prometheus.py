@@ -53,9 +53,9 @@ class _Make:
         )
 
     def histogram(
-        self, name: str, text: str, buckets: list[float], extra_labels: list[str]
+        self, name: str, text: str, buckets: list[float], extra_labels: list[str] | None = None
     ) -> Histogram:
-        labels = _LABELS + extra_labels
+        labels = _LABELS + (extra_labels or [])
         return Histogram(name, text, labelnames=labels, registry=self._registry, buckets=buckets)
 
 
@@ -192,6 +192,39 @@ class EventCollectors:
         self.kept_fraction.labels(*own).observe(event.resident_tokens / event.source_tokens)
 
 
+class ReadingCollectors:
+    """Decode steps that read a part of what is held."""
+
+    def __init__(self, make: _Make) -> None:
+        self.held_pages = make.counter(
+            "kvcompress_held_pages",
+            "Pages (blocks of a KV head) per KV head, mean over heads and layers, that decoding "
+            "requests held, added up over steps; 0 without --kv-read.",
+        )
+        self.read_pages = make.counter(
+            "kvcompress_read_pages",
+            "Pages (blocks of a KV head) per KV head, out of kvcompress_held_pages_total, that "
+            "decode steps read.",
+        )
+        self.read_fraction = make.histogram(
+            "kvcompress_read_fraction",
+            "Fraction of the held pages that a decode step read, per step; between 0 and 1.",
+            _FRACTION_BUCKETS,
+        )
+
+    def start(self, labels: tuple[str, str]) -> None:
+        """Every series, at nothing."""
+        for collector in (self.held_pages, self.read_pages, self.read_fraction):
+            collector.labels(*labels)
+
+    def observe(self, stats: StepStats, labels: tuple[str, str]) -> None:
+        """Adds one step of one engine."""
+        if stats.held_pages:
+            self.held_pages.labels(*labels).inc(stats.held_pages)
+            self.read_pages.labels(*labels).inc(stats.read_pages)
+            self.read_fraction.labels(*labels).observe(stats.read_pages / stats.held_pages)
+
+
 class KeptStateCollectors:
     """Contexts and conversations whose compressed state is kept for later requests."""
 
@@ -251,6 +284,7 @@ class CompressionMetrics:
         make = _Make(registry)
         self.server = ServerCollectors(make)
         self.events = EventCollectors(make)
+        self.reading = ReadingCollectors(make)
         self.kept_states = KeptStateCollectors(make)
 
     def start(self, settings: Settings, model_name: str, engine: str) -> None:
@@ -258,6 +292,7 @@ class CompressionMetrics:
         labels = (model_name, engine)
         self.server.start(settings, labels)
         self.events.start(settings, labels)
+        self.reading.start(labels)
         self.kept_states.start(labels)
 
     def observe(self, stats: StepStats, model_name: str, engine: str) -> None:
@@ -265,6 +300,7 @@ class CompressionMetrics:
         labels = (model_name, engine)
         self.server.observe(stats, labels)
         self.events.observe(stats, labels)
+        self.reading.observe(stats, labels)
         self.kept_states.observe(stats, labels)
 
 

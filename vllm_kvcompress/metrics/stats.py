@@ -80,6 +80,8 @@ class StepStats:
         forgotten: kept states that are no more, by reason.
         reclaimable_blocks: blocks that the pressure trigger would gain from the running requests,
             if all of them were compressed now.
+        held_pages: pages per head of the decoding requests, where these read a part.
+        read_pages: of those, pages per head that a decode step reads.
     """
 
     events: list[EventRecord] = field(default_factory=list)
@@ -92,6 +94,8 @@ class StepStats:
     continued_tokens: int = 0
     forgotten: dict[str, int] = field(default_factory=dict)
     reclaimable_blocks: int = 0
+    held_pages: int = 0
+    read_pages: int = 0
 
     @property
     def compression_ratio(self) -> float:

@@ -84,11 +84,17 @@ class ReadRule:
             return -(-(num_pages * self.fraction.numerator) // self.fraction.denominator)
         return num_pages * 0 + -(-(self.tokens or 0) // block_size)
 
+    def read_pages(self, num_tokens: int, block_size: int) -> int:
+        """Pages that a head with so many tokens reads."""
+        num_pages = -(-num_tokens // block_size)
+        if num_tokens < self.min_tokens:
+            return num_pages
+        chosen: int = max(self.chosen_pages(num_pages, block_size), LEAST_PAGES)
+        return min(num_pages, chosen)
+
     def reads_less(self, num_tokens: int, block_size: int) -> bool:
         """Whether a head with so many tokens reads fewer pages than it has."""
-        num_pages = -(-num_tokens // block_size)
-        chosen: int = max(self.chosen_pages(num_pages, block_size), LEAST_PAGES)
-        return num_tokens >= self.min_tokens and chosen < num_pages
+        return self.read_pages(num_tokens, block_size) < -(-num_tokens // block_size)
 
     def most_pages(self, num_pages: int, block_size: int) -> int:
         """Most pages that any head with at most `num_pages` reads, shorter ones included."""

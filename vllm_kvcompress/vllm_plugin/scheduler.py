@@ -59,6 +59,7 @@ class CompressionMixin:
             return
         self.table = RequestTable(managers, compressed, self.kv_cache_manager.block_pool)
         self.spec = self.table.spec
+        self._read_rule = self.spec.settings.read_rule
         self._check_reuse()
         if switched_on():
             self.checks = SchedulerChecks(self.table, self.kv_cache_manager.block_pool)
@@ -95,6 +96,11 @@ class CompressionMixin:
         """One line at start-up: what is compressed, and what that means for capacity."""
         settings, rule, length = self.spec.settings, self.spec.rule, self.max_model_len
         pool_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
+        if settings.read is not None:
+            logger.info("Decode steps read a part of what is held (--kv-read %s).", settings.read)
+        if not settings.may_compress:
+            versions.warn_of_version(logger)
+            return
         logger.info(
             "KV cache compressed with %s, budget %s, trigger %s: a prompt of %d tokens holds %d of "
             "its %d blocks, and up to %d while it is read; %d blocks serve %.2f such requests at a "
@@ -314,8 +320,15 @@ class CompressionMixin:
             step.reclaimable_blocks = 0  # the step had been planned before the last one ended
         for request in self.running:
             ledger = self.table[request.request_id].ledger
+            resident = ledger.resident_tokens(request.num_computed_tokens)
             step.logical_tokens += request.num_computed_tokens
-            step.resident_tokens += ledger.resident_tokens(request.num_computed_tokens)
+            step.resident_tokens += resident
+            if (
+                self._read_rule is not None
+                and request.num_computed_tokens > request.num_prompt_tokens
+            ):
+                step.held_pages += -(-resident // self.spec.block_size)
+                step.read_pages += self._read_rule.read_pages(resident, self.spec.block_size)
         compat.attach_stats(stats, step.to_dict())
         return stats
 
