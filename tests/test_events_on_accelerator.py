@@ -54,11 +54,12 @@ def every_choice() -> list[tuple[str, dict[str, object]]]:
 
 
 def takes(policy: str, params: dict[str, str]) -> bool:
-    """Whether a policy is not refused with these; of those with a profile none is."""
-    if any(info.profile for info in describe(policy)):
+    """Whether a policy is not refused with these; asked without what reads a profile."""
+    base, *on_top = policy.split("+")
+    if policies()[base].profile:
         return True
     try:
-        resolve(policy, params)
+        resolve("+".join((base, *(n for n in on_top if not modifiers()[n].profile))), params)
     except ConfigError:
         return False
     return True

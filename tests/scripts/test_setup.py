@@ -289,5 +289,6 @@ def _other_python() -> tuple[str, str] | None:
         done = subprocess.run([*command, "-c", code], capture_output=True, text=True)
         if done.returncode == 0:
             version, _, interpreter = done.stdout.strip().partition(" ")
-            return version, interpreter
+            if f"python{version}" in names:  # pyenv's choice counts only where its shims come first
+                return version, interpreter
     return None
