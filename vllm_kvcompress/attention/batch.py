@@ -65,8 +65,6 @@ class ResidentBatch(BatchRows):
 
     def take(self, which: np.ndarray[Any, np.dtype[np.bool_]]) -> Self:
         """Those of the compressed requests that [R] says, without what else attention reads."""
-        if which.all():
-            return self
         index = np.flatnonzero(which)
         num_heads = self.page_table.shape[1] // len(self.rows)
         heads = (index[:, None] * num_heads + np.arange(num_heads)).ravel()

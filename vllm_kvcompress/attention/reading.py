@@ -59,12 +59,16 @@ class Reading:
         )
 
 
-def split(batch: ResidentBatch, starts: HostNumbers) -> tuple[ResidentBatch, ResidentBatch]:
-    """The requests of a batch with one query each, and the others.
+def split(
+    batch: ResidentBatch, starts: HostNumbers
+) -> tuple[ResidentBatch | None, ResidentBatch | None]:
+    """The requests of a batch with one query each, and the others; None: there are none.
 
     Args:
         batch: of a step.
         starts: [requests + 1] first token of every request of the step.
     """
     single = np.diff(starts)[batch.rows] == 1
-    return batch.take(single), batch.take(~single)
+    if single.all():
+        return batch, None
+    return (batch.take(single) if single.any() else None), batch.take(~single)

@@ -198,14 +198,14 @@ class CompressedBuilder:
             rule = CompressedBackend.compression.settings.read_rule
             if rule is not None:
                 readers, batch = split(batch, starts)
-                if len(readers.rows):
+                if readers is not None:
                     reading = Reading.of(readers, rule, self.kv_cache_spec.block_size)
                     part = self.per_head(reading.batch, metadata, common, starts, reading)
                     found.per_head.append(part)
             elif CompressedBackend.compression.takes_own_kernels(batch.seq_lens.shape[1]):
                 found.biased = query_batches(batch, starts)
                 return found
-            if len(batch.rows):
+            if batch is not None:
                 found.per_head.append(self.per_head(batch, metadata, common, starts))
         return found
 
