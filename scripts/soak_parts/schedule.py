@@ -72,7 +72,7 @@ class Schedule:
         room = setup.max_tokens - len(prompt)
         length = min(rng.expovariate(1 / setup.answer_tokens), LONGEST * setup.answer_tokens)
         if setup.storms and len(prompt) <= SHORT:
-            length = rng.uniform(1.5 * SHORT, 3 * SHORT)
+            length = rng.uniform(2 * SHORT, 5 * SHORT)
         ask = Ask(index, prompt, max_tokens=min(room, 1 + int(length)))
         ask.stream, ask.chat = rng.random() < 0.5, rng.random() < 0.15
         ask.xargs = self._xargs(setup, rng, len(prompt), shared)

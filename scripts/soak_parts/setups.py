@@ -85,7 +85,7 @@ class Setup:
 SETUPS = (
     Setup("prompt", "adakv", "prompt,decode:24", chooses=True, reuses=True),
     Setup(
-        "storm", "spans", num_blocks=48, max_tokens=640, chooses=True, concurrency=32, storms=True
+        "storm", "spans", num_blocks=40, max_tokens=640, chooses=True, concurrency=32, storms=True
     ),
     Setup("chunk", "snapkv", "chunk:96,decode:24", num_blocks=48, chooses=True),
     Setup("beyond", "adakv", "chunk:96,decode:24", num_blocks=32, max_tokens=1024, budget=0.2),
