@@ -33,26 +33,32 @@ def llama(model_directory: Path) -> str:
 @pytest.fixture(scope="session")
 def equal_keys(model_directory: Path) -> str:
     """A model whose key projections are zero: attention is the mean of all values."""
-    directory = model_directory / "equal-keys"
-    directory.mkdir()
-    path = tiny_models.build("llama", directory)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.weight.data.zero_()
-    model.save_pretrained(path)
-    return str(path)
+
+    def change(model: Any) -> None:
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.data.zero_()
+
+    return changed_llama(model_directory / "equal-keys", change)
 
 
 @pytest.fixture(scope="session")
 def no_padding(model_directory: Path) -> str:
     """Its padding token is no vector of zeros, for whose query all pages would be equally good."""
-    directory = model_directory / "no-padding"
+
+    def change(model: Any) -> None:
+        table = model.model.embed_tokens.weight.data
+        empty = (table == 0).all(dim=1)
+        table[empty] = table[~empty][: int(empty.sum())].flip(1)
+
+    return changed_llama(model_directory / "no-padding", change)
+
+
+def changed_llama(directory: Path, change: Callable[[Any], None]) -> str:
+    """The tiny Llama with other weights, in a directory of its own."""
     directory.mkdir()
     path = tiny_models.build("llama", directory)
     model = AutoModelForCausalLM.from_pretrained(path)
-    table = model.model.embed_tokens.weight.data
-    empty = (table == 0).all(dim=1)
-    table[empty] = table[~empty][: int(empty.sum())].flip(1)
+    change(model)
     model.save_pretrained(path)
     return str(path)
 
