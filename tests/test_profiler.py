@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from vllm_kvcompress.cli import profile
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.duoattention import DuoAttention
+from vllm_kvcompress.tools.model_folder import profile_beside
 from vllm_kvcompress.tools.profiler import (
     CHUNK_TOKENS,
     CONTENT_WORDS,
@@ -178,6 +180,25 @@ def test_headkv_files_fit_their_model(
     assert all(len(scores) == 2 for scores in rows.values())
     for policy in ("headkv", "spans+headkv"):
         resolve(policy, {}, out).bind(2, 2, 4, 16)
+
+
+def test_heads_go_where_auto_finds_them(
+    saved_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(saved_model, folder)
+    assert run_command(str(folder), "--kind", "headkv", "--length", "64", "--samples", "1") == 0
+    assert profile_beside(folder) == str(folder / "kv_heads.json")
+    assert len(json.loads((folder / "kv_heads.json").read_text())) == 8
+
+
+@pytest.mark.parametrize(
+    ("model", "kind"), [("some/name", "headkv"), ("here", "duoattention")]
+)
+def test_elsewhere_a_profile_needs_a_place(model: str, kind: str, tmp_path: Path) -> None:
+    name = str(tmp_path) if model == "here" else model
+    with pytest.raises(ConfigError, match="expected --out FILE"):
+        run_command(name, "--kind", kind)
 
 
 def test_duoattention_files_fit_their_model(saved_model: Path, tmp_path: Path) -> None:

@@ -32,6 +32,34 @@ def test_without_settings_the_command_is_the_users_own() -> None:
     assert read_request({}, None, ["m"]).command(PLUGIN) == ["serve", "m"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "found"),
+    [
+        ({"policy": "auto"}, ("spans+headkv", True)),
+        ({"policy": "spans"}, ("spans", False)),
+        ({"policy": "auto", "profile": "mine.json"}, ("spans+headkv", False)),
+    ],
+)
+@pytest.mark.parametrize("as_option", [False, True])
+def test_auto_finds_measured_heads_in_the_models_folder(
+    tmp_path: Path, flags: dict[str, str], found: tuple[str, bool], as_option: bool
+) -> None:
+    heads = tmp_path / "kv_heads.json"
+    heads.write_text("{}")
+    arguments = ["--model", str(tmp_path)] if as_option else [str(tmp_path)]
+    settings = read_request(flags, None, arguments).settings
+    assert settings is not None
+    policy, by_itself = found
+    assert settings.policy == policy
+    assert settings.profile == (str(heads) if by_itself else flags.get("profile"))
+
+
+def test_auto_without_measured_heads_is_the_policy_that_needs_none(tmp_path: Path) -> None:
+    settings = read_request({"policy": "auto"}, None, [str(tmp_path)]).settings
+    assert settings is not None
+    assert (settings.policy, settings.profile) == ("spans", None)
+
+
 def test_policy_none_serves_stock_vllm_whatever_yaml_says(tmp_path: Path) -> None:
     path = write(tmp_path, "kvcompress: {policy: snapkv, budget: 0.5}\nport: 80\n")
     command = read_request({"policy": "none"}, path, ["m"]).command(PLUGIN)

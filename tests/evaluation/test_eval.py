@@ -76,6 +76,21 @@ def test_a_profile_is_for_those_that_read_one(tmp_path: Path) -> None:
     assert [settings.get("profile") for settings in given] == [profile, None]
 
 
+def test_auto_finds_the_heads_in_the_models_folder(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    eval_command.add_options(parser)
+    headkv_file(tmp_path, 2, 4).rename(tmp_path / "kv_heads.json")
+    shutil.copy(Path(MODEL) / "config.json", tmp_path)
+    for name in Path(MODEL).glob("token*"):
+        shutil.copy(name, tmp_path)
+    asked = parser.parse_args([str(tmp_path), "--tasks", TASKS[0], "--out", "unused"])
+    plan = eval_command.plan_of(asked)
+    assert plan.setups[1].policy == PROFILED_POLICY
+    assert plan.params["profile"] == str(tmp_path / "kv_heads.json")
+    asked = parser.parse_args([MODEL, "--tasks", TASKS[0], "--out", "unused"])
+    assert eval_command.plan_of(asked).params["profile"] is None
+
+
 def test_what_compressed_nothing_is_no_advice() -> None:
     recommend.check_compressed([{"kept": 1.0}, {"kept": 0.9}])
     with pytest.raises(ConfigError, match=r"nothing was compressed.*--kv-min-tokens \(256\)"):

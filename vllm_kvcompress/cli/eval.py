@@ -14,6 +14,7 @@ from vllm_kvcompress.cli.vllm_command import json_or_text
 from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, DEFAULT_MIN_TOKENS
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.scheduling.budgets import parse_budget
+from vllm_kvcompress.tools.model_folder import profile_beside
 
 if TYPE_CHECKING:
     from vllm_kvcompress.tools.evaluation.runner import Plan
@@ -177,7 +178,10 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
             f"--concurrency {arguments.concurrency}: expected at least 1, and 1 with --base-url, "
             "since a server's metrics tell of one request at a time only."
         )
-    params: dict[str, Any] = {"trigger": arguments.kv_trigger, "profile": arguments.kv_profile}
+    profile = arguments.kv_profile
+    if profile is None and AUTO in arguments.policies:
+        profile = profile_beside(arguments.model)
+    params: dict[str, Any] = {"trigger": arguments.kv_trigger, "profile": profile}
     params["params"] = dict(map(policy_param, arguments.kv_param))
     if arguments.kv_min_tokens is not None:
         params["min_tokens"] = arguments.kv_min_tokens

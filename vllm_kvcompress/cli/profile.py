@@ -9,6 +9,7 @@ from typing import Any
 from vllm_kvcompress.config import AUTO
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.files import check_writable, named
+from vllm_kvcompress.tools.model_folder import MEASURED_HEADS
 
 
 def add_parser(subparsers: Any) -> None:
@@ -20,10 +21,10 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--kind", required=True, choices=("headkv", "duoattention"))
     parser.add_argument(
         "--out",
-        required=True,
         type=Path,
         metavar="FILE",
-        help="JSON (headkv) or TSV (duoattention, with a config.json beside it)",
+        help="JSON (headkv) or TSV (duoattention, with a config.json beside it); left out with "
+        f"headkv and a MODEL that is a directory: {MEASURED_HEADS} in it, where auto finds it",
     )
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt (1024)")
     parser.add_argument("--samples", type=int, default=16, help="prompts (16)")
@@ -46,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from vllm_kvcompress.tools import profiler
 
+    arguments.out = arguments.out or _beside_the_model(arguments)
     _check(arguments)
     check_writable(arguments.out)
     model, tokenizer = _load(arguments.model)
@@ -68,6 +70,17 @@ def run(arguments: argparse.Namespace) -> int:
         f"--kv-policy {policy} --kv-profile {arguments.out}"
     )
     return 0
+
+
+def _beside_the_model(arguments: argparse.Namespace) -> Path:
+    """Where a profile goes of which nobody said where."""
+    folder = Path(arguments.model)
+    if arguments.kind != "headkv" or not folder.is_dir():
+        raise ConfigError(
+            f"profile {arguments.model} --kind {arguments.kind}: expected --out FILE, which can "
+            "be left out with headkv and a model's directory only."
+        )
+    return folder / MEASURED_HEADS
 
 
 def _check(arguments: argparse.Namespace) -> None:

@@ -122,7 +122,7 @@ def _add_policy_options(group: argparse._ArgumentGroup) -> None:
         "--kv-profile",
         metavar="FILE",
         help="measured heads for auto and headkv, or pattern file for duoattention "
-        "(`vllm-kvcompress profile` makes one)",
+        "(`vllm-kvcompress profile` makes one; auto finds the one in the model's directory)",
     )
     group.add_argument(
         "--kv-min-tokens",
@@ -323,6 +323,8 @@ def _kept(settings: Settings) -> str:
     text = f"policy {settings.policy}, budget {settings.budget_text}, trigger {settings.trigger}"
     if isinstance(settings.budget, float):
         text += f"; a compressed prompt holds about {1 / settings.budget:.3g} times fewer blocks"
+    if settings.profile is not None:
+        text += f"; heads as measured in {settings.profile}"
     return text
 
 

@@ -16,9 +16,10 @@ from typing import Any
 
 import yaml
 
-from vllm_kvcompress.config import NO_POLICY, SETTINGS_KEY, Settings
+from vllm_kvcompress.config import AUTO, NO_POLICY, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.files import read_within
+from vllm_kvcompress.tools.model_folder import profile_beside
 
 _ADDITIONAL = "--additional-config"
 _MOST_YAML_BYTES = 2**20
@@ -99,12 +100,19 @@ def read_request(
         sections.append(_section(cli_additional.get(SETTINGS_KEY), _ADDITIONAL))
     additional.pop(SETTINGS_KEY, None)
     sections.append(_section(dotted.pop(SETTINGS_KEY, None), _ADDITIONAL))
-    settings = _settings([*sections, dict(flags)])
     arguments = _with_yaml(document, rest)
+    settings = _settings([*sections, dict(flags)], _model(arguments))
     return ServeRequest(settings, arguments, _deep_update(additional, dotted))
 
 
-def _settings(sections: list[dict[str, Any]]) -> Settings | None:
+def _model(arguments: Sequence[str]) -> str:
+    """The model that is served; empty where vLLM's default is."""
+    if arguments and not arguments[0].startswith("-"):
+        return arguments[0]
+    return (option_values(arguments, "--model") or [""])[-1]
+
+
+def _settings(sections: list[dict[str, Any]], model: str) -> Settings | None:
     """The settings from several sections, later ones over earlier ones; None for no policy."""
     merged: dict[str, Any] = {}
     for section in sections:
@@ -117,6 +125,8 @@ def _settings(sections: list[dict[str, Any]]) -> Settings | None:
         merged.setdefault("policy", NO_POLICY)
     elif not merged or (merged.get("policy") == NO_POLICY and not chosen_by_requests):
         return None
+    if merged.get("policy") == AUTO and merged.get("profile") is None:
+        merged["profile"] = profile_beside(model)
     return Settings.from_dict(merged)
 
 

