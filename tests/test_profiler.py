@@ -192,9 +192,7 @@ def test_heads_go_where_auto_finds_them(
     assert len(json.loads((folder / "kv_heads.json").read_text())) == 8
 
 
-@pytest.mark.parametrize(
-    ("model", "kind"), [("some/name", "headkv"), ("here", "duoattention")]
-)
+@pytest.mark.parametrize(("model", "kind"), [("some/name", "headkv"), ("here", "duoattention")])
 def test_elsewhere_a_profile_needs_a_place(model: str, kind: str, tmp_path: Path) -> None:
     name = str(tmp_path) if model == "here" else model
     with pytest.raises(ConfigError, match="expected --out FILE"):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.kernels.pooling import max_or_mean_pool
+from vllm_kvcompress.kernels.pooling import max_or_mean_pool, max_within
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
 from vllm_kvcompress.policies.leverage import Leverage, key_space, leverage
-from vllm_kvcompress.policies.parts.mass import (
-    check_kernel_size,
-    observed_mass,
-    pool_left_of_window,
-)
+from vllm_kvcompress.policies.parts.mass import check_kernel_size, left_of_window, observed_mass
 
 
 @dataclass(frozen=True)
@@ -23,11 +20,11 @@ class Spans(Policy):
     """The highest of three ranks: by many queries' attention, by few queries', and by the key.
 
     Many queries (H2O's sum) say what text goes on with, and miss what only the question asks for.
-    The last few (SnapKV's window) point at the first token of an answer, of which narrow pooling
-    then keeps a part. Where the question is still to come, neither knows of it; a key that no
-    others could stand for (leverage) may be what it asks for. These have no common scale, so each
-    is replaced by its rank in the head: a token stays if one of them puts it high. Max-pooling
-    keeps passages whole. Heads get the same budget, since ranks are alike in all.
+    The last few (SnapKV's window) point at the first token of an answer, which goes on from there:
+    the passage that is kept with it reaches further forward than back. Where the question is
+    still to come, neither knows of it; a key that no others could stand for (leverage) may be what
+    it asks for. These have no common scale, so each is replaced by its rank in the head: a token
+    stays if one of them puts it high. Heads get the same budget, since ranks are alike in all.
     """
 
     name = "spans"
@@ -42,8 +39,8 @@ class Spans(Policy):
     )
     stages = Stages(
         score="the highest of three ranks in the head: by the mean attention of the last "
-        "window_size queries; by that of the last near_size, max-pooled over kernel_size tokens; "
-        "by the key's leverage, max-pooled over key_kernel_size",
+        "window_size queries; by that of the last near_size, the highest of num_after tokens "
+        "before to num_before behind; by the key's leverage, max-pooled over key_kernel_size",
         protect="the first num_sinks tokens, and the last near_size",
         allocate="the same for every layer and head",
         select="highest score",
@@ -51,13 +48,13 @@ class Spans(Policy):
 
     window_size: int = parameter(256, "last queries observed", minimum=1)
     near_size: int = parameter(32, "last queries that also count alone, and are kept", minimum=1)
-    kernel_size: int = parameter(31, "width of their pooling over neighbours; odd", minimum=1)
+    num_after: int = parameter(39, "tokens that are kept behind one they look at", minimum=0)
+    num_before: int = parameter(7, "tokens that are kept before it", minimum=0)
     key_kernel_size: int = parameter(7, "width of the leverage's pooling; odd", minimum=1)
     num_sinks: int = parameter(4, "first tokens that are kept", minimum=0)
     keys: str = key_space()
 
     def __post_init__(self) -> None:
-        check_kernel_size(self.kernel_size)
         check_kernel_size(self.key_kernel_size, "key_kernel_size")
         if self.near_size > self.window_size:
             raise ConfigError(
@@ -82,7 +79,8 @@ class Spans(Policy):
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 ranks from 0 to n - 1."""
         last = replace(view, queries=view.queries[-self.near_size :])
-        near = pool_left_of_window(last, observed_mass(last), self.kernel_size, "max")
+        reach = partial(max_within, num_after=self.num_after, num_before=self.num_before)
+        near = left_of_window(last, observed_mass(last), reach, float("-inf"))
         alone = max_or_mean_pool(leverage(view, self.keys), self.key_kernel_size, "max")
         best = torch.maximum(ranks(view, observed_mass(view)), ranks(view, near))
         return torch.maximum(best, ranks(view, alone))

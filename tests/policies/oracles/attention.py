@@ -68,6 +68,16 @@ def pooled(head: Head, raw: Vector, kernel: int, how: str) -> Vector:
     return out
 
 
+def passages(head: Head, raw: Vector, num_after: int, num_before: int) -> Vector:
+    """A column left of the window is as high as the highest one whose passage it belongs to."""
+    left = max(0, head.size - max(0, len(head.queries) - head.num_tail))
+    out = list(raw)
+    for peak in range(left):
+        for j in range(max(0, peak - num_before), min(left, peak + num_after + 1)):
+            out[j] = max(out[j], raw[peak])
+    return out
+
+
 def value_norms(head: Head, how: str) -> Vector:
     out = []
     for value in head.values:

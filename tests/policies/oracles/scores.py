@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.policies.oracles.attention import mass, perturbation, pooled
+from tests.policies.oracles.attention import mass, passages, perturbation, pooled
 from tests.policies.oracles.heads import Head, Vector, norm
 from tests.policies.oracles.keys import expected, keydiff, leverage
 from tests.policies.oracles.links import LINKING
@@ -51,7 +51,7 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
 def higher_rank(head: Head, params: dict[str, Any]) -> Vector:
     """Spans: by all queries that are observed, by the last of them, pooled, or by the key."""
     last = replace(head, queries=head.queries[-params["near_size"] :])
-    rows = [mass(head), pooled(last, mass(last), params["kernel_size"], "max")]
+    rows = [mass(head), passages(last, mass(last), params["num_after"], params["num_before"])]
     bare = replace(head, queries=[])
     rows.append(pooled(bare, leverage(head, params["keys"]), params["key_kernel_size"], "max"))
     return [float(max(rank_of(j, row) for row in rows)) for j in range(head.size)]

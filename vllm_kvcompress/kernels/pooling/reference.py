@@ -6,6 +6,23 @@ from torch import Tensor
 from torch.nn import functional
 
 
+def max_within(scores: Tensor, num_after: int, num_before: int) -> Tensor:
+    """The highest score of which an entry is within reach.
+
+    Args:
+        scores: [H, n] fp32.
+        num_after: entries behind a score that it reaches.
+        num_before: entries before it.
+
+    Returns:
+        [H, n]: max of scores[:, i - num_after : i + num_before + 1]; beyond the ends there is none.
+    """
+    if scores.shape[1] == 0:
+        return scores
+    beyond = functional.pad(scores, (num_after, num_before), value=float("-inf"))
+    return functional.max_pool1d(beyond[None], num_after + num_before + 1, 1)[0]
+
+
 def max_or_mean_pool(scores: Tensor, kernel_size: int, mode: str) -> Tensor:
     """Same-length pooling over entries with stride 1.
 

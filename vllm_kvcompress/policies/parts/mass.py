@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -40,12 +43,19 @@ def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling:
     """
     if kernel_size <= 1:
         return raw
+    empty = float("-inf") if pooling == "max" else 0.0
+    pool = partial(max_or_mean_pool, kernel_size=kernel_size, mode=pooling)
+    return left_of_window(view, raw, pool, empty)
+
+
+def left_of_window(
+    view: LayerView, raw: Tensor, pool: Callable[[Tensor], Tensor], empty: float
+) -> Tensor:
+    """[H, n] pooled scores left of the window, which counts as empty there, and its own as is."""
     end = view.lengths + view.kv.tails.clamp_max(view.queries.shape[0])
     nth = torch.arange(view.num_entries, device=view.device)
     in_window = nth >= (end - view.queries.shape[0])[:, None]  # and padding
-    empty = float("-inf") if pooling == "max" else 0.0
-    pooled = max_or_mean_pool(raw.masked_fill(in_window, empty), kernel_size, pooling)
-    return torch.where(in_window, raw, pooled)
+    return torch.where(in_window, raw, pool(raw.masked_fill(in_window, empty)))
 
 
 def check_kernel_size(kernel_size: int, name: str = "kernel_size") -> None:
