@@ -29,6 +29,7 @@ from vllm_kvcompress.tools.evaluation.setups import FULL, Setup, setups_of, shar
 from vllm_kvcompress.tools.evaluation.summary import interval
 from vllm_kvcompress.tools.evaluation.turns import LATE, Asked, needles, requests, words
 from vllm_kvcompress.tools.files import append, make_folder
+from vllm_kvcompress.tools.model_folder import profile_beside
 
 ANEW, REUSE = "anew", "reuse"
 NEEDLES, TEXT = "needles", "text"
@@ -99,7 +100,9 @@ class Run:
         self.file = options.out / "rows.jsonl"
         lines = self.file.read_text().splitlines() if self.file.exists() else []
         self.rows: list[Row] = [json.loads(line) for line in lines]
-        self.setups = setups_of(options.policies.split(","), options.budgets, {})
+        self.profile = profile_beside(options.model)
+        policies = options.policies.split(",")
+        self.setups = setups_of(policies, options.budgets, {"profile": self.profile})
         self.groups = {task: self._groups(found) for task, found in self._items().items()}
 
     def _items(self) -> dict[str, list[Any]]:
@@ -141,7 +144,7 @@ class Run:
         with tqdm(total=missing, unit="group") as bar:
             for how, setups in plan:
                 trigger = f"prompt,decode:{self.options.tokens}" if how == REUSE else "prompt"
-                params = {"trigger": trigger, "reuse_conversations": how}
+                params = {"trigger": trigger, "reuse_conversations": how, "profile": self.profile}
                 for shared in shared_engines(setups, params):
                     if not (jobs := self.jobs(how, shared.setups)):
                         continue
