@@ -39,7 +39,7 @@ class Tab:
         command = {"id": self._number, "method": method, "params": parameters}
         self._connection.send(json.dumps(command))
         while True:
-            message = json.loads(self._connection.recv(timeout=60))
+            message = json.loads(self._connection.recv(timeout=300))
             if message.get("id") == self._number:
                 assert "error" not in message, message
                 result: dict[str, Any] = message["result"]
@@ -57,7 +57,7 @@ class Tab:
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
-    def wait_for(self, expression: str, seconds: float = 60) -> Any:
+    def wait_for(self, expression: str, seconds: float = 300) -> Any:
         """The expression's value as soon as it is true."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -93,7 +93,7 @@ def tab(folder: Path) -> Iterator[Tab]:
         [CHROMIUM, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not port_file.exists() or not port_file.read_text():
             assert time.monotonic() < deadline, "Chromium does not start"
             time.sleep(0.1)
@@ -104,4 +104,4 @@ def tab(folder: Path) -> Iterator[Tab]:
             yield Tab(connection)
     finally:
         browser.terminate()
-        browser.wait(30)
+        browser.wait(300)

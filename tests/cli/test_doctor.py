@@ -121,7 +121,7 @@ def test_says_what_serve_would_say(arguments: str, verdict: str, tmp_path: Path)
         [sys.executable, "-c", code, "doctor", str(model), *arguments.split()],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
         check=False,
     )
     assert verdict in done.stdout

@@ -19,7 +19,6 @@ import pytest
 from tests import failing_policy, tiny_models
 from tests.cli.server_process import OUR_SERVE, ROOT, starting, wait_until_healthy
 
-pytestmark = pytest.mark.timeout(1200)  # for a machine that others use
 SECONDS = 300  # vLLM looks every five; a slow machine takes longer to end
 ARGUMENTS = [
     *("serve", str(ROOT / "models" / "reference"), "--kv-policy", "auto", "--enforce-eager"),

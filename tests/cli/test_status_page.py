@@ -27,8 +27,6 @@ KEPT = BLOCKS // 4
 LAYERS, HEADS = 3, 2
 ENGINES = ("0", "1")
 
-pytestmark = pytest.mark.timeout(900)  # eight processes import vLLM before it serves
-
 
 def declared_plugins(folder: Path) -> Path:
     """The entry points that this commit declares, wherever the package was installed before."""
@@ -93,7 +91,7 @@ def counted(address: str) -> dict[str, float]:
 
 def events_by_engine(address: str, at_least: float = 0) -> list[float]:
     """What each engine has counted, as soon as all together have counted so many."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         counts = [scraped(address, engine)["kvcompress_events_total"] for engine in ENGINES]
         if sum(counts) >= at_least or time.monotonic() > deadline:
@@ -204,7 +202,7 @@ def test_a_streamed_conversation_goes_on(address: str) -> None:
     reply = say(address, second, stream=True)
     assert len(reply) == 8
     assert say(address, second, stream=False) == reply
-    names, deadline = ("conversations_continued", "continued_tokens"), time.monotonic() + 60
+    names, deadline = ("conversations_continued", "continued_tokens"), time.monotonic() + 300
     gained: list[float] = []
     while gained != [2, 2 * (PROMPT_TOKENS + 7)] and time.monotonic() < deadline:
         time.sleep(0.2)

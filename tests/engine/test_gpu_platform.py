@@ -26,7 +26,7 @@ def on_cuda(llama: str) -> dict[str, Any]:
     """See cuda_platform.py."""
     command = [sys.executable, "-m", "tests.engine.cuda_platform", llama]
     root = Path(__file__).parents[2]
-    output = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
+    output = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
     assert output.returncode == 0, output.stderr[-3000:]
     return json.loads(output.stdout.splitlines()[-1])
 

@@ -112,7 +112,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(page: str, tmp_path: Path) 
         [*command, "--dump-dom", frame.as_uri()],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     title = re.search("<title>(.*?)</title>", done.stdout)

@@ -57,7 +57,7 @@ def host() -> Iterator[subprocess.Popen[str]]:
     else:
         pytest.fail(f"the host ended with {process.wait()}")
     yield process
-    process.communicate(timeout=30)
+    process.communicate(timeout=300)
 
 
 @pytest.fixture(scope="session")

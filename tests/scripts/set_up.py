@@ -85,7 +85,7 @@ class Clone:
             env=self.variables(**variables),
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         assert done.stdout == ""
         return done

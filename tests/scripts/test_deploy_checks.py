@@ -29,7 +29,7 @@ def test_missing_packages_are_named(tmp_path: Path, check: str, packages: str) -
         env={"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 1

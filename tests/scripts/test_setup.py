@@ -133,7 +133,7 @@ def test_downloads_show_progress_on_a_terminal(tmp_path: Path) -> None:
         while chunk := _read(terminal):
             output += chunk
         os.close(terminal)
-        stdout, _ = process.communicate(timeout=120)
+        stdout, _ = process.communicate(timeout=600)
 
     text = output.decode()
     assert process.returncode == 0, text
@@ -208,7 +208,7 @@ def test_recovers_from_a_run_that_was_killed(tmp_path: Path) -> None:
 
     os.killpg(killed.pid, signal.SIGKILL)
     killed.communicate()
-    _, said = waiting.communicate(timeout=120)
+    _, said = waiting.communicate(timeout=600)
 
     assert waiting.returncode == 0, said
     assert "is incomplete" in said

@@ -12,7 +12,6 @@ from vllm_scenario_parts.columns import COLUMNS, IN_ENGINE, Column, Result, in_e
 from vllm_scenario_parts.scenario import Server, difference
 from vllm_scenarios import judged, table
 
-pytestmark = pytest.mark.timeout(1200)  # for a machine that others use
 STOCK, OFF, ALL, HALF = COLUMNS
 SERVED = (
     *(completions.prompt_logprobs, completions.several_choices, completions.usage_of_streams),
