@@ -11,7 +11,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "vllm_kvcompress"
 # Each imports those before it alone.
 ROOMS = (
-    *("errors", "scheduling", "config", "kernels", "policies", "cache", "attention"),
+    *("errors", "scheduling", "prompts", "config", "kernels", "policies", "cache", "attention"),
     *("compression", "metrics", "vllm_plugin", "tools", "cli"),
 )
 MOST_LINES = 400
