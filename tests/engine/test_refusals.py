@@ -92,25 +92,41 @@ def engine_config(model: str, settings: dict[str, Any] | None, **options: Any) -
         ({"pipeline_parallel_size": 2}, "pipeline parallelism.*use --tensor-parallel-size"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8.*use --kv-cache-dtype auto"),
         (
-            {
-                "speculative_config": {
-                    "method": "ngram",
-                    "num_speculative_tokens": 2,
-                    "prompt_lookup_max": 3,
-                }
-            },
-            "speculative decoding takes tokens back.*remove --speculative-config",
-        ),
-        (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "KV connectors transfer whole blocks.*remove --kv-transfer-config",
         ),
         ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager.*remove it"),
     ],
-    ids=["pooling", "pipeline", "fp8", "speculative", "connector", "no-hybrid"],
+    ids=["pooling", "pipeline", "fp8", "connector", "no-hybrid"],
 )
 def test_options_of_vllm(llama: str, options: dict[str, Any], reason: str) -> None:
     config = engine_config(llama, SETTINGS, **options)
+    with pytest.raises(UnsupportedError, match=reason):
+        check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "reason"),
+    [
+        ({}, {}, None),
+        ({}, {"speculative_config.method": "eagle"}, "with eagle: what drafts there.*method ngram"),
+        ({}, {"scheduler_config.async_scheduling": True}, "drafts.*add --no-async-scheduling"),
+        ({"trigger": "pressure:0.5"}, {}, "--kv-trigger pressure.*oldest of the queries.*decode:N"),
+        ({"read": "quest:0.25"}, {}, "--kv-read.*one query of a request.*remove one of the two"),
+    ],
+    ids=["ngram", "eagle", "asynchronous", "pressure", "read"],
+)
+def test_drafts(
+    llama: str, settings: dict[str, Any], changes: dict[str, Any], reason: str | None
+) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    config = engine_config(llama, {**SETTINGS, **settings}, speculative_config=drafts)
+    for path, value in changes.items():
+        part, name = path.split(".")
+        setattr(getattr(config, part), name, value)
+    if reason is None:
+        check_engine(config)
+        return
     with pytest.raises(UnsupportedError, match=reason):
         check_engine(config)
 

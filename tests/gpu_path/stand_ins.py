@@ -23,6 +23,7 @@ from vllm.v1.worker import gpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu import structured_outputs
 from vllm.v1.worker.gpu.sample import sampler
+from vllm.v1.worker.gpu.spec_decode import rejection_sampler
 
 from tests.live_bytes import LiveBytes
 
@@ -58,7 +59,7 @@ def replace_device(stock_backend: str) -> None:
     # Kernels that Triton's interpreter does not take; all that warming up masks is allowed.
     structured_outputs._apply_grammar_bitmask_kernel = mock.MagicMock()
     topk_topp_sampler.apply_top_k_top_p_triton = topk_topp_sampler.apply_top_k_top_p_pytorch
-    sampler.get_num_nans = lambda logits: logits.isnan().sum(-1, dtype=torch.int32)
+    sampler.get_num_nans = rejection_sampler.get_num_nans = _count_nans
     # Spawned, workers would know nothing of all this.
     multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("fork")
     torch.accelerator.synchronize = lambda *_: None
@@ -81,6 +82,10 @@ def replace_device(stock_backend: str) -> None:
             return start(*args)
 
     CompressionGPUWorker.take_our_attention = made_for_cuda
+
+
+def _count_nans(logits: torch.Tensor) -> torch.Tensor:
+    return logits.isnan().sum(-1, dtype=torch.int32)
 
 
 def _init_device(self: Any) -> None:

@@ -277,6 +277,7 @@ class PageTables:
         tails, size = self.tails, self.pool.block_size
         have = tails.num_pages[slots]
         missing = -(-num_tokens // size) - tails.first_block[slots] - have
+        missing = np.maximum(missing, 0)  # drafts that were taken back leave a page too many
         if not missing.any():
             return None
         self.version += 1

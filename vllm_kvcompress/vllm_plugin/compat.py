@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 from importlib.metadata import Distribution
 from typing import TYPE_CHECKING, Any
@@ -232,6 +233,22 @@ def attention_modules(worker: Any) -> list[Any]:
 
 
 # --- worker ------------------------------------------------------------------------------
+
+
+def worker_config(vllm_config: Any) -> Any:
+    """A worker's configuration: under speculative decoding without `RequestCheck`.
+
+    The API process checks; model runner V1 refuses all logits processors that are not vLLM's.
+    """
+    model = vllm_config.model_config
+    if vllm_config.speculative_config is None or not model.logits_processors:
+        return vllm_config
+    check = f"{_PACKAGE}.requests:RequestCheck"
+    others = [each for each in model.logits_processors if not str(each).startswith(check)]
+    changed = copy(vllm_config)
+    changed.model_config = copy(model)
+    changed.model_config.logits_processors = others
+    return changed
 
 
 def attach_report(output: Any, report: StepReport) -> None:

@@ -40,6 +40,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         _reasons_of_reading(settings),
         _reasons_of_caching(vllm_config, settings),
         _reasons_of_options(vllm_config),
+        _reasons_of_speculation(vllm_config, settings),
     )
     for reason in reasons:
         raise UnsupportedError(reason)
@@ -163,11 +164,6 @@ def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
             f"--kv-cache-dtype {config.cache_config.cache_dtype}: a quantized cache is not "
             f"supported by compression yet; use --kv-cache-dtype auto {_OFF}."
         )
-    if config.speculative_config is not None:
-        yield (
-            "speculative decoding takes tokens back, compression does not; remove "
-            f"--speculative-config {_OFF}."
-        )
     if parallel.use_ubatching:
         yield (
             "dual batch overlap runs a step's requests in two halves, while a plan is made for all "
@@ -177,4 +173,38 @@ def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
         yield (
             "--disable-hybrid-kv-cache-manager treats sliding-window layers as full attention, "
             f"so they cannot be told from the layers to compress; remove it {_OFF}."
+        )
+
+
+def _reasons_of_speculation(config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a sentence for everything that does not take tokens back, as drafts are.
+
+    Events do not: a step in which one happens has no drafts, which the scheduler knows ahead where
+    it knows each request's length.
+    """
+    speculation = config.speculative_config
+    if speculation is None:
+        return
+    if speculation.method != "ngram":
+        yield (
+            f"speculative decoding with {speculation.method}: what drafts there may have layers of "
+            "its own, which keep keys and values in the blocks that events free and run after the "
+            f"step, as often as there are drafts; use the method ngram, which has none, {_OFF}."
+        )
+    if config.scheduler_config.async_scheduling:
+        yield (
+            "speculative decoding with asynchronous scheduling: a step is planned before it is "
+            "known how many drafts of the last one stay, and with that where events happen; add "
+            f"--no-async-scheduling {_OFF}."
+        )
+    if settings.pressure_mark is not None:
+        yield (
+            "speculative decoding with --kv-trigger pressure: an event may come at any token, but "
+            "drafts that are taken back have overwritten the oldest of the queries that it looks "
+            "at; use the triggers prompt, chunk:N or decode:N, or remove --speculative-config."
+        )
+    if settings.read is not None:
+        yield (
+            "speculative decoding with --kv-read: what to read is chosen for one query of a "
+            "request, and drafts bring several; remove one of the two."
         )

@@ -182,7 +182,8 @@ class CompressionMixin:
         """Ends a prefill chunk at the next event position.
 
         Chunks that would run past it are those of resumed requests, whose generated tokens
-        are computed anew together with the prompt, and those of the chunk trigger.
+        are computed anew together with the prompt, and those of the chunk trigger. Drafts end
+        before it: they may be taken back, and an event cannot.
         """
         if self.table is None:
             return super()._mamba_block_aligned_split(
@@ -200,7 +201,10 @@ class CompressionMixin:
         position = ledger.rule.next_position(ledger.compress_at, start)
         if position is None:
             return num_new_tokens
-        return min(num_new_tokens, position - start)
+        room = position - start
+        if position > request.num_tokens:  # what leads there are drafts, but for the first
+            room = max(1, room - 1)
+        return min(num_new_tokens, room)
 
     def _get_local_prefix_cache_hit(self, request: Request, *args, **kwargs):
         """vLLM's, or a kept state: null blocks for what is compressed, since it is elsewhere.

@@ -26,7 +26,7 @@ class CompressionWorker:
     """
 
     def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
-        super().__init__(vllm_config, *args, **kwargs)
+        super().__init__(compat.worker_config(vllm_config), *args, **kwargs)
         self.compression: WorkerCompression | None = None
         self.last_event_seconds: list[tuple[str, float]] = []
         settings = check_engine(vllm_config)

@@ -1,0 +1,82 @@
+"""Speculative decoding: drafts are taken back, events happen only behind tokens that stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.engine.conftest import Run, request
+from tests.tiny_models import prompt
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.vllm_plugin.compat import plugin_options
+
+POLICIES = ("adakv+criticalkv", "h2o")
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
+NOTED = "tests.engine.test_speculation:note_drafts"
+CHECKED = {"KVCOMPRESS_CHECK": "1"}
+
+
+def note_drafts(report: dict[str, Any]) -> None:
+    """Reports how many drafts there were, and how many stayed; and where events happened."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    from vllm_kvcompress.vllm_plugin.request_table import RequestTable
+
+    report["drafts"], report["positions"] = [0, 0], []
+    count, plan = Scheduler.make_spec_decoding_stats, RequestTable.plan_event
+
+    def counting(self: Any, *args: Any, **given: Any) -> Any:
+        report["drafts"][0] += given["num_draft_tokens"]
+        report["drafts"][1] += given["num_accepted_tokens"]
+        return count(self, *args, **given)
+
+    def noting(self: Any, request_id: str, position: int) -> None:
+        former = len(self[request_id].unsent.events)
+        plan(self, request_id, position)
+        if len(self[request_id].unsent.events) > former:
+            report["positions"].append([request_id.rpartition("-")[0], position])
+
+    Scheduler.make_spec_decoding_stats, RequestTable.plan_event = counting, noting
+
+
+def requests() -> list[dict[str, Any]]:
+    """Of both policies; random models soon repeat themselves, which is what ngram guesses."""
+    return [
+        request(f"{policy}-{length}", prompt(length, seed), 120, xargs={"kv_policy": policy})
+        for policy in POLICIES
+        for seed, length in enumerate((700, 333))
+    ]
+
+
+def settings(trigger: str = "prompt", budget: float = 0.25) -> dict[str, Any]:
+    first, *others = POLICIES
+    return {"policy": first, "budget": budget, "trigger": trigger, "request_policies": others}
+
+
+@pytest.mark.parametrize("trigger", ["prompt", "chunk:128,decode:20"])
+def test_outputs_are_those_without_drafts(llama: str, run_engine: Run, trigger: str) -> None:
+    """Events at the same positions, of the same tokens; every token that follows is the same."""
+    given = {"settings": settings(trigger), "probes": [NOTED], "environment": CHECKED}
+    plain = run_engine(llama, [requests()], **given)
+    report = run_engine(llama, [requests()], speculative_config=NGRAM, **given)
+    drafted, accepted = report["drafts"]
+    assert 0 < accepted < drafted
+    assert sorted(report["positions"]) == sorted(plain["positions"])
+    ends = {position for name, position in report["positions"] if name.endswith("-700")}
+    assert 700 in ends
+    assert (min(ends) < 700 < max(ends)) == (trigger != "prompt")
+    for name, expected in plain["outputs"].items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name
+
+
+def test_budget_one_is_stock_vllm(llama: str, run_engine: Run) -> None:
+    """With the options that `serve` passes; vLLM refuses logits processors beside drafts."""
+    check = plugin_options(Settings.from_dict(settings()))["logits_processors"]
+    given = {"speculative_config": NGRAM, "probes": [NOTED]}
+    stock = run_engine(llama, [requests()], **given)
+    ours = {"settings": settings(budget=1.0), "logits_processors": [check]}
+    report = run_engine(llama, [requests()], **ours, **given)
+    assert report["drafts"] == stock["drafts"]
+    for name, expected in stock["outputs"].items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name
