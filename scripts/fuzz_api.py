@@ -18,7 +18,10 @@ import urllib.request
 from collections import Counter
 from typing import Any
 
-OURS = ("kv_policy", "kv_budget", "kv_context_tokens", "kv_x", "kv_transfer_params", "other")
+OURS = (
+    *("kv_policy", "kv_budget", "kv_read", "kv_context_tokens", "kv_x", "kv_transfer_params"),
+    "other",
+)
 FIELDS = (
     *("messages", "max_tokens", "temperature", "top_p", "n", "stop", "logprobs", "top_logprobs"),
     *("stream", "seed", "tools", "tool_choice", "response_format", "cache_salt", "priority"),

@@ -14,7 +14,13 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.cli import serve
-from vllm_kvcompress.config import CONTEXT_TOKENS, REQUEST_BUDGET, REQUEST_POLICY, Settings
+from vllm_kvcompress.config import (
+    CONTEXT_TOKENS,
+    REQUEST_BUDGET,
+    REQUEST_POLICY,
+    REQUEST_READ,
+    Settings,
+)
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.requests import RequestCheck
@@ -24,11 +30,13 @@ HUGE = 10**400
 KEYS = (
     *("policy", "budget", "trigger", "params", "profile", "min_tokens", "request_policies"),
     *("min_request_budget", "max_request_budget", "reuse_contexts", "attention"),
+    *("read", "read_min_tokens", "min_request_read"),
 )
 FLAGS = (
     *("--kv-policy", "--kv-budget", "--kv-trigger", "--kv-param", "--kv-profile"),
     *("--kv-min-tokens", "--kv-allow-request-policies", "--kv-min-request-budget"),
     *("--kv-max-request-budget", "--kv-attention", "--config"),
+    *("--kv-read", "--kv-read-min-tokens", "--kv-min-request-read"),
 )
 ODD = st.one_of(
     st.none(),
@@ -111,14 +119,19 @@ def test_files_that_are_no_settings(tmp_path: Path, text: str) -> None:
         serve.sort_out(*serve.parse_options(["m", "--config", str(path)]))
 
 
-XARGS = (CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET, "kv_transfer_params")
+XARGS = (CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET, REQUEST_READ, "kv_transfer_params")
 
 
 class OwnCheck(RequestCheck):
     """Of a server that lets requests choose."""
 
     settings = Settings(
-        "snapkv", request_policies=("keydiff",), min_request_budget=0.1, max_request_budget=0.5
+        "snapkv",
+        request_policies=("keydiff",),
+        min_request_budget=0.1,
+        max_request_budget=0.5,
+        read="quest:0.5",
+        min_request_read=0.25,
     )
 
 
@@ -127,6 +140,7 @@ class OwnCheck(RequestCheck):
 @example({CONTEXT_TOKENS: float("inf")})
 @example({CONTEXT_TOKENS: HUGE})
 @example({REQUEST_BUDGET: HUGE})
+@example({REQUEST_READ: HUGE})
 def test_requests(xargs: dict[str, Any]) -> None:
     """What is taken is within the limits; all else is a ValueError, which vLLM makes a 400 of."""
     for check in (RequestCheck, OwnCheck):
@@ -142,9 +156,11 @@ def test_requests(xargs: dict[str, Any]) -> None:
         if check is RequestCheck:
             assert xargs.get(REQUEST_POLICY) is None
             assert xargs.get(REQUEST_BUDGET) is None
+            assert xargs.get(REQUEST_READ) is None
         else:
             assert xargs.get(REQUEST_POLICY) in (None, "snapkv", "keydiff")
             assert xargs.get(REQUEST_BUDGET) is None or 0.1 <= xargs[REQUEST_BUDGET] <= 0.5
+            assert xargs.get(REQUEST_READ) is None or 0.25 <= xargs[REQUEST_READ] <= 1
 
 
 @pytest.mark.parametrize("key", ["kv_" + "x" * 1_000_000, "kv_\x00", "kv_"])

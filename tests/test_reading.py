@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_kvcompress.attention.batch import ResidentBatch
+from vllm_kvcompress.attention.reading import Readers
 from vllm_kvcompress.cache.page_bounds import PageBounds, bytes_beside
+from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.kernels.page_choice import choose_pages
+from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products
+from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
 
@@ -22,37 +28,85 @@ from vllm_kvcompress.scheduling.read_rule import ReadRule
     num_tokens=st.integers(1, 20_000),
     block_size=st.sampled_from([16, 32, 128]),
     min_tokens=st.integers(0, 3000),
+    always=st.sampled_from(["quest:0.5", "longcache:global=40,local=100"]),
 )
 def test_a_fraction_is_of_the_pages(
-    thousandths: int, num_tokens: int, block_size: int, min_tokens: int
+    thousandths: int, num_tokens: int, block_size: int, min_tokens: int, always: str
 ) -> None:
-    rule = ReadRule.parse(f"quest:{thousandths / 1000}", min_tokens)
+    """The number of pages, and from how many tokens on a head reads fewer than it has."""
+    rule = ReadRule.parse(always, min_tokens).reading(thousandths / 1000)
     pages = math.ceil(num_tokens / block_size)
-    wanted = max(2, -(-pages * thousandths // 1000))
-    assert max(2, rule.chosen_pages(pages, block_size)) == wanted
-    assert rule.reads_less(num_tokens, block_size) == (num_tokens >= min_tokens and wanted < pages)
-    read = wanted if rule.reads_less(num_tokens, block_size) else pages
+    least = 2
+    if always != "quest:0.5":
+        least = math.ceil(40 / block_size) + math.ceil(100 / block_size) + 1
+    wanted = max(least, -(-pages * thousandths // 1000))
+    read = pages if num_tokens < min_tokens else min(pages, wanted)
+    assert rule.read_pages(num_tokens, block_size) == read
+    assert (num_tokens >= rule.reads_less_from(block_size)) == (read < pages)
     for longer in (pages, pages + 7):  # a table that is wider than this head
         assert read <= rule.most_pages(longer, block_size) <= longer
     numbers = torch.tensor([pages], dtype=torch.int32)
-    assert rule.chosen_pages(numbers, block_size).tolist() == [-(-pages * thousandths // 1000)]
+    chosen = rule.share(block_size).of(numbers)
+    assert chosen.tolist() == [-(-pages * thousandths // 1000)]
 
 
 def test_tokens_are_whole_pages() -> None:
     rule = ReadRule.parse("quest:2048,group=mean")
     assert (rule.group, rule.min_tokens) == ("mean", 128)
-    assert rule.chosen_pages(1000, 32) == 64
-    assert rule.chosen_pages(torch.tensor([1000, 3]), 32).tolist() == [64, 64]
-    assert not rule.reads_less(2048, 32)
-    assert rule.reads_less(2049, 32)
+    assert rule.read_pages(32_000, 32) == 64
+    assert rule.share(32).of(torch.tensor([1000, 3])).tolist() == [64, 64]
+    assert rule.reads_less_from(32) == 2049
+
+
+def test_longcache_reads_the_first_the_last_and_some_spans() -> None:
+    rule = ReadRule.parse("longcache:local=96,top=5,score=keys", 0)
+    assert (rule.num_first(32), rule.num_last(32), rule.read_pages(32_000, 32)) == (1, 3, 9)
+    assert rule.score == "keys"
+    assert ReadRule.parse("longcache").read_pages(32_000, 32) == 1 + 128 + 64
+    assert ReadRule.parse("longcache").read_pages(32_000, 128) == math.ceil((32 + 6144) / 128)
 
 
 @pytest.mark.parametrize(
-    "text", ["quest", "quest:", "quest:0", "quest:-1", "quest:1.5", "quest:nan", "quest:0.5,x=1"]
+    "text",
+    [
+        *("quest", "quest:", "quest:0", "quest:-1", "quest:1.5", "quest:nan", "quest:0.5,x=1"),
+        *("quest:0.5,top=4", "quest:0.5,group=all", "longcache:0.25", "longcache:top=0"),
+        *("longcache:local=-1", "longcache:top=64,score=exact"),
+    ],
 )
 def test_what_cannot_work_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="quest"):
+    with pytest.raises(ConfigError, match=r"quest:0\.25|fraction"):
         ReadRule.parse(text)
+
+
+def reads_of_requests(**limits: Any) -> Settings:
+    return Settings.from_dict({"policy": "none", "read": "quest:0.25,group=mean", **limits})
+
+
+def test_requests_choose_within_the_limit() -> None:
+    found = reads_of_requests(min_request_read=0.125)
+    assert Settings.from_dict(found.to_dict()) == found
+    for read in (0.125, 0.5, 1.0):
+        rule = found.request_read_rule(read)
+        assert rule == ReadRule.parse(f"quest:{read},group=mean")
+    assert found.request_read_rule(None) == found.read_rule
+    with pytest.raises(ConfigError, match=r"from 0\.125 to 1\.0"):
+        found.request_read_rule(0.1)
+
+
+@pytest.mark.parametrize("settings", [{"read": None}, {}])
+def test_requests_choose_only_where_the_operator_says(settings: dict[str, Any]) -> None:
+    found = reads_of_requests(**settings)
+    with pytest.raises(ConfigError, match="lets no request choose how much"):
+        found.request_read_rule(0.5)
+
+
+@pytest.mark.parametrize("limit", [{"min_request_read": bad} for bad in (0, 1.5, "x", True)])
+def test_limits_are_fractions(limit: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="fraction above 0"):
+        reads_of_requests(**limit)
+    with pytest.raises(ConfigError, match="beside read"):
+        Settings.from_dict({"policy": "snapkv", "min_request_read": 0.5})
 
 
 def test_settings_carry_it() -> None:
@@ -66,46 +120,118 @@ def test_settings_carry_it() -> None:
         Settings.from_dict({"policy": "snapkv", "read_min_tokens": 512})
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data(), group=st.sampled_from(["max", "mean"]))
-def test_pages_with_the_highest_bounds_are_read(data: st.DataObject, group: str) -> None:
-    """Bounds, choice and order against loops over pages, queries and elements."""
-    num_heads, size, head_size, num_queries = 2, 4, 3, 2
-    torch.manual_seed(data.draw(st.integers(0, 9999)))
-    pool = InterleavedPagePool(
-        pages=torch.randn(40, 2 * size * head_size),
-        pages_per_block=num_heads,
+HEADS, SIZE, HEAD_SIZE = 2, 4, 3
+
+
+def small_pool(num_pages: int = 40) -> InterleavedPagePool:
+    return InterleavedPagePool(
+        pages=torch.randn(num_pages, 2 * SIZE * HEAD_SIZE),
+        pages_per_block=HEADS,
         layer_offsets=torch.zeros(1, dtype=torch.int64),
-        num_heads=num_heads,
-        block_size=size,
-        head_size=head_size,
+        num_heads=HEADS,
+        block_size=SIZE,
+        head_size=HEAD_SIZE,
     )
+
+
+def products(keys: list[list[float]], query: list[float], score: str) -> float:
+    """A page's highest product with a query, or the bound on it."""
+    if score == "keys":
+        return max(sum(q * k for q, k in zip(query, key, strict=True)) for key in keys)
+    return sum(max(q * key[at] for key in keys) for at, q in enumerate(query))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    group=st.sampled_from(["max", "mean"]),
+    score=st.sampled_from(["bounds", "keys"]),
+    equal=st.booleans(),
+)
+def test_pages_with_the_highest_scores_are_read(
+    data: st.DataObject, group: str, score: str, equal: bool
+) -> None:
+    """Scores, choice and order against loops over pages, queries and elements.
+
+    Of equally good pages, as where queries are zero, the later ones are read.
+    """
+    torch.manual_seed(data.draw(st.integers(0, 9999)))
+    pool = small_pool()
     bounds = PageBounds(pool)
     bounds.fill_blocks(0, torch.arange(20))
     counts = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=4))
     width = max(counts) + data.draw(st.integers(0, 3))
     table = torch.stack([torch.randperm(40)[:width] for _ in counts]).to(torch.int32)
-    read = [data.draw(st.integers(1, count)) for count in counts]
-    queries = torch.randn(len(counts), num_queries, head_size)
-    most = data.draw(st.integers(max(read), width))
-    found = choose_pages(
-        queries, bounds.bounds, table, torch.tensor(counts), torch.tensor(read), most, group
-    )
-    assert found.shape == (len(counts), most)
+    first, last = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2))
+    read = [data.draw(st.integers(min(first + last, count), count)) for count in counts]
+    queries = torch.zeros if equal else torch.randn
+    asked = queries(len(counts), 2, HEAD_SIZE)
+    choice = Choice(data.draw(st.integers(max(read), width)), first, last, group == "mean")
+    pages = (table, torch.tensor(counts), torch.tensor(read), choice)
+    if score == "keys":
+        found = highest_products(asked, pool.keys, *pages)
+    else:
+        found = choose_pages(asked, bounds.bounds, *pages)
+    assert found.shape == (len(counts), choice.most)
     for row, (count, number) in enumerate(zip(counts, read, strict=True)):
         scores = []
-        for page in table[row, : count - 1].tolist():
-            keys = pool.pages[page].view(size, 2 * head_size)[:, :head_size]
-            by_query = []
-            for query in queries[row].tolist():
-                total = 0.0
-                for element, number_of in enumerate(query):
-                    total += max(number_of * float(key[element]) for key in keys)
-                by_query.append(total)
-            scores.append(max(by_query) if group == "max" else sum(by_query) / num_queries)
-        best = sorted(range(count - 1), key=lambda page: -scores[page])[: number - 1]
-        expected = [int(table[row, page]) for page in (*sorted(best), count - 1)]
-        assert found[row, :number].tolist() == expected
+        for nth, page in enumerate(table[row, :count].tolist()):
+            keys = pool.keys(torch.tensor(page)).tolist()
+            by_query = [products(keys, query, score) for query in asked[row].tolist()]
+            joined = max(by_query) if group == "max" else sum(by_query) / 2
+            scores.append(math.inf if nth < first or nth >= count - last else joined)
+        best = sorted(range(count), key=lambda page: (scores[page], page))[count - number :]
+        assert found[row, :number].tolist() == [int(table[row, page]) for page in sorted(best)]
+
+
+def readers(rule: str = "quest:0.25") -> Readers:
+    return Readers(ReadRule.parse(rule, 0), PageTables(small_pool()))
+
+
+def own(found: Readers, part: float) -> ReadPlan:
+    return ReadPlan(found.rule.reading(part), 2)
+
+
+def test_requests_are_looked_up_once() -> None:
+    """A page table from the length on at which a request reads less; never for what it asks for."""
+    found, names = readers(), ["a", "b", "c"]
+    found.tell({"b": own(found, 1.0), "c": own(found, 0.75), "a": ReadPlan(found.rule, 9)})
+    queries, size = np.ones(3, dtype=np.int64), SIZE
+    found.admit(names, np.array([2 * size, 90, 3 * size]), queries)
+    assert set(found.tables.slots) == set()
+    found.admit(names, np.array([2 * size + 1, 90, 3 * size + 1]), np.array([1, 1, 2]))
+    assert set(found.tables.slots) == set()  # a's last prompt token, and two of c's
+    found.admit(names, np.array([2 * size + 2, 90, 3 * size + 1]), np.array([1, 1, 2]))
+    assert set(found.tables.slots) == {"a"}
+    looked_up = found._starts
+    found.admit(names, np.array([2 * size + 3, 91, 3 * size + 2]), queries)
+    assert set(found.tables.slots) == {"a", "c"}
+    assert found._starts is looked_up
+    found.forget("b")
+    found.tables.release("a")
+    found.admit(["b", "a"], np.array([99, 99]), queries[:2])
+    assert set(found.tables.slots) == {"a", "b", "c"}
+
+
+def test_requests_of_one_step_read_different_parts() -> None:
+    """Of 12 pages a quarter, all and a half, in that order; some of 5 as many."""
+    found = readers()
+    found.tell({"b": own(found, 1.0), "c": own(found, 0.5)})
+    lengths = torch.tensor([[46, 46, 17, 17, 46, 18]], dtype=torch.int32)
+    rows = np.arange(3)
+    batch = ResidentBatch(
+        *(rows, rows[:0], rows),
+        *(torch.from_numpy(each) for each in (rows, rows[:0], rows)),
+        page_table=torch.arange(6 * 12, dtype=torch.int32).view(1, 6, 12),
+        seq_lens=lengths,
+        same_in_all_layers=False,
+    )
+    found.admit(["a", "b", "c"], np.full(3, 46), np.ones(3, dtype=np.int64))
+    reading = found.reading(batch)
+    assert reading.num_read.tolist() == [[3, 3, 5, 5, 6, 3]]
+    assert reading.choice.most == 12
+    dropped = torch.tensor([[9, 9, 0, 0, 6, 2]])
+    assert torch.equal(reading.batch.seq_lens, lengths - dropped * SIZE)
 
 
 def test_bounds_take_their_share_of_memory() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.scheduling.budgets import MOST_TOKENS, parse_budget
-from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.scheduling.read_rule import ReadRule, check_reading, request_rule
 from vllm_kvcompress.scheduling.rule import CompressionRule
 from vllm_kvcompress.scheduling.triggers import TRIGGER_HELP, Trigger, parse_triggers
 
@@ -25,9 +25,10 @@ NO_POLICY = "none"
 AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
 DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
 PROFILED_POLICY = "spans+headkv"  # instead, where heads were measured
-CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs, like the next two
+CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs, like the next three
 REQUEST_POLICY = "kv_policy"
 REQUEST_BUDGET = "kv_budget"
+REQUEST_READ = "kv_read"
 DEFAULT_BUDGET = 0.5  # half of each prompt, until quality on language says what else
 CONVERSATIONS = ("reuse", "anew", "auto")  # how one goes on from turn to turn
 ATTENTION_KERNELS = ("auto", "flash", "triton", "own")
@@ -66,6 +67,7 @@ class Settings:
             sees fit.
         read: how much of what is held a decode step reads, such as quest:0.25; None: everything.
         read_min_tokens: heads with fewer tokens read everything; None: the default.
+        min_request_read: fraction from which on up to 1 a request may ask for; None: none may.
     """
 
     policy: str
@@ -82,6 +84,7 @@ class Settings:
     attention: str = "auto"
     read: str | None = None
     read_min_tokens: int | None = None
+    min_request_read: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -107,7 +110,7 @@ class Settings:
             )
         _check_params(self.params)
         self._check_request_limits()
-        self._check_read()
+        check_reading(self.read, self.read_min_tokens, self.min_request_read)
         if not isinstance(self.reuse_contexts, bool):
             raise ConfigError(
                 f"reuse_contexts: expected true or false, found {self.reuse_contexts!r}."
@@ -126,16 +129,6 @@ class Settings:
     def _named(self, policy: str) -> str:
         """The policy that a request asks for; a profile is that of the server's own."""
         return named_policy(policy, self.profile if self.policy == PROFILED_POLICY else None)
-
-    def _check_read(self) -> None:
-        least = self.read_min_tokens
-        if least is not None and (self.read is None or not _is_count(least)):
-            raise ConfigError(
-                f"read_min_tokens: expected a number of tokens, at least 0, beside read, found "
-                f"{least!r} beside {self.read!r}; leave it out, or add read: quest:0.25."
-            )
-        if self.read is not None:
-            ReadRule.parse(self.read, least)
 
     def _check_request_limits(self) -> None:
         bounds = (self.min_request_budget, self.max_request_budget)
@@ -158,7 +151,8 @@ class Settings:
             values: `policy`, and optionally `budget`, `trigger` (text or a list), `params`,
                 `profile`, `min_tokens`, `request_policies` (text or a list) and
                 `min_request_budget` with `max_request_budget`, `reuse_contexts`,
-                `reuse_conversations`, `attention`, `read` and `read_min_tokens`.
+                `reuse_conversations`, `attention`, `read`, `read_min_tokens` and
+                `min_request_read`.
 
         Raises:
             ConfigError: an unknown or missing key, or a value that cannot work.
@@ -213,15 +207,20 @@ class Settings:
             values["reuse_conversations"] = self.reuse_conversations
         if self.attention != "auto":
             values["attention"] = self.attention
-        for key, value in (("read", self.read), ("read_min_tokens", self.read_min_tokens)):
-            if value is not None:
-                values[key] = value
+        for key in ("read", "read_min_tokens", "min_request_read"):
+            if getattr(self, key) is not None:
+                values[key] = getattr(self, key)
         return values
 
     @property
     def read_rule(self) -> ReadRule | None:
         """How much decode steps read; None: everything."""
         return None if self.read is None else ReadRule.parse(self.read, self.read_min_tokens)
+
+    def request_read_rule(self, read: float | None) -> ReadRule | None:
+        """As `read_rule`, of a request that may ask for a part; ConfigError: it may not."""
+        rule = self.read_rule
+        return rule if read is None else request_rule(rule, read, self.min_request_read)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -359,7 +358,7 @@ _KEYS = frozenset(
     {
         *("policy", "budget", "trigger", "params", "profile", "min_tokens"),
         *("request_policies", "min_request_budget", "max_request_budget", "reuse_contexts"),
-        *("reuse_conversations", "attention", "read", "read_min_tokens"),
+        *("reuse_conversations", "attention", "read", "read_min_tokens", "min_request_read"),
     }
 )
 

@@ -101,37 +101,66 @@ class KeptTokensDecoder:
 
 
 class PagesDecoder(KeptTokensDecoder):
-    """One whose heads read the last of their pages and, of the others, those with high bounds.
+    """One whose heads read their first and last pages and, of the others, those with high scores.
 
     Args:
         part: of its pages that a head reads.
-        group: max or mean of the bounds of the query heads that share a head.
+        number: pages that a head reads instead.
+        group: max or mean of the scores of the query heads that share a head.
+        score: bounds on products with a page's keys, or the highest of these (keys).
+        always: pages at the beginning and at the end that are read whatever their scores are.
         shortest: heads with fewer tokens read everything.
+
+    Attributes:
+        closest: least difference between a page that was read and one that was not, as a part of
+            the former's score. Where it is that of rounding the engine may say otherwise.
     """
 
-    def __init__(self, *args: Any, part: float, group: str = "max", shortest: int = 128) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        part: float = 1.0,
+        number: int | None = None,
+        group: str = "max",
+        score: str = "bounds",
+        always: tuple[int, int] = (0, 1),
+        shortest: int = 128,
+    ) -> None:
         super().__init__(*args)
-        self.part, self.group, self.shortest = part, group, shortest
+        self.part, self.number, self.group, self.score = part, number, group, score
+        self.always, self.shortest = always, shortest
+        self.closest = math.inf
 
     def read(self, queries: list[Tensor], keys: Tensor) -> list[int]:
         """Pages are 32 tokens each, in their order."""
         pages = [list(range(at, min(at + BLOCK, len(keys)))) for at in range(0, len(keys), BLOCK)]
-        number = max(2, math.ceil(self.part * len(pages) - 1e-9))
+        first, last = self.always
+        number = self.number or max(2, math.ceil(self.part * len(pages) - 1e-9))
         if len(keys) < self.shortest or number >= len(pages):
             return super().read(queries, keys)
         numbers, asked = keys.tolist(), [query.tolist() for query in queries]
-        bounds = []
-        for page in pages[:-1]:
+        scores: dict[int, float] = {}
+        for nth in range(first, len(pages) - last):
             by_query = []
             for query in asked:
+                if self.score == "keys":
+                    by_query.append(max(_product(query, numbers[token]) for token in pages[nth]))
+                    continue
                 total = 0.0
                 for element, wanted in enumerate(query):
-                    total += max(wanted * numbers[token][element] for token in page)
+                    total += max(wanted * numbers[token][element] for token in pages[nth])
                 by_query.append(total)
-            joined = max(by_query) if self.group == "max" else sum(by_query) / len(by_query)
-            bounds.append(joined)
-        best = sorted(range(len(bounds)), key=lambda page: -bounds[page])[: number - 1]
-        return [token for page in sorted([*best, len(pages) - 1]) for token in pages[page]]
+            scores[nth] = max(by_query) if self.group == "max" else sum(by_query) / len(by_query)
+        order = sorted(scores, key=lambda page: -scores[page])
+        room = number - first - last
+        lowest, next_one = scores[order[room - 1]], scores[order[room]]
+        self.closest = min(self.closest, (lowest - next_one) / abs(lowest))
+        ends = [*range(first), *range(len(pages) - last, len(pages))]
+        return [token for page in sorted([*order[:room], *ends]) for token in pages[page]]
+
+
+def _product(query: list[float], key: list[float]) -> float:
+    return sum(wanted * number for wanted, number in zip(query, key, strict=True))
 
 
 def _corrected(output: Tensor, logits: Tensor, query: Tensor, keys: Tensor, values: Tensor):

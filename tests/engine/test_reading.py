@@ -11,11 +11,19 @@ from tests.engine.oracle import BLOCK, PagesDecoder, follow, kept_positions
 from tests.tiny_models import prompt
 
 LAYERS, HEADS = 3, 2
+CLEAR = 3e-5  # the least difference of scores that rounding does not turn around
+LONG = prompt(500, seed=21)
 
 
 def everything(tokens: list[int]) -> list[list[list[int]]]:
     """Kept by every head of a request that is not compressed."""
     return [[list(range(len(tokens) // BLOCK * BLOCK))] * HEADS] * LAYERS
+
+
+def check_reading(decoder: PagesDecoder, output: dict[str, Any]) -> None:
+    """As `follow`; and the choices are clear, or another machine would choose other pages."""
+    follow(decoder, output)
+    assert decoder.closest > CLEAR
 
 
 def decoder(no_padding: str, tokens: list[int], kept: list, **how: Any) -> PagesDecoder:
@@ -24,25 +32,48 @@ def decoder(no_padding: str, tokens: list[int], kept: list, **how: Any) -> Pages
 
 @pytest.fixture(scope="module")
 def whole(no_padding: str, run_engine: Run) -> dict[str, Any]:
-    """Whole requests that read a quarter, some longer and some shorter than it takes."""
+    """Whole requests that read a quarter, some longer and some shorter than it takes.
+
+    Beside them those that ask for a half, or for everything.
+    """
+    half, all_of_it = {"kv_read": 0.5}, {"kv_read": 1}
     batch = [
-        request("long", prompt(500, seed=1), 40),
-        request("middle", prompt(321, seed=2), 40, at_step=1),
+        request("long", LONG, 24),
+        request("middle", prompt(321, seed=12), 40, at_step=1),
         request("short", prompt(60, seed=3), 40, at_step=2),
-        request("late", prompt(290, seed=4), 20, at_step=12),
+        request("half", prompt(321, seed=12), 16, at_step=3, xargs=half),
+        request("all", prompt(290, seed=10), 16, at_step=4, xargs=all_of_it),
+        request("late", prompt(290, seed=10), 20, at_step=12),
     ]
-    again = [request("hit", [*prompt(500, seed=1), *prompt(30, seed=5)], 20)]
-    settings = {"policy": "none", "read": "quest:0.25"}
+    again = [request("hit", [*LONG, *prompt(30, seed=1)], 20)]
+    settings = {"policy": "none", "read": "quest:0.25", "min_request_read": 0.2}
     return run_engine(no_padding, [batch, again], settings=settings, max_num_batched_tokens=192)
 
 
-@pytest.mark.parametrize("name", ["long", "middle", "short", "late", "hit"])
+@pytest.mark.parametrize("name", ["long", "middle", "short", "half", "all", "late", "hit"])
 def test_whole_requests_read_the_pages_with_the_highest_bounds(
     no_padding: str, whole: dict[str, Any], name: str
 ) -> None:
     """In batches that read prompts beside, in chunks, and behind a prefix-cache hit."""
     tokens = whole["prompts"][name]
-    follow(decoder(no_padding, tokens, everything(tokens), part=0.25), whole["outputs"][name])
+    part = {"half": 0.5, "all": 1.0}.get(name, 0.25)
+    check_reading(
+        decoder(no_padding, tokens, everything(tokens), part=part), whole["outputs"][name]
+    )
+
+
+def test_longcache_reads_the_first_the_last_and_the_best_spans(
+    no_padding: str, run_engine: Run
+) -> None:
+    """By the products with the keys themselves."""
+    tokens = prompt(400, seed=0)
+    read = "longcache:global=32,local=96,span=32,top=2,score=keys"
+    report = run_engine(
+        no_padding, [[request("a", tokens, 20)]], settings={"policy": "none", "read": read}
+    )
+    kept, how = everything(tokens), {"number": 6, "always": (1, 3), "score": "keys"}
+    check_reading(decoder(no_padding, tokens, kept, **how), report["outputs"]["a"])
+    assert [pages for pages in report["pages"] if pages[1]][-1] == [6, 14]
 
 
 def test_what_is_read_is_counted(whole: dict[str, Any]) -> None:
@@ -66,7 +97,7 @@ def test_reading_a_part_is_not_reading_all(no_padding: str, whole: dict[str, Any
 def test_compressed_requests_read_a_part_of_what_they_keep(
     no_padding: str, run_engine: Run, group: str
 ) -> None:
-    tokens = prompt(640, seed=1)
+    tokens = prompt(640, seed=2)
     report = run_engine(
         no_padding,
         [[request("a", tokens, 34)]],
@@ -74,7 +105,7 @@ def test_compressed_requests_read_a_part_of_what_they_keep(
         record_kept=True,
     )
     kept = kept_positions(report["kept"], LAYERS)
-    follow(decoder(no_padding, tokens, kept, part=0.5, group=group), report["outputs"]["a"])
+    check_reading(decoder(no_padding, tokens, kept, part=0.5, group=group), report["outputs"]["a"])
 
 
 @pytest.mark.parametrize("read", ["quest:1.0", "quest:4096"])

@@ -12,6 +12,7 @@ from tests.kernels.cases import make_entries, random, some_bias
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
+from vllm_kvcompress.kernels.page_choice import Choice
 
 KERNELS = "vllm_kvcompress.kernels."
 GROUP = 4  # query heads of a KV head
@@ -100,4 +101,8 @@ def launches_without_pages() -> Iterator[Launch]:
     )
     floors = numbers[None]
     shares = (floors.float(), numbers[:1] * 9, floors, 9 * floors)
+    queries, bounds, few = random(4, GROUP, 128), random(9, 256), numbers[:4]
+    table = torch.zeros(4, 5, dtype=torch.int32)
+    chooses = KERNELS + "page_choice.page_choice_triton.choose_pages"
+    yield Launch(chooses, 2, (queries, bounds, table, few, few, Choice(5)))
     yield Launch(KERNELS + "apportion.apportion_triton.apportion", 1, shares)

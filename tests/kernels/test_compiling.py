@@ -19,6 +19,7 @@ from tests.kernels.compiled_cases import HOLDING_TILES, launches
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
+from vllm_kvcompress.kernels.page_choice import Choice
 
 KERNELS = "vllm_kvcompress.kernels."
 DECODE = "attention.decode_triton.decode_attention"
@@ -168,6 +169,17 @@ def test_selection(compiler: Child, num_heads: int) -> None:
         numbers[None],
         9 * numbers[None],
     )
+
+
+@pytest.mark.parametrize("head_size", [80, 128])
+def test_choice_of_pages(compiler: Child, head_size: int) -> None:
+    queries, bounds = random(2, 4, head_size, dtype=BF16), random(9, 2 * head_size, dtype=BF16)
+    table = torch.zeros(2, 16, dtype=torch.int32)
+    launcher = "page_choice.page_choice_triton.choose_pages"
+    pages = (queries, bounds, table, table[:, 0], table[:, 0])
+    found = check(compiler, launcher, 2, *pages, Choice(9))
+    # A page's minimum and maximum are read 16 bytes at a time.
+    assert "ld.global.v4" in found["_bounds_kernel"].ptx
 
 
 def test_triton_is_that_of_vllms_cuda_build() -> None:

@@ -31,6 +31,7 @@ KERNELS = (
     "value_norms.value_norms_triton.value_norms_l2",
     "window_mass.window_mass_triton.window_mass",
     "window_perturbation.perturbation_triton.window_perturbation",
+    "page_choice.page_choice_triton.choose_pages",
     "top_entries.top_entries_triton.top_entries",
 )
 

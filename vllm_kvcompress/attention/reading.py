@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,8 +11,11 @@ from torch import Tensor
 
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch
 from vllm_kvcompress.cache.page_bounds import PageBounds
-from vllm_kvcompress.kernels.page_choice import choose_pages
-from vllm_kvcompress.scheduling.read_rule import LEAST_PAGES, ReadRule
+from vllm_kvcompress.cache.page_tables import Integers, PageTables
+from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products
+from vllm_kvcompress.scheduling.plan import ReadPlan
+from vllm_kvcompress.scheduling.read_rule import NEVER, ReadRule, Share
 
 
 @dataclass(frozen=True)
@@ -24,51 +28,129 @@ class Reading:
         page_table: [num_layers, sequences, width] int32 all their pages.
         num_pages: [num_layers, sequences] int32 how many these are.
         num_read: [num_layers, sequences] int32 how many of them are read.
+        choice: how pages are chosen.
     """
 
     batch: ResidentBatch
     page_table: Tensor
     num_pages: Tensor
     num_read: Tensor
+    choice: Choice
 
-    @classmethod
-    def of(cls, batch: ResidentBatch, rule: ReadRule, block_size: int) -> Reading:
-        """Of requests that have one query each."""
-        lengths = batch.seq_lens
-        num_pages = (lengths + block_size - 1) // block_size
-        chosen = rule.chosen_pages(num_pages, block_size).clamp(min=LEAST_PAGES)
+    def choose(self, layer: int, queries: Tensor, readers: Readers) -> Tensor:
+        """[sequences, most] int32 pages that a layer reads for [sequences, group, head_size]."""
+        pages = (self.page_table[layer], self.num_pages[layer], self.num_read[layer])
+        if readers.bounds is None:
+            return highest_products(queries, readers.tables.pool.keys, *pages, self.choice)
+        return choose_pages(queries, readers.bounds.bounds, *pages, self.choice)
+
+
+class Readers:
+    """Who of a cache group's requests reads a part, and how much; most of it only looked up anew
+    when the requests of a step are others.
+
+    Attributes:
+        rule: of requests that ask for nothing.
+        tables: page tables of the requests that have some.
+        bounds: of the pages' keys, by which they choose; None: by the keys themselves.
+        plans: of the requests, by their ids.
+    """
+
+    def __init__(self, rule: ReadRule, tables: PageTables) -> None:
+        self.rule, self.tables = rule, tables
+        self.bounds = PageBounds(tables.pool) if rule.score == "bounds" else None
+        self.plans: dict[str, ReadPlan] = {}
+        self._request_ids: list[str] | None = None
+        self._starts: Integers = np.zeros(0, dtype=np.int64)
+        self._prompts = self._starts
+        self._decoding: np.ndarray[Any, np.dtype[np.bool_]] = self._starts > 0
+        self._shares: Integers = np.zeros((0, 3), dtype=np.int64)
+        self._rules = {rule}
+
+    def tell(self, plans: dict[str, ReadPlan]) -> None:
+        """Takes how new requests are read."""
+        if plans:
+            self.plans |= plans
+            self._request_ids = None
+
+    def forget(self, request_id: str) -> None:
+        """Drops a request; unknown ones are ignored."""
+        self.plans.pop(request_id, None)
+
+    def admit(self, request_ids: list[str], lengths: HostNumbers, num_queries: HostNumbers) -> None:
+        """Finds who decodes, and gives uncompressed requests that are to read less a page table,
+        all of which is tail.
+
+        Args:
+            request_ids: of all rows of the step.
+            lengths: [rows] logical tokens, the step's included.
+            num_queries: [rows] tokens in the step.
+        """
+        if self._request_ids != request_ids:
+            self._look_up(request_ids)
+        self._decoding = (num_queries == 1) & (lengths > self._prompts)
+        for row in np.flatnonzero(self._decoding & (lengths >= self._starts)):
+            self._starts[row] = NEVER
+            if request_ids[row] not in self.tables.slots:
+                self.tables.acquire(request_ids[row])
+
+    def _look_up(self, request_ids: list[str]) -> None:
+        """Every row's rule, and from how many tokens on it needs a page table."""
+        slots, size = self.tables.slots, self.tables.pool.block_size
+        plans = [self.plans.get(each, ReadPlan(self.rule)) for each in request_ids]
+        rules = [plan.rule for plan in plans]
+        self._prompts = np.array([plan.num_prompt_tokens for plan in plans], dtype=np.int64)
+        self._rules = set(rules)
+        self._shares = np.array([rule.share(size) for rule in rules], dtype=np.int64)
+        starts = {rule: rule.reads_less_from(size) for rule in self._rules}
+        self._starts = np.array(
+            [
+                NEVER if each in slots else starts[rule]
+                for each, rule in zip(request_ids, rules, strict=True)
+            ],
+            dtype=np.int64,
+        )
+        self._request_ids = list(request_ids)
+
+    def split(self, batch: ResidentBatch) -> tuple[Reading | None, ResidentBatch | None]:
+        """The requests of a batch of the step that decode, and the others; None: there are none."""
+        decoding = self._decoding[batch.rows]
+        if decoding.all():
+            return self.reading(batch), None
+        mine = self.reading(batch.take(decoding)) if decoding.any() else None
+        return mine, batch.take(~decoding)
+
+    def reading(self, batch: ResidentBatch) -> Reading:
+        """Of requests of the step that decode."""
+        size, rule = self.tables.pool.block_size, self.rule
+        lengths, width = batch.seq_lens, batch.page_table.shape[2]
+        most = max(each.most_pages(width, size) for each in self._rules)
+        num_pages = (lengths + size - 1) // size
+        chosen = self._share(batch).of(num_pages).clamp(min=rule.least_pages(size))
         num_read = torch.where(lengths < rule.min_tokens, num_pages, num_pages.minimum(chosen))
-        most = rule.most_pages(batch.page_table.shape[2], block_size)
         part = replace(
             batch,
             page_table=batch.page_table[:, :, :most],
-            seq_lens=lengths - (num_pages - num_read) * block_size,
+            seq_lens=lengths - (num_pages - num_read) * size,
         )
-        return cls(part, batch.page_table, num_pages, num_read.to(torch.int32))
+        choice = Choice(most, rule.num_first(size), rule.num_last(size), rule.group == "mean")
+        return Reading(part, batch.page_table, num_pages, num_read.to(torch.int32), choice)
 
-    def choose(self, layer: int, queries: Tensor, bounds: PageBounds, group: str) -> Tensor:
-        """[sequences, most] int32 pages that a layer reads for [sequences, group, head_size]."""
-        return choose_pages(
-            queries,
-            bounds.bounds,
-            self.page_table[layer],
-            self.num_pages[layer],
-            self.num_read[layer],
-            self.batch.page_table.shape[2],
-            group,
-        )
+    def warm_up(self, queries_per_kv: int) -> None:
+        """Chooses once, so that no request waits for compilers."""
+        pool, size = self.tables.pool, self.tables.pool.block_size
+        width = self.rule.least_pages(size) + 1
+        table = torch.zeros((pool.num_heads, width), dtype=torch.int32, device=pool.device)
+        queries = pool.pages.new_zeros((pool.num_heads, queries_per_kv, pool.head_size))
+        choice = Choice(width, 0, 1, self.rule.group == "mean")
+        if self.bounds is not None:
+            read = table[:, 0] + 1
+            choose_pages(queries, self.bounds.bounds, table, read, read, choice)
 
-
-def split(
-    batch: ResidentBatch, starts: HostNumbers
-) -> tuple[ResidentBatch | None, ResidentBatch | None]:
-    """The requests of a batch with one query each, and the others; None: there are none.
-
-    Args:
-        batch: of a step.
-        starts: [requests + 1] first token of every request of the step.
-    """
-    single = np.diff(starts)[batch.rows] == 1
-    if single.all():
-        return batch, None
-    return (batch.take(single) if single.any() else None), batch.take(~single)
+    def _share(self, batch: ResidentBatch) -> Share:
+        """What is read by the sequences of a batch: [sequences] each, or the same for all."""
+        if len(self._rules) == 1:
+            return next(iter(self._rules)).share(self.tables.pool.block_size)
+        num_heads = batch.page_table.shape[1] // len(batch.rows)
+        numbers = np.repeat(self._shares[batch.rows].T, num_heads, axis=1).astype(np.int32)
+        return Share(*upload(numbers, batch.seq_lens.device))

@@ -20,6 +20,7 @@ from vllm_kvcompress.config import (
 )
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.scheduling.read_rule import DEFAULT_MIN_TOKENS as DEFAULT_READ_MIN_TOKENS
+from vllm_kvcompress.scheduling.triggers import parse_number
 from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 
 HELP = "serve a model with vLLM and a compressed KV cache"
@@ -138,12 +139,19 @@ def _add_reading_options(group: argparse._ArgumentGroup) -> None:
         "--kv-read",
         metavar="R",
         help="have decode steps read a part of what is held: quest:0.25 of each head's pages, or "
-        "quest:2048 tokens of it; frees no memory; works without --kv-policy, too",
+        "quest:2048 tokens of it; longcache, or longcache:global=32,local=4096,span=32,top=64: the "
+        "first and last tokens and the best spans; frees no memory; works without --kv-policy, too",
     )
     group.add_argument(
         "--kv-read-min-tokens",
         metavar="N",
         help=f"read everything of requests with fewer tokens (default {DEFAULT_READ_MIN_TOKENS})",
+    )
+    group.add_argument(
+        "--kv-min-request-read",
+        metavar="F",
+        help="minimum fraction that a request may ask for instead, with vllm_xargs kv_read; up to "
+        "1.0, which reads everything",
     )
 
 
@@ -203,8 +211,8 @@ def _add_command_options(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
         "params, profile, min_tokens, request_policies, min_request_budget, max_request_budget, "
-        "reuse_contexts, reuse_conversations, attention, read, read_min_tokens); the command line "
-        "wins, setting by setting",
+        "reuse_contexts, reuse_conversations, attention, read, read_min_tokens, min_request_read); "
+        "the command line wins, setting by setting",
     )
     group.add_argument(
         _PRINT,
@@ -242,6 +250,7 @@ def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
         "attention": namespace.kv_attention,
         "read": namespace.kv_read,
         "read_min_tokens": _count("--kv-read-min-tokens", namespace.kv_read_min_tokens),
+        "min_request_read": _number(namespace.kv_min_request_read),
     }
     given = {key: value for key, value in flags.items() if value is not None}
     yaml_path = namespace.config[0] if namespace.config else None
@@ -294,6 +303,11 @@ def policy_param(text: str) -> tuple[str, Scalar]:
         )
     parsed = json_or_text(value)
     return name, parsed if isinstance(parsed, int | float | bool) else value
+
+
+def _number(text: str | None) -> float | int | str | None:
+    """A number if the text is one; the settings refuse all else."""
+    return None if text is None else parse_number(text)
 
 
 def _count(flag: str, text: str | None) -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from vllm_kvcompress.scheduling.read_rule import ReadRule
+
 
 @dataclass(frozen=True)
 class EventPlan:
@@ -94,6 +96,20 @@ class Observation:
 
 
 @dataclass(frozen=True)
+class ReadPlan:
+    """How a request is read.
+
+    Attributes:
+        rule: how much of what it holds a decode step reads.
+        num_prompt_tokens: of which all is read, also where a step has one of them alone, as
+            behind a prefix-cache hit.
+    """
+
+    rule: ReadRule
+    num_prompt_tokens: int = 0
+
+
+@dataclass(frozen=True)
 class BlockTags:
     """In the debug mode: whose every block is, for workers to check what they read and write.
 
@@ -118,6 +134,7 @@ class StepPlan:
         dropped: numbers of states that are no more, after the step.
         windows: by group and request id, the blocks that its last queries are to lie in.
         observations: by request id; only for policies that look at queries.
+        reads: of requests that are new to the workers, where decode steps read a part.
         tags: only in the debug mode.
     """
 
@@ -128,6 +145,7 @@ class StepPlan:
     dropped: list[int] = field(default_factory=list)
     windows: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     observations: dict[str, Observation] = field(default_factory=dict)
+    reads: dict[str, ReadPlan] = field(default_factory=dict)
     tags: BlockTags | None = None
 
     def __bool__(self) -> bool:
@@ -143,6 +161,7 @@ class StepPlan:
         self.dropped += other.dropped
         self.windows |= other.windows
         self.observations |= other.observations
+        self.reads |= other.reads
 
 
 @dataclass(frozen=True)

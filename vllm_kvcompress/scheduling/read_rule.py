@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.scheduling.budgets import MOST_TOKENS
 from vllm_kvcompress.scheduling.triggers import parse_number
 
 DEFAULT_MIN_TOKENS = 128
-LEAST_PAGES = 2  # the tail's last page, which is always read, and one that is chosen
+NEVER = 2**62  # tokens that no request has
 READ_HELP = (
     'use "quest:" with the part of the pages that is read, such as quest:0.25, or with tokens per '
-    "KV head, such as quest:2048; after a comma group=max (default) or group=mean"
+    'KV head, such as quest:2048; or "longcache", after a colon global=32, local=4096, span=32 and '
+    "top=64; after commas group=max (default) or group=mean, and score=bounds (default) or "
+    "score=keys"
 )
-_METHODS = ("quest",)
-_GROUPS = ("max", "mean")
+_METHODS = ("quest", "longcache")
+_CHOICES = {"group": ("max", "mean"), "score": ("bounds", "keys")}
+_LONGCACHE = {"global": 32, "local": 4096, "span": 32, "top": 64}
+_MOST_PAGES = 2**30  # more than any head has
 _FINEST = 1000  # of a fraction: whole numbers say the same on every device
+
+
+class Share(NamedTuple):
+    """What is read of P pages: `P * numerator / denominator` of them, rounded up, and `pages` more.
+
+    Whole numbers, or arrays and tensors of them, so that host and device say the same.
+    """
+
+    numerator: Any
+    denominator: Any
+    pages: Any
+
+    def of(self, num_pages: Any) -> Any:
+        """Pages out of `num_pages`, without bounds; for ints, numpy arrays and tensors."""
+        return -(-(num_pages * self.numerator) // self.denominator) + self.pages
 
 
 @dataclass(frozen=True)
@@ -25,11 +45,14 @@ class ReadRule:
     """Pages that a KV head reads in a decode step, which follow from its length alone.
 
     Attributes:
-        method: what chooses them; quest: bounds on the queries' products with a page's keys
-            (Quest, arXiv 2406.10774, eq. of section 3.2).
+        method: `quest` (Quest, arXiv 2406.10774) or `longcache` (ReAttention, arXiv 2407.15176):
+            with what `first_tokens` and `last_tokens` of it are always read.
         fraction: part of the head's pages, above 0 and at most 1; None: `tokens` says it.
-        tokens: tokens per KV head; None: `fraction` says it.
-        group: how the query heads that share a KV head agree: max or mean of their bounds.
+        tokens: tokens per KV head, those that are always read included; None: `fraction` says it.
+        group: how the query heads that share a KV head agree: max or mean of their products.
+        score: of a page: bounds on the queries' products with its keys (Quest, section 3.2), or
+            the highest of these products themselves, for which all keys are read.
+        first_tokens, last_tokens: that are always read, in whole pages, the last page among them.
         min_tokens: heads with fewer read everything.
     """
 
@@ -37,6 +60,9 @@ class ReadRule:
     fraction: Fraction | None = None
     tokens: int | None = None
     group: str = "max"
+    score: str = "bounds"
+    first_tokens: int = 0
+    last_tokens: int = 0
     min_tokens: int = DEFAULT_MIN_TOKENS
 
     @classmethod
@@ -46,58 +72,150 @@ class ReadRule:
         Raises:
             ConfigError: no such method, or an amount or option that cannot work.
         """
-        words, *options = str(text).split(",")
-        method, _, amount = words.strip().partition(":")
+        method, _, rest = str(text).strip().partition(":")
+        options = [word.strip() for word in rest.split(",")] if rest else []
         if method not in _METHODS:
             raise ConfigError(f'read "{text}": no method "{method}"; {READ_HELP}.')
-        number = parse_number(amount)
-        if (
-            isinstance(number, bool)
-            or not isinstance(number, int | float)
-            or not 0 < number < 2**53
-        ):
-            raise ConfigError(f'read "{text}": expected an amount, found "{amount}"; {READ_HELP}.')
-        if isinstance(number, float) and number > 1:
-            raise ConfigError(
-                f'read "{text}": a fraction cannot exceed 1.0; write a whole number without a '
-                "point for tokens per KV head."
-            )
-        fraction = tokens = None
-        if isinstance(number, int):
-            tokens = number
-        else:
-            fraction = max(Fraction(number).limit_denominator(_FINEST), Fraction(1, _FINEST))
-        group = _GROUPS[0]
-        for option in options:
-            name, _, group = option.strip().partition("=")
-            if name != "group" or group not in _GROUPS:
-                raise ConfigError(f'read "{text}": unknown option "{option.strip()}"; {READ_HELP}.')
         least = DEFAULT_MIN_TOKENS if min_tokens is None else min_tokens
-        return cls(method, fraction, tokens, group, least)
+        if method == "quest":
+            amount, *options = options or [""]
+            choices, _ = _options(text, options)
+            return cls(method, *_amount(text, amount), **choices, min_tokens=least)
+        choices, numbers = _options(text, options, _LONGCACHE)
+        first, last = numbers["global"], numbers["local"]
+        tokens = first + last + numbers["span"] * numbers["top"]
+        always: dict[str, Any] = {"first_tokens": first, "last_tokens": last}
+        return cls(method, None, tokens, **choices, **always, min_tokens=least)
 
-    def chosen_pages(self, num_pages: Any, block_size: int) -> Any:
-        """Pages out of `num_pages` that are read of a head with enough tokens, without bounds.
+    def reading(self, fraction: float) -> Self:
+        """The same for a request that reads another part of its pages."""
+        return replace(self, fraction=_part(fraction), tokens=None)
 
-        Whole numbers, so that host and device say the same; for ints, numpy arrays and tensors.
-        """
+    def num_first(self, block_size: int) -> int:
+        """Pages at the beginning that are always read."""
+        return -(-self.first_tokens // block_size)
+
+    def num_last(self, block_size: int) -> int:
+        """Pages at the end that are always read; one may not be full, and has no bounds yet."""
+        return max(1, -(-self.last_tokens // block_size))
+
+    def least_pages(self, block_size: int) -> int:
+        """Pages of a head that reads a part: those that are always read, and one that is chosen."""
+        return self.num_first(block_size) + self.num_last(block_size) + 1
+
+    def share(self, block_size: int) -> Share:
+        """Of a head's pages, with enough tokens and apart from `least_pages`."""
         if self.fraction is not None:
-            return -(-(num_pages * self.fraction.numerator) // self.fraction.denominator)
-        return num_pages * 0 + -(-(self.tokens or 0) // block_size)
+            return Share(self.fraction.numerator, self.fraction.denominator, 0)
+        return Share(0, 1, min(-(-(self.tokens or 0) // block_size), _MOST_PAGES))
 
     def read_pages(self, num_tokens: int, block_size: int) -> int:
         """Pages that a head with so many tokens reads."""
         num_pages = -(-num_tokens // block_size)
         if num_tokens < self.min_tokens:
             return num_pages
-        chosen: int = max(self.chosen_pages(num_pages, block_size), LEAST_PAGES)
-        return min(num_pages, chosen)
+        chosen: int = self.share(block_size).of(num_pages)
+        return min(num_pages, max(chosen, self.least_pages(block_size)))
 
-    def reads_less(self, num_tokens: int, block_size: int) -> bool:
-        """Whether a head with so many tokens reads fewer pages than it has."""
-        return self.read_pages(num_tokens, block_size) < -(-num_tokens // block_size)
+    def reads_less_from(self, block_size: int) -> int:
+        """Tokens from which on a head reads fewer pages than it has; NEVER: it never does."""
+        most = self.least_pages(block_size)
+        if self.fraction is None:
+            most = max(most, self.share(block_size).pages)
+        elif self.fraction >= 1:
+            return NEVER
+        else:  # ceil(P * n / d) < P where P * (d - n) >= d
+            most = max(most, -(-1 // (1 - self.fraction)) - 1)
+        return max(self.min_tokens, most * block_size + 1)
 
     def most_pages(self, num_pages: int, block_size: int) -> int:
         """Most pages that any head with at most `num_pages` reads, shorter ones included."""
         short = -(-(self.min_tokens - 1) // block_size)
-        chosen: int = self.chosen_pages(num_pages, block_size)
-        return min(num_pages, max(chosen, short, LEAST_PAGES))
+        chosen: int = self.share(block_size).of(num_pages)
+        return min(num_pages, max(chosen, short, self.least_pages(block_size)))
+
+
+def check_reading(read: str | None, min_tokens: object, min_request_read: object) -> None:
+    """Refuses settings of reading that cannot work.
+
+    Raises:
+        ConfigError: an amount, option or limit that is none, or one without `read`.
+    """
+    count = isinstance(min_tokens, int) and not isinstance(min_tokens, bool)
+    if min_tokens is not None and (
+        read is None or not count or not 0 <= min_tokens <= MOST_TOKENS  # type: ignore[operator]
+    ):
+        raise ConfigError(
+            f"read_min_tokens: expected a number of tokens, at least 0, beside read, found "
+            f"{min_tokens!r} beside {read!r}; leave it out, or add read: quest:0.25."
+        )
+    if min_request_read is not None and (read is None or not is_part(min_request_read)):
+        raise ConfigError(
+            f"min_request_read: expected a fraction above 0 and at most 1 beside read, found "
+            f"{min_request_read!r} beside {read!r}; leave it out, or add read: quest:0.25."
+        )
+    if read is not None:
+        ReadRule.parse(read)
+
+
+def request_rule(rule: ReadRule | None, read: float, lowest: float | None) -> ReadRule:
+    """The rule of a request that asks for a part.
+
+    Args:
+        rule: the server's.
+        read: the part.
+        lowest: that the server allows; None: it allows none.
+
+    Raises:
+        ConfigError: the server does not allow it.
+    """
+    if rule is None or lowest is None:
+        raise ConfigError(
+            f"read {read}: this server lets no request choose how much is read; leave it out."
+        )
+    if read < lowest:
+        raise ConfigError(f"read {read}: this server allows fractions from {lowest} to 1.0.")
+    return rule.reading(read)
+
+
+def is_part(value: object) -> bool:
+    """Whether it is a fraction above 0 and at most 1."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
+
+
+def _part(fraction: float) -> Fraction:
+    return max(Fraction(fraction).limit_denominator(_FINEST), Fraction(1, _FINEST))
+
+
+def _amount(text: str, amount: str) -> tuple[Fraction | None, int | None]:
+    """`fraction` and `tokens` of a rule, one of them None."""
+    number = parse_number(amount)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 2**53:
+        raise ConfigError(f'read "{text}": expected an amount, found "{amount}"; {READ_HELP}.')
+    if isinstance(number, int):
+        return None, number
+    if number > 1:
+        raise ConfigError(
+            f'read "{text}": a fraction cannot exceed 1.0; write a whole number without a '
+            "point for tokens per KV head."
+        )
+    return _part(number), None
+
+
+def _options(
+    text: str, options: list[str], numbers: dict[str, int] | None = None
+) -> tuple[dict[str, Any], dict[str, int]]:
+    """Those that are one of some words, and those that are numbers, with what these are else."""
+    choices: dict[str, Any] = {}
+    numbers = dict(numbers or {})
+    for option in options:
+        name, _, value = option.partition("=")
+        if value in _CHOICES.get(name, ()):
+            choices[name] = value
+        elif name in numbers and value.isdecimal() and len(value) < 10:
+            numbers[name] = int(value)
+        else:
+            raise ConfigError(f'read "{text}": unknown option "{option}"; {READ_HELP}.')
+    if numbers and not numbers["span"] * numbers["top"]:
+        raise ConfigError(f'read "{text}": expected span and top of at least 1; {READ_HELP}.')
+    return choices, numbers

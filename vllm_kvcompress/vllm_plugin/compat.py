@@ -41,7 +41,8 @@ def plugin_options(settings: Settings) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     check = "RequestCheck"
-    if settings.request_policies or settings.max_request_budget is not None:
+    limits = (settings.max_request_budget, settings.min_request_read)
+    if settings.request_policies or limits != (None, None):
         check += f"_{json.dumps(settings.to_dict()).encode().hex()}"
 
     paths = {"logits_processors": f"{_PACKAGE}.requests:{check}"}

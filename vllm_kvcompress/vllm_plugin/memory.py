@@ -49,7 +49,8 @@ def reserved_bytes(
             layers.setdefault((spec.num_kv_heads, spec.head_size), []).append(name)
     events = (_event_bytes(compression, model, names, specs[names[0]]) for names in layers.values())
     found = int(FRAGMENTATION * max(events, default=0) + TABLES_SHARE * available)
-    if compression.settings.read is not None and layers:
+    rule = compression.settings.read_rule
+    if rule is not None and rule.score == "bounds" and layers:
         smallest = min(specs[names[0]].block_size for names in layers.values())
         found += bytes_beside(available - found, smallest)
     return found

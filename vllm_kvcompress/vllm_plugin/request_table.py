@@ -13,8 +13,9 @@ from vllm.logger import init_logger
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.metrics.stats import UNFINISHED
 from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
-from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
+from vllm_kvcompress.scheduling.plan import EventPlan, ReadPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import Candidate
+from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.vllm_plugin.kept_states import (
     Beginning,
     KeptState,
@@ -71,6 +72,7 @@ class RequestCompression:
         beginning: what it can begin with; set until it is admitted.
         began_with: the number of the state that it did begin with.
         state: whose blocks it holds, beside its own.
+        read_rule: how much decode steps read of it; None: everything.
         unsent: what the workers have not been told yet.
     """
 
@@ -83,6 +85,7 @@ class RequestCompression:
     beginning: Beginning | None = None
     began_with: int | None = None
     state: KeptState | None = None
+    read_rule: ReadRule | None = None
     unsent: StepPlan = field(default_factory=StepPlan)
 
     def decide(self, position: int) -> Decision | None:
@@ -168,6 +171,10 @@ class RequestTable:
         record = RequestCompression(
             ledger, groups, context_hash=context_hash, begins_anew=begins_anew
         )
+        record.read_rule = settings.request_read_rule(options.read)
+        if record.read_rule is not None:
+            plan = ReadPlan(record.read_rule, num_tokens)
+            record.unsent.reads[request.request_id] = plan
         if context_hash is not None or settings.reuse_conversations is not None:
             record.use = (settings.policy, rule, None if compress_at == num_tokens else compress_at)
         self._records[request.request_id] = record
@@ -181,7 +188,7 @@ class RequestTable:
         params = request.sampling_params
         try:
             options = request_options(None if params is None else params.extra_args)
-            self.spec.settings.for_request(options.policy, options.budget)
+            options.allowed_by(self.spec.settings)
         except ValueError as error:
             logger.warning("request %s: %s Passed over.", request.request_id, error)
             return RequestOptions()

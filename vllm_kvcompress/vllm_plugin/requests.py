@@ -11,8 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from vllm_kvcompress.config import CONTEXT_TOKENS, REQUEST_BUDGET, REQUEST_POLICY, Settings
+from vllm_kvcompress.config import (
+    CONTEXT_TOKENS,
+    REQUEST_BUDGET,
+    REQUEST_POLICY,
+    REQUEST_READ,
+    Settings,
+)
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.scheduling.read_rule import is_part
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 PREFIX = "kv_"
-_KNOWN = (CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET)
+_KNOWN = (CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET, REQUEST_READ)
 _VLLM_OWN = "kv_transfer_params"
 _LIMITED = "RequestCheck_"
 
@@ -36,11 +43,27 @@ class RequestOptions:
             prompt is compressed together.
         policy: None: the server's.
         budget: kept fraction; None: the server's.
+        read: fraction of what is held that decode steps read; None: the server's.
     """
 
     context_tokens: int | None = None
     policy: str | None = None
     budget: float | None = None
+    read: float | None = None
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it asks for anything that the operator may not allow."""
+        return (self.policy, self.budget, self.read) != (None, None, None)
+
+    def allowed_by(self, settings: Settings) -> None:
+        """Nothing, or why a server with these settings does not allow it.
+
+        Raises:
+            ConfigError: the reason.
+        """
+        settings.for_request(self.policy, self.budget)
+        settings.request_read_rule(self.read)
 
 
 def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
@@ -62,7 +85,8 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
     return RequestOptions(
         _context_tokens(given.get(CONTEXT_TOKENS)),
         _policy(given.get(REQUEST_POLICY)),
-        _budget(given.get(REQUEST_BUDGET)),
+        _part(REQUEST_BUDGET, given.get(REQUEST_BUDGET), "the prompt"),
+        _part(REQUEST_READ, given.get(REQUEST_READ), "what is held"),
     )
 
 
@@ -84,14 +108,13 @@ def _policy(value: Any) -> str | None:
     return value
 
 
-def _budget(value: Any) -> float | None:
+def _part(name: str, value: Any, whole: str) -> float | None:
     if value is None:
         return None
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= 1:
+    if not is_part(value):
         raise ConfigError(
-            f"vllm_xargs {REQUEST_BUDGET}: expected a fraction of the prompt above 0 and at most "
-            f"1, such as 0.25, found {value!r}."
+            f"vllm_xargs {name}: expected a fraction of {whole} above 0 and at most 1, such as "
+            f"0.25, found {value!r}."
         )
     return float(value)
 
@@ -107,7 +130,7 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
     (`compat.plugin_options`): see "Hooks that vLLM lacks" in docs/vllm-versions.md.
 
     Attributes:
-        settings: the server's; None: requests may choose neither policy nor budget.
+        settings: the server's; None: requests may choose nothing but a context.
     """
 
     settings: ClassVar[Settings | None] = None
@@ -123,14 +146,14 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
             ConfigError: the reason, which reaches the client.
         """
         options = request_options(sampling_params.extra_args)
-        if options.policy is None and options.budget is None:
+        if not options.chooses:
             return
         if cls.settings is None:
             raise ConfigError(
-                f"vllm_xargs {REQUEST_POLICY} and {REQUEST_BUDGET}: this server lets no request "
-                "choose; leave them out."
+                f"vllm_xargs {REQUEST_POLICY}, {REQUEST_BUDGET} and {REQUEST_READ}: this server "
+                "lets no request choose; leave them out."
             )
-        cls.settings.for_request(options.policy, options.budget)
+        options.allowed_by(cls.settings)
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """The logits, unchanged."""

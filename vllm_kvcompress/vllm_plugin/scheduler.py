@@ -59,7 +59,6 @@ class CompressionMixin:
             return
         self.table = RequestTable(managers, compressed, self.kv_cache_manager.block_pool)
         self.spec = self.table.spec
-        self._read_rule = self.spec.settings.read_rule
         self._check_reuse()
         if switched_on():
             self.checks = SchedulerChecks(self.table, self.kv_cache_manager.block_pool)
@@ -323,16 +322,14 @@ class CompressionMixin:
         if not self.running:
             step.reclaimable_blocks = 0  # the step had been planned before the last one ended
         for request in self.running:
-            ledger = self.table[request.request_id].ledger
-            resident = ledger.resident_tokens(request.num_computed_tokens)
+            record = self.table[request.request_id]
+            resident = record.ledger.resident_tokens(request.num_computed_tokens)
             step.logical_tokens += request.num_computed_tokens
             step.resident_tokens += resident
-            if (
-                self._read_rule is not None
-                and request.num_computed_tokens > request.num_prompt_tokens
-            ):
+            rule = record.read_rule
+            if rule is not None and request.num_computed_tokens > request.num_prompt_tokens:
                 step.held_pages += -(-resident // self.spec.block_size)
-                step.read_pages += self._read_rule.read_pages(resident, self.spec.block_size)
+                step.read_pages += rule.read_pages(resident, self.spec.block_size)
         compat.attach_stats(stats, step.to_dict())
         return stats
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch, ResidentBatches
-from vllm_kvcompress.cache.page_bounds import PageBounds
+from vllm_kvcompress.attention.reading import Readers
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows.rings import Located
 from vllm_kvcompress.compression import guard
@@ -58,8 +58,7 @@ class GroupCompression:
         runner: of its events.
         layer_index: by vLLM's names of layers, their numbers in the group.
         softcap: of the attention logits; 0: none.
-        read_rule: how much decode steps read; None: everything.
-        bounds: of the pages' keys, by which they choose.
+        readers: who reads a part in decode steps; None: nobody.
     """
 
     def __init__(
@@ -74,8 +73,7 @@ class GroupCompression:
         self.runner = runner
         self.layer_index = layer_index
         self.softcap = softcap
-        self.read_rule = read_rule
-        self.bounds = None if read_rule is None else PageBounds(runner.pool)
+        self.readers = None if read_rule is None else Readers(read_rule, runner.tables)
         self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
 
     @property
@@ -89,6 +87,8 @@ class GroupCompression:
             self.tables.save(request_id, state)
         self.tables.release(request_id)
         self.runner.windows.release(request_id)
+        if self.readers is not None:
+            self.readers.forget(request_id)
 
     def copy(self, plan: StepPlan) -> None:
         """Copies blocks of states that requests go on writing to, before anybody writes."""
@@ -109,10 +109,12 @@ class GroupCompression:
                 self.tables.restore(adoption.request_id, adoption.state, adoption.end_block)
         lengths, blocks = compat.host_lengths(common), common.block_table_tensor
         filled = None
-        if self.read_rule is not None:
+        if self.readers is not None:
             num_queries = np.diff(common.query_start_loc_cpu.numpy())
-            self._admit_readers(self.read_rule, request_ids, lengths, num_queries)
-            filled = self._filled_blocks(lengths, num_queries, blocks)
+            self.readers.tell(plan.reads)
+            self.readers.admit(request_ids, lengths, num_queries)
+            if self.readers.bounds is not None:
+                filled = self._filled_blocks(lengths, num_queries, blocks)
         batch = self.batches.read(request_ids, lengths, common.seq_lens, blocks)
         work = StepWork(batch=batch, filled=filled)
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
@@ -129,16 +131,6 @@ class GroupCompression:
         whole = () if work.observed is None else work.observed.whole
         work.batches = self.runner.batches(work.events, whole)
         return work
-
-    def _admit_readers(
-        self, rule: ReadRule, request_ids: list[str], lengths: HostNumbers, num_queries: HostNumbers
-    ) -> None:
-        """Gives uncompressed requests that are to read less a page table: all of it is tail."""
-        slots, size = self.tables.slots, self.tables.pool.block_size
-        for row in np.flatnonzero((num_queries == 1) & (lengths >= rule.min_tokens)):
-            request_id = request_ids[row]
-            if request_id not in slots and rule.reads_less(int(lengths[row]), size):
-                self.tables.acquire(request_id)
 
     def _filled_blocks(
         self, lengths: HostNumbers, num_queries: HostNumbers, block_table: Tensor
@@ -180,8 +172,9 @@ class GroupCompression:
         if work.observed is not None:
             self.runner.windows.record(layer, queries, work.observed)
         work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
-        if self.bounds is not None:
+        bounds = None if self.readers is None else self.readers.bounds
+        if bounds is not None:
             if work.filled is not None:
-                self.bounds.fill_blocks(layer, work.filled)
+                bounds.fill_blocks(layer, work.filled)
             for event in work.events:
-                self.bounds.fill(event.kept_pages(layer))
+                bounds.fill(event.kept_pages(layer))

@@ -195,6 +195,8 @@ class WorkerCompression:
         for group in self.groups.values():
             attends = self.takes_own_kernels(most_requests * group.tables.pool.num_heads)
             DummyRuns(group.runner, self.num_query_heads, compat.NULL_BLOCK).warm_up(attends)
+            if group.readers is not None:
+                group.readers.warm_up(self.num_query_heads // group.tables.pool.num_heads)
 
     def refresh_weights(self) -> None:
         """Takes what policies know of the model's weights from the weights once more."""

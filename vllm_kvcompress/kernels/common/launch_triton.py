@@ -21,7 +21,7 @@ MOST_ROWS = 128  # of queries that a program has
 # Tensors that may be parts of larger ones, and begin anywhere in these.
 PARTS = (
     *("page_table", "lengths", "targets", "starts"),
-    *("bias_table", "bias_starts", "bias_lengths"),
+    *("bias_table", "bias_starts", "bias_lengths", "num_pages", "num_read"),
 )
 
 

@@ -1,5 +1,9 @@
-"""Which pages a decode step reads: bounds on the products with their keys, and the highest ones."""
+"""Which pages a decode step reads: products with their keys, or bounds on these; the highest."""
 
-from vllm_kvcompress.kernels.page_choice.reference import choose_pages, key_bounds
+from vllm_kvcompress.kernels.dispatch import by_device
+from vllm_kvcompress.kernels.page_choice import reference
+from vllm_kvcompress.kernels.page_choice.reference import Choice, highest_products, key_bounds
 
-__all__ = ["choose_pages", "key_bounds"]
+choose_pages = by_device(reference.choose_pages, "page_choice.page_choice_triton")
+
+__all__ = ["Choice", "choose_pages", "highest_products", "key_bounds"]

@@ -21,13 +21,9 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device
 from vllm_kvcompress.kernels.common.paged_entries import expect
+from vllm_kvcompress.kernels.common.sort_keys_triton import BINS, DIGITS, NUM_DIGITS, sort_keys
 
 TILE = 2048  # entries that a program goes through
-NUM_DIGITS = 4  # of a score
-BINS = tl.constexpr(256)
-DIGITS = tl.constexpr(NUM_DIGITS)
-SIGN = tl.constexpr(1 << 31)
-ALL_BITS = tl.constexpr((1 << 32) - 1)
 
 
 @triton.jit
@@ -37,11 +33,7 @@ def _load_keys(scores, valid, num_entries, TILE: tl.constexpr):
     place = tl.program_id(1).to(tl.int64) * num_entries + nth
     inside = nth < num_entries
     able = tl.load(valid + place, mask=inside, other=0) != 0
-    numbers = tl.load(scores + place, mask=inside, other=0.0).to(tl.float32)
-    numbers = tl.where(numbers == numbers, numbers, float("-inf"))
-    numbers = tl.where(numbers == 0.0, 0.0, numbers)  # there is one zero
-    bits = numbers.to(tl.uint32, bitcast=True)
-    return tl.where(bits >= SIGN, bits ^ ALL_BITS, bits | SIGN), able, place
+    return sort_keys(tl.load(scores + place, mask=inside, other=0.0)), able, place
 
 
 @triton.jit

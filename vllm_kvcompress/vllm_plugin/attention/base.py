@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.attention.biased import QueryBatch, biased_attention, query_batches
 from vllm_kvcompress.attention.query_rows import EVERY_ROW, Places, places, rows_at
-from vllm_kvcompress.attention.reading import Reading, split
+from vllm_kvcompress.attention.reading import Reading
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.vllm_plugin.attention.sequences import HostNumbers, sequences
@@ -195,11 +195,10 @@ class CompressedBuilder:
         if batch is not None:
             starts = common.query_start_loc_cpu.numpy()
             found.uncompressed = self._uncompressed(batch, common, starts)
-            rule = CompressedBackend.compression.settings.read_rule
-            if rule is not None:
-                readers, batch = split(batch, starts)
-                if readers is not None:
-                    reading = Reading.of(readers, rule, self.kv_cache_spec.block_size)
+            group = CompressedBackend.compression.group_of_layer[self.layer_names[0]]
+            if group.readers is not None:
+                reading, batch = group.readers.split(batch)
+                if reading is not None:
                     part = self.per_head(reading.batch, metadata, common, starts, reading)
                     found.per_head.append(part)
             elif CompressedBackend.compression.takes_own_kernels(batch.seq_lens.shape[1]):
@@ -352,7 +351,6 @@ class CompressedImpl:
         shape = (-1, self.num_heads // self.num_kv_heads, self.head_size)
         with rows_at(subset.where, rows.reshape(shape), out_rows.view(shape)) as (mine, written):
             if reading is not None:
-                chosen = reading.choose(index, mine, group.bounds, group.read_rule.group)
-                subset.metadata.block_table = chosen
+                subset.metadata.block_table = reading.choose(index, mine, group.readers)
             # Keys and values are in the cache already; what stands here for them is not read.
             self._per_head.forward(layer, mine, mine, mine, cache, subset.metadata, written)

@@ -1,0 +1,58 @@
+"""The pages that a decode step reads, as a GPU chooses them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.backends import Backend
+from tests.kernels.cases import random
+from vllm_kvcompress.kernels.page_choice import Choice, key_bounds, reference
+
+LAUNCHER = "vllm_kvcompress.kernels.page_choice.page_choice_triton.choose_pages"
+
+
+def some_pages(
+    counts: list[int], read: list[int], head_size: int, dtype: torch.dtype, equal: bool = False
+) -> tuple[Tensor, ...]:
+    """Queries, bounds and pages; what lies behind a sequence's last page is some page, too."""
+    queries = random(len(counts), 3, head_size, seed=1, dtype=dtype)
+    width = max(counts) + 5
+    keys = random(len(counts) * width, 4, head_size, seed=2, dtype=dtype)
+    if equal:
+        keys[::3] = keys[0]
+    order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(3))
+    rows = order.view(len(counts), width).to(torch.int32)
+    table = torch.cat((rows, rows), dim=1)[:, :width]  # a part of longer rows
+    return queries, key_bounds(keys), table, torch.tensor(counts), torch.tensor(read)
+
+
+def check(backend: Backend, pages: tuple[Tensor, ...], choice: Choice) -> None:
+    """The interpreter against the twin, in fp32, so that rounding makes no ties."""
+    found = backend.call(LAUNCHER, *pages, choice)
+    exact = (pages[0].float(), pages[1].float(), *pages[2:])
+    expected = backend.twin(reference.choose_pages, *exact, choice)
+    assert found.shape == expected.shape
+    for row, number in enumerate(pages[4].tolist()):
+        assert found[row, :number].tolist() == expected[row, :number].tolist()
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("head_size", [64, 80])
+def test_it_is_the_twin_s(backend: Backend, head_size: int, mean: bool) -> None:
+    """One page, a tile of 32, one more, and over several; read: one, some and all."""
+    pages = some_pages([1, 32, 33, 100, 9], [1, 8, 33, 25, 3], head_size, backend.dtype)
+    check(backend, pages, Choice(40, mean=mean))
+
+
+def test_first_and_last_pages_are_always_read(backend: Backend) -> None:
+    pages = some_pages([50, 7], [12, 7], 64, backend.dtype)
+    check(backend, pages, Choice(12, num_first=2, num_last=5))
+
+
+def test_of_equally_good_pages_the_later_ones_are_read(backend: Backend) -> None:
+    """Queries of zero, over a tile of 1,024 scores, and pages with the same keys."""
+    queries, *rest = some_pages([1500, 40], [700, 11], 16, backend.dtype)
+    check(backend, (queries * 0, *rest), Choice(700))
+    check(backend, some_pages([60, 40], [30, 11], 16, backend.dtype, equal=True), Choice(30))

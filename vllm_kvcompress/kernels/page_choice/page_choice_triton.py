@@ -1,0 +1,168 @@
+"""Choosing pages: bounds of all of them, then the highest ones by counting digits.
+
+The first kernel goes through a tile of a sequence's pages, since one sequence alone has to be read
+by many programs. The second has a program per sequence: the digits of the lowest chosen score are
+found one after the other, as in `top_entries`, and then pages are written in their order.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
+from vllm_kvcompress.kernels.common.paged_entries import expect
+from vllm_kvcompress.kernels.common.sort_keys_triton import BINS, DIGITS, sort_keys
+from vllm_kvcompress.kernels.page_choice.reference import Choice
+
+PAGES = 32  # whose bounds a program of the first kernel reads
+TILE = 1024  # scores that one of the second goes through at once
+
+
+@kernel("width", "table_stride", "num_first", "num_last")
+def _bounds_kernel(
+    queries,
+    bounds,
+    page_table,
+    num_pages,
+    scores,
+    width,
+    table_stride,
+    num_first,
+    num_last,
+    head_size,
+    group,
+    MEAN: tl.constexpr,
+    ELEMENTS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    """scores [S, W] fp32: infinite where a page is always or never read."""
+    sequence = tl.program_id(1).to(tl.int64)
+    columns = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
+    count = tl.load(num_pages + sequence)
+    there = columns < count
+    pages = tl.load(page_table + sequence * table_stride + columns, mask=there, other=0)
+    elements = tl.arange(0, ELEMENTS)
+    inside = elements < head_size
+    places = bounds + pages.to(tl.int64)[:, None] * (2 * head_size) + elements[None, :]
+    both = there[:, None] & inside[None, :]
+    low = tl.load(places, mask=both, other=0.0).to(tl.float32)
+    high = tl.load(places + head_size, mask=both, other=0.0).to(tl.float32)
+    joined = tl.full([PAGES], 0.0 if MEAN else float("-inf"), tl.float32)
+    for nth in range(group):
+        row = queries + (sequence * group + nth) * head_size
+        query = tl.load(row + elements, mask=inside, other=0.0).to(tl.float32)[None, :]
+        bound = tl.sum(tl.maximum(query * low, query * high), 1)
+        joined = joined + bound / group if MEAN else tl.maximum(joined, bound)
+    always = (columns < num_first) | (columns >= count - num_last)
+    joined = tl.where(always, float("inf"), joined)
+    joined = tl.where(there, joined, float("-inf"))
+    tl.store(scores + sequence * width + columns, joined, mask=columns < width)
+
+
+@triton.jit
+def _tile(scores, start, width, TILE: tl.constexpr):
+    """Sort keys of a sequence's scores from `start` on, their columns, and which there are."""
+    columns = start + tl.arange(0, TILE)
+    inside = columns < width
+    return sort_keys(tl.load(scores + columns, mask=inside, other=0.0)), columns, inside
+
+
+@kernel("width", "table_stride", "most")
+def _choose_kernel(
+    scores, page_table, num_read, chosen, width, table_stride, most, TILE: tl.constexpr
+):
+    """chosen [S, most] int32: the pages with the highest scores, in their order; then zeros."""
+    sequence = tl.program_id(0).to(tl.int64)
+    scores += sequence * width
+    page_table += sequence * table_stride
+    chosen += sequence * most
+    wanted = tl.load(num_read + sequence).to(tl.int32)
+    bins, left, lowest, equals = tl.arange(0, BINS), wanted, tl.zeros([], tl.uint32), wanted
+    for nth in tl.static_range(DIGITS):
+        found = tl.zeros([BINS], tl.int32)
+        for start in range(0, width, TILE):
+            keys, _, able = _tile(scores, start, width, TILE)
+            if nth > 0:
+                able = able & (keys >> (8 * (DIGITS - nth)) == lowest)
+            digits = (keys >> (8 * (DIGITS - 1 - nth))) % BINS
+            found += tl.histogram(digits.to(tl.int32), BINS, mask=able)
+        higher = tl.sum(found, 0) - tl.cumsum(found, 0)
+        digit = tl.max(tl.where(higher + found >= left, bins, 0), 0)
+        left -= tl.sum(tl.where(bins == digit, higher, 0), 0)
+        equals = tl.sum(tl.where(bins == digit, found, 0), 0)
+        lowest = lowest * BINS + digit.to(tl.uint32)
+    written, passed = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    for start in range(0, width, TILE):
+        keys, columns, inside = _tile(scores, start, width, TILE)
+        equal = (inside & (keys == lowest)).to(tl.int32)
+        late = passed + tl.cumsum(equal, 0) > equals - left
+        kept = inside & ((keys > lowest) | ((equal > 0) & late))
+        places = written + tl.cumsum(kept.to(tl.int32), 0) - 1
+        pages = tl.load(page_table + columns, mask=kept, other=0)
+        tl.store(chosen + places, pages.to(tl.int32), mask=kept)
+        written += tl.sum(kept.to(tl.int32), 0)
+        passed += tl.sum(equal, 0)
+    for start in range(0, most, TILE):
+        places = start + tl.arange(0, TILE)
+        nothing = tl.zeros([TILE], tl.int32)
+        tl.store(chosen + places, nothing, mask=(places >= wanted) & (places < most))
+
+
+def choose_pages(
+    queries: Tensor,
+    bounds: Tensor,
+    page_table: Tensor,
+    num_pages: Tensor,
+    num_read: Tensor,
+    choice: Choice,
+) -> Tensor:
+    """As `reference.choose_pages`, in Triton."""
+    num_sequences, group, head_size = queries.shape
+    expect(
+        bounds.shape[1:] == (2 * head_size,) and bounds.is_contiguous(),
+        f"bounds [pages, {2 * head_size}] of keys of the queries' size",
+        f"{tuple(bounds.shape)}",
+        "pass those of the cache's pages",
+    )
+    expect(
+        len(page_table) == num_sequences and page_table.stride(1) == 1,
+        f"{num_sequences} rows of page ids that lie side by side",
+        f"{tuple(page_table.shape)} with strides {page_table.stride()}",
+        "pass one row per sequence",
+    )
+    width, device = page_table.shape[1], queries.device
+    scores = torch.empty((num_sequences, width), dtype=torch.float32, device=device)
+    chosen = torch.empty((num_sequences, choice.most), dtype=torch.int32, device=device)
+    with on_device(queries):
+        _bounds_kernel[(triton.cdiv(width, PAGES), num_sequences)](
+            queries.contiguous(),
+            bounds,
+            page_table,
+            num_pages.contiguous(),
+            scores,
+            width,
+            page_table.stride(0),
+            choice.num_first,
+            choice.num_last,
+            head_size,
+            group,
+            MEAN=choice.mean,
+            ELEMENTS=padded(head_size),
+            PAGES=PAGES,
+        )
+        _choose_kernel[(num_sequences,)](
+            scores,
+            page_table,
+            num_read.contiguous(),
+            chosen,
+            width,
+            page_table.stride(0),
+            choice.most,
+            TILE=TILE,
+        )
+    return chosen
