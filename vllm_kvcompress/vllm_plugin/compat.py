@@ -41,8 +41,7 @@ def plugin_options(settings: Settings) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     check = "RequestCheck"
-    limits = (settings.max_request_budget, settings.min_request_read)
-    if settings.request_policies or limits != (None, None):
+    if settings.request_policies or settings.max_request_budget or settings.min_request_read:
         check += f"_{json.dumps(settings.to_dict()).encode().hex()}"
 
     paths = {"logits_processors": f"{_PACKAGE}.requests:{check}"}
