@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["KVCOMPRESS_CHECK"] = "1"
     # oneDNN keeps its last 1,024 matrix products, one for each number of tokens of a step: memory
     # that grows for thousands of requests, and would hide what requests leave behind.
-    os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = "0"
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")
     if options.in_process:  # vLLM compiles how it ranks log-probabilities, 4 s in every process
         os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
     with tempfile.TemporaryDirectory() as temporary:
