@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -15,6 +16,7 @@ from vllm_kvcompress.cli import serve
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.cli.vllm_command import ServeRequest
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.smollm2 import SMOLLM2
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
@@ -90,6 +92,19 @@ def test_a_policy_is_enough(tmp_path: Path, source: str) -> None:
     said = serve.summary(request.settings)
     assert "budget 0.5 of each prompt (the default; --kv-budget" in said
     assert "about 2 times fewer blocks" in said
+
+
+def test_who_serves_the_default_without_measured_heads_is_told_of_them(tmp_path: Path) -> None:
+    told = sorted_out("m", "--kv-policy", "auto").settings
+    assert told is not None
+    assert "vllm-kvcompress profile MODEL --kind headkv" in serve.advice(told)[0]
+    shutil.copy(SMOLLM2.heads or "", tmp_path / "kv_heads.json")
+    measured = sorted_out(str(tmp_path), "--kv-policy", "auto").settings
+    others = sorted_out("m", "--kv-policy", "snapkv").settings
+    for settings in (measured, others):
+        assert settings is not None
+        assert serve.advice(settings) == []
+    assert f"heads as measured in {tmp_path / 'kv_heads.json'}" in serve.summary(measured)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         return _print_command(plain, namespace.print_vllm_command)
     os.environ.update(variables)
     if request.settings is not None:
-        print(f"vllm-kvcompress: {summary(request.settings)}", file=sys.stderr, flush=True)
+        for line in (summary(request.settings), *advice(request.settings)):
+            print(f"vllm-kvcompress: {line}", file=sys.stderr, flush=True)
     if fast_dtype() == FLOAT32 and not option_values(request.vllm_arguments, "--dtype"):
         print(f"vllm-kvcompress: {WHY_FLOAT32}; --dtype float32 is faster here", file=sys.stderr)
     launch.serve(command)
@@ -324,6 +325,16 @@ def summary(settings: Settings) -> str:
     """What the settings do, in one line."""
     text = _kept(settings)
     return text if settings.read is None else f"{text}; decode steps read {settings.read}"
+
+
+def advice(settings: Settings) -> list[str]:
+    """What would serve this user better."""
+    if not settings.compresses or settings.policy != DEFAULT_POLICY:
+        return []
+    return [
+        "measured heads would lose far less in the same memory: run `vllm-kvcompress profile MODEL "
+        "--kind headkv --out FILE` once, then serve with --kv-policy auto --kv-profile FILE"
+    ]
 
 
 def _kept(settings: Settings) -> str:
