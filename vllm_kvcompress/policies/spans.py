@@ -20,11 +20,11 @@ class Spans(Policy):
     """The highest of three ranks: by many queries' attention, by few queries', and by the key.
 
     Many queries (H2O's sum) say what text goes on with, and miss what only the question asks for.
-    The last few (SnapKV's window) point at the first token of an answer, which goes on from there:
-    the passage that is kept with it reaches further forward than back. Where the question is
-    still to come, neither knows of it; a key that no others could stand for (leverage) may be what
-    it asks for. These have no common scale, so each is replaced by its rank in the head: a token
-    stays if one of them puts it high. Heads get the same budget, since ranks are alike in all.
+    The last few (SnapKV's window) point at the first token of an answer, of which narrow pooling
+    would keep a part: the whole passage around it stays. Where the question is still to come,
+    neither knows of it; a key that no others could stand for (leverage) may be what it asks for.
+    These have no common scale, so each is replaced by its rank in the head: a token stays if one
+    of them puts it high. Heads get the same budget, since ranks are alike in all.
     """
 
     name = "spans"
@@ -48,8 +48,8 @@ class Spans(Policy):
 
     window_size: int = parameter(256, "last queries observed", minimum=1)
     near_size: int = parameter(32, "last queries that also count alone, and are kept", minimum=1)
-    num_after: int = parameter(39, "tokens that are kept behind one they look at", minimum=0)
-    num_before: int = parameter(7, "tokens that are kept before it", minimum=0)
+    num_after: int = parameter(15, "tokens that are kept behind one they look at", minimum=0)
+    num_before: int = parameter(15, "tokens that are kept before it", minimum=0)
     key_kernel_size: int = parameter(7, "width of the leverage's pooling; odd", minimum=1)
     num_sinks: int = parameter(4, "first tokens that are kept", minimum=0)
     keys: str = key_space()
