@@ -173,18 +173,21 @@ def test_where_states_crowd_the_pool_those_of_former_turns_go_first(
 
 
 @pytest.mark.parametrize(
-    ("how", "window_size", "evicted", "cached"),
+    ("how", "window_size", "evicted", "question", "cached"),
     [
-        *[("reuse", 16, False, 324), ("anew", 16, False, 288), ("anew", 16, True, 324)],
-        *[("auto", 16, False, 288), ("auto", 16, True, 324), ("auto", 0, False, 324)],
+        *[("reuse", 16, False, 100, 324), ("anew", 16, False, 100, 288)],
+        *[("anew", 16, True, 100, 324), ("auto", 16, False, 100, 288)],
+        *[("auto", 16, True, 100, 324), ("auto", 0, False, 100, 324)],
+        *[("reuse", 48, False, 5, 300), ("anew", 48, False, 5, 272), ("anew", 48, True, 5, 300)],
     ],
 )
 def test_what_is_kept_or_the_prefix_cache(
-    how: str, window_size: int, evicted: bool, cached: int
+    how: str, window_size: int, evicted: bool, question: int, cached: int
 ) -> None:
     """Compressed anew where the cache has all that was compressed, and this is wanted.
 
-    By itself where the policy looks at queries, so that the question decides.
+    By itself where the policy looks at queries, so that the question decides. What a window of 48
+    queries needs of a prompt of 330 tokens counts as cached.
     """
     queue = Queue(1, reuse_conversations=how, window_size=window_size)
     queue.add("a", 300)
@@ -192,7 +195,7 @@ def test_what_is_kept_or_the_prefix_cache(
     if evicted:
         for block in queue.cache.block_pool.blocks:
             queue.cache.block_pool.evict_blocks({block.block_id})
-    queue.add("b", 100, history=history)
+    queue.add("b", question, history=history)
     assert queue.step("b", 1)
     assert queue.requests["b"].num_computed_tokens == cached + 1
 

@@ -232,8 +232,11 @@ class RequestTable:
                 found = Beginning(state, usable)
         if found is None or record.context_hash is not None:
             return found
-        anew = self.compresses_anew(ledger.rule.window_size)
-        enough = found.state.first_block * found.state.block_size if anew else found.num_tokens
+        if not self.compresses_anew(ledger.rule.window_size):
+            return None if num_cached >= found.num_tokens else found
+        # The queries that the event observes are computed anew, whatever the cache has of them.
+        size, longest = found.state.block_size, self.spec.max_prefix_hit(num_tokens)
+        enough = min(found.state.first_block, longest // size) * size
         return None if num_cached >= enough else found
 
     def compresses_anew(self, window_size: int) -> bool:
