@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.prompts.settings import PromptSettings
 from vllm_kvcompress.scheduling.budgets import MOST_TOKENS, parse_budget
 from vllm_kvcompress.scheduling.read_rule import ReadRule, check_reading, request_rule
 from vllm_kvcompress.scheduling.rule import CompressionRule
@@ -21,6 +23,7 @@ Scalar = str | int | float | bool
 
 SETTINGS_KEY = "kvcompress"  # our section of --additional-config and of YAML files
 STATUS_PLUGIN = "kvcompress-status"  # adds the page at /kvcompress to the server
+PROMPTS_PLUGIN = "kvcompress-prompts"  # shortens the messages of chats
 NO_POLICY = "none"
 AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
 DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
@@ -68,6 +71,7 @@ class Settings:
         read: how much of what is held a decode step reads, such as quest:0.25; None: everything.
         read_min_tokens: heads with fewer tokens read everything; None: the default.
         min_request_read: fraction from which on up to 1 a request may ask for; None: none may.
+        prompts: how chat messages are made shorter before they are read; None: they are not.
     """
 
     policy: str
@@ -85,6 +89,7 @@ class Settings:
     read: str | None = None
     read_min_tokens: int | None = None
     min_request_read: float | None = None
+    prompts: PromptSettings | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.policy, str) or not self.policy:
@@ -111,6 +116,7 @@ class Settings:
         _check_params(self.params)
         self._check_request_limits()
         check_reading(self.read, self.read_min_tokens, self.min_request_read)
+        self._check_prompts()
         if not isinstance(self.reuse_contexts, bool):
             raise ConfigError(
                 f"reuse_contexts: expected true or false, found {self.reuse_contexts!r}."
@@ -129,6 +135,15 @@ class Settings:
     def _named(self, policy: str) -> str:
         """The policy that a request asks for; a profile is that of the server's own."""
         return named_policy(policy, self.profile if self.policy == PROFILED_POLICY else None)
+
+    def _check_prompts(self) -> None:
+        reuse = self.reuse_contexts or self.reuse_conversations is not None
+        if self.prompts is not None and reuse:
+            raise ConfigError(
+                "prompts that are made shorter have other tokens in the next turn (a question, "
+                "once answered, is shortened too), so that reuse_contexts and reuse_conversations "
+                "would find nothing; remove them, or prompts."
+            )
 
     def _check_request_limits(self) -> None:
         bounds = (self.min_request_budget, self.max_request_budget)
@@ -151,8 +166,8 @@ class Settings:
             values: `policy`, and optionally `budget`, `trigger` (text or a list), `params`,
                 `profile`, `min_tokens`, `request_policies` (text or a list) and
                 `min_request_budget` with `max_request_budget`, `reuse_contexts`,
-                `reuse_conversations`, `attention`, `read`, `read_min_tokens` and
-                `min_request_read`.
+                `reuse_conversations`, `attention`, `read`, `read_min_tokens`,
+                `min_request_read`, and `prompts`, for `PromptSettings.from_dict`.
 
         Raises:
             ConfigError: an unknown or missing key, or a value that cannot work.
@@ -184,32 +199,21 @@ class Settings:
         arguments["params"] = dict(arguments.get("params", {}))
         if "request_policies" in arguments:
             arguments["request_policies"] = _names(arguments["request_policies"])
+        if "prompts" in arguments:
+            arguments["prompts"] = PromptSettings.from_dict(arguments["prompts"])
         return cls(**arguments)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; `from_dict` of it gives equal settings. Defaults are left out."""
         values: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
         values["trigger"] = self.trigger
-        if self.params:
-            values["params"] = dict(self.params)
-        if self.profile is not None:
-            values["profile"] = self.profile
-        if self.min_tokens != DEFAULT_MIN_TOKENS:
-            values["min_tokens"] = self.min_tokens
-        if self.request_policies:
-            values["request_policies"] = list(self.request_policies)
-        if self.max_request_budget is not None:
-            values["min_request_budget"] = self.min_request_budget
-            values["max_request_budget"] = self.max_request_budget
-        if self.reuse_contexts:
-            values["reuse_contexts"] = True
-        if self.reuse_conversations is not None:
-            values["reuse_conversations"] = self.reuse_conversations
-        if self.attention != "auto":
-            values["attention"] = self.attention
-        for key in ("read", "read_min_tokens", "min_request_read"):
-            if getattr(self, key) is not None:
-                values[key] = getattr(self, key)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "triggers" or each.name in values or value in (each.default, {}, ()):
+                continue
+            if isinstance(value, PromptSettings):
+                value = value.to_dict()
+            values[each.name] = list(value) if isinstance(value, tuple) else copy(value)
         return values
 
     @property
@@ -359,6 +363,7 @@ _KEYS = frozenset(
         *("policy", "budget", "trigger", "params", "profile", "min_tokens"),
         *("request_policies", "min_request_budget", "max_request_budget", "reuse_contexts"),
         *("reuse_conversations", "attention", "read", "read_min_tokens", "min_request_read"),
+        "prompts",
     }
 )
 

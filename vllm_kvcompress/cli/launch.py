@@ -18,11 +18,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_kvcompress.cli import one_server
 from vllm_kvcompress.cli.command_forms import Given, PlainCommand, native
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
-from vllm_kvcompress.config import SETTINGS_KEY, STATUS_PLUGIN
+from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, STATUS_PLUGIN, Settings
 from vllm_kvcompress.vllm_plugin import compat, lifeline
 from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
 from vllm_kvcompress.vllm_plugin.needed_classes import is_ours
-from vllm_kvcompress.vllm_plugin.refusals import check_engine
+from vllm_kvcompress.vllm_plugin.refusals import check_engine, check_server
 
 # Those that vLLM loads unless VLLM_PLUGINS says otherwise.
 _PLUGIN_GROUPS = tuple(
@@ -38,8 +38,10 @@ def vllm_command(request: ServeRequest) -> list[str]:
         ConfigError: the user gave an option that compression needs another value.
     """
     options = {}
-    if request.settings is not None:
-        paths = compat.plugin_options(request.settings)
+    settings = request.settings
+    # Shorter prompts alone want nothing of the engine: any model is served with them.
+    if settings is not None and (settings.acts or settings.prompts is None):
+        paths = compat.plugin_options(settings)
         for name in ("scheduler_cls", "worker_cls"):  # users may extend ours
             given = option_values(request.vllm_arguments, f"--{name.replace('_', '-')}")
             if given and is_ours(name, given[-1]):
@@ -57,10 +59,14 @@ def environment(request: ServeRequest, status_page: bool) -> dict[str, str]:
     that is not named, either: all are, but for others that add routes. An operator's own choice
     stands.
     """
-    if request.settings is None or not status_page or "VLLM_PLUGINS" in os.environ:
+    settings = request.settings
+    wanted = {STATUS_PLUGIN} if status_page else set()
+    if settings is not None and settings.prompts is not None:
+        wanted.add(PROMPTS_PLUGIN)
+    if settings is None or not wanted or "VLLM_PLUGINS" in os.environ:
         return {}
     names = {entry.name for group in _PLUGIN_GROUPS for entry in entry_points(group=group)}
-    return {"VLLM_PLUGINS": ",".join(sorted(names | {SETTINGS_KEY, STATUS_PLUGIN}))}
+    return {"VLLM_PLUGINS": ",".join(sorted(names | wanted | {SETTINGS_KEY}))}
 
 
 def serve(command: list[str]) -> None:
@@ -105,6 +111,7 @@ def check(arguments: argparse.Namespace) -> None:
         return
     if arguments.model_tag is not None:
         arguments.model = arguments.model_tag
+    check_server(Settings.from_dict(arguments.additional_config[SETTINGS_KEY]), arguments)
     engine_arguments = AsyncEngineArgs.from_cli_args(arguments)
     check_engine(engine_arguments.create_engine_config(headless=arguments.headless))
 

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 _UNIFORM = "the same for every layer and head"
 _WIDTH = 100
+_SAVINGS = (
+    ("memory", "a policy, this one too: what it evicts or merges frees blocks of the KV cache"),
+    ("reading", "--kv-read: decode steps read a part of what is held; nothing is freed"),
+    ("prefill", "--prompt-compressor: messages of chats are shortened before they are read"),
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ def _run_explain(arguments: argparse.Namespace) -> int:
             print(f"\n{part.name} needs a {part.profile} file: --kv-profile FILE")
     print("\npapers")
     print(_table([(part.name, part.paper) for part in parts]))
+    print("\nwhat saves what")
+    print(_table(_SAVINGS))
     return 0
 
 

@@ -7,6 +7,7 @@ import os
 import sys
 from typing import Any
 
+from vllm_kvcompress.cli import prompt_options
 from vllm_kvcompress.cli.command_forms import FORMS, RAY, SHELL, PlainCommand
 from vllm_kvcompress.cli.vllm_command import ServeRequest, json_or_text, option_values, read_request
 from vllm_kvcompress.config import (
@@ -14,6 +15,7 @@ from vllm_kvcompress.config import (
     DEFAULT_MIN_TOKENS,
     DEFAULT_POLICY,
     PROFILED_POLICY,
+    PROMPTS_PLUGIN,
     SETTINGS_KEY,
     Scalar,
     Settings,
@@ -25,6 +27,7 @@ from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 
 HELP = "serve a model with vLLM and a compressed KV cache"
 _PRINT = "--print-vllm-command"
+_OURS = tuple(f"--{w}{dash}" for w in ("kv", "no_kv", "no-kv", "print", "prompt") for dash in "_-")
 _MOST_DIGITS = 15  # of a number of tokens
 _DESCRIPTION = """\
 Serves MODEL with vLLM's OpenAI-compatible server, and compresses its KV cache.
@@ -45,6 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     if namespace.help is not None:
         return _print_help(namespace.help)
     request = sort_out(namespace, rest)
+    if namespace.print_vllm_command == RAY and request.settings and request.settings.prompts:
+        raise ConfigError(
+            "Ray Serve has a server of its own, in which --prompt-compressor has no place; leave "
+            "one of the two out."
+        )
     if namespace.print_vllm_command:
         # vLLM logs to stdout, where the command goes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -86,6 +94,7 @@ def options_parser() -> argparse.ArgumentParser:
     _add_reading_options(group)
     _add_gpu_options(group)
     _add_command_options(group)
+    prompt_options.add_options(parser)
     parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
     return parser
 
@@ -212,8 +221,8 @@ def _add_command_options(group: argparse._ArgumentGroup) -> None:
         default=[],
         help="YAML with vLLM's options and a kvcompress: section (policy, budget, trigger, "
         "params, profile, min_tokens, request_policies, min_request_budget, max_request_budget, "
-        "reuse_contexts, reuse_conversations, attention, read, read_min_tokens, min_request_read); "
-        "the command line wins, setting by setting",
+        "reuse_contexts, reuse_conversations, attention, read, read_min_tokens, min_request_read, "
+        "prompts); the command line wins, setting by setting",
     )
     group.add_argument(
         _PRINT,
@@ -252,6 +261,7 @@ def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
         "read": namespace.kv_read,
         "read_min_tokens": _count("--kv-read-min-tokens", namespace.kv_read_min_tokens),
         "min_request_read": _number(namespace.kv_min_request_read),
+        "prompts": prompt_options.given(namespace) or None,
     }
     given = {key: value for key, value in flags.items() if value is not None}
     yaml_path = namespace.config[0] if namespace.config else None
@@ -268,11 +278,13 @@ def _check(settings: Settings) -> None:
             f"profile {settings.profile}: no such file; make one with `vllm-kvcompress profile`."
         )
     plugins = os.environ.get("VLLM_PLUGINS")
-    if plugins is not None and SETTINGS_KEY not in plugins.split(","):
-        raise ConfigError(
-            f"VLLM_PLUGINS={plugins} keeps vLLM from loading this plugin; add {SETTINGS_KEY} to "
-            "it, or unset it."
-        )
+    needed = (SETTINGS_KEY, PROMPTS_PLUGIN) if settings.prompts is not None else (SETTINGS_KEY,)
+    for name in needed if plugins is not None else ():
+        if name not in str(plugins).split(","):
+            raise ConfigError(
+                f"VLLM_PLUGINS={plugins} keeps vLLM from loading this plugin; add {name} to it, or "
+                "unset it."
+            )
     from vllm_kvcompress.policies import resolve_settings
 
     resolve_settings(settings)
@@ -283,7 +295,7 @@ def _dashed(arguments: list[str]) -> list[str]:
     result = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if name.startswith(("--kv_", "--kv-", "--no_kv_", "--no-kv-", "--print_", "--print-")):
+        if name.startswith(_OURS):
             name = name.replace("_", "-")
         if name == _PRINT and not equals:  # a value needs the equals sign, or it would be MODEL
             equals, value = "=", SHELL
@@ -324,7 +336,11 @@ def _count(flag: str, text: str | None) -> int | None:
 def summary(settings: Settings) -> str:
     """What the settings do, in one line."""
     text = _kept(settings)
-    return text if settings.read is None else f"{text}; decode steps read {settings.read}"
+    if settings.read is not None:
+        text += f"; decode steps read {settings.read}"
+    if settings.prompts is not None:
+        text += f"; {settings.prompts}"
+    return text
 
 
 def advice(settings: Settings) -> list[str]:

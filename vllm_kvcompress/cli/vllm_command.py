@@ -23,6 +23,7 @@ from vllm_kvcompress.tools.model_folder import profile_beside
 
 _ADDITIONAL = "--additional-config"
 _MOST_YAML_BYTES = 2**20
+_NESTED = ("params", "prompts")  # settings that are sections, merged key by key
 _LIST_OPTION = "logits-processors"  # takes several values: ours joins the user's
 
 
@@ -116,12 +117,12 @@ def _settings(sections: list[dict[str, Any]], model: str) -> Settings | None:
     """The settings from several sections, later ones over earlier ones; None for no policy."""
     merged: dict[str, Any] = {}
     for section in sections:
-        params = {**merged.get("params", {}), **section.get("params", {})}
-        merged.update(section)
-        if params:
-            merged["params"] = params
+        nested = {
+            key: {**merged.get(key, {}), **section[key]} for key in _NESTED if section.get(key)
+        }
+        merged.update(section | nested)
     chosen_by_requests = merged.get("request_policies")
-    if merged.get("read") is not None:
+    if merged.get("read") is not None or merged.get("prompts"):
         merged.setdefault("policy", NO_POLICY)
     elif not merged or (merged.get("policy") == NO_POLICY and not chosen_by_requests):
         return None
@@ -139,10 +140,11 @@ def _section(value: object, source: str | None) -> dict[str, Any]:
             f"{value!r}."
         )
     section = {str(key).replace("-", "_"): item for key, item in value.items()}
-    if not isinstance(section.get("params", {}), Mapping):
-        raise ConfigError(
-            f"{source}: expected names with values under params, found {section['params']!r}."
-        )
+    for key in _NESTED:
+        if not isinstance(section.get(key, {}), Mapping):
+            raise ConfigError(
+                f"{source}: expected names with values under {key}, found {section[key]!r}."
+            )
     return section
 
 

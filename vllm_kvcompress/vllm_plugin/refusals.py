@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+from argparse import Namespace
 from collections.abc import Iterator
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from vllm_kvcompress.config import SETTINGS_KEY, Settings
+from vllm import envs
+
+from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
+from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.vllm_plugin.needed_classes import missing_classes
 
 if TYPE_CHECKING:
@@ -45,6 +50,42 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
     for reason in reasons:
         raise UnsupportedError(reason)
     return settings
+
+
+def check_server(settings: Settings, arguments: Namespace) -> None:
+    """Refuses what has nothing to do with the engine: how prompts are made shorter.
+
+    Raises:
+        ConfigError: there is no such classifier, or it is something else.
+        UnsupportedError: the server has no place for it.
+    """
+    if settings.prompts is None:
+        return
+    others = {
+        "--grpc": getattr(arguments, "grpc", False),
+        "VLLM_USE_RUST_FRONTEND": getattr(envs, "VLLM_USE_RUST_FRONTEND", False),
+    }
+    for name in [name for name, given in others.items() if given]:
+        raise UnsupportedError(
+            f"{name} takes another server than the one in which --prompt-compressor shortens "
+            "messages; leave one of the two out."
+        )
+    check_model(settings.prompts.model)
+
+
+def check_prompts_plugin(settings: Settings) -> None:
+    """Refuses a server that would not load what shortens prompts.
+
+    Raises:
+        UnsupportedError: VLLM_PLUGINS does not name it.
+    """
+    named = (os.environ.get("VLLM_PLUGINS") or "").split(",")
+    if settings.prompts is not None and PROMPTS_PLUGIN not in named:
+        raise UnsupportedError(
+            f"--additional-config asks for shorter prompts, but VLLM_PLUGINS does not name "
+            f"{PROMPTS_PLUGIN}, so none would be; start with `vllm-kvcompress serve`, or as its "
+            "--print-vllm-command says."
+        )
 
 
 def _reasons_of_model(model: ModelConfig) -> Iterator[str]:

@@ -19,6 +19,7 @@ from vllm_kvcompress.config import (
     Settings,
 )
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.prompts.settings import REQUEST_RATE
 from vllm_kvcompress.scheduling.read_rule import is_part
 
 if TYPE_CHECKING:
@@ -73,6 +74,11 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
         ConfigError: a value of another kind, or an unknown key that begins with `kv_`.
     """
     given = dict(extra_args or {})
+    if REQUEST_RATE in given:  # where prompts are shortened, it has been taken out
+        raise ConfigError(
+            f"vllm_xargs {REQUEST_RATE}: only the messages of chats are shortened, on a server "
+            "with --prompt-compressor; leave it out."
+        )
     unknown = [key for key in given if key.startswith(PREFIX) and key not in (*_KNOWN, _VLLM_OWN)]
     if unknown:
         raise ConfigError(

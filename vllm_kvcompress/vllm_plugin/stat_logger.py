@@ -13,7 +13,7 @@ from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 from vllm_kvcompress.metrics.stats import StepStats
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.needed_classes import check_classes
-from vllm_kvcompress.vllm_plugin.refusals import engine_settings
+from vllm_kvcompress.vllm_plugin.refusals import check_prompts_plugin, engine_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,6 +32,8 @@ class CompressionStatLogger(AggregateStatLoggerBase):
     def __init__(self, vllm_config: VllmConfig, engine_indexes: list[int]) -> None:
         self.metrics: CompressionMetrics | None = None
         settings = engine_settings(vllm_config)
+        if settings is not None:
+            check_prompts_plugin(settings)
         if settings is None or not settings.acts:
             return
         check_classes(vllm_config, settings)

@@ -1,0 +1,186 @@
+"""The middleware, in an app as vLLM builds one: behind its keys, and never in the loop's way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from prometheus_client import CollectorRegistry
+from starlette.middleware import Middleware
+from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
+
+from tests.prompts.test_shortener import LONG, SHORT, Scorer, settings
+from tests.prompts.trained import train
+from vllm_kvcompress.config import SETTINGS_KEY
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.metrics.prompts import PromptMetrics
+from vllm_kvcompress.prompts.shortener import PromptShortener
+from vllm_kvcompress.vllm_plugin.prompt_plugin import PATH, PromptMiddleware, PromptPlugin
+
+KEY = "a key"
+
+
+def served(score: Any) -> tuple[FastAPI, CollectorRegistry]:
+    """An app that repeats what it is sent, with vLLM's own middleware around ours."""
+    app, registry = FastAPI(), CollectorRegistry()
+
+    @app.post(PATH)
+    @app.post("/v1/completions")
+    async def repeat(request: Request) -> Any:
+        body = await request.body()
+        assert int(request.headers["content-length"]) == len(body)
+        return json.loads(body)
+
+    shortener = PromptShortener(settings(min_request_rate=0.2, max_request_rate=1.0), score)
+    metrics = PromptMetrics(registry)
+    metrics.start("m")
+    arguments = {"shortener": shortener, "metrics": metrics, "model_name": "m"}
+    app.user_middleware.append(Middleware(PromptMiddleware, **arguments))
+    init_entrypoints_middleware(vllm_arguments(), app, ("generate",))
+    return app, registry
+
+
+def vllm_arguments() -> Namespace:
+    from vllm_kvcompress.cli import launch
+
+    return launch.parse(["serve", "m", "--api-key", KEY])[1]
+
+
+def client(app: FastAPI) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    return httpx.AsyncClient(transport=transport, base_url="http://t", headers=headers)
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "tool", "content": LONG}], **more}
+
+
+def test_chats_are_shortened_and_all_else_passes() -> None:
+    app, registry = served(Scorer())
+
+    async def ask() -> None:
+        async with client(app) as http:
+            answer = await http.post(PATH, json=chat())
+            assert answer.json()["messages"][0]["content"] == SHORT
+            assert (await http.post("/v1/completions", json=chat())).json() == chat()
+            refused = await http.post(PATH, json=chat(vllm_xargs={"prompt_rate": 0.1}))
+            assert refused.status_code == 400
+            assert "allows rates from 0.2 to 1" in refused.json()["error"]["message"]
+            assert (await http.post(PATH, content=b"{")).status_code == 500  # of this app
+            assert (await http.get("/nowhere")).status_code == 404
+
+    asyncio.run(ask())
+    count = registry.get_sample_value
+    assert count("kvcompress_prompt_source_tokens_total", {"model_name": "m"}) == 8
+    assert count("kvcompress_prompt_kept_tokens_total", {"model_name": "m"}) == 4
+    assert count("kvcompress_prompt_seconds_count", {"model_name": "m"}) == 2
+    texts = {"model_name": "m", "remembered": "no"}
+    assert count("kvcompress_prompt_texts_total", texts) == 1
+
+
+@pytest.mark.parametrize("key", [None, "Bearer another", KEY])
+def test_without_a_key_nothing_is_looked_at(key: str | None) -> None:
+    scorer = Scorer()
+    app, registry = served(scorer)
+
+    async def ask() -> int:
+        async with client(app) as http:
+            http.headers.pop("Authorization")
+            headers = {} if key is None else {"Authorization": key}
+            return (await http.post(PATH, json=chat(), headers=headers)).status_code
+
+    assert asyncio.run(ask()) == 401
+    assert scorer.asked == []
+    assert registry.get_sample_value("kvcompress_prompt_seconds_count", {"model_name": "m"}) == 0
+
+
+def test_the_loop_never_waits_for_the_classifier() -> None:
+    """Other requests are answered while it reads."""
+    reads, may_end = threading.Event(), threading.Event()
+
+    def slow(text: str) -> Any:
+        reads.set()
+        assert may_end.wait(60)
+        return Scorer()(text)
+
+    app, _ = served(slow)
+
+    async def ask() -> None:
+        async with client(app) as http:
+            waits = asyncio.create_task(http.post(PATH, json=chat()))
+            while not reads.is_set():
+                await asyncio.sleep(0.01)
+            assert (await http.post("/v1/completions", json=chat())).status_code == 200
+            assert not waits.done()
+            may_end.set()
+            assert (await waits).json()["messages"][0]["content"] == SHORT
+
+    asyncio.run(ask())
+
+
+def test_who_is_gone_costs_nothing_and_the_app_hears_of_it() -> None:
+    scorer = Scorer()
+    heard: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        heard.extend([await receive(), await receive()])
+
+    shortener, metrics = PromptShortener(settings(), scorer), PromptMetrics(CollectorRegistry())
+    middleware = PromptMiddleware(app, shortener, metrics, "m")
+    body = json.dumps(chat()).encode()
+    scope = {"type": "http", "method": "POST", "path": f"/root{PATH}", "root_path": "/root"}
+    scope["headers"] = [(b"content-length", b"1")]
+
+    async def say(*messages: dict[str, Any]) -> None:
+        rest = list(messages)
+
+        async def receive() -> Any:
+            return rest.pop(0)
+
+        await middleware(scope, receive, None)  # type: ignore[arg-type]
+
+    part = {"type": "http.request", "body": body[:20], "more_body": True}
+    asyncio.run(say(part, {"type": "http.disconnect"}))
+    assert (scorer.asked, heard) == ([], [])
+    asyncio.run(say(part, {"type": "http.request", "body": body[20:]}, {"type": "http.disconnect"}))
+    assert json.loads(heard[0]["body"])["messages"][0]["content"] == SHORT
+    assert heard[1]["type"] == "http.disconnect"
+
+
+def with_settings(section: dict[str, Any] | None) -> FastAPI:
+    app = FastAPI()
+    additional = None if section is None else {SETTINGS_KEY: section}
+    app.state.args = Namespace(additional_config=additional, served_model_name=None, model="m")
+    return app
+
+
+def test_the_plugin_acts_where_the_settings_say_so(tmp_path: Path) -> None:
+    """Innermost, whether other middleware comes before or after it; refused without a model."""
+    for section in (None, {"policy": "none"}):
+        app = with_settings(section)
+        PromptPlugin().attach_router(app)
+        assert app.user_middleware == []
+    classifier = train(tmp_path)
+    app = with_settings({"policy": "none", "prompts": {"compressor": f"llmlingua2:{classifier}"}})
+    app.add_middleware(PlainMiddleware)
+    PromptPlugin().attach_router(app)
+    app.add_middleware(PlainMiddleware)
+    assert [each.cls for each in app.user_middleware] == [
+        *(PlainMiddleware, PlainMiddleware, PromptMiddleware)
+    ]
+    nowhere = {"policy": "none", "prompts": {"compressor": f"llmlingua2:{tmp_path / 'nowhere'}"}}
+    with pytest.raises(ConfigError, match="no model there"):
+        PromptPlugin().attach_router(with_settings(nowhere))
+
+
+class PlainMiddleware:
+    def __init__(self, app: Any) -> None:
+        self.app = app
