@@ -18,11 +18,12 @@ from vllm.entrypoints.serve.middleware.register import init_entrypoints_middlewa
 
 from tests.prompts.test_shortener import LONG, SHORT, Scorer, settings
 from tests.prompts.trained import train
-from vllm_kvcompress.config import SETTINGS_KEY
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.config import SETTINGS_KEY, Settings
+from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.prompts.shortener import PromptShortener
 from vllm_kvcompress.vllm_plugin.prompt_plugin import PATH, PromptMiddleware, PromptPlugin
+from vllm_kvcompress.vllm_plugin.refusals import check_prompts_plugin
 
 KEY = "a key"
 
@@ -184,3 +185,59 @@ def test_the_plugin_acts_where_the_settings_say_so(tmp_path: Path) -> None:
 class PlainMiddleware:
     def __init__(self, app: Any) -> None:
         self.app = app
+
+
+def refused(*arguments: str) -> str:
+    """Why `serve` would not start."""
+    from vllm_kvcompress.cli import launch, serve
+
+    with pytest.raises(ConfigError) as caught:
+        launch.check_command(
+            launch.vllm_command(serve.sort_out(*serve.parse_options(list(arguments))))
+        )
+    return str(caught.value)
+
+
+def test_refusals_come_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = str(Path(__file__).parents[2] / "models" / "reference")
+    option = ["--prompt-compressor", "llmlingua2:/no/folder"]
+    assert "no model there that can be read" in refused(reference, *option)
+    llama = ["--prompt-compressor", f"llmlingua2:{reference}"]
+    assert "found LlamaForCausalLM" in refused(reference, *llama)
+    assert "from 0.01 to 1" in refused(reference, *option, "--prompt-rate", "2")
+    assert "compressor missing" in refused(reference, "--prompt-rate", "0.5")
+    assert "expected ROLE=RATE" in refused(reference, *option, "--prompt-role-rate", "tool")
+    reuse = ["--kv-policy", "snapkv", "--kv-reuse-conversations"]
+    assert "would find nothing" in refused(reference, *option, *reuse)
+    assert "--grpc takes another server" in refused(reference, *option, "--grpc")
+    monkeypatch.setenv("VLLM_PLUGINS", SETTINGS_KEY)
+    assert "add kvcompress-prompts to it" in refused(reference, *option)
+    with pytest.raises(UnsupportedError, match="VLLM_PLUGINS does not name kvcompress-prompts"):
+        check_prompts_plugin(
+            Settings.from_dict({"policy": "none", "prompts": {"compressor": "llmlingua2:m"}})
+        )
+
+
+def test_prompts_alone_leave_the_engine_to_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm_kvcompress.cli import launch, serve
+
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    options = ["m", "--prompt_compressor", "llmlingua2:c", "--prompt-role-rate", "tool=0.3"]
+    request = serve.sort_out(*serve.parse_options([*options, "--prompt-force-token", r"\n"]))
+    command = launch.vllm_command(request)
+    assert "--worker-cls" not in command
+    assert json.loads(command[-1])[SETTINGS_KEY]["prompts"] == {
+        "compressor": "llmlingua2:c",
+        "rate": 0.5,
+        "roles": {"tool": 0.3},
+        "force_tokens": ["\n"],
+    }
+    for page in (True, False):
+        names = launch.environment(request, status_page=page)["VLLM_PLUGINS"].split(",")
+        assert "kvcompress-prompts" in names
+        assert ("kvcompress-status" in names) == page
+    both = serve.sort_out(*serve.parse_options([*options, "--kv-policy", "snapkv"]))
+    assert "--worker-cls" in launch.vllm_command(both)
+    assert "shortened to 0.5 of their tokens by c" in serve.summary(both.settings)
+    with pytest.raises(ConfigError, match="Ray Serve"):
+        serve.run(Namespace(rest=[*options, "--print-vllm-command=ray"]))
