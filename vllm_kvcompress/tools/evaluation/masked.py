@@ -6,12 +6,41 @@ differs from serving: nothing is freed, and a context is compressed once, at its
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.tools.evaluation.dense import DenseLayer, DenseModel, Kept
+from vllm_kvcompress.tools.evaluation.read_pages import read_mask, recall
+
+
+@dataclass
+class Reading:
+    """How much of an uncompressed context tokens read.
+
+    Attributes:
+        rule: of those that are decoded.
+        num_whole: of the first ones, which belong to the prompt and read everything.
+        num_best: tokens with the highest products, of which it is counted how many are read.
+        recalls: for every layer, that part and the part of the attention weights on what is read,
+            in the mean over query heads and tokens.
+    """
+
+    rule: ReadRule
+    num_whole: int = 0
+    num_best: int = 64
+    recalls: list[tuple[float, float]] = field(default_factory=list)
+
+    def mask(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+        """As `read_mask`."""
+        mask = read_mask(queries, keys, self.rule)
+        found = recall(queries, keys, mask, self.num_best, scale)[:, :, self.num_whole :]
+        self.recalls.append((float(found[0].mean()), float(found[1].mean())))
+        mask[:, : self.num_whole] = True
+        return mask
 
 
 class MaskedModel(DenseModel):
@@ -20,16 +49,24 @@ class MaskedModel(DenseModel):
     def __init__(self, folder: str, dtype: torch.dtype = torch.bfloat16) -> None:
         super().__init__(folder, dtype)
         self._context: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._reading: Reading | None = None
 
-    def logits(self, context: list[DenseLayer], kept: list[Kept] | None, tokens: Tensor) -> Tensor:
+    def logits(
+        self,
+        context: list[DenseLayer],
+        kept: list[Kept] | None,
+        tokens: Tensor,
+        reading: Reading | None = None,
+    ) -> Tensor:
         """[m, vocabulary] fp32, of tokens that follow a context.
 
         Args:
             context: every layer of it.
             kept: what every layer keeps; None: everything.
             tokens: [m] that are read.
+            reading: how much of everything each of them reads; None: all of it.
         """
-        dtype = self.model.dtype
+        dtype, self._reading = self.model.dtype, reading
         self._context = [
             _compressed(layer, None if kept is None else kept[layer.index], dtype)
             for layer in context
@@ -55,7 +92,7 @@ class MaskedModel(DenseModel):
                     logits_to_keep=num_logits,
                 )
         finally:
-            self._context = []
+            self._context, self._reading = [], None
         logits: Tensor = output.logits[0].float()
         return logits
 
@@ -71,6 +108,10 @@ class MaskedModel(DenseModel):
         own = torch.full((count, count), float("-inf"), dtype=query.dtype, device=query.device)
         before = bias[:, None].expand(-1, count, -1)
         whole = torch.cat([before, own.triu(1).expand(len(bias), -1, -1)], dim=2)
+        if self._reading is not None:
+            every_key = torch.cat([keys, key[0]], dim=1).float()
+            read = self._reading.mask(query[0].float(), every_key, scale)
+            whole = whole.masked_fill(~read, float("-inf"))
         output = torch.nn.functional.scaled_dot_product_attention(
             query,
             torch.cat([keys[None], key], dim=2).repeat_interleave(group, dim=1),
