@@ -121,6 +121,23 @@ def test_every_setup_and_mode_has_a_row(finished: Path) -> None:
         assert row["first_token_ms"] > row["token_ms"] > 0
 
 
+def test_ways_of_reading_are_compared_in_the_same_table(finished: Path, tmp_path: Path) -> None:
+    """The run goes on with one more setup, which holds everything: one mode, and other answers."""
+    folder = tmp_path / "more"
+    shutil.copytree(finished, folder)
+    assert evaluate(folder, "--kv-read", "quest:0.1") == 0
+    rows, answers = read(folder)
+    assert len(rows) == 4
+    row = rows["quest:0.1/query-aware"]
+    num_pages = -(-(1 + LENGTH + 3) // BLOCK)
+    assert row["kept"] == 1.0
+    assert row["read"] == pytest.approx(2 / num_pages)
+    assert row["agreement"] < 1
+    full = {a["item"]: a["tokens"][0] for a in answers if a["setup"] == "full"}
+    mine = {a["item"]: a["tokens"][0] for a in answers if a["setup"] == "quest:0.1"}
+    assert mine == full, "the first token comes from the prompt, which is read whole"
+
+
 def test_a_quarter_of_the_blocks_is_resident(finished: Path) -> None:
     """Query-agnostic, only the context's full blocks were compressed: the question stays."""
     rows, answers = read(finished)

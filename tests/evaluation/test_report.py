@@ -56,6 +56,26 @@ def answers() -> list[dict[str, Any]]:
     return found
 
 
+def test_what_is_read_stands_beside_what_is_kept() -> None:
+    """A setup that holds everything and reads a quarter, and one line per way of reading."""
+    found = answers()
+    for answer in found:
+        if answer["setup"].startswith("snapkv"):
+            answer["setup"] = answer["setup"].replace("snapkv@", "quest:")
+            answer["read_part"] = 0.5
+    rows = summarize(found)
+    by_setup = {(row["setup"], row["mode"]): row for row in rows}
+    assert by_setup["quest:0.5", AWARE]["read"] == 0.25
+    table = markdown_table(rows).splitlines()
+    assert table[0].startswith("| setup | kept | read |")
+    assert "| `quest:0.5` | 50.0% | 25.0% |" in table[4]
+    assert "   50.0%  25.0%" in text_table(rows)
+    page = html_report("a model", rows)
+    assert "<th>read</th>" in page
+    assert "<td>25.0%</td>" in page
+    assert "<th>read</th>" not in html_report("a model", summarize(answers()))
+
+
 @pytest.fixture(scope="module")
 def page() -> str:
     return html_report("my <model>", summarize(answers()))

@@ -130,6 +130,14 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         default="both",
         help="compress the context together with the question, or before it is known (both)",
     )
+    compared.add_argument(
+        "--kv-read",
+        action="append",
+        default=[],
+        metavar="R",
+        help="also hold everything and have decode steps read a part, such as quest:0.25; may be "
+        "repeated. Not asked for texts, which are prompts and read whole",
+    )
     compared.add_argument("--kv-trigger", metavar="T", help="of all policies (prompt)")
     compared.add_argument(
         "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="of all policies"
@@ -186,7 +194,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     if arguments.kv_min_tokens is not None:
         params["min_tokens"] = arguments.kv_min_tokens
     budgets = [parse_budget(text) for text in arguments.budgets]
-    setups = setups_of(arguments.policies, budgets, params)
+    setups = setups_of(arguments.policies, budgets, params, arguments.kv_read)
     if arguments.base_url:
         setups = [Setup(SERVER)]
     return Plan(

@@ -137,7 +137,9 @@ class AttentionLoss:
             begin, end = int(starts[row]), int(starts[row + 1])
             begin = max(begin, end - MOST_QUERIES)
             mine = slice(nth * self.pool.num_heads, (nth + 1) * self.pool.num_heads)
-            originals = self._originals[layer, int(slot)]
+            originals = self._originals.get((layer, int(slot)))
+            if originals is None:  # it holds everything, and decode steps read a part
+                continue
             num_tokens = int(positions[row])
             cache = self._whole_cache(
                 originals, batch.page_table[layer, mine], batch.seq_lens[layer, mine], num_tokens

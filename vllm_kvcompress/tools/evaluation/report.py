@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import html
 import io
+import re
 from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, AWARE, FULL, TEXT
-from vllm_kvcompress.tools.evaluation.summary import DEPTHS, loss_text, percent
+from vllm_kvcompress.tools.evaluation.summary import DEPTHS, loss_text, percent, reads_less
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
@@ -28,7 +29,7 @@ figcaption, p.caption { color: #555; }
 figcaption { font-size: .85rem; overflow-wrap: anywhere; }
 """
 _COLUMNS = (
-    *("setup", "mode", "kept", "resident", "score", "loss on texts (95%)", "agreement"),
+    *("setup", "mode", "kept", "read", "resident", "score", "loss on texts (95%)", "agreement"),
     *("mass", "error", "first token", "per token"),
 )
 
@@ -86,8 +87,10 @@ def _intro(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    body = "".join(f"<tr>{''.join(_cells(row))}</tr>" for row in rows)
+    reads = reads_less(rows)
+    names = [name for name in _COLUMNS if reads or name != "read"]
+    head = "".join(f"<th>{name}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(_cells(row, reads))}</tr>" for row in rows)
     caption = (
         "Agreement: share of greedy tokens equal to the full cache's. Mass: share of the attention "
         "weights on tokens that were not evicted. Error: relative, of attention outputs."
@@ -96,12 +99,13 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return f'{table}<p class="caption">{caption}</p>'
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _cells(row: dict[str, Any], reads: bool) -> list[str]:
     mode = "" if row["setup"] == FULL else row["mode"]
     token = "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms"
     texts = [row["setup"], mode]
     resident = f"{row['resident_bytes'] / 2**20:.2f} MiB" if row["resident_bytes"] else ""
-    texts += [percent(row["kept"]), resident, percent(row["score"]), loss_text(row)]
+    texts += [percent(row["kept"]), *([percent(row["read"])] if reads else [])]
+    texts += [resident, percent(row["score"]), loss_text(row)]
     texts += [percent(row[name]) for name in ("agreement", "attention_mass", "attention_error")]
     texts += [f"{row['first_token_ms']:.1f} ms", token]
     return [f"<td>{html.escape(text)}</td>" for text in texts]
@@ -119,7 +123,7 @@ def _quality(rows: Sequence[dict[str, Any]]) -> str:
         _draw_lines(axis, rows, [(row, 100 * row["score"]) for row in mine])
         if full is not None:
             axis.axhline(100 * full["score"], color="black", linestyle="--", linewidth=1)
-        axis.set(title=mode, ylabel="score, %", xlabel="resident tokens, % of the prompt")
+        axis.set(title=mode, ylabel="score, %", xlabel="tokens that are read, % of the prompt")
         axis.set_ylim(-2, 103)
         figure.legend(loc="outside lower center", ncols=2, fontsize=8)
         panels.append(_svg(figure))
@@ -137,7 +141,7 @@ def _text_loss(rows: Sequence[dict[str, Any]]) -> str:
         found = [(row, row["loss"] if kind is None else row["tasks"][kind]) for row in mine]
         _draw_lines(axis, rows, found)
         axis.set(title=kind or "all texts", ylabel="loss, nats per token")
-        axis.set(xlabel="resident tokens, % of context and continuation")
+        axis.set(xlabel="tokens that are read, % of context and continuation")
         axis.axhline(0, color="black", linestyle="--", linewidth=1)
         figure.legend(loc="outside lower center", ncols=2, fontsize=8)
         panels.append(_svg(figure))
@@ -146,6 +150,11 @@ def _text_loss(rows: Sequence[dict[str, Any]]) -> str:
         "Dashed: the full cache."
     )
     return f'<div class="panels">{"".join(panels)}</div><p class="caption">{caption}</p>'
+
+
+def _line(row: dict[str, Any]) -> str:
+    """What setups share whose amounts differ: a policy, or a way of reading."""
+    return re.split("[@:]", row["setup"])[0]
 
 
 def _draw_lines(
@@ -158,13 +167,9 @@ def _draw_lines(
         rows: all of the page's.
         found: rows that are drawn, each with its height.
     """
-    names = dict.fromkeys(row["setup"].split("@")[0] for row in rows if row["setup"] != FULL)
+    names = dict.fromkeys(_line(row) for row in rows if row["setup"] != FULL)
     for number, policy in enumerate(names):
-        line = sorted(
-            (100 * row["kept"], value)
-            for row, value in found
-            if row["setup"].split("@")[0] == policy
-        )
+        line = sorted((100 * row["read"], value) for row, value in found if _line(row) == policy)
         if line:
             marker = "osD^vPX"[number % 7]  # colours repeat after 10: no pair does before 70
             colour = f"C{number % 10}"

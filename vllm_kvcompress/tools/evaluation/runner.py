@@ -27,6 +27,7 @@ from vllm_kvcompress.tools.files import append, make_folder, named, read_within,
 
 Key = tuple[str, str, int]  # setup, mode, item
 
+BLOCK_SIZE = 32  # of engines, unless --engine says another
 PLAN, ANSWERS, LOG = "plan.json", "answers.jsonl", "engine.log"
 
 
@@ -71,7 +72,7 @@ class Plan:
         """Mode and item number of what has not been answered yet."""
         return [
             (mode, number)
-            for mode in (*setup.modes(self.modes), TEXT)
+            for mode in (*setup.modes(self.modes), *([TEXT] if setup.decodes_texts else []))
             for number, item in enumerate(self.items)
             if (mode == TEXT) == bool(item.continuation) and (setup.name, mode, number) not in done
         ]
@@ -112,7 +113,7 @@ def run(
                 for begin in range(0, len(questions), plan.concurrency):
                     together = questions[begin : begin + plan.concurrency]
                     found = [
-                        {"setup": setup.name, **answer}
+                        {"setup": setup.name, **answer, **_read_part(plan, setup, answer)}
                         for answer in _answers(engine, plan, prompts, together, choice)
                     ]
                     append(folder / ANSWERS, "".join(json.dumps(one) + "\n" for one in found))
@@ -123,6 +124,14 @@ def run(
     modes = {setup.name: (*setup.modes(plan.modes), TEXT) for setup in plan.setups}
     wanted = [answer for answer in answers if answer["mode"] in modes.get(answer["setup"], ())]
     return sorted(wanted, key=lambda a: (order[a["setup"]], a["mode"], a["item"]))
+
+
+def _read_part(plan: Plan, setup: Setup, answer: dict[str, Any]) -> dict[str, float]:
+    """What decode steps read of what a setup holds, where that is not all."""
+    if setup.read is None:
+        return {}
+    block_size = int(plan.engine.get("block_size", BLOCK_SIZE))
+    return {"read_part": setup.read_part(answer["prompt_tokens"], block_size)}
 
 
 def _engine(plan: Plan, shared: SharedEngine, log: Path) -> Engine | Server:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_kvcompress.config import Settings, named_policy
+from vllm_kvcompress.config import NO_POLICY, Settings, named_policy
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.scheduling.read_rule import ReadRule
 
 FULL = "full"
 SERVER = "server"
@@ -24,21 +25,27 @@ class Setup:
     Attributes:
         policy: a policy string; or `full`: stock vLLM, which is what the others are compared to;
             or `server`: whatever a running server does.
-        budget: kept fraction or tokens; None for `full` and `server`.
+        budget: kept fraction or tokens; None for `full` and `server`, and where `read` is given.
+        read: how much decode steps read, of all that there is (the policy is `none`).
     """
 
     policy: str
     budget: float | int | None = None
+    read: str | None = None
 
     @property
     def name(self) -> str:
         """For tables and file names."""
+        if self.read is not None:
+            return self.read
         return self.policy if self.budget is None else f"{self.policy}@{self.budget:g}"
 
     def settings(self, params: dict[str, Any]) -> dict[str, Any] | None:
         """What goes into `--additional-config`; None: stock vLLM."""
         if self.policy == FULL:
             return None
+        if self.read is not None:
+            return {"policy": self.policy, "read": self.read}
         from vllm_kvcompress.policies.registry import reads_profile
 
         chosen: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
@@ -47,8 +54,21 @@ class Setup:
         return chosen | {key: value for key, value in params.items() if value or value == 0}
 
     def modes(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """Modes to ask questions in: the full cache is the same in every one."""
-        return (AWARE,) if self.policy == FULL else tuple(wanted)
+        """Modes to ask questions in: a cache that holds everything is the same in every one."""
+        return (AWARE,) if self.policy in (FULL, NO_POLICY) else tuple(wanted)
+
+    @property
+    def decodes_texts(self) -> bool:
+        """Whether texts say something: they are predicted as prompts, which are read whole."""
+        return self.read is None
+
+    def read_part(self, num_tokens: int, block_size: int) -> float:
+        """Of what is held behind a prompt, the part that its first decode step reads."""
+        if self.read is None:
+            return 1.0
+        rule = ReadRule.parse(self.read)
+        num_pages = -(-num_tokens // block_size)
+        return rule.read_pages(num_tokens, block_size) / num_pages
 
 
 @dataclass
@@ -112,9 +132,12 @@ def shared_engines(setups: Sequence[Setup], params: dict[str, Any]) -> list[Shar
 
 
 def setups_of(
-    policies: Sequence[str], budgets: Sequence[float | int], params: dict[str, Any]
+    policies: Sequence[str],
+    budgets: Sequence[float | int],
+    params: dict[str, Any],
+    reads: Sequence[str] = (),
 ) -> list[Setup]:
-    """Every policy at every budget, and the full cache once, first.
+    """The full cache once, first, every policy at every budget, and everything held, read so.
 
     Raises:
         ConfigError: no policy, one given twice, or settings that cannot work.
@@ -124,6 +147,7 @@ def setups_of(
         raise ConfigError("--policies and --budgets: expected every one once; remove the doubles.")
     setups = [Setup(FULL)]
     setups += [Setup(policy, b) for policy in policies if policy != FULL for b in budgets]
+    setups += [Setup(NO_POLICY, read=read) for read in dict.fromkeys(reads)]
     for setup in setups:
         chosen = setup.settings(params)
         if chosen is not None:

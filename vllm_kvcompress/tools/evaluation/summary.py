@@ -22,7 +22,8 @@ def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         texts `nats` (per predicted token), `loss` (the difference to the full cache's) and
         `loss_interval` (95%, over texts; None for a single one), `agreement` (share of greedy
         tokens that equal the full cache's, position by position; None without it), `kept` (resident
-        over prompt tokens), `resident_bytes` (mean; 0 if unknown), `first_token_ms` and `token_ms`
+        over prompt tokens), `read` (the part of the prompt that a decode step reads: of what is
+        kept), `resident_bytes` (mean; 0 if unknown), `first_token_ms` and `token_ms`
         (medians), `kept_tokens` (mean by layer and KV head), `attention_error` and
         `attention_mass` (relative error of attention outputs and share of the attention weights
         on tokens that were not evicted, mean over layers and query heads; None where nothing was
@@ -51,6 +52,9 @@ def _row(
         "questions": len(answers),
         **(_predicted(answers, full) if mode == TEXT else _scored(answers, full)),
         "kept": fmean(a["resident_tokens"] / a["prompt_tokens"] for a in answers),
+        "read": fmean(
+            a.get("read_part", 1.0) * a["resident_tokens"] / a["prompt_tokens"] for a in answers
+        ),
         "resident_bytes": fmean(a["resident_bytes"] for a in answers),
         "first_token_ms": 1000 * median(a["first_token_seconds"] for a in timed),
         "token_ms": 1000 * median(further) if further else None,
@@ -155,6 +159,11 @@ def _mean(heads: list[list[float]]) -> float | None:
     return fmean(map(fmean, heads)) if heads else None
 
 
+def reads_less(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether any setup reads less than it keeps, so that a table says how much."""
+    return any(row["read"] < row["kept"] for row in rows)
+
+
 def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     """A line per setup: kept tokens, and what was lost in either mode, in percent."""
     by_setup: dict[str, dict[str, dict[str, Any]]] = {}
@@ -164,10 +173,14 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     columns = [f"{mode}{what}" for mode in asked for what in _SHARES.values()]
     if any(row["mode"] == TEXT for row in rows):
         columns.append("text: loss, nats per token (95%)")
-    lines = [f"| setup | kept | {' | '.join(columns)} |", "|---" * (2 + len(columns)) + "|"]
+    reads = reads_less(rows)
+    first = ["setup", "kept", *(["read"] if reads else [])]
+    head = [*first, *columns]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for setup, modes in by_setup.items():
         kept = fmean(row["kept"] for row in modes.values())
         cells = [f"`{setup}`", percent(kept)]
+        cells += [percent(fmean(row["read"] for row in modes.values()))] if reads else []
         for mode in asked:
             found = modes.get(AWARE if setup == FULL else mode)
             cells += [percent(found[name] if found else None) for name in _SHARES]
@@ -205,16 +218,18 @@ def percent(share: float | None) -> str:
 
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for a terminal: shares in percent."""
-    texts = any(row["mode"] == TEXT for row in rows)
+    texts, reads = any(row["mode"] == TEXT for row in rows), reads_less(rows)
     lines = [
-        f"{'setup':28}{'mode':16}{'kept':>7}{'score':>8}{'agree':>8}{'mass':>8}{'error':>8}"
+        f"{'setup':28}{'mode':16}{'kept':>7}{'read' if reads else '':>{7 * reads}}"
+        f"{'score':>8}{'agree':>8}{'mass':>8}{'error':>8}"
         f"{'ttft':>10}{'token':>9}" + ("  loss on texts, nats per token (95%)" if texts else "")
     ]
     for row in rows:
         mode = "" if row["setup"] == FULL else row["mode"]
         token = f"{row['token_ms']:.1f}ms" if row["token_ms"] is not None else "-"
         lines.append(
-            f"{row['setup']:28}{mode:16}{percent(row['kept']):>7}{percent(row['score']):>8}"
+            f"{row['setup']:28}{mode:16}{percent(row['kept']):>7}"
+            f"{percent(row['read']) if reads else '':>{7 * reads}}{percent(row['score']):>8}"
             f"{percent(row['agreement']):>8}{percent(row['attention_mass']):>8}"
             f"{percent(row['attention_error']):>8}{row['first_token_ms']:>8.1f}ms{token:>9}"
             + (f"  {loss_text(row)}" if row["mode"] == TEXT else "")

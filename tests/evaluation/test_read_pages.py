@@ -1,0 +1,54 @@
+"""What decode steps would read of a text that is at hand as a whole, against loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.tools.evaluation.read_pages import read_mask, recall
+
+SIZE, HEADS, GROUP, TOKENS, COUNT, BLOCK = 4, 2, 3, 210, 40, 32
+
+
+def scores(query: list[list[float]], keys: list[list[float]], exact: bool) -> float:
+    """The highest of the query heads' bounds on a page, or of their products with its keys."""
+    found = []
+    for one in query:
+        if exact:
+            found += [sum(q * k for q, k in zip(one, key, strict=True)) for key in keys]
+        else:
+            found.append(sum(max(q * key[at] for key in keys) for at, q in enumerate(one)))
+    return max(found)
+
+
+@pytest.mark.parametrize("score", ["bounds", "keys"])
+def test_every_token_reads_as_if_it_were_decoded(score: str) -> None:
+    torch.manual_seed(0)
+    queries, keys = torch.randn(HEADS * GROUP, COUNT, SIZE), torch.randn(HEADS, TOKENS, SIZE)
+    rule = ReadRule.parse(f"longcache:global=32,local=32,span=32,top=2,score={score}", 0)
+    mask = read_mask(queries, keys, rule)
+    for head in range(HEADS):
+        for nth in range(COUNT):
+            length = TOKENS - COUNT + nth + 1
+            pages = [range(at, min(at + BLOCK, length)) for at in range(0, length, BLOCK)]
+            query = queries[head * GROUP : (head + 1) * GROUP, nth].tolist()
+            found = {
+                page: scores(
+                    query, [keys[head, token].tolist() for token in pages[page]], score == "keys"
+                )
+                for page in range(1, len(pages) - 1)
+            }
+            best = sorted(found, key=lambda page: -found[page])[:2]
+            wanted = [token for page in (0, *best, len(pages) - 1) for token in pages[page]]
+            assert mask[head, nth].nonzero()[:, 0].tolist() == sorted(wanted)
+
+
+def test_recall_is_of_the_highest_products() -> None:
+    """Of four tokens with keys 0 to 3 two are read: the first and the last."""
+    keys, queries = torch.arange(4.0)[None, :, None], torch.ones(1, 1, 1)
+    mask = torch.tensor([[[True, False, False, True]]])
+    found, weights = recall(queries, keys, mask, 2, 1.0)
+    assert found.item() == 0.5
+    expected = (1 + torch.e**3) / sum(torch.e**n for n in range(4))
+    assert weights.item() == pytest.approx(float(expected))
