@@ -13,10 +13,11 @@ CLOSE = 1e-3  # log-probabilities of two tokens that may change places
 
 def problem(ask: Ask, answer: Answer) -> str:
     """What is wrong with an answer; empty: nothing."""
-    if ask.refused:
-        return "" if answer.outcome == "refused" else f"expected a refusal, got {answer.outcome}"
     if answer.outcome == "cut":
         return "" if ask.cut is not None else "was cut, though its client stayed"
+    if ask.refused:
+        found = f"{answer.outcome} {answer.reason}".strip()
+        return "" if answer.outcome == "refused" else f"expected a refusal, got {found}"
     if answer.outcome != "answered":
         return f"{answer.outcome}: {answer.reason}"
     if len(answer.choices) != ask.n:

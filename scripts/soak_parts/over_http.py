@@ -81,8 +81,7 @@ class Client:
             return Answer("cut")
         async with post as reply:
             if reply.status >= 400:
-                outcome = "refused" if reply.status < 500 else "failed"
-                return Answer(outcome, reason=f"{reply.status} {(await reply.text())[:300]}")
+                return _error(reply.status, await reply.text())
             if not ask.stream:
                 return _answer(ask, [json.loads(await reply.read())])
             parts: list[dict[str, Any]] = []
@@ -123,12 +122,17 @@ def body(ask: Ask) -> dict[str, Any]:
     return found | {name: value for name, value in optional.items() if value not in (None, [])}
 
 
+def _error(status: int, text: str) -> Answer:
+    """A refusal, or a failure; a stream says as its last part what its status cannot say."""
+    return Answer("refused" if status < 500 else "failed", reason=f"{status} {text[:300]}")
+
+
 def _answer(ask: Ask, parts: list[dict[str, Any]]) -> Answer:
     """What a whole reply says, or the parts of a streamed one."""
     choices = [Choice("", [], None, []) for _ in range(ask.n)]
     for part in parts:
         if "error" in part:
-            return Answer("failed", reason=str(part["error"])[:300])
+            return _error(part["error"]["code"], str(part["error"]))
         for said in part["choices"]:
             choice = choices[said["index"]]
             message = said.get("message") or said.get("delta") or said

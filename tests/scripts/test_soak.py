@@ -12,6 +12,7 @@ import soak
 from soak_parts.asks import Answer, Ask, Batch, Choice, Served
 from soak_parts.judge import difference, problem
 from soak_parts.memory import slope
+from soak_parts.over_http import _answer
 from soak_parts.schedule import Schedule
 from soak_parts.setups import SETUPS
 from soak_parts.tally import Tally
@@ -61,6 +62,9 @@ def test_tenants_share_no_word() -> None:
         (replace(ASK, cut=3), Answer("cut"), ""),
         (replace(ASK, refused=True), Answer("refused"), ""),
         (replace(ASK, refused=True), Answer("answered", [SAID]), "expected a refusal"),
+        (replace(ASK, refused=True), Answer("failed", reason="500"), "refusal, got failed 500"),
+        (replace(ASK, refused=True), Answer("cut"), "was cut, though its client stayed"),
+        (replace(ASK, refused=True, cut=0), Answer("cut"), ""),
         (replace(ASK, n=2), Answer("answered", [SAID]), "expected 2 answers, got 1"),
         (ASK, Answer("answered", [replace(SAID, reason="abort")]), "ended by abort"),
         (ASK, Answer("answered", [replace(SAID, tokens=[1] * 5)]), "expected at most 4 tokens"),
@@ -77,6 +81,12 @@ def test_tenants_share_no_word() -> None:
 def test_judgement(ask: Ask, answer: Answer, found: str) -> None:
     assert problem(ask, answer).startswith(found) or found in problem(ask, answer)
     assert bool(problem(ask, answer)) == bool(found)
+
+
+def test_a_stream_says_that_it_is_refused() -> None:
+    """In a part, since its status is sent already."""
+    refused, failed = (_answer(ASK, [{"error": {"code": code}}]) for code in (400, 500))
+    assert (refused.outcome, failed.outcome) == ("refused", "failed")
 
 
 def test_where_two_answers_part() -> None:

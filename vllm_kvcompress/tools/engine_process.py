@@ -19,6 +19,8 @@ from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.tools.files import append
 from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES
 
+_ENDS_AT_ONCE = "vllm_kvcompress.tools.ends_at_once"
+
 
 class EngineProcess:
     """Starts a vLLM engine in a child process; a context manager.
@@ -46,7 +48,7 @@ class EngineProcess:
     ) -> None:
         append(log, "")  # the child cannot say it where nothing can be written
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(ENGINE_MODULES))
+        context.set_forkserver_preload([_ENDS_AT_ONCE, *ENGINE_MODULES])
         self._log = log
         self._pipe, theirs = context.Pipe()
         self._lifeline, other_end = context.Pipe()
