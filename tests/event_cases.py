@@ -180,10 +180,8 @@ def left_in(tables: PageTables, request_id: str) -> list[dict[str, Tensor]]:
     pool, slot, found = tables.pool, tables.slots[request_id], []
     for layer in range(NUM_LAYERS):
         counts = tables.counts[layer, slot]
-        rows = [
-            tables.table[layer, slot, head, : int(count)].long()
-            for head, count in enumerate(counts)
-        ]
+        table = tables.gather(torch.tensor([slot]), int(counts.max()))[layer, 0]
+        rows = [row[: int(count)].long() for row, count in zip(table, counts, strict=True)]
         pages = torch.cat(rows)
         carried = torch.zeros(0)
         if tables.state.shape[2]:

@@ -51,7 +51,8 @@ class Checked:
         for layer, counts in enumerate(request.kept):
             for head, count in enumerate(counts):
                 width = count + int(tables.tails.num_pages[slot])
-                pages = tables.table[layer, slot, head, :width].tolist()
+                row = tables.gather(torch.tensor([slot]), width)[layer, 0, head]
+                pages = row[:width].tolist()
                 found |= {page // PER_BLOCK for page in pages}
         return found
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.cache.page_order import known_packings
+from vllm_kvcompress.cache.page_rows import RUN, PageRows
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PackedPagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
@@ -86,7 +87,8 @@ def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
                 model.blocks[name] = [7, 8]
             slot, kept, most = tables.slots[name], [], 0
             for layer in range(LAYERS):
-                counts = data.draw(st.lists(st.integers(0, 5), min_size=HEADS, max_size=HEADS))
+                most_pages = data.draw(st.sampled_from([5, 5, 5, 2 * RUN]))
+                counts = [data.draw(st.integers(0, most_pages)) for _ in range(HEADS)]
                 pages = list(range(fresh, fresh + sum(counts)))
                 fresh += sum(counts)
                 tables.replace(layer, slot, torch.tensor(counts), torch.tensor(pages).long())
@@ -108,7 +110,7 @@ def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
             check(batches, model, order)
             if model.kept:
                 grown = data.draw(st.sampled_from(sorted(model.kept)))
-                fresh = model.grow(grown, data.draw(st.sampled_from([1, 2, 9])), fresh)
+                fresh = model.grow(grown, data.draw(st.sampled_from([1, 2, RUN])), fresh)
 
 
 def check(batches: ResidentBatches, model: Model, order: list[str]) -> None:
@@ -143,17 +145,37 @@ def check(batches: ResidentBatches, model: Model, order: list[str]) -> None:
 
 
 def test_rows_get_room_for_the_longest_head_where_a_bound_is_known() -> None:
-    counts, pages = torch.tensor([9, 2, 0]), torch.arange(11)
+    counts, pages = torch.tensor([RUN - 1, 2, 0]), torch.arange(RUN + 1)
     widths = []
-    for bound in (None, 9):
+    for bound in (None, RUN - 1):
         tables = make_tables()
         tables.replace(1, tables.acquire("a"), counts, pages, bound)
-        widths.append(tables.table.shape[3])
         slot = tables.slots["a"]
-        assert tables.table[1, slot, 0, :9].tolist() == list(range(9))
-        assert tables.table[1, slot, 1, :2].tolist() == [9, 10]
-        assert tables.counts[1, slot].tolist() == [9, 2, 0]
-    assert widths == [11, 9]
+        widths.append(int(tables.rows.num_runs[slot]))
+        table = tables.gather(torch.tensor([slot]), RUN)[1, 0]
+        assert table[0, : RUN - 1].tolist() == list(range(RUN - 1))
+        assert table[1, :2].tolist() == [RUN - 1, RUN]
+        assert tables.counts[1, slot].tolist() == [RUN - 1, 2, 0]
+    assert widths == [2, 1]
+
+
+def test_a_long_request_makes_no_other_s_rows_longer() -> None:
+    """Memory follows the sum of all; what is given back is used again."""
+    rows = PageRows(LAYERS, HEADS, CPU)
+    rows.add_slots(64)
+    for slot in range(64):
+        rows.reserve(slot, 40)
+    rows.reserve(7, 40 * RUN)
+    sum_of_runs = 63 + 40
+    assert rows.runs.shape == (LAYERS, rows.runs.shape[1], HEADS, RUN)
+    assert sum_of_runs < rows.runs.shape[1] < 1.3 * sum_of_runs + 8
+    had = rows.runs.shape[1]
+    for _ in range(9):
+        rows.shorten(7, RUN)
+        rows.reserve(9, 39 * RUN)
+        rows.shorten(9, 0)
+        rows.reserve(7, 39 * RUN)
+    assert rows.runs.shape[1] == had
 
 
 def test_rows_are_as_wide_as_a_bound_until_the_number_is_there() -> None:

@@ -108,6 +108,8 @@ class Bookkeeping:
         return [block.block_id for block in blocks]
 
     def check_pages(self, manager: Any, owners: Counter[int]) -> None:
+        import torch
+
         tables = self.worker.compression.groups[manager.kv_cache_group_id].tables
         for request_id in manager.req_to_blocks:
             owned = len(self.owned(manager, request_id))
@@ -118,10 +120,13 @@ class Bookkeeping:
             mine = set(self.owned(manager, request_id))
             seen: set[int] = set()
             num_tail = int(tables.tails.num_pages[slot])
+            table = tables.gather(
+                torch.tensor([slot]), int(tables.counts[:, slot].max()) + num_tail
+            )
             for layer in range(tables.pool.num_layers):
                 for head in range(tables.pool.num_heads):
                     count = int(tables.counts[layer, slot, head])
-                    pages = tables.table[layer, slot, head, : count + num_tail].tolist()
+                    pages = table[layer, 0, head, : count + num_tail].tolist()
                     assert len(set(pages)) == len(pages)
                     assert not seen & set(pages), "a page belongs to two heads"
                     seen |= set(pages)

@@ -17,7 +17,6 @@ from vllm_kvcompress.cache.page_tables import Integers, PageTables
 from vllm_kvcompress.cache.policy_state import PolicyStateRuns
 from vllm_kvcompress.kernels.common.transfers import upload
 
-ROW_MULTIPLE = 16
 HostNumbers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
@@ -173,6 +172,7 @@ class ResidentBatches:
         self._version = tables.version
         width = int(tables.widths(slots).max())
         if known is None or width > known.table.shape[3]:
+            known = self._pages = None  # so that it need not lie beside what follows it
             known = self._pages = self._read_tables(width)
         elif added is not None:
             added.write(known.table, added.requests)
@@ -182,11 +182,10 @@ class ResidentBatches:
     def _read_tables(self, width: int) -> _LastingPages:
         """The batch's rows of the tables, with room for an eighth more columns.
 
-        Rows are multiples of 16 numbers, of which kernels need to be compiled for no other kind.
+        Rows are whole runs, multiples of 16 numbers: kernels need to be compiled for no other kind.
         """
         tables, found = self.tables, self._rows
-        room = width + max(8, width // 8)
-        table = tables.gather(found.device_slots, -(-room // ROW_MULTIPLE) * ROW_MULTIPLE)
+        table = tables.gather(found.device_slots, width + max(8, width // 8))
         resident_offset = tables.resident_offsets(found.slots)
         # Only the CPU can look without waiting for what runs on the device.
         same_in_all_layers = resident_offset.device.type == "cpu" and bool(

@@ -5,23 +5,22 @@ block appends one page per layer and head, and everything else stays.
 
     row of (layer, request, head):  [ kept pages: counts[l, r, h] ][ tail pages, one per block ]
 
-The tables lie beside the pages. What the host has to know of them without waiting for a device
+The tables lie beside the pages, in runs of columns (`page_rows.py`), so that a long request's rows
+make no other's longer. What the host has to know of them without waiting for a device
 (how long tails are, how wide rows may be) is in arrays of its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.cache.page_rows import RUN, Integers, PageRows
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.kernels.common.transfers import Download, upload
-
-Integers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass
@@ -74,10 +73,14 @@ class TailPages:
 
     def write(self, table: Tensor, rows: Tensor) -> None:
         """Writes them to [num_layers, any, num_heads, width] page ids, block i's to `rows[i]`."""
-        num_layers, _, num_heads = self.columns.shape
-        layers = torch.arange(num_layers, device=table.device)[:, None, None]
-        heads = torch.arange(num_heads, device=table.device)
+        layers, heads = self.axes(table.device)
         table[layers, rows[:, None], heads, self.columns] = self.page_ids
+
+    def axes(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Numbers of all layers and of all heads, to be broadcast with the columns."""
+        num_layers, _, num_heads = self.columns.shape
+        layers = torch.arange(num_layers, device=device)[:, None, None]
+        return layers, torch.arange(num_heads, device=device)
 
 
 class PageTables:
@@ -85,7 +88,7 @@ class PageTables:
 
     Attributes:
         pool: the pages.
-        table: [num_layers, slots, num_heads, width] int32 page ids.
+        rows: page ids by layer, slot, head and column.
         counts: [num_layers, slots, num_heads] int32 kept pages.
         state: [num_layers, slots, width] int32 pages that hold the policy state.
         saved: rows of states that outlive their request, by number.
@@ -96,9 +99,7 @@ class PageTables:
         device = pool.pages.device
         self.pool = pool
         self.state = torch.zeros((pool.num_layers, 0, 0), dtype=torch.int32, device=device)
-        self.table = torch.zeros(
-            (pool.num_layers, 0, pool.num_heads, 0), dtype=torch.int32, device=device
-        )
+        self.rows = PageRows(pool.num_layers, pool.num_heads, device)
         self.counts = torch.zeros(
             (pool.num_layers, 0, pool.num_heads), dtype=torch.int32, device=device
         )
@@ -114,7 +115,7 @@ class PageTables:
     def acquire(self, request_id: str) -> int:
         """A slot for a request that is about to be compressed for the first time."""
         if not self._free_slots:
-            self._grow(max(8, 2 * self.counts.shape[1]), self.table.shape[3])
+            self._grow(max(8, 2 * self.counts.shape[1]))
         self.version += 1
         slot = self._free_slots.pop()
         self.slots[request_id] = slot
@@ -131,6 +132,7 @@ class PageTables:
             self._longest_head.pop(slot, None)
             self.version += 1
             self._free_slots.append(slot)
+            self.rows.shorten(slot, 0)
 
     def replace(
         self,
@@ -147,18 +149,20 @@ class PageTables:
             slots: a request's slot, or those of several [R] int64.
             page_counts: [R * num_heads] int64.
             page_ids: [sum(page_counts)] int64, head after head.
-            max_kept: upper bound of `page_counts`, for which rows get room; None: their sum.
+            max_kept: upper bound of a request's `page_counts`, for which its rows get room; None:
+                their sum. The rows of several have room already.
         """
         self.version += 1
         total = page_ids.numel()
-        self._reserve(total if max_kept is None else max_kept)
+        if isinstance(slots, int):
+            self.rows.reserve(slots, total if max_kept is None else max_kept)
         rows = torch.repeat_interleave(page_counts, output_size=total)
         starts = page_counts.cumsum(0) - page_counts
         columns = torch.arange(total, device=page_ids.device) - starts[rows]
         heads, whose = rows, slots
         if isinstance(slots, Tensor):
             heads, whose = rows % self.pool.num_heads, slots[rows // self.pool.num_heads]
-        self.table[layer, whose, heads, columns] = page_ids.to(torch.int32)
+        self.rows.write(layer, whose, heads, columns, page_ids)
         self.counts[layer, slots] = page_counts.to(torch.int32).view(-1, self.pool.num_heads)
 
     def replace_state(
@@ -190,7 +194,7 @@ class PageTables:
         slot = self.slots[request_id]
         width = int(self.tails.max_kept[slot])
         self.saved[state] = SavedRows(
-            self.table[:, slot, :, :width].clone(),
+            self.gather(upload([slot], self.pool.device), width)[:, 0, :, :width],
             self.counts[:, slot].clone(),
             self.state[:, slot].clone(),
             self.layer_pages[request_id],
@@ -206,8 +210,8 @@ class PageTables:
         """Gives a new request a state's rows; its tail starts at `first_block`."""
         saved = self.saved[state]
         slot = self.acquire(request_id)
-        self._reserve(saved.max_kept)
-        self.table[:, slot, :, : saved.max_kept] = saved.table
+        self.rows.reserve(slot, saved.max_kept)
+        self.rows.write_all(slot, saved.table)
         self.counts[:, slot] = saved.counts
         if saved.state.shape[1]:
             self.state[:, slot, : saved.state.shape[1]] = saved.state
@@ -229,6 +233,7 @@ class PageTables:
         self.tails.first_block[slot] = first_block
         self.tails.num_pages[slot] = 0
         self.tails.max_kept[slot] = max_kept
+        self.rows.shorten(slot, max_kept)
         # A number that an earlier event still waits for is no longer this row's.
         self._longest_head.pop(slot, None)
         if longest_head is not None:
@@ -245,6 +250,7 @@ class PageTables:
             if longest_head is not None:
                 del self._longest_head[slot]
                 self.tails.max_kept[slot] = longest_head
+                self.rows.shorten(slot, longest_head + int(self.tails.num_pages[slot]))
                 self.version += 1
 
     def tail_limits(self, slots: Integers) -> Integers:
@@ -281,7 +287,9 @@ class PageTables:
         if not missing.any():
             return None
         self.version += 1
-        self._reserve(int((self.widths(slots) + missing).max()))
+        widths = self.widths(slots) + missing
+        for nth in np.flatnonzero(-(-widths // RUN) > self.rows.num_runs[slots]):
+            self.rows.reserve(int(slots[nth]), int(widths[nth]))
         which: Integers = np.repeat(np.arange(len(slots)), missing)
         nth = np.arange(len(which)) - np.repeat(np.cumsum(missing) - missing, missing)
         nth += have[which]
@@ -290,7 +298,8 @@ class PageTables:
         places = np.stack((which, slots[which], nth, rows[which], logical))
         requests, slots_there, nth_there, *block = upload(places, self.pool.device)
         added = self._tail_pages(requests, slots_there, nth_there, block_table[*block])
-        added.write(self.table, slots_there)
+        layers, heads = added.axes(self.pool.device)
+        self.rows.write(layers, slots_there[:, None], heads, added.columns, added.page_ids)
         return added
 
     def _tail_pages(
@@ -303,15 +312,9 @@ class PageTables:
         columns = self.counts[:, slots].to(torch.int64) + nth[:, None]
         return TailPages(requests, columns, page_ids.to(torch.int32))
 
-    def gather(self, slots: Tensor, width: int) -> Tensor:
-        """[num_layers, R, num_heads, width] int32 page ids of requests (a copy).
-
-        Args:
-            slots: [R] int64 slots, beside the tables.
-            width: columns; zeros where the tables have fewer.
-        """
-        missing = max(0, width - self.table.shape[3])
-        return torch.nn.functional.pad(self.table[:, slots, :, :width], (0, missing))
+    def gather(self, slots: Tensor, width: int, layers: slice = slice(None)) -> Tensor:
+        """As `PageRows.read`: page ids of requests in [R] slots, `width` columns or a few more."""
+        return self.rows.read(slots, width, layers)
 
     def resident_offsets(self, slots: Integers) -> Tensor:
         """[num_layers, R, num_heads] int32 resident minus logical tokens."""
@@ -319,20 +322,15 @@ class PageTables:
         index, first_block = upload(np.stack((slots, first)), self.pool.device)
         return (self.counts[:, index] - first_block.to(torch.int32)[:, None]) * self.pool.block_size
 
-    def _reserve(self, width: int) -> None:
-        if width > self.table.shape[3]:
-            self._grow(self.table.shape[1], max(width, 2 * self.table.shape[3]))
-
-    def _grow(self, num_slots: int, width: int) -> None:
-        """Reallocates; rare, since sizes double."""
-        old = self.table.shape[1]
-        table = self.table.new_zeros((self.table.shape[0], num_slots, self.table.shape[2], width))
-        table[:, :old, :, : self.table.shape[3]] = self.table
+    def _grow(self, num_slots: int) -> None:
+        """Reallocates what there is of every slot; rare, since their number doubles."""
+        old = self.counts.shape[1]
+        self.rows.add_slots(num_slots)
         counts = self.counts.new_zeros((self.counts.shape[0], num_slots, self.counts.shape[2]))
         counts[:, :old] = self.counts
         state = self.state.new_zeros((self.state.shape[0], num_slots, self.state.shape[2]))
         state[:, :old] = self.state
-        self.table, self.counts, self.state = table, counts, state
+        self.counts, self.state = counts, state
         self._free_slots.extend(range(num_slots - 1, old - 1, -1))
         for name in ("first_block", "num_pages", "max_kept"):
             numbers: Integers = np.zeros(num_slots, dtype=np.int64)

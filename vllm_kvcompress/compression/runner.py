@@ -224,8 +224,9 @@ class EventRunner:
                     batch.pipeline, layer, selection, behind, batch.state, totals.pages
                 )
             bounds = self._max_kept(batch, layer, view.by_request(counts))
-            slots = batch.slots if len(batch.events) > 1 else batch.events[0].slot
-            self.tables.replace(layer, slots, counts, pages, max(bounds))
+            for event, bound in zip(batch.events, bounds, strict=True):
+                self.tables.rows.reserve(event.slot, bound)
+            self.tables.replace(layer, batch.slots, counts, pages)
         for event, its_counts, bound in zip(
             batch.events, view.by_request(counts).unbind(), bounds, strict=True
         ):

@@ -81,8 +81,9 @@ class EventViews:
         if not batch.resident:
             return Sources(tail, batch.num_body, partial)
         # The row holds the kept pages and, behind them, the tail's.
-        row = self.tables.table[layer, batch.slots, :, : batch.num_body + partial.shape[1]]
-        return Sources(row.flatten(0, 1).to(torch.int64), batch.num_body, partial)
+        width = batch.num_body + partial.shape[1]
+        rows = self.tables.gather(batch.slots, width, _only(layer))[0, :, :, :width]
+        return Sources(rows.flatten(0, 1).to(torch.int64), batch.num_body, partial)
 
     def view(self, batch: EventBatch, layer: int, scale: float, sources: Sources) -> LayerView:
         """What the policy sees of the layer."""

@@ -94,7 +94,8 @@ class WorkerChecks:
         sources = set(event.blocks.tolist())
         if plan.resident_blocks:
             counts = tables.counts[:, event.slot] + plan.end_block - plan.first_block
-            pages = _first(tables.table[:, event.slot], counts)
+            slot = torch.tensor([event.slot])
+            pages = _first(tables.gather(slot, int(counts.max()))[:, 0], counts)
             self._expect_pages(group, plan.request_id, "compresses", pages)
             sources |= set((pages // pool.pages_per_block).tolist())
         fresh = torch.tensor(plan.fresh_block_ids)
