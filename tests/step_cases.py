@@ -116,13 +116,12 @@ class Step:
         """The step's batch."""
         device = self.pool.device
         num_tokens = np.array([request.num_tokens for request in self.requests], dtype=np.int32)
-        batch = self.batches.read(
+        (batch,) = self.batches.read(
             [request.name for request in self.requests],
             num_tokens,
             upload(num_tokens, device),
             upload(self.block_table, device),
         )
-        assert batch is not None
         return batch
 
     def _compress(self, row: int, request: Request) -> None:

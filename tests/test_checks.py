@@ -38,7 +38,7 @@ class Checked:
             block_table_tensor=torch.from_numpy(self.step.block_table),
             slot_mapping=torch.tensor(slots),
         )
-        self.work = StepWork(batch=self.step.read())
+        self.work = StepWork(compressed=[self.step.read()])
         self.read = {request.name: self.blocks_of(row) for row, request in enumerate(REQUESTS)}
 
     def blocks_of(self, row: int) -> set[int]:
@@ -82,7 +82,7 @@ def test_every_block_of_another_request_is_found(checked: Checked, name: str) ->
 
 
 def test_pages_of_two_heads_are_found(checked: Checked) -> None:
-    batch = checked.work.batch
+    (batch,) = checked.work.compressed
     assert batch is not None
     batch.page_table[0, 1, 0] = batch.page_table[0, 0, 0]
     with pytest.raises(InvariantError, match="two heads have the same"):

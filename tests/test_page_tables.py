@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_kvcompress.attention.batch import ResidentBatches
+from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.page_rows import RUN, PageRows
 from vllm_kvcompress.cache.page_tables import PageTables
@@ -72,7 +72,7 @@ class LateNumber:
 @given(data=st.data())
 def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
     tables, model, fresh = make_tables(), Model(), 1000
-    batches = ResidentBatches(tables)
+    batches = ResidentBatches(tables, most_bytes=data.draw(st.sampled_from([0, 2000, 2**26])))
     names = [f"r{i}" for i in range(12)]
     for _ in range(data.draw(st.integers(1, 25))):
         name = data.draw(st.sampled_from(names))
@@ -122,11 +122,15 @@ def check(batches: ResidentBatches, model: Model, order: list[str]) -> None:
     # Somewhere in the last block, at another place for each request.
     tokens = [(len(blocks[name]) - 1) * SIZE + 1 + i % SIZE for i, name in enumerate(order)]
     seq_lens = torch.tensor(tokens).int()
-    batch = batches.read(list(order), np.array(tokens), seq_lens, block_table.int())
-    if not model.kept:
-        assert batch is None
-        return
-    assert batch is not None
+    found = batches.read(list(order), np.array(tokens), seq_lens, block_table.int())
+    rows = sorted(row for batch in found for row in batch.rows.tolist())
+    assert rows == [i for i, name in enumerate(order) if name in model.kept]
+    for batch in found:
+        check_part(batch, model, order, tokens)
+
+
+def check_part(batch: ResidentBatch, model: Model, order: list[str], tokens: list[int]) -> None:
+    """Requests that share a table."""
     page_table, lengths = batch.page_table.tolist(), batch.seq_lens.tolist()
     uncompressed = [i for i, name in enumerate(order) if name not in model.kept]
     assert batch.uncompressed.tolist() == uncompressed

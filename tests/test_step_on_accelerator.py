@@ -52,7 +52,8 @@ def read(batches: ResidentBatches, num_tokens: dict[str, int]) -> ResidentBatch 
     tokens = np.array(list(num_tokens.values()), dtype=np.int32)
     device = batches.tables.pool.device
     block_table = torch.zeros(len(tokens), 64, dtype=torch.int32, device=device)
-    return batches.read(list(num_tokens), tokens, upload(tokens, device), block_table)
+    found = batches.read(list(num_tokens), tokens, upload(tokens, device), block_table)
+    return found[0] if found else None
 
 
 def test_tables_and_batches_through_a_request_s_life() -> None:

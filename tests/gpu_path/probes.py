@@ -68,6 +68,21 @@ def compiled(report: dict[str, Any]) -> None:
     compile_fx.compile_fx = lambda graph, *_, **__: graph
 
 
+def two_tables(report: dict[str, Any]) -> None:
+    """As if every table of several requests were large; reports how often there were two."""
+    from vllm_kvcompress.attention import batch
+
+    report["two_tables"] = 0
+    divide = batch._side_by_side
+
+    def noting(widths: Any, _: int) -> Any:
+        parts = divide(widths, 0)
+        report["two_tables"] += len(parts) == 2
+        return parts
+
+    batch._side_by_side = noting
+
+
 def flash_calls(report: dict[str, Any]) -> None:
     """Reports what FlashAttention is called with while requests are served."""
     from vllm.v1.worker import gpu_worker

@@ -104,6 +104,7 @@ def test_reading_a_part(no_padding: str, run_gpu_path: Run, kernels: str) -> Non
 
 CHUNK = {"policy": "snapkv", "budget": 0.3, "trigger": "chunk:128"}
 CHECKED = {"KVCOMPRESS_CHECK": "1"}
+TWO_TABLES = {"probes": ["two_tables"]}
 SCARCE = {"num_gpu_blocks_override": 32, "max_model_len": 700}
 
 
@@ -131,9 +132,9 @@ def alone(llama: str, run_engine: Run) -> Callable[[dict[str, Any]], dict[str, A
         pytest.param({"runner": "V1", "asynchronous": False}, ADAKV, id="runner-V1"),
         pytest.param(SCARCE, ADAKV, id="scarce-memory"),
         pytest.param({}, CHUNK, id="chunks"),
-        pytest.param({}, {**ADAKV, "trigger": "prompt,decode:8"}, id="decoding"),
+        pytest.param(TWO_TABLES, {**ADAKV, "trigger": "prompt,decode:8"}, id="decoding"),
         pytest.param({}, {"policy": "momentkv", "budget": 0.25}, id="moments"),
-        pytest.param({}, {"policy": "kvslimmer", "budget": 0.3}, id="merging"),
+        pytest.param(TWO_TABLES, {"policy": "kvslimmer", "budget": 0.3}, id="merging"),
     ],
 )
 def test_a_request_in_a_batch_is_a_request_alone_on_the_cpu_build(
@@ -146,6 +147,7 @@ def test_a_request_in_a_batch_is_a_request_alone_on_the_cpu_build(
     """However scheduled, in the debug mode: what is read and written is checked in every step."""
     report = run_gpu_path(llama, mixed_batch(), settings=settings, environment=CHECKED, **how)
     assert len(report["events"]) >= 4
+    assert report.get("two_tables", 5) >= 5
     assert report["free_at_end"] == report["num_blocks"] - 1
     for name, expected in alone(settings).items():
         assert report["outputs"][name]["tokens"] == expected["tokens"], name

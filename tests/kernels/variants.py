@@ -105,8 +105,7 @@ def attend(request: Request, position: int) -> None:
     batches = ResidentBatches(runner.tables, runner.read_by_attention)
     tokens = np.array([position])
     lengths, row = upload(tokens.astype(np.int32), runner.pool.device), request.block_row[None]
-    batch = batches.read(["r"], tokens, lengths, row)
-    assert batch is not None
+    (batch,) = batches.read(["r"], tokens, lengths, row)
     for num_queries in (1, 2, 7, 9, 33):
         queries = torch.randn(num_queries, NUM_HEADS * GROUP, HEAD_SIZE)
         for group in query_batches(batch, np.array([0, num_queries])):

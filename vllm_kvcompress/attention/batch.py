@@ -13,10 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.cache.page_tables import Integers, PageTables
+from vllm_kvcompress.cache.page_rows import Integers
+from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.policy_state import PolicyStateRuns
 from vllm_kvcompress.kernels.common.transfers import upload
 
+MOST_TABLE_BYTES = 2**26  # of a table for all rows; rarely more, where one request is far longer
 HostNumbers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
@@ -25,7 +27,7 @@ class BatchRows:
     """Which rows of a batch are compressed.
 
     Attributes:
-        rows: [R] int64 the compressed ones.
+        rows: [R] int64 the compressed ones, or those of them that are together.
         uncompressed: [U] int64 the others.
         slots: [R] int64 rows in the page tables of the compressed ones.
         device_rows, device_uncompressed, device_slots: the same beside the pages.
@@ -39,9 +41,10 @@ class BatchRows:
     device_slots: Tensor
 
     @classmethod
-    def of(cls, slots: Integers, device: torch.device) -> BatchRows:
-        """Of [rows] slots, -1 where a request is uncompressed."""
-        rows, uncompressed = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+    def of(cls, slots: Integers, device: torch.device, rows: Integers | None = None) -> BatchRows:
+        """Of [rows] slots, -1 where a request is uncompressed; of the others all, or `rows`."""
+        rows = np.flatnonzero(slots >= 0) if rows is None else rows
+        uncompressed = np.flatnonzero(slots < 0)
         host = (rows, uncompressed, slots[rows])
         return cls(*host, *(upload(numbers, device) for numbers in host))
 
@@ -104,23 +107,28 @@ class _LastingPages:
 class ResidentBatches:
     """Makes each step's `ResidentBatch`, and most of it only when pages or requests changed.
 
+    There are two where one table of all rows would be large, as many rows times the longest: then
+    the long ones have a table of their own.
+
     Args:
         tables: of the requests.
         find_state: finds what attention reads of policy state, for requests in [R] slots; None:
             nothing.
+        most_bytes: of one table of all rows.
     """
 
     def __init__(
         self,
         tables: PageTables,
         find_state: Callable[[Tensor], PolicyStateRuns | None] | None = None,
+        most_bytes: int = MOST_TABLE_BYTES,
     ) -> None:
         self.tables = tables
         self._find_state = find_state
+        self._most_bytes = most_bytes
         self._request_ids: list[str] = []
         self._version = -1
-        self._rows = BatchRows.of(np.zeros(0, dtype=np.int64), tables.pool.device)
-        self._pages: _LastingPages | None = None
+        self._parts: list[_Part] = []
 
     def read(
         self,
@@ -128,8 +136,8 @@ class ResidentBatches:
         num_tokens: HostNumbers,
         seq_lens: Tensor,
         block_table: Tensor,
-    ) -> ResidentBatch | None:
-        """The batch after new tail pages were recorded; None where no request is compressed.
+    ) -> list[ResidentBatch]:
+        """The batch after new tail pages were recorded; empty where no request is compressed.
 
         Args:
             request_ids: of all rows of the batch.
@@ -138,12 +146,55 @@ class ResidentBatches:
             block_table: [rows, max_blocks] int32 block ids by logical block, beside the pages.
         """
         if not self.tables.slots:
-            return None
+            return []
         if self._version != self.tables.version or self._request_ids != request_ids:
-            self._find(request_ids)
+            self._find(request_ids, num_tokens)
+        found = [part.read(num_tokens, seq_lens, block_table) for part in self._parts]
+        self._version = self.tables.version
+        return found
+
+    def _find(self, request_ids: list[str], num_tokens: HostNumbers) -> None:
+        """Which rows are compressed."""
+        tables, slot_of = self.tables, self.tables.slots
+        slots: Integers = np.array([slot_of.get(rid, -1) for rid in request_ids], dtype=np.int64)
+        self._request_ids = list(request_ids)
+        self._parts = []  # so that their tables need not lie beside the new ones
+        which = np.flatnonzero(slots >= 0)
+        widths = tables.widths_at(slots[which], num_tokens[which].astype(np.int64))
+        for some in _side_by_side(widths, self._most_bytes // tables.column_bytes):
+            rows = BatchRows.of(slots, tables.pool.device, which[some])
+            self._parts.append(_Part(tables, rows, self._find_state))
+
+
+def _side_by_side(widths: Integers, most_columns: int) -> list[Integers]:
+    """Which of [R] rows share a table: all, or the long ones and the others."""
+    number = len(widths)
+    order: Integers = np.argsort(-widths, kind="stable")
+    if number < 2 or number * widths[order[0]] <= most_columns:
+        return [np.arange(number)] if number else []
+    cuts = np.arange(1, number)
+    columns = cuts * widths[order[0]] + (number - cuts) * widths[order[1:]]
+    cut = int(cuts[columns.argmin()])
+    return [np.sort(order[:cut]), np.sort(order[cut:])]
+
+
+class _Part:
+    """Compressed requests of a batch that share a table."""
+
+    def __init__(
+        self,
+        tables: PageTables,
+        rows: BatchRows,
+        find_state: Callable[[Tensor], PolicyStateRuns | None] | None,
+    ) -> None:
+        self.tables = tables
+        self._find_state = find_state
+        self._rows = rows
+        self._pages: _LastingPages | None = None
+
+    def read(self, num_tokens: HostNumbers, seq_lens: Tensor, block_table: Tensor) -> ResidentBatch:
+        """As `ResidentBatches.read`."""
         found = self._rows
-        if not len(found.rows):
-            return None
         known = self._covering(num_tokens[found.rows].astype(np.int64), block_table)
         logical = seq_lens[found.device_rows]
         return ResidentBatch(
@@ -154,14 +205,6 @@ class ResidentBatches:
             policy_state=known.policy_state,
         )
 
-    def _find(self, request_ids: list[str]) -> None:
-        """Which rows are compressed."""
-        slot_of = self.tables.slots
-        slots: Integers = np.array([slot_of.get(rid, -1) for rid in request_ids], dtype=np.int64)
-        self._rows = BatchRows.of(slots, self.tables.pool.device)
-        self._request_ids, self._version = list(request_ids), self.tables.version
-        self._pages = None
-
     def _covering(self, num_tokens: Integers, block_table: Tensor) -> _LastingPages:
         """What is known of the batch, brought up to [R] logical tokens."""
         known = self._pages
@@ -169,7 +212,6 @@ class ResidentBatches:
             return known
         tables, slots = self.tables, self._rows.slots
         added = tables.extend_tails(slots, self._rows.rows, block_table, num_tokens)
-        self._version = tables.version
         width = int(tables.widths(slots).max())
         if known is None or width > known.table.shape[3]:
             known = self._pages = None  # so that it need not lie beside what follows it

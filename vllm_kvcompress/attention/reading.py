@@ -11,7 +11,8 @@ from torch import Tensor
 
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch
 from vllm_kvcompress.cache.page_bounds import PageBounds
-from vllm_kvcompress.cache.page_tables import Integers, PageTables
+from vllm_kvcompress.cache.page_rows import Integers
+from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products
 from vllm_kvcompress.scheduling.plan import ReadPlan

@@ -107,6 +107,7 @@ class PageTables:
         self.slots: dict[str, int] = {}
         self.layer_pages: dict[str, list[int]] = {}
         self._free_slots: list[int] = []
+        self._counting = torch.arange(0, device=device)
         self.saved: dict[int, SavedRows] = {}
         # By slot, the pages of the longest head, where the host knows an upper bound so far.
         self._longest_head: dict[int, Download] = {}
@@ -158,12 +159,17 @@ class PageTables:
             self.rows.reserve(slots, total if max_kept is None else max_kept)
         rows = torch.repeat_interleave(page_counts, output_size=total)
         starts = page_counts.cumsum(0) - page_counts
-        columns = torch.arange(total, device=page_ids.device) - starts[rows]
+        if self._counting.numel() < total:  # one operator less in all later layers
+            self._counting = torch.arange(2 * total, device=page_ids.device)
+        columns = self._counting[:total] - starts[rows]
         heads, whose = rows, slots
         if isinstance(slots, Tensor):
             heads, whose = rows % self.pool.num_heads, slots[rows // self.pool.num_heads]
         self.rows.write(layer, whose, heads, columns, page_ids)
-        self.counts[layer, slots] = page_counts.to(torch.int32).view(-1, self.pool.num_heads)
+        if isinstance(slots, int):
+            self.counts[layer, slots] = page_counts
+        else:
+            self.counts[layer, slots] = page_counts.to(torch.int32).view(-1, self.pool.num_heads)
 
     def replace_state(
         self,
@@ -265,6 +271,17 @@ class PageTables:
         """[R] upper bounds of the pages in each request's rows."""
         widths: Integers = self.tails.max_kept[slots] + self.tails.num_pages[slots]
         return widths
+
+    def widths_at(self, slots: Integers, num_tokens: Integers) -> Integers:
+        """[R] the same, once tails reach up to [R] logical tokens."""
+        tails: Integers = -(-num_tokens // self.pool.block_size) - self.tails.first_block[slots]
+        widths: Integers = np.maximum(self.tails.max_kept[slots] + tails, self.widths(slots))
+        return widths
+
+    @property
+    def column_bytes(self) -> int:
+        """Of one page of every layer and head."""
+        return 4 * self.pool.num_layers * self.pool.num_heads
 
     def extend_tails(
         self, slots: Integers, rows: Integers, block_table: Tensor, num_tokens: Integers

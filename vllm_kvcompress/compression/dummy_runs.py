@@ -201,8 +201,7 @@ class DummyRuns:
         batches = ResidentBatches(runner.tables, runner.read_by_attention)
         num_tokens = plan.position + 1
         lengths = row.new_full((1,), num_tokens)
-        batch = batches.read([_REQUEST], np.array([num_tokens]), lengths, row[None])
-        assert batch is not None
+        (batch,) = batches.read([_REQUEST], np.array([num_tokens]), lengths, row[None])
         for num_queries in (1, 2, CHUNK):
             for some in query_batches(batch, np.array([0, num_queries])):
                 rows = queries[:num_queries]

@@ -226,7 +226,8 @@ class EventRunner:
             bounds = self._max_kept(batch, layer, view.by_request(counts))
             for event, bound in zip(batch.events, bounds, strict=True):
                 self.tables.rows.reserve(event.slot, bound)
-            self.tables.replace(layer, batch.slots, counts, pages)
+            slots = batch.slots if len(batch.events) > 1 else batch.events[0].slot
+            self.tables.replace(layer, slots, counts, pages, max(bounds))
         for event, its_counts, bound in zip(
             batch.events, view.by_request(counts).unbind(), bounds, strict=True
         ):

@@ -30,14 +30,14 @@ class StepWork:
     """One cache group's work in one step.
 
     Attributes:
-        batch: the compressed requests, or None when every request is uncompressed.
+        compressed: the compressed requests; empty when every request is uncompressed.
         events: compression events at the end of each layer's attention.
         batches: the same as they run, some together.
         observed: where queries to remember are, and where they go; or None.
         filled: [N] int64 blocks that become full, where decode steps read a part; or None.
     """
 
-    batch: ResidentBatch | None = None
+    compressed: list[ResidentBatch] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     batches: list[EventBatch] = field(default_factory=list)
     observed: Located | None = None
@@ -47,7 +47,7 @@ class StepWork:
     def is_empty(self) -> bool:
         """Whether there is nothing to do, and all requests are uncompressed."""
         nothing = not self.events and self.observed is None and self.filled is None
-        return self.batch is None and nothing
+        return not self.compressed and nothing
 
 
 class GroupCompression:
@@ -115,8 +115,8 @@ class GroupCompression:
             self.readers.admit(request_ids, lengths, num_queries)
             if self.readers.bounds is not None:
                 filled = self._filled_blocks(lengths, num_queries, blocks)
-        batch = self.batches.read(request_ids, lengths, common.seq_lens, blocks)
-        work = StepWork(batch=batch, filled=filled)
+        compressed = self.batches.read(request_ids, lengths, common.seq_lens, blocks)
+        work = StepWork(compressed=compressed, filled=filled)
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
         for event in plan.events:
             if event.group == self.group:
@@ -164,11 +164,12 @@ class GroupCompression:
             queries, outputs: [tokens, num_query_heads, head_size] of all requests.
             scale: softmax scale.
         """
-        if work.batch is not None and self.runner.observer is not None:
+        if self.runner.observer is not None:
             starts, lengths = metadata.query_start_loc, metadata.seq_lens
-            self.runner.observer.attended(
-                layer, work.batch, starts, lengths, queries, outputs, scale
-            )
+            for batch in work.compressed:
+                self.runner.observer.attended(
+                    layer, batch, starts, lengths, queries, outputs, scale
+                )
         if work.observed is not None:
             self.runner.windows.record(layer, queries, work.observed)
         work.batches = guard.run_layer(self.runner, work.batches, layer, scale)

@@ -60,7 +60,7 @@ class CompressedMetadata:
     """What compression does in a step; travels on vLLM's metadata.
 
     Attributes:
-        work: events, and the compressed requests (work.batch None: there are none).
+        work: events, and the compressed requests (work.compressed empty: there are none).
         num_tokens: of the step, without what pads it to a CUDA graph's size.
         per_head: the compressed requests, for vLLM's kernels: those that read everything, and
             those that decode and read a part.
@@ -177,7 +177,7 @@ class CompressedBuilder:
         """vLLM's own metadata, with ours on it where anything is compressed or about to be."""
         compression = CompressedBackend.compression
         work = compression.prepare(self.layer_names[0], common_attn_metadata)
-        if work is None or work.batch is None:
+        if work is None or not work.compressed:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         else:
             metadata = self.build_all(common_attn_metadata)
@@ -191,22 +191,34 @@ class CompressedBuilder:
     ) -> CompressedMetadata:
         """What goes along with vLLM's metadata of all requests."""
         found = CompressedMetadata(work, common.num_actual_tokens)
-        batch = work.batch
-        if batch is not None:
-            starts = common.query_start_loc_cpu.numpy()
-            found.uncompressed = self._uncompressed(batch, common, starts)
-            group = CompressedBackend.compression.group_of_layer[self.layer_names[0]]
-            if group.readers is not None:
-                reading, batch = group.readers.split(batch)
-                if reading is not None:
-                    part = self.per_head(reading.batch, metadata, common, starts, reading)
-                    found.per_head.append(part)
-            elif CompressedBackend.compression.takes_own_kernels(batch.seq_lens.shape[1]):
-                found.biased = query_batches(batch, starts)
-                return found
-            if batch is not None:
-                found.per_head.append(self.per_head(batch, metadata, common, starts))
+        starts = common.query_start_loc_cpu.numpy()
+        for batch in work.compressed:
+            self._add(found, batch, metadata, common, starts)
+        if work.compressed:
+            found.uncompressed = self._uncompressed(work.compressed[0], common, starts)
         return found
+
+    def _add(
+        self,
+        found: CompressedMetadata,
+        batch: ResidentBatch,
+        metadata: Any,
+        common: CommonAttentionMetadata,
+        starts: HostNumbers,
+    ) -> None:
+        """Compressed requests that share a table, by what attends for them."""
+        rest: ResidentBatch | None = batch
+        group = CompressedBackend.compression.group_of_layer[self.layer_names[0]]
+        if group.readers is not None:
+            reading, rest = group.readers.split(batch)
+            if reading is not None:
+                part = self.per_head(reading.batch, metadata, common, starts, reading)
+                found.per_head.append(part)
+        elif CompressedBackend.compression.takes_own_kernels(batch.seq_lens.shape[1]):
+            found.biased += query_batches(batch, starts)
+            return
+        if rest is not None:
+            found.per_head.append(self.per_head(rest, metadata, common, starts))
 
     def per_head(
         self,
@@ -304,7 +316,7 @@ class CompressedImpl:
     ) -> Tensor:
         """Attention of one layer, and after it the layer's share of every compression event."""
         compressed = getattr(attn_metadata, _ATTRIBUTE, None)
-        if compressed is None or compressed.work.batch is None:
+        if compressed is None or not compressed.work.compressed:
             super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more
             )

@@ -62,7 +62,7 @@ class WorkerChecks:
         pool, size = group.tables.pool, group.tables.pool.block_size
         starts = common.query_start_loc_cpu.tolist()
         lengths = compat.host_lengths(common).tolist()
-        compressed = set() if work.batch is None else set(work.batch.rows.tolist())
+        compressed = {row for batch in work.compressed for row in batch.rows.tolist()}
         writers: dict[int, str] = {}
         for row, request_id in enumerate(request_ids):
             slots = common.slot_mapping[starts[row] : starts[row + 1]]
@@ -71,8 +71,7 @@ class WorkerChecks:
             if row not in compressed:
                 blocks = common.block_table_tensor[row, : -(-lengths[row] // size)]
                 self._expect_own(group, request_id, "attends to", blocks)
-        if work.batch is not None:
-            batch = work.batch
+        for batch in work.compressed:
             tables = batch.page_table.unflatten(1, (-1, pool.num_heads))
             counts = (-(-batch.seq_lens // size)).unflatten(1, (-1, pool.num_heads))
             for nth, row in enumerate(batch.rows.tolist()):
