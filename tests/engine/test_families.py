@@ -70,16 +70,17 @@ def test_bfloat16_pages_are_read_in_the_kernels_own_order(llama: str, run_engine
 def test_two_ranks_say_what_one_says(llama: str, run_engine: Run) -> None:
     """Tensor parallel: each rank compresses its own heads and frees the same blocks.
 
-    A conversation goes on from what every rank kept of its heads.
+    A conversation goes on from what every rank kept of its heads, and decode steps read a part.
     """
     phases = [
         [request("a", prompt(900, seed=1), 24), request("b", prompt(300, seed=2), 24)],
-        [request("again", prompt(900, seed=1), 24)],
+        [request("again", prompt(900, seed=1), 24, xargs={"kv_read": 0.75})],
         [request("next", prompt(200, seed=3), 24, follows="b")],
     ]
     file = Path(__file__).parents[2] / "configs/tensor-parallel.yaml"
     settings = {**yaml.safe_load(file.read_text())["kvcompress"], "budget": 256}
     settings["reuse_conversations"] = "reuse"
+    settings |= {"read": "quest:0.5", "min_request_read": 0.4}
     one = run_engine(llama, phases, settings=settings)
     two = run_engine(
         llama,
