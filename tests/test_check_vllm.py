@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from fastapi import FastAPI
 
 import check_vllm
 from vllm_check import names
@@ -29,14 +30,14 @@ ROOT = Path(__file__).parents[1]
 MODELS = {"o_proj", "rotary_emb", "num_kv_shared_layers", "attn_logit_softcapping"}
 # Of vLLM's command line, and of argparse's objects.
 OPTIONS = {"model_tag", "headless", "api_key", "served_model_name"}
-OPTIONS |= {"api_server_count", "data_parallel_size"}
+OPTIONS |= {"api_server_count", "data_parallel_size", "grpc"}
 OPTIONS |= {"_actions", "option_strings", "dest", "nargs", "const"}
 OWN = {"kvcompress_status"}  # what we keep in the server's state
 # Python's and torch's objects that no import of ours names, and any dataclass.
 OBJECTS = (
     *(*vars(builtins).values(), multiprocessing.get_context("spawn"), Connection),
     *(torch.cpu, torch.accelerator, torch.nn.Module, logging.Logger, PolicyDemand),
-    *(torch.distributed, torch.distributed.ReduceOp),
+    *(torch.distributed, torch.distributed.ReduceOp, FastAPI()),
 )
 
 

@@ -8,7 +8,9 @@ READ: dict[str, tuple[str, ...]] = {
         *("scheduler_cls", "worker_cls", "logits_processors", "attention_backend", "block_size"),
         *("additional_config", "model", "create_engine_config"),
     ),
-    "vllm.config.VllmConfig": ("additional_config", "compilation_config", "model_config"),
+    "vllm.config.VllmConfig": (
+        *("additional_config", "compilation_config", "model_config", "speculative_config"),
+    ),
     "vllm.config.CacheConfig": ("enable_prefix_caching", "kv_cache_memory_bytes"),
     "vllm.config.CompilationConfig": ("static_forward_context",),
     "vllm.config.ModelConfig": (
