@@ -95,6 +95,26 @@ def test_turns_that_go_on_say_what_one_request_says(
     check(report, [f"{policy}{turn}" for policy in policies for turn in (1, 2, 3)])
 
 
+def test_anew_says_what_a_first_request_says(llama: str, run_engine: Run) -> None:
+    """Behind as much of the prefix cache as the window leaves, also where a turn is shorter."""
+    policies, window, first, question = ("h2o", "spans"), 256, 400, 60
+    phases = []
+    for seed, policy in enumerate(policies, start=1):
+        xargs = {"kv_policy": policy}
+        begin = request(f"{policy}0", prompt(first, seed), 20, xargs=xargs)
+        more = prompt(question, seed=100 + seed)
+        second = request(f"{policy}1", more, 20, follows=f"{policy}0", xargs=xargs)
+        phases.append([[begin], [second, alone(second)]])
+    settings = {**REUSE, "policy": "h2o", "request_policies": ["spans"], "params": {}}
+    settings |= {"budget": 0.25, "trigger": "prompt", "reuse_conversations": "anew"}
+    report = run_engine(llama, side_by_side(*phases), settings=settings)
+    usable = first + 20 + question - window
+    for policy in policies:
+        assert report["outputs"][f"{policy}1"]["cached"] == usable // BLOCK * BLOCK, policy
+    assert report["conversations_continued"] == 0
+    check(report, [f"{policy}1" for policy in policies])
+
+
 def test_branches_cuts_and_strangers(llama: str, run_engine: Run) -> None:
     """One history with two next questions at once; a reply that is cut; a first turn that differs.
 
