@@ -32,8 +32,9 @@ ENGINE = "{{instance}} · engine {{engine}}"
 
 
 def chosen(metric: str) -> str:
-    """The series that the variables select."""
-    return f"{metric}{{{CHOSEN}}}"
+    """The series that the variables select; engines have no part in prompts' series."""
+    parts = CHOSEN.rsplit(", ", 1)[0] if metric.startswith(PROMPT) else CHOSEN
+    return f"{metric}{{{parts}}}"
 
 
 def rate(metric: str, *by: str) -> str:
@@ -51,7 +52,10 @@ def quantile(q: float, histogram: str) -> str:
     return f"histogram_quantile({q}, {rate(f'{histogram}_bucket', 'le')})"
 
 
+PROMPT = "kvcompress_prompt_"
+SHORTENED = (f"{PROMPT}kept_tokens_total", f"{PROMPT}source_tokens_total")
 EVENT, FIRST_TOKEN = "kvcompress_event_seconds", "vllm:time_to_first_token_seconds"
+READ = ("kvcompress_read_pages_total", "kvcompress_held_pages_total")
 KEPT = ("kvcompress_kept_tokens_total", "kvcompress_source_tokens_total")
 HITS = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
 PREEMPTIONS = "vllm:num_preemptions_total"
@@ -182,6 +186,29 @@ IN_TIME = [
         "too small for all, and their next turns read everything again.",
         "none",
         {"{{reason}}": rate("kvcompress_states_forgotten_total", "reason")},
+    ),
+    Shown(
+        "Pages read",
+        "By decode steps, of those held (--kv-read).",
+        "percentunit",
+        {ENGINE: share(*READ, "instance", "engine")},
+    ),
+    Shown(
+        "Tokens of chats before and after --prompt-compressor",
+        "As the classifier counts them, per second, beside the part that stays.",
+        "none",
+        {
+            "before": rate(SHORTENED[1]),
+            "after": rate(SHORTENED[0]),
+            "part": share(*SHORTENED),
+        },
+        right="part",
+    ),
+    Shown(
+        "Wait for --prompt-compressor",
+        "How long a chat waits until it is shortened, other requests' turns included.",
+        "s",
+        {f"p{q}": quantile(q / 100, f"{PROMPT}seconds") for q in (50, 99)},
     ),
     Shown(
         "Prefix cache hit rate",

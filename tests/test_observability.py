@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.metrics.prometheus import CompressionMetrics
+from vllm_kvcompress.metrics.prompts import PromptMetrics
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "observability"
@@ -21,9 +22,10 @@ OURS = re.compile(r"\bkvcompress_[a-z0-9_]+")
 
 @pytest.fixture(scope="module")
 def samples() -> set[str]:
-    """Names of the series that a server of ours shows before the first request."""
+    """Names of the series that servers of ours show before the first request."""
     registry = CollectorRegistry()
     CompressionMetrics(registry).start(Settings("snapkv"), "tiny", "0")
+    PromptMetrics(registry).start("tiny")
     return {sample.name for metric in registry.collect() for sample in metric.samples}
 
 
@@ -43,15 +45,17 @@ def test_every_metric_and_alert_is_documented(samples: set[str]) -> None:
 
 
 def test_the_dashboard_is_one_of_vllms() -> None:
-    """By tag and variables, which choose what every panel shows."""
+    """By tag and variables, which choose what every panel shows; no engine shortens prompts."""
     board = json.loads((FOLDER / "dashboard.json").read_text())
     assert board["tags"] == ["vllm"]
     names = [variable["name"] for variable in board["templating"]["list"]]
     assert names == ["datasource", "job", "model_name", "instance", "engine"]
     for panel in board["panels"]:
         for target in panel["targets"]:
+            prompts = "kvcompress_prompt_" in target["expr"]
             for name in names[1:]:
-                assert f'{name}=~"${name}"' in target["expr"], panel["title"]
+                selected = f'{name}=~"${name}"' in target["expr"]
+                assert selected != (prompts and name == "engine"), panel["title"]
 
 
 def test_the_operator_s_rules_are_the_same() -> None:

@@ -18,7 +18,13 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products
+from vllm_kvcompress.kernels.page_choice import (
+    Choice,
+    choose_pages,
+    highest_products,
+    key_bounds,
+    rounded_outwards,
+)
 from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
@@ -71,11 +77,12 @@ def test_longcache_reads_the_first_the_last_and_some_spans() -> None:
     [
         *("quest", "quest:", "quest:0", "quest:-1", "quest:1.5", "quest:nan", "quest:0.5,x=1"),
         *("quest:0.5,top=4", "quest:0.5,group=all", "longcache:0.25", "longcache:top=0"),
-        *("longcache:local=-1", "longcache:top=64,score=exact"),
+        *("longcache:local=-1", "longcache:top=64,score=exact", "quest:0.5,bounds=int4"),
+        "quest:0.5,bounds=exact,score=keys",
     ],
 )
 def test_what_cannot_work_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"quest:0\.25|fraction"):
+    with pytest.raises(ConfigError, match=r"quest:0\.25|fraction|without bounds"):
         ReadRule.parse(text)
 
 
@@ -138,14 +145,61 @@ def products(keys: list[list[float]], query: list[float], score: str) -> float:
     """A page's highest product with a query, or the bound on it."""
     if score == "keys":
         return max(sum(q * k for q, k in zip(query, key, strict=True)) for key in keys)
-    return sum(max(q * key[at] for key in keys) for at, q in enumerate(query))
+    step = 0.0 if score == "exact" else scale_of(keys)
+    total = 0.0
+    for at, q in enumerate(query):
+        low, high = min(key[at] for key in keys), max(key[at] for key in keys)
+        if step:
+            low, high = math.floor(low / step) * step, math.ceil(high / step) * step
+        total += max(q * low, q * high)
+    return total
+
+
+def scale_of(keys: list[list[float]]) -> float:
+    """The power of two of which less than 127 are the largest element of a page."""
+    step, largest = 2.0**-130, max(abs(element) for key in keys for element in key)
+    while step * 127 <= largest:
+        step *= 2
+    return step
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 9999),
+    magnitude=st.sampled_from([1e-30, 1e-3, 1.0, 127.0, 3e4]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    outlier=st.booleans(),
+)
+def test_bounds_in_8_bits_are_rounded_outwards(
+    seed: int, magnitude: float, dtype: torch.dtype, outlier: bool
+) -> None:
+    """Never within the keys, so no product is above its bound; and by less than a step beyond."""
+    torch.manual_seed(seed)
+    keys = (torch.randn(5, SIZE, 8) * magnitude).to(dtype)
+    keys[0] = 0
+    if outlier:
+        keys[:, 1, 2] *= 50
+    codes, scales = rounded_outwards(key_bounds(keys))
+    assert codes.dtype == torch.int8
+    query = torch.randn(8, dtype=torch.float64)
+    for page, (numbers, scale) in enumerate(zip(codes.tolist(), scales.tolist(), strict=True)):
+        bound, own = 0.0, keys[page].tolist()
+        for at, q in enumerate(query.tolist()):
+            low, high = numbers[at] * scale, numbers[8 + at] * scale
+            column = [key[at] for key in own]
+            assert min(column) - scale < low <= min(column)
+            assert max(column) <= high < max(column) + scale
+            bound += max(q * low, q * high)
+        highest = max(products([key], query.tolist(), "keys") for key in own)
+        assert bound >= highest or bound == pytest.approx(highest, rel=1e-12)
+        assert page == 0 or scale == scale_of(own)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     group=st.sampled_from(["max", "mean"]),
-    score=st.sampled_from(["bounds", "keys"]),
+    score=st.sampled_from(["exact", "int8", "keys"]),
     equal=st.booleans(),
 )
 def test_pages_with_the_highest_scores_are_read(
@@ -157,7 +211,7 @@ def test_pages_with_the_highest_scores_are_read(
     """
     torch.manual_seed(data.draw(st.integers(0, 9999)))
     pool = small_pool()
-    bounds = PageBounds(pool)
+    bounds = PageBounds(pool, score == "int8")
     bounds.fill_blocks(0, torch.arange(20))
     counts = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=4))
     width = max(counts) + data.draw(st.integers(0, 3))
@@ -171,7 +225,7 @@ def test_pages_with_the_highest_scores_are_read(
     if score == "keys":
         found = highest_products(asked, pool.keys, *pages)
     else:
-        found = choose_pages(asked, bounds.bounds, *pages)
+        found = choose_pages(asked, bounds.bounds, *pages, bounds.scales)
     assert found.shape == (len(counts), choice.most)
     for row, (count, number) in enumerate(zip(counts, read, strict=True)):
         scores = []
@@ -235,6 +289,14 @@ def test_requests_of_one_step_read_different_parts() -> None:
 
 
 def test_bounds_take_their_share_of_memory() -> None:
-    """A page of 32 tokens has 64 vectors, its bounds are two."""
-    whole = 33 * 1000
-    assert bytes_beside(whole, 32) == 1000
+    """A page of 32 tokens has 64 vectors; its bounds are two, or as many bytes and a scale."""
+    for size in (16, 32):
+        page = 2 * size * 64 * 2
+        assert bytes_beside(1000 * (page + 256), size, 64, torch.bfloat16, False) == 256_000
+        assert bytes_beside(1000 * (page + 132), size, 64, torch.bfloat16, True) == 132_000
+    for rounded in (False, True):
+        found = PageBounds(small_pool(), rounded)
+        there = [each for each in (found.bounds, found.scales) if each is not None]
+        taken = sum(each.numel() * each.element_size() for each in there)
+        whole = small_pool().pages.numel() * 4 + taken
+        assert bytes_beside(whole, SIZE, HEAD_SIZE, torch.float32, rounded) == taken

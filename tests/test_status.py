@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from argparse import Namespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
 from vllm_kvcompress.compression.recent_events import NUM_EVENTS
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.metrics.prometheus import CompressionMetrics
+from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.metrics.status import totals
-from vllm_kvcompress.vllm_plugin.status_page import latest_first
+from vllm_kvcompress.prompts.shortener import Work
+from vllm_kvcompress.vllm_plugin.status_page import Status, latest_first
 
 
 def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
@@ -40,6 +44,8 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
             conversations_continued=2,
             continued_tokens=100,
             forgotten={"evicted": 3},
+            held_pages=20,
+            read_pages=5,
         )
         metrics.observe(step, "tiny", engine)
 
@@ -54,13 +60,37 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
         "0": {
             **{"compression_ratio": 3, "contexts_reused": 1, "kv_cache_usage": 0.25},
             **{"conversations_continued": 2, "continued_tokens": 100},
+            **{"held_pages": 20, "read_pages": 5},
         },
         "1": {
             **{"compression_ratio": 3, "contexts_reused": 2, "kv_cache_usage": 0.5},
             **{"conversations_continued": 4, "continued_tokens": 200},
+            **{"held_pages": 40, "read_pages": 10},
         },
     }
     assert found["forgotten"] == {"evicted": 9, "extended": 0, "unfinished_event": 0}
+    assert found["prompts"] == {}
+
+
+def test_shortened_chats_are_counted_apart_from_engines() -> None:
+    registry = CollectorRegistry()
+    metrics = PromptMetrics(registry)
+    metrics.start("tiny")
+    for seconds in (0.25, 0.5):
+        metrics.observe(Work(source_tokens=100, kept_tokens=40), seconds, "tiny")
+    assert totals(registry.collect())["prompts"] == {
+        **{"requests": 2, "source_tokens": 200, "kept_tokens": 80, "seconds": 0.75}
+    }
+
+
+def test_an_engine_left_to_vllm_is_asked_for_no_events() -> None:
+    """Its workers would not know the question: shorter prompts alone want nothing of them."""
+    section = {"policy": "none", "prompts": {"compressor": "llmlingua2:m"}}
+    arguments = {"served_model_name": None, "model": "m", "api_key": None}
+    args = Namespace(additional_config={SETTINGS_KEY: section}, **arguments)
+    document = asyncio.run(Status(None, args).document())
+    assert document["events"] == []
+    assert document["settings"]["prompts"] == {"compressor": "llmlingua2:m", "rate": 0.5}
 
 
 def test_events_of_all_engines_are_in_one_order_with_the_heads_of_all_ranks() -> None:

@@ -1,9 +1,10 @@
-"""Has a real Prometheus watch a real server under load, and asks what panels and rules ask.
+"""Has a real Prometheus watch real servers under load, and asks what panels and rules ask.
 
     .venv/bin/python scripts/deploy/watched_server.py
 
 Exits with an error where an expression has no answer, a metric that is named somewhere is missing
-on an idle server, or promtool finds fault with a metric of ours.
+on idle servers, or promtool finds fault with a metric of ours. One server compresses; the other one
+shortens prompts, which reused contexts cannot be beside.
 """
 
 from __future__ import annotations
@@ -27,42 +28,50 @@ import yaml
 from ask import wait_until_healthy
 from openai import OpenAI
 
-from vllm_kvcompress.tools.dtypes import fast_dtype
-from vllm_kvcompress.tools.reference.tasks import generate_sample
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.prompts.trained import train  # noqa: E402
+from vllm_kvcompress.tools.dtypes import fast_dtype  # noqa: E402
+from vllm_kvcompress.tools.reference.tasks import generate_sample  # noqa: E402
+
 OBSERVABILITY = ROOT / "deploy" / "observability"
 METRIC = re.compile(r"\b(?:kvcompress_|vllm:)[a-z0-9_]+")
 LOAD_SECONDS = 25
 SERVER = [
     *[sys.executable, "-m", "vllm_kvcompress.cli.main", "serve", str(ROOT / "models/reference")],
     *["--served-model-name", "reference", "--enforce-eager", "--dtype", fast_dtype()],
-    *["--kv-policy", "adakv+criticalkv", "--kv-budget", "0.25", "--kv-reuse-contexts"],
 ]
+COMPRESSING = ["--kv-policy", "adakv+criticalkv", "--kv-budget", "0.25", "--kv-reuse-contexts"]
+COMPRESSING += ["--kv-read", "quest:0.5"]
 
 
 def main() -> None:
-    """Runs the checks, one server for all."""
+    """Runs the checks, the same servers for all."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        port = free_port()
-        start(stack, [*SERVER, "--port", str(port), "--host", "127.0.0.1"], folder / "server.log")
-        server = f"http://127.0.0.1:{port}"
-        wait_until_healthy(server)
-        check_metrics(get(f"{server}/metrics"))
-        prometheus = start_prometheus(stack, f"127.0.0.1:{port}", folder)
-        num_requests = load(server)
+        shortening = ["--prompt-compressor", f"llmlingua2:{train(folder)}"]
+        servers = []
+        for nth, options in enumerate((COMPRESSING, shortening)):
+            port = free_port()
+            command = [*SERVER, *options, "--port", str(port), "--host", "127.0.0.1"]
+            start(stack, command, folder / f"server-{nth}.log")
+            servers.append(f"127.0.0.1:{port}")
+            wait_until_healthy(f"http://{servers[-1]}")
+        check_metrics([get(f"http://{server}/metrics") for server in servers])
+        prometheus = start_prometheus(stack, servers, folder)
+        num_requests = load(*(f"http://{server}" for server in servers))
         time.sleep(3)  # for the last scrape and the rules
         num_answers = ask_prometheus(prometheus)
         print(f"watched_server: {num_answers} expressions answered after {num_requests} requests")
 
 
-def start_prometheus(stack: ExitStack, target: str, folder: Path) -> str:
+def start_prometheus(stack: ExitStack, targets: list[str], folder: Path) -> str:
     """Starts one that scrapes every second; returns its address."""
     configuration = {
         "global": {"scrape_interval": "1s", "evaluation_interval": "2s"},
         "rule_files": [str(OBSERVABILITY / "rules.yml")],
-        "scrape_configs": [{"job_name": "vllm", "static_configs": [{"targets": [target]}]}],
+        "scrape_configs": [{"job_name": "vllm", "static_configs": [{"targets": targets}]}],
     }
     path, address = folder / "prometheus.yml", f"127.0.0.1:{free_port()}"
     path.write_text(yaml.safe_dump(configuration))
@@ -88,34 +97,41 @@ def start(stack: ExitStack, command: list[str], log: Path) -> None:
     stack.callback(end)
 
 
-def check_metrics(text: str) -> None:
-    """On an idle server every metric that is named anywhere exists, and ours are well-formed."""
+def check_metrics(texts: list[str]) -> None:
+    """On idle servers every metric that is named anywhere exists, and ours are well-formed."""
+    text = "".join(texts)
     samples = set(re.findall(r"^([a-z][a-z0-9_:]*)(?=[{ ])", text, re.MULTILINE))
     for path in sorted(OBSERVABILITY.iterdir()):
         missing = set(METRIC.findall(path.read_text())) - samples
         if missing:
-            fail(f"{path.name} names {sorted(missing)}, which an idle server does not have")
-    ours = [
-        line + "\n"
-        for line in text.splitlines()
-        if re.match(r"(# (HELP|TYPE) )?kvcompress_", line) and "_created" not in line
-    ]
-    done = subprocess.run(
-        ["promtool", "check", "metrics"], input="".join(ours), text=True, check=False
+            fail(f"{path.name} names {sorted(missing)}, which idle servers do not have")
+    for text in texts:
+        ours = [
+            line + "\n"
+            for line in text.splitlines()
+            if re.match(r"(# (HELP|TYPE) )?kvcompress_", line) and "_created" not in line
+        ]
+        done = subprocess.run(
+            ["promtool", "check", "metrics"], input="".join(ours), text=True, check=False
+        )
+        if done.returncode != 0:
+            fail("promtool finds fault with our metrics")
+
+
+def load(compressing: str, shortening: str) -> int:
+    """Asks for some time, several at once: documents, again, as named contexts, and short ones;
+    and chats.
+    """
+    client, chats = (
+        OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
+        for address in (compressing, shortening)
     )
-    if done.returncode != 0:
-        fail("promtool finds fault with our metrics")
-
-
-def load(address: str) -> int:
-    """Asks for some time, several at once: documents, again, as named contexts, and short ones."""
-    client = OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)
     end = time.monotonic() + LOAD_SECONDS
 
     def ask(seed: int) -> int:
         count = 0
         while time.monotonic() < end:
-            sample = generate_sample("multikey", num_tokens=512, seed=seed + count // 6)
+            sample = generate_sample("multikey", num_tokens=512, seed=seed + count // 8)
             text = f"{sample.context}\n{sample.question}"
             for prompt, xargs in (
                 (text, {}),
@@ -129,6 +145,10 @@ def load(address: str) -> int:
                     extra_body={"vllm_xargs": xargs} if xargs else {},
                 )
                 count += 1
+            text = f"{sample.context}\n\n{sample.question}"
+            messages: Any = [{"role": "user", "content": text}]
+            chats.chat.completions.create(model="reference", messages=messages, max_tokens=8)
+            count += 1
         return count
 
     with ThreadPoolExecutor(3) as pool:

@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsProcessor
 from vllm.v1.worker.gpu.sample.logits_processor.loader import _cached_load_v2_logitsprocs
 
 from tests import tiny_models
+from tests.cli.test_status_page import declared_plugins
 from vllm_kvcompress import __version__
 from vllm_kvcompress.cli import doctor
 from vllm_kvcompress.cli.main import main
@@ -23,8 +24,13 @@ from vllm_kvcompress.vllm_plugin.versions import VLLM_VERSIONS
 
 
 @pytest.fixture(autouse=True)
-def environment() -> Iterator[None]:
-    """vLLM sets variables for its workers while it builds its configuration."""
+def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """With this commit's entry points; vLLM sets variables for its workers while it builds its
+    configuration.
+    """
+    packages = str(declared_plugins(tmp_path / "packages"))
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.setenv("PYTHONPATH", packages, prepend=os.pathsep)
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -53,8 +59,14 @@ def test_report_names_versions_entry_points_and_classes(
     assert report["vllm"].startswith("0.32.")
     for number, known in VLLM_VERSIONS.items():
         assert report[f"vllm {number}"] == known
-    assert report["entry point vllm.general_plugins"].endswith(":register")
-    assert report["entry point vllm.stat_logger_plugins"].endswith(":CompressionStatLogger")
+    entry_points = {
+        "vllm.general_plugins kvcompress": ":register",
+        "vllm.stat_logger_plugins kvcompress": ":CompressionStatLogger",
+        "vllm.endpoint_plugins kvcompress-status": ":StatusPage",
+        "vllm.endpoint_plugins kvcompress-prompts": ":PromptPlugin",
+    }
+    for name, path in entry_points.items():
+        assert report[f"entry point {name}"].endswith(path)
     assert report["--scheduler-cls"].endswith("CompressionScheduler")
     assert report["--worker-cls"].endswith("CompressionCPUWorker")
     assert report["attention (cpu)"].endswith("CompressedCPUBackend")
@@ -100,7 +112,8 @@ def test_a_missing_compiler_and_plugin_are_problems(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
     assert "install it" in doctor._compiler().problem
     monkeypatch.setattr(doctor, "entry_points", lambda group: [])
-    assert "install the package again" in doctor._entry_point("vllm.general_plugins").problem
+    for group, name in doctor._ENTRY_POINTS:
+        assert "install the package again" in doctor._entry_point(group, name).problem
 
 
 @pytest.mark.parametrize(

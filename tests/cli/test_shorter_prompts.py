@@ -83,6 +83,10 @@ def test_answers_survive_at_a_half_beside_a_compressed_cache(address: str) -> No
     assert gained["kvcompress_prompt_seconds_count"] == len(asked)
     assert gained["kvcompress_prompt_texts_total|no"] == len(asked)
     assert gained["kvcompress_events_total"] == len(asked)
+    headers = {"Authorization": f"Bearer {KEY}"}
+    page = urllib3.request("GET", f"{address}/kvcompress/status", headers=headers).json()
+    assert page["prompts"]["kept_tokens"] == after["kvcompress_prompt_kept_tokens_total"]
+    assert page["prompts"]["requests"] == after["kvcompress_prompt_seconds_count"]
 
 
 def test_what_goes_is_noise(classifier: Path) -> None:

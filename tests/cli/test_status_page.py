@@ -51,7 +51,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments += ["--max-model-len", "1024", "--dtype", "float32", "--api-key", KEY]
     arguments += ["--kv-policy", "adakv", "--kv-budget", "0.25", "--api-server-count", "2"]
     arguments += ["--data-parallel-size", str(len(ENGINES)), "--kv-min-tokens", "64"]
-    arguments += ["--kv-reuse-conversations", "reuse"]
+    arguments += ["--kv-reuse-conversations", "reuse", "--kv-read", "quest:0.5"]
     cores = sorted(os.sched_getaffinity(0))
     packages = declared_plugins(folder / "packages")
     with pytest.MonkeyPatch.context() as variables:
@@ -235,6 +235,8 @@ def test_a_browser_shows_the_numbers_move(address: str, tmp_path: Path) -> None:
             "document.querySelector('#tiles [data-name=\"conversations continued\"]').textContent"
         )
         assert page.value(tile).isdecimal()
+        tile = "document.querySelector('#tiles [data-name=\"pages read\"]').textContent"
+        page.wait_for(f"{tile}.endsWith('%')")
         assert "evicted" in page.value("document.getElementById('forgotten').textContent")
         fields = page.value("document.querySelectorAll('#heat .field').length")
         assert fields == LAYERS * HEADS

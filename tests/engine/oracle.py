@@ -107,7 +107,8 @@ class PagesDecoder(KeptTokensDecoder):
         part: of its pages that a head reads.
         number: pages that a head reads instead.
         group: max or mean of the scores of the query heads that share a head.
-        score: bounds on products with a page's keys, or the highest of these (keys).
+        score: bounds on products with a page's keys, or the highest of these (keys); or bounds of
+            which minima are rounded down and maxima up to 8 bits (int8).
         always: pages at the beginning and at the end that are read whatever their scores are.
         shortest: heads with fewer tokens read everything.
 
@@ -146,9 +147,14 @@ class PagesDecoder(KeptTokensDecoder):
                 if self.score == "keys":
                     by_query.append(max(_product(query, numbers[token]) for token in pages[nth]))
                     continue
+                page = [numbers[token] for token in pages[nth]]
+                step = _step(page) if self.score == "int8" else None
                 total = 0.0
                 for element, wanted in enumerate(query):
-                    total += max(wanted * numbers[token][element] for token in pages[nth])
+                    ends = [min(key[element] for key in page), max(key[element] for key in page)]
+                    if step is not None:
+                        ends = [math.floor(ends[0] / step) * step, math.ceil(ends[1] / step) * step]
+                    total += max(wanted * end for end in ends)
                 by_query.append(total)
             scores[nth] = max(by_query) if self.group == "max" else sum(by_query) / len(by_query)
         order = sorted(scores, key=lambda page: -scores[page])
@@ -157,6 +163,14 @@ class PagesDecoder(KeptTokensDecoder):
         self.closest = min(self.closest, (lowest - next_one) / abs(lowest))
         ends = [*range(first), *range(len(pages) - last, len(pages))]
         return [token for page in sorted([*order[:room], *ends]) for token in pages[page]]
+
+
+def _step(page: list[list[float]]) -> float:
+    """The power of two of which less than 127 are the largest element of a page's keys."""
+    step, largest = 2.0**-40, max(abs(element) for key in page for element in key)
+    while step * 127 <= largest:
+        step *= 2
+    return step
 
 
 def _product(query: list[float], key: list[float]) -> float:

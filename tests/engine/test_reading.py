@@ -93,19 +93,20 @@ def test_reading_a_part_is_not_reading_all(no_padding: str, whole: dict[str, Any
         follow(decoder(no_padding, tokens, everything(tokens), part=1.0), whole["outputs"]["long"])
 
 
-@pytest.mark.parametrize("group", ["max", "mean"])
+@pytest.mark.parametrize(("group", "bounds"), [("max", "exact"), ("mean", "int8")])
 def test_compressed_requests_read_a_part_of_what_they_keep(
-    no_padding: str, run_engine: Run, group: str
+    no_padding: str, run_engine: Run, group: str, bounds: str
 ) -> None:
-    tokens = prompt(640, seed=2)
+    tokens, read = prompt(640, seed=2), f"quest:0.5,group={group},bounds={bounds}"
     report = run_engine(
         no_padding,
         [[request("a", tokens, 34)]],
-        settings={"policy": "adakv", "budget": 0.5, "read": f"quest:0.5,group={group}"},
+        settings={"policy": "adakv", "budget": 0.5, "read": read},
         record_kept=True,
     )
     kept = kept_positions(report["kept"], LAYERS)
-    check_reading(decoder(no_padding, tokens, kept, part=0.5, group=group), report["outputs"]["a"])
+    how = {"group": group, "score": "bounds" if bounds == "exact" else bounds}
+    check_reading(decoder(no_padding, tokens, kept, part=0.5, **how), report["outputs"]["a"])
 
 
 @pytest.mark.parametrize("read", ["quest:1.0", "quest:4096"])

@@ -12,7 +12,7 @@ from tests.kernels.cases import make_entries, random, some_bias
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
-from vllm_kvcompress.kernels.page_choice import Choice
+from vllm_kvcompress.kernels.page_choice import Choice, rounded_outwards
 
 KERNELS = "vllm_kvcompress.kernels."
 GROUP = 4  # query heads of a KV head
@@ -105,4 +105,6 @@ def launches_without_pages() -> Iterator[Launch]:
     table = torch.zeros(4, 5, dtype=torch.int32)
     chooses = KERNELS + "page_choice.page_choice_triton.choose_pages"
     yield Launch(chooses, 2, (queries, bounds, table, few, few, Choice(5)))
+    codes, scales = rounded_outwards(bounds)
+    yield Launch(chooses, 2, (queries, codes, table, few, few, Choice(5), scales))
     yield Launch(KERNELS + "apportion.apportion_triton.apportion", 1, shares)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.kernels.backends import Backend
 from tests.kernels.cases import random
-from vllm_kvcompress.kernels.page_choice import Choice, key_bounds, reference
+from vllm_kvcompress.kernels.page_choice import Choice, key_bounds, reference, rounded_outwards
 
 LAUNCHER = "vllm_kvcompress.kernels.page_choice.page_choice_triton.choose_pages"
 
@@ -28,11 +28,13 @@ def some_pages(
     return queries, key_bounds(keys), table, torch.tensor(counts), torch.tensor(read)
 
 
-def check(backend: Backend, pages: tuple[Tensor, ...], choice: Choice) -> None:
+def check(
+    backend: Backend, pages: tuple[Tensor, ...], choice: Choice, scales: Tensor | None = None
+) -> None:
     """The interpreter against the twin, in fp32, so that rounding makes no ties."""
-    found = backend.call(LAUNCHER, *pages, choice)
-    exact = (pages[0].float(), pages[1].float(), *pages[2:])
-    expected = backend.twin(reference.choose_pages, *exact, choice)
+    found = backend.call(LAUNCHER, *pages, choice, scales)
+    exact = (pages[0].float(), pages[1].float() if scales is None else pages[1], *pages[2:])
+    expected = backend.twin(reference.choose_pages, *exact, choice, scales)
     assert found.shape == expected.shape
     for row, number in enumerate(pages[4].tolist()):
         assert found[row, :number].tolist() == expected[row, :number].tolist()
@@ -44,6 +46,15 @@ def test_it_is_the_twin_s(backend: Backend, head_size: int, mean: bool) -> None:
     """One page, a tile of 32, one more, and over several; read: one, some and all."""
     pages = some_pages([1, 32, 33, 100, 9], [1, 8, 33, 25, 3], head_size, backend.dtype)
     check(backend, pages, Choice(40, mean=mean))
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_bounds_in_8_bits(backend: Backend, mean: bool) -> None:
+    """With scales that differ from page to page."""
+    queries, bounds, *pages = some_pages([1, 33, 70], [1, 8, 20], 80, backend.dtype)
+    bounds *= torch.exp2(torch.arange(len(bounds)) % 5)[:, None].to(bounds.dtype)
+    codes, scales = rounded_outwards(bounds)
+    check(backend, (queries, codes, *pages), Choice(20, mean=mean), scales)
 
 
 def test_first_and_last_pages_are_always_read(backend: Backend) -> None:

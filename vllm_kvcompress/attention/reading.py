@@ -43,7 +43,8 @@ class Reading:
         pages = (self.page_table[layer], self.num_pages[layer], self.num_read[layer])
         if readers.bounds is None:
             return highest_products(queries, readers.tables.pool.keys, *pages, self.choice)
-        return choose_pages(queries, readers.bounds.bounds, *pages, self.choice)
+        bounds = readers.bounds
+        return choose_pages(queries, bounds.bounds, *pages, self.choice, bounds.scales)
 
 
 class Readers:
@@ -59,7 +60,8 @@ class Readers:
 
     def __init__(self, rule: ReadRule, tables: PageTables) -> None:
         self.rule, self.tables = rule, tables
-        self.bounds = PageBounds(tables.pool) if rule.score == "bounds" else None
+        rounded = rule.bounds == "int8"
+        self.bounds = PageBounds(tables.pool, rounded) if rule.score == "bounds" else None
         self.plans: dict[str, ReadPlan] = {}
         self._request_ids: list[str] | None = None
         self._starts: Integers = np.zeros(0, dtype=np.int64)
@@ -146,7 +148,8 @@ class Readers:
         choice = Choice(width, 0, 1, self.rule.group == "mean")
         if self.bounds is not None:
             read = table[:, 0] + 1
-            choose_pages(queries, self.bounds.bounds, table, read, read, choice)
+            pages = (table, read, read, choice)
+            choose_pages(queries, self.bounds.bounds, *pages, self.bounds.scales)
 
     def _share(self, batch: ResidentBatch) -> Share:
         """What is read by the sequences of a batch: [sequences] each, or the same for all."""

@@ -13,10 +13,15 @@ from importlib.metadata import PackageNotFoundError, entry_points, version
 from typing import Any
 
 from vllm_kvcompress import __version__
-from vllm_kvcompress.config import SETTINGS_KEY, Settings
+from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, STATUS_PLUGIN, Settings
 from vllm_kvcompress.errors import ConfigError
 
-_ENTRY_POINT_GROUPS = ("vllm.general_plugins", "vllm.stat_logger_plugins")
+_ENTRY_POINTS = (
+    ("vllm.general_plugins", SETTINGS_KEY),
+    ("vllm.stat_logger_plugins", SETTINGS_KEY),
+    ("vllm.endpoint_plugins", STATUS_PLUGIN),
+    ("vllm.endpoint_plugins", PROMPTS_PLUGIN),
+)
 _EPILOG = """\
 With a model, and any option of `vllm-kvcompress serve`, it also runs the checks that serve runs
 before it starts:  vllm-kvcompress doctor MODEL --kv-policy snapkv --kv-budget 0.25
@@ -72,7 +77,7 @@ def _installation() -> Iterator[Finding]:
     vllm = _vllm()
     yield vllm
     yield from _versions()
-    yield from (_entry_point(group) for group in _ENTRY_POINT_GROUPS)
+    yield from (_entry_point(group, name) for group, name in _ENTRY_POINTS)
     yield _plugin_filter()
     yield _compiler()
     if not vllm.problem:
@@ -114,14 +119,14 @@ def _versions() -> Iterator[Finding]:
         yield Finding(f"vllm {number}", known)
 
 
-def _entry_point(group: str) -> Finding:
-    name = f"entry point {group}"
-    found = [entry for entry in entry_points(group=group) if entry.name == SETTINGS_KEY]
+def _entry_point(group: str, name: str) -> Finding:
+    what = f"entry point {group} {name}"
+    found = [entry for entry in entry_points(group=group) if entry.name == name]
     if not found:
         return Finding(
-            name, "missing", "vLLM will not find this plugin; install the package again with pip."
+            what, "missing", "vLLM will not find this plugin; install the package again with pip."
         )
-    return Finding(name, found[0].value)
+    return Finding(what, found[0].value)
 
 
 def _plugin_filter() -> Finding:

@@ -18,6 +18,8 @@ _PER_ENGINE = {
     "contexts_reused": "kvcompress_contexts_reused_total",
     "conversations_continued": "kvcompress_conversations_continued_total",
     "continued_tokens": "kvcompress_continued_tokens_total",
+    "held_pages": "kvcompress_held_pages_total",
+    "read_pages": "kvcompress_read_pages_total",
 }
 _PER_POLICY = {
     "events": "kvcompress_events_total",
@@ -31,8 +33,17 @@ _PER_REASON = {
     "skipped": "kvcompress_skipped_total",
     "forgotten": "kvcompress_states_forgotten_total",
 }
-_GROUPS = (_PER_ENGINE, _PER_POLICY, _PER_REASON)
-_IN_DOCUMENT = {name: key for group in _GROUPS for key, name in group.items()}
+_PROMPTS = {
+    "requests": "kvcompress_prompt_seconds_count",
+    "source_tokens": "kvcompress_prompt_source_tokens_total",
+    "kept_tokens": "kvcompress_prompt_kept_tokens_total",
+    "seconds": "kvcompress_prompt_seconds_sum",
+}
+_PLACES = {
+    name: (group, key)
+    for group in (_PER_ENGINE, _PER_POLICY, _PER_REASON, _PROMPTS)
+    for key, name in group.items()
+}
 
 
 def totals(metrics: Iterable[Metric]) -> dict[str, Any]:
@@ -44,20 +55,25 @@ def totals(metrics: Iterable[Metric]) -> dict[str, Any]:
     Returns:
         `engines`: gauges and counters of each; `policies`: counts of each, over all engines;
         `skipped`: events left out, by reason; `forgotten`: states of conversations and contexts
-        that are kept no more, by reason.
+        that are kept no more, by reason; `prompts`: chats that were shortened, in all API servers,
+        empty where none are.
     """
     engines: defaultdict[str, dict[str, float]] = defaultdict(dict)
     policies: defaultdict[str, dict[str, float]] = defaultdict(
         lambda: dict.fromkeys(_PER_POLICY, 0)
     )
     reasons: dict[str, defaultdict[str, float]] = {key: defaultdict(float) for key in _PER_REASON}
+    prompts: defaultdict[str, float] = defaultdict(float)
     for sample in (sample for metric in metrics for sample in metric.samples):
-        key = _IN_DOCUMENT.get(sample.name)
-        if key in reasons:
+        group, key = _PLACES.get(sample.name, (None, ""))
+        if group is _PER_REASON:
             reasons[key][sample.labels["reason"]] += sample.value
-        elif key in _PER_POLICY:
+        elif group is _PER_POLICY:
             policies[sample.labels["policy"]][key] += sample.value
-        elif key is not None and "engine" in sample.labels:
+        elif group is _PROMPTS:
+            prompts[key] += sample.value
+        elif group is _PER_ENGINE and "engine" in sample.labels:
             engines[sample.labels["engine"]][key] = sample.value
     counted = {key: dict(counts) for key, counts in reasons.items()}
-    return {"engines": dict(engines), "policies": dict(policies), **counted}
+    found = {"engines": dict(engines), "policies": dict(policies), "prompts": dict(prompts)}
+    return {**found, **counted}

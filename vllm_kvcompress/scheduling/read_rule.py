@@ -15,11 +15,11 @@ NEVER = 2**62  # tokens that no request has
 READ_HELP = (
     'use "quest:" with the part of the pages that is read, such as quest:0.25, or with tokens per '
     'KV head, such as quest:2048; or "longcache", after a colon global=32, local=4096, span=32 and '
-    "top=64; after commas group=max (default) or group=mean, and score=bounds (default) or "
-    "score=keys"
+    "top=64; after commas group=max (default) or group=mean, score=bounds (default) or "
+    "score=keys, and bounds=exact (default) or bounds=int8"
 )
 _METHODS = ("quest", "longcache")
-_CHOICES = {"group": ("max", "mean"), "score": ("bounds", "keys")}
+_CHOICES = {"group": ("max", "mean"), "score": ("bounds", "keys"), "bounds": ("exact", "int8")}
 _LONGCACHE = {"global": 32, "local": 4096, "span": 32, "top": 64}
 _MOST_PAGES = 2**30  # more than any head has
 _FINEST = 1000  # of a fraction: whole numbers say the same on every device
@@ -52,6 +52,7 @@ class ReadRule:
         group: how the query heads that share a KV head agree: max or mean of their products.
         score: of a page: bounds on the queries' products with its keys (Quest, section 3.2), or
             the highest of these products themselves, for which all keys are read.
+        bounds: in the cache's own numbers (exact), or rounded outwards to 8 bits (int8).
         first_tokens, last_tokens: that are always read, in whole pages, the last page among them.
         min_tokens: heads with fewer read everything.
     """
@@ -61,6 +62,7 @@ class ReadRule:
     tokens: int | None = None
     group: str = "max"
     score: str = "bounds"
+    bounds: str = "exact"
     first_tokens: int = 0
     last_tokens: int = 0
     min_tokens: int = DEFAULT_MIN_TOKENS
@@ -216,6 +218,8 @@ def _options(
             numbers[name] = int(value)
         else:
             raise ConfigError(f'read "{text}": unknown option "{option}"; {READ_HELP}.')
+    if choices.get("score") == "keys" and "bounds" in choices:
+        raise ConfigError(f'read "{text}": keys are ranked without bounds; leave out one of both.')
     if numbers and not numbers["span"] * numbers["top"]:
         raise ConfigError(f'read "{text}": expected span and top of at least 1; {READ_HELP}.')
     return choices, numbers

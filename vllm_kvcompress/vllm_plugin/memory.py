@@ -51,8 +51,11 @@ def reserved_bytes(
     found = int(FRAGMENTATION * max(events, default=0) + TABLES_SHARE * available)
     rule = compression.settings.read_rule
     if rule is not None and rule.score == "bounds" and layers:
-        smallest = min(specs[names[0]].block_size for names in layers.values())
-        found += bytes_beside(available - found, smallest)
+        room, rounded = available - found, rule.bounds == "int8"
+        found += max(
+            bytes_beside(room, spec.block_size, spec.head_size, spec.dtype, rounded)
+            for spec in (specs[names[0]] for names in layers.values())
+        )
     return found
 
 

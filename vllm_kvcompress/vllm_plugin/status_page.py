@@ -67,8 +67,11 @@ class Status:
 
     def __init__(self, engine_client: Any, args: Namespace) -> None:
         self._engine_client = engine_client
-        settings = (args.additional_config or {}).get(SETTINGS_KEY)
-        self._settings = Settings.from_dict(settings).to_dict() if settings else {}
+        section = (args.additional_config or {}).get(SETTINGS_KEY)
+        settings = Settings.from_dict(section) if section else None
+        self._settings = settings.to_dict() if settings is not None else {}
+        # Workers that only vLLM's own classes made, as for shorter prompts alone, know no events.
+        self._ours = settings is not None and settings.acts
         self._model = (args.served_model_name or [args.model])[0]
         keys = args.api_key or [os.environ.get("VLLM_API_KEY")]  # as vLLM has it
         self._keys = [_digest(key) for key in keys if key]
@@ -97,7 +100,7 @@ class Status:
     async def _recent_events(self) -> list[dict[str, Any]]:
         """The last events of all engines, the latest first, with the heads of all ranks."""
         async with self._asking:
-            if time.monotonic() - self._asked >= _RPC_SECONDS:
+            if self._ours and time.monotonic() - self._asked >= _RPC_SECONDS:
                 engines = await compat.ask_workers(self._engine_client, "kvcompress_recent_events")
                 self._events = latest_first(engines)
                 self._asked = time.monotonic()

@@ -2,8 +2,13 @@
 
 from vllm_kvcompress.kernels.dispatch import by_device
 from vllm_kvcompress.kernels.page_choice import reference
-from vllm_kvcompress.kernels.page_choice.reference import Choice, highest_products, key_bounds
+from vllm_kvcompress.kernels.page_choice.reference import (
+    Choice,
+    highest_products,
+    key_bounds,
+    rounded_outwards,
+)
 
 choose_pages = by_device(reference.choose_pages, "page_choice.page_choice_triton")
 
-__all__ = ["Choice", "choose_pages", "highest_products", "key_bounds"]
+__all__ = ["Choice", "choose_pages", "highest_products", "key_bounds", "rounded_outwards"]

@@ -27,6 +27,7 @@ TILE = 1024  # scores that one of the second goes through at once
 def _bounds_kernel(
     queries,
     bounds,
+    scales,
     page_table,
     num_pages,
     scores,
@@ -37,6 +38,7 @@ def _bounds_kernel(
     head_size,
     group,
     MEAN: tl.constexpr,
+    SCALED: tl.constexpr,
     ELEMENTS: tl.constexpr,
     PAGES: tl.constexpr,
 ):
@@ -46,9 +48,10 @@ def _bounds_kernel(
     count = tl.load(num_pages + sequence)
     there = columns < count
     pages = tl.load(page_table + sequence * table_stride + columns, mask=there, other=0)
+    pages = pages.to(tl.int64)
     elements = tl.arange(0, ELEMENTS)
     inside = elements < head_size
-    places = bounds + pages.to(tl.int64)[:, None] * (2 * head_size) + elements[None, :]
+    places = bounds + pages[:, None] * (2 * head_size) + elements[None, :]
     both = there[:, None] & inside[None, :]
     low = tl.load(places, mask=both, other=0.0).to(tl.float32)
     high = tl.load(places + head_size, mask=both, other=0.0).to(tl.float32)
@@ -58,6 +61,8 @@ def _bounds_kernel(
         query = tl.load(row + elements, mask=inside, other=0.0).to(tl.float32)[None, :]
         bound = tl.sum(tl.maximum(query * low, query * high), 1)
         joined = joined + bound / group if MEAN else tl.maximum(joined, bound)
+    if SCALED:
+        joined *= tl.load(scales + pages, mask=there, other=0.0)
     always = (columns < num_first) | (columns >= count - num_last)
     joined = tl.where(always, float("inf"), joined)
     joined = tl.where(there, joined, float("-inf"))
@@ -120,6 +125,7 @@ def choose_pages(
     num_pages: Tensor,
     num_read: Tensor,
     choice: Choice,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """As `reference.choose_pages`, in Triton."""
     num_sequences, group, head_size = queries.shape
@@ -142,6 +148,7 @@ def choose_pages(
         _bounds_kernel[(triton.cdiv(width, PAGES), num_sequences)](
             queries.contiguous(),
             bounds,
+            bounds if scales is None else scales,
             page_table,
             num_pages.contiguous(),
             scores,
@@ -152,6 +159,7 @@ def choose_pages(
             head_size,
             group,
             MEAN=choice.mean,
+            SCALED=scales is not None,
             ELEMENTS=padded(head_size),
             PAGES=PAGES,
         )

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 PAGES_AT_ONCE = 4096  # whose keys are gathered together
+_MOST = 127  # of int8, whose least value is not used
+_MANTISSA_BITS, _BIAS, _LEAST_EXPONENT = 23, 127, -126  # of fp32
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,18 @@ def key_bounds(keys: Tensor) -> Tensor:
     return torch.cat(keys.aminmax(dim=1), dim=-1)
 
 
+def rounded_outwards(bounds: Tensor) -> tuple[Tensor, Tensor]:
+    """[P, 2 * head_size] bounds -> the same in int8, and [P] fp32 what these are to be multiplied
+    with: powers of two, so that nothing but minima is rounded down, and nothing but maxima up.
+    """
+    lows, highs = bounds.float().chunk(2, dim=-1)
+    most = torch.maximum(lows.abs(), highs.abs()).amax(-1)
+    exponents = (most / _MOST).frexp().exponent.clamp(min=_LEAST_EXPONENT)  # most / 127 is below
+    scales = (exponents + _BIAS << _MANTISSA_BITS).view(torch.float32)
+    lows, highs = lows / scales[:, None], highs / scales[:, None]
+    return torch.cat((lows.floor(), highs.ceil()), dim=-1).to(torch.int8), scales
+
+
 def choose_pages(
     queries: Tensor,
     bounds: Tensor,
@@ -48,25 +62,34 @@ def choose_pages(
     num_pages: Tensor,
     num_read: Tensor,
     choice: Choice,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """The pages that sequences read: their first and last ones, and those with the highest bounds.
 
     Args:
         queries: [S, G, head_size] of the query heads that share a sequence's KV head.
-        bounds: [any, 2 * head_size] of every page, as `key_bounds` gives them.
+        bounds: [any, 2 * head_size] of every page, as `key_bounds` gives them, or
+            `rounded_outwards`.
         page_table: [S, W] page ids.
         num_pages: [S] pages of each sequence, at least 1.
         num_read: [S] how many it reads, from 1 to `num_pages`, those that are always read included.
         choice: how; of equally good pages the later ones are read.
+        scales: [any] of rounded bounds; None: they are not.
 
     Returns:
         [S, most] int32 page ids in the order of the tokens; what is behind `num_read` is some page.
     """
     num_sequences, width = page_table.shape
     # On CPUs several times faster than bounds[...].
-    lows_and_highs = bounds.index_select(0, page_table.flatten()).view(num_sequences, width, -1)
+    page_ids = page_table.flatten()
+    lows_and_highs = bounds.index_select(0, page_ids).view(num_sequences, width, -1)
     signs = torch.cat((queries.clamp(max=0), queries.clamp(min=0)), dim=-1)
-    found = torch.bmm(signs.to(bounds.dtype), lows_and_highs.transpose(1, 2)).float()
+    dtype = bounds.dtype
+    if scales is not None:  # a sum of 127s may be more than there is in fp16
+        dtype = torch.promote_types(queries.dtype, torch.bfloat16)
+    found = torch.bmm(signs.to(dtype), lows_and_highs.to(dtype).transpose(1, 2)).float()
+    if scales is not None:
+        found *= scales.index_select(0, page_ids).view(num_sequences, 1, width)
     return _best(found, page_table, num_pages, num_read, choice)
 
 

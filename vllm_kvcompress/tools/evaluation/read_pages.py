@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products, key_bounds
+from vllm_kvcompress.kernels.page_choice import (
+    Choice,
+    choose_pages,
+    highest_products,
+    key_bounds,
+    rounded_outwards,
+)
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.tools.evaluation.dense import BLOCK_SIZE
 
@@ -36,7 +42,10 @@ def read_mask(queries: Tensor, keys: Tensor, rule: ReadRule) -> Tensor:
     if rule.score == "keys":
         chosen = highest_products(asked, pages.__getitem__, rows, counts, read, choice)
     else:
-        chosen = choose_pages(asked, key_bounds(pages), rows, counts, read, choice)
+        bounds, scales = key_bounds(pages), None
+        if rule.bounds == "int8":
+            bounds, scales = rounded_outwards(bounds)
+        chosen = choose_pages(asked, bounds, rows, counts, read, choice, scales)
     columns = torch.where(
         torch.arange(choice.most, device=keys.device) < read[:, None], chosen % width, width
     )
