@@ -167,7 +167,7 @@ def test_an_engine_serves_as_gpus_will(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "warn")  # set anew, and put back afterwards
     model = str(tiny_models.build("llama", tmp_path))
     engine = {"enforce_eager": True, "dtype": "float32", "num_gpu_blocks_override": 60}
-    plan = EnginePlan(model, requests=4, prompt=400, output=4, engine=engine)
+    plan = EnginePlan(model, requests=4, prompt=400, output=4, engine=engine, full_graphs=False)
     found = measure_engine(plan, tmp_path / "logs")
     assert engine_passed(found), found
     assert (found["long"], found["short"], found["equal"]) == (2, 2, 2)
@@ -175,6 +175,7 @@ def test_an_engine_serves_as_gpus_will(tmp_path: Path, monkeypatch: pytest.Monke
     assert (stock["events"], ours["events"]) == (0, 2)
     assert ours["tokens_per_second"] == pytest.approx(4 * 4 / ours["seconds"])
     assert 0 < ours["first_token_seconds"] < ours["seconds"]
+    assert 0 < ours["token_seconds"] < ours["seconds"]
     assert json.dumps(found)
 
 
@@ -191,11 +192,12 @@ ENGINE = {
             "start_seconds": 61.2,
             "tokens_per_second": 812.4,
             "first_token_seconds": 0.25,
+            "token_seconds": 0.0125,
             "events": events,
             "lost_blocks": 0,
             "compiled": 0,
         }
-        for name, events in (("stock", 0), ("compressed", 2))
+        for name, events in (("stock", 0), ("compressed", 2), ("compressed, full graphs", 2))
     },
 }
 
@@ -203,20 +205,21 @@ ENGINE = {
 def test_an_engine_has_a_table() -> None:
     text = as_markdown(results(engine=ENGINE))
     assert "Passed. 2 of the short ones got stock's replies." in text
-    assert "| compressed | 61 | 812 | 250 | 2 | 0 | 0 |" in text
+    assert "| compressed | 61 | 812 | 250 | 12.5 | 2 | 0 | 0 |" in text
 
 
+@pytest.mark.parametrize("name", ["compressed", "compressed, full graphs"])
 @pytest.mark.parametrize(
     "wrong", [{"events": 1}, {"lost_blocks": 3}, {"compiled": 2}, {"refused": "RuntimeError: no"}]
 )
-def test_what_an_engine_must_not_do(wrong: dict[str, Any]) -> None:
-    stock, ours = (ENGINE["engines"][name] for name in ("stock", "compressed"))
-    found = {**ENGINE, "engines": {"stock": stock, "compressed": {**ours, **wrong}}}
+def test_what_an_engine_must_not_do(wrong: dict[str, Any], name: str) -> None:
+    engines = ENGINE["engines"]
+    found = {**ENGINE, "engines": {**engines, name: {**engines[name], **wrong}}}
     assert engine_passed(ENGINE)
     assert not engine_passed(found)
     assert "Failed." in as_markdown(results(engine=found))
     if "refused" in wrong:
-        assert "compressed ended: RuntimeError: no" in as_markdown(results(engine=found))
+        assert f"{name} ended: RuntimeError: no" in as_markdown(results(engine=found))
 
 
 def test_flash_attention_is_asked_for_heads_as_the_twin_is() -> None:

@@ -65,8 +65,8 @@ class Settings:
         reuse_conversations: keep what requests leave at their end, for later ones that begin with
             their tokens; where the prefix cache has these too: reuse (go on from what is kept),
             anew (compress all of them together) or auto. None: keep nothing.
-        attention: kernels for attention on GPUs: vLLM's flash or triton; own: vLLM's for
-            uncompressed requests and this package's for compressed ones; auto: as this package
+        attention: kernels for attention on GPUs: vLLM's flash or triton; own: this package's for
+            compressed requests, and for all where each has one token; auto: as this package
             sees fit.
         read: how much of what is held a decode step reads, such as quest:0.25; None: everything.
         read_min_tokens: heads with fewer tokens read everything; None: the default.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_parts.measure import progress
-from gpu_parts.report import COMPRESSED, STOCK
+from gpu_parts.report import COMPRESSED, FULL_GRAPHS, STOCK
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.tools.engine_process import EngineProcess
 
@@ -29,6 +29,7 @@ class EnginePlan:
         output: tokens that each generates.
         settings: ours.
         engine: further keyword arguments of `vllm.LLM`.
+        full_graphs: once more with kernels for which vLLM captures whole decode steps.
     """
 
     model: str = "Qwen/Qwen3-8B"
@@ -39,6 +40,7 @@ class EnginePlan:
         default_factory=lambda: {"policy": "adakv+criticalkv", "budget": 0.25}
     )
     engine: dict[str, Any] = field(default_factory=dict)
+    full_graphs: bool = True
 
     @property
     def num_long(self) -> int:
@@ -53,7 +55,9 @@ class EnginePlan:
 
 
 def measure_engine(plan: EnginePlan, logs: Path) -> dict[str, Any]:
-    """Starts stock vLLM, then a compressed engine, and serves the plan's requests twice in each.
+    """Starts stock vLLM, then compressed engines, and serves the plan's requests twice in each.
+
+    The first of these has piecewise CUDA graphs, and the second those of whole decode steps.
 
     vLLM checks meanwhile that no step waits for the GPU (VLLM_GPU_SYNC_CHECK=error ends the
     engine), and notes kernels that are compiled while it serves.
@@ -65,17 +69,19 @@ def measure_engine(plan: EnginePlan, logs: Path) -> dict[str, Any]:
     Returns:
         `engines`: by name what `_serve` says of the second round, with the seconds of the start
         and the kernels compiled while serving, or `refused` with the engine's last words;
-        `equal`: of the requests that are too short to be compressed, how many got stock's reply.
+        `equal`: of the requests that are too short to be compressed, how many got stock's reply
+        from the first compressed one.
     """
     os.environ["VLLM_GPU_SYNC_CHECK"] = "error"
     logs.mkdir(parents=True, exist_ok=True)
+    wanted: dict[str, dict[str, Any] | None] = {STOCK: None, COMPRESSED: plan.settings}
+    if plan.full_graphs:
+        wanted[FULL_GRAPHS] = {**plan.settings, "attention": "own"}
     engines = {
         name: _engine(plan, settings, logs / f"{name}.log")
-        for name, settings in progress(
-            list({STOCK: None, COMPRESSED: plan.settings}.items()), "engines"
-        )
+        for name, settings in progress(list(wanted.items()), "engines")
     }
-    replies = [figures.pop("replies", None) for figures in engines.values()]
+    replies = [figures.pop("replies", None) for figures in engines.values()][:2]
     equal = None
     if None not in replies:
         equal = sum(a == b for a, b in list(zip(*replies, strict=True))[1::2])
@@ -125,10 +131,16 @@ def _serve(llm: Any, call: tuple[list[list[int]], int, bool]) -> dict[str, Any]:
     started = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - started
+
+    def seconds_per_token(output: Any) -> float:
+        metrics = output.metrics
+        return (metrics.last_token_ts - metrics.first_token_ts) / max(1, max_tokens - 1)
+
     events = llm.collective_rpc(watched)[0]["events"] if compresses else []
     return {
         "seconds": seconds,
         "tokens_per_second": len(prompts) * max_tokens / seconds,
+        "token_seconds": statistics.median(map(seconds_per_token, outputs)),
         "first_token_seconds": statistics.median(o.metrics.first_token_latency for o in outputs),
         "events": len(events),
         "lost_blocks": free - pool.get_num_free_blocks(),

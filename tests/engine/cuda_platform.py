@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
 import sys
 from types import ModuleType
@@ -17,16 +18,20 @@ from typing import Any
 import torch
 from vllm import EngineArgs, platforms
 from vllm.config import AttentionConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.engine.test_refusals import SETTINGS, engine_config
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin import gpu_worker, scheduler  # noqa: F401  (before the switch)
+from vllm_kvcompress.vllm_plugin.attention.base import CompressedBackend
 from vllm_kvcompress.vllm_plugin.attention.registration import (
     AttentionBackendEnum,
     use_gpu_backend,
 )
 from vllm_kvcompress.vllm_plugin.compat import plugin_options
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
 ATTENTION = {
     "CUSTOM": AttentionConfig(backend=AttentionBackendEnum.CUSTOM),
@@ -56,7 +61,10 @@ def main() -> None:
         parents[option] = [f"{c.__module__}.{c.__qualname__}" for c in cls.__mro__]
     said = {name: registered(config, attention) for name, attention in ATTENTION.items()}
     graphs = {
-        f"{kernels} {runner}": cuda_graphs(sys.argv[1], kernels, runner)
+        f"{policy} {attention} {kernels} {runner}": cuda_graphs(
+            sys.argv[1], Settings(policy, 0.25, attention=attention), kernels, runner
+        )
+        for policy, attention in (("adakv", "auto"), ("adakv", "own"), ("momentkv", "own"))
         for kernels in ("flash", "triton")
         for runner in ("V2", "V1")
     }
@@ -73,17 +81,21 @@ def registered(config: Any, attention: AttentionConfig, kernels: str = "flash") 
     return AttentionBackendEnum.CUSTOM.get_path()
 
 
-def cuda_graphs(model: str, kernels: str, runner: str) -> list[str]:
+def cuda_graphs(model: str, settings: Settings, kernels: str, runner: str) -> list[str]:
     """What vLLM would capture by default, and what it makes of it for our backend."""
-    settings = Settings("adakv", 0.25)
-    given: Any = {**plugin_options(settings), "additional_config": {"kvcompress": SETTINGS}}
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
+    ours = {"policy": settings.policy, "budget": 0.25, "attention": settings.attention}
+    given: Any = {**plugin_options(settings), "additional_config": {"kvcompress": ours}}
     given["logits_processors"] = [given["logits_processors"]]
     config = EngineArgs(model, **given).create_engine_config()
     backend: Any = pkgutil.resolve_name(registered(config, config.attention_config, kernels))
+    CompressedBackend.compression = WorkerCompression(config, settings)
+    full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
+    spec = CompressedAttentionSpec.from_full_attention(full, settings, ())
     compilation = config.compilation_config
     wanted = compilation.cudagraph_mode.name
     found = compilation.resolve_cudagraph_mode_and_sizes(
-        backend.get_builder_cls().get_cudagraph_support(config, None),
+        backend.get_builder_cls().get_cudagraph_support(config, spec),
         backend.__name__,
         use_v2_model_runner=runner == "V2",
         max_num_reqs=config.scheduler_config.max_num_seqs,

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 from tests.kernels.cases import make_entries, random, some_bias
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedRows
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
 from vllm_kvcompress.kernels.page_choice import Choice, rounded_outwards
@@ -18,7 +20,13 @@ KERNELS = "vllm_kvcompress.kernels."
 GROUP = 4  # query heads of a KV head
 # Launches whose programs have more than some KB of shared memory.
 HOLDING_TILES = {
-    *("decode_attention", "prefill_attention", "window_mass", "window_perturbation joint"),
+    *(
+        "decode_attention",
+        "decode_rows",
+        "prefill_attention",
+        "window_mass",
+        "window_perturbation joint",
+    ),
     *("value_norms_l1", "value_norms_l2", "correct_with_moments", "nearest_keys"),
 }
 
@@ -43,6 +51,13 @@ class Launch:
     def name(self) -> str:
         """Of the launcher without its module, and of the variant."""
         return f"{self.launcher.rpartition('.')[2]} {self.variant}".strip()
+
+
+def addressed_rows(entries: PagedEntries) -> AddressedRows:
+    """Two sequences as the heads of one request."""
+    addresses, offsets = torch.zeros(2, 4, dtype=torch.int64).split(1)
+    sizes = (entries.block_size, entries.head_size)
+    return AddressedRows(entries.pages, addresses, entries.lengths, offsets[0], 0, 2, *sizes)
 
 
 def launches(
@@ -70,6 +85,11 @@ def launches(
     yield launch(
         "attention.decode_triton.decode_attention", 2, entries, queries[:, :, 0], 0.1, bias
     )
+    rows, together = addressed_rows(entries), random(1, 2 * GROUP, head_size, dtype=dtype)
+    yield launch("attention.decode_triton.decode_rows", 2, rows, together, 0.1, together.clone())
+    nowhere = torch.zeros(1, 2 * GROUP, dtype=torch.int64)
+    record = "recording.record_triton.record_queries"
+    yield launch(record, 1, together, nowhere, rows.layer_offsets, 0)
     yield launch("attention.prefill_triton.prefill_attention", 1, entries, queries, 0.1, bias)
 
     window = random(64, 2 * GROUP, head_size, dtype=dtype)

@@ -15,7 +15,7 @@ import torch
 
 from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child, at_once
-from tests.kernels.compiled_cases import HOLDING_TILES, launches
+from tests.kernels.compiled_cases import HOLDING_TILES, addressed_rows, launches
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
@@ -70,7 +70,25 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
         0.1,
         some_bias([8, 3]),
     )
-    pieces = found["_pieces_kernel"]
+    check_pieces(found["_pieces_kernel"])
+
+
+@pytest.mark.parametrize("head_size", [128, 80])
+def test_decode_by_address(compiler: Child, head_size: int) -> None:
+    """Addresses that are read when the kernel runs leave the loads of rows as they are."""
+    rows = addressed_rows(make_entries([40, 3], 16, head_size, BF16))
+    queries = random(1, 8, head_size, dtype=BF16)
+    launcher = "attention.decode_triton.decode_rows"
+    check_pieces(check(compiler, launcher, 2, rows, queries, 0.1, queries)["_pieces_kernel"])
+
+
+def test_recording(compiler: Child) -> None:
+    queries, places = random(1, 8, 128, dtype=BF16), torch.zeros(1, 8, dtype=torch.int64)
+    launcher = "recording.record_triton.record_queries"
+    check(compiler, launcher, 1, queries, places, places[0], 0)
+
+
+def check_pieces(pieces: Any) -> None:
     assert "mma.sync" in pieces.ptx
     # Rows of keys and values travel 16 bytes at a time, page ids one by one.
     sizes = re.findall(r"cp\.async\.c[ag]\.shared\.global [^;]*\], (0x\w+)", pieces.ptx)

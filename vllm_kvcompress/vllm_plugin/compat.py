@@ -271,24 +271,24 @@ def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> 
 
     Model runner V2 has no batch that lasts, and does not say with every model's metadata which of
     its requests are in the step: with hybrid Mamba models it does not. They are sorted as it sorts
-    them.
+    them. Rows behind them pad a CUDA graph.
 
     Raises:
         InvariantError: the rows are not as long as those requests'.
     """
     if not hasattr(model_runner, "req_states"):
-        request_ids: list[str] = model_runner.input_batch.req_ids
-        return request_ids[: common.num_reqs]
+        return list(model_runner.input_batch.req_ids[: common.num_reqs])
     from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 
     num_tokens = scheduler_output.num_scheduled_tokens
     drafts = scheduler_output.scheduled_spec_decode_tokens
     ordered: list[str] = sort_batch_req_ids(num_tokens, drafts, model_runner.decode_query_len)
     rows = common.query_start_loc_cpu[: common.num_reqs + 1].diff().tolist()
-    if rows != [num_tokens[request_id] for request_id in ordered]:
+    lengths = [num_tokens[request_id] for request_id in ordered]
+    if rows[: len(lengths)] != lengths or any(rows[len(lengths) :]):
         raise InvariantError(
-            f"expected rows of {[num_tokens[each] for each in ordered]} tokens, as vLLM "
-            f"{vllm_version()} orders requests, got {rows}; this vLLM orders them otherwise."
+            f"expected rows of {lengths} tokens, as vLLM {vllm_version()} orders requests, got "
+            f"{rows}; this vLLM orders them otherwise."
         )
     return ordered
 

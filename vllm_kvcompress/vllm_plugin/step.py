@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch, ResidentBatches
+from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import Readers
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows.rings import Located
@@ -17,7 +18,7 @@ from vllm_kvcompress.compression import guard
 from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.runner import Event, EventRunner
 from vllm_kvcompress.kernels.common.transfers import upload
-from vllm_kvcompress.scheduling.plan import StepPlan
+from vllm_kvcompress.scheduling.plan import Observation, StepPlan
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.vllm_plugin import compat
 
@@ -35,6 +36,8 @@ class StepWork:
         batches: the same as they run, some together.
         observed: where queries to remember are, and where they go; or None.
         filled: [N] int64 blocks that become full, where decode steps read a part; or None.
+        decodes: all requests have one token in the step, and a CUDA graph may replay it: events
+            run behind it.
     """
 
     compressed: list[ResidentBatch] = field(default_factory=list)
@@ -42,12 +45,13 @@ class StepWork:
     batches: list[EventBatch] = field(default_factory=list)
     observed: Located | None = None
     filled: Tensor | None = None
+    decodes: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do, and all requests are uncompressed."""
         nothing = not self.events and self.observed is None and self.filled is None
-        return not self.compressed and nothing
+        return not self.compressed and not self.decodes and nothing
 
 
 class GroupCompression:
@@ -59,6 +63,7 @@ class GroupCompression:
         layer_index: by vLLM's names of layers, their numbers in the group.
         softcap: of the attention logits; 0: none.
         readers: who reads a part in decode steps; None: nobody.
+        decode_steps: what CUDA graphs of these replay; None: attention runs between graphs.
     """
 
     def __init__(
@@ -68,12 +73,14 @@ class GroupCompression:
         layer_index: dict[str, int],
         softcap: float,
         read_rule: ReadRule | None = None,
+        decode_steps: DecodeSteps | None = None,
     ) -> None:
         self.group = group
         self.runner = runner
         self.layer_index = layer_index
         self.softcap = softcap
         self.readers = None if read_rule is None else Readers(read_rule, runner.tables)
+        self.decode_steps = decode_steps
         self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
 
     @property
@@ -116,21 +123,59 @@ class GroupCompression:
             if self.readers.bounds is not None:
                 filled = self._filled_blocks(lengths, num_queries, blocks)
         compressed = self.batches.read(request_ids, lengths, common.seq_lens, blocks)
-        work = StepWork(compressed=compressed, filled=filled)
+        work = StepWork(compressed=compressed, filled=filled, decodes=self._decodes(common))
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
         for event in plan.events:
             if event.group == self.group:
                 block_row = common.block_table_tensor[row_of[event.request_id]]
                 work.events.append(guard.begin(self.runner, event, block_row))
+        observed = []
         if plan.observations:
             first_tokens = common.query_start_loc_cpu.tolist()
-            work.observed = self.runner.windows.locate(
-                [(rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()],
-                [event.plan for event in work.events],
-            )
+            observed = [
+                (rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()
+            ]
+        if work.decodes:
+            self._fill(common, compressed, observed)
+        elif observed:
+            events = [event.plan for event in work.events]
+            work.observed = self.runner.windows.locate(observed, events)
         whole = () if work.observed is None else work.observed.whole
         work.batches = self.runner.batches(work.events, whole)
         return work
+
+    def prepare_dummy(self, common: CommonAttentionMetadata) -> StepWork | None:
+        """Of a step of nobody's requests, which may be captured; None: nothing is to be done."""
+        if not self._decodes(common):
+            return None
+        self._fill(common, [], [])
+        return StepWork(decodes=True)
+
+    def _decodes(self, common: CommonAttentionMetadata) -> bool:
+        return self.decode_steps is not None and common.max_query_len == 1
+
+    def _fill(
+        self,
+        common: CommonAttentionMetadata,
+        compressed: list[ResidentBatch],
+        observed: list[tuple[str, int, Observation]],
+    ) -> None:
+        """What launches read that may be a CUDA graph's."""
+        steps, seen = self.decode_steps, None
+        assert steps is not None
+        if observed:
+            seen = self.runner.windows.destinations(observed, steps.like)
+        steps.fill(compressed, common.seq_lens, common.block_table_tensor, seen)
+
+    def run_events(self, work: StepWork) -> None:
+        """The events of a step of single tokens: behind the model's forward pass, which may be a
+        replay that ran nothing of this."""
+        if not work.decodes or not work.batches:
+            return
+        assert self.decode_steps is not None
+        with torch.inference_mode():  # as the forward pass
+            for layer, scale in enumerate(self.decode_steps.scales):
+                work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
 
     def _filled_blocks(
         self, lengths: HostNumbers, num_queries: HostNumbers, block_table: Tensor
@@ -170,6 +215,8 @@ class GroupCompression:
                 self.runner.observer.attended(
                     layer, batch, starts, lengths, queries, outputs, scale
                 )
+        if work.decodes:
+            return
         if work.observed is not None:
             self.runner.windows.record(layer, queries, work.observed)
         work.batches = guard.run_layer(self.runner, work.batches, layer, scale)

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.batch import MOST_TOKENS
@@ -24,6 +25,7 @@ from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.checks import switched_on
 from vllm_kvcompress.vllm_plugin.checks.worker_side import WorkerChecks
+from vllm_kvcompress.vllm_plugin.graphs import reason_for_pieces
 from vllm_kvcompress.vllm_plugin.layer_refusals import check_groups, check_layer
 from vllm_kvcompress.vllm_plugin.ranks import on_any_rank
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
@@ -53,6 +55,8 @@ class WorkerCompression:
         groups: by vLLM's group number.
         group_of_layer: the same by vLLM's names of layers.
         recent_events: the last ones.
+        reason_for_pieces: why attention runs between piecewise CUDA graphs; None: those that vLLM
+            captures are of whole decode steps.
         most_sequences: of a step, one per KV head of each compressed request, that vLLM's kernels
             take without waiting for the longest; None: any number.
         checks: of the debug mode; None: it is off.
@@ -62,6 +66,7 @@ class WorkerCompression:
         self.vllm_config = vllm_config
         self.settings = settings
         self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
+        self.reason_for_pieces = reason_for_pieces(vllm_config, settings, self.pipelines.values())
         self.groups: dict[int, GroupCompression] = {}
         self.group_of_layer: dict[str, GroupCompression] = {}
         self.recent_events = RecentEvents()
@@ -153,7 +158,22 @@ class WorkerCompression:
         runner = self.make_runner(layers, pool, self._model_runner.model)
         index = {name: i for i, name in enumerate(group.layer_names)}
         softcap = layers[0].impl.logits_soft_cap or 0.0
-        return GroupCompression(number, runner, index, softcap, self.settings.read_rule)
+        return GroupCompression(
+            number,
+            runner,
+            index,
+            softcap,
+            self.settings.read_rule,
+            self._decode_steps(layers, pool),
+        )
+
+    def _decode_steps(self, layers: list[Any], pool: PagePool) -> DecodeSteps | None:
+        """Where whole decode steps are captured, if they are."""
+        if self.reason_for_pieces is not None or not isinstance(pool, InterleavedPagePool):
+            return None
+        most_requests = self.vllm_config.scheduler_config.max_num_seqs
+        scales, observes = [layer.impl.scale for layer in layers], self.needs.window_size > 0
+        return DecodeSteps(pool, most_requests, layers[0].impl.num_heads, scales, observes)
 
     def make_runner(self, layers: list[Any], pool: PagePool, model: Any) -> EventRunner:
         """What compresses requests of these layers, whose cache is `pool`."""
@@ -195,6 +215,8 @@ class WorkerCompression:
         for group in self.groups.values():
             attends = self.takes_own_kernels(most_requests * group.tables.pool.num_heads)
             DummyRuns(group.runner, self.num_query_heads, compat.NULL_BLOCK).warm_up(attends)
+            if group.decode_steps is not None:
+                group.decode_steps.warm_up(compat.NULL_BLOCK)
             if group.readers is not None:
                 group.readers.warm_up(self.num_query_heads // group.tables.pool.num_heads)
 
@@ -238,10 +260,12 @@ class WorkerCompression:
                 state.make_way(new)
 
     def prepare(self, layer_name: str, common: CommonAttentionMetadata) -> StepWork | None:
-        """The step's work of the layer's cache group; None outside of steps, and without any."""
+        """The step's work of the layer's cache group; None: it has none."""
         group = self.group_of_layer.get(layer_name)
-        if self._plan is None or group is None:
+        if group is None:
             return None
+        if self._plan is None:
+            return group.prepare_dummy(common)
         request_ids = compat.batch_request_ids(self._model_runner, self._scheduler_output, common)
         work = group.prepare(self._plan, request_ids, common)
         if self.checks is not None:
@@ -255,6 +279,7 @@ class WorkerCompression:
         """Records the events of the step that has just run, and drops what no later one needs."""
         by_request: dict[str, list[Event]] = {}
         for group, work in self._running:
+            group.run_events(work)
             for event in work.events:
                 group.runner.finish(event)
                 by_request.setdefault(event.plan.request_id, []).append(event)

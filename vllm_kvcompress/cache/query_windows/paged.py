@@ -16,7 +16,13 @@ import numpy as np
 from torch import Tensor
 
 from vllm_kvcompress.cache.pages import PagePool
-from vllm_kvcompress.cache.query_windows.rings import Located, Numbers, WindowPlaces, lay_out
+from vllm_kvcompress.cache.query_windows.rings import (
+    Destinations,
+    Located,
+    Numbers,
+    WindowPlaces,
+    lay_out,
+)
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
@@ -43,6 +49,7 @@ class PagedWindows:
         self._pool = pool
         self._num_query_heads = num_query_heads
         self._layer_rows = pool.layer_offsets * self._rows_per_page
+        self._layer_bytes = self._layer_rows * (pool.head_size * pool.pages.itemsize)
         # By request the first row of each of its ring's pages, before a layer's offset.
         self._pages: dict[str, Numbers] = {}
 
@@ -65,11 +72,22 @@ class PagedWindows:
         self, rows: list[tuple[str, int, Observation]], events: Sequence[EventPlan] = ()
     ) -> Located:
         """As `QueryWindows.locate`. Whole windows go into their rings as well, which go on."""
-        tokens, row, positions = lay_out(rows)
-        pages = np.stack([self._pages[request_id] for request_id, _, _ in rows])
-        places = self._places(pages[row], positions)
+        tokens, places = self._located(rows)
         device = self._pool.device
         return Located(upload(tokens, device), upload(places, device))
+
+    def destinations(self, rows: list[tuple[str, int, Observation]], like: Tensor) -> Destinations:
+        """As `QueryWindows.destinations`."""
+        tokens, places = self._located(rows)
+        pages = self._pool.pages
+        row_bytes = self._pool.head_size * pages.itemsize
+        return Destinations(tokens, pages.data_ptr() + places * row_bytes, self._layer_bytes)
+
+    def _located(self, rows: list[tuple[str, int, Observation]]) -> tuple[Numbers, Numbers]:
+        """[T] places in the batch, and [T, num_query_heads] rows before a layer's offset."""
+        tokens, row, positions = lay_out(rows)
+        pages = np.stack([self._pages[request_id] for request_id, _, _ in rows])
+        return tokens, self._places(pages[row], positions)
 
     def record(self, layer: int, queries: Tensor, where: Located) -> None:
         """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings."""

@@ -39,6 +39,21 @@ class Located:
 
 
 @dataclass(frozen=True)
+class Destinations:
+    """Where queries of a step of single tokens go, by address.
+
+    Attributes:
+        tokens: [T] places in the batch.
+        addresses: [T, num_query_heads] of each head's query, in the first layer.
+        layer_bytes: [num_layers] int64 how many bytes behind these, in each layer; on the device.
+    """
+
+    tokens: Numbers
+    addresses: Numbers
+    layer_bytes: Tensor
+
+
+@dataclass(frozen=True)
 class WindowPlaces:
     """Where the last queries of R requests are, before an event.
 
@@ -110,6 +125,7 @@ class QueryWindows:
         self._free_slots: list[int] = []
         self._whole: Mapping[str, slice] = {}
         self._queries: Tensor | None = None
+        self._layer_bytes: Tensor | None = None
 
     def locate(
         self, rows: list[tuple[str, int, Observation]], events: Sequence[EventPlan] = ()
@@ -132,11 +148,26 @@ class QueryWindows:
         if not straddling:
             nowhere = torch.empty(0, dtype=torch.int64, device=self.device)
             return Located(nowhere, nowhere, whole)
-        tokens, row, positions = lay_out(straddling)
-        slots = np.array([self._slot(request_id) for request_id, _, _ in straddling])[row]
-        places = slots * self.window_size + positions % self.window_size
-        sources, targets = upload(np.stack((tokens, places)), self.device)
+        sources, targets = upload(np.stack(self._places(straddling)), self.device)
         return Located(sources, targets, whole)
+
+    def destinations(self, rows: list[tuple[str, int, Observation]], like: Tensor) -> Destinations:
+        """As `locate`, of rings alone; `like` is [any, num_query_heads, head_size]."""
+        self._whole, self._queries = {}, None
+        tokens, places = self._places(rows)
+        self._reserve(like)
+        ring = self.ring
+        assert ring is not None
+        assert self._layer_bytes is not None
+        num_heads, row_bytes = ring.shape[3], ring.stride(3) * ring.itemsize
+        heads = places[:, None] * num_heads + np.arange(num_heads)
+        return Destinations(tokens, ring.data_ptr() + heads * row_bytes, self._layer_bytes)
+
+    def _places(self, rows: list[tuple[str, int, Observation]]) -> tuple[Numbers, Numbers]:
+        """[T] places in the batch, and of the rings' rows in a layer."""
+        tokens, row, positions = lay_out(rows)
+        slots = np.array([self._slot(request_id) for request_id, _, _ in rows])[row]
+        return tokens, slots * self.window_size + positions % self.window_size
 
     def record(self, layer: int, queries: Tensor, where: Located) -> None:
         """Copies observed rows of [num_tokens, num_query_heads, head_size] into the rings.
@@ -206,3 +237,5 @@ class QueryWindows:
         if self.ring is not None:
             ring[:, :have] = self.ring
         self.ring = ring
+        layers = np.arange(self.num_layers) * (ring.stride(0) * ring.itemsize)
+        self._layer_bytes = upload(layers, self.device)

@@ -23,12 +23,14 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention.tiles_triton import attend_tiles
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedRows, check_rows
 from vllm_kvcompress.kernels.common.launch_triton import NumbersArguments, kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, check_out, check_queries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers, check_bias
 from vllm_kvcompress.kernels.common.paged_rows_triton import (
     LOG2_E,
     TILE_BYTES,
+    addressed_ids,
     finite_maximum,
     sequence_numbers,
     tile_size,
@@ -92,11 +94,13 @@ def _find_tile(lengths, tile, num_sequences, TILE: tl.constexpr, SCAN: tl.conste
     return sequence, before
 
 
-@kernel("num_sequences", "table_stride", "bias_table_stride")
+@kernel("num_sequences", "table_stride", "bias_table_stride", "layer")
 def _pieces_kernel(
     queries,
     pages,
     page_table,
+    layer_offsets,
+    layer,
     lengths,
     bias_pages,
     bias_table,
@@ -106,12 +110,15 @@ def _pieces_kernel(
     piece_maxima,
     piece_sums,
     num_sequences,
-    query_stride_s,
+    query_stride_r,
+    query_stride_h,
     query_stride_g,
     page_stride,
     table_stride,
     bias_table_stride,
     log2_scale,
+    HEADS: tl.constexpr,
+    ADDRESSED: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -122,8 +129,9 @@ def _pieces_kernel(
     BIAS_PAGE: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """One program: its run of tiles, sequence by sequence.
+    """One program: its run of tiles, sequence by sequence, HEADS of them to a row of queries.
 
+    page_table are addresses where ADDRESSED, and layer_offsets and layer say of which layer.
     piece_outputs [S + programs, GROUP, HEAD_SIZE], piece_maxima and piece_sums
     [S + programs, GROUP], all fp32; only the rows of pieces are written.
     """
@@ -141,7 +149,8 @@ def _pieces_kernel(
         stop = tl.minimum(end, before + tl.cdiv(length, TILE))
         if tile < stop:
             wide = sequence.to(tl.int64)
-            mine = queries + wide * query_stride_s
+            request, head = wide // HEADS, wide % HEADS
+            mine = queries + request * query_stride_r + head * query_stride_h
             query = tl.load(
                 mine + member[:, None] * query_stride_g + dims[None, :], mask=inside, other=0.0
             )
@@ -149,6 +158,11 @@ def _pieces_kernel(
             if BIAS_PAGE > 0:
                 bias_row, bias_start, bias_length = sequence_numbers(
                     bias_table, bias_starts, bias_lengths, wide, bias_table_stride, BIAS_HEADS
+                )
+            table_row, first_page, stride = page_table + wide * table_stride, pages, page_stride
+            if ADDRESSED:
+                table_row, first_page, stride = addressed_ids(
+                    page_table, layer_offsets, layer, request, head, pages, page_stride
                 )
             maximum = tl.full([ROWS], float("-inf"), tl.float32)
             whole = tl.zeros([ROWS], tl.float32)
@@ -159,8 +173,8 @@ def _pieces_kernel(
                 whole,
                 query,
                 tl.full([ROWS], 0, tl.int32) + length,
-                pages,
-                page_table + wide * table_stride,
+                first_page,
+                table_row,
                 bias_pages,
                 bias_row,
                 bias_start,
@@ -168,7 +182,7 @@ def _pieces_kernel(
                 tile - before,
                 stop - before,
                 length,
-                page_stride,
+                stride,
                 log2_scale,
                 BLOCK_SIZE,
                 HEAD_SIZE,
@@ -196,8 +210,10 @@ def _reduce_kernel(
     lse,
     num_sequences,
     num_programs,
-    output_stride_s,
+    output_stride_r,
+    output_stride_h,
     output_stride_g,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -241,7 +257,11 @@ def _reduce_kernel(
     mixed = tl.where(nothing, 0.0, mixed / tl.where(nothing, 1.0, whole))
     wide = sequence.to(tl.int64)
     tl.store(
-        outputs + wide * output_stride_s + member * output_stride_g + dims,
+        outputs
+        + wide // HEADS * output_stride_r
+        + wide % HEADS * output_stride_h
+        + member * output_stride_g
+        + dims,
         mixed.to(outputs.dtype.element_ty),
         mask=dims < HEAD_SIZE,
     )
@@ -264,6 +284,14 @@ def decode_attention(
     return launch_decode(entries, queries, scale, bias, with_lse, out, DEFAULT_SETTINGS)
 
 
+def decode_rows(rows: AddressedRows, queries: Tensor, scale: float, out: Tensor) -> None:
+    """As `reference.decode_rows`, in Triton."""
+    by_head = (rows.num_heads, -1)
+    check_rows(rows, queries, out)
+    mine, to = queries.unflatten(1, by_head), out.unflatten(1, by_head)
+    _launch(rows, mine, to, rows.lengths, scale, None, None, DEFAULT_SETTINGS)
+
+
 def launch_decode(
     entries: PagedEntries,
     queries: Tensor,
@@ -278,37 +306,55 @@ def launch_decode(
     check_queries(entries, queries, "group")
     check_out(queries, out)
     check_bias(entries, bias)
-    num_sequences, group, head_size = queries.shape
-    lse = queries.new_empty((num_sequences, group), dtype=torch.float32) if with_lse else None
-    if num_sequences == 0:
-        return out, lse
-    lengths = entries.flat_lengths
-    programs = _num_programs(entries.device, settings)
+    lse = queries.new_empty(queries.shape[:2], dtype=torch.float32) if with_lse else None
+    if queries.shape[0] > 0:
+        lengths = entries.flat_lengths
+        _launch(entries, queries[:, None], out[:, None], lengths, scale, bias, lse, settings)
+    return out, lse
+
+
+def _launch(
+    holder: PagedEntries | AddressedRows,
+    queries: Tensor,
+    out: Tensor,
+    lengths: Tensor,
+    scale: float,
+    bias: PagedNumbers | None,
+    lse: Tensor | None,
+    settings: DecodeSettings,
+) -> None:
+    """Of [requests, heads, group, head size] queries, a sequence for every head."""
+    num_requests, heads, group, head_size = queries.shape
+    num_sequences, programs = num_requests * heads, _num_programs(holder.device, settings)
     num_pieces = num_sequences + programs
     pieces = queries.new_empty((num_pieces, group, head_size), dtype=torch.float32)
     maxima, sums = queries.new_empty((2, num_pieces, group), dtype=torch.float32)
-    tile, numbers = tile_size(entries, settings.tile_bytes), NumbersArguments.of(bias)
-    sizes = dict(
-        GROUP=group, HEAD_SIZE=head_size, TILE=tile, DIMS=padded(head_size), SCAN=settings.scan
-    )
-    with on_device(entries):
+    tile, numbers = tile_size(holder, settings.tile_bytes), NumbersArguments.of(bias)
+    table: tuple[Tensor, Tensor | None, int]
+    if addressed := isinstance(holder, AddressedRows):
+        table, table_stride = (holder.addresses, holder.layer_offsets, holder.layer), 0
+    else:
+        table, table_stride = (holder.page_table, None, 0), holder.page_table.stride(0)
+    sizes = dict(HEADS=heads, GROUP=group, HEAD_SIZE=head_size, DIMS=padded(head_size))
+    sizes |= dict(TILE=tile, SCAN=settings.scan)
+    with on_device(holder.pages):
         _pieces_kernel[(programs,)](
             queries,
-            entries.pages,
-            entries.page_table,
+            holder.pages,
+            *table,
             lengths,
             *numbers.tensors,
             pieces,
             maxima,
             sums,
             num_sequences,
-            queries.stride(0),
-            queries.stride(1),
-            entries.pages.stride(0),
-            entries.page_table.stride(0),
+            *queries.stride()[:3],
+            holder.pages.stride(0),
+            table_stride,
             numbers.table_stride,
             scale * LOG2_E,
-            BLOCK_SIZE=entries.block_size,
+            ADDRESSED=addressed,
+            BLOCK_SIZE=holder.block_size,
             ROWS=padded(group),
             BIAS_HEADS=numbers.heads,
             BIAS_PAGE=numbers.page,
@@ -325,14 +371,12 @@ def launch_decode(
             lse,
             num_sequences,
             programs,
-            out.stride(0),
-            out.stride(1),
+            *out.stride()[:3],
             PIECES=settings.pieces,
-            HAS_LSE=with_lse,
+            HAS_LSE=lse is not None,
             num_warps=4,
             **sizes,
         )
-    return out, lse
 
 
 def _num_programs(device: torch.device, settings: DecodeSettings) -> int:

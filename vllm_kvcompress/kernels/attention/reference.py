@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedRows
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
@@ -39,6 +40,23 @@ def decode_attention(
     whole_out = None if out is None else out[:, :, None]
     outputs, lse = prefill_attention(entries, queries[:, :, None], scale, bias, with_lse, whole_out)
     return outputs[:, :, 0], None if lse is None else lse[:, :, 0]
+
+
+def decode_rows(rows: AddressedRows, queries: Tensor, scale: float, out: Tensor) -> None:
+    """Attention of one query per query head of each request, over what `rows` address.
+
+    Args:
+        rows: lengths may be 0.
+        queries: [R, H * G, D] in the pages' type.
+        scale: softmax scale.
+        out: [R, H * G, D] to write to; 0 where a length is.
+    """
+    entries = PagedEntries(
+        rows.pages, rows.page_table(), rows.lengths, rows.block_size, rows.head_size
+    )
+    mine = queries.unflatten(1, (rows.num_heads, -1)).flatten(0, 1)
+    found, _ = decode_attention(entries, mine, scale, with_lse=False)
+    out.copy_(found.view(out.shape))
 
 
 def prefill_attention(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedRows
 from vllm_kvcompress.kernels.common.launch_triton import padded
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 
@@ -40,6 +41,18 @@ def entry_offsets(
         pages = tl.load(table_row + nth // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
         offsets = pages * page_stride + (nth % BLOCK_SIZE) * 2 * HEAD_SIZE
     return offsets
+
+
+@triton.jit
+def addressed_ids(addresses, layer_offsets, layer, request, head, pages, page_stride):
+    """Where the ids of a head of an `AddressedRows` begin, and what these count: from, and by."""
+    mine = addresses + request * 4
+    ids = tl.cast(tl.load(mine), tl.pointer_type(tl.int32))
+    ids += layer * tl.load(mine + 1) + head * tl.load(mine + 2)
+    per_block = tl.load(mine + 3)
+    of_blocks = per_block > 0
+    first = tl.where(of_blocks, tl.load(layer_offsets + layer) + head, 0)
+    return ids, pages + first * page_stride, tl.where(of_blocks, per_block, 1) * page_stride
 
 
 @triton.jit
@@ -105,7 +118,9 @@ def finite_maximum(maximum):
     return tl.where(maximum == float("-inf"), 0.0, maximum)
 
 
-def tile_size(entries: PagedEntries, tile_bytes: int = TILE_BYTES, most: int = 128) -> int:
+def tile_size(
+    entries: PagedEntries | AddressedRows, tile_bytes: int = TILE_BYTES, most: int = 128
+) -> int:
     """Entries of a tile so that its keys take about `tile_bytes`."""
     row = padded(entries.head_size) * entries.pages.element_size()
     return min(most, padded(tile_bytes // row))

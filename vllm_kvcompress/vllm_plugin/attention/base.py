@@ -32,6 +32,7 @@ from vllm_kvcompress.vllm_plugin.step import GroupCompression, StepWork
 from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -145,9 +146,16 @@ class CompressedBuilder:
         self._counting: Tensor | None = None
 
     @classmethod
-    def get_cudagraph_support(cls, *args, **kwargs) -> AttentionCGSupport:
-        """Attention runs between the graphs: which requests are compressed changes by the step."""
-        return AttentionCGSupport.NEVER
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, spec: AttentionSpec
+    ) -> AttentionCGSupport:
+        """Of steps of single tokens, where one kernel takes all requests; layers of other cache
+        groups are vLLM's own."""
+        if CompressedBackend.compression.reason_for_pieces is not None:
+            return AttentionCGSupport.NEVER
+        if isinstance(spec, CompressedAttentionSpec):
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return super().get_cudagraph_support(vllm_config, spec)
 
     def build_all(self, common: CommonAttentionMetadata) -> Any:
         """vLLM's metadata of all requests, though some are compressed."""
@@ -177,7 +185,7 @@ class CompressedBuilder:
         """vLLM's own metadata, with ours on it where anything is compressed or about to be."""
         compression = CompressedBackend.compression
         work = compression.prepare(self.layer_names[0], common_attn_metadata)
-        if work is None or not work.compressed:
+        if work is None or work.decodes or not work.compressed:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         else:
             metadata = self.build_all(common_attn_metadata)
@@ -191,6 +199,8 @@ class CompressedBuilder:
     ) -> CompressedMetadata:
         """What goes along with vLLM's metadata of all requests."""
         found = CompressedMetadata(work, common.num_actual_tokens)
+        if work.decodes:
+            return found
         starts = common.query_start_loc_cpu.numpy()
         for batch in work.compressed:
             self._add(found, batch, metadata, common, starts)
@@ -316,17 +326,20 @@ class CompressedImpl:
     ) -> Tensor:
         """Attention of one layer, and after it the layer's share of every compression event."""
         compressed = getattr(attn_metadata, _ATTRIBUTE, None)
-        if compressed is None or not compressed.work.compressed:
+        work = None if compressed is None else compressed.work
+        if work is None or not (work.compressed or work.decodes):
             super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more
             )
-        if compressed is None:
+        if work is None:
             return output
         group = CompressedBackend.compression.group_of_layer[layer.layer_name]
         index = group.layer_index[layer.layer_name]
         shape = (-1, self.num_heads, self.head_size)
         rows = query.view(shape)[: compressed.num_tokens]
         out_rows = output.view(shape)[: compressed.num_tokens]
+        if work.decodes:
+            group.decode_steps.run(index, rows, out_rows)
         for subset in compressed.per_head:
             self.attend_per_head(layer, subset, index, group, rows, out_rows)
         for batch in compressed.biased:
@@ -335,7 +348,7 @@ class CompressedImpl:
             subset = compressed.uncompressed
             with rows_at(subset.where, rows, out_rows) as (mine, written):
                 super().forward(layer, mine, mine, mine, kv_cache, subset.metadata, written)
-        group.finish_layer(compressed.work, index, attn_metadata, rows, out_rows, self.scale)
+        group.finish_layer(work, index, attn_metadata, rows, out_rows, self.scale)
         return output
 
     def attend_per_head(

@@ -1,0 +1,74 @@
+"""Operators that a CUDA graph replays: where ids and targets are is read when they run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels import addressed, oracles
+from tests.kernels.backends import Backend, Device, assert_close
+from tests.kernels.child import Child
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels.attention import reference
+
+
+def expected(dtype: torch.dtype) -> torch.Tensor:
+    """Plain loops over the page table."""
+    entries, queries = addressed.make_entries(dtype), addressed.make_queries(dtype)
+    by_head = queries.unflatten(1, (addressed.HEADS, -1)).flatten(0, 1)
+    outputs, _ = oracles.prefill(entries, by_head[:, :, None], addressed.DIM**-0.5, None)
+    return torch.tensor(outputs)[:, :, 0].reshape(queries.shape)
+
+
+def test_the_twin_is_the_oracle() -> None:
+    found = addressed.attended("reference", torch.float32, "cpu")
+    assert_close(found, expected(torch.float32), torch.float32)
+
+
+def test_attention(backend: Backend) -> None:
+    device = "cuda" if isinstance(backend, Device) else "cpu"
+    found = backend.call("tests.kernels.addressed.attended", "decode_triton", backend.dtype, device)
+    assert_close(found, expected(backend.dtype), backend.dtype)
+
+
+def check_recorded(memory: torch.Tensor, queries: torch.Tensor, places: list) -> None:
+    for request, row in enumerate(places):
+        for head, place in enumerate(row):
+            if place is not None:
+                assert torch.equal(memory[1, place], queries[request, head])
+                memory[1, place] = 0
+    assert not memory.any()
+
+
+def test_the_twin_records_where_it_is_told() -> None:
+    check_recorded(*addressed.recorded("reference", torch.float32, "cpu"))
+
+
+def test_recording(backend: Backend) -> None:
+    device = "cuda" if isinstance(backend, Device) else "cpu"
+    name = "tests.kernels.addressed.recorded"
+    check_recorded(*backend.call(name, "record_triton", backend.dtype, device))
+
+
+def test_what_is_refused(interpreter: Child) -> None:
+    rows, _ = addressed.make_rows(addressed.make_entries(torch.float32), "cpu")
+    queries = addressed.make_queries(torch.float32)
+    launch = "vllm_kvcompress.kernels.attention.decode_triton.decode_rows"
+    with pytest.raises(InvariantError, match=r"expected queries \[5, heads, 64\].*float16"):
+        interpreter.call(launch, rows, queries.half(), 1.0, queries)
+    with pytest.raises(InvariantError, match=r"expected outputs .*\(4, 4, 64\)"):
+        interpreter.call(launch, rows, queries, 1.0, queries[1:])
+    with pytest.raises(InvariantError, match=r"expected addresses \[5, 4\]"):
+        interpreter.call(
+            "vllm_kvcompress.kernels.recording.record_triton.record_queries",
+            *(queries, torch.zeros(5, 3, dtype=torch.int64), rows.layer_offsets, 0),
+        )
+
+
+def test_nothing_held_is_nothing_read() -> None:
+    rows, _ = addressed.make_rows(addressed.make_entries(torch.float32), "cpu")
+    rows.lengths.zero_()
+    queries = addressed.make_queries(torch.float32)
+    out = torch.full_like(queries, torch.nan)
+    reference.decode_rows(rows, queries, 1.0, out)
+    assert not out.any()

@@ -1,0 +1,141 @@
+"""Steps of single tokens from buffers that stay where they are, against plain loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.accelerator import ACCELERATOR, Operators, launched, watched
+from tests.kernels.oracles import attend
+from tests.step_cases import (
+    CPU,
+    DIM,
+    GROUP,
+    NUM_HEADS,
+    NUM_LAYERS,
+    PER_BLOCK,
+    REQUESTS,
+    SIZE,
+    Request,
+    Step,
+    make_pool,
+)
+from vllm_kvcompress.attention.decode_steps import DecodeSteps
+from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.policies.registry import resolve
+from vllm_kvcompress.scheduling.plan import Observation
+
+SCALES = [0.4, 0.3]
+QUERY_HEADS, ROOM = NUM_HEADS * GROUP, 6
+WHOLE = Request("whole", 11, 1)
+BATCHES = {
+    "mixed": (REQUESTS[0], WHOLE, REQUESTS[3]),
+    "compressed": (REQUESTS[3], REQUESTS[0]),
+    "others": (WHOLE, Request("new", 1, 1)),
+}
+
+
+def make_step(batch: str, device: torch.device = CPU) -> Step:
+    """With keys and values of the uncompressed, too."""
+    step = Step(resolve("snapkv"), make_pool(InterleavedPagePool, device), BATCHES[batch])
+    for row, request in enumerate(step.requests):
+        if request.kept is None:
+            blocks = step.block_table[row, : -(-request.num_tokens // SIZE)]
+            for layer in range(NUM_LAYERS):
+                for head in range(NUM_HEADS):
+                    pages = [int(b) * PER_BLOCK + layer * NUM_HEADS + head for b in blocks]
+                    step._write((request.name, layer, head), pages, request.num_tokens)
+    return step
+
+
+def fill(steps: DecodeSteps, step: Step, padding: int = 0) -> None:
+    lengths = [request.num_tokens for request in step.requests] + [0] * padding
+    seq_lens = upload(np.array(lengths, dtype=np.int32), step.pool.device)
+    table = np.concatenate((step.block_table, np.zeros((padding, 8), dtype=np.int32)))
+    compressed = any(request.kept is not None for request in step.requests)
+    batches = [step.read()] if compressed else []
+    # What is addressed has to stay as long as a step runs.
+    step.kept_alive = (upload(table, step.pool.device), batches)
+    steps.fill(batches, seq_lens, step.kept_alive[0], None)
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_outputs_are_those_of_plain_loops(padding: int) -> None:
+    """One after the other in the same buffers, larger batches before smaller ones."""
+    for name in BATCHES:
+        step = make_step(name)
+        steps = DecodeSteps(step.pool, ROOM, QUERY_HEADS, SCALES, records=False)
+        for earlier in ("mixed", name):
+            step = make_step(earlier)
+            steps.pool.pages.copy_(step.pool.pages)
+            fill(steps, step, padding)
+        queries = torch.cat((step.queries, torch.ones(padding, QUERY_HEADS, DIM)))
+        for layer in range(NUM_LAYERS):
+            found = torch.full_like(queries, torch.nan)
+            steps.run(layer, queries, found)
+            assert not found[len(step.requests) :].any()
+            for row, request in enumerate(step.requests):
+                for head in range(QUERY_HEADS):
+                    where = (request.name, layer, head // GROUP)
+                    keys, values = step.keys[where].tolist(), step.values[where].tolist()
+                    query = queries[row, head].tolist()
+                    wanted, _ = attend(query, keys, values, [0.0] * len(keys), SCALES[layer])
+                    torch.testing.assert_close(
+                        found[row, head], torch.tensor(wanted), rtol=2e-4, atol=2e-5
+                    )
+
+
+def make_windows(paged: bool, names: list[str]) -> QueryWindows | PagedWindows:
+    if not paged:
+        return QueryWindows(NUM_LAYERS, 5, CPU)
+    pool = make_pool(InterleavedPagePool)
+    windows = PagedWindows(pool, 5, QUERY_HEADS)
+    count = window_blocks(5, QUERY_HEADS, NUM_HEADS, SIZE)
+    for nth, name in enumerate(names):
+        windows.hold(name, tuple(range(nth * count, (nth + 1) * count)))
+    return windows
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_queries_go_where_windows_look_for_them(paged: bool) -> None:
+    """Of some requests, more and more of them, so that rings move."""
+    names = [f"r{nth}" for nth in range(3 if paged else 12)]
+    windows, expected = make_windows(paged, names), {}
+    step = make_step("others")
+    steps = DecodeSteps(step.pool, 16, QUERY_HEADS, SCALES, records=True)
+    generator = torch.Generator().manual_seed(1)
+    for position in range(12):
+        some = names[: position + 1]
+        rows = [(name, nth, Observation(0, position, 1)) for nth, name in enumerate(some)]
+        rows = [row for row in rows if row[0] != "r1"]
+        seen = windows.destinations(rows, steps.like)
+        padded = len(some) + 2
+        table = torch.zeros(padded, 8, dtype=torch.int32)
+        steps.fill([], torch.zeros(padded, dtype=torch.int32), table, seen)
+        for layer in range(NUM_LAYERS):
+            queries = torch.randn(padded, QUERY_HEADS, DIM, generator=generator)
+            steps.run(layer, queries, torch.empty_like(queries))
+            for name, nth, _ in rows:
+                expected.setdefault((layer, name), []).append(queries[nth])
+    for (layer, name), queries in expected.items():
+        number = min(5, len(queries))
+        found = windows.read(layer, windows.find([(name, 12)], number))
+        assert torch.equal(found[:, 0], torch.stack(queries[-number:])), (layer, name)
+
+
+def test_a_layer_is_its_kernels_and_a_step_little_else() -> None:
+    """Nothing waits for the device, and what launches take is made of nothing but views."""
+    with watched():
+        step = make_step("mixed", ACCELERATOR)
+        steps = DecodeSteps(step.pool, ROOM, QUERY_HEADS, SCALES, records=True)
+        fill(steps, step)
+    queries = upload(step.queries, ACCELERATOR)
+    with launched(), Operators() as operators:
+        fill(steps, step)
+        filling = operators.count
+        steps.run(1, queries, torch.empty_like(queries))
+    assert operators.count == filling <= 8

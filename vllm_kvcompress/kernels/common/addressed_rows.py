@@ -1,0 +1,87 @@
+"""Requests of a decode step as kernels take them that a CUDA graph replays.
+
+A replay runs the launches of another step: what they are given then, they are given for ever. So
+what changes from step to step lies in memory that stays where it is, addresses among it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.errors import InvariantError
+
+COLUMNS = 4  # of `AddressedRows.addresses`
+
+
+@dataclass(frozen=True)
+class AddressedRows:
+    """R requests with one query each, H heads each, in one layer.
+
+    Attributes:
+        pages: [num_pages, 2 * block_size * head_size].
+        addresses: [R, 4] int64. Where a request's int32 ids begin, for the first layer and head;
+            how many ids lie between layers, and between heads; and pages per block, where these
+            are ids of blocks that hold the pages of all layers and heads, or 0 for ids of pages.
+        lengths: [R * H] int32 resident tokens.
+        layer_offsets: [num_layers] int64 a layer's first page inside a block.
+        layer: of these.
+        num_heads: H.
+        block_size: tokens of a page.
+        head_size: elements of a key.
+    """
+
+    pages: Tensor
+    addresses: Tensor
+    lengths: Tensor
+    layer_offsets: Tensor
+    layer: int
+    num_heads: int
+    block_size: int
+    head_size: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        device: torch.device = self.pages.device
+        return device
+
+    def page_table(self) -> Tensor:
+        """[R * H, width] int32 page ids, zeros behind the last; on the host only."""
+        first = int(self.layer_offsets[self.layer])
+        counts = (-(-self.lengths // self.block_size)).tolist()
+        table = torch.zeros((len(counts), max([1, *counts])), dtype=torch.int32)
+        for sequence, count in enumerate(counts):
+            request, head = divmod(sequence, self.num_heads)
+            address, layers, heads, per_block = self.addresses[request].tolist()
+            ids = numbers_at(address + 4 * (self.layer * layers + head * heads), count, torch.int32)
+            table[sequence, :count] = ids * per_block + first + head if per_block else ids
+        return table
+
+
+def check_rows(rows: AddressedRows, queries: Tensor, out: Tensor) -> None:
+    """Refuses queries and outputs that are not [R, any, D] in the pages' type, element by element.
+
+    Raises:
+        InvariantError: they are not.
+    """
+    shape = (len(rows.addresses), rows.head_size)
+    for name, given in (("queries", queries), ("outputs", out)):
+        fits = given.dim() == 3 and (given.shape[0], given.shape[2]) == shape
+        if not (fits and given.stride(2) == 1 and given.dtype == rows.pages.dtype):
+            raise InvariantError(
+                f"expected {name} [{shape[0]}, heads, {shape[1]}] of the pages' type "
+                f"{rows.pages.dtype}, got {tuple(given.shape)} in {given.dtype} with strides "
+                f"{given.stride()}; convert them, or call contiguous()."
+            )
+
+
+def numbers_at(address: int, number: int, dtype: torch.dtype) -> Tensor:
+    """[number] of the host's memory, which the result shares."""
+    if number == 0:
+        return torch.empty(0, dtype=dtype)
+    memory = (ctypes.c_char * (number * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
