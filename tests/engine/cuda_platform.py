@@ -83,12 +83,13 @@ def registered(config: Any, attention: AttentionConfig, kernels: str = "flash") 
 
 def cuda_graphs(model: str, settings: Settings, kernels: str, runner: str) -> list[str]:
     """What vLLM would capture by default, and what it makes of it for our backend."""
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
     ours = {"policy": settings.policy, "budget": 0.25, "attention": settings.attention}
     given: Any = {**plugin_options(settings), "additional_config": {"kvcompress": ours}}
     given["logits_processors"] = [given["logits_processors"]]
     config = EngineArgs(model, **given).create_engine_config()
     backend: Any = pkgutil.resolve_name(registered(config, config.attention_config, kernels))
+    # Not before: vLLM makes no configuration for V2 without Triton.
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
     CompressedBackend.compression = WorkerCompression(config, settings)
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     spec = CompressedAttentionSpec.from_full_attention(full, settings, ())
@@ -100,6 +101,7 @@ def cuda_graphs(model: str, settings: Settings, kernels: str, runner: str) -> li
         use_v2_model_runner=runner == "V2",
         max_num_reqs=config.scheduler_config.max_num_seqs,
     )
+    del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
     return [wanted, found.name]
 
 
