@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.cli import serve
 from vllm_kvcompress.config import (
+    _KEYS,
     CONTEXT_TOKENS,
     REQUEST_BUDGET,
     REQUEST_POLICY,
@@ -23,21 +25,19 @@ from vllm_kvcompress.config import (
 )
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
+from vllm_kvcompress.prompts.settings import REQUEST_RATE, PromptSettings
+from vllm_kvcompress.vllm_plugin import checks, lifeline
 from vllm_kvcompress.vllm_plugin.requests import RequestCheck
 
 LONGEST = 1000  # characters of a refusal, whatever was said
 HUGE = 10**400
-KEYS = (
-    *("policy", "budget", "trigger", "params", "profile", "min_tokens", "request_policies"),
-    *("min_request_budget", "max_request_budget", "reuse_contexts", "attention"),
-    *("read", "read_min_tokens", "min_request_read"),
-)
-FLAGS = (
-    *("--kv-policy", "--kv-budget", "--kv-trigger", "--kv-param", "--kv-profile"),
-    *("--kv-min-tokens", "--kv-allow-request-policies", "--kv-min-request-budget"),
-    *("--kv-max-request-budget", "--kv-attention", "--config"),
-    *("--kv-read", "--kv-read-min-tokens", "--kv-min-request-read"),
-)
+KEYS = sorted(_KEYS)
+PROMPT_KEYS = [field.name for field in fields(PromptSettings)]
+FLAGS = [
+    action.option_strings[0]
+    for action in serve.options_parser()._actions
+    if (action.nargs is None or action.const == "auto") and not action.choices
+]
 ODD = st.one_of(
     st.none(),
     st.booleans(),
@@ -77,6 +77,7 @@ def refused_or_taken(call: Any) -> Any:
 @MANY
 @given(st.dictionaries(st.sampled_from(KEYS), ANY), ANY)
 @example({"policy": "snapkv", "min_tokens": HUGE}, None)
+@example({"reuse_conversations": ["auto"]}, None)
 def test_sections(section: dict[str, Any], whole: Any) -> None:
     """As of YAML; what is taken survives the way to the engine's processes."""
     refused_or_taken(lambda: Settings.from_dict(whole))
@@ -85,6 +86,21 @@ def test_sections(section: dict[str, Any], whole: Any) -> None:
         sent = json.loads(json.dumps(found.to_dict()))
         assert Settings.from_dict(sent) == found
         refused_or_taken(lambda: resolve_settings(found))
+
+
+@MANY
+@given(st.dictionaries(st.sampled_from(PROMPT_KEYS), ANY))
+@example({"min_tokens": HUGE})
+def test_sections_of_prompts(section: dict[str, Any]) -> None:
+    """Within ours."""
+    prompts = {"compressor": "llmlingua2:m", **section}
+    found = refused_or_taken(lambda: Settings.from_dict({"policy": "none", "prompts": prompts}))
+    if found is not None:
+        assert Settings.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+
+
+def test_flags_are_all_of_them() -> None:
+    assert {"--kv-policy", "--kv-reuse-conversations", "--prompt-compressor", "--config"} < {*FLAGS}
 
 
 @MANY
@@ -119,7 +135,27 @@ def test_files_that_are_no_settings(tmp_path: Path, text: str) -> None:
         serve.sort_out(*serve.parse_options(["m", "--config", str(path)]))
 
 
-XARGS = (CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET, REQUEST_READ, "kv_transfer_params")
+@pytest.mark.parametrize(
+    "value",
+    ["", "x", "-1", "1e3", "2", "\u00b2", "\u0663" * 20, "9" * 20, "9" * 5000, "\udcff", "," * 9],
+)
+def test_variables_of_the_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that this package reads."""
+    for name in ("KVCOMPRESS_CHECK", "VLLM_PLUGINS"):
+        monkeypatch.setenv(name, value)
+    taken = refused_or_taken(lambda: [checks.switched_on()])
+    assert (taken is not None) == (value == "")
+    request = ["m", "--kv-policy", "snapkv"]
+    assert refused_or_taken(lambda: serve.sort_out(*serve.parse_options(request))) is None
+    if value != "2":  # a process that may be there, which this one would end with
+        monkeypatch.setenv("KVCOMPRESS_SERVER", value)
+        lifeline.follow()
+
+
+XARGS = (
+    *(CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET, REQUEST_READ, REQUEST_RATE),
+    "kv_transfer_params",
+)
 
 
 class OwnCheck(RequestCheck):

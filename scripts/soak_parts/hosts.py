@@ -114,6 +114,7 @@ class _Server:
                 ("preemptions", "vllm:num_preemptions"),
                 ("events", "kvcompress_events"),
                 ("contexts reused", "kvcompress_contexts_reused"),
+                ("conversations continued", "kvcompress_conversations_continued"),
             )
         }
         tree = [psutil.Process(self._process.pid)]

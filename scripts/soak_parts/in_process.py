@@ -107,7 +107,8 @@ class _Counts:
     """Counts what a scheduler does, for as long as a batch takes."""
 
     def __init__(self, scheduler: Any) -> None:
-        self.found = {"preemptions": 0, "events": 0, "contexts reused": 0}
+        self.found = {"preemptions": 0, "events": 0}
+        self.found |= {"contexts reused": 0, "conversations continued": 0}
         self._scheduler = scheduler
         preempt, make_stats = scheduler._preempt_request, scheduler.make_stats
 
@@ -123,6 +124,7 @@ class _Counts:
             if ours:
                 self.found["events"] += len(ours["events"])
                 self.found["contexts reused"] += ours["contexts_reused"]
+                self.found["conversations continued"] += ours["conversations_continued"]
             return stats
 
         scheduler._preempt_request, scheduler.make_stats = counting, recording

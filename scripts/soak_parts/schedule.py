@@ -102,6 +102,8 @@ class Schedule:
             which = rng.randrange(NUM_DOCUMENTS)
             document = random.Random(f"{self.seed}/{setup.name}/{which}")
             size = document.randint(40, most - 100)
+            if setup.converses:  # a turn of a conversation whose next one is longer
+                return _tokens(document, size)[: size * rng.randint(1, 4) // 4], 0
             return [*_tokens(document, size), *_tokens(rng, rng.randint(1, 60))], size
         if kind < 0.85:
             return _tokens(rng, rng.randint(1, 160)), 0
@@ -122,6 +124,8 @@ class Schedule:
             found["kv_policy"] = rng.choice(policies)
         if setup.chooses and rng.random() < 0.3:
             found["kv_budget"] = rng.choice((0.1, 0.25, 0.5, 0.8))
+        if setup.reads is not None and rng.random() < 0.5:
+            found["kv_read"] = rng.choice((0.2, 0.3, 0.6, 1.0))
         return found
 
     def _spoil(self, ask: Ask, setup: Setup, rng: random.Random) -> None:

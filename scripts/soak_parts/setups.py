@@ -25,6 +25,8 @@ class Setup:
         budget: what is kept.
         chooses: requests choose among `EVICTING` and none, and a budget.
         reuses: contexts that requests name are kept for others.
+        converses: what requests leave is kept for those that begin with the same tokens.
+        reads: how much of what is held a decode step reads; requests choose another part.
         recalls: the reference model, which answers from its context, serves two tenants.
         profile: file name of the profile that the policy needs.
         concurrency: requests at a time, at most.
@@ -41,6 +43,8 @@ class Setup:
     budget: float = 0.3
     chooses: bool = False
     reuses: bool = False
+    converses: bool = False
+    reads: str | None = None
     recalls: bool = False
     profile: str | None = None
     concurrency: int = 16
@@ -49,8 +53,8 @@ class Setup:
 
     @property
     def answers_depend_on_load(self) -> bool:
-        """Whether a request is compressed when others need room."""
-        return "pressure" in self.trigger
+        """Whether a request is compressed when others need room, or goes on from another's."""
+        return "pressure" in self.trigger or self.converses
 
     def settings(self, folder: str) -> dict[str, Any]:
         """Ours, for a server whose profiles lie in a folder."""
@@ -65,6 +69,10 @@ class Setup:
             found |= {"min_request_budget": 0.1, "max_request_budget": 0.8}
         if self.reuses:
             found["reuse_contexts"] = True
+        if self.converses:
+            found["reuse_conversations"] = "auto"
+        if self.reads is not None:
+            found |= {"read": self.reads, "read_min_tokens": 40, "min_request_read": 0.2}
         if self.profile is not None:
             found["profile"] = f"{folder}/{self.profile}"
         return found
@@ -98,5 +106,7 @@ SETUPS = (
     Setup("momentfix", "snapkv+momentfix", "pressure:0.7", num_blocks=64, budget=0.5),
     Setup("headkv", "headkv", num_blocks=56, profile="headkv.json"),
     Setup("duoattention", "duoattention", num_blocks=56, budget=0.5, profile="duo"),
+    Setup("turns", "snapkv", "prompt,decode:24", num_blocks=64, chooses=True, converses=True),
+    Setup("reading", "adakv", "chunk:256", num_blocks=64, chooses=True, reads="quest:0.3"),
 )
 BY_NAME = {setup.name: setup for setup in SETUPS}

@@ -281,6 +281,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
 
     # vLLM compiles the ranks of logprobs even in eager mode, in every process anew.
     torch._dynamo.config.disable = True
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # in the processes of several ranks, too
     from vllm_kvcompress.vllm_plugin.compat import detach_stats
 
     scenario = json.loads(Path(scenario_path).read_text())

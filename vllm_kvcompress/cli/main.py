@@ -46,19 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         an engine ended or a file could not be written, or 130 when the user interrupted the
         command (143: with SIGTERM, while a server started).
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(arguments[0] if arguments else "")
-    namespace, rest = parser.parse_known_args(arguments)
-    if namespace.command is None:
-        parser.print_help()
-        return EXIT_REFUSED
-    if rest and not namespace.takes_any_option:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if namespace.takes_any_option:
-        namespace.rest = arguments[1:]
-    run = cast(Callable[[argparse.Namespace], int], namespace.func)
     try:
-        return run(namespace)
+        return _run(list(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -70,6 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         terminated = interrupt.args == ("terminated",)
         print(f"\n{PROGRAM}: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
         return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
+
+
+def _run(arguments: list[str]) -> int:
+    """The command's own exit status; imports of seconds may be interrupted as well."""
+    parser = _parser(arguments[0] if arguments else "")
+    namespace, rest = parser.parse_known_args(arguments)
+    if namespace.command is None:
+        parser.print_help()
+        return EXIT_REFUSED
+    if rest and not namespace.takes_any_option:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if namespace.takes_any_option:
+        namespace.rest = arguments[1:]
+    run = cast(Callable[[argparse.Namespace], int], namespace.func)
+    return run(namespace)
 
 
 def _parser(wanted: str) -> argparse.ArgumentParser:

@@ -13,6 +13,7 @@ import threading
 from functools import cache
 
 _VARIABLE = "KVCOMPRESS_SERVER"
+_MOST_DIGITS = 7  # of a process's number
 
 
 def announce() -> None:
@@ -23,22 +24,27 @@ def announce() -> None:
 def follow() -> None:
     """Ends this process, if a server has started it, as soon as that one is gone; repeatable."""
     server = os.environ.get(_VARIABLE, "")
-    if server.isdecimal() and int(server) != os.getpid():
+    if server.isdecimal() and len(server) <= _MOST_DIGITS and int(server) != os.getpid():
         _follow(int(server), os.getpid())
 
 
-@cache  # by process: a forked one has no threads of its parent's
-def _follow(server: int, _own: int) -> None:
+def end_with(process: int) -> None:
+    """Ends this process as soon as another one is gone."""
     try:
-        descriptor = os.pidfd_open(server)
+        descriptor = os.pidfd_open(process)
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
     except OSError:  # a kernel before 5.3, or a sandbox: as in stock vLLM
         return
-    threading.Thread(target=_end_with, args=(descriptor,), daemon=True).start()
+    threading.Thread(target=_wait_for, args=(descriptor,), daemon=True).start()
 
 
-def _end_with(descriptor: int) -> None:
+@cache  # by process: a forked one has no threads of its parent's
+def _follow(server: int, _own: int) -> None:
+    end_with(server)
+
+
+def _wait_for(descriptor: int) -> None:
     """Waits without looking up; the engine may be in the middle of a step or of its start."""
     select.select([descriptor], [], [])
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,81 @@
+"""Ctrl-C in a terminal, which every process of a command hears: one line, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.server_process import OUR_SERVE, ROOT
+from tests.cli.test_engine_death import SECONDS, nothing_left_of
+
+MODEL = str(ROOT / "models" / "reference")
+EVAL = ("eval", MODEL, "--tasks", "words/multikey", "--samples", "1")
+BENCH = ("bench", "--scenario", "off", "--shape", "layers=1,hidden=64,heads=2,kv_heads=2")
+PROFILE = ("profile", MODEL, "--kind", "headkv", "--length", "2048", "--samples", "1000")
+
+
+Command = subprocess.Popen[str]
+
+
+def fork_servers(command: Command) -> list[psutil.Process]:
+    """Its fork server, and what was forked from that."""
+    children = psutil.Process(command.pid).children(recursive=True)
+    return [child for child in children if "forkserver" in " ".join(child.cmdline())]
+
+
+def imports(command: Command, said: Path) -> bool:
+    """Its fork server reads vLLM's modules."""
+    return len(fork_servers(command)) == 1
+
+
+def starts(command: Command, said: Path) -> bool:
+    """An engine has been forked."""
+    return len(fork_servers(command)) == 2
+
+
+def measures(command: Command, said: Path) -> bool:
+    """It works itself."""
+    return "measuring" in said.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "moment"), [(EVAL, imports), (BENCH, starts), (PROFILE, measures)]
+)
+def test_ctrl_c(
+    arguments: tuple[str, ...],
+    moment: Callable[[Command, Path], bool],
+    tmp_path: Path,
+) -> None:
+    """Seconds into a command that would take longer."""
+    said = tmp_path / "said"
+    with (
+        said.open("w") as output,
+        subprocess.Popen(
+            [sys.executable, "-c", OUR_SERVE, *arguments, "--out", str(tmp_path / "out")],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "VLLM_CPU_KVCACHE_SPACE": "1"},
+            stdout=output,
+            stderr=output,
+            text=True,
+            start_new_session=True,
+        ) as command,
+    ):
+        end = time.monotonic() + SECONDS
+        while not moment(command, said):
+            assert command.poll() is None, said.read_text()
+            assert time.monotonic() < end, said.read_text()
+            time.sleep(0.05)
+        with nothing_left_of(command):
+            os.killpg(command.pid, signal.SIGINT)
+            status = command.wait(SECONDS)
+    words = said.read_text()
+    assert status == 130, words
+    assert words.endswith("\nvllm-kvcompress: interrupted\n"), words
+    assert "Traceback" not in words
