@@ -70,7 +70,7 @@ class Setup:
         if self.reuses:
             found["reuse_contexts"] = True
         if self.converses:
-            found["reuse_conversations"] = "auto"
+            found["reuse_conversations"] = "reuse"
         if self.reads is not None:
             found |= {"read": self.reads, "read_min_tokens": 40, "min_request_read": 0.2}
         if self.profile is not None:
@@ -106,7 +106,7 @@ SETUPS = (
     Setup("momentfix", "snapkv+momentfix", "pressure:0.7", num_blocks=64, budget=0.5),
     Setup("headkv", "headkv", num_blocks=56, profile="headkv.json"),
     Setup("duoattention", "duoattention", num_blocks=56, budget=0.5, profile="duo"),
-    Setup("turns", "snapkv", "prompt,decode:24", num_blocks=64, chooses=True, converses=True),
+    Setup("turns", "adakv", num_blocks=240, converses=True),
     Setup("reading", "adakv", "chunk:256", num_blocks=64, chooses=True, reads="quest:0.3"),
 )
 BY_NAME = {setup.name: setup for setup in SETUPS}

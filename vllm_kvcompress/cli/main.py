@@ -57,8 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         # vLLM makes one of SIGTERM, too, while it starts.
         terminated = interrupt.args == ("terminated",)
-        print(f"\n{PROGRAM}: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
-        return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
+    # Behind the last words of progress bars, which end with the exception.
+    print(f"\n{PROGRAM}: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
+    return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:

@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
@@ -49,6 +50,7 @@ class EngineProcess:
         append(log, "")  # the child cannot say it where nothing can be written
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_ENDS_AT_ONCE, *ENGINE_MODULES])
+        _start_fork_server()
         self._log = log
         self._pipe, theirs = context.Pipe()
         self._lifeline, other_end = context.Pipe()
@@ -101,6 +103,19 @@ class EngineProcess:
         if kind == "error":
             raise EngineError(value)
         return value
+
+
+def _start_fork_server() -> None:
+    """Starts it, if there is none, deaf to Ctrl-C: its command says a line, and both end with it.
+
+    Python's own ignores Ctrl-C only once it has imported everything.
+    """
+    resource_tracker.ensure_running()  # would undo the mask
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _serve_calls(
