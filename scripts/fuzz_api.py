@@ -19,8 +19,8 @@ from collections import Counter
 from typing import Any
 
 OURS = (
-    *("kv_policy", "kv_budget", "kv_read", "kv_context_tokens", "kv_x", "kv_transfer_params"),
-    "other",
+    *("kv_policy", "kv_budget", "kv_read", "kv_context_tokens", "kv_prepare", "kv_x"),
+    *("kv_transfer_params", "other"),
 )
 FIELDS = (
     *("messages", "max_tokens", "temperature", "top_p", "n", "stop", "logprobs", "top_logprobs"),

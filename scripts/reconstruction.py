@@ -26,29 +26,24 @@ from vllm_kvcompress.policies.base import Merged
 from vllm_kvcompress.tools.evaluation.dense import DenseLayer, Kept
 from vllm_kvcompress.tools.evaluation.items import Item, generate
 from vllm_kvcompress.tools.evaluation.masked import MaskedModel
-from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_prompt
+from vllm_kvcompress.tools.evaluation.prompts import (
+    REPEAT,
+    before_and_after,
+    load_tokenizer,
+    split_prompt,
+)
 
 CHUNK, OVERLAP, NUM_SINKS = 2048, 8, 4
-FIRST = "\n\nRepeat the previous context exactly."
 LATER = "\n\nRepeat the part of the previous context exactly, starting with"
 SHARED = ("uniform", "layer", "model")
 OTHERS = ("leverage", "spans")
 
 
-def template(tokenizer: Any) -> tuple[int, list[int]]:
-    """How many tokens a chat template puts before a context, and those before a reply."""
-    message = [{"role": "user", "content": "CONTEXT"}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    before, _, after = text.partition("CONTEXT")
-    ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
-    return len(ids[0]), ids[1]
-
-
 def repetitions(tokenizer: Any, context: list[int]) -> Iterator[tuple[int, list[int], list[int]]]:
     """By chunk: where it begins, what asks for it, and the chunk again."""
-    begin, reply = template(tokenizer)
+    begin, reply = before_and_after(tokenizer)
     for start in range(begin, len(context), CHUNK):
-        asked = tokenizer(LATER if start > begin else FIRST, add_special_tokens=False)["input_ids"]
+        asked = tokenizer(LATER if start > begin else REPEAT, add_special_tokens=False)["input_ids"]
         if start > begin:
             asked = [*asked, *context[start - OVERLAP : start]]
         yield start, [*asked, *reply], context[start : start + CHUNK]

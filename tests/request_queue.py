@@ -85,10 +85,11 @@ class Queue:
         num_tokens: int,
         context_tokens: int | None = None,
         history: Sequence[int] = (),
+        prepares: bool = False,
     ) -> Request:
         params = SamplingParams(max_tokens=1000)
         if context_tokens is not None:
-            params.extra_args = {"kv_context_tokens": context_tokens}
+            params.extra_args = {"kv_context_tokens": context_tokens, "kv_prepare": prepares}
         tokens = [*history, *prompt(num_tokens, seed=len(name))]
         request = Request(name, tokens, params, None, block_hasher=hasher)
         self.requests[name] = request

@@ -27,7 +27,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.settings import REQUEST_RATE, PromptSettings
 from vllm_kvcompress.vllm_plugin import checks, lifeline
-from vllm_kvcompress.vllm_plugin.requests import RequestCheck
+from vllm_kvcompress.vllm_plugin.requests import PREPARE, RequestCheck
 
 LONGEST = 1000  # characters of a refusal, whatever was said
 HUGE = 10**400
@@ -153,7 +153,7 @@ def test_variables_of_the_environment(value: str, monkeypatch: pytest.MonkeyPatc
 
 
 XARGS = (
-    *(CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET, REQUEST_READ, REQUEST_RATE),
+    *(CONTEXT_TOKENS, PREPARE, REQUEST_POLICY, REQUEST_BUDGET, REQUEST_READ, REQUEST_RATE),
     "kv_transfer_params",
 )
 
@@ -168,6 +168,7 @@ class OwnCheck(RequestCheck):
         max_request_budget=0.5,
         read="quest:0.5",
         min_request_read=0.25,
+        reuse_contexts=True,
     )
 
 
@@ -193,10 +194,12 @@ def test_requests(xargs: dict[str, Any]) -> None:
             assert xargs.get(REQUEST_POLICY) is None
             assert xargs.get(REQUEST_BUDGET) is None
             assert xargs.get(REQUEST_READ) is None
+            assert not xargs.get(PREPARE)
         else:
             assert xargs.get(REQUEST_POLICY) in (None, "snapkv", "keydiff")
             assert xargs.get(REQUEST_BUDGET) is None or 0.1 <= xargs[REQUEST_BUDGET] <= 0.5
             assert xargs.get(REQUEST_READ) is None or 0.25 <= xargs[REQUEST_READ] <= 1
+            assert not xargs.get(PREPARE)  # of one token alone
 
 
 @pytest.mark.parametrize("key", ["kv_" + "x" * 1_000_000, "kv_\x00", "kv_"])

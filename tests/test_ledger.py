@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.scheduling.ledger import SKIP_NOTHING_TO_FREE, SKIP_SHORT, RequestLedger
-from vllm_kvcompress.scheduling.rule import CompressionRule
+from vllm_kvcompress.scheduling.preparation import PreparationLedger
+from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE, CompressionRule
 
 BLOCK = 16
 
@@ -198,3 +200,28 @@ def test_of_a_kept_state_as_much_is_used_as_leaves_the_queries_of_the_next_event
         position, num_tokens
     )
     assert found == expected
+
+
+@given(rule=rules, blocks=st.integers(1, 40), behind=st.integers(1, 700))
+def test_a_preparation_leaves_what_a_named_context_leaves(
+    rule: CompressionRule, blocks: int, behind: int
+) -> None:
+    """Only at the prompt's end, with as many blocks, and nothing of what comes behind."""
+    context = blocks * BLOCK
+    ordinary = RequestLedger(context, replace(rule, at_prompt_end=True, chunk_tokens=None))
+    expected = ordinary.decide(context)
+    ledger = PreparationLedger.of(rule, "any", context, context + behind)
+    assert ledger.max_prefix_hit == context
+    for position in range(1, context + behind + 50):
+        decision = ledger.decide(position, under_pressure(rule, context, position))
+        assert (decision is not None) == (position == context + behind)
+        assert ledger.observation(position - 1, position) is None
+    decision = ledger.decide(context + behind)
+    assert expected is not None
+    assert decision == replace(expected, trigger=TRIGGER_PREPARE)
+    assert ledger.end_of_event(context + behind) == context
+    if not decision.skipped:
+        ledger.commit(context + behind, decision.num_kept_blocks)
+        assert (ledger.last_position, ledger.compressed_blocks) == (context, blocks)
+        held = decision.num_kept_blocks * BLOCK + behind
+        assert ledger.resident_tokens(context + behind) == held

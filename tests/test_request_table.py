@@ -9,6 +9,7 @@ import pytest
 from vllm.v1.request import Request
 
 from tests.request_queue import Queue
+from tests.tiny_models import prompt
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
 from vllm_kvcompress.vllm_plugin import scheduler as scheduler_module
 from vllm_kvcompress.vllm_plugin.kept_states import KeptState
@@ -92,6 +93,82 @@ def test_a_context_is_forgotten_with_its_first_block() -> None:
     pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
     queue.check()
     assert len(queue.table.states) == 0
+
+
+CONTEXT = prompt(160, seed=9)
+
+
+def ask(queue: Queue, name: str) -> Request:
+    """Has a request about the context take its first step."""
+    request = queue.add(name, 30, context_tokens=160, history=CONTEXT)
+    assert queue.step(name)
+    return request
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_prepared_context_takes_the_place_of_an_ordinary_one(asynchronous: bool) -> None:
+    """Held while it is read: everything, and at its end what is kept. Then nobody holds it.
+
+    It leaves what it has prepared in the step that ends it, and reads no compressed context; blocks
+    of the prefix cache it does.
+    """
+    queue = Queue(1, reuse_contexts=True, asynchronous=asynchronous)
+    ask(queue, "ordinary")
+    while queue.requests["ordinary"].num_computed_tokens < 192:
+        assert queue.step("ordinary")
+    queue.end("ordinary")
+    request = queue.add("preparing", 170, context_tokens=160, history=CONTEXT, prepares=True)
+    assert queue.step("preparing")
+    assert request.num_computed_tokens == 160 + 64
+    assert queue.table.managers[0].num_blocks_held("preparing") == 14
+    while request.num_computed_tokens < 330:
+        assert queue.step("preparing")
+        queue.check()
+    assert queue.sent["preparing"] == [330]
+    held = queue.table.managers[0].num_blocks_held("preparing")
+    assert held == 21 + 3  # a quarter of ten blocks, not of twenty
+    request.num_in_flight_tokens = 0  # its last step has been processed
+    queue.end("preparing")
+    queue.check()
+    assert len(queue.table.states) == 2
+    ask(queue, "asking")
+    state = queue.table["asking"].state
+    assert (state.number, state.position, len(state.kept), state.tail) == (1, 160, 3, ())
+    queue.check()
+
+
+def test_a_preparation_that_ends_early_leaves_nothing() -> None:
+    """Also where its event is in a step that has not been processed."""
+    for num_tokens in (250, 330):
+        queue = Queue(1, reuse_contexts=True, asynchronous=True)
+        request = queue.add("a", 170, context_tokens=160, history=CONTEXT, prepares=True)
+        while request.num_computed_tokens < num_tokens:
+            assert queue.step("a")
+        queue.end("a")
+        queue.check()
+        assert len(queue.table.states) == 0
+
+
+def test_a_preempted_preparation_begins_anew() -> None:
+    queue = Queue(1, reuse_contexts=True)
+    request = queue.add("a", 170, context_tokens=160, history=CONTEXT, prepares=True)
+    while request.num_computed_tokens < 250:
+        assert queue.step("a")
+    queue.table["a"].unsent.preparations.clear()  # the workers have been told
+    queue.preempt("a")
+    assert queue.table["a"].unsent.preparations == {"a": 160}
+    while request.num_computed_tokens < 330:
+        assert queue.step("a")
+    queue.end("a")
+    assert len(queue.table.states) == 1
+
+
+def test_what_only_repeats_nothing_is_no_preparation() -> None:
+    """The prompt ends with its context, or the context is less than a block."""
+    queue = Queue(1, reuse_contexts=True)
+    for name, context_tokens in (("a", 170), ("bb", 500), ("ccc", 15)):
+        queue.add(name, 170, context_tokens=context_tokens, prepares=True)
+        assert not queue.table[name].unsent.preparations
 
 
 def end_after(queue: Queue, name: str, num_reply_tokens: int) -> list[int]:

@@ -36,6 +36,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments += ["--chat-template", CHAT_TEMPLATE]
     arguments += ["--kv-allow-request-policies", "keydiff,fading,none"]
     arguments += ["--kv-min-request-budget", "0.1", "--kv-max-request-budget", "0.75"]
+    arguments += ["--kv-reuse-contexts"]
     packages = foreign_policy.install(folder)
     with serving(OUR_SERVE, arguments, folder / "server.log", packages=packages) as address:
         yield address
@@ -134,6 +135,29 @@ def test_a_request_may_name_its_context(address: str, client: openai.OpenAI) -> 
         client.completions.create(
             **settings, max_tokens=4, extra_body={"vllm_xargs": {"kv_context_tokens": -3}}
         )
+
+
+def test_a_request_may_prepare_its_context_for_others(address: str, client: openai.OpenAI) -> None:
+    """As docs/serving.md writes it; what asks for an answer besides is a 400."""
+    context = tiny_models.prompt(320, seed=9)
+    xargs = {"kv_context_tokens": 320}
+    preparing = {
+        "model": "tiny",
+        "prompt": [*context, 5, 6, *context],
+        "extra_body": {"vllm_xargs": {**xargs, "kv_prepare": True}},
+    }
+    before = scraped(address)
+    client.completions.create(**preparing, max_tokens=1)
+    client.completions.create(
+        model="tiny", prompt=[*context, 7, 8], max_tokens=4, extra_body={"vllm_xargs": xargs}
+    )
+    after = scraped(address)
+    gained = {name: after[name] - before[name] for name in after}
+    assert gained["kvcompress_events_total"] == 1
+    assert gained["kvcompress_source_tokens_total"] == 320
+    assert gained["kvcompress_contexts_reused_total"] == 1
+    with pytest.raises(openai.BadRequestError, match="kv_prepare: expected max_tokens 1, found 4"):
+        client.completions.create(**preparing, max_tokens=4)
 
 
 def test_a_request_may_choose_within_limits(address: str, client: openai.OpenAI) -> None:

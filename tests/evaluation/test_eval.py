@@ -121,6 +121,36 @@ def test_every_setup_and_mode_has_a_row(finished: Path) -> None:
         assert row["first_token_ms"] > row["token_ms"] > 0
 
 
+def test_prepared_contexts_have_a_row(tmp_path: Path) -> None:
+    """Questions begin with them; what they hold is what the preparation has kept."""
+    assert evaluate(tmp_path, "--mode", "prepared", "--concurrency", "3") == 0
+    rows, answers = read(tmp_path)
+    assert set(rows) == {"full/query-aware", "adakv@0.25/prepared"}
+    assert rows["adakv@0.25/prepared"]["kept"] < 0.5
+    for answer in answers:
+        if answer["setup"] != "full":
+            num_blocks = answer["cached_tokens"] // BLOCK
+            assert num_blocks * BLOCK > LENGTH
+            (tokens,) = {sum(layer) / len(layer) for layer in answer["kept_tokens"]}
+            assert tokens == -(-num_blocks // 4) * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--policies", "momentkv"], "momentkv makes something of the evicted tokens"),
+        (["--kv-trigger", "decode:64"], "no context is compressed"),
+        (["--base-url", "http://127.0.0.1:1"], "engines of eval's own"),
+    ],
+)
+def test_what_prepares_nothing_is_refused(tmp_path: Path, more: list[str], message: str) -> None:
+    parser = argparse.ArgumentParser()
+    eval_command.add_options(parser)
+    options = ["--tasks", TASKS[0], "--out", str(tmp_path), "--mode", "prepared"]
+    with pytest.raises(ConfigError, match=message):
+        eval_command.plan_of(parser.parse_args([MODEL, *options, *more]))
+
+
 def test_ways_of_reading_are_compared_in_the_same_table(finished: Path, tmp_path: Path) -> None:
     """The run goes on with one more setup, which holds everything: one mode, and other answers."""
     folder = tmp_path / "more"

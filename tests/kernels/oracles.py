@@ -124,6 +124,23 @@ def window_mass(
     return found
 
 
+def repetition_peaks(keys: Any, queries: Any, scale: float, num_context: int) -> list[list[float]]:
+    """[H][num_context]: the highest share that any query of the last tokens gives an entry."""
+    rows, heads = queries.double().tolist(), keys.double().tolist()
+    group = queries.shape[1] // len(heads)
+    found = []
+    for h, entries in enumerate(heads):
+        highest = [0.0] * num_context
+        for i, members in enumerate(rows):
+            visible = entries[: len(entries) - (len(rows) - 1 - i)]
+            for query in members[h * group : (h + 1) * group]:
+                weights = [math.exp(scale * dot(query, key)) for key in visible]
+                for j in range(num_context):
+                    highest[j] = max(highest[j], weights[j] / sum(weights))
+        found.append(highest)
+    return found
+
+
 def keydiff(entries: Any, anchor: str) -> list[list[float]]:
     """[S][capacity]: minus the cosine with the mean key, or with the mean unit key."""
     found = []

@@ -14,6 +14,7 @@ from vllm_kvcompress.cli.vllm_command import json_or_text
 from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, DEFAULT_MIN_TOKENS
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.scheduling.budgets import parse_budget
+from vllm_kvcompress.scheduling.triggers import parse_triggers
 from vllm_kvcompress.tools.model_folder import profile_beside
 
 if TYPE_CHECKING:
@@ -126,9 +127,10 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     )
     compared.add_argument(
         "--mode",
-        choices=("aware", "agnostic", "both"),
+        choices=("aware", "agnostic", "both", "prepared"),
         default="both",
-        help="compress the context together with the question, or before it is known (both)",
+        help="compress the context together with the question, or before it is known (both); "
+        "prepared: before, by a request that repeats the context",
     )
     compared.add_argument(
         "--kv-read",
@@ -193,6 +195,9 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     params["params"] = dict(map(policy_param, arguments.kv_param))
     if arguments.kv_min_tokens is not None:
         params["min_tokens"] = arguments.kv_min_tokens
+    if arguments.mode == "prepared":
+        params["reuse_contexts"] = True
+        _check_prepared(arguments)
     budgets = [parse_budget(text) for text in arguments.budgets]
     setups = setups_of(arguments.policies, budgets, params, arguments.kv_read)
     if arguments.base_url:
@@ -208,6 +213,21 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         served_name=arguments.served_name or arguments.model,
         concurrency=arguments.concurrency,
     )
+
+
+def _check_prepared(arguments: argparse.Namespace) -> None:
+    """Refuses what no preparation is possible with, before anything is asked."""
+    from vllm_kvcompress.config import Settings
+    from vllm_kvcompress.vllm_plugin.requests import check_preparation
+
+    if arguments.base_url:
+        raise ConfigError(
+            "--mode prepared: expected engines of eval's own, found --base-url; leave one out."
+        )
+    for policy in arguments.policies:
+        if policy != "full":
+            trigger = parse_triggers(arguments.kv_trigger or "prompt")
+            check_preparation(Settings(policy, triggers=trigger, reuse_contexts=True))
 
 
 def write_results(plan: Plan, folder: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.batch import MOST_TOKENS, EventBatch, together
 from vllm_kvcompress.compression.layer import compress_batch
 from vllm_kvcompress.compression.observer import EventObserver
+from vllm_kvcompress.compression.repetitions import Repetitions
 from vllm_kvcompress.compression.stopwatch import Stopwatch, running
 from vllm_kvcompress.compression.view import EventViews, Sources
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
@@ -112,6 +113,7 @@ class EventRunner:
         policy_state: what requests of some policies carry beside their tokens.
         pipeline: the server's own. Where attention needs more than ordinary kernels give, it is
             the only one.
+        repetitions: scores of requests that prepare contexts.
         observer: a measuring tool; None while requests are served.
         most_tokens: of events that run together.
     """
@@ -133,6 +135,7 @@ class EventRunner:
         self.weights = list(weights)
         self.observer: EventObserver | None = None
         self.policy_state = PolicyState(tables)
+        self.repetitions = Repetitions(self.pool)
         self._views = EventViews(self.policy_state, windows, self.weights)
 
     def begin(
@@ -152,6 +155,8 @@ class EventRunner:
         former = tables.layer_pages.get(plan.request_id, [0] * pool.num_layers)
         num_kept = len(plan.fresh_block_ids)
         pipeline = self.pipelines[plan.policy]
+        if plan.prepares:
+            pipeline = self.repetitions.pipeline(plan.request_id, pipeline)
         state_pages = pipeline.state_pages(
             num_kept * pool.num_heads,
             pool.num_heads,
@@ -162,7 +167,8 @@ class EventRunner:
         layer_pages = self._layer_pages(allocator or pipeline.allocator, plan, former, state_pages)
         if state_pages:
             self.policy_state.blocks.update(plan.fresh_block_ids)
-        partial = 1 if plan.position % pool.block_size else 0
+        num_tail = plan.num_partial_tokens(pool.block_size)
+        partial = 1 if num_tail else 0
         num_before = int(tables.tails.max_kept[slot]) if plan.resident_blocks else 0
         starts = [
             sum(layer_pages[:layer]) + layer * state_pages for layer in range(pool.num_layers)
@@ -176,7 +182,7 @@ class EventRunner:
             layer_pages=layer_pages,
             stopwatch=Stopwatch(pool.device),
             num_body=num_before + plan.end_block - plan.first_block,
-            num_tail=plan.position % pool.block_size,
+            num_tail=num_tail,
             state_pages=state_pages,
             layer_starts=starts,
         )

@@ -102,7 +102,7 @@ class EventCollectors:
         self.events = make.counter(
             "kvcompress_events",
             "Number of compression events: one request compressed once, in all layers, by policy "
-            "and by what triggered it (prompt, chunk, decode or pressure).",
+            "and by what triggered it (prompt, chunk, decode, pressure, or a request to prepare).",
             ["policy", "trigger"],
         )
         self.source_tokens = make.counter(

@@ -21,7 +21,7 @@ class EventRecord:
 
     Attributes:
         policy: the policy's name, as the user gave it.
-        trigger: prompt, chunk, decode or pressure.
+        trigger: prompt, chunk, decode, pressure or prepare.
         source_tokens: tokens per head that the event read (mean over heads and layers).
         resident_tokens: tokens per head that it kept (mean over heads and layers).
         blocks_freed: KV-cache blocks handed back to vLLM's allocator.

@@ -109,6 +109,10 @@ class RequestLedger:
         """Blocks that an event at a position reads: kept ones, and full ones since."""
         return self.resident_blocks + position // self.rule.block_size - self.compressed_blocks
 
+    def end_of_event(self, position: int) -> int:
+        """Tokens whose full blocks an event at a position compresses."""
+        return position
+
     def observed_window(self, position: int) -> int:
         """Queries that an event at `position` observes.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,7 @@ class EventPlan:
         request_id: vLLM's request id.
         group: vLLM's KV-cache group (models that mix kinds of layers have several).
         policy: the request's.
-        trigger: which trigger fired.
+        trigger: which trigger fired, or that it prepares a context.
         position: computed tokens of the request at the end of the step.
         window_size: queries to observe: the last so many tokens before `position`.
         first_block: logical blocks [0, first_block) are already compressed.
@@ -47,6 +48,15 @@ class EventPlan:
     def num_tail_blocks(self) -> int:
         """The full blocks since the former event."""
         return self.end_block - self.first_block
+
+    @property
+    def prepares(self) -> bool:
+        """Whether blocks behind `end_block` have scored those before it, and are left alone."""
+        return self.trigger == TRIGGER_PREPARE
+
+    def num_partial_tokens(self, block_size: int) -> int:
+        """Tokens right behind `end_block` that are kept with the others."""
+        return 0 if self.prepares else self.position % block_size
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,8 @@ class StepPlan:
         copies: of blocks, before the step.
         saves: by request that has ended, the number of the state that it leaves.
         dropped: numbers of states that are no more, after the step.
+        preparations: of requests that are new to the workers, how many tokens of context those
+            behind them score.
         windows: by group and request id, the blocks that its last queries are to lie in.
         observations: by request id; only for policies that look at queries.
         reads: of requests that are new to the workers, where decode steps read a part.
@@ -143,6 +155,7 @@ class StepPlan:
     copies: list[BlockCopy] = field(default_factory=list)
     saves: dict[str, int] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
+    preparations: dict[str, int] = field(default_factory=dict)
     windows: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
     observations: dict[str, Observation] = field(default_factory=dict)
     reads: dict[str, ReadPlan] = field(default_factory=dict)
@@ -159,6 +172,7 @@ class StepPlan:
         self.copies += other.copies
         self.saves |= other.saves
         self.dropped += other.dropped
+        self.preparations |= other.preparations
         self.windows |= other.windows
         self.observations |= other.observations
         self.reads |= other.reads

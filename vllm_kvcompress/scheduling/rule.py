@@ -13,6 +13,7 @@ TRIGGER_PROMPT = "prompt"
 TRIGGER_CHUNK = "chunk"
 TRIGGER_DECODE = "decode"
 TRIGGER_PRESSURE = "pressure"
+TRIGGER_PREPARE = "prepare"  # no setting: a request asks for it
 
 
 @dataclass(frozen=True)

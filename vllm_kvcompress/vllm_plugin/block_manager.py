@@ -17,7 +17,8 @@ from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
 from vllm_kvcompress.scheduling.plan import Adoption, BlockCopy, EventPlan
 from vllm_kvcompress.scheduling.rule import CompressionRule
 from vllm_kvcompress.vllm_plugin.dependent_blocks import LimitedCaching
-from vllm_kvcompress.vllm_plugin.request_table import GroupBlocks, block_ids
+from vllm_kvcompress.vllm_plugin.request_records import GroupBlocks
+from vllm_kvcompress.vllm_plugin.request_table import block_ids
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 if TYPE_CHECKING:
@@ -260,7 +261,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             position=position,
             window_size=ledger.observed_window(position),
             first_block=ledger.compressed_blocks,
-            end_block=position // self.block_size,
+            end_block=ledger.end_of_event(position) // self.block_size,
             resident_blocks=ledger.resident_blocks,
             fresh_block_ids=block_ids(held.fresh),
             kept_as=self._number_of_context(request_id, position),

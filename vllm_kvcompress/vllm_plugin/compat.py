@@ -41,9 +41,9 @@ def plugin_options(settings: Settings) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     check = "RequestCheck"
-    if settings.request_policies or settings.max_request_budget or settings.min_request_read:
+    leave = (settings.request_policies, settings.max_request_budget, settings.min_request_read)
+    if any(leave) or settings.reuse_contexts:
         check += f"_{json.dumps(settings.to_dict()).encode().hex()}"
-
     paths = {"logits_processors": f"{_PACKAGE}.requests:{check}"}
     if current_platform.is_cpu():
         return paths | {

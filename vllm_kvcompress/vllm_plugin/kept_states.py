@@ -162,10 +162,11 @@ class KeptStates:
     def find(self, request: Request, use: Hashable) -> Iterator[tuple[KeptState, int]]:
         """States that a request may begin with, and how many tokens it has in common with each.
 
-        All that their events have seen is in the request's prompt, and at least a token is not.
+        All that their events have seen is in the request's prompt, and at least a token is not. The
+        latest comes first: a context that was prepared after one that was not.
         """
         for block_hash in reversed(request.block_hashes if self._by_hash else ()):
-            for state in self._by_hash.get(block_hash, ()):
+            for state in reversed(self._by_hash.get(block_hash, ())):
                 if state.use == use and state.position < request.num_prompt_tokens:
                     num_tokens = min(
                         state.num_common_tokens(request), request.num_prompt_tokens - 1

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.metrics.stats import UNFINISHED
-from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
-from vllm_kvcompress.scheduling.plan import EventPlan, ReadPlan, StepPlan
-from vllm_kvcompress.scheduling.pressure import Candidate
-from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.scheduling.ledger import RequestLedger
+from vllm_kvcompress.scheduling.plan import ReadPlan, StepPlan
+from vllm_kvcompress.scheduling.preparation import PreparationLedger
 from vllm_kvcompress.vllm_plugin.kept_states import (
     Beginning,
     KeptState,
     KeptStates,
     tokens_say_all,
 )
+from vllm_kvcompress.vllm_plugin.request_records import GroupBlocks, RequestCompression
 from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
 
 if TYPE_CHECKING:
@@ -34,74 +34,6 @@ if TYPE_CHECKING:
     from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
-
-
-@dataclass
-class GroupBlocks:
-    """What a request holds in one cache group, beside vLLM's own list of its blocks.
-
-    Attributes:
-        kept: what the last event left, or that of the state that the request began with.
-        fresh: blocks that `event` writes; they become `kept`.
-        window: for the request's last queries.
-        event: whose step has not been processed yet, so that its sources are still held.
-    """
-
-    kept: list[KVCacheBlock] = field(default_factory=list)
-    fresh: list[KVCacheBlock] = field(default_factory=list)
-    window: list[KVCacheBlock] = field(default_factory=list)
-    event: EventPlan | None = None
-
-    @property
-    def blocks(self) -> list[KVCacheBlock]:
-        """All of them."""
-        return self.kept + self.fresh + self.window
-
-
-@dataclass
-class RequestCompression:
-    """What is known about a request: when it is compressed, and what it holds meanwhile.
-
-    Attributes:
-        ledger: its events, which are the same in all cache groups.
-        groups: its blocks, by cache group.
-        use: stands for the states that it may begin with, and leaves; None: it does neither.
-        context_hash: of its context's last block, if what the event there leaves is such a state.
-        begins_anew: it may not begin with one.
-        selected: it is to be compressed in this step because room is needed.
-        beginning: what it can begin with; set until it is admitted.
-        began_with: the number of the state that it did begin with.
-        state: whose blocks it holds, beside its own.
-        read_rule: how much decode steps read of it; None: everything.
-        unsent: what the workers have not been told yet.
-    """
-
-    ledger: RequestLedger
-    groups: dict[int, GroupBlocks]
-    use: Hashable = None
-    context_hash: BlockHash | None = None
-    begins_anew: bool = False
-    selected: bool = False
-    beginning: Beginning | None = None
-    began_with: int | None = None
-    state: KeptState | None = None
-    read_rule: ReadRule | None = None
-    unsent: StepPlan = field(default_factory=StepPlan)
-
-    def decide(self, position: int) -> Decision | None:
-        """What happens when `position` tokens have been computed; None: nothing."""
-        return self.ledger.decide(position, self.selected)
-
-    def candidate(self, request_id: str, position: int) -> Candidate | None:
-        """What compressing it would give at a position; None: nothing, or not now."""
-        in_flight = any(part.event for part in self.groups.values())
-        if in_flight or self.ledger.rule.pressure_mark is None:
-            return None
-        decision = self.ledger.decide(position, under_pressure=True)
-        if decision is None or decision.skipped:
-            return None
-        sources = self.ledger.num_source_blocks(position)
-        return Candidate(request_id, sources, decision.num_kept_blocks)
 
 
 class RequestTable:
@@ -146,7 +78,8 @@ class RequestTable:
 
         Beside layers of other kinds, one that names its context reads no prefix cache: a hit may
         end behind the context, and theirs cannot be shortened. One that asks for the prompt's
-        log-probabilities has to read all of it, and begins with no kept state.
+        log-probabilities has to read all of it, and begins with no kept state. So does one that
+        prepares its context, since it scores what was not compressed.
 
         Args:
             request: vLLM's.
@@ -167,10 +100,14 @@ class RequestTable:
                 compress_at = num_blocks * rule.block_size
                 context_hash = request.block_hashes[num_blocks - 1]
         ledger = RequestLedger(compress_at, rule, settings.policy, num_prompt_tokens=num_tokens)
+        if prepares := context_hash is not None and _prepares(options, request):
+            ledger = PreparationLedger.of(rule, settings.policy, compress_at, num_tokens)
         groups = {manager.kv_cache_group_id: GroupBlocks() for manager in self.managers}
         record = RequestCompression(
-            ledger, groups, context_hash=context_hash, begins_anew=begins_anew
+            ledger, groups, context_hash=context_hash, begins_anew=begins_anew or prepares
         )
+        if prepares:
+            record.unsent.preparations[request.request_id] = compress_at
         record.read_rule = settings.request_read_rule(options.read)
         if record.read_rule is not None:
             plan = ReadPlan(record.read_rule, num_tokens)
@@ -252,14 +189,21 @@ class RequestTable:
         return how == "anew" or (how == "auto" and window_size > 0)
 
     def end(self, request: Request) -> None:
-        """Keeps what a request leaves that ends, before its blocks are freed."""
+        """Keeps what a request leaves that ends, before its blocks are freed.
+
+        Of one that has prepared a context that is what its event leaves, in its last step.
+        """
         record = self._records[request.request_id]
-        if self.spec.settings.reuse_conversations is None or record.use is None:
+        prepares = isinstance(record.ledger, PreparationLedger)
+        goes_on = self.spec.settings.reuse_conversations is not None
+        if record.use is None or not (prepares or goes_on):
             return
         (manager,) = self.managers
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         num_tokens = min(computed, request.num_tokens)
         manager.remove_skipped_blocks(request.request_id, num_tokens)
+        if prepares:
+            return
         (part,) = record.groups.values()
         if part.event is not None:
             self.states.counts.forgotten[UNFINISHED] += 1
@@ -302,6 +246,11 @@ class RequestTable:
         if part.event is not None and part.event.kept_as is not None:
             self.states.drop(part.event.kept_as)
             part.event = replace(part.event, kept_as=None)
+
+    def prepares(self, request_id: str) -> bool:
+        """Whether a request that has not ended prepares a context for others."""
+        record = self._records.get(request_id)
+        return record is not None and isinstance(record.ledger, PreparationLedger)
 
     def keep_nothing(self, request_ids: Iterable[str]) -> None:
         """Requests whose event failed leave nothing to others."""
@@ -387,6 +336,23 @@ def block_ids(blocks: Iterable[KVCacheBlock]) -> tuple[int, ...]:
 def _reads_all(request: Request) -> bool:
     """Whether a request is to read all of its prompt, whatever there is of it."""
     return bool(request.sampling_params.skip_reading_prefix_cache)
+
+
+def _prepares(options: RequestOptions, request: Request) -> bool:
+    """Whether a request prepares its context, which takes something behind that."""
+    if not options.prepares:
+        return False
+    context, whole = options.context_tokens or 0, request.num_prompt_tokens
+    if context < whole:
+        return True
+    logger.warning(
+        "request %s: kv_prepare: expected a prompt of more than its %d tokens of context, found "
+        "%d; repeat the context behind it. Passed over.",
+        request.request_id,
+        context,
+        whole,
+    )
+    return False
 
 
 def _expect(what: str, expected: object, found: object) -> None:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 PREFIX = "kv_"
-_KNOWN = (CONTEXT_TOKENS, REQUEST_POLICY, REQUEST_BUDGET, REQUEST_READ)
+PREPARE = "kv_prepare"
+_KNOWN = (CONTEXT_TOKENS, PREPARE, REQUEST_POLICY, REQUEST_BUDGET, REQUEST_READ)
 _VLLM_OWN = "kv_transfer_params"
 _LIMITED = "RequestCheck_"
 
@@ -42,12 +43,15 @@ class RequestOptions:
             follows them attends to the compressed context, and is not compressed with it: so a
             document can be compressed before the question about it is known. None: the whole
             prompt is compressed together.
+        prepares: the context is compressed at the end of the prompt instead, by what the rest of
+            that attends to, and kept for later requests that name the same one.
         policy: None: the server's.
         budget: kept fraction; None: the server's.
         read: fraction of what is held that decode steps read; None: the server's.
     """
 
     context_tokens: int | None = None
+    prepares: bool = False
     policy: str | None = None
     budget: float | None = None
     read: float | None = None
@@ -55,7 +59,7 @@ class RequestOptions:
     @property
     def chooses(self) -> bool:
         """Whether it asks for anything that the operator may not allow."""
-        return (self.policy, self.budget, self.read) != (None, None, None)
+        return self.prepares or (self.policy, self.budget, self.read) != (None, None, None)
 
     def allowed_by(self, settings: Settings) -> None:
         """Nothing, or why a server with these settings does not allow it.
@@ -63,8 +67,10 @@ class RequestOptions:
         Raises:
             ConfigError: the reason.
         """
-        settings.for_request(self.policy, self.budget)
+        chosen = settings.for_request(self.policy, self.budget)
         settings.request_read_rule(self.read)
+        if self.prepares:
+            check_preparation(chosen)
 
 
 def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
@@ -88,8 +94,17 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
         raise ConfigError(
             f"{_VLLM_OWN}: expected an object, found {given[_VLLM_OWN]!r}; leave it out."
         )
+    prepares = given.get(PREPARE)
+    if prepares not in (None, 0, 1) or isinstance(prepares, float):
+        raise ConfigError(f"vllm_xargs {PREPARE}: expected true or false, found {prepares!r}.")
+    if prepares and given.get(CONTEXT_TOKENS) is None:
+        raise ConfigError(
+            f"vllm_xargs {PREPARE}: expected {CONTEXT_TOKENS} beside it, found none; say how many "
+            "tokens of the prompt are the context, and repeat that behind them."
+        )
     return RequestOptions(
         _context_tokens(given.get(CONTEXT_TOKENS)),
+        bool(prepares),
         _policy(given.get(REQUEST_POLICY)),
         _part(REQUEST_BUDGET, given.get(REQUEST_BUDGET), "the prompt"),
         _part(REQUEST_READ, given.get(REQUEST_READ), "what is held"),
@@ -125,6 +140,32 @@ def _part(name: str, value: Any, whole: str) -> float | None:
     return float(value)
 
 
+def check_preparation(settings: Settings) -> None:
+    """Refuses preparations where nothing is kept, or the policy does more than choose.
+
+    Raises:
+        ConfigError: the reason.
+    """
+    from vllm_kvcompress.policies import describe
+
+    if not settings.reuse_contexts:
+        raise ConfigError(
+            f"vllm_xargs {PREPARE}: this server keeps no contexts; start it with "
+            "--kv-reuse-contexts."
+        )
+    kinds = {trigger.kind for trigger in settings.triggers}
+    if not settings.compresses or not kinds & {"prompt", "chunk"}:
+        raise ConfigError(
+            f"vllm_xargs {PREPARE}: with policy {settings.policy}, budget {settings.budget} and "
+            f"trigger {settings.trigger} no context is compressed; leave it out."
+        )
+    if merging := [part.name for part in describe(settings.policy) if part.stages.merge]:
+        raise ConfigError(
+            f"vllm_xargs {PREPARE}: {merging[0]} makes something of the evicted tokens, and what "
+            "scores a context only chooses; ask for another policy, or leave it out."
+        )
+
+
 class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
     """Has vLLM refuse requests with wrong `vllm_xargs` at admission, with HTTP 400.
 
@@ -155,11 +196,17 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
         if not options.chooses:
             return
         if cls.settings is None:
+            asked = PREPARE if options.prepares else ", ".join(_KNOWN[2:])
             raise ConfigError(
-                f"vllm_xargs {REQUEST_POLICY}, {REQUEST_BUDGET} and {REQUEST_READ}: this server "
-                "lets no request choose; leave them out."
+                f"vllm_xargs {asked}: this server lets no request choose, and keeps no contexts; "
+                "leave it out."
             )
         options.allowed_by(cls.settings)
+        if options.prepares and sampling_params.max_tokens != 1:
+            raise ConfigError(
+                f"vllm_xargs {PREPARE}: expected max_tokens 1, found "
+                f"{sampling_params.max_tokens}; what is prepared is for later requests."
+            )
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
         """The logits, unchanged."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -268,7 +269,8 @@ class CompressionMixin:
     ) -> dict[int, EngineCoreOutputs]:
         """Records the events that the workers ran; requests whose event failed end with an error.
 
-        One that ends with this step's token anyway does not: an event is for later ones.
+        One that ends with this step's token anyway does not, since an event is for later ones,
+        unless it was sent to prepare a context.
         """
         plan = compat.attached_plan(scheduler_output)
         report = compat.attached_report(model_runner_output)
@@ -280,30 +282,34 @@ class CompressionMixin:
                     self._step_stats.events.append(self._record(self.table, each))
         for policy, seconds in report.seconds:
             self._step_stats.durations.append(DurationRecord(policy, seconds))
-        if self.table is not None:
+        errors: list[tuple[int, EngineCoreOutput]] = []
+        if self.table is not None and report.failed:
             self.table.keep_nothing(report.failed)
+            errors += self._end_with_errors(filter(self.table.prepares, report.failed))
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if report.failed:
-            self._end_with_errors(report.failed, outputs)
+            errors += self._end_with_errors(report.failed)
+        for client_index, output in errors:
+            outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
         if self.checks is not None:
             self.checks.after_step(self.requests)
         return outputs
 
-    def _end_with_errors(
-        self, request_ids: list[str], outputs: dict[int, EngineCoreOutputs]
-    ) -> None:
-        """Ends requests, and tells their clients, as vLLM does with failed ones: HTTP 500."""
-        for request in self.finish_requests(request_ids, RequestStatus.FINISHED_ERROR):
-            told = outputs.setdefault(request.client_index, EngineCoreOutputs())
-            told.outputs.append(
+    def _end_with_errors(self, request_ids: Iterable[str]) -> list[tuple[int, EngineCoreOutput]]:
+        """Ends requests as vLLM does failed ones, HTTP 500; whom to tell, and what."""
+        return [
+            (
+                request.client_index,
                 EngineCoreOutput(
                     request_id=request.request_id,
                     new_token_ids=[],
                     finish_reason=request.get_finished_reason(),
                     events=request.take_events(),
                     trace_headers=request.trace_headers,
-                )
+                ),
             )
+            for request in self.finish_requests(list(request_ids), RequestStatus.FINISHED_ERROR)
+        ]
 
     def make_stats(self, *args, **kwargs) -> SchedulerStats | None:
         """vLLM's statistics, with ours in the field that reaches the API process."""

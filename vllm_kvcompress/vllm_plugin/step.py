@@ -16,6 +16,7 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows.rings import Located
 from vllm_kvcompress.compression import guard
 from vllm_kvcompress.compression.batch import EventBatch
+from vllm_kvcompress.compression.repetitions import Repetition
 from vllm_kvcompress.compression.runner import Event, EventRunner
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.scheduling.plan import Observation, StepPlan
@@ -35,6 +36,8 @@ class StepWork:
         events: compression events at the end of each layer's attention.
         batches: the same as they run, some together.
         observed: where queries to remember are, and where they go; or None.
+        repetitions: queries that score their request's context, but for a lone one in a step
+            that may be replayed.
         filled: [N] int64 blocks that become full, where decode steps read a part; or None.
         decodes: all requests have one token in the step, and a CUDA graph may replay it: events
             run behind it.
@@ -44,14 +47,15 @@ class StepWork:
     events: list[Event] = field(default_factory=list)
     batches: list[EventBatch] = field(default_factory=list)
     observed: Located | None = None
+    repetitions: list[Repetition] = field(default_factory=list)
     filled: Tensor | None = None
     decodes: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do, and all requests are uncompressed."""
-        nothing = not self.events and self.observed is None and self.filled is None
-        return not self.compressed and not self.decodes and nothing
+        nothing = self.observed is None and self.filled is None and not self.repetitions
+        return not (self.compressed or self.events or self.decodes) and nothing
 
 
 class GroupCompression:
@@ -94,6 +98,7 @@ class GroupCompression:
             self.tables.save(request_id, state)
         self.tables.release(request_id)
         self.runner.windows.release(request_id)
+        self.runner.repetitions.forget(request_id)
         if self.readers is not None:
             self.readers.forget(request_id)
 
@@ -125,6 +130,9 @@ class GroupCompression:
         compressed = self.batches.read(request_ids, lengths, common.seq_lens, blocks)
         work = StepWork(compressed=compressed, filled=filled, decodes=self._decodes(common))
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+        starts = common.query_start_loc_cpu.numpy()
+        self.runner.repetitions.tell(plan.preparations)
+        work.repetitions = self.runner.repetitions.of_step(row_of, starts, lengths, blocks)
         for event in plan.events:
             if event.group == self.group:
                 block_row = common.block_table_tensor[row_of[event.request_id]]
@@ -219,6 +227,8 @@ class GroupCompression:
             return
         if work.observed is not None:
             self.runner.windows.record(layer, queries, work.observed)
+        for repetition in work.repetitions:
+            self.runner.repetitions.observe(layer, repetition, queries, scale)
         work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
         bounds = None if self.readers is None else self.readers.bounds
         if bounds is not None:

@@ -26,6 +26,8 @@ class Question:
         predicted: say how well `question` is predicted, instead of what follows it.
         num_given: first tokens of `question` whose prediction does not count.
         policy, budget: instead of the engine's own; None: those.
+        repetition: behind the context in a request of its own, which prepares it first; empty:
+            nobody prepares it.
     """
 
     context: list[int]
@@ -37,6 +39,7 @@ class Question:
     num_given: int = 1
     policy: str | None = None
     budget: float | None = None
+    repetition: list[int] = field(default_factory=list)
 
     @property
     def prompt(self) -> list[int]:
@@ -139,17 +142,43 @@ def _ask(llm: Any, questions: Sequence[Question], compresses: bool) -> list[Repl
     if compresses:
         measured = len(questions) == 1 and questions[0].measured
         llm.collective_rpc(watch, args=(measured,))
+    prepared_by = _prepare(llm, questions) if compresses else {}
     prompts = [{"prompt_token_ids": question.prompt} for question in questions]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seen = llm.collective_rpc(watched)[0] if compresses else {}
     bytes_per_token = cache_bytes_per_token(llm.llm_engine.vllm_config)
     return [
-        _reply(question, output, seen, bytes_per_token)
-        for question, output in zip(questions, outputs, strict=True)
+        _reply(question, output, seen, bytes_per_token, prepared_by.get(number))
+        for number, (question, output) in enumerate(zip(questions, outputs, strict=True))
     ]
 
 
-def _reply(question: Question, output: Any, seen: dict[str, Any], bytes_per_token: float) -> Reply:
+def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
+    """Has contexts prepared that are to be; by number of the question who has done it."""
+    from vllm import SamplingParams
+
+    from vllm_kvcompress.vllm_plugin.requests import PREPARE
+
+    asking = [number for number, question in enumerate(questions) if question.repetition]
+    if not asking:
+        return {}
+    mine = [questions[number] for number in asking]
+    outputs = llm.generate(
+        [{"prompt_token_ids": [*each.context, *each.repetition]} for each in mine],
+        [SamplingParams(max_tokens=1, extra_args={**each.extra_args, PREPARE: 1}) for each in mine],
+        use_tqdm=False,
+    )
+    done = [output.request_id for output in outputs]
+    return dict(zip(asking, done, strict=True))
+
+
+def _reply(
+    question: Question,
+    output: Any,
+    seen: dict[str, Any],
+    bytes_per_token: float,
+    prepared_by: str | None = None,
+) -> Reply:
     """Of vLLM's output, and of what was seen of all that were asked with it."""
     prompt, choice, times = question.prompt, output.outputs[0], output.metrics
     if choice.finish_reason == "error":
@@ -158,8 +187,9 @@ def _reply(question: Question, output: Any, seen: dict[str, Any], bytes_per_toke
     resident, kept = float(len(prompt)), []
     for event in seen.get("events", ()):
         # vLLM's own id of a request is the outputs' one, a dash and a random word.
-        mine = event["request_id"].partition("-")[0] == output.request_id
-        if mine and event["position"] <= len(prompt):
+        whose = event["request_id"].partition("-")[0]
+        of_prompt = whose == output.request_id and event["position"] <= len(prompt)
+        if of_prompt or whose == prepared_by:
             kept = event["kept_tokens"]
             mean = fmean(tokens for layer in kept for tokens in layer)
             mean += event["policy_state_tokens"]

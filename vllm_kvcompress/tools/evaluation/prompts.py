@@ -7,6 +7,7 @@ from typing import Any
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation.items import Item
 
+REPEAT = "\n\nRepeat the previous context exactly."  # KVzip's words (arXiv 2505.23416)
 _MARK = "\u241e"  # a symbol that stands between the parts while a chat template is rendered
 
 
@@ -72,6 +73,24 @@ def split_prompt(
     if item.may_cut and longest is not None:
         head = _cut_middle(head, longest - item.max_tokens - len(rest))
     return list(head), list(rest)
+
+
+def before_and_after(tokenizer: Any) -> tuple[int, list[int]]:
+    """How many tokens a chat template puts before a context, and those before a reply to it."""
+    if not getattr(tokenizer, "chat_template", None):
+        return 0, []
+    message = [{"role": "user", "content": _MARK}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+    before, _, after = text.partition(_MARK)
+    ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
+    return len(ids[0]), ids[1]
+
+
+def repetition_of(tokenizer: Any, context: list[int]) -> list[int]:
+    """What a request that prepares a context says behind it: asked to repeat it, it does so."""
+    begin, reply = before_and_after(tokenizer)
+    asked = tokenizer(REPEAT, add_special_tokens=False)["input_ids"]
+    return [*asked, *reply, *context[begin:]]
 
 
 def _split_text(tokenizer: Any, item: Item) -> tuple[list[int], list[int]]:

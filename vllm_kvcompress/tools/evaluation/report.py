@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, AWARE, FULL, TEXT
+from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, ASKED, AWARE, FULL, TEXT
 from vllm_kvcompress.tools.evaluation.summary import DEPTHS, loss_text, percent, reads_less
 
 _STYLE = """
@@ -115,7 +115,7 @@ def _quality(rows: Sequence[dict[str, Any]]) -> str:
     """Score against kept fraction, one line per policy, one panel per mode."""
     full = next((r for r in rows if r["setup"] == FULL and r["mode"] != TEXT), None)
     panels = []
-    for mode in (AWARE, AGNOSTIC):
+    for mode in ASKED:
         mine = [row for row in rows if row["setup"] != FULL and row["mode"] == mode]
         if not mine:
             continue

@@ -13,10 +13,16 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question
 from vllm_kvcompress.tools.evaluation.items import Item
 from vllm_kvcompress.tools.evaluation.metrics import METRICS
-from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, longest_prompt, split_prompt
+from vllm_kvcompress.tools.evaluation.prompts import (
+    load_tokenizer,
+    longest_prompt,
+    repetition_of,
+    split_prompt,
+)
 from vllm_kvcompress.tools.evaluation.server import Server
 from vllm_kvcompress.tools.evaluation.setups import (
     AGNOSTIC,
+    PREPARED,
     SERVER,
     TEXT,
     Setup,
@@ -39,7 +45,7 @@ class Plan:
         model: name or directory.
         items: the questions.
         setups: the settings to compare.
-        modes: query-aware, query-agnostic, or both.
+        modes: query-aware, query-agnostic, or both; or prepared.
         params: further settings of ours, the same for all setups (trigger, params, profile).
         engine: further keyword arguments of `vllm.LLM`.
         base_url: of the server that is asked at the setup `server`.
@@ -140,27 +146,32 @@ def _engine(plan: Plan, shared: SharedEngine, log: Path) -> Engine | Server:
     return Engine(plan.model, shared.settings, plan.engine, log)
 
 
-def _prompts(plan: Plan) -> list[tuple[list[int], list[int]]]:
+def _prompts(plan: Plan) -> list[tuple[list[int], list[int], list[int]]]:
+    """Context, question, and what a request repeats that prepares the context; of every item."""
     tokenizer = load_tokenizer(plan.model)
     longest = plan.engine.get("max_model_len")
     if longest is None and any(item.may_cut for item in plan.items):
         longest = longest_prompt(plan.model)
-    return [split_prompt(tokenizer, item, longest) for item in plan.items]
+    found = [split_prompt(tokenizer, item, longest) for item in plan.items]
+    if PREPARED not in plan.modes:
+        return [(*parts, []) for parts in found]
+    return [(*parts, repetition_of(tokenizer, parts[0])) for parts in found]
 
 
 def _answers(
     engine: Engine | Server,
     plan: Plan,
-    prompts: Sequence[tuple[list[int], list[int]]],
+    prompts: Sequence[tuple[list[int], list[int], list[int]]],
     together: Sequence[tuple[str, int]],
     choice: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     """Of modes and items that are asked at once; alone, every other item measures attention."""
     questions = [
         Question(
-            *prompts[number],
+            *prompts[number][:2],
             plan.items[number].max_tokens,
-            agnostic=mode in (AGNOSTIC, TEXT),
+            agnostic=mode in (AGNOSTIC, PREPARED, TEXT),
+            repetition=prompts[number][2] if mode == PREPARED else [],
             measured=number % 2 == 0,
             predicted=mode == TEXT,
             **choice,

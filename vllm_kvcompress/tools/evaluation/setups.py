@@ -14,8 +14,15 @@ FULL = "full"
 SERVER = "server"
 AWARE = "query-aware"  # context and question are compressed together
 AGNOSTIC = "query-agnostic"  # the context is compressed before the question is read
+PREPARED = "prepared"  # the same, by what a repetition of the context attends to
 TEXT = "text"  # texts are compressed before what follows them is predicted
-MODES = {"aware": (AWARE,), "agnostic": (AGNOSTIC,), "both": (AWARE, AGNOSTIC)}
+MODES = {
+    "aware": (AWARE,),
+    "agnostic": (AGNOSTIC,),
+    "both": (AWARE, AGNOSTIC),
+    "prepared": (PREPARED,),
+}
+ASKED = (AWARE, AGNOSTIC, PREPARED)
 
 
 @dataclass(frozen=True)

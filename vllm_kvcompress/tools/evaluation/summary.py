@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import NormalDist, fmean, median, stdev
 from typing import Any
 
-from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, AWARE, FULL, TEXT
+from vllm_kvcompress.tools.evaluation.setups import ASKED, AWARE, FULL, TEXT
 
 DEPTHS = 5  # parts of a context in the map of needle depths
 
@@ -169,7 +169,7 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     by_setup: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         by_setup.setdefault(row["setup"], {})[row["mode"]] = row
-    asked = [mode for mode in (AWARE, AGNOSTIC) if any(row["mode"] == mode for row in rows)]
+    asked = [mode for mode in ASKED if any(row["mode"] == mode for row in rows)]
     columns = [f"{mode}{what}" for mode in asked for what in _SHARES.values()]
     if any(row["mode"] == TEXT for row in rows):
         columns.append("text: loss, nats per token (95%)")

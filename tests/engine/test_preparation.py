@@ -1,0 +1,207 @@
+"""Contexts that a request of their own has prepared for later ones."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+
+from tests import failing_policy
+from tests.engine.conftest import Run, request
+from tests.engine.oracle import KeptTokensDecoder, kept_positions
+from tests.tiny_models import prompt
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.vllm_plugin.compat import plugin_options
+from vllm_kvcompress.vllm_plugin.requests import RequestCheck, request_options
+
+BLOCK, NUM_SINKS = 32, 4
+CONTEXT = prompt(400, seed=1)
+WHOLE = len(CONTEXT) // BLOCK * BLOCK
+NAMED = {"kv_context_tokens": len(CONTEXT)}
+ANEW = CONTEXT + prompt(10, seed=2) + CONTEXT
+SETTINGS = {"policy": "adakv", "budget": 0.25, "reuse_contexts": True}
+
+
+def preparing(name: str, tokens: list[int] = ANEW, **more: Any) -> dict[str, Any]:
+    return request(name, tokens, 1, xargs={**NAMED, "kv_prepare": 1}, **more)
+
+
+def ask(name: str, seed: int, output: int = 24, **more: Any) -> dict[str, Any]:
+    return request(name, CONTEXT + prompt(20 + seed, seed=seed), output, xargs=NAMED, **more)
+
+
+def highest_attention(model: str) -> torch.Tensor:
+    """[layers, KV heads, context] by Hugging Face's model, which reads all at once."""
+    llama = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
+    with torch.no_grad():
+        attentions = llama(torch.tensor([ANEW]), output_attentions=True).attentions
+    heads = llama.config.num_key_value_heads
+    scores = [[[0.0] * WHOLE for _ in range(heads)] for _ in attentions]
+    for layer, (rows,) in enumerate(attentions):
+        group = len(rows) // heads
+        for member, queries in enumerate(rows):
+            best = scores[layer][member // group]
+            for row in queries[WHOLE:].tolist():
+                for token in range(WHOLE):
+                    best[token] = max(best[token], row[token])
+    return torch.tensor(scores)
+
+
+def test_questions_begin_with_what_its_repetition_has_chosen(llama: str, run_engine: Run) -> None:
+    """In chunks, beside a request that decodes. Kept: what Hugging Face's model attends to most.
+
+    Both questions say what that model says which holds no other tokens of the context. A salted
+    one finds nothing prepared, and is compressed as ever.
+    """
+    phases = [
+        [request("beside", prompt(90, seed=8), 40), preparing("preparing", at_step=3)],
+        [ask("first", 3), ask("second", 4, at_step=2)],
+        [ask("salted", 3, salt="salt")],
+    ]
+    report = run_engine(
+        llama, phases, settings=SETTINGS, record_kept=True, max_num_batched_tokens=130
+    )
+    assert [(each["policy"], each["trigger"]) for each in report["events"]] == [
+        ("adakv", "prompt"),
+        ("adakv", "prepare"),
+        ("adakv", "prompt"),
+    ]
+    assert report["contexts_reused"] == 2
+    records = report["kept"][3:6]
+    kept = kept_positions(records, num_layers=3)
+    assert sum(map(sum, (record["counts"] for record in records))) == 3 * 2 * 3
+    for mine, best in zip(kept, highest_attention(llama), strict=True):
+        for positions, scores in zip(mine, best.tolist(), strict=True):
+            assert positions[:NUM_SINKS] == [0, 1, 2, 3]
+            gone = set(range(WHOLE)) - set(positions)
+            least = min(scores[token] for token in positions[NUM_SINKS:])
+            assert least > max(scores[token] for token in gone) - 1e-6
+    for one in phases[1]:
+        output = report["outputs"][one["id"]]
+        assert output["cached"] == WHOLE
+        decoder = KeptTokensDecoder(llama, CONTEXT, kept, WHOLE)
+        for token in one["prompt"][len(CONTEXT) :]:
+            logits = decoder.step(token)
+        for token, logprobs in zip(output["tokens"], output["logprobs"], strict=True):
+            expected = torch.log_softmax(logits, 0)
+            for candidate, logprob in logprobs.items():
+                assert float(expected[int(candidate)]) == pytest.approx(logprob, abs=2e-3)
+            logits = decoder.step(token)
+    assert report["outputs"]["salted"]["cached"] == 0
+    assert len(report["outputs"]["preparing"]["tokens"]) == 1
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+@pytest.mark.parametrize("trigger", ["prompt,decode:16", "chunk:128,pressure:0.9"])
+def test_prepared_in_one_step_behind_what_others_left(
+    llama: str, run_engine: Run, trigger: str
+) -> None:
+    """Scheduled ahead; the context was kept before, compressed by its own end, and is cached.
+
+    Other contexts are prepared at the same time. With questions that are compressed again, too.
+    """
+    settings = {**SETTINGS, "policy": "spans", "trigger": trigger}
+    other = prompt(320, seed=5)
+    phases = [
+        [preparing("alone")],
+        [ask("first", 3, output=40)],
+    ]
+    expected = run_engine(llama, phases, settings=settings)
+    assert expected["contexts_reused"] == 1
+    phases = [
+        [ask("ordinary", 6)],
+        [preparing("prepared"), preparing("other", other + other, at_step=1)],
+        [ask("first", 3, output=40)],
+    ]
+    phases[1][1]["xargs"]["kv_context_tokens"] = 320
+    report = run_engine(
+        llama, phases, settings=settings, asynchronous=True, max_num_batched_tokens=1024
+    )
+    assert report["contexts_reused"] == 1
+    assert report["outputs"]["prepared"]["cached"] > 0
+    assert report["outputs"]["first"]["cached"] == WHOLE
+    assert report["outputs"]["first"]["tokens"] == expected["outputs"]["first"]["tokens"]
+    assert [each["trigger"] for each in report["events"]].count("prepare") == 2
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def test_a_preparation_that_fails_ends_with_an_error(
+    llama: str, run_engine: Run, tmp_path: Path
+) -> None:
+    """Though it would have ended with this step; nothing else changes."""
+    context = prompt(failing_policy.NO_PAGES * BLOCK, seed=6)
+    xargs = {"kv_context_tokens": len(context)}
+    bad = request("bad", context + context, 1, xargs={**xargs, "kv_prepare": 1})
+    report = run_engine(
+        llama,
+        [[bad, request("beside", prompt(300, seed=7), 20)], [request("good", CONTEXT, 4)]],
+        settings={**SETTINGS, "policy": "failing"},
+        environment={"PYTHONPATH": str(failing_policy.install(tmp_path))},
+    )
+    assert report["outputs"]["bad"]["finish_reason"] == "error"
+    assert report["outputs"]["beside"]["finish_reason"] == "length"
+    assert report["skipped"] == {"failing error": 1}
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def check_of(settings: dict[str, Any]) -> type[RequestCheck]:
+    """The class that vLLM would find under the name that it is given."""
+    module, _, name = plugin_options(Settings.from_dict(settings))["logits_processors"].partition(
+        ":"
+    )
+    return getattr(import_module(module), name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"reuse_contexts": False}, "keeps no contexts"),
+        ({"trigger": "decode:16"}, "trigger decode:16 no context is compressed"),
+        ({"budget": 1.0}, "budget 1.0 and"),
+        ({"policy": "none"}, "policy none,"),
+        ({"policy": "momentkv"}, "momentkv makes something of the evicted tokens"),
+        ({"policy": "snapkv+cam"}, "cam makes something of the evicted tokens"),
+    ],
+)
+def test_servers_that_prepare_nothing(settings: dict[str, Any], message: str) -> None:
+    check = check_of({**SETTINGS, **settings})
+    params = SamplingParams(max_tokens=1, extra_args={**NAMED, "kv_prepare": True})
+    with pytest.raises(ValueError, match=message):
+        check.validate_params(params)
+
+
+@pytest.mark.parametrize("asked", [True, 1])
+def test_a_preparation_says_one_token(asked: Any) -> None:
+    check, xargs = check_of(SETTINGS), {**NAMED, "kv_prepare": asked}
+    check.validate_params(SamplingParams(max_tokens=1, extra_args=xargs))
+    for max_tokens in (2, None):
+        with pytest.raises(ValueError, match=f"expected max_tokens 1, found {max_tokens}"):
+            check.validate_params(SamplingParams(max_tokens=max_tokens, extra_args=xargs))
+
+
+@pytest.mark.parametrize(
+    ("xargs", "message"),
+    [
+        ({"kv_prepare": True}, "expected kv_context_tokens beside it, found none"),
+        ({**NAMED, "kv_prepare": 2}, "expected true or false, found 2"),
+        ({**NAMED, "kv_prepare": 1.0}, "expected true or false, found 1.0"),
+        ({**NAMED, "kv_prepare": "yes"}, "expected true or false, found 'yes'"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(xargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        request_options(xargs)
+
+
+def test_who_does_not_prepare_says_so() -> None:
+    assert not request_options({**NAMED, "kv_prepare": False}).prepares
+    check_of({**SETTINGS, "policy": "momentkv"}).validate_params(
+        SamplingParams(extra_args={**NAMED, "kv_prepare": 0})
+    )
