@@ -117,6 +117,7 @@ def test_the_event_keeps_what_scores_highest_of_the_context(
     request.read(70, END)
     event = request.finish()
     assert event.error is None
+    assert (event.num_tail, len(event.blocks)) == (0, CONTEXT // BLOCK_SIZE)
     for layer, left in enumerate(left_by(request)):
         scores = request.runner.repetitions._of_layer("r", layer)
         keys = keys_by_hand(request, layer)

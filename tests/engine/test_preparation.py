@@ -86,8 +86,8 @@ def test_questions_begin_with_what_its_repetition_has_chosen(llama: str, run_eng
     for one in phases[1]:
         output = report["outputs"][one["id"]]
         assert output["cached"] == WHOLE
-        decoder = KeptTokensDecoder(llama, CONTEXT, kept, WHOLE)
-        for token in one["prompt"][len(CONTEXT) :]:
+        decoder = KeptTokensDecoder(llama, CONTEXT[:WHOLE], kept, WHOLE)
+        for token in one["prompt"][WHOLE:]:
             logits = decoder.step(token)
         for token, logprobs in zip(output["tokens"], output["logprobs"], strict=True):
             expected = torch.log_softmax(logits, 0)
@@ -125,7 +125,8 @@ def test_prepared_in_one_step_behind_what_others_left(
         llama, phases, settings=settings, asynchronous=True, max_num_batched_tokens=1024
     )
     assert report["contexts_reused"] == 1
-    assert report["outputs"]["prepared"]["cached"] > 0
+    # Nobody may hit blocks behind a chunk's event, nor the queries that one observes.
+    assert bool(report["outputs"]["prepared"]["cached"]) == trigger.startswith("prompt")
     assert report["outputs"]["first"]["cached"] == WHOLE
     assert report["outputs"]["first"]["tokens"] == expected["outputs"]["first"]["tokens"]
     assert [each["trigger"] for each in report["events"]].count("prepare") == 2
@@ -167,7 +168,7 @@ def check_of(settings: dict[str, Any]) -> type[RequestCheck]:
         ({"budget": 1.0}, "budget 1.0 and"),
         ({"policy": "none"}, "policy none,"),
         ({"policy": "momentkv"}, "momentkv makes something of the evicted tokens"),
-        ({"policy": "snapkv+cam"}, "cam makes something of the evicted tokens"),
+        ({"policy": "h2o+cam"}, "cam makes something of the evicted tokens"),
     ],
 )
 def test_servers_that_prepare_nothing(settings: dict[str, Any], message: str) -> None:
