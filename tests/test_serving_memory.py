@@ -1,7 +1,7 @@
 """What serving allocates after a server has measured itself stays below what it left for that.
 
 Rings of queries and what an event holds are in the measurement (`test_dummy_runs.py`); here are
-page tables, and what batches read from them.
+page tables, what batches read from them, and the buffers that CUDA graphs read.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from tests.accelerator import ACCELERATOR
 from tests.live_bytes import LiveBytes
 from vllm_kvcompress.attention.batch import ResidentBatches
+from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.cache.page_rows import Integers
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
@@ -89,6 +90,9 @@ def test_tables_stay_within_their_share(
     block_table = torch.zeros(len(names), LONG // BLOCK + STEPS, device=ACCELERATOR).int()
     with LiveBytes() as memory:
         tables, before = PageTables(pool), memory.live
+        scales = [1.0] * shape.num_layers
+        graphs = DecodeSteps(pool, 256, 4 * shape.num_heads, scales, records=True)
+        assert memory.live - before < 2**20
         batches = ResidentBatches(tables)
         for nth, (length, longest) in enumerate(requests):
             slot = tables.acquire(names[nth])
@@ -99,6 +103,7 @@ def test_tables_stay_within_their_share(
         for _ in range(STEPS):
             lengths += BLOCK
             step(batches, names, lengths, block_table)
+    assert graphs.scales
     assert 0 < memory.peak - before < TABLES_SHARE * shape.cache_bytes
 
 
