@@ -99,7 +99,7 @@ def test_questions_begin_with_what_its_repetition_has_chosen(llama: str, run_eng
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-@pytest.mark.parametrize("trigger", ["prompt,decode:16"])
+@pytest.mark.parametrize("trigger", ["prompt,decode:16", "chunk:128,pressure:0.9"])
 def test_prepared_in_one_step_behind_what_others_left(
     llama: str, run_engine: Run, trigger: str
 ) -> None:

@@ -121,6 +121,20 @@ def test_every_setup_and_mode_has_a_row(finished: Path) -> None:
         assert row["first_token_ms"] > row["token_ms"] > 0
 
 
+def test_prepared_contexts_have_a_row(tmp_path: Path) -> None:
+    """Questions begin with them; what they hold is what the preparation has kept."""
+    assert evaluate(tmp_path, "--mode", "prepared", "--concurrency", "3") == 0
+    rows, answers = read(tmp_path)
+    assert set(rows) == {"full/query-aware", "adakv@0.25/prepared"}
+    assert rows["adakv@0.25/prepared"]["kept"] < 0.5
+    for answer in answers:
+        if answer["setup"] != "full":
+            num_blocks = answer["cached_tokens"] // BLOCK
+            assert num_blocks == LENGTH // BLOCK
+            (tokens,) = {sum(layer) / len(layer) for layer in answer["kept_tokens"]}
+            assert tokens == -(-num_blocks // 4) * BLOCK
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
