@@ -97,6 +97,23 @@ def test_more_entries_than_a_split_has(backend: Backend) -> None:
     check(backend, entries, 0, 3, 4, random(1, entries.capacity))
 
 
+def test_windows_that_end_together(backend: Backend) -> None:
+    """As each by itself; longer than a head, too."""
+    entries = make_entries([70, 20, 3], dtype=backend.dtype)
+    queries = random(23, 6, entries.head_size, dtype=backend.dtype)
+    arguments = (PagedKV.of(entries, 2), queries, 0.2)
+    found = {
+        "twin": backend.twin(reference.window_masses, *arguments, (23, 4)),
+        "kernel": backend.call(f"{MASS}es", *arguments, (23, 4)),
+    }
+    for size, nth in ((23, 0), (4, 1)):
+        alone = (arguments[0], queries[-size:], 0.2)
+        expected = backend.twin(reference.window_mass, *alone)
+        for name, masses in found.items():
+            assert masses.shape == (2, *expected.shape), name
+            assert_close(100 * masses[nth], 100 * expected, backend.dtype)
+
+
 def test_no_queries(backend: Backend) -> None:
     entries = make_entries([20], dtype=backend.dtype)
     mass = backend.call(MASS, PagedKV.of(entries), random(0, 4, 64, dtype=backend.dtype), 1.0)

@@ -73,7 +73,7 @@ def test_mass_of_everything_visible_is_one() -> None:
 def test_tiles_do_not_change_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     view = make_view(Shape(pages=(5, 3), tail=3), 11)
     whole = mass_of(view)
-    monkeypatch.setattr(tiles, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiles, "HEADS_BYTES", 1)
     assert torch.allclose(mass_of(view)[0], whole[0], atol=1e-6)
     assert torch.allclose(mass_of(view)[1, :12], whole[1, :12], atol=1e-6)
 
@@ -81,7 +81,7 @@ def test_tiles_do_not_change_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_tensor_holds_the_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small tiles, softmax never sees more than a tile's logits."""
     shape, window = Shape(pages=(16, 16), tail=1, group=2), 24
-    monkeypatch.setattr(tiles, "TILE_BYTES", 4 * 512)
+    monkeypatch.setattr(tiles, "HEADS_BYTES", 4 * 512)
     sizes: list[int] = []
     softmax = torch.softmax
 

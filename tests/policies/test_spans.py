@@ -14,9 +14,10 @@ from tests.policies.cases import HEAD_SIZE, Shape, make_pipeline, make_view
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
+from vllm_kvcompress.kernels.top_entries import ranks
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import LayerView
-from vllm_kvcompress.policies.spans import Spans, ranks
+from vllm_kvcompress.policies.spans import Spans
 
 SHAPE = Shape((16,), group=1)  # 64 tokens
 FAR, NEAR, AFTER, BEFORE = 32, 4, 7, 1
@@ -56,19 +57,17 @@ def test_ranks_forget_the_scale_and_put_the_later_of_equals_higher(
     numbers: list[int], factor: float
 ) -> None:
     scores = torch.tensor([numbers], dtype=torch.float32)
-    kv = GatheredKV.of(torch.zeros(1, len(numbers), 2), torch.zeros(1, len(numbers), 2))
-    view = replace(make_view(SHAPE, 1), kv=kv)
-    found = ranks(view, scores)[0].tolist()
-    assert found == ranks(view, scores * factor)[0].tolist()
+    everywhere = torch.ones_like(scores, dtype=torch.bool)
+    found = ranks(scores, everywhere)[0].tolist()
+    assert found == ranks(scores * factor, everywhere)[0].tolist()
     for i, one in enumerate(numbers):
         assert found[i] == sum((other, j) < (one, i) for j, other in enumerate(numbers))
 
 
 def test_entries_behind_a_head_s_length_are_not_counted() -> None:
-    view = replace(make_view(SHAPE, 1), kv=replace(passage_view().kv, lengths=torch.tensor([3])))
     scores = torch.full((1, 64), float("nan"))
     scores[0, :3] = torch.tensor([0.5, 0.1, 0.3])
-    assert ranks(view, scores)[0, :3].tolist() == [2, 0, 1]
+    assert ranks(scores, torch.arange(64)[None] < 3)[0, :3].tolist() == [2, 0, 1]
 
 
 def test_the_first_tokens_stay_where_there_is_room_for_little_else(tmp_path: Path) -> None:

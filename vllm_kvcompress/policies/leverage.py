@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.common.tiles import finite
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Stages, parameter
 
 RIDGE = 1e-3  # of the mean eigenvalue, added to all
@@ -59,19 +61,31 @@ def leverage(view: LayerView, keys_as: str) -> Tensor:
         keys_as: unrotated (before RoPE) or rotated.
     """
     scores = torch.empty(view.num_heads, view.num_entries, device=view.device)
+    unit = torch.eye(view.kv.head_size, device=view.device)
+    turns = _turns_back(view) if keys_as == UNROTATED else None
     for some in view.kv.head_slices():
         keys = view.kv.clean(0, some).float()
-        if keys_as == UNROTATED:
-            assert view.positions is not None
+        if turns is not None:
             assert view.rotary is not None
-            keys = view.rotary.rerotate(keys, -view.positions[some])
+            keys = view.rotary.turned(keys, turns(some))
         count = view.lengths[some, None, None].clamp_min(1)
-        away = (keys - keys.sum(dim=1, keepdim=True) / count) * view.valid[some, :, None]
+        away = finite(keys - keys.sum(dim=1, keepdim=True) / count, view.valid[some])
         scatter = away.mT @ away
         diagonal = scatter.diagonal(dim1=1, dim2=2)
         # Equal keys have no scatter at all, and still a root.
         diagonal += RIDGE * diagonal.mean(dim=1, keepdim=True) + 1e-20
         root = torch.linalg.cholesky_ex(scatter).L
-        solved = torch.linalg.solve_triangular(root, away.mT, upper=False)
-        scores[some] = solved.square().sum(dim=1)
+        inverse = torch.linalg.solve_triangular(root, unit, upper=False)
+        scores[some] = (away @ inverse.mT).square_().sum(dim=2)
     return scores
+
+
+def _turns_back(view: LayerView) -> Callable[[slice], tuple[Tensor, Tensor]]:
+    """For some heads' keys, to where they were before RoPE; once for all that lie alike."""
+    positions, rotary = view.positions, view.rotary
+    assert positions is not None
+    assert rotary is not None
+    if positions.stride(0) == 0:
+        turn = rotary.turn(-positions[:1])
+        return lambda some: turn
+    return lambda some: rotary.turn(-positions[some])

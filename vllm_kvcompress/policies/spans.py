@@ -10,9 +10,14 @@ from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.pooling import max_or_mean_pool, max_within
+from vllm_kvcompress.kernels.top_entries import ranks
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
 from vllm_kvcompress.policies.leverage import Leverage, key_space, leverage
-from vllm_kvcompress.policies.parts.mass import check_kernel_size, left_of_window, observed_mass
+from vllm_kvcompress.policies.parts.mass import (
+    check_kernel_size,
+    left_of_window,
+    observed_masses,
+)
 
 
 @dataclass(frozen=True)
@@ -80,14 +85,8 @@ class Spans(Policy):
         """[H, n] fp32 ranks from 0 to n - 1."""
         last = replace(view, queries=view.queries[-self.near_size :])
         reach = partial(max_within, num_after=self.num_after, num_before=self.num_before)
-        near = left_of_window(last, observed_mass(last), reach, float("-inf"))
+        mass, pointed_at = observed_masses(view, self.window_size, self.near_size)
+        near = left_of_window(last, pointed_at, reach, float("-inf"))
         alone = max_or_mean_pool(leverage(view, self.keys), self.key_kernel_size, "max")
-        best = torch.maximum(ranks(view, observed_mass(view)), ranks(view, near))
-        return torch.maximum(best, ranks(view, alone))
-
-
-def ranks(view: LayerView, scores: Tensor) -> Tensor:
-    """[H, n] fp32 how many entries of the head score lower; of equals, the later is higher."""
-    order = scores.masked_fill(~view.valid, float("inf")).argsort(dim=1, stable=True)
-    nth = torch.arange(view.num_entries, dtype=torch.float32, device=view.device)
-    return torch.empty_like(scores).scatter_(1, order, nth.expand_as(scores))
+        best = torch.maximum(ranks(mass, view.valid), ranks(near, view.valid))
+        return torch.maximum(best, ranks(alone, view.valid))

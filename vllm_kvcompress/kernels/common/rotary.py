@@ -24,15 +24,22 @@ class Rotary:
     halves: bool = True
 
     def rerotate(self, keys: Tensor, steps: Tensor) -> Tensor:
-        """Keys [..., D] fp32 as they would be `steps` [...] positions later."""
+        """Keys [..., D] fp32 as they would be `steps` [...] positions later (a copy)."""
+        return self.turned(keys, self.turn(steps))
+
+    def turn(self, steps: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., r / 2] fp32 cosines and sines of so many steps."""
         angles = steps[..., None].float() * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
+        return angles.cos(), angles.sin_()
+
+    def turned(self, keys: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        """Keys [..., D] fp32, turned by as many steps, or all alike (a copy)."""
+        cos, sin = turn
         first, second = self._pairs()
-        a, b = keys[..., first], keys[..., second]
-        rotated = keys.clone()
-        rotated[..., first] = a * cos - b * sin
-        rotated[..., second] = b * cos + a * sin
-        return rotated
+        turned = keys.clone()
+        turned[..., first].mul_(cos).addcmul_(keys[..., second], sin, value=-1)
+        turned[..., second].mul_(cos).addcmul_(keys[..., first], sin)
+        return turned
 
     def averaged(self, num_positions: int, head_size: int) -> Tensor:
         """[D, D] fp32: rows times it are their mean over the next positions, the present first."""

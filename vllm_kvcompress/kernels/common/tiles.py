@@ -23,13 +23,17 @@ def tile_bytes(device: torch.device) -> int:
     return TILE_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
 
 
+def cached_bytes(device: torch.device) -> int:
+    """What is gone through several times at once: on the CPU as much as a core's cache holds."""
+    return HEADS_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
+
+
 def head_slices(num_heads: int, head_bytes: int, device: torch.device) -> list[slice]:
     """Heads that an operator goes through at once, with temporaries of so many bytes for each.
 
     On the CPU as many as its cache holds; elsewhere as many as fit a tile.
     """
-    most = HEADS_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
-    at_once = max(1, min(num_heads, most // max(1, head_bytes)))
+    at_once = max(1, min(num_heads, cached_bytes(device) // max(1, head_bytes)))
     return [slice(first, first + at_once) for first in range(0, num_heads, at_once)]
 
 

@@ -1,4 +1,4 @@
-"""Which columns of the observation window's logits need a causal mask."""
+"""What the last queries of a prompt see: a column of logits for every token."""
 
 from __future__ import annotations
 
@@ -7,32 +7,37 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.tiles import valid_entries
 
 HIDDEN = -1e30  # a logit of no weight; unlike -inf it gives no NaN where everything is hidden
 
 
 @dataclass(frozen=True)
 class WindowColumns:
-    """Where the last w - 1 visible entries are: only these need a causal mask.
+    """The tokens of a head in their order, the latest in the last column.
 
-    They are appended to the keys as columns of their own, and hidden at their usual places, so
-    that the mask is [w, w - 1] and not [w, n].
+        the longest head:   | 0  1  2  3 .............. total - 1 |
+        another one:        |  hidden  | 0  1  2 ...... total - 1 |
+
+    So the window's own columns are the last ones in all heads. Only these need a causal mask, the
+    same for all, and queries do not compute what lies behind those they run with.
 
     Attributes:
-        places: [H, w - 1] index into entries and tail together.
-        bias: [H, n + t + w - 1] added to logits: hides padding and the places above.
-        hidden: [H, w, w - 1] bool: not yet there when the query was asked.
+        num_columns: C, of the longest head, and no less than w - 1.
+        places: [H, C] index into entries and tail together; None: columns are these as they lie.
+        bias: [H, C] added to logits, hides what is no token; None: nothing is added.
         seeing: [H, w] fp32, 0 for a query that sees nothing.
+        later: [w, w - 1] added to the window's own columns, hides what a query may not see.
         num_entries: n.
     """
 
-    places: Tensor
-    bias: Tensor
-    hidden: Tensor
+    num_columns: int
+    places: Tensor | None
+    bias: Tensor | None
     seeing: Tensor
+    later: Tensor
     num_entries: int
 
     @classmethod
@@ -43,59 +48,68 @@ class WindowColumns:
         entry_bias: Tensor | None = None,
     ) -> WindowColumns:
         """For a layer, and a bias [H, n] of its entries, if they have one."""
-        device, lengths = view.device, view.lengths
-        num_entries, num_tail = view.capacity, view.num_tail
-        total = (lengths + view.tails)[:, None]
-        nth = total - torch.arange(num_queries - 1, 0, -1, device=device)
-        exists = nth >= 0
-        places = torch.where(nth < lengths[:, None], nth, nth - lengths[:, None] + num_entries)
-        places = places.clamp_min(0)
-        bias = torch.zeros(lengths.numel(), num_entries + num_tail + num_queries - 1, device=device)
+        device, lengths, num_entries = view.device, view.lengths[:, None], view.capacity
+        total = lengths + view.tails[:, None]
+        num_columns = max(num_entries + view.num_tail, num_queries - 1)
+        seeing = (total > torch.arange(num_queries - 1, -1, -1, device=device)).float()
+        later = torch.full((num_queries, num_queries - 1), HIDDEN, device=device).triu_()
+        places, bias = None, None
         if entry_bias is not None:
-            bias[:, :num_entries] = entry_bias
-            bias[:, num_entries + num_tail :] = bias.gather(1, places)
-        bias[:, :num_entries].masked_fill_(~view.valid, HIDDEN)
-        if view.shorter is not None:
-            tail = bias[:, num_entries : num_entries + num_tail]
-            tail.masked_fill_(~valid_entries(view.shorter, num_tail), HIDDEN)
-        # Entries that do not exist all share place 0, which is then one of the window's own.
-        bias.scatter_(1, places, HIDDEN)
-        query = torch.arange(num_queries, device=device)
-        after = torch.arange(num_queries - 1, device=device) >= query[:, None]
-        hidden = after | ~exists[:, None]
-        seeing = (total - (num_queries - 1 - query) > 0).float()
-        return cls(places, bias, hidden, seeing, num_entries)
+            bias = functional.pad(entry_bias, (0, view.num_tail))
+        # Only the CPU can look without waiting for what runs on the device.
+        if device.type != "cpu" or bool((total < num_columns).any()):
+            nth = total + torch.arange(-num_columns, 0, device=device)
+            places = torch.where(nth < lengths, nth, nth - lengths + num_entries).clamp_min_(0)
+            bias = (
+                torch.zeros_like(nth, dtype=torch.float32)
+                if bias is None
+                else bias.gather(1, places)
+            )
+            bias = bias.masked_fill_(nth < 0, HIDDEN)
+        return cls(num_columns, places, bias, seeing, later, num_entries)
 
     def seen(self, heads: slice, entries: Tensor, tail: Tensor) -> Tensor:
-        """[heads, n + t + w - 1, D] fp32: entries, the tail's, and the window's once more."""
-        rows = torch.cat([entries, tail], dim=1)
-        window = self.places[heads, :, None].expand(-1, -1, rows.shape[2])
-        return torch.cat([rows, rows.gather(1, window)], dim=1).float()
+        """[heads, C, D] fp32 rows of the columns, from those of entries and of the tail."""
+        rows = torch.cat([entries, tail], dim=1) if tail.shape[1] else entries
+        if self.places is not None:
+            rows = rows.gather(1, self.places[heads, :, None].expand(-1, -1, rows.shape[2]))
+        return rows.float()
 
     def logits(
         self, heads: slice, rows: slice, queries: Tensor, keys: Tensor, scale: float, out: Tensor
     ) -> Tensor:
-        """[heads, rows * G, n + t + w - 1]: what a query does not see has no weight.
+        """[heads, rows * G, at most C]: columns up to the last query's; hidden ones have no weight.
 
         Args:
             heads, rows: which, of these and of the queries.
-            queries: [heads, rows, G, D] fp32.
+            queries: [heads, w * G, D] fp32.
             keys: as of `seen`.
             scale: softmax scale.
             out: any numbers, at least as many as are returned.
         """
-        num_own, group = self.places.shape[1], queries.shape[2]
-        queries = queries.flatten(1, 2)
-        shape = (*queries.shape[:2], keys.shape[1])
+        num_all, num_rows = self.later.shape[0], rows.stop - rows.start
+        group = queries.shape[1] // num_all
+        mine = queries[:, rows.start * group : rows.stop * group]
+        keys = keys[:, : self.num_columns - (num_all - rows.stop)]
+        shape = (*mine.shape[:2], keys.shape[1])
         out = out[: math.prod(shape)].view(shape)
-        torch.baddbmm(self.bias[heads, None], queries, keys.mT, alpha=scale, out=out)
-        window = out.unflatten(1, (-1, group))[..., shape[2] - num_own :]
-        window.masked_fill_(self.hidden[heads, rows, None], HIDDEN)
+        if self.bias is None:
+            torch.baddbmm(out, mine, keys.mT, beta=0, alpha=scale, out=out)
+        else:
+            bias = self.bias[heads, None, : shape[2]]
+            torch.baddbmm(bias, mine, keys.mT, alpha=scale, out=out)
+        own = out.unflatten(1, (-1, group))[..., shape[2] - num_rows + 1 :]
+        own += self.later[:num_rows, None, : num_rows - 1]
         return out
 
     def fold(self, heads: slice, sums: Tensor) -> Tensor:
-        """[heads, n + t + w - 1] column sums -> [heads, n], the window's at their places."""
-        num_own = self.places.shape[1]
-        whole = sums[:, : sums.shape[1] - num_own]
-        whole = whole.scatter_add(1, self.places[heads], sums[:, sums.shape[1] - num_own :])
-        return whole[:, : self.num_entries]
+        """[heads, any, C] of columns -> [heads, any, n] of entries, 0 where there is no column."""
+        if self.places is not None:
+            places = self.places[heads, None].expand_as(sums)
+            sums = sums.new_zeros(sums.shape).scatter_add_(2, places, sums)
+        return sums[..., : self.num_entries]
+
+
+def by_head(queries: Tensor, num_heads: int) -> Tensor:
+    """[w, H * G, D] -> [H, w * G, D] fp32."""
+    return queries.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(1, 2).float()

@@ -35,6 +35,28 @@ def top_entries(scores: Tensor, valid: Tensor, num_kept: Tensor) -> Tensor:
     return (keys >= lowest_kept) & valid & (num_kept > 0)[:, None]
 
 
+def ranks(scores: Tensor, valid: Tensor) -> Tensor:
+    """How many entries of the head score lower; of equals, the later is higher.
+
+    Args:
+        scores: [H, n] fp32.
+        valid: [H, n] bool.
+
+    Returns:
+        [H, n] fp32 whole numbers, those of valid entries below all others.
+    """
+    scores = scores.masked_fill(~valid, float("inf"))
+    nth = torch.arange(scores.shape[1], dtype=torch.float32, device=scores.device)
+    if scores.device.type != "cpu":
+        order = scores.argsort(dim=1, stable=True)
+    else:
+        import numpy as np
+
+        # As below; the lower half of a key is its place.
+        order = torch.from_numpy(np.sort(sortable(scores).numpy(), axis=1)) & 0xFFFFFFFF
+    return torch.empty_like(scores).scatter_(1, order, nth.expand_as(scores))
+
+
 def _in_order(keys: Tensor, nth: Tensor) -> Tensor:
     """[H, 1] the highest key of each head (nth 0), or a later one ([H])."""
     if keys.device.type != "cpu":

@@ -8,6 +8,8 @@ entry gets.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -280,6 +282,18 @@ def window_mass(
     with on_device(entries):
         launch_fitting("window_mass", most, entries.pages, launch_mass)
     return mass[:, : view.capacity]
+
+
+def window_masses(
+    view: KVView,
+    queries: Tensor,
+    scale: float,
+    sizes: Sequence[int],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """As `reference.window_masses`, one after the other."""
+    first = [len(queries) - size for size in sizes]
+    return torch.stack([window_mass(view, queries[nth:], scale, bias) for nth in first])
 
 
 def _check_bias(entries: PagedEntries, bias: Tensor | None) -> None:

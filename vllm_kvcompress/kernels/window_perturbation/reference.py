@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import finite, head_slices, tile_bytes
-from vllm_kvcompress.kernels.common.window_columns import HIDDEN, WindowColumns
+from vllm_kvcompress.kernels.common.window_columns import HIDDEN, WindowColumns, by_head
 
 
 def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: str) -> Tensor:
@@ -32,9 +32,9 @@ def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: st
     if num_queries == 0 or num_entries == 0:
         return result
     group = queries.shape[1] // num_heads
-    grouped = queries.reshape(num_queries, num_heads, group, view.head_size).transpose(0, 1)
+    grouped = by_head(queries, num_heads)
     columns = WindowColumns.of(view, num_queries)
-    row_size = group * columns.bias.shape[1]
+    row_size = group * columns.num_columns
     slices = head_slices(num_heads, 4 * 4 * num_queries * row_size, view.device)
     tile = max(1, tile_bytes(view.device) // (4 * 4 * row_size * slices[0].stop))
     keys, values = view.keys(), view.values()
@@ -44,17 +44,19 @@ def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: st
         seen_keys = columns.seen(heads, finite(keys[heads], valid), tail_keys[heads])
         seen_values = columns.seen(heads, finite(values[heads], valid), tail_values[heads])
         squares = seen_values.square().sum(dim=2)
+        sums = result.new_zeros(len(squares), 1, columns.num_columns)
         for start in range(0, num_queries, tile):
-            rows = slice(start, start + tile)
-            mine = grouped[heads, rows].float()
-            out = result.new_empty(len(mine) * mine.shape[1] * row_size)
-            logits = columns.logits(heads, rows, mine, seen_keys, scale, out)
+            rows = slice(start, min(start + tile, num_queries))
+            out = result.new_empty(len(seen_keys) * (rows.stop - start) * row_size)
+            logits = columns.logits(heads, rows, grouped[heads], seen_keys, scale, out)
+            num_seen = logits.shape[2]
             seeing = columns.seeing[heads, rows].repeat_interleave(group, dim=1)
             weights = torch.softmax(logits, dim=2) * seeing[:, :, None]
             logits.masked_fill_(logits <= HIDDEN / 2, 0)
-            outputs = weights @ seen_values
-            change = _change(logits, outputs, seen_values, squares, variant)
-            result[heads] += columns.fold(heads, (weights.square_() * change).sum(dim=1))
+            some, lengths = seen_values[:, :num_seen], squares[:, :num_seen]
+            change = _change(logits, weights @ some, some, lengths, variant)
+            sums[:, 0, :num_seen] += (weights.square_() * change).sum(dim=1)
+        result[heads] = columns.fold(heads, sums)[:, 0]
     return result
 
 

@@ -10,13 +10,19 @@ from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.pooling import max_or_mean_pool
-from vllm_kvcompress.kernels.window_mass import window_mass
+from vllm_kvcompress.kernels.window_mass import window_mass, window_masses
 from vllm_kvcompress.policies.base import LayerView
 
 
 def observed_mass(view: LayerView) -> Tensor:
     """[H, n] fp32 mean attention of the observed queries to each entry."""
     return window_mass(view.kv, view.queries, view.scale, view.bias)
+
+
+def observed_masses(view: LayerView, *sizes: int) -> Tensor:
+    """[windows, H, n] the same of the last so many of the queries, or of all if these are fewer."""
+    counts = [min(size, len(view.queries)) for size in sizes]
+    return window_masses(view.kv, view.queries, view.scale, counts, view.bias)
 
 
 def accumulated_mass(view: LayerView, window_size: int) -> Tensor:
