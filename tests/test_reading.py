@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -300,3 +301,14 @@ def test_bounds_take_their_share_of_memory() -> None:
         taken = sum(each.numel() * each.element_size() for each in there)
         whole = small_pool().pages.numel() * 4 + taken
         assert bytes_beside(whole, SIZE, HEAD_SIZE, torch.float32, rounded) == taken
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_cache_groups_with_the_same_pages_share_their_bounds(rounded: bool) -> None:
+    pool, other = small_pool(), small_pool()
+    same = replace(pool, layer_offsets=pool.layer_offsets + 1, pages=pool.pages.view_as(pool.pages))
+    bounds = PageBounds(pool, rounded)
+    shared = PageBounds(same, rounded, [PageBounds(other, rounded), bounds])
+    assert shared.bounds is bounds.bounds
+    assert shared.scales is bounds.scales
+    assert PageBounds(other, rounded, [bounds]).bounds is not bounds.bounds

@@ -1,7 +1,8 @@
 """What serving allocates after a server has measured itself stays below what it left for that.
 
-Rings of queries and what an event holds are in the measurement (`test_dummy_runs.py`); here are
-page tables, what batches read from them, and the buffers that CUDA graphs read.
+Added up over the shapes of all tensors that are alive at once: page tables, what batches read from
+them, rings of queries, events, bounds of keys, and the buffers that CUDA graphs read. What
+kernels take for themselves is in none of them.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.accelerator import ACCELERATOR
+from tests.accelerator import ACCELERATOR, launched
 from tests.live_bytes import LiveBytes
 from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
+from vllm_kvcompress.attention.reading import Readers
 from vllm_kvcompress.cache.page_rows import Integers
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
-from vllm_kvcompress.vllm_plugin.memory import TABLES_SHARE
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.dummy_runs import DummyRuns
+from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
+from vllm_kvcompress.policies import resolve
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation
+from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.vllm_plugin.memory import TABLES_SHARE, reserve
 
 BLOCK = 16
 STEPS = 20  # of a block's tokens each
@@ -34,6 +42,7 @@ class Shape:
     num_heads: int
     head_size: int
     cache_gib: int
+    group: int = 4
 
     @property
     def cache_bytes(self) -> int:
@@ -47,7 +56,8 @@ class Shape:
 
 LLAMA_3_2_1B = Shape(16, 8, 64, 20)
 QWEN3_8B = Shape(36, 8, 128, 40)
-LLAMA_3_1_70B_OF_4 = Shape(80, 2, 128, 30)
+LLAMA_3_1_70B_OF_4 = Shape(80, 2, 128, 30, group=8)
+SHAPES = [LLAMA_3_2_1B, QWEN3_8B, LLAMA_3_1_70B_OF_4]
 LONG = 40_960
 
 
@@ -70,21 +80,26 @@ def rising(shape: Shape) -> list[tuple[int, int]]:
     return [(length, length * 3 // 4) for length in lengths]
 
 
-@pytest.mark.parametrize("batch", [one_among_many, all_long, rising])
-@pytest.mark.parametrize("shape", [LLAMA_3_2_1B, QWEN3_8B, LLAMA_3_1_70B_OF_4])
-def test_tables_stay_within_their_share(
-    shape: Shape, batch: Callable[[Shape], list[tuple[int, int]]]
-) -> None:
-    requests = batch(shape)
-    num_blocks = shape.cache_bytes // (4 * BLOCK * shape.head_size)
-    pool = InterleavedPagePool(
-        pages=torch.empty(num_blocks, 2 * BLOCK * shape.head_size, device=ACCELERATOR),
+def pool_of(shape: Shape, num_bytes: int) -> InterleavedPagePool:
+    """In bf16, which has shapes alone."""
+    size = 2 * BLOCK * shape.head_size
+    options = {"dtype": torch.bfloat16, "device": ACCELERATOR}
+    return InterleavedPagePool(
+        pages=torch.empty(num_bytes // (2 * size), size, **options),
         pages_per_block=shape.num_layers * shape.num_heads,
         layer_offsets=torch.empty(shape.num_layers, dtype=torch.int64, device=ACCELERATOR),
         num_heads=shape.num_heads,
         block_size=BLOCK,
         head_size=shape.head_size,
     )
+
+
+@pytest.mark.parametrize("batch", [one_among_many, all_long, rising])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tables_stay_within_their_share(
+    shape: Shape, batch: Callable[[Shape], list[tuple[int, int]]]
+) -> None:
+    requests, pool = batch(shape), pool_of(shape, shape.cache_bytes)
     names = [f"r{nth}" for nth in range(len(requests))]
     lengths = np.array([length for length, _ in requests])
     block_table = torch.zeros(len(names), LONG // BLOCK + STEPS, device=ACCELERATOR).int()
@@ -112,3 +127,106 @@ def step(
 ) -> None:
     seq_lens = torch.zeros(len(names), dtype=torch.int32, device=ACCELERATOR)
     batches.read(names, lengths, seq_lens, block_table)
+
+
+def runner_of(shape: Shape, policy: str, num_rings: int) -> EventRunner:
+    """Of a server that measures itself or serves."""
+    heads = (shape.num_heads, shape.num_heads * shape.group)
+    pipeline = resolve(policy).bind(shape.num_layers, *heads, BLOCK)
+    pool = pool_of(shape, shape.cache_bytes)
+    windows = QueryWindows(
+        shape.num_layers, pipeline.needs.window_size, pool.device, num_rings=num_rings
+    )
+    weights = [LayerWeights()] * shape.num_layers
+    return EventRunner(PageTables(pool), windows, {policy: pipeline}, weights)
+
+
+def event_at(name: str, policy: str, num_tokens: int, window_size: int) -> EventPlan:
+    """Down to a quarter, of a request that was compressed before at half of its length."""
+    blocks = num_tokens // BLOCK
+    return EventPlan(
+        request_id=name,
+        group=0,
+        policy=policy,
+        trigger="decode",
+        position=num_tokens,
+        window_size=min(window_size, num_tokens),
+        first_block=blocks // 2,
+        end_block=blocks,
+        resident_blocks=blocks // 4,
+        fresh_block_ids=tuple(range(blocks // 4)),
+    )
+
+
+@pytest.mark.parametrize(("batch", "policy"), [(one_among_many, "h2o"), (all_long, "snapkv")])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_requests_may_have_an_event_in_one_step(
+    shape: Shape, batch: Callable[[Shape], list[tuple[int, int]]], policy: str
+) -> None:
+    """Each with a ring of queries and page tables, and generating when it is time again."""
+    lengths = np.array([length for length, _ in batch(shape)])
+    names = [f"r{nth}" for nth in range(len(lengths))]
+    num_queries = shape.num_heads * shape.group
+    with launched(), LiveBytes() as measured:
+        measuring = runner_of(shape, policy, len(names))
+        pool_bytes, pool = measured.live, measuring.pool
+        DummyRuns(measuring, num_queries, block=0).longest(LONG)
+    block_table = torch.zeros(len(names), LONG // BLOCK + 1, device=ACCELERATOR).int()
+    seq_lens = torch.zeros(len(names), dtype=torch.int32, device=ACCELERATOR)
+    queries = torch.zeros(len(names), num_queries, shape.head_size, device=ACCELERATOR)
+    with launched(), LiveBytes() as memory:
+        runner = runner_of(shape, policy, len(names))
+        assert pool is not runner.pool
+        batches, size = ResidentBatches(runner.tables), runner.windows.window_size
+        for name, length in zip(names, lengths.tolist(), strict=True):
+            blocks = length // BLOCK
+            slot = runner.tables.acquire(name)
+            runner.tables.rows.reserve(slot, blocks // 2)
+            runner.tables.begin_tail(slot, blocks // 2, blocks // 2)
+            runner.tables.layer_pages[name] = [blocks // 4 * shape.num_heads] * shape.num_layers
+        before = lengths - 1
+        batches.read(names, before, seq_lens, block_table)
+        seen = [Observation(0, length, 1) for length in before.tolist()]
+        where = runner.windows.locate(list(zip(names, range(len(names)), seen, strict=True)))
+        batches.read(names, lengths, seq_lens, block_table)
+        plans = [
+            event_at(name, policy, length, size)
+            for name, length in zip(names, lengths.tolist(), strict=True)
+        ]
+        events = [runner.begin(plan, row) for plan, row in zip(plans, block_table, strict=True)]
+        found = runner.batches(events)
+        runner.windows.record(0, queries.bfloat16(), where)
+        for some in (found[0], found[-1]):
+            runner.run_layer(some, 0, 1.0)
+    most = reserve(measured.peak - pool_bytes, shape.cache_bytes)
+    assert 0 < memory.peak - pool_bytes < most
+
+
+@pytest.mark.parametrize("rule", ["quest:0.25", "quest:0.25,score=keys"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_requests_that_read_a_part_stay_within_the_same(shape: Shape, rule: str) -> None:
+    """As many long ones as the cache holds, one of which is still at its prompt."""
+    read_rule = ReadRule.parse(rule)
+    bounded = [BLOCK] if read_rule.score == "bounds" else []
+    reserved = reserve(0, shape.cache_bytes, bounded)
+    pool = pool_of(shape, shape.cache_bytes - reserved)
+    number = shape.most_tokens // (LONG + BLOCK)
+    names, lengths = [f"r{nth}" for nth in range(number)], np.full(number, LONG)
+    num_queries = np.array([2] + [1] * (number - 1))
+    block_table = torch.zeros(number, LONG // BLOCK + 1, device=ACCELERATOR).int()
+    seq_lens = torch.zeros(number, dtype=torch.int32, device=ACCELERATOR)
+    with LiveBytes() as memory:
+        readers = Readers(read_rule, PageTables(pool))
+        batches = ResidentBatches(readers.tables)
+        for count in (np.ones(number, dtype=np.int64), num_queries):
+            readers.admit(names, lengths, count)
+            for batch in batches.read(names, lengths, seq_lens, block_table):
+                reading, _ = readers.split(batch)
+                assert reading is not None
+                sequences, width = reading.page_table.shape[1:]
+                asked = torch.zeros(sequences, shape.group, shape.head_size, device=ACCELERATOR)
+                if readers.bounds is None:
+                    reading.choose(0, asked, readers)
+                else:  # the kernel's scores and choice
+                    torch.zeros(sequences, width + reading.choice.most, device=ACCELERATOR)
+    assert 0 < memory.peak < reserved

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +52,10 @@ class Readers:
     """Who of a cache group's requests reads a part, and how much; most of it only looked up anew
     when the requests of a step are others.
 
+    Args:
+        rule, tables: as below.
+        others: bounds of other cache groups, as of `PageBounds`.
+
     Attributes:
         rule: of requests that ask for nothing.
         tables: page tables of the requests that have some.
@@ -58,10 +63,12 @@ class Readers:
         plans: of the requests, by their ids.
     """
 
-    def __init__(self, rule: ReadRule, tables: PageTables) -> None:
+    def __init__(
+        self, rule: ReadRule, tables: PageTables, others: Iterable[PageBounds] = ()
+    ) -> None:
         self.rule, self.tables = rule, tables
         rounded = rule.bounds == "int8"
-        self.bounds = PageBounds(tables.pool, rounded) if rule.score == "bounds" else None
+        self.bounds = PageBounds(tables.pool, rounded, others) if rule.score == "bounds" else None
         self.plans: dict[str, ReadPlan] = {}
         self._request_ids: list[str] | None = None
         self._starts: Integers = np.zeros(0, dtype=np.int64)

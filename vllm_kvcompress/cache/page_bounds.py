@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,12 @@ class PageBounds:
     They are found by page, whoever holds it: prefixes that requests share are shared here, too,
     and what the prefix cache keeps stays known.
 
+    Args:
+        pool: the pages.
+        rounded: to int8.
+        others: of other cache groups. Groups take blocks from one cache, so those with the same
+            pages share one array.
+
     Attributes:
         pool: the pages.
         bounds: [num_pages, 2 * head_size] minimum and maximum of the keys, by page.
@@ -24,8 +32,17 @@ class PageBounds:
             own numbers they are exact.
     """
 
-    def __init__(self, pool: PagePool, rounded: bool = False) -> None:
+    bounds: Tensor
+    scales: Tensor | None
+
+    def __init__(
+        self, pool: PagePool, rounded: bool = False, others: Iterable[PageBounds] = ()
+    ) -> None:
         self.pool = pool
+        for other in others:
+            if other.pool.pages.is_set_to(pool.pages):
+                self.bounds, self.scales = other.bounds, other.scales
+                return
         num_pages, device = pool.pages.shape[0], pool.device
         dtype = torch.int8 if rounded else pool.pages.dtype
         self.bounds = torch.zeros((num_pages, 2 * pool.head_size), dtype=dtype, device=device)

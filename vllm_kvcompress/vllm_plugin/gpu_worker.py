@@ -23,7 +23,13 @@ logger = init_logger(f"vllm.plugins.{__name__}")
 
 
 class CompressionGPUWorker(CompressionWorker, Worker):
-    """vLLM's GPU worker, with compressed attention when the settings ask for it."""
+    """vLLM's GPU worker, with compressed attention when the settings ask for it.
+
+    Attributes:
+        left_bytes: left out of the KV cache for compression.
+    """
+
+    left_bytes = 0
 
     def take_our_attention(self, vllm_config: VllmConfig, settings: Settings) -> None:
         """As `CompressionWorker.take_our_attention`."""
@@ -54,6 +60,7 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         model, specs = self.model_runner.model, self.get_kv_cache_spec()
         reserved = reserved_bytes(self.compression, model, specs, available)
         reserved += AttentionBackendEnum.CUSTOM.get_class().scratch_bytes(self.vllm_config)
+        self.left_bytes = reserved
         logger.info(
             "Of %.2f GiB for the KV cache, %.2f are left for compression events and page tables.",
             available / 2**30,

@@ -7,6 +7,7 @@ theirs. What they hold at once on the device is left out of the cache.
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,16 +48,32 @@ def reserved_bytes(
     for name, spec in specs.items():
         if isinstance(spec, CompressedAttentionSpec):
             layers.setdefault((spec.num_kv_heads, spec.head_size), []).append(name)
-    events = (_event_bytes(compression, model, names, specs[names[0]]) for names in layers.values())
-    found = int(FRAGMENTATION * max(events, default=0) + TABLES_SHARE * available)
+    events = [_event_bytes(compression, model, names, specs[names[0]]) for names in layers.values()]
     rule = compression.settings.read_rule
-    if rule is not None and rule.score == "bounds" and layers:
-        room, rounded = available - found, rule.bounds == "int8"
-        found += max(
-            bytes_beside(room, spec.block_size, spec.head_size, spec.dtype, rounded)
-            for spec in (specs[names[0]] for names in layers.values())
-        )
-    return found
+    bounded: list[CompressedAttentionSpec] = []
+    if rule is not None and rule.score == "bounds":
+        bounded = [specs[names[0]] for names in layers.values()]
+    rounded = rule is not None and rule.bounds == "int8"
+    return reserve(sum(events), available, bounded, rounded)  # ring buffers of all kinds stay
+
+
+def reserve(
+    event_bytes: int, available: int, bounded: Sequence[Any] = (), rounded: bool = False
+) -> int:
+    """Bytes that are not to become KV cache, but for what vLLM's kernels take.
+
+    Args:
+        event_bytes: most that events hold at once, ring buffers among it.
+        available: bytes for the cache and this.
+        bounded: specs of layers that keep bounds of their pages' keys, by their kind.
+        rounded: the bounds, to int8.
+    """
+    found = int(FRAGMENTATION * event_bytes + TABLES_SHARE * available)
+    room = available - found
+    beside = [
+        bytes_beside(room, spec.block_size, spec.head_size, spec.dtype, rounded) for spec in bounded
+    ]
+    return found + sum(beside)
 
 
 def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> int:

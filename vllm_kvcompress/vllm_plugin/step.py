@@ -20,7 +20,6 @@ from vllm_kvcompress.compression.repetitions import Repetition
 from vllm_kvcompress.compression.runner import Event, EventRunner
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.scheduling.plan import Observation, StepPlan
-from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.vllm_plugin import compat
 
 if TYPE_CHECKING:
@@ -76,14 +75,14 @@ class GroupCompression:
         runner: EventRunner,
         layer_index: dict[str, int],
         softcap: float,
-        read_rule: ReadRule | None = None,
+        readers: Readers | None = None,
         decode_steps: DecodeSteps | None = None,
     ) -> None:
         self.group = group
         self.runner = runner
         self.layer_index = layer_index
         self.softcap = softcap
-        self.readers = None if read_rule is None else Readers(read_rule, runner.tables)
+        self.readers = readers
         self.decode_steps = decode_steps
         self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
 

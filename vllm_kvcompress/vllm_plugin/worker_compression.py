@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
+from vllm_kvcompress.attention.reading import Readers
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
+FEWEST_RINGS = 8
 _FAILED = (
     "request %s: its policy %s failed at an event; the request keeps its first and latest tokens "
     "instead, and ends with an error. No other is affected."
@@ -158,14 +160,16 @@ class WorkerCompression:
         runner = self.make_runner(layers, pool, self._model_runner.model)
         index = {name: i for i, name in enumerate(group.layer_names)}
         softcap = layers[0].impl.logits_soft_cap or 0.0
-        return GroupCompression(
-            number,
-            runner,
-            index,
-            softcap,
-            self.settings.read_rule,
-            self._decode_steps(layers, pool),
-        )
+        steps = self._decode_steps(layers, pool)
+        return GroupCompression(number, runner, index, softcap, self._readers(runner), steps)
+
+    def _readers(self, runner: EventRunner) -> Readers | None:
+        """Who reads a part of a new group, if anybody does."""
+        if self.settings.read_rule is None:
+            return None
+        former = (group.readers for group in self.groups.values() if group.readers is not None)
+        bounds = [each.bounds for each in former if each.bounds is not None]
+        return Readers(self.settings.read_rule, runner.tables, bounds)
 
     def _decode_steps(self, layers: list[Any], pool: PagePool) -> DecodeSteps | None:
         """Where whole decode steps are captured, if they are."""
@@ -203,11 +207,16 @@ class WorkerCompression:
         """Rings of last queries that are made at once.
 
         On a GPU all that there can be: measured before there is a cache, and never copied to grow.
-        While prompts are read, few have a window in two steps.
+        While prompts are read, few have a window in two steps, unless vLLM reads many at once.
         """
-        if device.type == "cuda" and self.settings.compresses_while_generating:
-            return int(self.vllm_config.scheduler_config.max_num_seqs)
-        return 8
+        config = self.vllm_config.scheduler_config
+        if device.type != "cuda":
+            return FEWEST_RINGS
+        if self.settings.compresses_while_generating:
+            return int(config.max_num_seqs)
+        longest = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        at_once = -(-config.max_num_batched_tokens // longest)
+        return min(config.max_num_seqs, max(FEWEST_RINGS, at_once))
 
     def warm_up(self) -> None:
         """Runs what this package's kernels compute once, so that no request waits for compilers."""

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec
 
+FP32_BYTES = 4
+
 
 class CompressedGPUBackend(CompressedBackend):
     """Mixed into a backend of vLLM's for GPUs."""

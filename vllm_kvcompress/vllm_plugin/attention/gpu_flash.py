@@ -13,14 +13,13 @@ from vllm.v1.attention.backends import flash_attn
 
 from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.attention.base import CompressedBuilder, CompressedImpl
-from vllm_kvcompress.vllm_plugin.attention.gpu import CompressedGPUBackend
+from vllm_kvcompress.vllm_plugin.attention.gpu import FP32_BYTES, CompressedGPUBackend
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 MOST_SEQUENCES = 992
 MOST_SPLITS = 32  # of one sequence
-FP32_BYTES = 4
 
 
 class CompressedFlashImpl(CompressedImpl, flash_attn.FlashAttentionImpl):
