@@ -11,98 +11,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 
 import torch
 
+from gpu_parts.batched import POLICIES, PromptsEnd, blocks_of
 from gpu_parts.whole_events import Cache, Model, make_pipeline
 from vllm_kvcompress.cache.page_order import known_packings
-from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.compression.runner import EventRunner
-from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.scheduling.plan import EventPlan, Observation
-
-POLICIES = "streamingllm,keydiff,snapkv,adakv,adakv+criticalkv,h2o,spans"
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool
 
 
 def as_on_cpus(pool: InterleavedPagePool) -> PackedPagePool:
     """The same pages in the order of vLLM's CPU kernels."""
     keys, values = known_packings(pool.block_size, pool.head_size)[:2]
     return PackedPagePool(**vars(pool), key_packing=keys, value_packing=values)
-
-
-class PromptsEnd:
-    """A step in which several prompts end, again and again.
-
-    Args:
-        pipeline: the policy of all.
-        cache: of the model.
-        pool: its pages, in the order that is asked for.
-        num_requests: how many.
-        num_tokens: of each.
-    """
-
-    def __init__(
-        self, pipeline: Pipeline, cache: Cache, pool: PagePool, num_requests: int, num_tokens: int
-    ) -> None:
-        self.model, self.pool, size = cache.model, pool, pipeline.needs.window_size
-        self.windows = QueryWindows(self.model.num_layers, size, pool.device)
-        weights = [cache.weights] * self.model.num_layers
-        pipelines = {pipeline.name: pipeline}
-        self.runner = EventRunner(PageTables(pool), self.windows, pipelines, weights)
-        blocks = num_tokens // pool.block_size
-        kept = max(1, blocks // 4)
-        self.window_size = min(size, num_tokens)
-        numbers = torch.arange(num_requests * (blocks + kept), dtype=torch.int32)
-        self.rows = numbers.view(num_requests, -1).to(pool.device)
-        self.plans = [
-            EventPlan(
-                request_id=str(nth),
-                group=0,
-                policy=pipeline.name,
-                trigger="prompt",
-                position=num_tokens,
-                window_size=self.window_size,
-                first_block=0,
-                end_block=blocks,
-                resident_blocks=0,
-                fresh_block_ids=tuple(row[blocks:]),
-            )
-            for nth, row in enumerate(self.rows.tolist())
-        ]
-        shape = (num_requests * num_tokens, self.model.num_query_heads, self.model.head_size)
-        self.queries = torch.randn(*shape, device=pool.device).to(pool.pages.dtype)
-
-    def seconds(self, together: bool) -> float:
-        """Of all events, over all layers."""
-        runner, plans = self.runner, self.plans
-        num_tokens = plans[0].position
-        started = time.perf_counter()
-        events = [runner.begin(plan, row) for plan, row in zip(plans, self.rows, strict=True)]
-        where = None
-        if self.window_size:
-            first = num_tokens - self.window_size
-            seen = Observation(first, first, self.window_size)
-            asked = [(plan.request_id, nth * num_tokens, seen) for nth, plan in enumerate(plans)]
-            where = self.windows.locate(asked, plans)
-        whole = () if where is None else where.whole
-        groups = [events] if together else [[event] for event in events]
-        batches = [batch for some in groups for batch in runner.batches(some, whole)]
-        for layer in range(self.model.num_layers):
-            if where is not None:
-                self.windows.record(layer, self.queries, where)
-            for batch in batches:
-                runner.run_layer(batch, layer, self.model.head_size**-0.5)
-        for event in events:
-            runner.finish(event)
-        spent = time.perf_counter() - started
-        if self.pool.device.type == "cuda":
-            torch.cuda.synchronize()
-        for plan in plans:
-            runner.tables.release(plan.request_id)
-        return spent
 
 
 def main() -> int:
@@ -120,8 +41,7 @@ def main() -> int:
     hidden = options.heads * options.group * options.head_size
     shape = (options.layers, options.heads, options.group, options.head_size, hidden)
     model = Model(*shape, dtype=torch.float32 if on_cpu else torch.bfloat16)
-    blocks = options.tokens // block_size
-    num_tokens = options.requests * (blocks + max(1, blocks // 4)) * block_size
+    num_tokens = blocks_of(options.requests, options.tokens, block_size) * block_size
     cache = Cache(model, num_tokens, block_size, options.device)
     pool = as_on_cpus(cache.pool) if on_cpu else cache.pool
     print(f"{'policy':24}{'one by one':>14}{'together':>12}{'ratio':>8}")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.merging.moments import unpack_moments
-from vllm_kvcompress.kernels.merging.moments.reference import corrected
+from vllm_kvcompress.kernels.merging.moments.reference import corrected, split_moments
 from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.parts.mass import observed_mass
@@ -185,6 +185,49 @@ def momentkv(look: Look) -> Iterator[tuple[str, Tensor]]:
             yield f"better/{name}", (mended < plain).float().mean(dim=0)
 
 
+def expansion(look: Look) -> Iterator[tuple[str, Tensor]]:
+    """What bounds of MomentKV's error rest on: how far evicted tokens' logits are from their mean.
+
+    With delta_j the distance, Z the mean of exp(delta) and the mean value v: the estimate leaves
+    out E[(exp(delta) / Z - 1 - delta) (v_j - v)], and takes ln Z for 0 in the evicted mass.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    groups = (len(look.layer.keys), -1)
+    grouped = look.queries().unflatten(1, groups).permute(1, 2, 0, 3)
+    for budget in (0.1, 0.25):
+        kept, name = look.kept("momentkv", budget), f"momentkv@{budget:g}"
+        evicted, parts = ~kept.mask[:, None, None], look.parts(kept.mask)
+        count, mean_key, mean_value, cross = split_moments(
+            look.moments(kept), look.layer.keys.shape[2]
+        )
+        keys, values = (rows[:, : look.num_tokens] for rows in (look.layer.keys, look.layer.values))
+        away = grouped @ (keys - mean_key[:, None]).mT[:, None]
+        away = away.masked_fill(~evicted, 0)
+        weights = away.exp().masked_fill(~evicted, 0)
+        some, count = count[:, None, None, None] > 0, count.clamp_min(1)[:, None, None, None]
+        whole = torch.where(some, weights.sum(dim=3, keepdim=True) / count, 1)
+        left_out = (weights / whole - 1 - away).masked_fill(~evicted, 0)
+        spread = (away.square().sum(dim=3) / count[..., 0]).sqrt()
+        widest = (values - mean_value[:, None]).norm(dim=2).masked_fill(kept.mask, 0)
+        bound = widest.amax(dim=1)[:, None, None] * left_out.abs().sum(dim=3) / count[..., 0]
+        first = torch.einsum("hgmd,hed->hgme", grouped, cross) / count
+        true = parts.evicted.transpose(0, 1).unflatten(0, groups)
+        size = true.norm(dim=3).clamp_min(tiny)
+        errors = {
+            order: (true - mean_value[:, None, None] - step).norm(dim=3)
+            for order, step in (("zeroth", torch.zeros_like(first)), ("first", first))
+        }
+        for order, error in errors.items():
+            yield f"expansion-{order}/{name}", (error / size).mean(dim=2).flatten()
+        yield f"expansion-spread/{name}", spread.mean(dim=2).flatten()
+        yield f"expansion-farthest/{name}", away.abs().amax(dim=3).mean(dim=2).flatten()
+        yield f"expansion-log-mass/{name}", whole.log().mean(dim=(2, 3)).flatten()
+        yield (
+            f"expansion-of-bound/{name}",
+            (errors["first"] / bound.clamp_min(tiny)).mean(dim=2).flatten(),
+        )
+
+
 def keydiff(look: Look) -> Iterator[tuple[str, Tensor]]:
     """Figure 14: keys unlike the others get more attention (Spearman's rank correlation)."""
     mask = torch.ones(len(look.layer.keys), look.num_tokens, dtype=torch.bool)
@@ -246,7 +289,7 @@ def kvslimmer(look: Look) -> Iterator[tuple[str, Tensor]]:
 
 CLAIMS: dict[str, Callable[[Look], Iterator[tuple[str, Tensor]]]] = {
     function.__name__: function
-    for function in (criticalkv, assumption, momentkv, keydiff, kvmerger, kvslimmer)
+    for function in (criticalkv, assumption, momentkv, expansion, keydiff, kvmerger, kvslimmer)
 }
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Checks the Triton kernels on this machine's GPU, a whole engine, and measures them.
 
-    python scripts/gpu_check.py [--part tests engine decode prefill events tune] [--quick]
-        [--model MODEL] [--engine KEY=VALUE] [--out FOLDER]
+    python scripts/gpu_check.py [--part tests engine decode prefill events batched reading tune]
+        [--quick] [--model MODEL] [--engine KEY=VALUE] [--out FOLDER]
 
 Needs an NVIDIA GPU, torch and triton. Uses numpy (for whole events), pytest, pytest-xdist and tqdm
 where they are installed, and compares with vLLM's kernels where Python finds vllm. The part
@@ -58,7 +58,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--part",
         nargs="+",
         choices=("tests", *MEASUREMENTS),
-        default=("tests", "decode", "prefill", "events"),
+        default=("tests", "decode", "prefill", "events", "batched", "reading"),
         help="what to do: everything but engine and tune unless said",
     )
     return parser.parse_args(arguments)
@@ -168,6 +168,27 @@ def measure_events(options: argparse.Namespace) -> Results:
     return {"copy_bandwidth": copy, "events": rows}
 
 
+def measure_batched(options: argparse.Namespace) -> Results:
+    """Prompts that end in one step, together and one by one."""
+    from gpu_parts import batched, events
+
+    if (reason := events.why_no_whole_events()) is not None:
+        print(reason)
+        return {}
+    tries = max(3, repeats(options) // 5)
+    return {"batched": batched.measure_batched(16, 512, options.block_size, tries)}
+
+
+def measure_reading(options: argparse.Namespace) -> Results:
+    """--kv-read's choice of pages, and attention to these."""
+    from gpu_parts import reading
+
+    plan = reading.ReadPlan(block_size=options.block_size, repeats=repeats(options))
+    if options.quick:
+        plan = replace(plan, contexts=(8192,), batches=(1, 8))
+    return {"reading": reading.measure_reading(plan)}
+
+
 def measure_engine(options: argparse.Namespace) -> Results:
     """A whole engine, stock and compressed."""
     from gpu_parts import engine
@@ -183,6 +204,8 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace], Results]] = {
     "decode": measure_decode,
     "prefill": measure_prefill,
     "events": measure_events,
+    "batched": measure_batched,
+    "reading": measure_reading,
     "tune": measure_tune,
 }
 

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from gpu_parts.batched import PromptsEnd, blocks_of, launches
 from gpu_parts.engine import EnginePlan, measure_engine
 from gpu_parts.flash import attend_per_head
+from gpu_parts.reading import bounds_of, chosen
 from gpu_parts.report import (
     as_markdown,
     engine_passed,
@@ -96,6 +98,33 @@ def test_tables_hold_the_numbers() -> None:
     assert "| 32768 | 1.50 | 12.00 | 3.00 | 87.5% |" in text
 
 
+WAY = {"seconds": 0.016, "host_seconds": 0.0323, "launches": 5120}
+BATCHED = {
+    "policy": "adakv",
+    "requests": 16,
+    "tokens": 512,
+    "layers": 8,
+    "alone": WAY,
+    "together": {"seconds": 0.004, "host_seconds": 0.0021, "launches": 330},
+}
+READING = {
+    "batch": 8,
+    "context": 32768,
+    "part": 0.25,
+    "choice_seconds": 2e-5,
+    "choice_host_seconds": 3.1e-5,
+    "part_seconds": 6e-5,
+    "whole_seconds": 2e-4,
+}
+
+
+def test_batched_events_and_reading_have_tables() -> None:
+    text = as_markdown(results(batched=[BATCHED], reading=[READING]))
+    assert "## 16 events of 512 tokens in one step, 8 layers" in text
+    assert "| adakv | 16.0 | 4.0 | 32.3 | 2.1 | 5120 | 330 | 0.25x |" in text
+    assert "| 8 | 32768 | 25.0% | 20.0 | 31 | 60.0 | 200.0 | 2.50x |" in text
+
+
 def test_kernels_alone_make_a_table_too() -> None:
     text = as_markdown(results(events=[{**EVENT, "policies": []}]))
     assert "Whole events" not in text
@@ -150,7 +179,7 @@ def test_options() -> None:
     parse = runpy.run_path(str(SCRIPT))["parse"]
     options = parse(["--quick", "--out", "elsewhere"])
     assert (options.quick, options.out) == (True, Path("elsewhere"))
-    assert options.part == ("tests", "decode", "prefill", "events")
+    assert options.part == ("tests", "decode", "prefill", "events", "batched", "reading")
     assert parse(["--part", "tune", "tests"]).part == ["tune", "tests"]
     assert parse([]).out == SCRIPT.parents[1] / "docs" / "results"
 
@@ -196,6 +225,8 @@ ENGINE = {
             "events": events,
             "lost_blocks": 0,
             "compiled": 0,
+            "taken_bytes": 500 * 2**20 + 90 * 2**20 * events,
+            "left_bytes": 200 * 2**20 * events // 2,
         }
         for name, events in (("stock", 0), ("compressed", 2), ("compressed, full graphs", 2))
     },
@@ -205,12 +236,19 @@ ENGINE = {
 def test_an_engine_has_a_table() -> None:
     text = as_markdown(results(engine=ENGINE))
     assert "Passed. 2 of the short ones got stock's replies." in text
-    assert "| compressed | 61 | 812 | 250 | 12.5 | 2 | 0 | 0 |" in text
+    assert "| compressed | 61 | 812 | 250 | 12.5 | 2 | 0 | 0 | 680 | 200 |" in text
 
 
 @pytest.mark.parametrize("name", ["compressed", "compressed, full graphs"])
 @pytest.mark.parametrize(
-    "wrong", [{"events": 1}, {"lost_blocks": 3}, {"compiled": 2}, {"refused": "RuntimeError: no"}]
+    "wrong",
+    [
+        {"events": 1},
+        {"lost_blocks": 3},
+        {"compiled": 2},
+        {"left_bytes": 100 * 2**20},
+        {"refused": "RuntimeError: no"},
+    ],
 )
 def test_what_an_engine_must_not_do(wrong: dict[str, Any], name: str) -> None:
     engines = ENGINE["engines"]
@@ -277,6 +315,42 @@ def test_events_that_are_measured_keep_a_quarter(name: str) -> None:
     held = event.runner.pipeline.state_pages(16, 2, 16, 16, event.cache.pool.page_bytes)
     assert int(kept[0].sum()) == 3 * (8 * 2 - held)
     assert torch.equal(*kept)
+
+
+@pytest.mark.parametrize("name", ["snapkv", "spans+headkv"])
+def test_a_step_of_events_that_is_measured_keeps_a_quarter_of_each(name: str) -> None:
+    """As it runs on a GPU, over few small pages: together in fewer launches, and the same."""
+    model = Model(3, num_heads=2, group=2, head_size=16, hidden_size=64, dtype=torch.float32)
+    cache = Cache(model, blocks_of(4, 256, 16) * 16, 16, "cpu")
+    step = PromptsEnd(make_pipeline(name, model, 16), cache, cache.pool, 4, 256)
+    kept: list[torch.Tensor] = []
+    forget = step.runner.tables.release
+
+    def release(request_id: str) -> None:
+        kept.append(step.runner.tables.counts[:, step.runner.tables.slots[request_id]].clone())
+        forget(request_id)
+
+    step.runner.tables.release = release  # type: ignore[method-assign]
+    alone, together = launches(step, together=False), launches(step, together=True)
+    assert 2 * together < alone
+    assert [int(counts.sum()) for counts in kept] == 8 * [3 * 2 * 4]
+    assert all(map(torch.equal, kept[:4], kept[4:]))
+
+
+def test_pages_to_read_are_those_with_the_highest_bounds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    pages = torch.randn(12, 2 * 16 * 32, generator=generator)
+    table = torch.randperm(12, generator=generator).int().view(2, 6)
+    entries = PagedEntries(pages, table, torch.full((2,), 96).int(), 16, 32)
+    queries = torch.randn(2, 1, 32, generator=generator)
+    read, lengths = chosen(entries, bounds_of(entries), queries, 3)
+    assert lengths.tolist() == [48, 48]
+    for row in range(2):
+        keys = pages[table[row].long()].view(6, 16, 2, 32)[:, :, 0]
+        highest = torch.maximum(queries[row] * keys.amax(1), queries[row] * keys.amin(1)).sum(1)
+        highest[-1] = torch.inf  # always read
+        best = sorted(highest.topk(3).indices.tolist())
+        assert read[row].tolist() == table[row][best].tolist()
 
 
 def test_ragged_lengths_are_whole_pages_with_the_same_total() -> None:

@@ -113,6 +113,24 @@ def _engine(plan: EnginePlan, settings: dict[str, Any] | None, log: Path) -> dic
     return {"start_seconds": seconds, "compiled": compiled, **figures}
 
 
+def allocated(worker: Any) -> dict[str, int]:
+    """In the worker: bytes that torch has handed out on the GPU, 0 where there is none.
+
+    Returns:
+        `now`; `most` at any time since the last call; and what ours has `left` out of the cache.
+    """
+    import torch
+
+    found = {"now": 0, "most": 0, "left": getattr(worker, "left_bytes", 0)}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        found["now"] = stats["allocated_bytes.all.current"]
+        found["most"] = stats["allocated_bytes.all.peak"]
+        torch.cuda.reset_peak_memory_stats()
+    return found
+
+
 def _serve(llm: Any, call: tuple[list[list[int]], int, bool]) -> dict[str, Any]:
     """In the engine's process: all requests at once; what they took, and what was left behind."""
     import statistics
@@ -128,9 +146,11 @@ def _serve(llm: Any, call: tuple[list[list[int]], int, bool]) -> dict[str, Any]:
     if compresses:
         llm.collective_rpc(watch, args=(False,))
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+    before = llm.collective_rpc(allocated)[0]
     started = time.perf_counter()
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     seconds = time.perf_counter() - started
+    after = llm.collective_rpc(allocated)[0]
 
     def seconds_per_token(output: Any) -> float:
         metrics = output.metrics
@@ -138,6 +158,8 @@ def _serve(llm: Any, call: tuple[list[list[int]], int, bool]) -> dict[str, Any]:
 
     events = llm.collective_rpc(watched)[0]["events"] if compresses else []
     return {
+        "taken_bytes": after["most"] - before["now"],
+        "left_bytes": after["left"],
         "seconds": seconds,
         "tokens_per_second": len(prompts) * max_tokens / seconds,
         "token_seconds": statistics.median(map(seconds_per_token, outputs)),

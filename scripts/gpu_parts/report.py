@@ -12,6 +12,8 @@ Results = dict[str, Any]
 # What parts that are measured one after the other must have in common to be one report.
 SETTINGS = ("device", "versions", "quick", "block_size", "sources")
 STOCK, COMPRESSED, FULL_GRAPHS = "stock", "compressed", "compressed, full graphs"
+MIB = 2**20
+WAYS = ("one by one", "together")
 BANDWIDTHS = ("read_bandwidth", "copy_bandwidth")
 
 
@@ -55,6 +57,8 @@ def as_markdown(results: Results) -> str:
         "decode": _decode,
         "prefill": _prefill,
         "events": _events,
+        "batched": _batched,
+        "reading": _reading,
         "tuning": _tuning,
     }
     bandwidths = {name: results[name] for name in BANDWIDTHS if name in results}
@@ -94,7 +98,8 @@ def _checks(checks: Results) -> str:
 
 
 def engine_passed(results: Results) -> bool:
-    """Whether all engines served: an event per long request, every block given back."""
+    """Whether all engines served: an event per long request, every block given back, and no
+    more memory taken beyond stock's than was left for it."""
     engines = dict(results["engines"])
     if any("refused" in row for row in engines.values()):
         return False
@@ -103,6 +108,7 @@ def engine_passed(results: Results) -> bool:
         ours["events"] == results["long"]
         and ours["lost_blocks"] == 0
         and ours["compiled"] <= stock["compiled"]
+        and ours["taken_bytes"] - stock["taken_bytes"] <= ours["left_bytes"]
         for ours in engines.values()
     )
 
@@ -130,6 +136,8 @@ def _engine(results: Results) -> str:
             row["events"],
             row["lost_blocks"],
             row["compiled"],
+            f"{row['taken_bytes'] / MIB:.0f}",
+            f"{row['left_bytes'] / MIB:.0f}",
         )
         for name, row in engines.items()
         if name not in refused
@@ -138,7 +146,8 @@ def _engine(results: Results) -> str:
         return text
     header = ("engine", "start, s", "tokens/s", "first token, ms", "next ones, ms")
     more = ("events", "blocks lost", "kernels compiled while serving")
-    return text + "\n\n" + table((*header, *more), cells)
+    taken = ("taken while serving, MiB", "left for it, MiB")
+    return text + "\n\n" + table((*header, *more, *taken), cells)
 
 
 def _bandwidth(bandwidths: Results) -> str:
@@ -242,6 +251,47 @@ def _whole_event(row: Results) -> tuple[str, str, str]:
         f"{1e3 * row['seconds']:.1f}",
         f"{1e3 * row['host_seconds']:.1f}",
         _share(row["of_prefill"]),
+    )
+
+
+def _batched(rows: Sequence[Results]) -> str:
+    cells = []
+    for row in rows:
+        alone, together = row["alone"], row["together"]
+        cells.append(
+            (
+                row["policy"],
+                *(f"{1e3 * way['seconds']:.1f}" for way in (alone, together)),
+                *(f"{1e3 * way['host_seconds']:.1f}" for way in (alone, together)),
+                *(way["launches"] for way in (alone, together)),
+                f"{together['seconds'] / alone['seconds']:.2f}x",
+            )
+        )
+    first = rows[0]
+    header = [f"{what}, {how}" for what in ("GPU ms", "host ms", "launches") for how in WAYS]
+    return (
+        f"## {first['requests']} events of {first['tokens']} tokens in one step, "
+        f"{first['layers']} layers\n\n"
+    ) + table(("policy", *header, "GPU, together"), cells)
+
+
+def _reading(rows: Sequence[Results]) -> str:
+    cells = [
+        (
+            row["batch"],
+            row["context"],
+            _share(row["part"]),
+            f"{1e6 * row['choice_seconds']:.1f}",
+            f"{1e6 * row['choice_host_seconds']:.0f}",
+            f"{1e6 * row['part_seconds']:.1f}",
+            f"{1e6 * row['whole_seconds']:.1f}",
+            f"{row['whole_seconds'] / (row['choice_seconds'] + row['part_seconds']):.2f}x",
+        )
+        for row in rows
+    ]
+    header = ("requests", "tokens", "read", "choice, µs", "host, µs", "attention, µs")
+    return "## Reading a part, one layer\n\n" + table(
+        (*header, "attention to all, µs", "times faster"), cells
     )
 
 

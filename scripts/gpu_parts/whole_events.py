@@ -86,7 +86,7 @@ def make_pipeline(name: str, model: Model, block_size: int) -> Pipeline:
     ]
     with tempfile.TemporaryDirectory() as folder:
         profile = None
-        if policy == "headkv":
+        if policy.endswith("headkv"):
             profile = Path(folder) / "headkv.json"
             profiler.write_headkv(profile, scores)
         elif policy == "duoattention":

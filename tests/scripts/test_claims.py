@@ -73,7 +73,8 @@ def test_every_claim_has_figures_of_every_head(layers: list[DenseLayer]) -> None
             kind = name.partition("/")[0]
             if kind in ("gap", "estimate", "correlation", "neighbours"):
                 assert figure.abs().max() <= 1.001, name
-            if kind in ("sigma-later", "evicted-mass", "mass", "better"):
+            shares = ("sigma-later", "evicted-mass", "mass", "better", "expansion-of-bound")
+            if kind in shares:
                 assert 0 <= figure.min() <= figure.max() <= 1.001, name
 
 
