@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -202,13 +203,14 @@ def test_all_requests_may_have_an_event_in_one_step(
     assert 0 < memory.peak - pool_bytes < most
 
 
-@pytest.mark.parametrize("rule", ["quest:0.25", "quest:0.25,score=keys"])
+@pytest.mark.parametrize("rule", ["quest:0.25", "quest:0.25,bounds=int8", "quest:0.25,score=keys"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_requests_that_read_a_part_stay_within_the_same(shape: Shape, rule: str) -> None:
     """As many long ones as the cache holds, one of which is still at its prompt."""
     read_rule = ReadRule.parse(rule)
-    bounded = [BLOCK] if read_rule.score == "bounds" else []
-    reserved = reserve(0, shape.cache_bytes, bounded)
+    kind = SimpleNamespace(block_size=BLOCK, head_size=shape.head_size, dtype=torch.bfloat16)
+    bounded = [kind] if read_rule.score == "bounds" else []
+    reserved = reserve(0, shape.cache_bytes, bounded, read_rule.bounds == "int8")
     pool = pool_of(shape, shape.cache_bytes - reserved)
     number = shape.most_tokens // (LONG + BLOCK)
     names, lengths = [f"r{nth}" for nth in range(number)], np.full(number, LONG)

@@ -99,5 +99,5 @@ def test_bounds_of_pages_are_reserved(llama: str, monkeypatch: pytest.MonkeyPatc
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     spec = CompressedAttentionSpec.from_full_attention(full, settings, ())
     before = int(100 * memory.FRAGMENTATION + memory.TABLES_SHARE * 10_000)
-    expected = before + round((10_000 - before) / 17)
+    expected = before + (10_000 - before) // 17
     assert memory.reserved_bytes(state, None, {"layer": spec}, 10_000) == expected
