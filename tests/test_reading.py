@@ -43,9 +43,8 @@ def test_a_fraction_is_of_the_pages(
     """The number of pages, and from how many tokens on a head reads fewer than it has."""
     rule = ReadRule.parse(always, min_tokens).reading(thousandths / 1000)
     pages = math.ceil(num_tokens / block_size)
-    least = 2
-    if always != "quest:0.5":
-        least = math.ceil(40 / block_size) + math.ceil(100 / block_size) + 1
+    first, last = (32, 64) if always == "quest:0.5" else (40, 100)
+    least = math.ceil(first / block_size) + math.ceil(last / block_size) + 1
     wanted = max(least, -(-pages * thousandths // 1000))
     read = pages if num_tokens < min_tokens else min(pages, wanted)
     assert rule.read_pages(num_tokens, block_size) == read
@@ -63,6 +62,14 @@ def test_tokens_are_whole_pages() -> None:
     assert rule.read_pages(32_000, 32) == 64
     assert rule.share(32).of(torch.tensor([1000, 3])).tolist() == [64, 64]
     assert rule.reads_less_from(32) == 2049
+
+
+def test_quest_reads_the_first_and_the_last_pages() -> None:
+    rule = ReadRule.parse("quest:0.125", 0)
+    assert (rule.num_first(32), rule.num_last(32), rule.num_last(16)) == (1, 2, 4)
+    assert [rule.read_pages(tokens, 32) for tokens in (32, 160, 640, 1280)] == [1, 4, 4, 5]
+    alone = ReadRule.parse("quest:0.125,global=0,local=0", 0)  # as the paper has it
+    assert (alone.num_first(32), alone.num_last(32), alone.read_pages(640, 32)) == (0, 1, 3)
 
 
 def test_longcache_reads_the_first_the_last_and_some_spans() -> None:
@@ -239,7 +246,7 @@ def test_pages_with_the_highest_scores_are_read(
         assert found[row, :number].tolist() == [int(table[row, page]) for page in sorted(best)]
 
 
-def readers(rule: str = "quest:0.25") -> Readers:
+def readers(rule: str = "quest:0.25,global=0,local=1") -> Readers:
     return Readers(ReadRule.parse(rule, 0), PageTables(small_pool()))
 
 

@@ -136,7 +136,7 @@ class PagesDecoder(KeptTokensDecoder):
         """Pages are 32 tokens each, in their order."""
         pages = [list(range(at, min(at + BLOCK, len(keys)))) for at in range(0, len(keys), BLOCK)]
         first, last = self.always
-        number = self.number or max(2, math.ceil(self.part * len(pages) - 1e-9))
+        number = self.number or max(first + last + 1, math.ceil(self.part * len(pages) - 1e-9))
         if len(keys) < self.shortest or number >= len(pages):
             return super().read(queries, keys)
         numbers, asked = keys.tolist(), [query.tolist() for query in queries]

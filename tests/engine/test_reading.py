@@ -46,7 +46,8 @@ def whole(no_padding: str, run_engine: Run) -> dict[str, Any]:
         request("late", prompt(290, seed=10), 20, at_step=12),
     ]
     again = [request("hit", [*LONG, *prompt(30, seed=1)], 20)]
-    settings = {"policy": "none", "read": "quest:0.25", "min_request_read": 0.2}
+    read = "quest:0.25,global=0,local=0"  # the last page alone is always read
+    settings = {"policy": "none", "read": read, "min_request_read": 0.2}
     return run_engine(no_padding, [batch, again], settings=settings, max_num_batched_tokens=192)
 
 
@@ -105,7 +106,7 @@ def test_compressed_requests_read_a_part_of_what_they_keep(
         record_kept=True,
     )
     kept = kept_positions(report["kept"], LAYERS)
-    how = {"group": group, "score": "bounds" if bounds == "exact" else bounds}
+    how = {"group": group, "score": "bounds" if bounds == "exact" else bounds, "always": (1, 2)}
     check_reading(decoder(no_padding, tokens, kept, part=0.5, **how), report["outputs"]["a"])
 
 

@@ -155,16 +155,17 @@ def test_ways_of_reading_are_compared_in_the_same_table(finished: Path, tmp_path
     """The run goes on with one more setup, which holds everything: one mode, and other answers."""
     folder = tmp_path / "more"
     shutil.copytree(finished, folder)
-    assert evaluate(folder, "--kv-read", "quest:0.1") == 0
+    setup = "quest:0.1,global=0,local=0"
+    assert evaluate(folder, "--kv-read", setup) == 0
     rows, answers = read(folder)
     assert len(rows) == 4
-    row = rows["quest:0.1/query-aware"]
+    row = rows[f"{setup}/query-aware"]
     num_pages = -(-(1 + LENGTH + 3) // BLOCK)
     assert row["kept"] == 1.0
     assert row["read"] == pytest.approx(2 / num_pages)
     assert row["agreement"] < 1
     full = {a["item"]: a["tokens"][0] for a in answers if a["setup"] == "full"}
-    mine = {a["item"]: a["tokens"][0] for a in answers if a["setup"] == "quest:0.1"}
+    mine = {a["item"]: a["tokens"][0] for a in answers if a["setup"] == setup}
     assert mine == full, "the first token comes from the prompt, which is read whole"
 
 

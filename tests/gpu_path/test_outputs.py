@@ -94,7 +94,7 @@ def test_reading_a_part(no_padding: str, run_gpu_path: Run, kernels: str) -> Non
     report = run_gpu_path(
         no_padding,
         [[request("a", tokens, max_tokens)]],
-        settings={"policy": "none", "read": "quest:0.3"},
+        settings={"policy": "none", "read": "quest:0.3,global=0,local=0"},
         **({} if kernels == "flash3" else {"kernels": kernels}),
     )
     everything = [[list(range(len(tokens) // BLOCK * BLOCK))] * 2] * 3

@@ -14,12 +14,14 @@ DEFAULT_MIN_TOKENS = 128
 NEVER = 2**62  # tokens that no request has
 READ_HELP = (
     'use "quest:" with the part of the pages that is read, such as quest:0.25, or with tokens per '
-    'KV head, such as quest:2048; or "longcache", after a colon global=32, local=4096, span=32 and '
-    "top=64; after commas group=max (default) or group=mean, score=bounds (default) or "
-    "score=keys, and bounds=exact (default) or bounds=int8"
+    "KV head, such as quest:2048, and after commas global=32 and local=64, which are always read; "
+    'or "longcache", after a colon global=32, local=4096, span=32 and top=64; after commas '
+    "group=max (default) or group=mean, score=bounds (default) or score=keys, and bounds=exact "
+    "(default) or bounds=int8"
 )
 _METHODS = ("quest", "longcache")
 _CHOICES = {"group": ("max", "mean"), "score": ("bounds", "keys"), "bounds": ("exact", "int8")}
+_QUEST = {"global": 32, "local": 64}
 _LONGCACHE = {"global": 32, "local": 4096, "span": 32, "top": 64}
 _MOST_PAGES = 2**30  # more than any head has
 _FINEST = 1000  # of a fraction: whole numbers say the same on every device
@@ -45,8 +47,8 @@ class ReadRule:
     """Pages that a KV head reads in a decode step, which follow from its length alone.
 
     Attributes:
-        method: `quest` (Quest, arXiv 2406.10774) or `longcache` (ReAttention, arXiv 2407.15176):
-            with what `first_tokens` and `last_tokens` of it are always read.
+        method: `quest` (Quest, arXiv 2406.10774, which always reads the last page alone) or
+            `longcache` (ReAttention, arXiv 2407.15176).
         fraction: part of the head's pages, above 0 and at most 1; None: `tokens` says it.
         tokens: tokens per KV head, those that are always read included; None: `fraction` says it.
         group: how the query heads that share a KV head agree: max or mean of their products.
@@ -79,15 +81,25 @@ class ReadRule:
         if method not in _METHODS:
             raise ConfigError(f'read "{text}": no method "{method}"; {READ_HELP}.')
         least = DEFAULT_MIN_TOKENS if min_tokens is None else min_tokens
+        fraction: Fraction | None = None
+        tokens: int | None = None
         if method == "quest":
             amount, *options = options or [""]
-            choices, _ = _options(text, options)
-            return cls(method, *_amount(text, amount), **choices, min_tokens=least)
-        choices, numbers = _options(text, options, _LONGCACHE)
+            fraction, tokens = _amount(text, amount)
+            choices, numbers = _options(text, options, _QUEST)
+        else:
+            choices, numbers = _options(text, options, _LONGCACHE)
+            tokens = numbers["global"] + numbers["local"] + numbers["span"] * numbers["top"]
         first, last = numbers["global"], numbers["local"]
-        tokens = first + last + numbers["span"] * numbers["top"]
-        always: dict[str, Any] = {"first_tokens": first, "last_tokens": last}
-        return cls(method, None, tokens, **choices, **always, min_tokens=least)
+        return cls(
+            method,
+            fraction,
+            tokens,
+            first_tokens=first,
+            last_tokens=last,
+            min_tokens=least,
+            **choices,
+        )
 
     def reading(self, fraction: float) -> Self:
         """The same for a request that reads another part of its pages."""
@@ -205,11 +217,11 @@ def _amount(text: str, amount: str) -> tuple[Fraction | None, int | None]:
 
 
 def _options(
-    text: str, options: list[str], numbers: dict[str, int] | None = None
+    text: str, options: list[str], numbers: dict[str, int]
 ) -> tuple[dict[str, Any], dict[str, int]]:
     """Those that are one of some words, and those that are numbers, with what these are else."""
     choices: dict[str, Any] = {}
-    numbers = dict(numbers or {})
+    numbers = dict(numbers)
     for option in options:
         name, _, value = option.partition("=")
         if value in _CHOICES.get(name, ()):
@@ -220,6 +232,6 @@ def _options(
             raise ConfigError(f'read "{text}": unknown option "{option}"; {READ_HELP}.')
     if choices.get("score") == "keys" and "bounds" in choices:
         raise ConfigError(f'read "{text}": keys are ranked without bounds; leave out one of both.')
-    if numbers and not numbers["span"] * numbers["top"]:
+    if not numbers.get("span", 1) * numbers.get("top", 1):
         raise ConfigError(f'read "{text}": expected span and top of at least 1; {READ_HELP}.')
     return choices, numbers
