@@ -4,7 +4,8 @@
     python scripts/batched_events.py --heads 8 --group 4 --head-size 128 --device cuda
 
 Prompts of equal length that end in the same step, by default on the CPU with one thread, in the
-reference model's shape. Medians of all layers' time; on a GPU of what the host takes to queue them.
+reference model's shape. Medians of all layers' CPU time; on a GPU of what the host takes to queue
+them.
 """
 
 from __future__ import annotations
