@@ -147,15 +147,15 @@ class CompressedBuilder:
 
     @classmethod
     def get_cudagraph_support(
-        cls, vllm_config: VllmConfig, spec: AttentionSpec
+        cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
     ) -> AttentionCGSupport:
         """Of steps of single tokens, where one kernel takes all requests; layers of other cache
         groups are vLLM's own."""
         if CompressedBackend.compression.reason_for_pieces is not None:
             return AttentionCGSupport.NEVER
-        if isinstance(spec, CompressedAttentionSpec):
+        if isinstance(kv_cache_spec, CompressedAttentionSpec):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return super().get_cudagraph_support(vllm_config, spec)
+        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
 
     def build_all(self, common: CommonAttentionMetadata) -> Any:
         """vLLM's metadata of all requests, though some are compressed."""
