@@ -196,7 +196,7 @@ def expansion(look: Look) -> Iterator[tuple[str, Tensor]]:
     grouped = look.queries().unflatten(1, groups).permute(1, 2, 0, 3)
     for budget in (0.1, 0.25):
         kept, name = look.kept("momentkv", budget), f"momentkv@{budget:g}"
-        evicted, parts = ~kept.mask[:, None, None], look.parts(kept.mask)
+        evicted = ~kept.mask[:, None, None]
         count, mean_key, mean_value, cross = split_moments(
             look.moments(kept), look.layer.keys.shape[2]
         )
@@ -211,7 +211,7 @@ def expansion(look: Look) -> Iterator[tuple[str, Tensor]]:
         widest = (values - mean_value[:, None]).norm(dim=2).masked_fill(kept.mask, 0)
         bound = widest.amax(dim=1)[:, None, None] * left_out.abs().sum(dim=3) / count[..., 0]
         first = torch.einsum("hgmd,hed->hgme", grouped, cross) / count
-        true = parts.evicted.transpose(0, 1).unflatten(0, groups)
+        true = (weights / whole / count) @ values[:, None]
         size = true.norm(dim=3).clamp_min(tiny)
         errors = {
             order: (true - mean_value[:, None, None] - step).norm(dim=3)
