@@ -128,7 +128,7 @@ NARROWED = {
 # Members of ours in the place of vLLM's that do not call `super()`: see `Reliance.replacing`.
 REPLACING = {
     *("__init__", "add_request", "apply", "fused_output_quant_supported"),
-    *("get_builder_cls", "get_cudagraph_support", "get_impl_cls", "get_name"),
+    *("get_builder_cls", "get_impl_cls", "get_name"),
     *("is_argmax_invariant", "log_engine_initialized", "max_memory_usage_bytes", "merge"),
     *("record", "remove_skipped_blocks", "supported_kv_cache_layouts", "supports_batch_invariance"),
     *("supports_update_block_table", "update_state", "validate_params"),
@@ -138,6 +138,7 @@ REPLACING = {
 TEXTS = {
     "vllm.general_plugins": "vllm.plugins",
     "vllm.stat_logger_plugins": "vllm.plugins",
+    "vllm.endpoint_plugins": "vllm.plugins",
 }
 
 # Builds on the page in docs.

@@ -9,8 +9,9 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
+from multiprocessing.forkserver import ensure_running as start_fork_server
+from multiprocessing.resource_tracker import ensure_running as start_resource_tracker
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -110,10 +111,10 @@ def _start_fork_server() -> None:
 
     Python's own ignores Ctrl-C only once it has imported everything.
     """
-    resource_tracker.ensure_running()  # would undo the mask
+    start_resource_tracker()  # would undo the mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        start_fork_server()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
