@@ -41,7 +41,7 @@ def test_replays_are_the_steps_that_they_stand_for(
     llama: str, run_gpu_path: Run, run_engine: Run, name: str
 ) -> None:
     """As on the CPU build, which has neither graphs nor these kernels, and whose events run inside
-    the forward pass."""
+    the forward pass. In the debug mode."""
     settings, pool = POLICIES[name], BLOCKS[name]
     expected = run_engine(
         llama, requests(), settings=settings, record_kept=True, max_num_batched_tokens=256, **pool
@@ -53,6 +53,7 @@ def test_replays_are_the_steps_that_they_stand_for(
         record_kept=True,
         asynchronous=name != "pressure",  # or room is looked for in other steps
         probes=["tests.gpu_path.graphs:captured"],
+        environment={"KVCOMPRESS_CHECK": "1"},
         enforce_eager=False,
         compilation_config={"mode": 0},
         **pool,

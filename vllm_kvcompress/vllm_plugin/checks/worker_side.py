@@ -28,6 +28,7 @@ class WorkerChecks:
     def __init__(self) -> None:
         os.environ.setdefault("VLLM_RAISE_ON_LOGIT_NANS", "1")  # ends the engine where one is
         self._tags = BlockTags()
+        self._are_ours = False
 
     def begin_step(self, plan: StepPlan, pools: Iterable[PagePool]) -> None:
         """Takes whose every block is, and poisons what nobody may read.
@@ -40,6 +41,8 @@ class WorkerChecks:
             pools: of all groups.
         """
         self._tags = plan.tags or BlockTags()
+        # Requests that vLLM makes up to warm up its kernels come from no scheduler.
+        self._are_ours = plan.tags is not None
         for pool in pools if self._tags.poisoned else ():
             pages = pool.fresh_pages(torch.tensor(self._tags.poisoned, device=pool.device))
             shape = (len(pages), pool.block_size, pool.head_size)
@@ -59,6 +62,8 @@ class WorkerChecks:
             InvariantError: a request would read or write a block of another one, or two heads
                 have the same page.
         """
+        if not self._are_ours:
+            return
         pool, size = group.tables.pool, group.tables.pool.block_size
         starts = common.query_start_loc_cpu.tolist()
         lengths = compat.host_lengths(common).tolist()
