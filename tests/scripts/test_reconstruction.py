@@ -63,7 +63,7 @@ def test_budgets_are_shared_as_they_say(shared: str, dims: tuple[int, ...] | Non
 def test_a_long_context_is_repeated_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later chunks begin with the last tokens of the one before; a template is left out."""
     monkeypatch.setattr(reconstruction, "CHUNK", 30)
-    monkeypatch.setattr(reconstruction, "template", lambda tokenizer: (2, [7, 8]))
+    monkeypatch.setattr(reconstruction, "before_and_after", lambda tokenizer: (2, [7, 8]))
     tokenizer = load_tokenizer(str(ROOT / "models" / "reference"))
     context = list(range(100, 172))
     parts = list(reconstruction.repetitions(tokenizer, context))
