@@ -113,6 +113,34 @@ def test_report(tmp_path: Path) -> None:
     assert "pool in use" in written[2].read_text()
 
 
+def test_what_is_measured_is_not_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that was stopped goes on with the next scenario; other questions are asked."""
+    asked: list[str] = []
+
+    def measure(benchmark: Benchmark, log: Path) -> dict[str, Any]:
+        asked.append(benchmark.scenario)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return {**summarize({"stock": runs(1), "compressed": runs(2)}), "refused": {}}
+
+    monkeypatch.setattr("vllm_kvcompress.tools.benchmark.measure.measure", measure)
+    command = ["bench", "--scenario", "pool", "--scenario", "off", "--out", str(tmp_path)]
+    assert main(command) == 130
+    capsys.readouterr()
+    assert main(command) == 0
+    assert asked == ["pool", "off", "off"]
+    told = capsys.readouterr().out
+    assert "pool: measured before" in told
+    assert told.count("| tokens/s while decoding | 83 | 167 | 2.00x |") == 2
+    assert main([*command, "--engine", "seed=1"]) == 0
+    assert asked == ["pool", "off", "off", "pool", "off"]
+    (tmp_path / "pool.json").write_text("[")
+    assert main([*command, "--engine", "seed=1"]) == 0
+    assert asked[5:] == ["pool"]
+
+
 @pytest.mark.parametrize("text", ["layers", "depth=3", "layers=-1", "layers=2.5"])
 def test_shapes_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="expected NAME=NUMBER with one of layers, hidden"):

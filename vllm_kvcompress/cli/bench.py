@@ -100,7 +100,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints tables, and writes the figures.
+    """Measures, prints tables, and writes the figures; goes on where a run was stopped.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -114,6 +114,10 @@ def run(arguments: argparse.Namespace) -> int:
     make_folder(arguments.out)
     for name in names:
         benchmark = benchmark_of(name, arguments)
+        if (table := report.former(benchmark, arguments.out)) is not None:
+            print(f"{name}: measured before; another folder, or without {table}, measures it anew")
+            print(table.read_text())
+            continue
         print(f"{name}: {summary(Settings.from_dict(benchmark.effective_settings))}")
         print(f"{name}: {dtype_text(benchmark.shape.dtype)}", flush=True)
         result = measure(benchmark, arguments.out / "engines.log")

@@ -12,8 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.benchmark.measure import COMPRESSED, STOCK, Benchmark
-from vllm_kvcompress.tools.files import make_folder, write_whole
+from vllm_kvcompress.tools.files import make_folder, read_within, write_whole
 
 # What the table shows: figure, name, how many of it make one, digits.
 _ROWS = (
@@ -41,16 +42,8 @@ def write(benchmark: Benchmark, result: dict[str, Any], directory: Path) -> list
     """
     make_folder(directory)
     name = benchmark.scenario
-    figures = {
-        "scenario": name,
-        "machine": machine(),
-        "size": asdict(benchmark.size),
-        "shape": asdict(benchmark.shape),
-        "settings": benchmark.effective_settings,
-        "pool_tokens": benchmark.load.pool_tokens,
-        "repeats": benchmark.repeats,
-        **{key: value for key, value in result.items() if key != "timelines"},
-    }
+    measured = {key: value for key, value in result.items() if key != "timelines"}
+    figures = {**_measures(benchmark), **measured}
     written = [directory / f"{name}.json", directory / f"{name}.md"]
     write_whole(written[0], json.dumps(figures, indent=2) + "\n")
     write_whole(written[1], table(benchmark, result))
@@ -60,6 +53,32 @@ def write(benchmark: Benchmark, result: dict[str, Any], directory: Path) -> list
     except ModuleNotFoundError:  # matplotlib comes with the extra [report]
         return written
     return [*written, picture]
+
+
+def former(benchmark: Benchmark, directory: Path) -> Path | None:
+    """The table that an earlier run has left of just this, on such a machine; None: none has."""
+    found = directory / f"{benchmark.scenario}.md"
+    try:
+        figures = json.loads(read_within(found.with_suffix(".json")))
+    except (OSError, ValueError, ConfigError):
+        return None
+    asked = json.loads(json.dumps(_measures(benchmark)))
+    same = isinstance(figures, dict) and asked.items() <= figures.items()
+    return found if same and found.exists() else None
+
+
+def _measures(benchmark: Benchmark) -> dict[str, Any]:
+    """What is measured, and where."""
+    return {
+        "scenario": benchmark.scenario,
+        "machine": machine(),
+        "size": asdict(benchmark.size),
+        "shape": asdict(benchmark.shape),
+        "settings": benchmark.effective_settings,
+        "pool_tokens": benchmark.load.pool_tokens,
+        "repeats": benchmark.repeats,
+        "engine": benchmark.engine,
+    }
 
 
 def table(benchmark: Benchmark, result: dict[str, Any]) -> str:
