@@ -50,9 +50,7 @@ class PageBounds:
 
     def fill_blocks(self, layer: int, block_ids: Tensor) -> None:
         """Reads the pages of one layer in [N] int64 blocks that have just become full."""
-        pool = self.pool
-        heads = torch.arange(pool.num_heads, device=pool.device) + pool.layer_offsets[layer]
-        self.fill((block_ids[:, None] * pool.pages_per_block + heads).flatten())
+        self.fill(self.pool.layer_page_ids(layer, block_ids).flatten())
 
     def fill(self, page_ids: Tensor) -> None:
         """Reads [P] int64 full pages."""

@@ -89,6 +89,11 @@ class PagePool(ABC):
         """[K] blocks -> [K * num_layers * num_heads] int64 pages, in dealing order."""
         return (block_ids[:, None] * self.pages_per_block + self.block_page_offsets()).flatten()
 
+    def layer_page_ids(self, layer: int, block_ids: Tensor) -> Tensor:
+        """[num_heads, N] int64 pages of one layer in [N] int64 blocks."""
+        heads = torch.arange(self.num_heads, device=self.device) + self.layer_offsets[layer]
+        return block_ids * self.pages_per_block + heads[:, None]
+
     def copy_blocks(self, blocks: list[tuple[int, int]]) -> None:
         """Copies the group's pages of blocks, given as sources and targets."""
         sources, targets = upload(np.array(blocks).T.copy(), self.device)

@@ -125,14 +125,11 @@ def _answer(llm: Any, call: tuple[list[dict[str, Any]], bool]) -> list[dict[str,
 
 
 def _ask(llm: Any, questions: Sequence[Question], compresses: bool) -> list[Reply]:
-    from vllm import SamplingParams
-
     from vllm_kvcompress.tools.evaluation.observer import watch, watched
     from vllm_kvcompress.vllm_plugin.compat import cache_bytes_per_token
 
     params = [
-        SamplingParams(
-            temperature=0,
+        _sampling(
             max_tokens=question.max_tokens,
             extra_args=question.extra_args if compresses else None,
             prompt_logprobs=0 if question.predicted else None,
@@ -153,10 +150,15 @@ def _ask(llm: Any, questions: Sequence[Question], compresses: bool) -> list[Repl
     ]
 
 
-def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
-    """Has contexts prepared that are to be; by number of the question who has done it."""
+def _sampling(**options: Any) -> Any:
+    """vLLM's `SamplingParams`, greedy."""
     from vllm import SamplingParams
 
+    return SamplingParams(temperature=0, **options)
+
+
+def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
+    """Has contexts prepared that are to be; by number of the question who has done it."""
     from vllm_kvcompress.vllm_plugin.requests import PREPARE
 
     asking = [number for number, question in enumerate(questions) if question.repetition]
@@ -165,7 +167,7 @@ def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
     mine = [questions[number] for number in asking]
     outputs = llm.generate(
         [{"prompt_token_ids": [*each.context, *each.repetition]} for each in mine],
-        [SamplingParams(max_tokens=1, extra_args={**each.extra_args, PREPARE: 1}) for each in mine],
+        [_sampling(max_tokens=1, extra_args={**each.extra_args, PREPARE: 1}) for each in mine],
         use_tqdm=False,
     )
     done = [output.request_id for output in outputs]
