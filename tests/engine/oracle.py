@@ -39,16 +39,14 @@ class KeptTokensDecoder:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.config = self.model.config
         self.num_tokens = len(prompt)
-        cache = DynamicCache()
-        with torch.no_grad():
-            output = self.model(torch.tensor([prompt]), past_key_values=cache)
-        self.first_logits = output.logits[0, -1]
+        self.prompt_logits, layers = self.read_prompt(prompt)
+        self.first_logits = self.prompt_logits[-1]
         self.keys: list[list[Tensor]] = []
         self.values: list[list[Tensor]] = []
         self.gone_keys: list[list[Tensor]] = []
         self.gone_values: list[list[Tensor]] = []
         for layer in range(self.config.num_hidden_layers):
-            keys, values = cache.layers[layer].keys[0], cache.layers[layer].values[0]
+            keys, values = layers[layer]
             positions = [
                 [*kept[layer][head], *range(num_full, len(prompt))]
                 for head in range(self.config.num_key_value_heads)
@@ -58,6 +56,13 @@ class KeptTokensDecoder:
             gone = [sorted(set(range(len(prompt))) - set(p)) if corrects else [] for p in positions]
             self.gone_keys.append([keys[h, p] for h, p in enumerate(gone)])
             self.gone_values.append([values[h, p] for h, p in enumerate(gone)])
+
+    @torch.no_grad()
+    def read_prompt(self, prompt: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Logits after its tokens, and every layer's keys and values [heads, tokens, head_size]."""
+        cache = DynamicCache()
+        output = self.model(torch.tensor([prompt]), past_key_values=cache)
+        return output.logits[0], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
     @torch.no_grad()
     def step(self, token: int) -> Tensor:
@@ -163,6 +168,82 @@ class PagesDecoder(KeptTokensDecoder):
         self.closest = min(self.closest, (lowest - next_one) / abs(lowest))
         ends = [*range(first), *range(len(pages) - last, len(pages))]
         return [token for page in sorted([*order[:room], *ends]) for token in pages[page]]
+
+
+class ChunksDecoder(PagesDecoder):
+    """One that reads its prompt so, too: in chunks, whose queries share what their head reads.
+
+    Args:
+        chunk: tokens of one.
+        whole: first tokens of the prompt, read whole.
+
+    Attributes:
+        chunk_pages: that heads have read, and had, by the end of their chunk.
+        closest_in_chunks: as `closest`.
+    """
+
+    def __init__(self, *args: Any, chunk: int, whole: int, **how: Any) -> None:
+        self.chunk, self.whole, self.how = chunk, whole, how
+        self.chunk_pages: dict[int, tuple[int, int]] = {}
+        self.closest_in_chunks = math.inf
+        super().__init__(*args, **how)
+
+    @torch.no_grad()
+    def read_prompt(self, prompt: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        logits, layers = super().read_prompt(prompt[: self.whole])
+        for start in range(self.whole, len(prompt), self.chunk):
+            more = self._read_chunk(prompt[start : start + self.chunk], start, layers)
+            logits = torch.cat((logits, more))
+        return logits, layers
+
+    def _read_chunk(self, tokens: list[int], start: int, layers: list) -> Tensor:
+        inner, size = self.model.model, self.config.head_dim
+        hidden = inner.embed_tokens(torch.tensor([tokens]))
+        rotary = inner.rotary_emb(hidden, torch.arange(start, start + len(tokens))[None])
+        for index, layer in enumerate(inner.layers):
+            normed, attention = layer.input_layernorm(hidden), layer.self_attn
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+            shape = (1, len(tokens), -1, size)
+            query, key, value = (p(normed).view(shape).transpose(1, 2) for p in projections)
+            query, key = apply_rotary_pos_emb(query, key, *rotary)
+            keys = torch.cat([layers[index][0], key[0]], dim=1)
+            values = torch.cat([layers[index][1], value[0]], dim=1)
+            layers[index] = keys, values
+            group, outputs = len(query[0]) // len(keys), []
+            for head in range(len(keys)):
+                mine = query[0, head * group : (head + 1) * group]
+                read = self._pages_of_chunk(mine, keys[head], len(tokens))
+                later = torch.tensor(read) > torch.arange(start, start + len(tokens))[:, None]
+                logits = mine @ keys[head, read].T / size**0.5
+                weights = torch.softmax(logits.masked_fill(later, -math.inf), -1)
+                outputs.append(weights @ values[head, read])
+            joined = torch.cat(outputs).transpose(0, 1).flatten(1)[None]
+            hidden = hidden + attention.o_proj(joined)
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        return self.model.lm_head(inner.norm(hidden))[0]
+
+    def _pages_of_chunk(self, queries: Tensor, keys: Tensor, num_tokens: int) -> list[int]:
+        """Positions that [group, tokens, head_size] queries read, themselves among them."""
+        pages = [list(range(at, min(at + BLOCK, len(keys)))) for at in range(0, len(keys), BLOCK)]
+        first, last = self.how["always"]
+        room = self.how["number"] - first - last
+        last = max(last, math.ceil(num_tokens / BLOCK))
+        scores = {}
+        for nth in range(first, len(pages) - last):
+            low, high = keys[pages[nth]].aminmax(dim=0)
+            scores[nth] = max(
+                float(torch.maximum(query * low, query * high).sum())
+                for member in queries
+                for query in member
+            )
+        order = sorted(scores, key=lambda page: -scores[page])
+        if len(order) > room:
+            lowest, next_one = scores[order[room - 1]], scores[order[room]]
+            self.closest_in_chunks = min(self.closest_in_chunks, (lowest - next_one) / abs(lowest))
+        ends = [*range(min(first, len(pages))), *range(max(first, len(pages) - last), len(pages))]
+        read = sorted([*order[:room], *ends])
+        self.chunk_pages[len(keys)] = (len(read), len(pages))
+        return [token for page in read for token in pages[page]]
 
 
 def _step(page: list[list[float]]) -> float:

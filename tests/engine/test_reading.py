@@ -110,7 +110,7 @@ def test_compressed_requests_read_a_part_of_what_they_keep(
     check_reading(decoder(no_padding, tokens, kept, part=0.5, **how), report["outputs"]["a"])
 
 
-@pytest.mark.parametrize("read", ["quest:1.0", "quest:4096"])
+@pytest.mark.parametrize("read", ["quest:1.0", "quest:4096", "longcache:prefill=64"])
 def test_reading_everything_is_stock(no_padding: str, run_engine: Run, read: str) -> None:
     batch = [[request("a", prompt(500, seed=6), 24), request("b", prompt(90, seed=7), 24)]]
     stock = run_engine(no_padding, batch)

@@ -144,6 +144,32 @@ def test_what_reads_every_page(llama: str, settings: dict[str, Any], reason: str
         check_engine(config)
 
 
+@pytest.mark.parametrize(
+    ("settings", "changes", "reason"),
+    [
+        ({"policy": "none"}, {}, None),
+        ({}, {"max_num_batched_tokens": 263}, None),
+        ({}, {"max_num_batched_tokens": 262}, "chunks of 256.*up to 7 requests.*at least 263"),
+        ({}, {"long_prefill_token_threshold": 255}, "chunks of 256.*threshold allows 255"),
+        ({"trigger": "chunk:512"}, {}, "chunk:N cuts prompts.*use the trigger prompt, or remove"),
+        ({"reuse_contexts": True}, {}, "go on where no chunk of a prompt begins"),
+        ({"reuse_conversations": "auto"}, {}, "go on where no chunk of a prompt begins"),
+    ],
+)
+def test_what_cuts_prompts_elsewhere_than_at_their_chunks(
+    llama: str, settings: dict[str, Any], changes: dict[str, Any], reason: str | None
+) -> None:
+    """Which are whole blocks of 128, what was asked for rounded up."""
+    asked = {**SETTINGS, "read": "longcache:prefill=200", **settings}
+    changes = {"max_num_batched_tokens": 1024, **changes}
+    config = engine_config(llama, asked, max_num_seqs=8, block_size=128, **changes)
+    if reason is None:
+        check_engine(config)
+        return
+    with pytest.raises(UnsupportedError, match=reason):
+        check_engine(config)
+
+
 @pytest.mark.parametrize("settings", [None, {"policy": "none", "budget": 0.5}])
 def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any) -> None:
     check_engine(engine_config(llama, settings, kv_cache_dtype="fp8"))

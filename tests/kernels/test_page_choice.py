@@ -67,3 +67,11 @@ def test_of_equally_good_pages_the_later_ones_are_read(backend: Backend) -> None
     queries, *rest = some_pages([1500, 40], [700, 11], 16, backend.dtype)
     check(backend, (queries * 0, *rest), Choice(700))
     check(backend, some_pages([60, 40], [30, 11], 16, backend.dtype, equal=True), Choice(30))
+
+
+@pytest.mark.parametrize("mean", [False, True])
+def test_the_queries_of_a_chunk(backend: Backend, mean: bool) -> None:
+    """More than a program goes through one after the other."""
+    _, *pages = some_pages([40, 70], [9, 20], 64, backend.dtype)
+    queries = random(2, 300, 64, seed=5, dtype=backend.dtype)
+    check(backend, (queries, *pages), Choice(20, 1, 2, mean))

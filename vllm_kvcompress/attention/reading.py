@@ -1,4 +1,4 @@
-"""Which part of what they hold the decoding requests of a step read."""
+"""Which part of what they hold the requests of a step read that decode, or whose prefill does."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products
 from vllm_kvcompress.scheduling.plan import ReadPlan
+from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
 from vllm_kvcompress.scheduling.read_rule import NEVER, ReadRule, Share
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Requests of a step that decode, and read a part of their pages.
+    """Requests of a step that read a part of their pages, with as many queries each.
 
     Attributes:
         batch: as attention is to see them: lengths are of what is read, the page table has room
@@ -40,7 +41,15 @@ class Reading:
     choice: Choice
 
     def choose(self, layer: int, queries: Tensor, readers: Readers) -> Tensor:
-        """[sequences, most] int32 pages that a layer reads for [sequences, group, head_size]."""
+        """[sequences, most] int32 pages that a layer reads.
+
+        Args:
+            layer: of the group.
+            queries: [sequences * queries of each, group, head_size], sequence after sequence; all
+                of a sequence's share what it reads.
+            readers: who made this.
+        """
+        queries = queries.unflatten(0, (self.num_pages.shape[1], -1)).flatten(1, 2)
         pages = (self.page_table[layer], self.num_pages[layer], self.num_read[layer])
         if readers.bounds is None:
             return highest_products(queries, readers.tables.pool.keys, *pages, self.choice)
@@ -60,6 +69,7 @@ class Readers:
         rule: of requests that ask for nothing.
         tables: page tables of the requests that have some.
         bounds: of the pages' keys, by which they choose; None: by the keys themselves.
+        chunks: of prompts, if these read a part, too.
         plans: of the requests, by their ids.
     """
 
@@ -69,10 +79,11 @@ class Readers:
         self.rule, self.tables = rule, tables
         rounded = rule.bounds == "int8"
         self.bounds = PageBounds(tables.pool, rounded, others) if rule.score == "bounds" else None
+        self.chunks = PromptChunks.of(rule, tables.pool.block_size)
         self.plans: dict[str, ReadPlan] = {}
         self._request_ids: list[str] | None = None
         self._starts: Integers = np.zeros(0, dtype=np.int64)
-        self._prompts = self._starts
+        self._prompts = self._ends = self._in_chunks = self._starts
         self._decoding: np.ndarray[Any, np.dtype[np.bool_]] = self._starts > 0
         self._shares: Integers = np.zeros((0, 3), dtype=np.int64)
         self._rules = {rule}
@@ -88,8 +99,8 @@ class Readers:
         self.plans.pop(request_id, None)
 
     def admit(self, request_ids: list[str], lengths: HostNumbers, num_queries: HostNumbers) -> None:
-        """Finds who decodes, and gives uncompressed requests that are to read less a page table,
-        all of which is tail.
+        """Finds who reads a part, and gives uncompressed requests that are to read less a page
+        table, all of which is tail.
 
         Args:
             request_ids: of all rows of the step.
@@ -99,7 +110,12 @@ class Readers:
         if self._request_ids != request_ids:
             self._look_up(request_ids)
         self._decoding = (num_queries == 1) & (lengths > self._prompts)
-        for row in np.flatnonzero(self._decoding & (lengths >= self._starts)):
+        less = self._decoding & (lengths >= self._starts)
+        if self.chunks is not None:
+            mine = (lengths > self.chunks.num_whole) & (lengths <= self._ends)
+            self._in_chunks = np.where(mine, num_queries, 0)
+            less |= mine & (self._starts < NEVER)
+        for row in np.flatnonzero(less):
             self._starts[row] = NEVER
             if request_ids[row] not in self.tables.slots:
                 self.tables.acquire(request_ids[row])
@@ -110,6 +126,7 @@ class Readers:
         plans = [self.plans.get(each, ReadPlan(self.rule)) for each in request_ids]
         rules = [plan.rule for plan in plans]
         self._prompts = np.array([plan.num_prompt_tokens for plan in plans], dtype=np.int64)
+        self._ends = np.array([plan.num_in_chunks for plan in plans], dtype=np.int64)
         self._rules = set(rules)
         self._shares = np.array([rule.share(size) for rule in rules], dtype=np.int64)
         starts = {rule: rule.reads_less_from(size) for rule in self._rules}
@@ -122,21 +139,33 @@ class Readers:
         )
         self._request_ids = list(request_ids)
 
-    def split(self, batch: ResidentBatch) -> tuple[Reading | None, ResidentBatch | None]:
-        """The requests of a batch of the step that decode, and the others; None: there are none."""
+    def split(self, batch: ResidentBatch) -> tuple[list[Reading], ResidentBatch | None]:
+        """The requests of a batch of the step that read a part, those of as many queries together,
+        and the others; None: there are none.
+        """
         decoding = self._decoding[batch.rows]
         if decoding.all():
-            return self.reading(batch), None
-        mine = self.reading(batch.take(decoding)) if decoding.any() else None
-        return mine, batch.take(~decoding)
+            return [self.reading(batch)], None
+        found, rest = [], ~decoding
+        if decoding.any():
+            found.append(self.reading(batch.take(decoding)))
+        if self.chunks is not None:
+            numbers = self._in_chunks[batch.rows]
+            for number in np.unique(numbers[numbers > 0]):
+                rule = self.rule.of_chunk(int(number))
+                found.append(self.reading(batch.take(numbers == number), rule))
+            rest &= numbers == 0
+        return found, batch.take(rest) if rest.any() else None
 
-    def reading(self, batch: ResidentBatch) -> Reading:
-        """Of requests of the step that decode."""
-        size, rule = self.tables.pool.block_size, self.rule
+    def reading(self, batch: ResidentBatch, chunk_rule: ReadRule | None = None) -> Reading:
+        """Of requests of the step that decode, or of chunks of prompts, as their rule says."""
+        size, rule = self.tables.pool.block_size, chunk_rule or self.rule
         lengths, width = batch.seq_lens, batch.page_table.shape[2]
-        most = max(each.most_pages(width, size) for each in self._rules)
+        rules = self._rules if chunk_rule is None else {chunk_rule}
+        most = max(each.most_pages(width, size) for each in rules)
+        share = self._share(batch) if chunk_rule is None else chunk_rule.share(size)
         num_pages = (lengths + size - 1) // size
-        chosen = self._share(batch).of(num_pages).clamp(min=rule.least_pages(size))
+        chosen = share.of(num_pages).clamp(min=rule.least_pages(size))
         num_read = torch.where(lengths < rule.min_tokens, num_pages, num_pages.minimum(chosen))
         part = replace(
             batch,

@@ -150,7 +150,8 @@ def _add_reading_options(group: argparse._ArgumentGroup) -> None:
         metavar="R",
         help="have decode steps read a part of what is held: quest:0.25 of each head's pages, or "
         "quest:2048 tokens of it; longcache, or longcache:global=32,local=4096,span=32,top=64: the "
-        "first and last tokens and the best spans; frees no memory; works without --kv-policy, too",
+        "first and last tokens and the best spans, with prefill=512 also for prompts; frees no "
+        "memory; works without --kv-policy, too",
     )
     group.add_argument(
         "--kv-read-min-tokens",

@@ -112,11 +112,13 @@ class ReadPlan:
     Attributes:
         rule: how much of what it holds a decode step reads.
         num_prompt_tokens: of which all is read, also where a step has one of them alone, as
-            behind a prefix-cache hit.
+            behind a prefix-cache hit; unless
+        num_in_chunks: the first of them, read as the rule says of chunks of prompts, if it does.
     """
 
     rule: ReadRule
     num_prompt_tokens: int = 0
+    num_in_chunks: int = 0
 
 
 @dataclass(frozen=True)

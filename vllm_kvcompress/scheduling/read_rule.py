@@ -15,14 +15,15 @@ NEVER = 2**62  # tokens that no request has
 READ_HELP = (
     'use "quest:" with the part of the pages that is read, such as quest:0.25, or with tokens per '
     "KV head, such as quest:2048, and after commas global=32 and local=64, which are always read; "
-    'or "longcache", after a colon global=32, local=4096, span=32 and top=64; after commas '
+    'or "longcache", after a colon global=32, local=4096, span=32 and top=64, and prefill=512 if '
+    "chunks of prompts are to read a part, too; after commas "
     "group=max (default) or group=mean, score=bounds (default) or score=keys, and bounds=exact "
     "(default) or bounds=int8"
 )
 _METHODS = ("quest", "longcache")
 _CHOICES = {"group": ("max", "mean"), "score": ("bounds", "keys"), "bounds": ("exact", "int8")}
 _QUEST = {"global": 32, "local": 64}
-_LONGCACHE = {"global": 32, "local": 4096, "span": 32, "top": 64}
+_LONGCACHE = {"global": 32, "local": 4096, "span": 32, "top": 64, "prefill": 0}
 _MOST_PAGES = 2**30  # more than any head has
 _FINEST = 1000  # of a fraction: whole numbers say the same on every device
 
@@ -57,6 +58,8 @@ class ReadRule:
         bounds: in the cache's own numbers (exact), or rounded outwards to 8 bits (int8).
         first_tokens, last_tokens: that are always read, in whole pages, the last page among them.
         min_tokens: heads with fewer read everything.
+        prefill_tokens: of the chunks of a prompt that each choose what they read; 0: prompts are
+            read whole.
     """
 
     method: str
@@ -68,6 +71,7 @@ class ReadRule:
     first_tokens: int = 0
     last_tokens: int = 0
     min_tokens: int = DEFAULT_MIN_TOKENS
+    prefill_tokens: int = 0
 
     @classmethod
     def parse(cls, text: str, min_tokens: int | None = None) -> Self:
@@ -98,12 +102,19 @@ class ReadRule:
             first_tokens=first,
             last_tokens=last,
             min_tokens=least,
+            prefill_tokens=numbers.get("prefill", 0),
             **choices,
         )
 
     def reading(self, fraction: float) -> Self:
         """The same for a request that reads another part of its pages."""
         return replace(self, fraction=_part(fraction), tokens=None)
+
+    def of_chunk(self, num_queries: int) -> Self:
+        """The same for a chunk of a prompt, all of which is among the last tokens."""
+        more = max(0, num_queries - self.last_tokens)
+        tokens = None if self.tokens is None else self.tokens + more
+        return replace(self, tokens=tokens, last_tokens=self.last_tokens + more)
 
     def num_first(self, block_size: int) -> int:
         """Pages at the beginning that are always read."""
@@ -168,8 +179,12 @@ def check_reading(read: str | None, min_tokens: object, min_request_read: object
             f"min_request_read: expected a fraction above 0 and at most 1 beside read, found "
             f"{min_request_read!r} beside {read!r}; leave it out, or add read: quest:0.25."
         )
-    if read is not None:
-        ReadRule.parse(read)
+    if read is not None and ReadRule.parse(read).prefill_tokens and min_request_read is not None:
+        raise ConfigError(
+            f'min_request_read: with read "{read}" prompts are read in part, and what the prefix '
+            "cache shares of them is only the same for requests that read alike; leave out "
+            "min_request_read, or prefill."
+        )
 
 
 def request_rule(rule: ReadRule | None, read: float, lowest: float | None) -> ReadRule:

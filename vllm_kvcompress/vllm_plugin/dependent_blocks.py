@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class LimitedCaching:
-    """Mixed into a block manager of vLLM: blocks behind a compression event are not cached.
+    """Mixed into a block manager of vLLM: only blocks that mean the same to all are cached.
 
     Attributes:
         table: the requests' records. The scheduler sets it, since vLLM builds managers itself and
@@ -38,10 +38,8 @@ class LimitedCaching:
     table: RequestTable
 
     def cache_blocks(self, request: Request, num_tokens: int, *args, **kwargs) -> None:
-        """Caches full blocks, but none that was computed after a compression event."""
-        limit = self.table[request.request_id].ledger.first_event_position
-        if limit is not None:
-            num_tokens = min(num_tokens, limit)
+        """Caches full blocks, as far as `RequestTable.num_shared` says."""
+        num_tokens = self.table.num_shared(request.request_id, num_tokens)
         super().cache_blocks(request, num_tokens, *args, **kwargs)
 
 

@@ -14,6 +14,7 @@ from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
+from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
 from vllm_kvcompress.vllm_plugin.needed_classes import missing_classes
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         _reasons_of_model(vllm_config.model_config),
         _reasons_of_policies(vllm_config.model_config, settings),
         _reasons_of_reading(settings),
+        _reasons_of_chunks(vllm_config, settings),
         _reasons_of_caching(vllm_config, settings),
         _reasons_of_options(vllm_config),
         _reasons_of_speculation(vllm_config, settings),
@@ -160,6 +162,46 @@ def _reasons_of_reading(settings: Settings) -> Iterator[str]:
                 "--kv-read leaves entries out; use another policy, such as adakv, or remove "
                 "--kv-read."
             )
+
+
+def _reasons_of_chunks(config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a sentence for everything that would cut prompts elsewhere than at their chunks."""
+    chunks = PromptChunks.of(settings.read_rule, config.cache_config.block_size)
+    if chunks is None:
+        return
+    if any(trigger.kind == "chunk" for trigger in settings.triggers) and settings.may_compress:
+        yield (
+            "--kv-trigger chunk:N cuts prompts where they are compressed, and prefill in --kv-read "
+            "where chunks choose what they read; use the trigger prompt, or remove prefill."
+        )
+    if settings.reuse_contexts or settings.reuse_conversations is not None:
+        yield (
+            "--kv-reuse-contexts and --kv-reuse-conversations go on where no chunk of a prompt "
+            "begins, so that the same tokens would be read otherwise than in one piece; remove "
+            "them, or prefill in --kv-read."
+        )
+    multimodal = config.model_config.multimodal_config
+    if multimodal is not None and not multimodal.language_model_only:
+        yield (
+            "prefill in --kv-read reads a chunk of a prompt in one step, and vLLM may end a step "
+            "before an image; serve text alone with --language-model-only, or remove prefill."
+        )
+    scheduling = config.scheduler_config
+    others = scheduling.max_num_seqs - 1
+    room = scheduling.max_num_scheduled_tokens or scheduling.max_num_batched_tokens
+    if room < chunks.size + others:
+        yield (
+            f"prefill in --kv-read reads chunks of {chunks.size} tokens in one step, beside up to "
+            f"{others} requests that generate, and --max-num-batched-tokens is {room}; set it to "
+            f"at least {chunks.size + others}, or prefill or --max-num-seqs lower."
+        )
+    threshold = scheduling.long_prefill_token_threshold
+    if 0 < threshold < chunks.size:
+        yield (
+            f"prefill in --kv-read reads chunks of {chunks.size} tokens in one step, and "
+            f"--long-prefill-token-threshold allows {threshold}; set it to at least {chunks.size}, "
+            "or remove it."
+        )
 
 
 def _reasons_of_caching(config: VllmConfig, settings: Settings) -> Iterator[str]:

@@ -110,7 +110,7 @@ class RequestTable:
             record.unsent.preparations[request.request_id] = compress_at
         record.read_rule = settings.request_read_rule(options.read)
         if record.read_rule is not None:
-            plan = ReadPlan(record.read_rule, num_tokens)
+            plan = ReadPlan(record.read_rule, num_tokens, compress_at)
             record.unsent.reads[request.request_id] = plan
         if context_hash is not None or settings.reuse_conversations is not None:
             record.use = (settings.policy, rule, None if compress_at == num_tokens else compress_at)
@@ -130,6 +130,30 @@ class RequestTable:
             logger.warning("request %s: %s Passed over.", request.request_id, error)
             return RequestOptions()
         return options
+
+    def num_shared(self, request_id: str, num_tokens: int) -> int:
+        """Of a request's first tokens those whose blocks others may read.
+
+        None that was computed after a compression event; and where prompts are read in part, none
+        of a chunk that would be longer in a longer prompt.
+        """
+        ledger, chunks = self[request_id].ledger, self.spec.chunks
+        if ledger.first_event_position is not None:
+            num_tokens = min(num_tokens, ledger.first_event_position)
+        if chunks is not None:
+            num_tokens = chunks.num_shared(min(num_tokens, ledger.compress_at))
+        return num_tokens
+
+    def longest_hit(self, request_id: str, num_tokens: int) -> int:
+        """Of a prefix-cache hit the tokens that a request may take.
+
+        One that names its context takes no more than leaves the context's last queries to compute;
+        an ordinary one with the same prompt may have left blocks behind them.
+        """
+        longest = self[request_id].ledger.max_prefix_hit
+        return self.num_shared(
+            request_id, num_tokens if longest is None else min(num_tokens, longest)
+        )
 
     def plan_event(self, request_id: str, position: int) -> None:
         """Decides what happens to a request at the end of this step, in all groups at once."""

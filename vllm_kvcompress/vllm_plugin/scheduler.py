@@ -85,12 +85,16 @@ class CompressionMixin:
         for option, given in (
             ("--kv-reuse-contexts", settings.reuse_contexts),
             ("--kv-reuse-conversations", settings.reuse_conversations),
+            ("prefill in --kv-read, with prefix caching,", self._shares_chunks()),
         ):
             if given and len(managers) > 1:
                 raise UnsupportedError(
                     f"{option} needs a model of full-attention layers only: the others of this one "
                     "would have to read the tokens again; leave it out."
                 )
+
+    def _shares_chunks(self) -> bool:
+        return self.spec.chunks is not None and self.kv_cache_manager.enable_caching
 
     def _announce(self) -> None:
         """One line at start-up: what is compressed, and what that means for capacity."""
@@ -179,7 +183,7 @@ class CompressionMixin:
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
     ) -> int:
-        """Ends a prefill chunk at the next event position.
+        """Ends a prefill chunk at the next event position, or where one that chooses ends.
 
         Chunks that would run past it are those of resumed requests, whose generated tokens
         are computed anew together with the prompt, and those of the chunk trigger. Drafts end
@@ -197,7 +201,9 @@ class CompressionMixin:
             + num_new_local_computed_tokens
             + num_external_computed_tokens
         )
-        ledger = self.table[request.request_id].ledger
+        ledger, chunks = self.table[request.request_id].ledger, self.spec.chunks
+        if chunks is not None and start < ledger.compress_at:
+            return chunks.next_step(start, ledger.compress_at, num_new_tokens)
         position = ledger.rule.next_position(ledger.compress_at, start)
         if position is None:
             return num_new_tokens
@@ -209,21 +215,20 @@ class CompressionMixin:
     def _get_local_prefix_cache_hit(self, request: Request, *args, **kwargs):
         """vLLM's, or a kept state: null blocks for what is compressed, since it is elsewhere.
 
-        A request that names its context takes no more of vLLM's than leaves the context's last
-        queries to compute; an ordinary one with the same prompt may have left blocks behind them.
-        Since 0.33 vLLM also says how long a hit may be, where something else than the cache limits
-        it: then there is no state, whose compressed part can only be taken whole.
+        Of vLLM's no more is taken than `RequestTable.longest_hit` says. Since 0.33 vLLM also says
+        how long a hit may be, where something else than the cache limits it: then there is no
+        state, whose compressed part can only be taken whole.
         """
         hit = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
         if self.table is None:
             return hit
         record, size = self.table[request.request_id], self.spec.block_size
-        if record.ledger.max_prefix_hit is not None:
-            limit = record.ledger.max_prefix_hit // size
-            if hit[1] > limit * size:
-                kept = tuple(group[:limit] for group in hit[0].blocks)
-                blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
-                hit = (blocks, limit * size, *hit[2:])
+        longest = self.table.longest_hit(request.request_id, hit[1])
+        if longest < hit[1]:
+            limit = longest // size
+            kept = tuple(group[:limit] for group in hit[0].blocks)
+            blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
+            hit = (blocks, limit * size, *hit[2:])
         limited = any(value is not None for value in (*args, *kwargs.values()))
         record.beginning = None if limited else self.table.find_beginning(request, hit[1])
         if record.beginning is None:

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvcompress.config import Settings
+from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
 from vllm_kvcompress.scheduling.rule import CompressionRule
 
 if TYPE_CHECKING:
@@ -93,6 +94,11 @@ class CompressedAttentionSpec(FullAttentionSpec):
     def pressure_mark(self) -> float | None:
         """Used part of the pool from which on requests are compressed for room, if they are."""
         return next((rule.pressure_mark for rule in self.rules if rule.pressure_mark), None)
+
+    @cached_property
+    def chunks(self) -> PromptChunks | None:
+        """The chunks in which prompts are read in part; None: they are read whole."""
+        return PromptChunks.of(self.settings.read_rule, self.block_size)
 
     def max_prefix_hit(self, num_prompt_tokens: int) -> int:
         """Longest prefix-cache hit that every rule can use, in tokens.

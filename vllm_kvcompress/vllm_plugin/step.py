@@ -198,6 +198,12 @@ class GroupCompression:
         there = upload(np.stack((rows, first[rows] + nth)).astype(np.int64), block_table.device)
         return block_table[*there].to(torch.int64)
 
+    def begin_layer(self, work: StepWork, layer: int) -> None:
+        """Before a layer's attention, when the step's keys are in the cache: requests may choose
+        among pages that others have filled in the same step."""
+        if self.readers is not None and self.readers.bounds is not None and work.filled is not None:
+            self.readers.bounds.fill_blocks(layer, work.filled)
+
     def finish_layer(
         self,
         work: StepWork,
@@ -231,7 +237,5 @@ class GroupCompression:
         work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
         bounds = None if self.readers is None else self.readers.bounds
         if bounds is not None:
-            if work.filled is not None:
-                bounds.fill_blocks(layer, work.filled)
             for event in work.events:
                 bounds.fill(event.kept_pages(layer))

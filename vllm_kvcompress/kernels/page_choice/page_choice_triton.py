@@ -17,10 +17,12 @@ from torch import Tensor
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import expect
 from vllm_kvcompress.kernels.common.sort_keys_triton import BINS, DIGITS, sort_keys
+from vllm_kvcompress.kernels.page_choice import reference
 from vllm_kvcompress.kernels.page_choice.reference import Choice
 
 PAGES = 32  # whose bounds a program of the first kernel reads
 TILE = 1024  # scores that one of the second goes through at once
+MOST_QUERIES = 64  # of a sequence, one after the other; those of a chunk are a product of matrices
 
 
 @kernel("width", "table_stride", "num_first", "num_last")
@@ -127,8 +129,12 @@ def choose_pages(
     choice: Choice,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.choose_pages`, in Triton."""
+    """As `reference.choose_pages`, in Triton; for the queries of a chunk, in torch."""
     num_sequences, group, head_size = queries.shape
+    if group > MOST_QUERIES:
+        return reference.choose_pages(
+            queries, bounds, page_table, num_pages, num_read, choice, scales
+        )
     expect(
         bounds.shape[1:] == (2 * head_size,) and bounds.is_contiguous(),
         f"bounds [pages, {2 * head_size}] of keys of the queries' size",

@@ -11,13 +11,16 @@ looks at the products themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-PAGES_AT_ONCE = 4096  # whose keys are gathered together
+PAGES_AT_ONCE = 4096  # whose keys are gathered together, for few queries
+QUERIES_AT_ONCE = 256  # of a sequence; a chunk of a prompt has more
+_FEW = 16
 _MOST = 127  # of int8, whose least value is not used
 _MANTISSA_BITS, _BIAS, _LEAST_EXPONENT = 23, 127, -126  # of fp32
 
@@ -67,7 +70,8 @@ def choose_pages(
     """The pages that sequences read: their first and last ones, and those with the highest bounds.
 
     Args:
-        queries: [S, G, head_size] of the query heads that share a sequence's KV head.
+        queries: [S, G, head_size] of the query heads that share a sequence's KV head, of a token
+            or of several.
         bounds: [any, 2 * head_size] of every page, as `key_bounds` gives them, or
             `rounded_outwards`.
         page_table: [S, W] page ids.
@@ -87,10 +91,15 @@ def choose_pages(
     dtype = bounds.dtype
     if scales is not None:  # a sum of 127s may be more than there is in fp16
         dtype = torch.promote_types(queries.dtype, torch.bfloat16)
-    found = torch.bmm(signs.to(dtype), lows_and_highs.to(dtype).transpose(1, 2)).float()
+    lows_and_highs = lows_and_highs.to(dtype).transpose(1, 2)
+    scores = _joined(
+        (torch.bmm(part.to(dtype), lows_and_highs) for part in signs.split(QUERIES_AT_ONCE, dim=1)),
+        choice,
+        queries.shape[1],
+    )
     if scales is not None:
-        found *= scales.index_select(0, page_ids).view(num_sequences, 1, width)
-    return _best(found, page_table, num_pages, num_read, choice)
+        scores *= scales.index_select(0, page_ids).view(num_sequences, width)
+    return _best(scores, page_table, num_pages, num_read, choice)
 
 
 def highest_products(
@@ -107,24 +116,34 @@ def highest_products(
         queries, page_table, num_pages, num_read, choice: as there.
         keys: gives the [P, block_size, head_size] keys of [P] page ids.
     """
-    num_sequences = len(page_table)
-    step = max(1, PAGES_AT_ONCE // num_sequences)
-    found = torch.cat(
+    num_sequences, number, _ = queries.shape
+    step = max(1, PAGES_AT_ONCE * _FEW // (num_sequences * max(_FEW, number)))
+    scores = torch.cat(
         [
-            torch.einsum("sgd,sptd->sgpt", queries.float(), keys(pages).float()).amax(-1)
+            _joined(
+                [torch.einsum("sgd,sptd->sgpt", queries.float(), keys(pages).float()).amax(-1)],
+                choice,
+                number,
+            )
             for pages in page_table.to(torch.int64).split(step, dim=1)
         ],
-        dim=2,
+        dim=1,
     )
-    return _best(found, page_table, num_pages, num_read, choice)
+    return _best(scores, page_table, num_pages, num_read, choice)
+
+
+def _joined(parts: Iterable[Tensor], choice: Choice, number: int) -> Tensor:
+    """[S, W] fp32 of parts [S, any, W] of the products with `number` queries."""
+    if choice.mean:
+        return sum(part.float().sum(1) for part in parts) / number
+    return reduce(torch.maximum, (part.amax(1) for part in parts)).float()
 
 
 def _best(
-    found: Tensor, page_table: Tensor, num_pages: Tensor, num_read: Tensor, choice: Choice
+    scores: Tensor, page_table: Tensor, num_pages: Tensor, num_read: Tensor, choice: Choice
 ) -> Tensor:
-    """Of [S, G, W] products."""
+    """Of [S, W] scores."""
     width, most = page_table.shape[1], choice.most
-    scores = found.mean(1) if choice.mean else found.amax(1)
     columns, count = torch.arange(width, device=scores.device), num_pages[:, None]
     always = (columns < choice.num_first) | (columns >= count - choice.num_last)
     scores = scores.masked_fill(always, torch.inf).masked_fill_(columns >= count, -torch.inf)

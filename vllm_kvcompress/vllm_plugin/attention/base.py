@@ -64,7 +64,7 @@ class CompressedMetadata:
         work: events, and the compressed requests (work.compressed empty: there are none).
         num_tokens: of the step, without what pads it to a CUDA graph's size.
         per_head: the compressed requests, for vLLM's kernels: those that read everything, and
-            those that decode and read a part.
+            those that read a part.
         biased: or for this package's attention.
         uncompressed: the others, where there are compressed ones.
     """
@@ -220,8 +220,8 @@ class CompressedBuilder:
         rest: ResidentBatch | None = batch
         group = CompressedBackend.compression.group_of_layer[self.layer_names[0]]
         if group.readers is not None:
-            reading, rest = group.readers.split(batch)
-            if reading is not None:
+            readings, rest = group.readers.split(batch)
+            for reading in readings:
                 part = self.per_head(reading.batch, metadata, common, starts, reading)
                 found.per_head.append(part)
         elif CompressedBackend.compression.takes_own_kernels(batch.seq_lens.shape[1]):
@@ -338,6 +338,7 @@ class CompressedImpl:
         shape = (-1, self.num_heads, self.head_size)
         rows = query.view(shape)[: compressed.num_tokens]
         out_rows = output.view(shape)[: compressed.num_tokens]
+        group.begin_layer(work, index)
         if work.decodes:
             group.decode_steps.run(index, rows, out_rows)
         for subset in compressed.per_head:

@@ -1,0 +1,133 @@
+"""Prompts of which chunks read a part: dense attention over the pages that each of them chooses,
+whatever else is served, and whatever the prefix cache has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.conftest import Run, request
+from tests.engine.oracle import BLOCK, ChunksDecoder, PagesDecoder, follow, kept_positions
+from tests.tiny_models import prompt
+
+LAYERS, HEADS = 3, 2
+CLEAR = 1e-5  # the least difference of scores that rounding does not turn around
+CHUNK = 128
+READ = "longcache:global=32,local=64,span=32,top=2,prefill=128"
+HOW = {"number": 5, "always": (1, 2), "chunk": CHUNK, "whole": CHUNK}
+LONG = prompt(500, seed=21)
+BRANCH = [*LONG[:300], *prompt(150, seed=4)]
+OTHER = prompt(385, seed=5)  # the last chunk is one token
+SHORT = prompt(90, seed=3)
+SETTINGS = {"policy": "none", "read": READ}
+CHECKED = {"KVCOMPRESS_CHECK": "1"}
+
+
+def decoder(model: str, tokens: list[int], kept: list | None = None) -> ChunksDecoder:
+    num_full = len(tokens) // BLOCK * BLOCK
+    kept = kept or [[list(range(num_full))] * HEADS] * LAYERS
+    return ChunksDecoder(model, tokens, kept, num_full, **HOW)
+
+
+def check(decoder: ChunksDecoder, output: dict[str, Any]) -> None:
+    """As `follow`; and the choices are clear, or another machine would choose other pages."""
+    follow(decoder, output)
+    assert min(decoder.closest, decoder.closest_in_chunks) > CLEAR
+
+
+@pytest.fixture(scope="module")
+def crowded(no_padding: str, run_engine: Run) -> dict[str, Any]:
+    """Steps with room for one chunk and a little more, which is left to those that generate."""
+    first = [
+        request("short", SHORT, 40),
+        request("long", LONG, 12, at_step=2, prompt_logprobs=0),
+        request("other", OTHER, 12, at_step=3),
+    ]
+    later = [
+        request("again", LONG, 12),
+        request("branch", BRANCH, 12, at_step=1),
+        request("turn", prompt(30, seed=8), 12, follows="long"),
+        request("other again", OTHER, 12, at_step=2),
+    ]
+    return run_engine(
+        no_padding,
+        [first, later],
+        settings=SETTINGS,
+        environment=CHECKED,
+        max_num_batched_tokens=160,
+        max_num_seqs=8,
+    )
+
+
+@pytest.fixture(scope="module")
+def together(no_padding: str, run_engine: Run) -> dict[str, Any]:
+    """In one step chunks of several requests, and of some that begin with another one's; steps
+    are scheduled ahead."""
+    names = {"long": LONG, "twin": LONG, "branch": BRANCH, "other": OTHER, "short": SHORT}
+    return run_engine(
+        no_padding,
+        [[request(name, tokens, 12) for name, tokens in names.items()]],
+        settings=SETTINGS,
+        environment=CHECKED,
+        asynchronous=True,
+        max_num_seqs=8,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "cached"),
+    [
+        *(("short", 0), ("long", 0), ("other", 0), ("again", 384), ("branch", 256)),
+        *(("turn", 384), ("other again", 384)),
+    ],
+)
+def test_chunks_read_the_pages_with_the_highest_bounds_of_any_of_their_queries(
+    no_padding: str, crowded: dict[str, Any], name: str, cached: int
+) -> None:
+    """Whole chunks are shared, and nothing that was computed in a shorter one or generated."""
+    tokens, output = crowded["prompts"][name], crowded["outputs"][name]
+    check(decoder(no_padding, tokens), output)
+    assert output["cached"] == cached
+
+
+@pytest.mark.parametrize("name", ["long", "twin", "branch", "other", "short"])
+def test_the_same_beside_others(no_padding: str, together: dict[str, Any], name: str) -> None:
+    """Among them requests that choose among pages which another one fills in the same step."""
+    check(decoder(no_padding, together["prompts"][name]), together["outputs"][name])
+
+
+def test_requests_of_one_step_share_chunks(together: dict[str, Any]) -> None:
+    cached = {name: output["cached"] for name, output in together["outputs"].items()}
+    assert (cached["twin"], cached["branch"]) == (CHUNK, 2 * CHUNK)
+
+
+def test_every_token_of_a_prompt(no_padding: str, crowded: dict[str, Any]) -> None:
+    """Its log-probability given those before it. Of 8, 12 and 16 pages 7 are read."""
+    found = decoder(no_padding, LONG)
+    assert found.chunk_pages == {256: (7, 8), 384: (7, 12), 500: (7, 16)}
+    expected = torch.log_softmax(found.prompt_logits, -1)
+    said = crowded["outputs"]["long"]["prompt_logprobs"]
+    for place in range(1, len(LONG)):
+        token = LONG[place]
+        assert abs(float(expected[place - 1, token]) - said[place][str(token)]) < 2e-3, place
+
+
+def test_reading_prompts_whole_is_another_thing(no_padding: str, crowded: dict[str, Any]) -> None:
+    """The check can tell."""
+    everything = [[list(range(len(LONG) // BLOCK * BLOCK))] * HEADS] * LAYERS
+    how = {name: HOW[name] for name in ("number", "always")}
+    whole = PagesDecoder(no_padding, LONG, everything, len(LONG) // BLOCK * BLOCK, **how)
+    with pytest.raises(AssertionError):
+        follow(whole, crowded["outputs"]["long"])
+
+
+def test_a_prompt_that_is_read_in_part_and_then_compressed(
+    no_padding: str, run_engine: Run
+) -> None:
+    settings = {**SETTINGS, "policy": "adakv", "budget": 0.5}
+    report = run_engine(
+        no_padding, [[request("a", LONG, 12)]], settings=settings, record_kept=True, max_num_seqs=8
+    )
+    check(decoder(no_padding, LONG, kept_positions(report["kept"], LAYERS)), report["outputs"]["a"])
