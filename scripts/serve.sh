@@ -23,8 +23,9 @@ fi
 
 # vLLM would take bfloat16, which some CPUs only emulate.
 dtype=()
+fast='from vllm_kvcompress.tools.dtypes import fast_dtype; print(fast_dtype())'
 if [[ " $* " != *" --dtype"* && " $* " != *" --config"* ]] &&
-    [[ "$("$root/.venv/bin/python" -m vllm_kvcompress.tools.dtypes)" == float32 ]]; then
+    [[ "$("$root/.venv/bin/python" -c "$fast")" == float32 ]]; then
     echo "serve.sh: --dtype float32, since this CPU would emulate bfloat16; --dtype wins" >&2
     dtype=(--dtype float32)
 fi

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvcompress.cli.serve import policy_param
+from vllm_kvcompress.cli.cache_options import policy_param
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.tools.evaluation.dense import DenseLayer, Kept, compress

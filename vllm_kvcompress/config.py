@@ -163,11 +163,9 @@ class Settings:
         """Settings from a section of YAML or of `--additional-config`.
 
         Args:
-            values: `policy`, and optionally `budget`, `trigger` (text or a list), `params`,
-                `profile`, `min_tokens`, `request_policies` (text or a list) and
-                `min_request_budget` with `max_request_budget`, `reuse_contexts`,
-                `reuse_conversations`, `attention`, `read`, `read_min_tokens`,
-                `min_request_read`, and `prompts`, for `PromptSettings.from_dict`.
+            values: `policy`, and optionally the other attributes by name; `trigger` in the place
+                of `triggers`, which like `request_policies` is text or a list; `prompts` is for
+                `PromptSettings.from_dict`.
 
         Raises:
             ConfigError: an unknown or missing key, or a value that cannot work.
@@ -177,11 +175,11 @@ class Settings:
                 f"{SETTINGS_KEY}: expected a section with a policy, found {values!r}."
             )
         given = {str(key).replace("-", "_"): v for key, v in values.items() if v is not None}
-        unknown = sorted(given.keys() - _KEYS)
+        unknown = sorted(given.keys() - set(SETTING_NAMES))
         if unknown:
             raise ConfigError(
                 f"{SETTINGS_KEY}: unknown setting {', '.join(unknown)}; "
-                f"valid ones are {', '.join(sorted(_KEYS))}."
+                f"valid ones are {', '.join(sorted(SETTING_NAMES))}."
             )
         if "policy" not in given:
             raise ConfigError(
@@ -358,14 +356,8 @@ class Settings:
         return min(num_full_blocks, target)
 
 
-_KEYS = frozenset(
-    {
-        *("policy", "budget", "trigger", "params", "profile", "min_tokens"),
-        *("request_policies", "min_request_budget", "max_request_budget", "reuse_contexts"),
-        *("reuse_conversations", "attention", "read", "read_min_tokens", "min_request_read"),
-        "prompts",
-    }
-)
+# The keys of `Settings.from_dict`.
+SETTING_NAMES = tuple("trigger" if f.name == "triggers" else f.name for f in fields(Settings))
 
 
 def _names(value: object) -> tuple[str, ...]:

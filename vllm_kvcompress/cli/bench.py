@@ -7,8 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_kvcompress.cli.cache_options import policy_param
 from vllm_kvcompress.cli.eval import engine_option
-from vllm_kvcompress.cli.serve import policy_param, summary
+from vllm_kvcompress.cli.serve import summary
 from vllm_kvcompress.config import DEFAULT_BUDGET, Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.dtypes import dtype_text

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress.cli.serve import policy_param
+from vllm_kvcompress.cli.cache_options import policy_param
 from vllm_kvcompress.cli.vllm_command import json_or_text
 from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, DEFAULT_MIN_TOKENS
 from vllm_kvcompress.errors import ConfigError

@@ -1,9 +1,4 @@
-"""Which number type to serve in where the user named none.
-
-    python -m vllm_kvcompress.tools.dtypes
-
-prints it, for scripts.
-"""
+"""Which number type to serve in where the user named none."""
 
 from __future__ import annotations
 
@@ -45,7 +40,3 @@ def emulates_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
         return False
     flags = [line for line in lines if line.lower().startswith(("flags", "features"))]
     return bool(flags) and not _MULTIPLIES_BFLOAT16 & set(flags[0].split())
-
-
-if __name__ == "__main__":
-    print(fast_dtype())
