@@ -103,11 +103,6 @@ def watched() -> Iterator[None]:
         yield
 
 
-def on_accelerator(value: Any) -> Any:
-    """A tensor's shape and type on the accelerator."""
-    return value.to(ACCELERATOR)
-
-
 class Operators(TorchDispatchMode):
     """Counts operators that make or write numbers, and not only look at some."""
 

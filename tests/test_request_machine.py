@@ -22,7 +22,6 @@ from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
 NAMES = ("a", "b", "cc", "dd", "eee", "fff")
 LENGTHS = {1: 90, 2: 220, 3: 350}
 CONTEXT = 75
-MOST_BLOCKS_OF_A_STEP = 4 + 7  # of its tokens, and fresh ones
 
 
 class Schedules(RuleBasedStateMachine):

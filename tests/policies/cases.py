@@ -17,7 +17,6 @@ from vllm_kvcompress.policies.base import LayerView
 HEAD_SIZE = 8
 HIDDEN_SIZE = 24
 NUM_LAYERS = 3
-NUM_KV_HEADS = 2
 
 # Small windows, so that prompts of a few pages have something to select.
 POLICIES: dict[str, dict[str, object]] = {
