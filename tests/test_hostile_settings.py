@@ -16,11 +16,11 @@ from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.cli import serve
 from vllm_kvcompress.config import (
-    _KEYS,
     CONTEXT_TOKENS,
     REQUEST_BUDGET,
     REQUEST_POLICY,
     REQUEST_READ,
+    SETTING_NAMES,
     Settings,
 )
 from vllm_kvcompress.errors import ConfigError
@@ -31,7 +31,7 @@ from vllm_kvcompress.vllm_plugin.requests import PREPARE, RequestCheck
 
 LONGEST = 1000  # characters of a refusal, whatever was said
 HUGE = 10**400
-KEYS = sorted(_KEYS)
+KEYS = sorted(SETTING_NAMES)
 PROMPT_KEYS = [field.name for field in fields(PromptSettings)]
 FLAGS = [
     action.option_strings[0]
