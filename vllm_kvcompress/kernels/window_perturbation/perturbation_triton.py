@@ -9,6 +9,8 @@ tensor is made.
 
 from __future__ import annotations
 
+from typing import NamedTuple, Self
+
 import torch
 import triton
 import triton.language as tl
@@ -234,6 +236,47 @@ def _change_kernel(
     tl.store(changes + wide * capacity + nth, columns, mask=nth < capacity)
 
 
+class _Launch(NamedTuple):
+    """What both kernels are given.
+
+    Attributes:
+        entries: of all heads.
+        most: rows of a program, at most.
+        num_rows: queries of a head, with their group.
+        first: tensors that come first.
+        strides: in the kernels' order.
+        log2_scale: of the logits.
+        options: constants, and warps.
+    """
+
+    entries: PagedEntries
+    most: int
+    num_rows: int
+    first: tuple[Tensor, ...]
+    strides: tuple[int, ...]
+    log2_scale: float
+    options: dict[str, int]
+
+    @classmethod
+    def of(cls, entries: PagedEntries, queries: Tensor, scale: float) -> Self:
+        """For queries [window, query heads, D]."""
+        group = queries.shape[1] // entries.num_sequences
+        num_rows = queries.shape[0] * group
+        most = query_rows(num_rows)
+        options = dict(
+            GROUP=group,
+            BLOCK_SIZE=entries.block_size,
+            HEAD_SIZE=entries.head_size,
+            TILE=tile_size(entries),
+            DIMS=padded(entries.head_size),
+            num_warps=4 if most < MOST_ROWS else 8,
+        )
+        tables = (entries.pages.stride(0), entries.page_table.stride(0))
+        strides = (queries.stride(0), queries.stride(1), *tables)
+        first = (queries, entries.pages, entries.page_table, entries.flat_lengths)
+        return cls(entries, most, num_rows, first, strides, scale * LOG2_E, options)
+
+
 def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: str) -> Tensor:
     """As `reference.window_perturbation`, in Triton."""
     entries = paged(view).entries
@@ -245,70 +288,64 @@ def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: st
         "say what is pruned of an entry",
     )
     num_heads, capacity = entries.num_sequences, entries.capacity
-    num_queries, num_rows = queries.shape[0], queries.shape[0] * queries.shape[1] // num_heads
     changes = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
-    if changes.numel() == 0 or num_queries == 0:
+    if changes.numel() == 0 or queries.shape[0] == 0:
         return changes[:, : view.capacity]
-    most = query_rows(num_rows)
-    sizes = dict(
-        GROUP=num_rows // num_queries,
-        BLOCK_SIZE=entries.block_size,
-        HEAD_SIZE=entries.head_size,
-        TILE=tile_size(entries),
-        DIMS=padded(entries.head_size),
-        num_warps=4 if most < MOST_ROWS else 8,
-    )
-    strides = (
-        queries.stride(0),
-        queries.stride(1),
-        entries.pages.stride(0),
-        entries.page_table.stride(0),
-    )
-    pages = (queries, entries.pages, entries.page_table, entries.flat_lengths)
-    splits = _num_splits(entries, num_rows)
-    pieces = changes.new_empty((num_heads, num_rows, splits, entries.head_size))
-    sums = changes.new_empty((num_heads, num_rows, splits))
-
-    def launch_pieces(rows: int) -> None:
-        _pieces_kernel[(splits, triton.cdiv(num_rows, rows), num_heads)](
-            *pages,
-            pieces,
-            sums,
-            num_queries,
-            splits,
-            triton.cdiv(triton.cdiv(capacity, sizes["TILE"]), splits),
-            *strides,
-            scale * LOG2_E,
-            ROWS=rows,
-            num_stages=3,
-            **sizes,
-        )
-
-    with on_device(entries):
-        launch_fitting("window_perturbation (outputs)", most, entries.pages, launch_pieces)
-        outputs, lse = _joined(pieces, sums)
-        outputs = outputs.to(queries.dtype)
+    launch = _Launch.of(entries, queries, scale)
+    outputs, lse = _attended(launch)
+    outputs = outputs.to(queries.dtype)
 
     def launch_change(rows: int) -> None:
-        _change_kernel[(triton.cdiv(capacity, sizes["TILE"]), num_heads)](
-            *pages,
+        _change_kernel[(triton.cdiv(capacity, launch.options["TILE"]), num_heads)](
+            *launch.first,
             outputs,
             lse,
             changes,
-            num_queries,
+            queries.shape[0],
             view.lengths,
             capacity,
-            *strides,
-            scale * LOG2_E,
+            *launch.strides,
+            launch.log2_scale,
             VARIANT=variant,
             ROWS=rows,
             num_stages=2,
-            **sizes,
+            **launch.options,
         )
 
     with on_device(entries):
-        launch_fitting(f"window_perturbation ({variant})", most, entries.pages, launch_change)
+        launch_fitting(
+            f"window_perturbation ({variant})", launch.most, entries.pages, launch_change
+        )
     return changes[:, : view.capacity]
+
+
+def _attended(launch: _Launch) -> tuple[Tensor, Tensor]:
+    """[S, rows, D] fp32 outputs of all queries over all entries, and [S, rows] log-sum-exp."""
+    entries, queries, num_rows = launch.entries, launch.first[0], launch.num_rows
+    splits = _num_splits(entries, num_rows)
+    num_tiles = triton.cdiv(entries.capacity, launch.options["TILE"])
+    shape = (entries.num_sequences, num_rows, splits)
+    pieces = queries.new_empty((*shape, entries.head_size), dtype=torch.float32)
+    sums = queries.new_empty(shape, dtype=torch.float32)
+
+    def launch_pieces(rows: int) -> None:
+        _pieces_kernel[(splits, triton.cdiv(num_rows, rows), entries.num_sequences)](
+            *launch.first,
+            pieces,
+            sums,
+            queries.shape[0],
+            splits,
+            triton.cdiv(num_tiles, splits),
+            *launch.strides,
+            launch.log2_scale,
+            ROWS=rows,
+            num_stages=3,
+            **launch.options,
+        )
+
+    with on_device(entries):
+        launch_fitting("window_perturbation (outputs)", launch.most, entries.pages, launch_pieces)
+        return _joined(pieces, sums)
 
 
 def _joined(pieces: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
