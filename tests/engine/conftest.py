@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import pytest
 from transformers import AutoModelForCausalLM
@@ -63,6 +63,30 @@ def changed_llama(directory: Path, change: Callable[[Any], None]) -> str:
     return str(path)
 
 
+class Files(NamedTuple):
+    """Of a scenario."""
+
+    scenario: Path
+    report: Path
+    log: Path
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """In a directory of their own."""
+        return cls(*(directory / name for name in cls._fields))
+
+    def write(self, **scenario: Any) -> None:
+        """What engine_process.py is to run."""
+        self.scenario.write_text(json.dumps(scenario))
+
+    def read(self, code: object) -> dict[str, Any]:
+        """The report; without one, the test fails with what the process has said."""
+        if not self.report.exists():
+            end = self.log.read_text(errors="replace")[-6000:]
+            pytest.fail(f"the engine ended with {code}:\n{end}")
+        return json.loads(self.report.read_text())
+
+
 @pytest.fixture(scope="session")
 def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Runs a scenario (see engine_process.py) in a process of its own; returns its report."""
@@ -78,40 +102,30 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
         asynchronous: bool = False,
         **engine: Any,
     ) -> dict[str, Any]:
-        directory = tmp_path_factory.mktemp("scenario")
-        scenario, report = directory / "scenario.json", directory / "report.json"
-        engine = {"num_gpu_blocks_override": 400, "max_num_batched_tokens": 512, **engine}
-        scenario.write_text(
-            json.dumps(
-                {
-                    "model": model,
-                    "engine": engine,
-                    "settings": settings,
-                    "phases": phases,
-                    "record_kept": record_kept,
-                    "calls": calls or [],
-                    "probes": probes or [],
-                    "asynchronous": asynchronous,
-                }
-            )
+        files = Files.of(tmp_path_factory.mktemp("scenario"))
+        files.write(
+            model=model,
+            engine={"num_gpu_blocks_override": 400, "max_num_batched_tokens": 512, **engine},
+            settings=settings,
+            phases=phases,
+            record_kept=record_kept,
+            calls=calls or [],
+            probes=probes or [],
+            asynchronous=asynchronous,
         )
-        log = directory / "log"
         # Forked from a process that has imported vLLM already: half of an engine's start.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*ENGINE_MODULES, engine_process.__name__])
         process = context.Process(
             target=engine_process.run,
-            args=(str(scenario), str(report), str(log), environment or {}),
+            args=(*map(str, files), environment or {}),
         )
         process.start()
         process.join(TIMEOUT)
         if process.is_alive():
             process.kill()
             process.join()
-        if not report.exists():
-            end = log.read_text(errors="replace")[-6000:]
-            pytest.fail(f"the engine ended with {process.exitcode}:\n{end}")
-        return json.loads(report.read_text())
+        return files.read(process.exitcode)
 
     return run
 
@@ -121,3 +135,21 @@ def request(
 ) -> dict[str, Any]:
     """A request of a scenario."""
     return {"id": name, "prompt": prompt_tokens, "max_tokens": max_tokens, **more}
+
+
+def alone(one: dict[str, Any]) -> dict[str, Any]:
+    """The same request, for which neither the prefix cache nor anything else was kept."""
+    return {**one, "id": f"alone {one['id']}", "salt": one["id"], "at_step": 0}
+
+
+def each_alone(requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """A phase for each of them."""
+    return [[alone(one)] for one in requests]
+
+
+def check_as_alone(outputs: dict[str, Any], names: Iterable[str]) -> None:
+    """That these requests said what they say alone."""
+    for name in names:
+        expected = outputs[f"alone {name}"]
+        assert expected["cached"] == 0, name
+        assert outputs[name]["tokens"] == expected["tokens"], name

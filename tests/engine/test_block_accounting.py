@@ -24,14 +24,14 @@ def last_held(report: dict[str, Any], name: str) -> int:
     return [held[name] for held in report["held"] if name in held][-1]
 
 
-@pytest.mark.parametrize("num_tokens", [1000, 1024, 1500])
-def test_a_quarter_leaves_a_quarter_of_the_blocks(
-    llama: str, run_engine: Run, num_tokens: int
-) -> None:
-    report = run_engine(llama, [[request("a", prompt(num_tokens, 1), 8)]], settings=QUARTER)
-    kept = math.ceil(0.25 * (num_tokens // BLOCK))
-    tail = math.ceil((num_tokens + 8) / BLOCK) - num_tokens // BLOCK
-    assert last_held(report, "a") == kept + tail
+def test_a_quarter_leaves_a_quarter_of_the_blocks(llama: str, run_engine: Run) -> None:
+    sizes = (1000, 1024, 1500)
+    phases = [[request(f"{size}", prompt(size, 1), 8)] for size in sizes]
+    report = run_engine(llama, phases, settings=QUARTER)
+    for size in sizes:
+        kept = math.ceil(0.25 * (size // BLOCK))
+        tail = math.ceil((size + 8) / BLOCK) - size // BLOCK
+        assert last_held(report, f"{size}") == kept + tail
     usage = [value for value in report["usage"] if value > 0]
     assert usage[-1] == pytest.approx((kept + tail) / (report["num_blocks"] - 1))
     assert report["free_at_end"] == report["num_blocks"] - 1
@@ -68,15 +68,9 @@ def test_a_second_request_hits_the_prefix_that_was_compressed(llama: str, run_en
 
 def test_compressed_tokens_never_enter_the_prefix_cache(llama: str, run_engine: Run) -> None:
     """A second turn hits the first prompt's blocks, not those of the compressed answer."""
-    tokens = prompt(640, seed=4)
-    first = run_engine(llama, [[request("a", tokens, 100)]], settings=QUARTER)
-    history = tokens + first["outputs"]["a"]["tokens"]
-    report = run_engine(
-        llama,
-        [[request("a", tokens, 100)], [request("b", history + prompt(50, seed=5))]],
-        settings=QUARTER,
-    )
-    assert report["outputs"]["a"]["tokens"] == first["outputs"]["a"]["tokens"]
+    first = request("a", prompt(640, seed=4), 100)
+    phases = [[first], [request("b", prompt(50, seed=5), follows="a")]]
+    report = run_engine(llama, phases, settings=QUARTER)
     assert report["outputs"]["b"]["cached"] == 640
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.engine.conftest import Run, request
+from tests.engine.conftest import Run, check_as_alone, each_alone, request
 from tests.engine.oracle import KeptTokensDecoder, kept_positions
 from tests.tiny_models import prompt
 from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
@@ -48,21 +48,16 @@ def test_named_contexts_in_a_batch(llama: str, run_engine: Run, trigger: str) ->
     """Alone as together with ordinary requests; the whole prompt as context changes nothing."""
     settings = {**SETTINGS, "trigger": trigger}
     tokens = prompt(1000, seed=2)
-
-    def requests() -> list[dict]:
-        named = [
-            request(f"n{end}", tokens, 40, xargs={"kv_context_tokens": end}, at_step=i)
-            for i, end in enumerate((300, 960, 1000, 5000))
-        ]
-        return [request("plain", tokens, 40), *named]
-
-    alone = run_engine(llama, [[{**r, "at_step": 0}] for r in requests()], settings=settings)
-    together = run_engine(llama, [requests()], settings=settings, max_num_batched_tokens=210)
-    for name, output in alone["outputs"].items():
-        assert together["outputs"][name]["tokens"] == output["tokens"], name
-    plain = alone["outputs"]["plain"]["tokens"]
-    assert alone["outputs"]["n1000"]["tokens"] == plain
-    assert alone["outputs"]["n5000"]["tokens"] == plain
+    named = [
+        request(f"n{end}", tokens, 40, xargs={"kv_context_tokens": end}, at_step=i)
+        for i, end in enumerate((300, 960, 1000, 5000))
+    ]
+    requests = [request("plain", tokens, 40), *named]
+    phases = [*each_alone(requests), requests]
+    outputs = run_engine(llama, phases, settings=settings, max_num_batched_tokens=210)["outputs"]
+    check_as_alone(outputs, [one["id"] for one in requests])
+    plain = outputs["plain"]["tokens"]
+    assert outputs["n1000"]["tokens"] == outputs["n5000"]["tokens"] == plain
 
 
 def test_a_wrong_value_that_nobody_checked_ends_no_engine(llama: str, run_engine: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Run, request
+from tests.engine.conftest import Run, check_as_alone, each_alone, request
 from tests.engine.kv_events import announcing
 from tests.tiny_models import prompt
 
@@ -26,13 +26,6 @@ def ask(name: str, seed: int, output: int = 40, **more: Any) -> dict[str, Any]:
     return request(name, tokens, output, xargs=xargs, **more)
 
 
-def alone(run_engine: Run, model: str, settings: dict[str, Any], one: dict[str, Any]) -> list[int]:
-    """What the request says when it is the first to name the context."""
-    report = run_engine(model, [[{**one, "at_step": 0}]], settings=settings)
-    assert report["contexts_reused"] == 0
-    return report["outputs"][one["id"]]["tokens"]
-
-
 @pytest.mark.parametrize(
     ("policy", "trigger"),
     [("adakv", "prompt"), ("snapkv+criticalkv", "chunk:256,decode:16"), ("momentkv", "prompt")],
@@ -45,19 +38,17 @@ def test_later_questions_begin_with_the_compressed_context(
     The compressed context is not announced to routers, which know prompts only.
     """
     settings = {**REUSE, "policy": policy, "trigger": trigger}
-    phases = [
-        [ask("first", 1)],
-        [ask("second", 2), ask("third", 3, at_step=2)],
-    ]
+    later = [ask("second", 2), ask("third", 3, at_step=2)]
+    phases = [[ask("first", 1)], later, *each_alone(later)]
     report = run_engine(llama, phases, settings=settings, **announcing(tmp_path))
     assert report["contexts_reused"] == 2
-    # The first request's context; its last blocks, and all after them, depend on the compression.
-    assert 0 < report["kv_events"]["stored"] <= WHOLE_BLOCKS
+    # The contexts of the first request, and of those that are alone; their last blocks, and all
+    # after them, depend on the compression.
+    assert 0 < report["kv_events"]["stored"] <= 3 * WHOLE_BLOCKS
     assert report["outputs"]["first"]["cached"] == 0
-    for one in phases[1]:
-        output = report["outputs"][one["id"]]
-        assert output["cached"] == WHOLE_BLOCKS * BLOCK
-        assert output["tokens"] == alone(run_engine, llama, settings, one), one["id"]
+    for name in ("second", "third"):
+        assert report["outputs"][name]["cached"] == WHOLE_BLOCKS * BLOCK
+    check_as_alone(report["outputs"], ["second", "third"])
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
@@ -93,13 +84,12 @@ def test_another_policy_budget_or_salt_is_another_context(llama: str, run_engine
     ]
     phases = [[ask(f"r{i}", i, output=2, xargs=xargs)] for i, xargs in enumerate(choices)]
     phases += [[ask(salt, 6, output=2, salt=salt)] for salt in ("one", "another")]
+    phases += [[ask("again", 9, xargs=choices[2])], [ask("same", 9, salt="one")], [ask("none", 9)]]
     report = run_engine(llama, phases, settings=settings)
-    assert report["contexts_reused"] == 0
-    later = [ask("again", 9, xargs=choices[2])], [ask("same", 9, salt="one")], [ask("none", 9)]
-    again = run_engine(llama, [*phases, *later], settings=settings)
-    assert again["contexts_reused"] == 3
-    cached = [again["outputs"][name]["cached"] for name in ("one", "another", "same", "none")]
-    assert cached == [0, 0, WHOLE_BLOCKS * BLOCK, WHOLE_BLOCKS * BLOCK]
+    names = ("one", "another", "again", "same", "none")
+    cached = [report["outputs"][name]["cached"] for name in names]
+    assert cached == [0, 0, *[WHOLE_BLOCKS * BLOCK] * 3]
+    assert report["contexts_reused"] == 3, "by these last ones alone"
 
 
 def test_without_leave_every_request_reads_its_context(llama: str, run_engine: Run) -> None:
@@ -114,11 +104,12 @@ def test_log_probabilities_of_a_prompt_are_those_of_a_prompt_that_was_read(
     llama: str, run_engine: Run
 ) -> None:
     """A request for them begins with no compressed context, which would leave them undefined."""
-    phases = [[ask("first", 1)], [ask("scored", 2, prompt_logprobs=0)]]
-    report = run_engine(llama, [*phases, [ask("again", 2, prompt_logprobs=0)]], settings=REUSE)
+    scored, again = (ask(name, 2, prompt_logprobs=0) for name in ("scored", "again"))
+    phases = [[ask("first", 1)], [scored], [again], *each_alone([scored])]
+    report = run_engine(llama, phases, settings=REUSE)
     assert report["contexts_reused"] == 0
-    fresh = run_engine(llama, [phases[1]], settings=REUSE)["outputs"]["scored"]
-    assert len(fresh["prompt_logprobs"]) == len(phases[1][0]["prompt"])
+    fresh = report["outputs"]["alone scored"]
+    assert len(fresh["prompt_logprobs"]) == len(scored["prompt"])
     for name in ("scored", "again"):
         output = report["outputs"][name]
         assert output["cached"] == 0
@@ -134,11 +125,12 @@ def test_a_context_gives_way_to_requests_that_need_the_room(llama: str, run_engi
     phases = [[ask("first", 1)], filler, [ask("second", 2)], [ask("third", 3)]]
     report = run_engine(llama, phases, settings={**REUSE, "min_tokens": 5000}, **pool)
     assert report["contexts_reused"] == 0  # min_tokens: nothing was compressed
+    phases += each_alone(phases[2])
     report = run_engine(llama, phases, settings=REUSE, **pool)
     assert report["contexts_reused"] == 1
     assert report["outputs"]["second"]["cached"] == 0
     assert report["outputs"]["third"]["cached"] == WHOLE_BLOCKS * BLOCK
-    assert report["outputs"]["second"]["tokens"] == alone(run_engine, llama, REUSE, phases[2][0])
+    check_as_alone(report["outputs"], ["second"])
     assert report["preemptions"] == 0
     assert report["free_at_end"] == report["num_blocks"] - 1
 

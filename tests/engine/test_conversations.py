@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Run, request
+from tests.engine.conftest import Run, alone, check_as_alone, request
 from tests.tiny_models import prompt
 
 BLOCK, TURN = 32, 128
@@ -37,18 +37,9 @@ def turns(name: str, replies: list[int], seed: int, **more: Any) -> list[dict[st
     return found
 
 
-def alone(one: dict[str, Any]) -> dict[str, Any]:
-    """The same request, for which nothing is kept."""
-    return {**one, "id": f"alone {one['id']}", "salt": one["id"]}
-
-
 def check(report: dict[str, Any], names: list[str]) -> None:
     """What was said going on is what is said reading it all."""
-    outputs = report["outputs"]
-    for name in names:
-        ours, theirs = outputs[name], outputs[f"alone {name}"]
-        assert theirs["cached"] == 0
-        assert ours["tokens"] == theirs["tokens"], name
+    check_as_alone(report["outputs"], names)
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 

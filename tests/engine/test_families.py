@@ -15,12 +15,18 @@ from tests.tiny_models import prompt
 LONG, SHORT = prompt(1000, seed=1), prompt(50, seed=2)
 
 
-def phases() -> list[list[dict[str, Any]]]:
+def phases(**more: Any) -> list[list[dict[str, Any]]]:
     return [
-        [request("long", LONG, 24), request("short", SHORT, 24)],
-        [request("again", LONG, 24)],
-        [request("once-more", LONG, 24)],
+        [request("long", LONG, 24, **more), request("short", SHORT, 24, **more)],
+        [request("again", LONG, 24, **more)],
+        [request("once-more", LONG, 24, **more)],
     ]
+
+
+def whole() -> list[list[dict[str, Any]]]:
+    """The same, which ask for all of their cache; nothing of the others' is cached for them."""
+    asked = phases(salt="whole", xargs={"kv_budget": 1.0})
+    return [[{**one, "id": f"whole {one['id']}"} for one in phase] for phase in asked]
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3"])
@@ -29,11 +35,11 @@ def test_family(model_directory: Path, run_engine: Run, family: str) -> None:
     model = str(tiny_models.build(family, model_directory))
     stock = run_engine(model, phases())
     settings = {"policy": "adakv+criticalkv", "budget": 0.25}
-    whole = run_engine(model, phases(), settings={**settings, "budget": 1.0})
-    quarter = run_engine(model, phases(), settings=settings, record_kept=True)
-    for name, output in stock["outputs"].items():
-        assert whole["outputs"][name]["tokens"] == output["tokens"], name
+    settings |= {"min_request_budget": 0.25, "max_request_budget": 1.0}
+    quarter = run_engine(model, [*phases(), *whole()], settings=settings, record_kept=True)
     outputs = quarter["outputs"]
+    for name, output in stock["outputs"].items():
+        assert outputs[f"whole {name}"]["tokens"] == output["tokens"], name
     assert outputs["short"]["tokens"] == stock["outputs"]["short"]["tokens"]
     assert outputs["long"]["tokens"] != stock["outputs"]["long"]["tokens"]
     assert outputs["again"]["tokens"] == outputs["long"]["tokens"]

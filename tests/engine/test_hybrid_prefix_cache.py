@@ -35,10 +35,8 @@ def test_blocks_computed_after_an_event_are_not_shared(
         "settings": {"policy": "keydiff", "budget": 0.25},
         "prefix_cache_retention_interval": EVERY_BLOCK[family],
     }
-    first = request("first", PROMPT, 200)
-    answer = run_engine(model, [[first]], **options)["outputs"]["first"]["tokens"]
-    turn = [*PROMPT, *answer, *prompt(10, seed=2)]
-    phases = [[first], [request("second", turn, 8)], [request("third", turn, 8)]]
+    turn = [request(name, prompt(10, seed=2), 8, follows="first") for name in ("second", "third")]
+    phases = [[request("first", PROMPT, 200)], *([each] for each in turn)]
     outputs = run_engine(model, phases, **options)["outputs"]
     assert outputs["second"]["cached"] == 992, "all that the first computed before its event"
     assert outputs["third"]["cached"] == 1184, "a part of it the first had computed too"

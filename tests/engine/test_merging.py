@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from tests import tiny_models
-from tests.engine.conftest import Run, request
+from tests.engine.conftest import Run, check_as_alone, each_alone, request
 from tests.engine.oracle import KeptTokensDecoder, kept_positions
 from tests.tiny_models import prompt
 
@@ -88,32 +87,22 @@ def test_moments_add_up_from_event_to_event(
 def test_a_batch_is_its_requests(llama: str, run_engine: Run, policy: str, trigger: str) -> None:
     """Alone as together, with an uncompressed one among them."""
     settings = {"policy": policy, "budget": 0.5, "trigger": trigger, "min_tokens": 200}
-
-    def requests() -> list[dict[str, Any]]:
-        sizes = (1000, 90, 640, 700)
-        return [
-            request(f"r{size}", prompt(size, seed=size), 48, at_step=2 * i)
-            for i, size in enumerate(sizes)
-        ]
-
-    alone = run_engine(llama, [[{**r, "at_step": 0}] for r in requests()], settings=settings)
-    together = run_engine(llama, [requests()], settings=settings, max_num_batched_tokens=256)
-    for name, output in alone["outputs"].items():
-        assert together["outputs"][name]["tokens"] == output["tokens"], name
+    requests = [
+        request(f"r{size}", prompt(size, seed=size), 48, at_step=2 * i)
+        for i, size in enumerate((1000, 90, 640, 700))
+    ]
+    phases = [*each_alone(requests), requests]
+    report = run_engine(llama, phases, settings=settings, max_num_batched_tokens=256)
+    check_as_alone(report["outputs"], [one["id"] for one in requests])
 
 
 def test_merging_changes_what_eviction_alone_would_say(llama: str, run_engine: Run) -> None:
     """h2o+cam keeps the same entries; what the evicted leave behind shows in the logprobs."""
-
-    def first_logprobs(policy: str) -> dict[str, float]:
-        report = run_engine(
-            llama,
-            [[request("a", prompt(1000, seed=1), 2)]],
-            settings={"policy": policy, "budget": 0.25},
-        )
-        return report["outputs"]["a"]["logprobs"][1]
-
-    plain, merged = first_logprobs("h2o"), first_logprobs("h2o+cam")
+    policies = ("h2o", "h2o+cam")
+    requests = [request(p, prompt(1000, seed=1), 2, xargs={"kv_policy": p}) for p in policies]
+    settings = {"policy": policies[0], "budget": 0.25, "request_policies": policies[1:]}
+    outputs = run_engine(llama, [[one] for one in requests], settings=settings)["outputs"]
+    plain, merged = (outputs[policy]["logprobs"][1] for policy in policies)
     assert any(abs(merged.get(token, 0.0) - value) > 1e-4 for token, value in plain.items())
 
 
@@ -131,12 +120,15 @@ def test_equal_keys_leave_no_trace(
 ) -> None:
     """On a model whose keys are all equal, a quarter of the cache says what the whole one says."""
     tokens = prompt(700, seed=1)
-    whole = run_engine(equal_keys, [[request("a", tokens, 80)]])["outputs"]["a"]
-    found = run_engine(
+    outputs = run_engine(
         equal_keys,
-        [[request("a", tokens, 80)]],
-        settings={"policy": policy, "budget": 0.25, "trigger": trigger},
-    )["outputs"]["a"]
+        [[request("a", tokens, 80)], [request("whole", tokens, 80, xargs={"kv_policy": "none"})]],
+        settings={
+            **{"policy": policy, "budget": 0.25, "trigger": trigger},
+            "request_policies": ["none"],
+        },
+    )["outputs"]
+    found, whole = outputs["a"], outputs["whole"]
     assert found["tokens"] == whole["tokens"]
     for expected, logprobs in zip(whole["logprobs"], found["logprobs"], strict=True):
         for token, logprob in logprobs.items():

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests import tiny_models
-from tests.engine.conftest import no_padding, run_engine  # noqa: F401  (fixtures)
+from tests.engine.conftest import Files, llama, model_directory, no_padding, run_engine  # noqa: F401
 from tests.gpu_path.stand_ins import taken_for_cuda
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.vllm_plugin.compat import plugin_options
@@ -21,16 +20,6 @@ Run = Callable[..., dict[str, Any]]
 STOCK = {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 240
-
-
-@pytest.fixture(scope="session")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="session")
-def llama(model_directory: Path) -> str:
-    return str(tiny_models.build("llama", model_directory))
 
 
 def cuda_options(settings: dict[str, Any]) -> dict[str, Any]:
@@ -88,8 +77,7 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
         calls: list[Any] | None = None,
         **engine: Any,
     ) -> dict[str, Any]:
-        directory = tmp_path_factory.mktemp("scenario")
-        scenario, report, log = (directory / name for name in ("scenario", "report", "log"))
+        files = Files.of(tmp_path_factory.mktemp("scenario"))
         engine = {
             "num_gpu_blocks_override": 400,
             "max_num_batched_tokens": 256,
@@ -97,36 +85,27 @@ def run_gpu_path(host: subprocess.Popen[str], tmp_path_factory: pytest.TempPathF
             **(STOCK if settings is None else cuda_options(settings)),
             **engine,
         }
-        scenario.write_text(
-            json.dumps(
-                {
-                    "model": model,
-                    "engine": engine,
-                    "settings": settings,
-                    "phases": phases,
-                    "record_kept": record_kept,
-                    "asynchronous": asynchronous,
-                    "probes": [
-                        name if ":" in name else f"tests.gpu_path.probes:{name}"
-                        for name in probes or ()
-                    ],
-                    "calls": calls or [],
-                }
-            )
+        files.write(
+            model=model,
+            engine=engine,
+            settings=settings,
+            phases=phases,
+            record_kept=record_kept,
+            asynchronous=asynchronous,
+            probes=[
+                name if ":" in name else f"tests.gpu_path.probes:{name}" for name in probes or ()
+            ],
+            calls=calls or [],
         )
         variables = {
             "VLLM_USE_V2_MODEL_RUNNER": str(int(runner == "V2")),
             **(environment or {}),
         }
-        call = [str(scenario), str(report), str(log), variables, kernels]
+        call = [*map(str, files), variables, kernels]
         assert host.stdin is not None
         assert host.stdout is not None
         host.stdin.write(json.dumps(call) + "\n")
         host.stdin.flush()
-        code = host.stdout.readline().strip()
-        if not report.exists():
-            end = log.read_text(errors="replace")[-6000:]
-            pytest.fail(f"the engine ended with {code}:\n{end}")
-        return json.loads(report.read_text())
+        return files.read(host.stdout.readline().strip())
 
     return run
