@@ -11,6 +11,6 @@ export VLLM_CPU_KVCACHE_SPACE="${VLLM_CPU_KVCACHE_SPACE:-1}"
 # Threads that wait for others leave the core to whoever else is tested.
 export OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 cd "$root"
-# A file's tests share servers and engines, so they stay in one process.
-[[ $# -gt 0 ]] || set -- --numprocesses 2 --dist loadfile
+# A file's tests share servers and engines, so they stay in one process; tests/conftest.py orders them.
+[[ $# -gt 0 ]] || set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder
 exec .venv/bin/python -m pytest "$@"

@@ -1,4 +1,4 @@
-"""Properties are checked without a clock: machines that run tests are often busy."""
+"""Properties are checked without a clock, and files that take long come first."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import os
 import tempfile
 from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
+# Machines that run tests are often busy.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
@@ -16,3 +18,17 @@ settings.load_profile("unhurried")
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     folder = Path(tempfile.gettempdir()) / f"torchinductor_{os.getuid()}_{capability}"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+# Folders whose files take minutes. What runs at the end is short, so two processes end together.
+LONG = ("gpu_path", "engine", "cli", "evaluation", "scripts", "kernels", "benchmark")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first; with `--no-loadscope-reorder` processes take them in this order."""
+    here = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        folder = item.path.relative_to(here).parts[0]
+        return LONG.index(folder) if folder in LONG else len(LONG)
+
+    items.sort(key=place)
