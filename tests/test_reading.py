@@ -24,6 +24,7 @@ from vllm_kvcompress.kernels.page_choice import (
     choose_pages,
     highest_products,
     key_bounds,
+    reference,
     rounded_outwards,
 )
 from vllm_kvcompress.scheduling.plan import ReadPlan
@@ -244,6 +245,23 @@ def test_pages_with_the_highest_scores_are_read(
             scores.append(math.inf if nth < first or nth >= count - last else joined)
         best = sorted(range(count), key=lambda page: (scores[page], page))[count - number :]
         assert found[row, :number].tolist() == [int(table[row, page]) for page in sorted(best)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 9999))
+def test_hosts_and_devices_choose_alike(data: st.DataObject, seed: int) -> None:
+    """By scores of which many are equal, of either sign, zeros among them."""
+    torch.manual_seed(seed)
+    counts = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+    width = max(counts) + data.draw(st.integers(0, 3))
+    first, last = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2))
+    read = [data.draw(st.integers(min(first + last, count), count)) for count in counts]
+    scores = torch.randint(-3, 4, (len(counts), width)) / 2.0
+    scores = torch.where(torch.rand(scores.shape) < 0.1, -0.0, scores)
+    table = torch.randint(0, 999, scores.shape, dtype=torch.int32)
+    pages = (table, torch.tensor(counts), torch.tensor(read), Choice(max(read), first, last))
+    expected = reference.best_anywhere(scores.clone(), *pages)
+    assert torch.equal(reference.best_on_host(scores, *pages), expected)
 
 
 def readers(rule: str = "quest:0.25,global=0,local=1") -> Readers:

@@ -14,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from vllm_kvcompress.kernels.top_entries import top_entries
 
 PAGES_AT_ONCE = 4096  # whose keys are gathered together, for few queries
 QUERIES_AT_ONCE = 256  # of a sequence; a chunk of a prompt has more
@@ -142,16 +145,47 @@ def _joined(parts: Iterable[Tensor], choice: Choice, number: int) -> Tensor:
 def _best(
     scores: Tensor, page_table: Tensor, num_pages: Tensor, num_read: Tensor, choice: Choice
 ) -> Tensor:
-    """Of [S, W] scores."""
+    """Of [S, W] scores, which may be overwritten."""
+    chosen = best_on_host if scores.device.type == "cpu" else best_anywhere
+    return chosen(scores, page_table, num_pages, num_read, choice)
+
+
+def best_anywhere(
+    scores: Tensor, page_table: Tensor, num_pages: Tensor, num_read: Tensor, choice: Choice
+) -> Tensor:
+    """What `choose_pages` returns, by [S, W] fp32 scores; it does not wait for a device."""
     width, most = page_table.shape[1], choice.most
     columns, count = torch.arange(width, device=scores.device), num_pages[:, None]
     always = (columns < choice.num_first) | (columns >= count - choice.num_last)
     scores = scores.masked_fill(always, torch.inf).masked_fill_(columns >= count, -torch.inf)
-    wanted = num_read[:, None].to(torch.int64)
-    lowest = scores.topk(most, dim=1).values.gather(1, wanted - 1)
-    higher, equal = scores > lowest, scores == lowest
-    skipped = higher.sum(1, keepdim=True) + equal.sum(1, keepdim=True) - wanted
-    kept = higher | (equal & (equal.cumsum(1) > skipped))
+    kept = top_entries(scores, columns < count, num_read.to(torch.int64))
     places = torch.where(kept, kept.cumsum(1) - 1, most)
     chosen = page_table.new_zeros((len(page_table), most + 1), dtype=torch.int32)
     return chosen.scatter_(1, places, page_table.to(torch.int32))[:, :most].contiguous()
+
+
+def best_on_host(
+    scores: Tensor, page_table: Tensor, num_pages: Tensor, num_read: Tensor, choice: Choice
+) -> Tensor:
+    """As `best_anywhere`, in numpy, which overwrites the scores: reading a cache leaves nothing of
+    a program in those of the CPU, and then torch's operators take nearly twice the time.
+    """
+    import numpy as np  # not needed on GPUs
+
+    found, (rows, width) = scores.numpy(), scores.shape
+    count, read = num_pages.numpy()[:, None], num_read.numpy()
+    columns: np.ndarray[Any, np.dtype[np.int32]] = np.arange(width, dtype=np.int32)
+    found += 0.0  # one zero
+    found[:, : choice.num_first] = np.inf
+    found[columns >= count - choice.num_last] = np.inf
+    found[columns >= count] = -np.inf
+    halves = np.empty((rows, width, 2), dtype=np.int32)  # of keys; the lower one is the column
+    bits = found.view(np.int32)
+    halves[..., 0] = columns
+    np.bitwise_xor(bits, (bits >> 31) & 0x7FFFFFFF, out=halves[..., 1])
+    keys, places = halves.view(np.int64)[..., 0], width - read
+    in_order = np.partition(keys, sorted(set(places.tolist())), axis=1)
+    kept = keys >= in_order[np.arange(rows), places][:, None]
+    chosen = np.zeros((rows, choice.most), dtype=np.int32)
+    chosen[columns[: choice.most] < read[:, None]] = page_table.numpy()[kept]
+    return torch.from_numpy(chosen)
