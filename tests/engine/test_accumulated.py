@@ -7,7 +7,7 @@ import pytest
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
 
-BLOCK, HEADS, LAYERS, WINDOW = 32, 2, 3, 64
+BLOCK, HEADS, LAYERS, WINDOW, STRIDE = 32, 2, 3, 64, 4
 PROMPT, EVERY, NUM_EVENTS = 640, 64, 3
 
 
@@ -15,7 +15,8 @@ def events_by_hand(budgets: list[int]) -> list[dict[int, float]]:
     """What a head keeps with h2o where queries attend to all entries alike, and their sums.
 
     By event, down to so many entries: the kept positions and what each has received. A query that
-    sees m entries gives each of them 1 / m. Positions fit blocks, so there are no partial ones.
+    sees m entries gives each of them 1 / m, and stands for STRIDE. Positions fit blocks, so there
+    are no partial ones.
     """
     resident: dict[int, float] = {position: 0.0 for position in range(PROMPT)}
     seen_before, events = PROMPT, []
@@ -26,9 +27,10 @@ def events_by_hand(budgets: list[int]) -> list[dict[int, float]]:
             resident |= {position: 0.0 for position in range(start, start + EVERY)}
         everything = sorted(resident)
         num_new = len(everything) - seen_before if number else PROMPT
-        for nth in range(len(everything) - min(WINDOW, num_new), len(everything)):
+        last = len(everything) - 1
+        for nth in range(last, last - min(WINDOW, num_new), -STRIDE):
             for position in everything[: nth + 1]:
-                resident[position] += 1 / (nth + 1)
+                resident[position] += STRIDE / (nth + 1)
         recent = everything[-(budget // 2) :]
         others = [position for position in everything if position not in recent]
         # Of equals the later ones; sums of the same terms in another order are equal here.
@@ -51,7 +53,7 @@ def test_sums_go_on_where_the_former_event_left_them(
             "policy": policy,
             "budget": 0.5,
             "trigger": f"prompt,decode:{EVERY}",
-            "params": {"window_size": WINDOW, **cam},
+            "params": {"window_size": WINDOW, "stride": STRIDE, **cam},
         },
         record_kept=True,
     )

@@ -99,9 +99,12 @@ def corrected(output: Vector, lse: float, query: Vector, state: Vector, scale: f
 
 
 def window_mass(
-    entries: Any, num_tail: int, queries: Any, scale: float, bias: Any
+    entries: Any, num_tail: int, queries: Any, scale: float, bias: Any, stride: int = 1
 ) -> list[list[float]]:
-    """[S][capacity]: mean share of each entry in the softmax of the window's queries."""
+    """[S][capacity]: mean share of each entry in the softmax of the window's queries.
+
+    Of `stride` queries one counts, from the last one back.
+    """
     heads, window = rows_of(entries, 0), len(queries)
     group = queries.shape[1] // len(heads)
     rows = queries.double().tolist()
@@ -109,7 +112,8 @@ def window_mass(
     for s, keys in enumerate(heads):
         body = len(keys) - num_tail
         total = [0.0] * (entries.page_table.shape[1] * entries.block_size)
-        for i in range(window):
+        counting = range(window - 1, -1, -stride)
+        for i in counting:
             visible = len(keys) - (window - 1 - i)
             for g in range(group):
                 logits = [
@@ -119,7 +123,7 @@ def window_mass(
                 ]
                 weights = [math.exp(logit - max(logits)) for logit in logits]
                 for j in range(min(body, len(weights))):
-                    total[j] += weights[j] / sum(weights) / (window * group)
+                    total[j] += weights[j] / sum(weights) / (len(counting) * group)
         found.append(total)
     return found
 

@@ -19,13 +19,14 @@ MASS = "vllm_kvcompress.kernels.window_mass.window_mass_triton.window_mass"
 
 @pytest.mark.parametrize("num_tail", [0, 2, 3])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_twin_is_the_oracle(num_tail: int, with_bias: bool) -> None:
+@pytest.mark.parametrize("stride", [1, 3])
+def test_twin_is_the_oracle(num_tail: int, with_bias: bool, stride: int) -> None:
     """A head shorter than the window, too; the bias is longer than some heads."""
     entries = make_entries([3, 17, 8], block_size=4, head_size=8)
     queries = random(5, 6, 8)
     bias = random(3, entries.capacity) if with_bias else None
-    mass = reference.window_mass(PagedKV.of(entries, num_tail), queries, 0.3, bias)
-    expected = torch.tensor(oracles.window_mass(entries, num_tail, queries, 0.3, bias))
+    mass = reference.window_mass(PagedKV.of(entries, num_tail), queries, 0.3, bias, stride)
+    expected = torch.tensor(oracles.window_mass(entries, num_tail, queries, 0.3, bias, stride))
     assert_close(mass, expected, torch.float32)
     assert expected.any()
 
@@ -37,10 +38,12 @@ def check(
     window: int,
     group: int,
     bias: torch.Tensor | None = None,
+    stride: int = 1,
 ) -> None:
     num_heads = entries.num_sequences
     queries = random(window, num_heads * group, entries.head_size, dtype=backend.dtype)
     arguments = (PagedKV.of(entries, num_tail), queries, 2 * entries.head_size**-0.5, bias)
+    arguments = (*arguments, stride)
     expected = backend.twin(reference.window_mass, *arguments)
     mass = backend.call(MASS, *arguments)
     # Shares of an attention of some hundred entries: compared relative to their sum of 1.
@@ -91,6 +94,12 @@ def test_more_rows_than_a_program_takes(backend: Backend) -> None:
     check(backend, make_entries([50, 33], dtype=backend.dtype), 3, 45, 4)
 
 
+def test_one_query_of_some(backend: Backend) -> None:
+    """Before all entries of a head, too; a window that is no multiple of the stride."""
+    entries = make_entries([50, 33], dtype=backend.dtype)
+    check(backend, entries, 3, 45, 2, random(2, entries.capacity), stride=4)
+
+
 def test_more_entries_than_a_split_has(backend: Backend) -> None:
     """Partial sums of several programs become one softmax."""
     entries = make_entries([1300], dtype=backend.dtype)
@@ -98,19 +107,20 @@ def test_more_entries_than_a_split_has(backend: Backend) -> None:
 
 
 def test_windows_that_end_together(backend: Backend) -> None:
-    """As each by itself; longer than a head, too."""
+    """As each by itself; longer than a head, too, and some with a stride."""
     entries = make_entries([70, 20, 3], dtype=backend.dtype)
     queries = random(23, 6, entries.head_size, dtype=backend.dtype)
     arguments = (PagedKV.of(entries, 2), queries, 0.2)
+    windows = (23, 1), (4, 1), (20, 3)
     found = {
-        "twin": backend.twin(reference.window_masses, *arguments, (23, 4)),
-        "kernel": backend.call(f"{MASS}es", *arguments, (23, 4)),
+        "twin": backend.twin(reference.window_masses, *arguments, windows),
+        "kernel": backend.call(f"{MASS}es", *arguments, windows),
     }
-    for size, nth in ((23, 0), (4, 1)):
-        alone = (arguments[0], queries[-size:], 0.2)
+    for nth, (size, stride) in enumerate(windows):
+        alone = (arguments[0], queries[-size:], 0.2, None, stride)
         expected = backend.twin(reference.window_mass, *alone)
         for name, masses in found.items():
-            assert masses.shape == (2, *expected.shape), name
+            assert masses.shape == (3, *expected.shape), name
             assert_close(100 * masses[nth], 100 * expected, backend.dtype)
 
 

@@ -152,8 +152,8 @@ def test_tova_s_scope_may_be_a_head() -> None:
         assert row.tolist() == pytest.approx(oracles.mass(head), abs=1e-6)
 
 
-@pytest.mark.parametrize("former", [False, True])
-def test_h2o_by_count_is_the_mean_over_queries_that_saw_an_entry(former: bool) -> None:
+@pytest.mark.parametrize(("former", "stride"), [(False, 1), (True, 1), (True, 4)])
+def test_h2o_by_count_is_the_mean_over_queries_that_saw_an_entry(former: bool, stride: int) -> None:
     """Of this event, and of former ones if there were any."""
     shape, window = Shape(pages=(4, 6), tail=2), 9
     view = make_view(shape, window)
@@ -161,14 +161,17 @@ def test_h2o_by_count_is_the_mean_over_queries_that_saw_an_entry(former: bool) -
     if former:
         before = torch.rand(2, view.num_entries), 1.0 + torch.arange(24.0).expand(2, -1)
         view = replace(view, accumulated=before[0], observed=before[1])
-    pipeline = resolve("h2o", {"window_size": window, "normalize_by_count": "on"})
+    params = {"window_size": window, "normalize_by_count": "on", "stride": stride}
+    pipeline = resolve("h2o", params)
     merged = compress_layer(pipeline, view, 6).merged
     view = replace(view, accumulated=merged.accumulated, observed=merged.observed)
     rows = own(pipeline.scorer.score(view), shape)
     for h, (row, head) in enumerate(zip(rows, oracles.heads_of(view), strict=True)):
         end = head.size + head.num_tail
-        for j, mean in enumerate(oracles.mass(head)):
-            seen = sum(query >= j for query in range(end - window, end)) + float(before[1][h, j])
+        counting = range(end - 1, end - 1 - window, -stride)
+        for j, mean in enumerate(oracles.mass(head, stride)):
+            seen = sum(query >= j for query in counting) * window / len(counting)
+            seen += float(before[1][h, j])
             total = window * mean + float(before[0][h, j])
             assert float(row[j]) == pytest.approx(total / seen, abs=1e-5)
 

@@ -58,7 +58,7 @@ def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selec
         Page counts and kept entries, in position order within each head.
     """
     if pipeline.needs.accumulated:
-        view = _observed(view, counted=pipeline.needs.observed)
+        view = _observed(view, pipeline.needs.stride, counted=pipeline.needs.observed)
     scores = pipeline.scorer.score(view)
     page_counts = pipeline.allocator.head_pages(view, scores, totals.pages, totals.floors)
     kept = page_counts * view.block_size
@@ -69,16 +69,17 @@ def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selec
     return Selection(page_counts, indices, replace(merged, **unchanged))
 
 
-def _observed(view: LayerView, counted: bool) -> LayerView:
+def _observed(view: LayerView, stride: int, counted: bool) -> LayerView:
     """The view with this event's queries' attention added to what was accumulated before.
 
     What the tail's tokens receive is not remembered: they become entries at a later event.
 
     Args:
         view: the layer.
+        stride: of so many queries one stands for all.
         counted: also counts the queries; each sees what is not behind it.
     """
-    mass, num_queries = observed_mass(view), view.queries.shape[0]
+    mass, num_queries = observed_mass(view, stride), view.queries.shape[0]
     mass *= num_queries
     if view.accumulated is not None:
         mass += view.accumulated
@@ -86,7 +87,8 @@ def _observed(view: LayerView, counted: bool) -> LayerView:
         return replace(view, accumulated=mass)
     nth = torch.arange(view.num_entries, device=view.device)
     since = (view.lengths + view.kv.tails)[:, None] - nth
-    seen_by = since.clamp(0, num_queries).float()
+    counting = torch.div(since.clamp(0, num_queries) + stride - 1, stride, rounding_mode="floor")
+    seen_by = counting * (num_queries / max(1, math.ceil(num_queries / stride)))
     if view.observed is not None:
         seen_by += view.observed
     return replace(view, accumulated=mass, observed=seen_by)

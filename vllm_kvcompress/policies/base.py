@@ -125,6 +125,7 @@ class Needs:
         rotary: how keys and queries are rotated.
         accumulated: the attention that entries have received, event after event.
         observed: how many queries that was from.
+        stride: of so many observed queries one is added up, from the last one back.
         running: what a merger adds up of entries, event after event.
     """
 
@@ -137,6 +138,7 @@ class Needs:
     rotary: bool = False
     accumulated: bool = False
     observed: bool = False
+    stride: int = 1
     running: bool = False
 
     def joined(self, other: Needs) -> Needs:

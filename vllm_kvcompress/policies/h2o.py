@@ -5,15 +5,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
-from vllm_kvcompress.policies.parts.mass import accumulated_mass, mean_accumulated_mass
+from vllm_kvcompress.policies.parts.mass import (
+    accumulated_mass,
+    mean_accumulated_mass,
+    stride_of_sums,
+)
 
 
 @dataclass(frozen=True)
 class H2O(Policy):
     """Attention that a token has received, added up event after event.
 
-    Of each event only the last `window_size` queries are observed; the paper adds up all. A sum
-    favours tokens that more queries could see; normalised by their number it is a mean (kvpress).
+    Of each event only the last `window_size` queries are observed, and of `stride` of these one
+    stands for all; the paper adds up all. A sum favours tokens that more queries could see;
+    normalised by their number it is a mean (kvpress).
     """
 
     name = "h2o"
@@ -21,7 +26,8 @@ class H2O(Policy):
     paper = "H2O: Heavy-Hitter Oracle for Efficient Generative Inference, arXiv 2306.14048"
     summary = "Heavy hitters, and recent tokens."
     stages = Stages(
-        score="attention accumulated over the last window_size queries of every event",
+        score="attention accumulated over one in stride of the last window_size queries of every "
+        "event",
         protect="the most recent recent_fraction of the budget",
         allocate="the same for every layer and head",
         select="highest score",
@@ -34,12 +40,13 @@ class H2O(Policy):
     normalize_by_count: str = parameter(
         "off", "whether sums are divided by how many queries saw a token", choices=("off", "on")
     )
+    stride: int = stride_of_sums()
 
     @property
     def needs(self) -> Needs:
         """The last queries, and what earlier ones have added."""
         by_count = self.normalize_by_count == "on"
-        return Needs(window_size=self.window_size, accumulated=True, observed=by_count)
+        return Needs(self.window_size, accumulated=True, observed=by_count, stride=self.stride)
 
     @property
     def protection(self) -> Protection:

@@ -7,13 +7,16 @@ import math
 from tests.policies.oracles.heads import Head, Vector, dot, norm
 
 
-def mass(head: Head) -> Vector:
-    """Mean attention of the window's queries to each entry of the full blocks."""
+def mass(head: Head, stride: int = 1) -> Vector:
+    """Mean attention of the window's queries to each entry, of one in `stride` from the last on."""
     everything = head.keys + head.tail_keys
     window = len(head.queries)
-    total = [0.0] * head.size
+    total, count = [0.0] * head.size, 0
     for i, members in enumerate(head.queries):
         visible = len(everything) - (window - 1 - i)
+        if (window - 1 - i) % stride:
+            continue
+        count += len(members)
         if visible <= 0:
             continue
         for query in members:
@@ -23,8 +26,7 @@ def mass(head: Head) -> Vector:
             whole = sum(exps)
             for j in range(min(visible, head.size)):
                 total[j] += exps[j] / whole
-    count = window * len(head.queries[0]) if head.queries else 1
-    return [value / count for value in total]
+    return [value / max(1, count) for value in total]
 
 
 def perturbation(head: Head, variant: str) -> Vector:

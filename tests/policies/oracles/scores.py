@@ -34,7 +34,7 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
     if base == "expected":
         width = max(head.size + head.num_tail for head in heads)
         return [expected(head, width, params) for head in heads]
-    masses = [mass(head) for head in heads]
+    masses = [mass(head, params.get("stride", 1)) for head in heads]
     if base in ("h2o", "d2o", "momentkv", *LINKING):
         return masses
     if base == "tova":
@@ -51,7 +51,8 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
 def higher_rank(head: Head, params: dict[str, Any]) -> Vector:
     """Spans: by all queries that are observed, by the last of them, pooled, or by the key."""
     last = replace(head, queries=head.queries[-params["near_size"] :])
-    rows = [mass(head), passages(last, mass(last), params["num_after"], params["num_before"])]
+    near = passages(last, mass(last), params["num_after"], params["num_before"])
+    rows = [mass(head, params["stride"]), near]
     bare = replace(head, queries=[])
     rows.append(pooled(bare, leverage(head, params["keys"]), params["key_kernel_size"], "max"))
     return [float(max(rank_of(j, row) for row in rows)) for j in range(head.size)]

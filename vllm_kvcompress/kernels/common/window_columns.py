@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,7 +30,8 @@ class WindowColumns:
         places: [H, C] index into entries and tail together; None: columns are these as they lie.
         bias: [H, C] added to logits, hides what is no token; None: nothing is added.
         seeing: [H, w] fp32, 0 for a query that sees nothing.
-        later: [w, w - 1] added to the window's own columns, hides what a query may not see.
+        behind: positions from each query to the last one.
+        later: [w, behind[0]] added to the window's own columns, hides what a query may not see.
         num_entries: n.
     """
 
@@ -37,6 +39,7 @@ class WindowColumns:
     places: Tensor | None
     bias: Tensor | None
     seeing: Tensor
+    behind: Sequence[int]
     later: Tensor
     num_entries: int
 
@@ -44,15 +47,23 @@ class WindowColumns:
     def of(
         cls,
         view: KVView,
-        num_queries: int,
+        behind: Sequence[int],
         entry_bias: Tensor | None = None,
     ) -> WindowColumns:
-        """For a layer, and a bias [H, n] of its entries, if they have one."""
+        """For a layer.
+
+        Args:
+            view: the layer.
+            behind: as above; from the oldest query to the last, which is 0 behind itself.
+            entry_bias: [H, n] of the entries, if they have one.
+        """
         device, lengths, num_entries = view.device, view.lengths[:, None], view.capacity
         total = lengths + view.tails[:, None]
-        num_columns = max(num_entries + view.num_tail, num_queries - 1)
-        seeing = (total > torch.arange(num_queries - 1, -1, -1, device=device)).float()
-        later = torch.full((num_queries, num_queries - 1), HIDDEN, device=device).triu_()
+        num_columns = max(num_entries + view.num_tail, behind[0])
+        away = torch.tensor(behind, device=device)
+        seeing = (total > away).float()
+        own = torch.arange(behind[0], 0, -1, device=device)
+        later = (own <= away[:, None]) * HIDDEN
         places, bias = None, None
         if entry_bias is not None:
             bias = functional.pad(entry_bias, (0, view.num_tail))
@@ -66,7 +77,7 @@ class WindowColumns:
                 else bias.gather(1, places)
             )
             bias = bias.masked_fill_(nth < 0, HIDDEN)
-        return cls(num_columns, places, bias, seeing, later, num_entries)
+        return cls(num_columns, places, bias, seeing, behind, later, num_entries)
 
     def seen(self, heads: slice, entries: Tensor, tail: Tensor) -> Tensor:
         """[heads, C, D] fp32 rows of the columns, from those of entries and of the tail."""
@@ -87,10 +98,10 @@ class WindowColumns:
             scale: softmax scale.
             out: any numbers, at least as many as are returned.
         """
-        num_all, num_rows = self.later.shape[0], rows.stop - rows.start
-        group = queries.shape[1] // num_all
+        first, last = self.behind[rows.start], self.behind[rows.stop - 1]
+        group = queries.shape[1] // len(self.behind)
         mine = queries[:, rows.start * group : rows.stop * group]
-        keys = keys[:, : self.num_columns - (num_all - rows.stop)]
+        keys = keys[:, : self.num_columns - last]
         shape = (*mine.shape[:2], keys.shape[1])
         out = out[: math.prod(shape)].view(shape)
         if self.bias is None:
@@ -98,8 +109,9 @@ class WindowColumns:
         else:
             bias = self.bias[heads, None, : shape[2]]
             torch.baddbmm(bias, mine, keys.mT, alpha=scale, out=out)
-        own = out.unflatten(1, (-1, group))[..., shape[2] - num_rows + 1 :]
-        own += self.later[:num_rows, None, : num_rows - 1]
+        own = slice(self.behind[0] - first, self.behind[0] - last)
+        seen = out.unflatten(1, (-1, group))[..., shape[2] - first + last :]
+        seen += self.later[rows, None, own]
         return out
 
     def fold(self, heads: slice, sums: Tensor) -> Tensor:

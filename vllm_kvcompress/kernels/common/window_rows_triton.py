@@ -64,12 +64,16 @@ def window_rows(
     length,
     stride_w,
     stride_h,
+    spacing,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Rows from `start` on: [ROWS, DIMS] queries, and how many entries each one sees."""
+    """Rows from `start` on: [ROWS, DIMS] queries, and how many entries each one sees.
+
+    Queries are `spacing` positions apart.
+    """
     row = start + tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
     nth = row // GROUP
@@ -80,7 +84,7 @@ def window_rows(
         mask=inside[:, None] & (dims < HEAD_SIZE)[None, :],
         other=0.0,
     )
-    visible = tl.where(inside, length - (num_queries - 1 - nth), 0)
+    visible = tl.where(inside, length - (num_queries - 1 - nth) * spacing, 0)
     return query, visible
 
 

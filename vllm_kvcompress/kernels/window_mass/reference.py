@@ -7,7 +7,9 @@ heads per KV head, D = head size, n = entries, w = queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +22,18 @@ from vllm_kvcompress.kernels.common.tiles import (
 )
 from vllm_kvcompress.kernels.common.window_columns import WindowColumns, by_head
 
+Window = tuple[int, int]  # how many of the last queries, and of how many of these one counts
+Numbers = np.ndarray[Any, np.dtype[Any]]
+TILE_QUERIES = 64  # at most, so that earlier ones leave out columns that only later ones see
 
-def window_mass(view: KVView, queries: Tensor, scale: float, bias: Tensor | None = None) -> Tensor:
+
+def window_mass(
+    view: KVView,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    stride: int = 1,
+) -> Tensor:
     """Mean attention of the last queries to each entry (SnapKV's observation window).
 
     A softmax over everything that a query sees: the valid entries, the tail, and among the last
@@ -33,19 +45,20 @@ def window_mass(view: KVView, queries: Tensor, scale: float, bias: Tensor | None
         queries: [w, H * G, D] last queries, oldest first, in the cache's type.
         scale: softmax scale.
         bias: [H, n] fp32 added to the logits of the full blocks' entries; None: nothing.
+        stride: of so many queries one counts, from the last one back.
 
     Returns:
-        [H, n] fp32, mean over the window and the group; at most 1 in sum, 0 behind the lengths.
-        Zeros if w is 0.
+        [H, n] fp32, mean over the queries that count and the group; at most 1 in sum, 0 behind the
+        lengths. Zeros if w is 0.
     """
-    return window_masses(view, queries, scale, (len(queries),), bias)[0]
+    return window_masses(view, queries, scale, [(len(queries), stride)], bias)[0]
 
 
 def window_masses(
     view: KVView,
     queries: Tensor,
     scale: float,
-    sizes: Sequence[int],
+    windows: Sequence[Window],
     bias: Tensor | None = None,
 ) -> Tensor:
     """Of several windows that end together, at once; as `window_mass`.
@@ -55,49 +68,59 @@ def window_masses(
 
     Args:
         view, queries, scale, bias: as there.
-        sizes: of the windows, at most w.
+        windows: size, at most w, and stride of each.
 
     Returns:
         [windows, H, n] fp32.
     """
-    num_heads, num_entries, num_queries = view.num_heads, view.capacity, len(queries)
-    shape = (num_heads, len(sizes), num_entries)
+    num_heads, num_entries = view.num_heads, view.capacity
+    shape = (num_heads, len(windows), num_entries)
     masses = torch.zeros(shape, dtype=torch.float32, device=view.device)
-    if num_queries == 0 or num_entries == 0:
+    if len(queries) == 0 or num_entries == 0:
         return masses.transpose(0, 1)
+    behind, parts = _counted(windows)
     keys, tail_keys = view.keys(), view.tail_keys()
-    columns = WindowColumns.of(view, num_queries, bias)
-    grouped = by_head(queries, num_heads)
-    group = grouped.shape[1] // num_queries
-    counted = _counted(columns.seeing, sizes, group)
-    row_bytes = 4 * group * columns.num_columns
-    slices = head_slices(num_heads, num_queries * row_bytes, view.device)
-    tile = max(1, cached_bytes(view.device) // (row_bytes * slices[0].stop))
-    room = masses.new_empty(slices[0].stop * min(tile, num_queries) * row_bytes // 4)
+    columns = WindowColumns.of(view, behind.tolist(), bias)
+    grouped = by_head(_rows(queries, behind), num_heads)
+    num_queries, group = len(behind), queries.shape[1] // num_heads
+    weights = columns.seeing[:, None] * torch.from_numpy(parts / group).to(view.device)
+    weights = weights.repeat_interleave(group, dim=2)
+    row_bytes, at_once = 4 * group * columns.num_columns, min(num_queries, TILE_QUERIES)
+    slices = head_slices(num_heads, at_once * row_bytes, view.device)
+    at_once = min(at_once, max(1, cached_bytes(view.device) // (row_bytes * slices[0].stop)))
+    room = masses.new_empty(slices[0].stop * at_once * row_bytes // 4)
     exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
     for heads in slices:
         head_keys = columns.seen(heads, finite(keys[heads], view.valid[heads]), tail_keys[heads])
-        sums = masses.new_zeros(len(head_keys), len(sizes), columns.num_columns)
-        for start in range(0, num_queries, tile):
-            rows = slice(start, min(start + tile, num_queries))
+        sums = masses.new_zeros(len(head_keys), len(windows), columns.num_columns)
+        for start in range(0, num_queries, at_once):
+            rows = slice(start, min(start + at_once, num_queries))
             with exact_bf16_products(exact):
                 logits = columns.logits(heads, rows, grouped[heads], head_keys, scale, room)
             torch.softmax(logits, dim=2, out=logits)
-            mine = counted[heads, :, rows.start * group : rows.stop * group]
-            sums[..., : logits.shape[2]].baddbmm_(mine, logits)
+            # Windows of a few queries have no part in most tiles.
+            counting = 1 + int(np.flatnonzero(parts[:, rows].any(axis=1))[-1])
+            mine = weights[heads, :counting, rows.start * group : rows.stop * group]
+            sums[:, :counting, : logits.shape[2]].baddbmm_(mine, logits)
         masses[heads] = columns.fold(heads, sums)
     return masses.transpose(0, 1)
 
 
-def _counted(seeing: Tensor, sizes: Sequence[int], group: int) -> Tensor:
-    """[H, windows, w * G] what a query's attention counts for in the mean of each window.
+def _counted(windows: Sequence[Window]) -> tuple[Numbers, Numbers]:
+    """Positions behind them of the queries that count, oldest first, and how much each one does.
 
-    Args:
-        seeing: [H, w] 0 for a query that sees nothing.
-        sizes: of the windows.
-        group: G.
+    Returns:
+        [m] int64, and [windows, m] fp32 their parts of each window's mean.
     """
-    parts = torch.zeros(len(sizes), seeing.shape[1], device=seeing.device)
-    for part, size in zip(parts, sizes, strict=True):
-        part[len(part) - size :] = 1 / (size * group)
-    return (seeing[:, None] * parts).repeat_interleave(group, dim=2)
+    behind = np.arange(max(size for size, _ in windows))[::-1]
+    counts = np.stack([(behind < size) & (behind % stride == 0) for size, stride in windows])
+    used = counts.any(axis=0)
+    parts = counts[:, used] / counts.sum(axis=1, keepdims=True)
+    return behind[used], parts.astype(np.float32)
+
+
+def _rows(queries: Tensor, behind: Numbers) -> Tensor:
+    """[m, H * G, D] the queries that lie so far behind the last one."""
+    if len(behind) == len(queries):
+        return queries
+    return queries[torch.from_numpy(len(queries) - 1 - behind).to(queries.device)]

@@ -32,11 +32,12 @@ from vllm_kvcompress.kernels.common.window_rows_triton import (
     window_logits,
     window_rows,
 )
+from vllm_kvcompress.kernels.window_mass.reference import Window
 
 SPLIT_TILES = 8  # that a program of the first pass reads: enough programs for prompts of 8k tokens
 
 
-@kernel(*CHANGING, "sums_stride_s", "sums_stride_r")
+@kernel(*CHANGING, "spacing", "sums_stride_s", "sums_stride_r")
 def _row_sums_kernel(
     queries,
     pages,
@@ -49,6 +50,7 @@ def _row_sums_kernel(
     bias_width,
     stride_w,
     stride_h,
+    spacing,
     page_stride,
     table_stride,
     bias_stride,
@@ -78,6 +80,7 @@ def _row_sums_kernel(
         length,
         stride_w,
         stride_h,
+        spacing,
         GROUP,
         ROWS,
         HEAD_SIZE,
@@ -122,7 +125,7 @@ def _row_sums_kernel(
     tl.store(sums + place, natural, mask=row < num_queries * GROUP)
 
 
-@kernel(*CHANGING, "capacity")
+@kernel(*CHANGING, "spacing", "capacity")
 def _column_sums_kernel(
     queries,
     pages,
@@ -137,6 +140,7 @@ def _column_sums_kernel(
     capacity,
     stride_w,
     stride_h,
+    spacing,
     page_stride,
     table_stride,
     bias_stride,
@@ -171,6 +175,7 @@ def _column_sums_kernel(
                 length,
                 stride_w,
                 stride_h,
+                spacing,
                 GROUP,
                 ROWS,
                 HEAD_SIZE,
@@ -208,9 +213,12 @@ def window_mass(
     queries: Tensor,
     scale: float,
     bias: Tensor | None = None,
+    stride: int = 1,
 ) -> Tensor:
     """As `reference.window_mass`, in Triton."""
     entries = paged(view).entries
+    if stride > 1:
+        queries = queries[(len(queries) - 1) % stride :: stride]
     check_window(entries, queries)
     _check_bias(entries, bias)
     num_heads, capacity = entries.num_sequences, entries.capacity
@@ -232,6 +240,7 @@ def window_mass(
     strides = (
         queries.stride(0),
         queries.stride(1),
+        stride,
         entries.pages.stride(0),
         entries.page_table.stride(0),
         0 if bias is None else bias.stride(0),
@@ -288,12 +297,16 @@ def window_masses(
     view: KVView,
     queries: Tensor,
     scale: float,
-    sizes: Sequence[int],
+    windows: Sequence[Window],
     bias: Tensor | None = None,
 ) -> Tensor:
     """As `reference.window_masses`, one after the other."""
-    first = [len(queries) - size for size in sizes]
-    return torch.stack([window_mass(view, queries[nth:], scale, bias) for nth in first])
+    num_queries = len(queries)
+    masses = [
+        window_mass(view, queries[num_queries - size :], scale, bias, stride)
+        for size, stride in windows
+    ]
+    return torch.stack(masses)
 
 
 def _check_bias(entries: PagedEntries, bias: Tensor | None) -> None:

@@ -33,7 +33,7 @@ def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: st
         return result
     group = queries.shape[1] // num_heads
     grouped = by_head(queries, num_heads)
-    columns = WindowColumns.of(view, num_queries)
+    columns = WindowColumns.of(view, range(num_queries - 1, -1, -1))
     row_size = group * columns.num_columns
     slices = head_slices(num_heads, 4 * 4 * num_queries * row_size, view.device)
     tile = max(1, tile_bytes(view.device) // (4 * 4 * row_size * slices[0].stop))

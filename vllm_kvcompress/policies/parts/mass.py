@@ -4,25 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.pooling import max_or_mean_pool
-from vllm_kvcompress.kernels.window_mass import window_mass, window_masses
+from vllm_kvcompress.kernels.window_mass import Window, window_mass, window_masses
 from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.parts.parameters import parameter
 
 
-def observed_mass(view: LayerView) -> Tensor:
-    """[H, n] fp32 mean attention of the observed queries to each entry."""
-    return window_mass(view.kv, view.queries, view.scale, view.bias)
+def stride_of_sums() -> Any:
+    """A parameter of all that add up the attention of many queries."""
+    return parameter(4, "of so many of them one counts, from the last one back", minimum=1)
 
 
-def observed_masses(view: LayerView, *sizes: int) -> Tensor:
-    """[windows, H, n] the same of the last so many of the queries, or of all if these are fewer."""
-    counts = [min(size, len(view.queries)) for size in sizes]
-    return window_masses(view.kv, view.queries, view.scale, counts, view.bias)
+def observed_mass(view: LayerView, stride: int = 1) -> Tensor:
+    """[H, n] fp32 mean attention of the observed queries to each entry.
+
+    Args:
+        view: the layer.
+        stride: of so many queries one counts, from the last one back.
+    """
+    return window_mass(view.kv, view.queries, view.scale, view.bias, stride)
+
+
+def observed_masses(view: LayerView, *windows: Window) -> Tensor:
+    """[windows, H, n] the same of several sizes, or of all queries if these are fewer.
+
+    Args:
+        view: the layer.
+        windows: size and stride of each.
+    """
+    there = [(min(size, len(view.queries)), stride) for size, stride in windows]
+    return window_masses(view.kv, view.queries, view.scale, there, view.bias)
 
 
 def accumulated_mass(view: LayerView, window_size: int) -> Tensor:
