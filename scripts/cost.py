@@ -43,6 +43,7 @@ POLICIES = [
     "adakv+criticalkv",
     "adakv+criticalkv:l2",
     "spans",
+    "spans+headkv",
 ]
 PROFILES = {"headkv": "headkv.json", "duoattention": "duo/pattern.tsv"}
 
@@ -87,8 +88,9 @@ def settings_of(name: str, model: str) -> dict[str, Any] | None:
     settings: dict[str, Any] = {"policy": policy, "budget": int(budget) if budget else 0.25}
     if norm:
         settings["params"] = {"norm": norm}
-    if policy in PROFILES:
-        settings["profile"] = str(Path(model) / PROFILES[policy])
+    profile = PROFILES.get(policy.split("+")[-1])
+    if profile is not None:
+        settings["profile"] = str(Path(model) / profile)
     return settings
 
 
@@ -208,7 +210,7 @@ def ratios(samples: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, fl
         table[name] = {
             "throughput": statistics.median(r["throughput"] / s["throughput"] for r, s in pairs),
             "step": statistics.median(r["step"] / s["step"] for r, s in pairs),
-            "event_share": statistics.median(r["event"] / r["prefill"] for r in runs),
+            "event_share": statistics.median(r["event"] / s["prefill"] for r, s in pairs),
             "event_ms": 1000 * statistics.median(r["event"] for r in runs),
             "prefill_ms": 1000 * statistics.median(r["prefill"] for r in runs),
             "step_ms": 1000 * statistics.median(r["step"] for r in runs),

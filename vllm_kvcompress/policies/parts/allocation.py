@@ -57,6 +57,11 @@ class Allocator:
             total: [R] int64 pages of each request: the sum over its heads.
             floor: [R] int64 least pages of a head, where it has them.
         """
+        lengths = view.by_request(view.lengths)
+        if lengths.device.type == "cpu" and bool((lengths == lengths[:, :1]).all()):
+            # As before any other event, in a tenth of the operators.
+            whole, rest = total[:, None] // lengths.shape[1], total[:, None] % lengths.shape[1]
+            return (whole + (torch.arange(lengths.shape[1]) < rest)).flatten()
         return divide(view, torch.ones_like(view.lengths, dtype=torch.float32), total, floor)
 
 
