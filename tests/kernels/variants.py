@@ -14,6 +14,7 @@ import triton
 from tests import event_cases, test_event_batches
 from tests.event_cases import GROUP, HEAD_SIZE, NUM_HEADS, Request, make_pool
 from tests.kernels.events import only_triton
+from tests.policies import cases
 from tests.policies.cases import Shape, make_pipeline
 from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
@@ -79,6 +80,8 @@ def not_warmed_up(
         directory: for profiles.
     """
     launch_triton.kernel = noting_kernel
+    for module in (cases, event_cases, test_event_batches):
+        module.NUM_LAYERS = 1  # others launch the same
     event_cases.BLOCK_SIZE = test_event_batches.BLOCK_SIZE = shape.block_size
     pipeline = make_pipeline(policy, shape, directory, **params)
     courses = [("fraction", (280, 411)), ("tokens", (165,))]
