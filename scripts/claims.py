@@ -13,219 +13,21 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.merging.moments import unpack_moments
-from vllm_kvcompress.kernels.merging.moments.reference import corrected, split_moments
+from claim_parts.criticalkv import alphas, assumption, budgets, criticalkv, hidden
+from claim_parts.look import Look, pipeline_of
+from claim_parts.momentkv import expansion, momentkv, remainders
 from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
-from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.parts.mass import observed_mass
-from vllm_kvcompress.tools.evaluation.attention_parts import (
-    AttentionParts,
-    attend_in_parts,
-    estimate_cosine,
-    gap_cosine,
-    projected_error,
-    relative_error,
-)
-from vllm_kvcompress.tools.evaluation.dense import DenseLayer, DenseModel, Kept, compress
+from vllm_kvcompress.tools.evaluation.attention_parts import relative_error
 from vllm_kvcompress.tools.evaluation.items import Item, load_texts
+from vllm_kvcompress.tools.evaluation.masked import MaskedModel
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_prompt
-
-QUERY_STRIDE = 8  # every eighth later query is looked at
-WINDOW = 32
-
-
-@dataclass
-class Look:
-    """A layer after its first tokens were compressed.
-
-    Attributes:
-        layer: the whole.
-        num_tokens: that are compressed.
-    """
-
-    layer: DenseLayer
-    num_tokens: int
-
-    def __post_init__(self) -> None:
-        self._kept: dict[Any, Kept] = {}
-
-    def kept(self, policy: str, budget: float, **params: Any) -> Kept:
-        """What a policy keeps; decided once."""
-        key = (policy, budget, *params.items())
-        if key not in self._kept:
-            pipeline = pipeline_of(policy, tuple(params.items()))
-            self._kept[key] = compress(pipeline, self.layer, self.num_tokens, budget)
-        return self._kept[key]
-
-    def positions(self, observed: bool = False) -> Tensor:
-        """Of the queries looked at: later ones, or the window's own that scores come from."""
-        if observed:
-            return torch.arange(self.num_tokens - WINDOW, self.num_tokens)
-        return torch.arange(self.num_tokens, len(self.layer.queries), QUERY_STRIDE)
-
-    def queries(self, observed: bool = False) -> Tensor:
-        """[m, H * G, D], times the scale."""
-        return self.layer.queries[self.positions(observed)] * self.layer.scale
-
-    def parts(self, mask: Tensor, observed: bool = False) -> AttentionParts:
-        """Attention to some of the compressed tokens ([H, n] bool), and to all later ones."""
-        layer = self.layer
-        later = layer.keys.shape[1] - self.num_tokens
-        kept = torch.nn.functional.pad(mask, (0, later), value=True)
-        queries = self.queries(observed), self.positions(observed)
-        return attend_in_parts(*queries, layer.keys, layer.values, kept)
-
-    def outputs(self, kept: Kept) -> tuple[Tensor, AttentionParts]:
-        """What attention gives after a policy, its merger included; and the parts."""
-        parts, merged, layer = self.parts(kept.mask), kept.merged, self.layer
-        if merged.state is not None:
-            return self._corrected(parts, merged.state), parts
-        if merged.keys is None and merged.values is None:
-            return parts.kept, parts
-        keys, values = layer.keys.clone(), layer.values.clone()
-        bias = torch.zeros(keys.shape[:2])
-        for whole, some in ((keys, merged.keys), (values, merged.values), (bias, merged.bias)):
-            if some is not None:
-                whole[:, : self.num_tokens] = some
-        later = keys.shape[1] - self.num_tokens
-        mask = torch.nn.functional.pad(kept.mask, (0, later), value=True)
-        asked = self.queries(), self.positions()
-        return attend_in_parts(*asked, keys, values, mask, bias=bias).kept, parts
-
-    def moments(self, kept: Kept) -> Tensor:
-        """[H, moment_size] of what was evicted."""
-        assert kept.merged.state is not None
-        return unpack_moments(kept.merged.state, self.layer.keys.shape[2])
-
-    def _corrected(self, parts: AttentionParts, state: Tensor) -> Tensor:
-        layer = self.layer
-        groups = (len(layer.keys), -1)
-        by_head = [
-            part.transpose(0, 1).unflatten(0, groups)
-            for part in (parts.kept, parts.lse, layer.queries[self.positions()])
-        ]
-        moments = unpack_moments(state, layer.keys.shape[2])
-        outputs = corrected(*by_head, moments, layer.scale)
-        return outputs.flatten(0, 1).transpose(0, 1)
-
-
-@cache
-def pipeline_of(policy: str, params: tuple[tuple[str, Any], ...]) -> Pipeline:
-    return resolve(policy, dict(params))
-
-
-def criticalkv(look: Look) -> Iterator[tuple[str, Tensor]]:
-    """Section 4.5: the L1 norm of what is lost behind W_O, with and without `criticalkv`."""
-    weight = look.layer.output_weight
-
-    def lost(policy: str, budget: float, observed: bool = False, **params: Any) -> Tensor:
-        if "criticalkv" in policy:
-            params = {"norm": "l1", **params}
-        parts = look.parts(look.kept(policy, budget, **params).mask, observed)
-        return projected_error(parts.kept, parts, weight).mean(dim=0)
-
-    for base, budgets in (("snapkv", (0.1, 0.25, 0.5)), ("adakv", (0.25, 0.5))):
-        for budget in budgets:
-            for policy in (base, f"{base}+criticalkv"):
-                yield f"l1/{policy}@{budget:g}", lost(policy, budget)
-    for policy in ("snapkv", "snapkv+criticalkv"):
-        yield f"l1-observed/{policy}@0.25", lost(policy, 0.25, observed=True)
-        yield f"l1-plain/{policy}@0.25", lost(policy, 0.25, kernel_size=1)
-        yield f"l1-plain-observed/{policy}@0.25", lost(policy, 0.25, True, kernel_size=1)
-    for name, value in (("alpha", 0.0), ("epsilon", 0.0), ("guard", "on"), ("weights", "exact")):
-        policy = "snapkv+criticalkv"
-        yield f"l1-{name}-{value}/{policy}@0.25", lost(policy, 0.25, **{name: value})
-    both = [look.kept("snapkv", 0.25).mask, look.kept("snapkv+criticalkv", 0.25, norm="l1").mask]
-    yield "same-tokens", (both[0] & both[1]).sum(dim=1) / both[0].sum(dim=1)
-    norms = (look.layer.values[:, None, : look.num_tokens] @ by_kv_head(look)).abs().sum(dim=3)
-    norms = norms.mean(dim=1)[:, 4:]  # without sinks, whose values are next to nothing
-    yield "value-norms/variation", norms.std(dim=1) / norms.mean(dim=1)
-    yield "l1-l2/snapkv+criticalkv@0.25", lost("snapkv+criticalkv", 0.25, norm="l2")
-
-
-def by_kv_head(look: Look) -> Tensor:
-    """[H, G, D, M] o_proj."""
-    return look.layer.output_weight.unflatten(0, (len(look.layer.keys), -1))
-
-
-def assumption(look: Look) -> Iterator[tuple[str, Tensor]]:
-    """Assumption 3.4: the first stage's share of the attention, which ought to be over a half."""
-    pipeline = pipeline_of("snapkv", ())
-    view = look.layer.view(look.num_tokens, WINDOW)
-    scores = pipeline.scorer.score(view)
-    for budget in (0.1, 0.25, 0.5):
-        kept = look.kept("snapkv", budget).mask.sum(dim=1)
-        first = WINDOW + (kept - WINDOW) // 2
-        mask = pipeline.selector.select(view, scores, first, pipeline.protection)
-        yield f"sigma-later/{budget:g}", look.parts(mask).mass.mean(dim=0)
-        yield f"sigma-observed/{budget:g}", look.parts(mask, observed=True).mass.mean(dim=0)
-
-
-def momentkv(look: Look) -> Iterator[tuple[str, Tensor]]:
-    """Figures 2 and 3: directions of what is kept, evicted and estimated, and what they cost."""
-    for policy in ("snapkv+momentfix", "momentkv"):
-        for budget in (0.1, 0.25):
-            kept, name = look.kept(policy, budget), f"{policy}@{budget:g}"
-            outputs, parts = look.outputs(kept)
-            yield f"gap/{name}", gap_cosine(parts).mean(dim=0)
-            cosine = estimate_cosine(parts, look.queries(), look.moments(kept))
-            yield f"estimate/{name}", cosine.mean(dim=0)
-            yield f"evicted-mass/{name}", (1 - parts.mass).mean(dim=0)
-            plain, mended = (relative_error(some, parts) for some in (parts.kept, outputs))
-            yield f"error-plain/{name}", plain.mean(dim=0)
-            yield f"error-corrected/{name}", mended.mean(dim=0)
-            yield f"better/{name}", (mended < plain).float().mean(dim=0)
-
-
-def expansion(look: Look) -> Iterator[tuple[str, Tensor]]:
-    """What bounds of MomentKV's error rest on: how far evicted tokens' logits are from their mean.
-
-    With delta_j the distance, Z the mean of exp(delta) and the mean value v: the estimate leaves
-    out E[(exp(delta) / Z - 1 - delta) (v_j - v)], and takes ln Z for 0 in the evicted mass.
-    """
-    tiny = torch.finfo(torch.float32).tiny
-    groups = (len(look.layer.keys), -1)
-    grouped = look.queries().unflatten(1, groups).permute(1, 2, 0, 3)
-    for budget in (0.1, 0.25):
-        kept, name = look.kept("momentkv", budget), f"momentkv@{budget:g}"
-        evicted = ~kept.mask[:, None, None]
-        count, mean_key, mean_value, cross = split_moments(
-            look.moments(kept), look.layer.keys.shape[2]
-        )
-        keys, values = (rows[:, : look.num_tokens] for rows in (look.layer.keys, look.layer.values))
-        away = grouped @ (keys - mean_key[:, None]).mT[:, None]
-        away = away.masked_fill(~evicted, 0)
-        weights = away.exp().masked_fill(~evicted, 0)
-        some, count = count[:, None, None, None] > 0, count.clamp_min(1)[:, None, None, None]
-        whole = torch.where(some, weights.sum(dim=3, keepdim=True) / count, 1)
-        left_out = (weights / whole - 1 - away).masked_fill(~evicted, 0)
-        spread = (away.square().sum(dim=3) / count[..., 0]).sqrt()
-        widest = (values - mean_value[:, None]).norm(dim=2).masked_fill(kept.mask, 0)
-        bound = widest.amax(dim=1)[:, None, None] * left_out.abs().sum(dim=3) / count[..., 0]
-        first = torch.einsum("hgmd,hed->hgme", grouped, cross) / count
-        true = (weights / whole / count) @ values[:, None]
-        size = true.norm(dim=3).clamp_min(tiny)
-        errors = {
-            order: (true - mean_value[:, None, None] - step).norm(dim=3)
-            for order, step in (("zeroth", torch.zeros_like(first)), ("first", first))
-        }
-        for order, error in errors.items():
-            yield f"expansion-{order}/{name}", (error / size).mean(dim=2).flatten()
-        yield f"expansion-spread/{name}", spread.mean(dim=2).flatten()
-        yield f"expansion-farthest/{name}", away.abs().amax(dim=3).mean(dim=2).flatten()
-        yield f"expansion-log-mass/{name}", whole.log().mean(dim=(2, 3)).flatten()
-        yield (
-            f"expansion-of-bound/{name}",
-            (errors["first"] / bound.clamp_min(tiny)).mean(dim=2).flatten(),
-        )
 
 
 def keydiff(look: Look) -> Iterator[tuple[str, Tensor]]:
@@ -287,21 +89,41 @@ def kvslimmer(look: Look) -> Iterator[tuple[str, Tensor]]:
     yield "eq32/size-c12-of-c11", (mixed.norm(dim=2) / diagonal.norm(dim=2)).median(dim=1).values
 
 
+Figures = dict[str, Tensor]  # of one text, [layers, heads]
 CLAIMS: dict[str, Callable[[Look], Iterator[tuple[str, Tensor]]]] = {
     function.__name__: function
-    for function in (criticalkv, assumption, momentkv, expansion, keydiff, kvmerger, kvslimmer)
+    for function in (
+        criticalkv,
+        alphas,
+        assumption,
+        momentkv,
+        expansion,
+        remainders,
+        keydiff,
+        kvmerger,
+        kvslimmer,
+        budgets,
+    )
 }
+OF_MODELS = {"hidden": hidden}  # these look at a model, not at layers one by one
+LONG = ("budgets", "hidden")  # for other lengths than the rest
 
 
-def measure(layers: list[DenseLayer], num_tokens: int, claims: list[str]) -> dict[str, Tensor]:
-    """Figures of one text by name, [layers, heads]."""
+def measure(
+    model: MaskedModel, tokens: tuple[list[int], list[int]], claims: list[str], every: int
+) -> Figures:
+    """Figures of one text, by name."""
     found: dict[str, list[Tensor]] = defaultdict(list)
-    for layer in layers:
+    layers, num_tokens = model.layers([*tokens[0], *tokens[1]]), len(tokens[0])
+    for layer in layers[::every]:
         look = Look(layer, num_tokens)
         for claim in claims:
-            for name, figure in CLAIMS[claim](look):
+            for name, figure in CLAIMS[claim](look) if claim in CLAIMS else ():
                 found[name].append(figure)
-    return {name: torch.stack(layers) for name, layers in found.items()}
+    for claim in OF_MODELS.keys() & claims:
+        for name, figure in OF_MODELS[claim](model, layers, num_tokens, torch.tensor(tokens[1])):
+            found[name].append(figure)
+    return {name: torch.stack(figures) for name, figures in found.items()}
 
 
 def lower_share(one: Tensor, other: Tensor) -> float:
@@ -309,7 +131,7 @@ def lower_share(one: Tensor, other: Tensor) -> float:
     return float((one < other).float().mean())
 
 
-def summary(texts: list[dict[str, Tensor]], items: list[Item]) -> dict[str, Any]:
+def summary(texts: list[Figures], items: list[Item]) -> dict[str, Any]:
     """Means over texts and heads; of pairs the share of heads that gain."""
     rows: dict[str, Any] = {}
     mean = {name: torch.stack([text[name] for text in texts]).mean(dim=0) for name in texts[0]}
@@ -339,31 +161,49 @@ def summary(texts: list[dict[str, Tensor]], items: list[Item]) -> dict[str, Any]
     return rows
 
 
-def main() -> None:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    most = [claim for claim in CLAIMS if claim not in LONG]
     parser.add_argument("model", metavar="MODEL", help="directory")
-    parser.add_argument("--claims", type=lambda text: text.split(","), default=list(CLAIMS))
+    parser.add_argument(
+        "--claims",
+        type=lambda text: text.split(","),
+        default=most,
+        help=f"({','.join(most)}; not {','.join(LONG)})",
+    )
     parser.add_argument("--samples", type=int, default=5, help="texts of each kind (5)")
     parser.add_argument("--length", type=int, default=1024, help="tokens compressed (1024)")
     parser.add_argument("--continuation", type=int, default=256, help="tokens behind them (256)")
     parser.add_argument("--seed", type=int, default=0, help="number of the first text (0)")
     parser.add_argument("--every", type=int, default=1, help="only every Nth layer (1)")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
-    options = parser.parse_args()
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.json", help="and FILE.pt, to go on from"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
     from tqdm import tqdm
 
     tokenizer = load_tokenizer(options.model)
-    lengths = [options.length]
-    items = load_texts("text", lengths, options.continuation, options.samples, options.seed)
-    model = DenseModel(options.model)
-    texts = []
-    for item in tqdm(items, unit="text"):
-        context, continuation = split_prompt(tokenizer, item)
-        layers = model.layers([*context, *continuation])[:: options.every]
-        texts.append(measure(layers, options.length, options.claims))
-    rows = summary(texts, items)
-    lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
-    options.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    lengths, so_far = [options.length], options.out.with_suffix(".pt")
+    samples = options.samples
+    found = load_texts("text", lengths, options.continuation, samples, options.seed)
+    items = [item for nth in range(samples) for item in found[nth::samples]]  # kinds in turn
+    model = MaskedModel(options.model)
+    texts: list[Figures] = torch.load(so_far) if so_far.exists() else []
+    for item in tqdm(items[len(texts) :], unit="text"):
+        tokens = split_prompt(tokenizer, item)
+        texts.append(measure(model, tokens, options.claims, options.every))
+        torch.save(texts, so_far)
+        rows = summary(texts, items[: len(texts)])
+        lines = (f"{json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items())
+        options.out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    print_table(summary(texts, items))
+
+
+def print_table(rows: dict[str, Any]) -> None:
     print(f"{'figure':40}{'mean':>9}{'heads lower':>13}{'texts from':>12}{'to':>7}{'ratio':>7}")
     for name, row in rows.items():
         if name == "texts":

@@ -71,8 +71,9 @@ def test_requests_that_decode_are_one_group_and_chunks_are_alone() -> None:
     assert chunk.tokens == slice(4, 9)
     assert (decoding.num_queries, chunk.num_queries) == (1, 5)
     for group, heads in ((decoding, [0, 1, 4, 5]), (chunk, [2, 3])):
-        assert torch.equal(group.page_table, batch.page_table[:, heads])
-        assert torch.equal(group.lengths, batch.seq_lens[:, heads])
+        for layer, (page_table, lengths) in enumerate(group.layers):
+            assert torch.equal(page_table, batch.page_table[layer, heads])
+            assert torch.equal(lengths, batch.seq_lens[layer, heads])
 
 
 def test_a_batch_that_only_decodes_is_taken_as_it_lies() -> None:
@@ -80,7 +81,7 @@ def test_a_batch_that_only_decodes_is_taken_as_it_lies() -> None:
     batch = step.read()
     (group,) = query_batches(batch, step.starts)
     assert group.tokens == slice(0, 2)
-    assert group.page_table is batch.page_table
+    assert group.layers is batch.layers
     assert group.policy_state is batch.policy_state is not None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -211,7 +212,7 @@ def test_a_preparation_leaves_what_a_named_context_leaves(
     ordinary = RequestLedger(context, replace(rule, at_prompt_end=True, chunk_tokens=None))
     expected = ordinary.decide(context)
     ledger = PreparationLedger.of(rule, "any", context, context + behind)
-    assert ledger.max_prefix_hit == context
+    assert ledger.max_prefix_hit == min(context, context + behind - 2) - 1
     for position in range(1, context + behind + 50):
         decision = ledger.decide(position, under_pressure(rule, context, position))
         assert (decision is not None) == (position == context + behind)
@@ -225,3 +226,26 @@ def test_a_preparation_leaves_what_a_named_context_leaves(
         assert (ledger.last_position, ledger.compressed_blocks) == (context, blocks)
         held = decision.num_kept_blocks * BLOCK + behind
         assert ledger.resident_tokens(context + behind) == held
+
+
+@given(
+    blocks=st.integers(1, 4),
+    behind=st.integers(1, 50),
+    rooms=st.lists(st.integers(3, 60), min_size=1),
+)
+def test_nothing_that_scores_a_context_is_read_alone(
+    blocks: int, behind: int, rooms: list[int]
+) -> None:
+    """A chunk ends where others begin to score it; what comes behind is read in twos and more."""
+    context, end = blocks * BLOCK, blocks * BLOCK + behind
+    ledger = PreparationLedger.of(CompressionRule(BLOCK, 0.5), "any", context, end)
+    assert context - 1 <= ledger.scored_from <= context
+    starts = [0]
+    for room in itertools.cycle(rooms):
+        found = ledger.chunk(starts[-1], min(room, end - starts[-1]))
+        assert 0 < found <= room
+        assert found > 1 or starts[-1] < ledger.scored_from
+        starts.append(starts[-1] + found)
+        if starts[-1] == end:
+            break
+    assert ledger.scored_from in starts

@@ -29,6 +29,7 @@ from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE
 from vllm_kvcompress.vllm_plugin.memory import TABLES_SHARE, reserve
 
 BLOCK = 16
@@ -201,6 +202,46 @@ def test_all_requests_may_have_an_event_in_one_step(
             runner.run_layer(some, 0, 1.0)
     most = reserve(measured.peak - pool_bytes, shape.cache_bytes)
     assert 0 < memory.peak - pool_bytes < most
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_contexts_that_are_prepared_at_once(shape: Shape) -> None:
+    """As many tokens together as the longest request has; then one has its event."""
+    num_queries, policy = shape.num_heads * shape.group, "adakv"
+    with launched(), LiveBytes() as measured:
+        measuring = runner_of(shape, policy, 8)
+        pool_bytes = measured.live
+        DummyRuns(measuring, num_queries, block=0).longest(LONG, prepares=True)
+    contexts = {"a": LONG // 2, "b": LONG // 4, "c": LONG // 4}
+    behind = [2, 100, 2048]
+    starts = np.cumsum([0, *behind])
+    lengths = np.array([*contexts.values()]) + behind
+    block_table = torch.zeros(3, LONG // BLOCK, device=ACCELERATOR).int()
+    queries = torch.zeros(int(starts[-1]), num_queries, shape.head_size, device=ACCELERATOR)
+    queries = queries.bfloat16()
+    with launched(), LiveBytes() as memory:
+        runner = runner_of(shape, policy, 8)
+        assert measuring.pool is not runner.pool
+        runner.repetitions.tell(contexts)
+        rows = {name: row for row, name in enumerate(contexts)}
+        for work in runner.repetitions.of_step(rows, starts, lengths, block_table):
+            for layer in range(shape.num_layers):
+                runner.repetitions.score(layer, work, queries, 1.0)
+        event = EventPlan(
+            request_id="a",
+            group=0,
+            policy=policy,
+            trigger=TRIGGER_PREPARE,
+            position=int(lengths[0]),
+            window_size=0,
+            first_block=0,
+            end_block=contexts["a"] // BLOCK,
+            resident_blocks=0,
+            fresh_block_ids=tuple(range(contexts["a"] // BLOCK // 4)),
+        )
+        (batch,) = runner.batches([runner.begin(event, block_table[0])])
+        runner.run_layer(batch, 0, 1.0)
+    assert 0 < memory.peak - pool_bytes < reserve(measured.peak - pool_bytes, 0)
 
 
 @pytest.mark.parametrize("rule", ["quest:0.25", "quest:0.25,bounds=int8", "quest:0.25,score=keys"])

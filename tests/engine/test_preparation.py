@@ -133,6 +133,46 @@ def test_prepared_in_one_step_behind_what_others_left(
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
+def scores(report: dict[str, Any]) -> None:
+    """Reports of how many tokens there are scores, step by step (a probe)."""
+    from vllm_kvcompress.compression.repetitions import Repetitions
+
+    report["scored"], of_step = [], Repetitions.of_step
+
+    def noting(self: Repetitions, *args: Any) -> Any:
+        found = of_step(self, *args)
+        report["scored"].append(sum(layers[0].shape[1] for layers in self._scores.values()))
+        return found
+
+    Repetitions.of_step = noting
+
+
+def test_contexts_wait_for_the_scores_of_others(llama: str, run_engine: Run) -> None:
+    """So that there are never more than of the longest request; who decodes goes on."""
+    contexts = [prompt(352, seed=seed) for seed in (21, 22, 23)]
+    named = {"kv_context_tokens": 352}
+    phases = [
+        [request("beside", prompt(90, seed=8), 40)],
+        [request(f"q{nth}", [*each, 7, 8], 4, xargs=named) for nth, each in enumerate(contexts)],
+    ]
+    for nth, context in enumerate(contexts):
+        xargs = {**named, "kv_prepare": 1}
+        phases[0].append(request(f"p{nth}", context + context[:200], 1, xargs=xargs, at_step=2))
+    report = run_engine(
+        llama,
+        phases,
+        settings=SETTINGS,
+        max_model_len=720,
+        long_prefill_token_threshold=64,  # so that they are read together
+        probes=["tests.engine.test_preparation:scores"],
+    )
+    assert max(report["scored"]) == 2 * 352
+    assert [each["trigger"] for each in report["events"]] == ["prompt"] + 3 * ["prepare"]
+    assert report["contexts_reused"] == 3
+    assert report["skipped"] == {}
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
 def test_a_preparation_that_fails_ends_with_an_error(
     llama: str, run_engine: Run, tmp_path: Path
 ) -> None:

@@ -67,3 +67,26 @@ def test_replays_are_the_steps_that_they_stand_for(
     assert min(steps[kind] for kind in ("mixed", "events", "observed", "in Python")) > 0
     assert report["launches"] == dict.fromkeys(LAUNCHES, LAYERS)
     assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def test_no_query_that_scores_a_context_is_alone(llama: str, run_gpu_path: Run) -> None:
+    """One token behind its context would be a step of single tokens, which is replayed, and whose
+    queries nobody sees; so would be the last of several chunks."""
+    context = prompt(320, seed=6)
+    xargs = {"kv_context_tokens": 320, "kv_prepare": 1}
+    report = run_gpu_path(
+        llama,
+        [
+            [request("one", [*context, 7], 1, xargs=xargs)],
+            [request("last", [*context[::-1], *range(5, 166)], 1, xargs=xargs)],
+        ],
+        settings={"policy": "snapkv", "budget": 0.3, "attention": "own", "reuse_contexts": True},
+        probes=["tests.gpu_path.graphs:captured"],
+        enforce_eager=False,
+        compilation_config={"mode": 0},
+        max_num_batched_tokens=160,
+    )
+    assert [event["trigger"] for event in report["events"]] == ["prepare", "prepare"]
+    assert report["skipped"] == {}
+    assert report["steps"].get("decodes", 0) == 0
+    assert report["launches"]["decode_rows"] == LAYERS, "what is captured"

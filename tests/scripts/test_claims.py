@@ -6,19 +6,29 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
 import claims
+from claim_parts import criticalkv
+from claim_parts.bounds import expansion_remainders
 from tests.cli.server_process import ROOT
+from vllm_kvcompress.kernels.common.kv_view import GatheredKV
+from vllm_kvcompress.kernels.merging.moments.reference import (
+    add_to_moments,
+    corrected,
+    moment_size,
+)
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.tools.evaluation.attention_parts import attend_in_parts, projected_error
 from vllm_kvcompress.tools.evaluation.dense import BLOCK_SIZE, DenseLayer, DenseModel, compress
+from vllm_kvcompress.tools.evaluation.masked import MaskedModel
 
 NUM_TOKENS, CONTEXT = 300, 256
 
 
 @pytest.fixture(scope="module")
-def model() -> DenseModel:
-    return DenseModel(str(ROOT / "models" / "reference"))
+def model() -> MaskedModel:
+    return MaskedModel(str(ROOT / "models" / "reference"))
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +83,14 @@ def test_every_claim_has_figures_of_every_head(layers: list[DenseLayer]) -> None
             kind = name.partition("/")[0]
             if kind in ("gap", "estimate", "correlation", "neighbours"):
                 assert figure.abs().max() <= 1.001, name
-            shares = ("sigma-later", "evicted-mass", "mass", "better", "expansion-of-bound")
+            shares = (
+                "sigma-later",
+                "evicted-mass",
+                "mass",
+                "better",
+                "expansion-of-bound",
+                "remainder-output-of-bound",
+            )
             if kind in shares:
                 assert 0 <= figure.min() <= figure.max() <= 1.001, name
 
@@ -97,3 +114,77 @@ def test_heads_that_gain_are_counted_text_by_text() -> None:
     assert row["heads lower by text"] == [0.75, 0.25]
     assert row["heads lower"] == 0.5
     assert row["ratio"] == pytest.approx((3.5 + 6.7) / 8)
+
+
+def losing_head(seed: int) -> tuple[claims.Look, Tensor]:
+    """A head of random numbers whose logits lie far apart, and what is kept of it."""
+    torch.manual_seed(seed)
+    spread = (0.3, 1.0, 3.0)[seed % 3]
+    layer = DenseLayer(
+        index=0,
+        num_layers=1,
+        keys=spread * torch.randn(2, 70, 8),
+        values=torch.randn(2, 70, 8) + torch.randn(2, 1, 8),
+        queries=spread * torch.randn(70, 6, 8),
+        output_weight=torch.randn(6, 8, 24),
+        scale=8**-0.5,
+        rotary=None,
+    )
+    kept = torch.rand(2, 64) < torch.rand(())
+    kept[:, seed % 64] = False  # something is evicted
+    return claims.Look(layer, 64), kept
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_head_loses_more_than_theta(seed: int) -> None:
+    """Theorem 3.3's bound, by loops; more of the attention than a half may be evicted."""
+    look, kept = losing_head(seed)
+    bound, layer = criticalkv.theta(look, kept), look.layer
+    found = torch.zeros(2, 6)  # bounds and losses
+    for head in range(6):
+        for query in look.positions().tolist():
+            keys, values = layer.keys[head // 3, : query + 1], layer.values[head // 3, : query + 1]
+            weights = (keys @ layer.queries[query, head] * layer.scale).softmax(dim=0)
+            projected = values @ layer.output_weight[head]
+            stays = [j >= 64 or bool(kept[head // 3, j]) for j in range(query + 1)]
+            sigma = sum(float(w) for w, stay in zip(weights, stays, strict=True) if stay)
+            sizes = [float(w * v.abs().sum()) for w, v in zip(weights, projected, strict=True)]
+            on_kept = sum(size for size, stay in zip(sizes, stays, strict=True) if stay)
+            left = sum(weights[j] / sigma * projected[j] for j in range(query + 1) if stays[j])
+            lost = (weights @ projected - left).abs().sum()
+            found[:, head] += torch.tensor([sum(sizes) - (2 - 1 / sigma) * on_kept, float(lost)])
+    found /= len(look.positions())
+    assert torch.allclose(bound, found[0], rtol=1e-4, atol=1e-3)
+    assert torch.allclose(criticalkv.lost(look, kept), found[1], rtol=1e-4, atol=1e-3)
+    assert (bound >= found[1] - 1e-3).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_expansion_is_further_off_than_its_bounds(seed: int) -> None:
+    """Numerator, normaliser and output of MomentKV's first order; the output is the kernel's."""
+    look, kept = losing_head(seed)
+    rows = (look.layer.keys[:, :64], look.layer.values[:, :64])
+    parts = look.parts(kept)
+    found = expansion_remainders(look.queries(), *rows, ~kept, parts)
+    for kind in ("numerator", "normaliser", "output"):
+        error, bound = getattr(found, kind), getattr(found, f"{kind}_bound")
+        assert (error <= bound * (1 + 1e-4) + 1e-5).all(), kind
+        assert (error >= 0).all()
+    view = GatheredKV.of(*rows)
+    moments = add_to_moments(view, torch.zeros(2, moment_size(8)), ~kept)
+    by_head = [
+        part.transpose(0, 1).unflatten(0, (2, 3))
+        for part in (parts.kept, parts.lse, look.queries())
+    ]
+    outputs = corrected(*by_head, moments, 1.0)
+    whole = parts.whole.transpose(0, 1).unflatten(0, (2, 3))
+    assert torch.allclose((outputs - whole).norm(dim=3), found.output, rtol=1e-3, atol=1e-5)
+
+
+def test_hidden_states_differ_the_more_the_less_is_kept(model: MaskedModel) -> None:
+    tokens = (5 + torch.arange(NUM_TOKENS) * 37 % 90).tolist()
+    rest = torch.tensor(tokens[CONTEXT:])
+    found = dict(criticalkv.hidden(model, model.layers(tokens), CONTEXT, rest))
+    errors = [float(found[f"hidden/snapkv@{budget:g}"]) for budget in (0.4, 0.1)]
+    assert 0 < errors[0] < errors[1]
+    assert len(found) == 2 * len(criticalkv.BUDGETS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
@@ -65,6 +66,12 @@ class ResidentBatch(BatchRows):
     same_in_all_layers: bool
     policy_state: PolicyStateRuns | None = None
 
+    @cached_property
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Every layer's page table and lengths; a step whose requests are the last one's makes no
+        others, since both are written where they lie."""
+        return list(zip(self.page_table.unbind(), self.seq_lens.unbind(), strict=True))
+
     def take(self, which: np.ndarray[Any, np.dtype[np.bool_]]) -> Self:
         """Those of the compressed requests that [R] says, without what else attention reads."""
         index = np.flatnonzero(which)
@@ -89,19 +96,17 @@ class _LastingPages:
 
     Attributes:
         table: [num_layers, R, num_heads, any] int32 page ids, with room for what comes.
-        width: columns of it that are in use.
         resident_offset: [num_layers, R, num_heads] int32 resident minus logical tokens.
-        same_in_all_layers: whether this is known to be the same in every layer.
+        seq_lens: [num_layers, R, num_heads] int32 resident tokens, of the latest step.
         limits: [R] logical tokens that the table covers.
-        policy_state: as in `ResidentBatch`.
+        batch: which looks at as much of the table as is in use, and at `seq_lens`.
     """
 
     table: Tensor
-    width: int
     resident_offset: Tensor
-    same_in_all_layers: bool
+    seq_lens: Tensor
     limits: Integers
-    policy_state: PolicyStateRuns | None = None
+    batch: ResidentBatch
 
 
 class ResidentBatches:
@@ -194,16 +199,11 @@ class _Part:
 
     def read(self, num_tokens: HostNumbers, seq_lens: Tensor, block_table: Tensor) -> ResidentBatch:
         """As `ResidentBatches.read`."""
-        found = self._rows
-        known = self._covering(num_tokens[found.rows].astype(np.int64), block_table)
-        logical = seq_lens[found.device_rows]
-        return ResidentBatch(
-            **vars(found),
-            page_table=known.table.flatten(1, 2)[:, :, : known.width],
-            seq_lens=(known.resident_offset + logical[:, None]).flatten(1),
-            same_in_all_layers=known.same_in_all_layers,
-            policy_state=known.policy_state,
-        )
+        rows = self._rows
+        known = self._covering(num_tokens[rows.rows].astype(np.int64), block_table)
+        logical = seq_lens[rows.device_rows]
+        torch.add(known.resident_offset, logical[:, None], out=known.seq_lens)
+        return known.batch
 
     def _covering(self, num_tokens: Integers, block_table: Tensor) -> _LastingPages:
         """What is known of the batch, brought up to [R] logical tokens."""
@@ -218,7 +218,10 @@ class _Part:
             known = self._pages = self._read_tables(width)
         elif added is not None:
             added.write(known.table, added.requests)
-        known.width, known.limits = width, tables.tail_limits(slots)
+        if width != known.batch.page_table.shape[2]:
+            page_table = known.table.flatten(1, 2)[:, :, :width]
+            known.batch = replace(known.batch, page_table=page_table)
+        known.limits = tables.tail_limits(slots)
         return known
 
     def _read_tables(self, width: int) -> _LastingPages:
@@ -233,12 +236,13 @@ class _Part:
         same_in_all_layers = resident_offset.device.type == "cpu" and bool(
             (resident_offset == resident_offset[:1]).all()
         )
-        find_state = self._find_state
-        return _LastingPages(
-            table,
-            width,
-            resident_offset,
-            same_in_all_layers,
-            tables.tail_limits(found.slots),
-            None if find_state is None else find_state(found.device_slots),
+        find_state, seq_lens = self._find_state, torch.empty_like(resident_offset)
+        batch = ResidentBatch(
+            **vars(found),
+            page_table=table.flatten(1, 2)[:, :, :width],
+            seq_lens=seq_lens.flatten(1),
+            same_in_all_layers=same_in_all_layers,
+            policy_state=None if find_state is None else find_state(found.device_slots),
         )
+        limits = tables.tail_limits(found.slots)
+        return _LastingPages(table, resident_offset, seq_lens, limits, batch)

@@ -45,21 +45,25 @@ class QueryBatch:
     Attributes:
         tokens: [N * m] places of their queries among the batch's tokens.
         num_queries: m.
-        page_table: [num_layers, S, width] int32 page ids.
-        lengths: [num_layers, S] int32 resident tokens.
+        layers: each one's page table [S, width] int32 and resident tokens [S] int32.
         policy_state: what attention reads of it; None: nothing.
     """
 
     tokens: Places
     num_queries: int
-    page_table: Tensor
-    lengths: Tensor
+    layers: list[tuple[Tensor, Tensor]]
     policy_state: PolicyStateRuns | None
 
     def by_head(self, rows: Tensor, num_heads: int) -> Tensor:
-        """[N * m, num_query_heads, head_size] -> [N, num_heads, queries_per_kv, m, head_size]."""
-        mine = rows.unflatten(0, (-1, self.num_queries)).unflatten(2, (num_heads, -1))
-        return mine.permute(0, 2, 3, 1, 4)
+        """[N * m, num_query_heads, head_size] -> [S, queries_per_kv, m, head_size].
+
+        A view, but of queries that decode and lie apart.
+        """
+        group, head_size = rows.shape[1] // num_heads, rows.shape[2]
+        if self.num_queries == 1:
+            return rows.reshape(-1, group, 1, head_size)
+        # Who has several is alone.
+        return rows.view(-1, num_heads, group, head_size).permute(1, 2, 0, 3)
 
 
 def query_batches(batch: ResidentBatch, starts: HostNumbers) -> list[QueryBatch]:
@@ -84,19 +88,15 @@ def _query_batch(
     first = starts[batch.rows[requests]].astype(np.int64)
     tokens = places((first[:, None] + np.arange(num_queries)).flatten(), device)
     if len(requests) == len(batch.rows):
-        return QueryBatch(tokens, num_queries, batch.page_table, batch.seq_lens, batch.policy_state)
+        return QueryBatch(tokens, num_queries, batch.layers, batch.policy_state)
     num_heads = batch.page_table.shape[1] // len(batch.rows)
     heads = (requests[:, None] * num_heads + np.arange(num_heads)).flatten()
     sequences, state = upload(heads, device), batch.policy_state
     if state is not None:
         state = state.select(upload(requests, device), sequences)
-    return QueryBatch(
-        tokens,
-        num_queries,
-        batch.page_table[:, sequences],
-        batch.seq_lens[:, sequences],
-        state,
-    )
+    tables, lengths = batch.page_table[:, sequences], batch.seq_lens[:, sequences]
+    layers = list(zip(tables.unbind(), lengths.unbind(), strict=True))
+    return QueryBatch(tokens, num_queries, layers, state)
 
 
 def biased_attention(
@@ -119,11 +119,9 @@ def biased_attention(
     pool, pipeline = pages.pool, pages.pipeline
     state = None if batch.policy_state is None else batch.policy_state.of_layer(layer, pool)
     bias = state if pipeline.weighs_entries else None
-    where = (batch.page_table[layer], batch.lengths[layer])
     with rows_at(batch.tokens, queries, outputs) as (rows, out_rows):
-        mine = batch.by_head(rows, pool.num_heads).flatten(0, 1)
-        out = batch.by_head(out_rows, pool.num_heads).view(mine.shape)
-        lse = _attend(pool, *where, mine, scale, bias, pipeline.corrects, out)
+        mine, out = (batch.by_head(each, pool.num_heads) for each in (rows, out_rows))
+        lse = _attend(pool, *batch.layers[layer], mine, scale, bias, pipeline.corrects, out)
         if pipeline.corrects:
             assert state is not None
             assert lse is not None

@@ -62,6 +62,7 @@ class DecodeSteps:
         self._targets = torch.zeros((most_requests, num_query_heads), **integers)
         self._layer_bytes = torch.zeros(pool.num_layers, **integers)
         self._layer_bytes_of: Tensor | None = None
+        self._look(0)
         # What the host has put into buffers last, so that it need not do so again.
         self._put: dict[int, Integers] = {}
 
@@ -111,20 +112,29 @@ class DecodeSteps:
             layer: of the cache group.
             queries, outputs: [R, num_query_heads, head_size] of the step.
         """
-        pool, number = self.pool, len(queries)
-        rows = AddressedRows(
-            pages=pool.pages,
-            addresses=self._addresses[:number],
-            lengths=self._lengths[layer, :number].flatten(),
-            layer_offsets=pool.layer_offsets,
-            layer=layer,
-            num_heads=pool.num_heads,
-            block_size=pool.block_size,
-            head_size=pool.head_size,
-        )
-        decode_rows(rows, queries, self.scales[layer], outputs)
+        if len(queries) != self._number:
+            self._look(len(queries))
+        decode_rows(self._rows[layer], queries, self.scales[layer], outputs)
         if self._records:
-            record_queries(queries, self._targets[:number], self._layer_bytes, layer)
+            record_queries(queries, self._its_targets, self._layer_bytes, layer)
+
+    def _look(self, number: int) -> None:
+        """At as much of the buffers as a step of so many requests reads."""
+        pool, self._number = self.pool, number
+        self._its_targets, addresses = self._targets[:number], self._addresses[:number]
+        self._rows = [
+            AddressedRows(
+                pages=pool.pages,
+                addresses=addresses,
+                lengths=lengths,
+                layer_offsets=pool.layer_offsets,
+                layer=layer,
+                num_heads=pool.num_heads,
+                block_size=pool.block_size,
+                head_size=pool.head_size,
+            )
+            for layer, lengths in enumerate(self._lengths[:, :number].flatten(1).unbind())
+        ]
 
     def warm_up(self, block: int) -> None:
         """Runs a layer of a request that holds a token, so that no request waits for compilers.

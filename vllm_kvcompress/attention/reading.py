@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -49,12 +50,18 @@ class Reading:
                 of a sequence's share what it reads.
             readers: who made this.
         """
-        queries = queries.unflatten(0, (self.num_pages.shape[1], -1)).flatten(1, 2)
-        pages = (self.page_table[layer], self.num_pages[layer], self.num_read[layer])
+        pages = self._layers[layer]
+        queries = queries.reshape(len(pages[1]), -1, queries.shape[2])
         if readers.bounds is None:
             return highest_products(queries, readers.tables.pool.keys, *pages, self.choice)
         bounds = readers.bounds
         return choose_pages(queries, bounds.bounds, *pages, self.choice, bounds.scales)
+
+    @cached_property
+    def _layers(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Every layer's page table and numbers of pages."""
+        counts = self.num_pages.unbind(), self.num_read.unbind()
+        return list(zip(self.page_table.unbind(), *counts, strict=True))
 
 
 class Readers:

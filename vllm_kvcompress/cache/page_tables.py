@@ -324,7 +324,7 @@ class PageTables:
     ) -> TailPages:
         """[N] each: tail page number `nth` of the request in `slots`, which lies in `blocks`."""
         pool = self.pool
-        offsets = pool.block_page_offsets().view(pool.num_layers, 1, pool.num_heads)
+        offsets = pool.block_page_offsets.view(pool.num_layers, 1, pool.num_heads)
         page_ids = blocks.to(torch.int64)[:, None] * pool.pages_per_block + offsets
         columns = self.counts[:, slots].to(torch.int64) + nth[:, None]
         return TailPages(requests, columns, page_ids.to(torch.int32))

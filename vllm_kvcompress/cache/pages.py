@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -80,19 +81,35 @@ class PagePool(ABC):
         """Bytes of a page."""
         return int(self.pages.shape[1] * self.pages.element_size())
 
+    @cached_property
+    def cache_of_one_head(self) -> Tensor:
+        """[num_pages, 1, block_size, 2 * head_size] view, as vLLM's kernels take a cache."""
+        return self.pages.view(-1, 1, self.block_size, 2 * self.head_size)
+
+    @cached_property
+    def numbers(self) -> Tensor:
+        """[num_pages, any] fp32 view, of pages that hold such."""
+        return self.pages.view(torch.float32)
+
+    @cached_property
     def block_page_offsets(self) -> Tensor:
         """[num_layers * num_heads] int64: this group's pages inside a block, layer by layer."""
         heads = torch.arange(self.num_heads, device=self.layer_offsets.device)
         return (self.layer_offsets[:, None] + heads).flatten()
 
+    @cached_property
+    def _layer_page_offsets(self) -> tuple[Tensor, ...]:
+        """[num_heads, 1] of every layer."""
+        offsets: tuple[Tensor, ...] = self.block_page_offsets.view(self.num_layers, -1, 1).unbind()
+        return offsets
+
     def fresh_pages(self, block_ids: Tensor) -> Tensor:
         """[K] blocks -> [K * num_layers * num_heads] int64 pages, in dealing order."""
-        return (block_ids[:, None] * self.pages_per_block + self.block_page_offsets()).flatten()
+        return (block_ids[:, None] * self.pages_per_block + self.block_page_offsets).flatten()
 
     def layer_page_ids(self, layer: int, block_ids: Tensor) -> Tensor:
         """[num_heads, N] int64 pages of one layer in [N] int64 blocks."""
-        heads = torch.arange(self.num_heads, device=self.device) + self.layer_offsets[layer]
-        return block_ids * self.pages_per_block + heads[:, None]
+        return block_ids * self.pages_per_block + self._layer_page_offsets[layer]
 
     def copy_blocks(self, blocks: list[tuple[int, int]]) -> None:
         """Copies the group's pages of blocks, given as sources and targets."""
@@ -208,7 +225,7 @@ class InterleavedPagePool(PagePool):
         """
         return PagedEntries(self.pages, page_table, lengths, self.block_size, self.head_size)
 
-    @property
+    @cached_property
     def _rows(self) -> Tensor:
         """[num_pages, block_size, 2 * head_size] view of the pages."""
         return self.pages.unflatten(1, (self.block_size, 2 * self.head_size))

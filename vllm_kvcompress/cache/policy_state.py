@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -47,8 +48,12 @@ class PolicyStateRuns:
 
     def of_layer(self, layer: int, pool: PagePool) -> PagedNumbers:
         """A layer's, as kernels take them."""
-        numbers = pool.pages.view(torch.float32)
-        return PagedNumbers(numbers, self.pages[layer], self.starts[layer], self.lengths[layer])
+        return PagedNumbers(pool.numbers, *self._layers[layer])
+
+    @cached_property
+    def _layers(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        runs = self.starts.unbind(), self.lengths.unbind()
+        return list(zip(self.pages.unbind(), *runs, strict=True))
 
 
 @dataclass(frozen=True)

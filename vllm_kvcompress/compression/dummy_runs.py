@@ -20,8 +20,9 @@ from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
-_REQUEST = "dummy"
+_REQUEST, _PREPARED = "dummy", "dummy context"
 SHORT = 64  # tokens of the shortest prompts that are compressed together
+SCORING = 512  # queries of a chunk that scores a context: more take no more memory
 CHUNK = 32  # queries that take the larger of a kernel's two sizes, however many heads share a key
 
 
@@ -61,13 +62,20 @@ class DummyRuns:
                 plans.append(self._plan(name, num_blocks, 2 * num_blocks, least, least))
             self._run(plans, range(pool.num_layers), attends)
 
-    def longest(self, num_tokens: int) -> None:
+    def longest(self, num_tokens: int, prepares: bool = False) -> None:
         """Events that read `num_tokens` per head and keep them all, in the last layer.
 
         Policies may leave the first layers alone. Where requests are compressed again, half of the
         tokens were kept by an event before. Then as many short ones as may run together, which
         observe more queries.
+
+        Args:
+            num_tokens: of the longest request.
+            prepares: contexts may be scored, as many tokens at once as that request has; these
+                scores are there while events run.
         """
+        if prepares:
+            self._score(num_tokens)
         layers = [self._pool.num_layers - 1]
         for name, pipeline in self._runner.pipelines.items():
             num_blocks = -(-num_tokens // self._pool.block_size)
@@ -81,6 +89,19 @@ class DummyRuns:
                 ]
             self._run(plans, layers)
             self._run_together(name, layers)
+        self._runner.repetitions.forget(_PREPARED)
+
+    def _score(self, num_tokens: int) -> None:
+        """Scores that stay, and what a chunk behind such a context takes in a layer."""
+        pool, repetitions = self._pool, self._runner.repetitions
+        repetitions.tell({_PREPARED: num_tokens})
+        length = num_tokens + SCORING
+        blocks = (1, -(-length // pool.block_size))
+        row = torch.full(blocks, self._block, dtype=torch.int32, device=pool.device)
+        starts, lengths = np.array([0, SCORING]), np.array([length])
+        (work,) = repetitions.of_step({_PREPARED: 0}, starts, lengths, row)
+        queries = pool.pages.new_zeros((SCORING, self._num_query_heads, pool.head_size))
+        repetitions.score(pool.num_layers - 1, work, queries, 1.0)
 
     def _least_blocks(self, pipeline: Pipeline) -> int:
         pool = self._pool

@@ -53,7 +53,7 @@ class Repetitions:
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._num_context: dict[str, int] = {}
-        self._scores: dict[str, Tensor] = {}  # [num_layers, H, context]
+        self._scores: dict[str, tuple[Tensor, ...]] = {}  # of every layer, [H, context]
 
     def tell(self, preparations: Mapping[str, int]) -> None:
         """Takes requests, and how many tokens of context each has."""
@@ -89,7 +89,7 @@ class Repetitions:
             if first == num_context:
                 shape = (pool.num_layers, pool.num_heads, num_context)
                 zeros = torch.zeros(shape, dtype=torch.float32, device=pool.device)
-                self._scores[request_id] = zeros
+                self._scores[request_id] = zeros.unbind()
             blocks = block_table[row, : -(-length // pool.block_size)].to(torch.int64)
             queries = slice(end - (length - first), end)
             found.append(Repetition(request_id, blocks, length, queries))
@@ -104,17 +104,19 @@ class Repetitions:
             queries: [tokens, num_query_heads, head_size] of all requests.
             scale: softmax scale.
         """
-        scores = self._scores.get(repetition.request_id)
-        if scores is None:
+        if repetition.request_id not in self._scores:
             return
-        mine = scores[layer]
         try:
-            keys = self._keys(repetition, layer)
-            found = repetition_peaks(keys, queries[repetition.queries], scale, mine.shape[1])
+            self.score(layer, repetition, queries, scale)
         except Exception:
             logger.exception("request %s: its context cannot be scored", repetition.request_id)
             del self._scores[repetition.request_id]
-            return
+
+    def score(self, layer: int, repetition: Repetition, queries: Tensor, scale: float) -> None:
+        """As `observe`; errors are raised."""
+        mine = self._scores[repetition.request_id][layer]
+        keys = self._keys(repetition, layer)
+        found = repetition_peaks(keys, queries[repetition.queries], scale, mine.shape[1])
         torch.maximum(mine, found, out=mine)
 
     def _keys(self, repetition: Repetition, layer: int) -> Tensor:

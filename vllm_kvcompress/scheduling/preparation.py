@@ -2,6 +2,10 @@
 
 logical tokens   0 ........... context ................................ prompt
                  [ compressed at the prompt's end ][ what scores it     ]
+chunks           [ any ][ any ][ up to there      ][ two or more ][ .. ]
+
+While a context is scored there is a number for each of its tokens in every layer and head. Servers
+have room for the longest request's; so some requests wait at the end of their context for others.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ class PreparationLedger(RequestLedger):
 
     Attributes:
         context_tokens: that are compressed; whole blocks.
+        is_scored: what follows the context is being read, or was.
     """
 
     context_tokens: int = 0
+    is_scored: bool = False
 
     @classmethod
     def of(
@@ -48,8 +54,24 @@ class PreparationLedger(RequestLedger):
 
     @property
     def max_prefix_hit(self) -> int | None:
-        """The context: the queries of what follows are what it is scored by."""
-        return self.context_tokens
+        """What ends before it is scored: of what follows no query may be missing."""
+        return self.scored_from - 1
+
+    @property
+    def scored_from(self) -> int:
+        """Where the first chunk begins that scores it: at its end, or two tokens from the prompt's.
+
+        A lone token would look like one that is generated, and nobody would see its query where a
+        CUDA graph is replayed.
+        """
+        return min(self.context_tokens, self.num_prompt_tokens - 2)
+
+    def chunk(self, start: int, num_tokens: int) -> int:
+        """How many of the next `num_tokens` are read together, so that none is left over alone."""
+        if start < self.scored_from:
+            return min(num_tokens, self.scored_from - start)
+        leaves_one = start + num_tokens == self.num_prompt_tokens - 1
+        return num_tokens - (leaves_one and num_tokens > 2)
 
     def end_of_event(self, position: int) -> int:
         """The context."""

@@ -116,4 +116,5 @@ def _run_longest(compression: WorkerCompression, model: Any, names: list[str], s
     )
     runner = compression.make_runner(layers, pool, model)
     num_tokens = compression.vllm_config.model_config.max_model_len
-    DummyRuns(runner, compression.num_query_heads, block=0).longest(num_tokens)
+    runs = DummyRuns(runner, compression.num_query_heads, block=0)
+    runs.longest(num_tokens, prepares=compression.settings.reuse_contexts)

@@ -276,6 +276,15 @@ class RequestTable:
         record = self._records.get(request_id)
         return record is not None and isinstance(record.ledger, PreparationLedger)
 
+    def may_score(self, ledger: PreparationLedger, most_tokens: int) -> bool:
+        """Whether a context may be scored beside others, of so many tokens together."""
+        others = (record.ledger for record in self._records.values())
+        scored = [e for e in others if isinstance(e, PreparationLedger) and e.is_scored]
+        if not ledger.is_scored:
+            tokens = sum(each.context_tokens for each in scored) + ledger.context_tokens
+            ledger.is_scored = tokens <= most_tokens
+        return ledger.is_scored
+
     def keep_nothing(self, request_ids: Iterable[str]) -> None:
         """Requests whose event failed leave nothing to others."""
         for request_id in request_ids:

@@ -15,6 +15,7 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.scheduling.ledger import SKIP_ERROR
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
+from vllm_kvcompress.scheduling.preparation import PreparationLedger
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
 from vllm_kvcompress.vllm_plugin import compat, versions
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
@@ -202,6 +203,11 @@ class CompressionMixin:
             + num_external_computed_tokens
         )
         ledger, chunks = self.table[request.request_id].ledger, self.spec.chunks
+        if isinstance(ledger, PreparationLedger):
+            if start >= ledger.scored_from and not self.table.may_score(ledger, self.max_model_len):
+                return 0  # until another one has ended
+            if chunks is None:
+                num_new_tokens = ledger.chunk(start, num_new_tokens)
         if chunks is not None and start < ledger.compress_at:
             return chunks.next_step(start, ledger.compress_at, num_new_tokens)
         position = ledger.rule.next_position(ledger.compress_at, start)

@@ -48,15 +48,12 @@ class PagedWindows:
         self.window_size = window_size
         self._pool = pool
         self._num_query_heads = num_query_heads
-        self._layer_rows = pool.layer_offsets * self._rows_per_page
-        self._layer_bytes = self._layer_rows * (pool.head_size * pool.pages.itemsize)
+        layer_rows = pool.layer_offsets * self._rows_per_page
+        self._layer_rows = layer_rows.unbind()
+        self._layer_bytes = layer_rows * (pool.head_size * pool.pages.itemsize)
+        self._rows = pool.pages.view(-1, pool.head_size)
         # By request the first row of each of its ring's pages, before a layer's offset.
         self._pages: dict[str, Numbers] = {}
-
-    @property
-    def _rows(self) -> Tensor:
-        """[all rows, head_size] view of the pool."""
-        return self._pool.pages.view(-1, self._pool.head_size)
 
     @property
     def _rows_per_page(self) -> int:

@@ -121,6 +121,7 @@ class QueryWindows:
         self.window_size = window_size
         self.device = device
         self.ring: Tensor | None = None
+        self._layers: tuple[Tensor, ...] = ()  # of it, [places, num_query_heads, head_size]
         self.slots: dict[str, int] = {}
         self._free_slots: list[int] = []
         self._whole: Mapping[str, slice] = {}
@@ -177,8 +178,7 @@ class QueryWindows:
         self._whole, self._queries = where.whole, queries if where.whole else None
         if where.tokens.numel():
             self._reserve(queries)
-            assert self.ring is not None
-            self.ring[layer].flatten(0, 1)[where.places] = queries[where.tokens]
+            self._layers[layer][where.places] = queries[where.tokens]
 
     def is_whole(self, request_id: str) -> bool:
         """Whether the request's window lies in the step that was recorded last."""
@@ -204,8 +204,7 @@ class QueryWindows:
         if where.whole:
             assert self._queries is not None
             return self._queries[where.rows]
-        assert self.ring is not None
-        return self.ring[layer].flatten(0, 1)[where.rows]
+        return self._layers[layer][where.rows]
 
     def end_event(self, request_id: str) -> None:
         """Frees a request's ring, until an event comes near again."""
@@ -236,6 +235,6 @@ class QueryWindows:
         ring = queries.new_zeros(size)
         if self.ring is not None:
             ring[:, :have] = self.ring
-        self.ring = ring
+        self.ring, self._layers = ring, ring.flatten(1, 2).unbind()
         layers = np.arange(self.num_layers) * (ring.stride(0) * ring.itemsize)
         self._layer_bytes = upload(layers, self.device)

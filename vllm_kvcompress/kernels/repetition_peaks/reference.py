@@ -34,7 +34,7 @@ def repetition_peaks(keys: Tensor, queries: Tensor, scale: float, num_context: i
     group, device = grouped.shape[2], keys.device
     peaks = torch.zeros(num_heads, num_context, dtype=torch.float32, device=device)
     row_size = group * num_keys
-    slices = head_slices(num_heads, 8 * num_queries * row_size, device)
+    slices = head_slices(num_heads, 8 * num_queries * row_size + 4 * keys[0].numel(), device)
     at_once = slices[0].stop
     tile = min(num_queries, max(1, tile_bytes(device) // (4 * row_size * at_once)))
     room = torch.empty(2, at_once * tile * row_size, dtype=torch.float32, device=device)

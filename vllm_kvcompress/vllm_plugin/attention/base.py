@@ -173,8 +173,7 @@ class CompressedBuilder:
 
     def layer_fields(self, batch: ResidentBatch, query_start_loc: Tensor) -> list[dict[str, Any]]:
         """Fields of vLLM's metadata that differ for each layer's compressed requests."""
-        layers = zip(batch.seq_lens.unbind(), batch.page_table.unbind(), strict=True)
-        return [{"seq_lens": lengths, "block_table": pages} for lengths, pages in layers]
+        return [{"seq_lens": lengths, "block_table": pages} for pages, lengths in batch.layers]
 
     def build(
         self,
@@ -335,9 +334,9 @@ class CompressedImpl:
             return output
         group = CompressedBackend.compression.group_of_layer[layer.layer_name]
         index = group.layer_index[layer.layer_name]
-        shape = (-1, self.num_heads, self.head_size)
-        rows = query.view(shape)[: compressed.num_tokens]
-        out_rows = output.view(shape)[: compressed.num_tokens]
+        rows, out_rows, number = query, output, compressed.num_tokens
+        if len(rows) != number:  # others pad the step
+            rows, out_rows = rows[:number], out_rows[:number]
         group.begin_layer(work, index)
         if work.decodes:
             group.decode_steps.run(index, rows, out_rows)
@@ -373,7 +372,7 @@ class CompressedImpl:
         for name, value in subset.by_layer[index].items():
             setattr(subset.metadata, name, value)
         pool, reading = group.tables.pool, subset.reading
-        cache = pool.pages.view(-1, 1, pool.block_size, 2 * pool.head_size)
+        cache = pool.cache_of_one_head
         shape = (-1, self.num_heads // self.num_kv_heads, self.head_size)
         with rows_at(subset.where, rows.reshape(shape), out_rows.view(shape)) as (mine, written):
             if reading is not None:

@@ -1,0 +1,1 @@
+"""What `scripts/claims.py` measures, by paper."""

@@ -1,0 +1,95 @@
+"""MomentKV (arXiv 2606.01563): directions of what is evicted, and what the expansion leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from claim_parts.bounds import expansion_remainders
+from claim_parts.look import Look
+from vllm_kvcompress.kernels.merging.moments.reference import split_moments
+from vllm_kvcompress.tools.evaluation.attention_parts import (
+    estimate_cosine,
+    gap_cosine,
+    relative_error,
+)
+
+
+def momentkv(look: Look) -> Iterator[tuple[str, Tensor]]:
+    """Figures 2 and 3: directions of what is kept, evicted and estimated, and what they cost."""
+    for policy in ("snapkv+momentfix", "momentkv"):
+        for budget in (0.1, 0.25):
+            kept, name = look.kept(policy, budget), f"{policy}@{budget:g}"
+            outputs, parts = look.outputs(kept)
+            yield f"gap/{name}", gap_cosine(parts).mean(dim=0)
+            cosine = estimate_cosine(parts, look.queries(), look.moments(kept))
+            yield f"estimate/{name}", cosine.mean(dim=0)
+            yield f"evicted-mass/{name}", (1 - parts.mass).mean(dim=0)
+            plain, mended = (relative_error(some, parts) for some in (parts.kept, outputs))
+            yield f"error-plain/{name}", plain.mean(dim=0)
+            yield f"error-corrected/{name}", mended.mean(dim=0)
+            yield f"better/{name}", (mended < plain).float().mean(dim=0)
+
+
+def expansion(look: Look) -> Iterator[tuple[str, Tensor]]:
+    """What bounds of MomentKV's error rest on: how far evicted tokens' logits are from their mean.
+
+    With delta_j the distance, Z the mean of exp(delta) and the mean value v: the estimate leaves
+    out E[(exp(delta) / Z - 1 - delta) (v_j - v)], and takes ln Z for 0 in the evicted mass.
+    """
+    tiny = torch.finfo(torch.float32).tiny
+    groups = (len(look.layer.keys), -1)
+    grouped = look.queries().unflatten(1, groups).permute(1, 2, 0, 3)
+    for budget in (0.1, 0.25):
+        kept, name = look.kept("momentkv", budget), f"momentkv@{budget:g}"
+        evicted = ~kept.mask[:, None, None]
+        count, mean_key, mean_value, cross = split_moments(
+            look.moments(kept), look.layer.keys.shape[2]
+        )
+        keys, values = (rows[:, : look.num_tokens] for rows in (look.layer.keys, look.layer.values))
+        away = grouped @ (keys - mean_key[:, None]).mT[:, None]
+        away = away.masked_fill(~evicted, 0)
+        weights = away.exp().masked_fill(~evicted, 0)
+        some, count = count[:, None, None, None] > 0, count.clamp_min(1)[:, None, None, None]
+        whole = torch.where(some, weights.sum(dim=3, keepdim=True) / count, 1)
+        left_out = (weights / whole - 1 - away).masked_fill(~evicted, 0)
+        spread = (away.square().sum(dim=3) / count[..., 0]).sqrt()
+        widest = (values - mean_value[:, None]).norm(dim=2).masked_fill(kept.mask, 0)
+        bound = widest.amax(dim=1)[:, None, None] * left_out.abs().sum(dim=3) / count[..., 0]
+        first = torch.einsum("hgmd,hed->hgme", grouped, cross) / count
+        true = (weights / whole / count) @ values[:, None]
+        size = true.norm(dim=3).clamp_min(tiny)
+        errors = {
+            order: (true - mean_value[:, None, None] - step).norm(dim=3)
+            for order, step in (("zeroth", torch.zeros_like(first)), ("first", first))
+        }
+        for order, error in errors.items():
+            yield f"expansion-{order}/{name}", (error / size).mean(dim=2).flatten()
+        yield f"expansion-spread/{name}", spread.mean(dim=2).flatten()
+        yield f"expansion-farthest/{name}", away.abs().amax(dim=3).mean(dim=2).flatten()
+        yield f"expansion-log-mass/{name}", whole.log().mean(dim=(2, 3)).flatten()
+        yield (
+            f"expansion-of-bound/{name}",
+            (errors["first"] / bound.clamp_min(tiny)).mean(dim=2).flatten(),
+        )
+
+
+def remainders(look: Look) -> Iterator[tuple[str, Tensor]]:
+    """The bounds that a first-order expansion must have, against what it leaves out."""
+    tiny = torch.finfo(torch.float32).tiny
+    rows = (look.layer.keys[:, : look.num_tokens], look.layer.values[:, : look.num_tokens])
+    for budget in (0.1, 0.25):
+        mask, name = look.kept("momentkv", budget).mask, f"momentkv@{budget:g}"
+        parts = look.parts(mask)
+        found = expansion_remainders(look.queries(), *rows, ~mask, parts)
+        for kind in ("numerator", "normaliser", "output"):
+            error, bound = getattr(found, kind), getattr(found, f"{kind}_bound")
+            share = error / bound.clamp_min(tiny)
+            yield f"remainder-{kind}-of-bound/{name}", share.mean(dim=2).flatten()
+        size = parts.whole.norm(dim=2).unflatten(1, found.output.shape[:2]).movedim(0, 2)
+        yield f"remainder-error/{name}", (found.output / size).mean(dim=2).flatten()
+        bound = found.output_bound / size
+        yield f"remainder-bound/{name}", bound.median(dim=2).values.flatten()
+        yield f"remainder-below-output/{name}", (bound < 1).float().mean(dim=2).flatten()
