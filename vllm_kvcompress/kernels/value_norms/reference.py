@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.tiles import tile_bytes
+from vllm_kvcompress.kernels.common.tiles import cached_bytes, head_slices, tile_bytes
 
 FEWEST_ROWS = 512  # of a matrix product whose other factor is large: it is packed every time
 
@@ -73,10 +73,14 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     if len(gram) < num_heads:
         gram = gram.repeat(num_heads // len(gram), 1, 1, 1)
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    rows = max(1, tile_bytes(values.device) // max(1, 4 * num_heads * head_size))
-    for start in range(0, num_entries, rows):
-        tile = values[:, start : start + rows].float()
-        for member in range(group):
-            squares = ((tile @ gram[:, member]) * tile).sum(dim=2)
-            norms[:, start : start + rows] += squares.clamp_min_(0).sqrt_()
+    # A tile of values and of their products stay in a core's cache.
+    row_bytes = 2 * 4 * head_size
+    slices = head_slices(num_heads, num_entries * row_bytes, values.device)
+    rows = max(1, cached_bytes(values.device) // max(1, row_bytes * slices[0].stop))
+    for heads in slices:
+        for start in range(0, num_entries, rows):
+            tile = values[heads, start : start + rows].float()
+            for member in range(group):
+                squares = (tile @ gram[heads, member]).mul_(tile).sum(dim=2)
+                norms[heads, start : start + rows] += squares.clamp_min_(0).sqrt_()
     return norms / group
