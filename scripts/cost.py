@@ -162,6 +162,8 @@ def serve(name: str, model: str, options: argparse.Namespace, pipe: Connection) 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if options.cpu_time:
+        time.perf_counter = time.process_time  # of events, too
     engine = build_engine(name, model, options).llm_engine
     run_once(engine, options, seed=0)
     pipe.send("ready")
@@ -231,13 +233,21 @@ def main() -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--dtype", default=fast_dtype(), help="of weights and cache (%(default)s)")
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--policies-only", action="store_true", help="beside stock vLLM")
+    parser.add_argument(
+        "--cpu-time",
+        action="store_true",
+        help="of each process instead of the clock's, where others use the machine; set "
+        "OMP_NUM_THREADS=1",
+    )
     parser.add_argument(
         "--at-once", type=int, default=7, help="engines beside stock's that memory has room for"
     )
     parser.add_argument("--out", type=Path, help="also write the figures here, as JSON")
     options = parser.parse_args()
     print(dtype_text(options.dtype))
-    names = ["off", "budget-1.0", *options.policies.split(",")]
+    names = [] if options.policies_only else ["off", "budget-1.0"]
+    names += options.policies.split(",")
     table = {}
     for start in range(0, len(names), options.at_once):
         table |= ratios(measure(["stock", *names[start : start + options.at_once]], options))

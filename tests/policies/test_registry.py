@@ -51,7 +51,7 @@ def test_defaults() -> None:
         "window_size": 256,
         "recent_fraction": 0.5,
         "normalize_by_count": "off",
-        "stride": 4,
+        "stride": 2,
     }
     assert resolve("streamingllm").params == {"num_sinks": 4}
     assert resolve("keydiff").params == {"anchor": "mean_normalized", "metric": "cosine"}
@@ -77,16 +77,16 @@ def test_adakv_divides_what_pyramidkv_gives_to_each_layer() -> None:
         ("keydiff", {}, Needs()),
         ("tova", {}, Needs(window_size=1)),
         ("snapkv", {"window_size": 64}, Needs(window_size=64)),
-        ("h2o", {}, Needs(window_size=256, accumulated=True, stride=4)),
+        ("h2o", {}, Needs(window_size=256, accumulated=True, stride=2)),
         ("snapkv+criticalkv", {"norm": "l1"}, Needs(window_size=32, output_weight=True)),
         ("snapkv+criticalkv", {}, Needs(window_size=32, output_gram=True)),
         ("snapkv+obcache", {}, Needs(window_size=32, values=True, plain_logits=True)),
         (
             "h2o",
             {"normalize_by_count": "on"},
-            Needs(256, accumulated=True, observed=True, stride=4),
+            Needs(256, accumulated=True, observed=True, stride=2),
         ),
-        ("h2o+cam", {"merge_window": 400}, Needs(400, values=True, accumulated=True, stride=4)),
+        ("h2o+cam", {"merge_window": 400}, Needs(400, values=True, accumulated=True, stride=2)),
         ("momentkv", {}, Needs(window_size=32, values=True, plain_logits=True)),
         ("tova+momentfix", {}, Needs(window_size=1, values=True, plain_logits=True)),
     ],

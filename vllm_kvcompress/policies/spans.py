@@ -26,7 +26,7 @@ class Spans(Policy):
     """The highest of three ranks: by many queries' attention, by few queries', and by the key.
 
     Many queries (H2O's sum) say what text goes on with, and miss what only the question asks for;
-    one in `stride` of them says as much as all, in a fraction of the time.
+    every other one of them says as much as all, in half of the time (`stride`).
     The last few (SnapKV's window) point at the first token of an answer, of which narrow pooling
     would keep a part: the whole passage around it stays. Where the question is still to come,
     neither knows of it; a key that no others could stand for (leverage) may be what it asks for.

@@ -18,7 +18,7 @@ from vllm_kvcompress.policies.parts.parameters import parameter
 
 def stride_of_sums() -> Any:
     """A parameter of all that add up the attention of many queries."""
-    return parameter(4, "of so many of them one counts, from the last one back", minimum=1)
+    return parameter(2, "of so many of them one counts, from the last one back", minimum=1)
 
 
 def observed_mass(view: LayerView, stride: int = 1) -> Tensor:
