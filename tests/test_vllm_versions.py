@@ -58,7 +58,7 @@ class Stock:
     """What 0.33 has in the place of `Scheduler`'s method."""
 
     def _get_local_prefix_cache_hit(self, request: Any, max_cache_hit_length: int | None = None):
-        return "vLLM's", max_cache_hit_length
+        return "vLLM's", max_cache_hit_length or 0
 
 
 class Table(dict[str, Any]):
@@ -70,6 +70,9 @@ class Table(dict[str, Any]):
 
     def find_beginning(self, request: Any, num_cached: int) -> Any:
         return self.beginning
+
+    def longest_hit(self, request_id: str, num_tokens: int) -> int:
+        return num_tokens
 
 
 class Hits(scheduler.CompressionMixin, Stock):

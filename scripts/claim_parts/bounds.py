@@ -33,7 +33,7 @@ def eviction_bound(norms: AttentionParts) -> Tensor:
 
 @dataclass(frozen=True)
 class Remainders:
-    """What a first-order expansion leaves out, and bounds of it; [H, G, m] each.
+    """What a first-order expansion leaves out, and bounds of it; [H, G, m] fp64 each.
 
     Attributes:
         numerator, numerator_bound: of the sum of weighted values, in units of exp(mean logit).
@@ -76,6 +76,8 @@ def expansion_remainders(
         evicted: [H, n] bool, at least one in every head.
         parts: attention of the same queries; kept are all that are not evicted.
     """
+    # In fp64, since squares of exp(d_j) are beyond fp32 for the farthest.
+    queries, keys, values = queries.double(), keys.double(), values.double()
     num_heads, hidden = len(keys), ~evicted[..., None]
     count = evicted.sum(dim=1)[:, None, None, None]
     mean_key = keys.masked_fill(hidden, 0).sum(dim=1, keepdim=True) / count[:, 0]
@@ -85,7 +87,7 @@ def expansion_remainders(
     left = away.expm1() - away
     most = away.square() / 2 * away.clamp_min(0).exp()
     whole, from_kept, lse = (
-        rows.unflatten(1, (num_heads, -1)).movedim(0, 2)
+        rows.double().unflatten(1, (num_heads, -1)).movedim(0, 2)
         for rows in (parts.whole, parts.kept, parts.lse)
     )
     estimate = mean_value[:, None] + away @ (values - mean_value)[:, None] / count

@@ -87,9 +87,9 @@ def remainders(look: Look) -> Iterator[tuple[str, Tensor]]:
         for kind in ("numerator", "normaliser", "output"):
             error, bound = getattr(found, kind), getattr(found, f"{kind}_bound")
             share = error / bound.clamp_min(tiny)
-            yield f"remainder-{kind}-of-bound/{name}", share.mean(dim=2).flatten()
+            yield f"remainder-{kind}-of-bound/{name}", share.mean(dim=2).flatten().float()
         size = parts.whole.norm(dim=2).unflatten(1, found.output.shape[:2]).movedim(0, 2)
-        yield f"remainder-error/{name}", (found.output / size).mean(dim=2).flatten()
-        bound = found.output_bound / size
+        yield f"remainder-error/{name}", (found.output / size).mean(dim=2).flatten().float()
+        bound = (found.output_bound / size).float()
         yield f"remainder-bound/{name}", bound.median(dim=2).values.flatten()
         yield f"remainder-below-output/{name}", (bound < 1).float().mean(dim=2).flatten()

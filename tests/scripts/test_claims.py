@@ -178,7 +178,8 @@ def test_no_expansion_is_further_off_than_its_bounds(seed: int) -> None:
     ]
     outputs = corrected(*by_head, moments, 1.0)
     whole = parts.whole.transpose(0, 1).unflatten(0, (2, 3))
-    assert torch.allclose((outputs - whole).norm(dim=3), found.output, rtol=1e-3, atol=1e-5)
+    error = (outputs - whole).norm(dim=3).double()
+    assert torch.allclose(error, found.output, rtol=1e-3, atol=1e-5)
 
 
 def test_hidden_states_differ_the_more_the_less_is_kept(model: MaskedModel) -> None:
