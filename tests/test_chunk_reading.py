@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.test_reading import HEAD_SIZE, HEADS, SIZE, products, small_pool
+from tests.test_reading import HEAD_SIZE, HEADS, KINDS, SIZE, chosen, products, small_pool
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.attention.reading import Readers
-from vllm_kvcompress.cache.page_bounds import PageBounds
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products, reference
+from vllm_kvcompress.kernels.page_choice import Choice, reference
 from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
@@ -20,7 +19,7 @@ RULE = ReadRule.parse(f"longcache:global=4,local=4,span=4,top=2,prefill={CHUNK}"
 
 
 @pytest.mark.parametrize("group", ["max", "mean"])
-@pytest.mark.parametrize("score", ["exact", "int8", "keys"])
+@pytest.mark.parametrize("score", [*KINDS, "keys"])
 def test_many_queries_choose_together(
     monkeypatch: pytest.MonkeyPatch, score: str, group: str
 ) -> None:
@@ -29,16 +28,11 @@ def test_many_queries_choose_together(
     monkeypatch.setattr(reference, "PAGES_AT_ONCE", 12)
     torch.manual_seed(3)
     pool = small_pool()
-    bounds = PageBounds(pool, score == "int8")
-    bounds.fill_blocks(0, torch.arange(20))
     table = torch.stack([torch.randperm(40)[:9] for _ in range(2)]).to(torch.int32)
     counts, read = torch.tensor([9, 7]), torch.tensor([5, 4])
     asked = torch.randn(2, 37, HEAD_SIZE)
-    pages = (table, counts, read, Choice(6, 1, 2, group == "mean"))
-    if score == "keys":
-        found = highest_products(asked, pool.keys, *pages)
-    else:
-        found = choose_pages(asked, bounds.bounds, *pages, bounds.scales)
+    choice = Choice(6, 1, 2, group == "mean")
+    found = chosen(pool, asked, (table, counts, read), choice, score)
     for row, (count, number) in enumerate(zip(counts.tolist(), read.tolist(), strict=True)):
         scores = {}
         for nth in range(1, count - 2):

@@ -11,12 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatch
-from vllm_kvcompress.attention.reading import Readers
-from vllm_kvcompress.cache.page_bounds import PageBounds, bytes_beside
+from vllm_kvcompress.attention.reading import Readers, summary_kind
+from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind, bytes_beside
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.page_choice import (
@@ -87,12 +88,22 @@ def test_longcache_reads_the_first_the_last_and_some_spans() -> None:
         *("quest", "quest:", "quest:0", "quest:-1", "quest:1.5", "quest:nan", "quest:0.5,x=1"),
         *("quest:0.5,top=4", "quest:0.5,group=all", "longcache:0.25", "longcache:top=0"),
         *("longcache:local=-1", "longcache:top=64,score=exact", "quest:0.5,bounds=int4"),
-        "quest:0.5,bounds=exact,score=keys",
+        *("quest:0.5,bounds=exact,score=keys", "quest:0.5,score=mean,bounds=int8"),
+        *("quest:0.5,parts=3", "quest:0.5,score=bounds,parts=2", "quest:0.5,bounds=int8,parts=2"),
     ],
 )
 def test_what_cannot_work_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"quest:0\.25|fraction|without bounds"):
+    with pytest.raises(ConfigError, match=r"quest:0\.25|fraction|goes with score="):
         ReadRule.parse(text)
+
+
+def test_pages_are_ranked_by_the_means_of_their_halves_unless_asked() -> None:
+    found = {
+        text: summary_kind(ReadRule.parse(f"quest:0.25{text}"))
+        for text in ("", ",parts=4", ",score=bounds", ",bounds=int8", ",score=keys")
+    }
+    expected = [SummaryKind(2), SummaryKind(4), SummaryKind(), SummaryKind(rounded=True), None]
+    assert list(found.values()) == expected
 
 
 def reads_of_requests(**limits: Any) -> Settings:
@@ -150,10 +161,21 @@ def small_pool(num_pages: int = 40) -> InterleavedPagePool:
     )
 
 
+KINDS = {
+    "exact": SummaryKind(),
+    "int8": SummaryKind(rounded=True),
+    **{f"means:{parts}": SummaryKind(parts) for parts in (1, 2, 4)},
+}
+
+
 def products(keys: list[list[float]], query: list[float], score: str) -> float:
-    """A page's highest product with a query, or the bound on it."""
+    """A page's highest product with a query, the bound on it, or the highest mean of a part."""
+    every = [sum(q * k for q, k in zip(query, key, strict=True)) for key in keys]
     if score == "keys":
-        return max(sum(q * k for q, k in zip(query, key, strict=True)) for key in keys)
+        return max(every)
+    if score.startswith("means"):
+        size = len(every) // int(score[-1])
+        return max(sum(every[at : at + size]) / size for at in range(0, len(every), size))
     step = 0.0 if score == "exact" else scale_of(keys)
     total = 0.0
     for at, q in enumerate(query):
@@ -204,11 +226,23 @@ def test_bounds_in_8_bits_are_rounded_outwards(
         assert page == 0 or scale == scale_of(own)
 
 
+def chosen(
+    pool: PagePool, queries: Tensor, pages: tuple[Tensor, ...], choice: Choice, score: str
+) -> Tensor:
+    """By summaries of a pool of 40 pages, or by its keys."""
+    if score == "keys":
+        return highest_products(queries, pool.keys, *pages, choice)
+    summaries = PageSummaries(pool, KINDS[score])
+    summaries.fill_blocks(0, torch.arange(20))
+    choice = replace(choice, num_means=KINDS[score].num_means)
+    return choose_pages(queries, summaries.vectors, *pages, choice, summaries.scales)
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     data=st.data(),
     group=st.sampled_from(["max", "mean"]),
-    score=st.sampled_from(["exact", "int8", "keys"]),
+    score=st.sampled_from([*KINDS, "keys"]),
     equal=st.booleans(),
 )
 def test_pages_with_the_highest_scores_are_read(
@@ -220,8 +254,6 @@ def test_pages_with_the_highest_scores_are_read(
     """
     torch.manual_seed(data.draw(st.integers(0, 9999)))
     pool = small_pool()
-    bounds = PageBounds(pool, score == "int8")
-    bounds.fill_blocks(0, torch.arange(20))
     counts = data.draw(st.lists(st.integers(1, 8), min_size=1, max_size=4))
     width = max(counts) + data.draw(st.integers(0, 3))
     table = torch.stack([torch.randperm(40)[:width] for _ in counts]).to(torch.int32)
@@ -229,13 +261,10 @@ def test_pages_with_the_highest_scores_are_read(
     read = [data.draw(st.integers(min(first + last, count), count)) for count in counts]
     queries = torch.zeros if equal else torch.randn
     asked = queries(len(counts), 2, HEAD_SIZE)
-    choice = Choice(data.draw(st.integers(max(read), width)), first, last, group == "mean")
-    pages = (table, torch.tensor(counts), torch.tensor(read), choice)
-    if score == "keys":
-        found = highest_products(asked, pool.keys, *pages)
-    else:
-        found = choose_pages(asked, bounds.bounds, *pages, bounds.scales)
-    assert found.shape == (len(counts), choice.most)
+    most = data.draw(st.integers(max(read), width))
+    pages = (table, torch.tensor(counts), torch.tensor(read))
+    found = chosen(pool, asked, pages, Choice(most, first, last, group == "mean"), score)
+    assert found.shape == (len(counts), most)
     for row, (count, number) in enumerate(zip(counts, read, strict=True)):
         scores = []
         for nth, page in enumerate(table[row, :count].tolist()):
@@ -314,26 +343,28 @@ def test_requests_of_one_step_read_different_parts() -> None:
     assert torch.equal(reading.batch.seq_lens, lengths - dropped * SIZE)
 
 
-def test_bounds_take_their_share_of_memory() -> None:
-    """A page of 32 tokens has 64 vectors; its bounds are two, or as many bytes and a scale."""
+def test_summaries_take_their_share_of_memory() -> None:
+    """A page of 32 tokens has 64 vectors; its summary is as many as it has parts, or two, or as
+    many bytes and a scale."""
+    numbers = {"exact": 256, "int8": 132, "means:1": 128, "means:4": 512}
     for size in (16, 32):
-        page = 2 * size * 64 * 2
-        assert bytes_beside(1000 * (page + 256), size, 64, torch.bfloat16, False) == 256_000
-        assert bytes_beside(1000 * (page + 132), size, 64, torch.bfloat16, True) == 132_000
-    for rounded in (False, True):
-        found = PageBounds(small_pool(), rounded)
-        there = [each for each in (found.bounds, found.scales) if each is not None]
+        for score, own in numbers.items():
+            both = 1000 * (2 * size * 64 * 2 + own)
+            assert bytes_beside(both, size, 64, torch.bfloat16, KINDS[score]) == 1000 * own
+    for kind in KINDS.values():
+        found = PageSummaries(small_pool(), kind)
+        there = [each for each in (found.vectors, found.scales) if each is not None]
         taken = sum(each.numel() * each.element_size() for each in there)
         whole = small_pool().pages.numel() * 4 + taken
-        assert bytes_beside(whole, SIZE, HEAD_SIZE, torch.float32, rounded) == taken
+        assert bytes_beside(whole, SIZE, HEAD_SIZE, torch.float32, kind) == taken
 
 
-@pytest.mark.parametrize("rounded", [False, True])
-def test_cache_groups_with_the_same_pages_share_their_bounds(rounded: bool) -> None:
+@pytest.mark.parametrize("kind", KINDS.values())
+def test_cache_groups_with_the_same_pages_share_their_summaries(kind: SummaryKind) -> None:
     pool, other = small_pool(), small_pool()
     same = replace(pool, layer_offsets=pool.layer_offsets + 1, pages=pool.pages.view_as(pool.pages))
-    bounds = PageBounds(pool, rounded)
-    shared = PageBounds(same, rounded, [PageBounds(other, rounded), bounds])
-    assert shared.bounds is bounds.bounds
-    assert shared.scales is bounds.scales
-    assert PageBounds(other, rounded, [bounds]).bounds is not bounds.bounds
+    own = PageSummaries(pool, kind)
+    shared = PageSummaries(same, kind, [PageSummaries(other, kind), own])
+    assert shared.vectors is own.vectors
+    assert shared.scales is own.scales
+    assert PageSummaries(other, kind, [own]).vectors is not own.vectors

@@ -1,7 +1,7 @@
 """What serving allocates after a server has measured itself stays below what it left for that.
 
 Added up over the shapes of all tensors that are alive at once: page tables, what batches read from
-them, rings of queries, events, bounds of keys, and the buffers that CUDA graphs read. What
+them, rings of queries, events, summaries of keys, and the buffers that CUDA graphs read. What
 kernels take for themselves is in none of them.
 """
 
@@ -19,7 +19,7 @@ from tests.accelerator import ACCELERATOR, launched
 from tests.live_bytes import LiveBytes
 from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
-from vllm_kvcompress.attention.reading import Readers
+from vllm_kvcompress.attention.reading import Readers, summary_kind
 from vllm_kvcompress.cache.page_rows import Integers
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
@@ -244,14 +244,16 @@ def test_contexts_that_are_prepared_at_once(shape: Shape) -> None:
     assert 0 < memory.peak - pool_bytes < reserve(measured.peak - pool_bytes, 0)
 
 
-@pytest.mark.parametrize("rule", ["quest:0.25", "quest:0.25,bounds=int8", "quest:0.25,score=keys"])
+@pytest.mark.parametrize(
+    "rule", ["quest:0.25", "quest:0.25,parts=4", "quest:0.25,bounds=int8", "quest:0.25,score=keys"]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_requests_that_read_a_part_stay_within_the_same(shape: Shape, rule: str) -> None:
     """As many long ones as the cache holds, one of which is still at its prompt."""
     read_rule = ReadRule.parse(rule)
-    kind = SimpleNamespace(block_size=BLOCK, head_size=shape.head_size, dtype=torch.bfloat16)
-    bounded = [kind] if read_rule.score == "bounds" else []
-    reserved = reserve(0, shape.cache_bytes, bounded, read_rule.bounds == "int8")
+    spec = SimpleNamespace(block_size=BLOCK, head_size=shape.head_size, dtype=torch.bfloat16)
+    kind = summary_kind(read_rule)
+    reserved = reserve(0, shape.cache_bytes, [] if kind is None else [(spec, kind)])
     pool = pool_of(shape, shape.cache_bytes - reserved)
     number = shape.most_tokens // (LONG + BLOCK)
     names, lengths = [f"r{nth}" for nth in range(number)], np.full(number, LONG)
@@ -267,7 +269,7 @@ def test_requests_that_read_a_part_stay_within_the_same(shape: Shape, rule: str)
                 [reading], _ = readers.split(batch)
                 sequences, width = reading.page_table.shape[1:]
                 asked = torch.zeros(sequences, shape.group, shape.head_size, device=ACCELERATOR)
-                if readers.bounds is None:
+                if readers.summaries is None:
                     reading.choose(0, asked, readers)
                 else:  # the kernel's scores and choice
                     torch.zeros(sequences, width + reading.choice.most, device=ACCELERATOR)

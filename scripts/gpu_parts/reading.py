@@ -12,9 +12,10 @@ from gpu_parts import shapes
 from gpu_parts.measure import host_seconds_of, progress, seconds_of
 from vllm_kvcompress.kernels.attention import decode_attention
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, key_bounds
+from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, key_means
 
 Row = dict[str, Any]
+NUM_MEANS = 2  # as of --kv-read quest:0.25
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,20 @@ class ReadPlan:
     repeats: int = 50
 
 
-def bounds_of(entries: PagedEntries) -> Tensor:
-    """[pages, 2 * head_size] of every page's keys."""
+def means_of(entries: PagedEntries) -> Tensor:
+    """[pages, NUM_MEANS * head_size] of every page's keys."""
     rows = entries.pages.unflatten(1, (entries.block_size, 2, entries.head_size))
-    return key_bounds(rows[:, :, 0])
+    return key_means(rows[:, :, 0], NUM_MEANS)
 
 
 def chosen(
-    entries: PagedEntries, bounds: Tensor, queries: Tensor, num_read: int
+    entries: PagedEntries, means: Tensor, queries: Tensor, num_read: int
 ) -> tuple[Tensor, Tensor]:
     """Pages [S, num_read] that equally long sequences read, and how many tokens these are."""
     num_pages = torch.full_like(entries.flat_lengths, entries.page_table.shape[1])
     wanted = torch.full_like(num_pages, num_read)
-    pages = choose_pages(queries, bounds, entries.page_table, num_pages, wanted, Choice(num_read))
+    choice = Choice(num_read, num_means=NUM_MEANS)
+    pages = choose_pages(queries, means, entries.page_table, num_pages, wanted, choice)
     return pages, wanted * entries.block_size
 
 
@@ -61,13 +63,13 @@ def measure_reading(plan: ReadPlan) -> list[Row]:
 def _row(plan: ReadPlan, batch: int, context: int) -> Row:
     """Seconds of one layer, with this package's attention over a part and over everything."""
     entries = shapes.make_entries(shapes.uniform_lengths(batch, context), plan.block_size)
-    bounds = bounds_of(entries)
+    means = means_of(entries)
     shape = (entries.num_sequences, shapes.GROUP, shapes.HEAD_SIZE)
     queries = torch.randn(shape, dtype=shapes.DTYPE, device="cuda")
     num_read = int(plan.part * context) // plan.block_size
 
     def choose() -> tuple[Tensor, Tensor]:
-        return chosen(entries, bounds, queries, num_read)
+        return chosen(entries, means, queries, num_read)
 
     part = PagedEntries(entries.pages, *choose(), entries.block_size, entries.head_size)
     return {

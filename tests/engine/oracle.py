@@ -112,8 +112,9 @@ class PagesDecoder(KeptTokensDecoder):
         part: of its pages that a head reads.
         number: pages that a head reads instead.
         group: max or mean of the scores of the query heads that share a head.
-        score: bounds on products with a page's keys, or the highest of these (keys); or bounds of
-            which minima are rounded down and maxima up to 8 bits (int8).
+        score: the highest mean of products with the keys of a half of a page (halves), bounds on
+            products with its keys, or the highest of these (keys); or bounds of which minima are
+            rounded down and maxima up to 8 bits (int8).
         always: pages at the beginning and at the end that are read whatever their scores are.
         shortest: heads with fewer tokens read everything.
 
@@ -128,7 +129,7 @@ class PagesDecoder(KeptTokensDecoder):
         part: float = 1.0,
         number: int | None = None,
         group: str = "max",
-        score: str = "bounds",
+        score: str = "halves",
         always: tuple[int, int] = (0, 1),
         shortest: int = 128,
     ) -> None:
@@ -147,20 +148,8 @@ class PagesDecoder(KeptTokensDecoder):
         numbers, asked = keys.tolist(), [query.tolist() for query in queries]
         scores: dict[int, float] = {}
         for nth in range(first, len(pages) - last):
-            by_query = []
-            for query in asked:
-                if self.score == "keys":
-                    by_query.append(max(_product(query, numbers[token]) for token in pages[nth]))
-                    continue
-                page = [numbers[token] for token in pages[nth]]
-                step = _step(page) if self.score == "int8" else None
-                total = 0.0
-                for element, wanted in enumerate(query):
-                    ends = [min(key[element] for key in page), max(key[element] for key in page)]
-                    if step is not None:
-                        ends = [math.floor(ends[0] / step) * step, math.ceil(ends[1] / step) * step]
-                    total += max(wanted * end for end in ends)
-                by_query.append(total)
+            page = [numbers[token] for token in pages[nth]]
+            by_query = [page_score(query, page, self.score) for query in asked]
             scores[nth] = max(by_query) if self.group == "max" else sum(by_query) / len(by_query)
         order = sorted(scores, key=lambda page: -scores[page])
         room = number - first - last
@@ -230,12 +219,9 @@ class ChunksDecoder(PagesDecoder):
         last = max(last, math.ceil(num_tokens / BLOCK))
         scores = {}
         for nth in range(first, len(pages) - last):
-            low, high = keys[pages[nth]].aminmax(dim=0)
-            scores[nth] = max(
-                float(torch.maximum(query * low, query * high).sum())
-                for member in queries
-                for query in member
-            )
+            page = keys[pages[nth]]
+            ends = page[: BLOCK // 2].sum(0), page[BLOCK // 2 :].sum(0)
+            scores[nth] = max(float((queries @ half).max()) for half in ends)
         order = sorted(scores, key=lambda page: -scores[page])
         if len(order) > room:
             lowest, next_one = scores[order[room - 1]], scores[order[room]]
@@ -244,6 +230,21 @@ class ChunksDecoder(PagesDecoder):
         read = sorted([*order[:room], *ends])
         self.chunk_pages[len(keys)] = (len(read), len(pages))
         return [token for page in read for token in pages[page]]
+
+
+def page_score(query: list[float], page: list[list[float]], score: str) -> float:
+    """As `PagesDecoder` says."""
+    if score in ("keys", "halves"):
+        products, half = [_product(query, key) for key in page], len(page) // 2
+        return max(products if score == "keys" else (sum(products[:half]), sum(products[half:])))
+    step = _step(page) if score == "int8" else None
+    total = 0.0
+    for element, wanted in enumerate(query):
+        ends = [min(key[element] for key in page), max(key[element] for key in page)]
+        if step is not None:
+            ends = [math.floor(ends[0] / step) * step, math.ceil(ends[1] / step) * step]
+        total += max(wanted * end for end in ends)
+    return total
 
 
 def _step(page: list[list[float]]) -> float:

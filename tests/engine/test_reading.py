@@ -52,7 +52,7 @@ def whole(no_padding: str, run_engine: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["long", "middle", "short", "half", "all", "late", "hit"])
-def test_whole_requests_read_the_pages_with_the_highest_bounds(
+def test_whole_requests_read_the_pages_with_the_highest_means(
     no_padding: str, whole: dict[str, Any], name: str
 ) -> None:
     """In batches that read prompts beside, in chunks, and behind a prefix-cache hit."""

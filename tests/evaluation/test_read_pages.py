@@ -11,18 +11,22 @@ from vllm_kvcompress.tools.evaluation.read_pages import read_mask, recall
 SIZE, HEADS, GROUP, TOKENS, COUNT, BLOCK = 4, 2, 3, 210, 40, 32
 
 
-def scores(query: list[list[float]], keys: list[list[float]], exact: bool) -> float:
-    """The highest of the query heads' bounds on a page, or of their products with its keys."""
+def scores(query: list[list[float]], keys: list[list[float]], score: str) -> float:
+    """The highest of the query heads' bounds on a page, of their products with its keys, or of the
+    means of these over a half of it."""
     found = []
     for one in query:
-        if exact:
-            found += [sum(q * k for q, k in zip(one, key, strict=True)) for key in keys]
+        products = [sum(q * k for q, k in zip(one, key, strict=True)) for key in keys]
+        if score == "keys":
+            found += products
+        elif score == "mean":
+            found += [sum(products[at : at + 16]) / 16 for at in (0, 16)]
         else:
             found.append(sum(max(q * key[at] for key in keys) for at, q in enumerate(one)))
     return max(found)
 
 
-@pytest.mark.parametrize("score", ["bounds", "keys"])
+@pytest.mark.parametrize("score", ["bounds", "keys", "mean"])
 def test_every_token_reads_as_if_it_were_decoded(score: str) -> None:
     torch.manual_seed(0)
     queries, keys = torch.randn(HEADS * GROUP, COUNT, SIZE), torch.randn(HEADS, TOKENS, SIZE)
@@ -34,9 +38,7 @@ def test_every_token_reads_as_if_it_were_decoded(score: str) -> None:
             pages = [range(at, min(at + BLOCK, length)) for at in range(0, length, BLOCK)]
             query = queries[head * GROUP : (head + 1) * GROUP, nth].tolist()
             found = {
-                page: scores(
-                    query, [keys[head, token].tolist() for token in pages[page]], score == "keys"
-                )
+                page: scores(query, [keys[head, token].tolist() for token in pages[page]], score)
                 for page in range(1, len(pages) - 1)
             }
             best = sorted(found, key=lambda page: -found[page])[:2]

@@ -127,4 +127,6 @@ def launches_without_pages() -> Iterator[Launch]:
     yield Launch(chooses, 2, (queries, bounds, table, few, few, Choice(5)))
     codes, scales = rounded_outwards(bounds)
     yield Launch(chooses, 2, (queries, codes, table, few, few, Choice(5), scales))
+    by_means = (queries, random(9, 512), table, few, few, Choice(5, num_means=4))
+    yield Launch(chooses, 2, by_means)
     yield Launch(KERNELS + "apportion.apportion_triton.apportion", 1, shares)

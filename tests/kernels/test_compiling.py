@@ -189,15 +189,15 @@ def test_selection(compiler: Child, num_heads: int) -> None:
     )
 
 
-@pytest.mark.parametrize("head_size", [80, 128])
-def test_choice_of_pages(compiler: Child, head_size: int) -> None:
-    queries, bounds = random(2, 4, head_size, dtype=BF16), random(9, 2 * head_size, dtype=BF16)
+@pytest.mark.parametrize(("head_size", "num_means"), [(80, 2), (128, 2), (128, 0)])
+def test_choice_of_pages(compiler: Child, head_size: int, num_means: int) -> None:
+    queries, vectors = random(2, 4, head_size, dtype=BF16), random(9, 2 * head_size, dtype=BF16)
     table = torch.zeros(2, 16, dtype=torch.int32)
     launcher = "page_choice.page_choice_triton.choose_pages"
-    pages = (queries, bounds, table, table[:, 0], table[:, 0])
-    found = check(compiler, launcher, 2, *pages, Choice(9))
-    # A page's minimum and maximum are read 16 bytes at a time.
-    assert "ld.global.v4" in found["_bounds_kernel"].ptx
+    pages = (queries, vectors, table, table[:, 0], table[:, 0])
+    found = check(compiler, launcher, 2, *pages, Choice(9, num_means=num_means))
+    # A page's summary is read 16 bytes at a time.
+    assert "ld.global.v4" in found["_scores_kernel"].ptx
 
 
 def test_triton_is_that_of_vllms_cuda_build() -> None:

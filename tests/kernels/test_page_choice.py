@@ -8,24 +8,36 @@ from torch import Tensor
 
 from tests.kernels.backends import Backend
 from tests.kernels.cases import random
-from vllm_kvcompress.kernels.page_choice import Choice, key_bounds, reference, rounded_outwards
+from vllm_kvcompress.kernels.page_choice import (
+    Choice,
+    key_bounds,
+    key_means,
+    reference,
+    rounded_outwards,
+)
 
 LAUNCHER = "vllm_kvcompress.kernels.page_choice.page_choice_triton.choose_pages"
 
 
 def some_pages(
-    counts: list[int], read: list[int], head_size: int, dtype: torch.dtype, equal: bool = False
+    counts: list[int],
+    read: list[int],
+    head_size: int,
+    dtype: torch.dtype,
+    equal: bool = False,
+    num_means: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Queries, bounds and pages; what lies behind a sequence's last page is some page, too."""
+    """Queries, summaries and pages; what lies behind a sequence's last page is some page, too."""
     queries = random(len(counts), 3, head_size, seed=1, dtype=dtype)
     width = max(counts) + 5
-    keys = random(len(counts) * width, 4, head_size, seed=2, dtype=dtype)
+    keys = random(len(counts) * width, 8, head_size, seed=2, dtype=dtype)
     if equal:
         keys[::3] = keys[0]
     order = torch.randperm(len(keys), generator=torch.Generator().manual_seed(3))
     rows = order.view(len(counts), width).to(torch.int32)
     table = torch.cat((rows, rows), dim=1)[:, :width]  # a part of longer rows
-    return queries, key_bounds(keys), table, torch.tensor(counts), torch.tensor(read)
+    summaries = key_means(keys, num_means) if num_means else key_bounds(keys)
+    return queries, summaries, table, torch.tensor(counts), torch.tensor(read)
 
 
 def check(
@@ -46,6 +58,13 @@ def test_it_is_the_twin_s(backend: Backend, head_size: int, mean: bool) -> None:
     """One page, a tile of 32, one more, and over several; read: one, some and all."""
     pages = some_pages([1, 32, 33, 100, 9], [1, 8, 33, 25, 3], head_size, backend.dtype)
     check(backend, pages, Choice(40, mean=mean))
+
+
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("num_means", [1, 2, 4])
+def test_by_means_of_parts(backend: Backend, num_means: int, mean: bool) -> None:
+    pages = some_pages([1, 33, 70], [1, 8, 20], 80, backend.dtype, num_means=num_means)
+    check(backend, pages, Choice(20, 1, 1, mean, num_means))
 
 
 @pytest.mark.parametrize("mean", [False, True])

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch
-from vllm_kvcompress.cache.page_bounds import PageBounds
 from vllm_kvcompress.cache.page_rows import Integers
+from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products
 from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
 from vllm_kvcompress.scheduling.read_rule import NEVER, ReadRule, Share
+
+
+def summary_kind(rule: ReadRule) -> SummaryKind | None:
+    """By what a rule has pages chosen; None: by all of their keys."""
+    if rule.score == "keys":
+        return None
+    return SummaryKind(rule.num_means, rounded=rule.bounds == "int8")
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,10 @@ class Reading:
         """
         pages = self._layers[layer]
         queries = queries.reshape(len(pages[1]), -1, queries.shape[2])
-        if readers.bounds is None:
+        if readers.summaries is None:
             return highest_products(queries, readers.tables.pool.keys, *pages, self.choice)
-        bounds = readers.bounds
-        return choose_pages(queries, bounds.bounds, *pages, self.choice, bounds.scales)
+        found = readers.summaries
+        return choose_pages(queries, found.vectors, *pages, self.choice, found.scales)
 
     @cached_property
     def _layers(self) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -70,22 +77,22 @@ class Readers:
 
     Args:
         rule, tables: as below.
-        others: bounds of other cache groups, as of `PageBounds`.
+        others: summaries of other cache groups, as of `PageSummaries`.
 
     Attributes:
         rule: of requests that ask for nothing.
         tables: page tables of the requests that have some.
-        bounds: of the pages' keys, by which they choose; None: by the keys themselves.
+        summaries: of the pages' keys, by which they choose; None: by the keys themselves.
         chunks: of prompts, if these read a part, too.
         plans: of the requests, by their ids.
     """
 
     def __init__(
-        self, rule: ReadRule, tables: PageTables, others: Iterable[PageBounds] = ()
+        self, rule: ReadRule, tables: PageTables, others: Iterable[PageSummaries] = ()
     ) -> None:
         self.rule, self.tables = rule, tables
-        rounded = rule.bounds == "int8"
-        self.bounds = PageBounds(tables.pool, rounded, others) if rule.score == "bounds" else None
+        kind = summary_kind(rule)
+        self.summaries = None if kind is None else PageSummaries(tables.pool, kind, others)
         self.chunks = PromptChunks.of(rule, tables.pool.block_size)
         self.plans: dict[str, ReadPlan] = {}
         self._request_ids: list[str] | None = None
@@ -179,7 +186,8 @@ class Readers:
             page_table=batch.page_table[:, :, :most],
             seq_lens=lengths - (num_pages - num_read) * size,
         )
-        choice = Choice(most, rule.num_first(size), rule.num_last(size), rule.group == "mean")
+        ends, mean = (rule.num_first(size), rule.num_last(size)), rule.group == "mean"
+        choice = Choice(most, *ends, mean, rule.num_means)
         return Reading(part, batch.page_table, num_pages, num_read.to(torch.int32), choice)
 
     def warm_up(self, queries_per_kv: int) -> None:
@@ -188,11 +196,10 @@ class Readers:
         width = self.rule.least_pages(size) + 1
         table = torch.zeros((pool.num_heads, width), dtype=torch.int32, device=pool.device)
         queries = pool.pages.new_zeros((pool.num_heads, queries_per_kv, pool.head_size))
-        choice = Choice(width, 0, 1, self.rule.group == "mean")
-        if self.bounds is not None:
-            read = table[:, 0] + 1
-            pages = (table, read, read, choice)
-            choose_pages(queries, self.bounds.bounds, *pages, self.bounds.scales)
+        choice = Choice(width, 0, 1, self.rule.group == "mean", self.rule.num_means)
+        found, read = self.summaries, table[:, 0] + 1
+        if found is not None:
+            choose_pages(queries, found.vectors, table, read, read, choice, found.scales)
 
     def _share(self, batch: ResidentBatch) -> Share:
         """What is read by the sequences of a batch: [sequences] each, or the same for all."""

@@ -17,11 +17,17 @@ READ_HELP = (
     "KV head, such as quest:2048, and after commas global=32 and local=64, which are always read; "
     'or "longcache", after a colon global=32, local=4096, span=32 and top=64, and prefill=512 if '
     "chunks of prompts are to read a part, too; after commas "
-    "group=max (default) or group=mean, score=bounds (default) or score=keys, and bounds=exact "
-    "(default) or bounds=int8"
+    "group=max (default) or group=mean, and score=mean (default) with parts=1, 2, 4 or 8 (2), "
+    "score=keys, or score=bounds with bounds=exact (default) or bounds=int8"
 )
 _METHODS = ("quest", "longcache")
-_CHOICES = {"group": ("max", "mean"), "score": ("bounds", "keys"), "bounds": ("exact", "int8")}
+_CHOICES = {
+    "group": ("max", "mean"),
+    "score": ("mean", "bounds", "keys"),
+    "parts": ("1", "2", "4", "8"),
+    "bounds": ("exact", "int8"),
+}
+_ONLY_OF = {"parts": "mean", "bounds": "bounds"}  # scores
 _QUEST = {"global": 32, "local": 64}
 _LONGCACHE = {"global": 32, "local": 4096, "span": 32, "top": 64, "prefill": 0}
 _MOST_PAGES = 2**30  # more than any head has
@@ -53,8 +59,9 @@ class ReadRule:
         fraction: part of the head's pages, above 0 and at most 1; None: `tokens` says it.
         tokens: tokens per KV head, those that are always read included; None: `fraction` says it.
         group: how the query heads that share a KV head agree: max or mean of their products.
-        score: of a page: bounds on the queries' products with its keys (Quest, section 3.2), or
-            the highest of these products themselves, for which all keys are read.
+        score: of a page: the mean of the queries' products with its keys; bounds on these products
+            (Quest, section 3.2); or the highest of them itself, for which all keys are read.
+        parts: of a page, equal ones, whose highest mean counts.
         bounds: in the cache's own numbers (exact), or rounded outwards to 8 bits (int8).
         first_tokens, last_tokens: that are always read, in whole pages, the last page among them.
         min_tokens: heads with fewer read everything.
@@ -66,7 +73,8 @@ class ReadRule:
     fraction: Fraction | None = None
     tokens: int | None = None
     group: str = "max"
-    score: str = "bounds"
+    score: str = "mean"
+    parts: int = 2
     bounds: str = "exact"
     first_tokens: int = 0
     last_tokens: int = 0
@@ -115,6 +123,11 @@ class ReadRule:
         more = max(0, num_queries - self.last_tokens)
         tokens = None if self.tokens is None else self.tokens + more
         return replace(self, tokens=tokens, last_tokens=self.last_tokens + more)
+
+    @property
+    def num_means(self) -> int:
+        """By which pages are ranked; 0: by something else."""
+        return self.parts if self.score == "mean" else 0
 
     def num_first(self, block_size: int) -> int:
         """Pages at the beginning that are always read."""
@@ -245,8 +258,11 @@ def _options(
             numbers[name] = int(value)
         else:
             raise ConfigError(f'read "{text}": unknown option "{option}"; {READ_HELP}.')
-    if choices.get("score") == "keys" and "bounds" in choices:
-        raise ConfigError(f'read "{text}": keys are ranked without bounds; leave out one of both.')
+    for name, score in _ONLY_OF.items():
+        if name in choices and choices.setdefault("score", score) != score:
+            raise ConfigError(f'read "{text}": {name} goes with score={score}; leave out one.')
+    if "parts" in choices:
+        choices["parts"] = int(choices["parts"])
     if not numbers.get("span", 1) * numbers.get("top", 1):
         raise ConfigError(f'read "{text}": expected span and top of at least 1; {READ_HELP}.')
     return choices, numbers

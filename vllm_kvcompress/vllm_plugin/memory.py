@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvcompress.cache.page_bounds import bytes_beside
+from vllm_kvcompress.attention.reading import summary_kind
+from vllm_kvcompress.cache.page_summaries import SummaryKind, bytes_beside
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.errors import UnsupportedError
@@ -50,28 +51,26 @@ def reserved_bytes(
             layers.setdefault((spec.num_kv_heads, spec.head_size), []).append(name)
     events = [_event_bytes(compression, model, names, specs[names[0]]) for names in layers.values()]
     rule = compression.settings.read_rule
-    bounded: list[CompressedAttentionSpec] = []
-    if rule is not None and rule.score == "bounds":
-        bounded = [specs[names[0]] for names in layers.values()]
-    rounded = rule is not None and rule.bounds == "int8"
-    return reserve(sum(events), available, bounded, rounded)  # ring buffers of all kinds stay
+    kind = None if rule is None else summary_kind(rule)
+    kinds = [(specs[names[0]], kind) for names in layers.values() if kind is not None]
+    return reserve(sum(events), available, kinds)  # ring buffers of all kinds stay
 
 
 def reserve(
-    event_bytes: int, available: int, bounded: Sequence[Any] = (), rounded: bool = False
+    event_bytes: int, available: int, summarised: Sequence[tuple[Any, SummaryKind]] = ()
 ) -> int:
     """Bytes that are not to become KV cache, but for what vLLM's kernels take.
 
     Args:
         event_bytes: most that events hold at once, ring buffers among it.
         available: bytes for the cache and this.
-        bounded: specs of layers that keep bounds of their pages' keys, by their kind.
-        rounded: the bounds, to int8.
+        summarised: specs of layers, one of each kind, and what they remember of pages' keys.
     """
     found = int(FRAGMENTATION * event_bytes + TABLES_SHARE * available)
     room = available - found
     beside = [
-        bytes_beside(room, spec.block_size, spec.head_size, spec.dtype, rounded) for spec in bounded
+        bytes_beside(room, spec.block_size, spec.head_size, spec.dtype, kind)
+        for spec, kind in summarised
     ]
     return found + sum(beside)
 

@@ -124,7 +124,7 @@ class GroupCompression:
             num_queries = np.diff(common.query_start_loc_cpu.numpy())
             self.readers.tell(plan.reads)
             self.readers.admit(request_ids, lengths, num_queries)
-            if self.readers.bounds is not None:
+            if self.readers.summaries is not None:
                 filled = self._filled_blocks(lengths, num_queries, blocks)
         compressed = self.batches.read(request_ids, lengths, common.seq_lens, blocks)
         work = StepWork(compressed=compressed, filled=filled, decodes=self._decodes(common))
@@ -201,8 +201,9 @@ class GroupCompression:
     def begin_layer(self, work: StepWork, layer: int) -> None:
         """Before a layer's attention, when the step's keys are in the cache: requests may choose
         among pages that others have filled in the same step."""
-        if self.readers is not None and self.readers.bounds is not None and work.filled is not None:
-            self.readers.bounds.fill_blocks(layer, work.filled)
+        summaries = None if self.readers is None else self.readers.summaries
+        if summaries is not None and work.filled is not None:
+            summaries.fill_blocks(layer, work.filled)
 
     def finish_layer(
         self,
@@ -235,7 +236,7 @@ class GroupCompression:
         for repetition in work.repetitions:
             self.runner.repetitions.observe(layer, repetition, queries, scale)
         work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
-        bounds = None if self.readers is None else self.readers.bounds
-        if bounds is not None:
+        summaries = None if self.readers is None else self.readers.summaries
+        if summaries is not None:
             for event in work.events:
-                bounds.fill(event.kept_pages(layer))
+                summaries.fill(event.kept_pages(layer))

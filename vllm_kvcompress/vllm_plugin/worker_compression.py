@@ -168,8 +168,8 @@ class WorkerCompression:
         if self.settings.read_rule is None:
             return None
         former = (group.readers for group in self.groups.values() if group.readers is not None)
-        bounds = [each.bounds for each in former if each.bounds is not None]
-        return Readers(self.settings.read_rule, runner.tables, bounds)
+        found = [each.summaries for each in former if each.summaries is not None]
+        return Readers(self.settings.read_rule, runner.tables, found)
 
     def _decode_steps(self, layers: list[Any], pool: PagePool) -> DecodeSteps | None:
         """Where whole decode steps are captured, if they are."""

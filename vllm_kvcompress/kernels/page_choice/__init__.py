@@ -1,4 +1,4 @@
-"""Which pages a decode step reads: products with their keys, or bounds on these; the highest."""
+"""Which pages a decode step reads: products with their keys, their means, or bounds on them."""
 
 from vllm_kvcompress.kernels.dispatch import by_device
 from vllm_kvcompress.kernels.page_choice import reference
@@ -6,9 +6,17 @@ from vllm_kvcompress.kernels.page_choice.reference import (
     Choice,
     highest_products,
     key_bounds,
+    key_means,
     rounded_outwards,
 )
 
 choose_pages = by_device(reference.choose_pages, "page_choice.page_choice_triton")
 
-__all__ = ["Choice", "choose_pages", "highest_products", "key_bounds", "rounded_outwards"]
+__all__ = [
+    "Choice",
+    "choose_pages",
+    "highest_products",
+    "key_bounds",
+    "key_means",
+    "rounded_outwards",
+]

@@ -1,4 +1,4 @@
-"""Choosing pages: bounds of all of them, then the highest ones by counting digits.
+"""Choosing pages: scores of all of them, then the highest ones by counting digits.
 
 The first kernel goes through a tile of a sequence's pages, since one sequence alone has to be read
 by many programs. The second has a program per sequence: the digits of the lowest chosen score are
@@ -20,15 +20,15 @@ from vllm_kvcompress.kernels.common.sort_keys_triton import BINS, DIGITS, sort_k
 from vllm_kvcompress.kernels.page_choice import reference
 from vllm_kvcompress.kernels.page_choice.reference import Choice
 
-PAGES = 32  # whose bounds a program of the first kernel reads
+PAGES = 32  # whose summaries a program of the first kernel reads
 TILE = 1024  # scores that one of the second goes through at once
 MOST_QUERIES = 64  # of a sequence, one after the other; those of a chunk are a product of matrices
 
 
 @kernel("width", "table_stride", "num_first", "num_last")
-def _bounds_kernel(
+def _scores_kernel(
     queries,
-    bounds,
+    summaries,
     scales,
     page_table,
     num_pages,
@@ -39,6 +39,8 @@ def _bounds_kernel(
     num_last,
     head_size,
     group,
+    VECTORS: tl.constexpr,
+    BOUNDS: tl.constexpr,
     MEAN: tl.constexpr,
     SCALED: tl.constexpr,
     ELEMENTS: tl.constexpr,
@@ -53,16 +55,26 @@ def _bounds_kernel(
     pages = pages.to(tl.int64)
     elements = tl.arange(0, ELEMENTS)
     inside = elements < head_size
-    places = bounds + pages[:, None] * (2 * head_size) + elements[None, :]
+    places = summaries + pages[:, None] * (VECTORS * head_size) + elements[None, :]
     both = there[:, None] & inside[None, :]
-    low = tl.load(places, mask=both, other=0.0).to(tl.float32)
-    high = tl.load(places + head_size, mask=both, other=0.0).to(tl.float32)
+    first = tl.load(places, mask=both, other=0.0).to(tl.float32)
+    second = first
+    if VECTORS > 1:
+        second = tl.load(places + head_size, mask=both, other=0.0).to(tl.float32)
     joined = tl.full([PAGES], 0.0 if MEAN else float("-inf"), tl.float32)
     for nth in range(group):
         row = queries + (sequence * group + nth) * head_size
         query = tl.load(row + elements, mask=inside, other=0.0).to(tl.float32)[None, :]
-        bound = tl.sum(tl.maximum(query * low, query * high), 1)
-        joined = joined + bound / group if MEAN else tl.maximum(joined, bound)
+        if BOUNDS:
+            found = tl.sum(tl.maximum(query * first, query * second), 1)
+        else:
+            found = tl.sum(query * first, 1)
+            if VECTORS > 1:
+                found = tl.maximum(found, tl.sum(query * second, 1))
+            for part in tl.static_range(2, VECTORS):
+                more = tl.load(places + part * head_size, mask=both, other=0.0).to(tl.float32)
+                found = tl.maximum(found, tl.sum(query * more, 1))
+        joined = joined + found / group if MEAN else tl.maximum(joined, found)
     if SCALED:
         joined *= tl.load(scales + pages, mask=there, other=0.0)
     always = (columns < num_first) | (columns >= count - num_last)
@@ -122,7 +134,7 @@ def _choose_kernel(
 
 def choose_pages(
     queries: Tensor,
-    bounds: Tensor,
+    summaries: Tensor,
     page_table: Tensor,
     num_pages: Tensor,
     num_read: Tensor,
@@ -133,12 +145,13 @@ def choose_pages(
     num_sequences, group, head_size = queries.shape
     if group > MOST_QUERIES:
         return reference.choose_pages(
-            queries, bounds, page_table, num_pages, num_read, choice, scales
+            queries, summaries, page_table, num_pages, num_read, choice, scales
         )
+    vectors = choice.num_means or 2
     expect(
-        bounds.shape[1:] == (2 * head_size,) and bounds.is_contiguous(),
-        f"bounds [pages, {2 * head_size}] of keys of the queries' size",
-        f"{tuple(bounds.shape)}",
+        summaries.shape[1:] == (vectors * head_size,) and summaries.is_contiguous(),
+        f"summaries [pages, {vectors * head_size}] of keys of the queries' size",
+        f"{tuple(summaries.shape)}",
         "pass those of the cache's pages",
     )
     expect(
@@ -151,10 +164,10 @@ def choose_pages(
     scores = torch.empty((num_sequences, width), dtype=torch.float32, device=device)
     chosen = torch.empty((num_sequences, choice.most), dtype=torch.int32, device=device)
     with on_device(queries):
-        _bounds_kernel[(triton.cdiv(width, PAGES), num_sequences)](
+        _scores_kernel[(triton.cdiv(width, PAGES), num_sequences)](
             queries.contiguous(),
-            bounds,
-            bounds if scales is None else scales,
+            summaries,
+            summaries if scales is None else scales,
             page_table,
             num_pages.contiguous(),
             scores,
@@ -164,6 +177,8 @@ def choose_pages(
             choice.num_last,
             head_size,
             group,
+            VECTORS=vectors,
+            BOUNDS=not choice.num_means,
             MEAN=choice.mean,
             SCALED=scales is not None,
             ELEMENTS=padded(head_size),

@@ -1,4 +1,7 @@
-"""Choosing pages in torch, on any device.
+"""Choosing pages in torch, on any device, by summaries of their keys.
+
+The product of a query q with the mean of some keys is the mean of its products with them. Of a page
+cut into parts the highest of these counts, so that a key which few others are like is seen.
 
 Quest (arXiv 2406.10774, section 3.2): no key of a page has a higher product with a query q than
 
@@ -36,17 +39,26 @@ class Choice:
         most: columns of what is returned, at least the highest number of pages that are read.
         num_first, num_last: pages at the beginning and the end (at least 1) that are always read.
         mean: over the query heads of a sequence, instead of the highest.
+        num_means: summaries are the means of so many parts of a page; 0: they are bounds.
     """
 
     most: int
     num_first: int = 0
     num_last: int = 1
     mean: bool = False
+    num_means: int = 0
 
 
 def key_bounds(keys: Tensor) -> Tensor:
     """[P, block_size, head_size] keys of pages -> [P, 2 * head_size] their minimum and maximum."""
     return torch.cat(keys.aminmax(dim=1), dim=-1)
+
+
+def key_means(keys: Tensor, num_parts: int) -> Tensor:
+    """[P, block_size, head_size] keys of pages -> [P, num_parts * head_size] the means of equal
+    parts, each of keys that follow each other.
+    """
+    return keys.unflatten(1, (num_parts, -1)).mean(dim=2).flatten(1)
 
 
 def rounded_outwards(bounds: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,20 +75,21 @@ def rounded_outwards(bounds: Tensor) -> tuple[Tensor, Tensor]:
 
 def choose_pages(
     queries: Tensor,
-    bounds: Tensor,
+    summaries: Tensor,
     page_table: Tensor,
     num_pages: Tensor,
     num_read: Tensor,
     choice: Choice,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """The pages that sequences read: their first and last ones, and those with the highest bounds.
+    """The pages that sequences read: their first and last ones, and those with the highest bounds
+    on products with their keys, or the highest means of these.
 
     Args:
         queries: [S, G, head_size] of the query heads that share a sequence's KV head, of a token
             or of several.
-        bounds: [any, 2 * head_size] of every page, as `key_bounds` gives them, or
-            `rounded_outwards`.
+        summaries: [any, vectors * head_size] of every page: `key_means`, or `key_bounds`, which
+            may be `rounded_outwards`; as `choice` says.
         page_table: [S, W] page ids.
         num_pages: [S] pages of each sequence, at least 1.
         num_read: [S] how many it reads, from 1 to `num_pages`, those that are always read included.
@@ -87,19 +100,19 @@ def choose_pages(
         [S, most] int32 page ids in the order of the tokens; what is behind `num_read` is some page.
     """
     num_sequences, width = page_table.shape
-    # On CPUs several times faster than bounds[...].
+    # On CPUs several times faster than summaries[...].
     page_ids = page_table.flatten()
-    lows_and_highs = bounds.index_select(0, page_ids).view(num_sequences, width, -1)
-    signs = torch.cat((queries.clamp(max=0), queries.clamp(min=0)), dim=-1)
-    dtype = bounds.dtype
+    vectors, asked, num_means = summaries.index_select(0, page_ids), queries, choice.num_means
+    if not num_means:
+        asked = torch.cat((queries.clamp(max=0), queries.clamp(min=0)), dim=-1)
+    dtype = summaries.dtype
     if scales is not None:  # a sum of 127s may be more than there is in fp16
         dtype = torch.promote_types(queries.dtype, torch.bfloat16)
-    lows_and_highs = lows_and_highs.to(dtype).transpose(1, 2)
-    scores = _joined(
-        (torch.bmm(part.to(dtype), lows_and_highs) for part in signs.split(QUERIES_AT_ONCE, dim=1)),
-        choice,
-        queries.shape[1],
-    )
+    vectors = vectors.view(num_sequences, -1, asked.shape[2]).to(dtype).transpose(1, 2)
+    parts = (torch.bmm(some.to(dtype), vectors) for some in asked.split(QUERIES_AT_ONCE, dim=1))
+    if num_means > 1:
+        parts = (part.unflatten(2, (width, num_means)).amax(3) for part in parts)
+    scores = _joined(parts, choice, queries.shape[1])
     if scales is not None:
         scores *= scales.index_select(0, page_ids).view(num_sequences, width)
     return _best(scores, page_table, num_pages, num_read, choice)
@@ -113,7 +126,7 @@ def highest_products(
     num_read: Tensor,
     choice: Choice,
 ) -> Tensor:
-    """As `choose_pages`, by the highest product with any key of a page instead of its bound.
+    """As `choose_pages`, by the highest product with any key of a page instead.
 
     Args:
         queries, page_table, num_pages, num_read, choice: as there.

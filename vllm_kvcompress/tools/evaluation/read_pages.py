@@ -10,6 +10,7 @@ from vllm_kvcompress.kernels.page_choice import (
     choose_pages,
     highest_products,
     key_bounds,
+    key_means,
     rounded_outwards,
 )
 from vllm_kvcompress.scheduling.read_rule import ReadRule
@@ -36,16 +37,17 @@ def read_mask(queries: Tensor, keys: Tensor, rule: ReadRule) -> Tensor:
     rows = table.view(num_heads, 1, width).expand(-1, count, -1).reshape(-1, width)
     asked = queries.view(num_heads, -1, count, size).transpose(1, 2).flatten(0, 1)
     first, last = rule.num_first(BLOCK_SIZE), rule.num_last(BLOCK_SIZE)
-    choice = Choice(int(num_read.max()), first, last, rule.group == "mean")
+    choice = Choice(int(num_read.max()), first, last, rule.group == "mean", rule.num_means)
     counts = (-(-lengths // BLOCK_SIZE)).repeat(num_heads)
     read = num_read.to(keys.device).repeat(num_heads)
     if rule.score == "keys":
         chosen = highest_products(asked, pages.__getitem__, rows, counts, read, choice)
     else:
-        bounds, scales = key_bounds(pages), None
+        found = key_means(pages, rule.parts) if rule.num_means else key_bounds(pages)
+        scales = None
         if rule.bounds == "int8":
-            bounds, scales = rounded_outwards(bounds)
-        chosen = choose_pages(asked, bounds, rows, counts, read, choice, scales)
+            found, scales = rounded_outwards(found)
+        chosen = choose_pages(asked, found, rows, counts, read, choice, scales)
     columns = torch.where(
         torch.arange(choice.most, device=keys.device) < read[:, None], chosen % width, width
     )
