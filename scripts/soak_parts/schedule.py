@@ -124,7 +124,7 @@ class Schedule:
             found["kv_policy"] = rng.choice(policies)
         if setup.chooses and rng.random() < 0.3:
             found["kv_budget"] = rng.choice((0.1, 0.25, 0.5, 0.8))
-        if setup.reads is not None and rng.random() < 0.5:
+        if setup.chooses_read and rng.random() < 0.5:
             found["kv_read"] = rng.choice((0.2, 0.3, 0.6, 1.0))
         return found
 

@@ -26,7 +26,8 @@ class Setup:
         chooses: requests choose among `EVICTING` and none, and a budget.
         reuses: contexts that requests name are kept for others.
         converses: what requests leave is kept for those that begin with the same tokens.
-        reads: how much of what is held a decode step reads; requests choose another part.
+        reads: how much of what is held a decode step reads; requests choose another part, unless
+            chunks of prompts read as much.
         recalls: the reference model, which answers from its context, serves two tenants.
         profile: file name of the profile that the policy needs.
         concurrency: requests at a time, at most.
@@ -56,6 +57,11 @@ class Setup:
         """Whether a request is compressed when others need room, or goes on from another's."""
         return "pressure" in self.trigger or self.converses
 
+    @property
+    def chooses_read(self) -> bool:
+        """Whether requests choose how much is read of them."""
+        return self.reads is not None and "prefill" not in self.reads
+
     def settings(self, folder: str) -> dict[str, Any]:
         """Ours, for a server whose profiles lie in a folder."""
         found: dict[str, Any] = {
@@ -72,7 +78,9 @@ class Setup:
         if self.converses:
             found["reuse_conversations"] = "reuse"
         if self.reads is not None:
-            found |= {"read": self.reads, "read_min_tokens": 40, "min_request_read": 0.2}
+            found |= {"read": self.reads, "read_min_tokens": 40}
+        if self.chooses_read:
+            found["min_request_read"] = 0.2
         if self.profile is not None:
             found["profile"] = f"{folder}/{self.profile}"
         return found
@@ -108,5 +116,12 @@ SETUPS = (
     Setup("duoattention", "duoattention", num_blocks=56, budget=0.5, profile="duo"),
     Setup("turns", "adakv", num_blocks=240, converses=True),
     Setup("reading", "adakv", "chunk:256", num_blocks=64, chooses=True, reads="quest:0.3"),
+    Setup(
+        "prefill",
+        "adakv",
+        num_blocks=44,
+        chooses=True,
+        reads="longcache:global=32,local=64,top=2,prefill=96",
+    ),
 )
 BY_NAME = {setup.name: setup for setup in SETUPS}

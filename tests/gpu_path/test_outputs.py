@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engine.conftest import request
-from tests.engine.oracle import BLOCK, PagesDecoder, check_decoding, follow
+from tests.engine.oracle import BLOCK, ChunksDecoder, PagesDecoder, check_decoding, follow
 from tests.gpu_path.conftest import Run
 from tests.tiny_models import prompt
 
@@ -100,6 +100,21 @@ def test_reading_a_part(no_padding: str, run_gpu_path: Run, kernels: str) -> Non
     everything = [[list(range(len(tokens) // BLOCK * BLOCK))] * 2] * 3
     size = len(tokens) // BLOCK * BLOCK
     follow(PagesDecoder(no_padding, tokens, everything, size, part=0.3), report["outputs"]["a"])
+
+
+def test_reading_a_part_of_the_prompt(no_padding: str, run_gpu_path: Run) -> None:
+    """Chunks of several queries and one of a single token, beside a request that decodes."""
+    read = "longcache:global=32,local=64,span=32,top=2,prefill=128"
+    tokens, short = prompt(257, seed=1), prompt(90, seed=2)
+    report = run_gpu_path(
+        no_padding,
+        [[request("b", short, 6), request("a", tokens, 12, at_step=1)]],
+        settings={"policy": "none", "read": read},
+        max_num_seqs=8,
+    )
+    everything = [[list(range(256))] * 2] * 3
+    how = {"number": 5, "always": (1, 2), "chunk": 128, "whole": 128}
+    follow(ChunksDecoder(no_padding, tokens, everything, 256, **how), report["outputs"]["a"])
 
 
 CHUNK = {"policy": "snapkv", "budget": 0.3, "trigger": "chunk:128"}
