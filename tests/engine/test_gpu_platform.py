@@ -91,13 +91,16 @@ def test_too_little_memory_for_an_event_is_refused(
     assert memory.reserved_bytes(state, None, {"layer": full}, 100) == 1
 
 
-@pytest.mark.parametrize(("bounds", "num_bytes"), [("exact", 256), ("int8", 64 + 4)])
-def test_bounds_of_pages_are_reserved(
-    llama: str, monkeypatch: pytest.MonkeyPatch, bounds: str, num_bytes: int
+@pytest.mark.parametrize(
+    ("option", "num_bytes"),
+    [("parts=2", 256), ("parts=4", 512), ("bounds=exact", 256), ("bounds=int8", 64 + 4)],
+)
+def test_summaries_of_pages_are_reserved(
+    llama: str, monkeypatch: pytest.MonkeyPatch, option: str, num_bytes: int
 ) -> None:
-    """Two vectors beside the 32 of a page of 16 tokens, of what tables and events leave."""
+    """Some vectors beside the 32 of a page of 16 tokens, of what tables and events leave."""
     monkeypatch.setattr(memory, "_event_bytes", lambda *_: 100)
-    settings = Settings("none", read=f"quest:0.25,bounds={bounds}")
+    settings = Settings("none", read=f"quest:0.25,{option}")
     state = SimpleNamespace(vllm_config=engine_config(llama, SETTINGS), settings=settings)
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     spec = CompressedAttentionSpec.from_full_attention(full, settings, ())

@@ -83,7 +83,7 @@ def together(no_padding: str, run_engine: Run) -> dict[str, Any]:
         *(("turn", 384), ("other again", 384)),
     ],
 )
-def test_chunks_read_the_pages_with_the_highest_bounds_of_any_of_their_queries(
+def test_chunks_read_the_pages_with_the_highest_means_for_any_of_their_queries(
     no_padding: str, crowded: dict[str, Any], name: str, cached: int
 ) -> None:
     """Whole chunks are shared, and nothing that was computed in a shorter one or generated."""
