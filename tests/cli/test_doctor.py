@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +13,7 @@ from vllm.v1.worker.gpu.sample.logits_processor.loader import _cached_load_v2_lo
 
 from tests import tiny_models
 from tests.cli.test_status_page import declared_plugins
+from tests.forked import command
 from vllm_kvcompress import __version__
 from vllm_kvcompress.cli import doctor
 from vllm_kvcompress.cli.main import main
@@ -129,13 +128,6 @@ def test_a_missing_compiler_and_plugin_are_problems(monkeypatch: pytest.MonkeyPa
 def test_says_what_serve_would_say(arguments: str, verdict: str, tmp_path: Path) -> None:
     """In a process of its own: vLLM's configuration leaves more behind than variables."""
     model = tiny_models.build("llama", tmp_path)
-    code = "import sys; from vllm_kvcompress.cli.main import main; sys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "doctor", str(model), *arguments.split()],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    done = command(tmp_path, "doctor", str(model), *arguments.split())
     assert verdict in done.stdout
     assert done.returncode == (0 if verdict == "would accept this" else 1)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +14,7 @@ import urllib3
 from tests import foreign_policy, tiny_models
 from tests.cli.server_process import OUR_SERVE, serving
 from tests.cli.test_server_metrics import scraped
+from tests.forked import command
 
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}w9"
 PROMPT_TOKENS = 1000
@@ -250,8 +249,7 @@ def test_what_the_engine_cannot_do_is_refused_in_one_line(tmp_path: Path) -> Non
     model = tiny_models.build("llama", tmp_path)
     arguments = ["serve", str(model), "--kv-policy", "snapkv", "--kv-budget", "0.25"]
     arguments += ["--pipeline-parallel-size", "2"]
-    command = [sys.executable, "-c", OUR_SERVE, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    done = command(tmp_path, *arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     refusal = done.stderr.splitlines()[-1]

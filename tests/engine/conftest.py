@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import tiny_models
 from tests.engine import engine_process
-from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES
+from tests.forked import forked
 
 TIMEOUT = 240  # seconds for a scenario
 
@@ -113,14 +112,7 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
             probes=probes or [],
             asynchronous=asynchronous,
         )
-        # Forked from a process that has imported vLLM already: half of an engine's start.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*ENGINE_MODULES, engine_process.__name__])
-        process = context.Process(
-            target=engine_process.run,
-            args=(*map(str, files), environment or {}),
-        )
-        process.start()
+        process = forked(engine_process.run, *map(str, files), environment or {})
         process.join(TIMEOUT)
         if process.is_alive():
             process.kill()

@@ -1,0 +1,50 @@
+"""Processes forked from one that has imported vLLM, which is most of an engine's start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import NamedTuple
+
+from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES
+
+
+def forked(target: Callable[..., None], *args: object) -> ForkServerProcess:
+    """Starts a process that calls a function."""
+    context: ForkServerContext = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*ENGINE_MODULES, "tests.engine.engine_process"])
+    process = context.Process(target=target, args=args)
+    process.start()
+    return process
+
+
+class Done(NamedTuple):
+    """A command that has ended."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def command(folder: Path, *arguments: str, timeout: float = 600) -> Done:
+    """Runs `vllm-kvcompress` with arguments; what it prints goes through files in a folder."""
+    files = [folder / name for name in ("stdout", "stderr")]
+    process = forked(_run, [str(path) for path in files], arguments)
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+        process.join()
+    return Done(process.exitcode, *(path.read_text() for path in files))
+
+
+def _run(files: list[str], arguments: tuple[str, ...]) -> None:
+    """In the process."""
+    for path, stream in zip(files, (sys.stdout, sys.stderr), strict=True):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), stream.fileno())
+    from vllm_kvcompress.cli.main import main
+
+    sys.exit(main(list(arguments)))
