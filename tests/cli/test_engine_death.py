@@ -126,15 +126,12 @@ def asked(address: str, num_blocks: int, **more: object) -> tuple[int, str]:
         return 503, repr(error)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_a_process_that_is_killed_in_an_event(
-    tmp_path: Path, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+def test_one_of_two_workers_that_is_killed_in_an_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine, or of several workers one: as in a step."""
-    options = []
-    if num_ranks > 1:
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-        options = ["--tensor-parallel-size", str(num_ranks)]
+    """As an engine in a step."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
+    options = ["--tensor-parallel-size", "2"]
     with failing_server(tmp_path, options) as (server, address), nothing_left_of(server):
         status, text = asked(address, failing_policy.KILLS_ITS_PROCESS)
         assert status == 500

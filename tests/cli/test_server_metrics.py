@@ -11,7 +11,7 @@ import urllib3
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import tiny_models
-from tests.cli.server_process import OUR_SERVE, PLAIN_VLLM, plain_arguments, serving
+from tests.cli.server_process import PLAIN_VLLM, plain_arguments, serving
 from vllm_kvcompress.cli.main import main
 
 NUM_REQUESTS = 12
@@ -46,27 +46,22 @@ def scraped(address: str, engine: str = "0") -> dict[str, float]:
     return samples
 
 
-@pytest.mark.parametrize("code", [OUR_SERVE, PLAIN_VLLM], ids=["ours", "plain vllm serve"])
 def test_metrics_count_every_event_once(
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    code: str,
 ) -> None:
-    """The command with a policy, for short prompts, and what it prints for plain vLLM.
-
-    That of several API servers is in test_status_page.py.
-    """
+    """Of plain `vllm serve`, with what the command prints for it; those of `serve` itself are in
+    test_server.py, and of several API servers in test_status_page.py."""
     arguments = ["serve", str(model), "--kv-policy", "snapkv", "--kv-min-tokens", "64"]
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # --print-vllm-command would lower it
-    if code == PLAIN_VLLM:
-        assert main([*arguments, "--print-vllm-command"]) == 0
-        arguments = plain_arguments(capsys.readouterr().out)
+    assert main([*arguments, "--print-vllm-command"]) == 0
+    arguments = plain_arguments(capsys.readouterr().out)
     arguments += ["--served-model-name", "tiny", "--enforce-eager", "--max-model-len", "256"]
     arguments += ["--dtype", "float32"]
     log = tmp_path / "server.log"
-    with serving(code, arguments, log) as address:
+    with serving(PLAIN_VLLM, arguments, log) as address:
         before = scraped(address)
         assert before["kvcompress_info"] == 1
         assert before["kvcompress_events_total"] == 0
@@ -100,14 +95,3 @@ def settled(samples: dict[str, float]) -> bool:
         samples["kvcompress_compression_ratio"] == 1
         and samples["kvcompress_event_seconds_count"] == NUM_REQUESTS
     )
-
-
-def test_settings_without_our_classes_are_refused(model: Path, tmp_path: Path) -> None:
-    """Plain `vllm serve` with --additional-config alone would compress nothing."""
-    arguments = ["serve", str(model), "--enforce-eager", "--max-model-len", "256"]
-    arguments += ["--dtype", "float32"]
-    arguments += ["--additional-config", '{"kvcompress": {"policy": "snapkv"}}']
-    log = tmp_path / "server.log"
-    with pytest.raises(RuntimeError), serving(PLAIN_VLLM, arguments, log):
-        pass
-    assert "--scheduler-cls is not given, so nothing would be compressed; add" in log.read_text()

@@ -156,8 +156,8 @@ def test_a_prompt_four_times_the_pool_is_served_with_chunk(llama: str, run_engin
 
 def test_decode_trigger_keeps_a_long_answer_small(llama: str, run_engine: Run) -> None:
     settings = {"policy": "snapkv", "budget": 128, "trigger": "prompt,decode:64"}
-    report = run_engine(llama, [[request("a", prompt(500, seed=7), 900)]], settings=settings)
-    assert len(report["outputs"]["a"]["tokens"]) == 900
+    report = run_engine(llama, [[request("a", prompt(500, seed=7), 400)]], settings=settings)
+    assert len(report["outputs"]["a"]["tokens"]) == 400
     # 4 kept blocks, 64 tokens since, one partial block, and 4 fresh ones at an event
     assert max(held["a"] for held in report["held"][60:] if "a" in held) <= 4 + 2 + 1 + 4
 

@@ -1,4 +1,7 @@
-"""A policy that fails at an event: its request ends with an error, and nothing else changes."""
+"""A policy that fails at an event: its request ends with an error, and nothing else changes.
+
+One that fails on the second of two ranks alone is in test_families.py.
+"""
 
 from __future__ import annotations
 
@@ -36,22 +39,5 @@ def test_moments_that_fail_are_zeros(llama: str, run_engine: Run, tmp_path: Path
         [good("alone"), [*good("beside"), *bad]],
         settings={"policy": "failing_moments", "budget": 0.5},
         environment={"PYTHONPATH": str(failing_policy.install(tmp_path))},
-    )
-    check(report, bad)
-
-
-def test_all_ranks_hear_of_one_that_failed(llama: str, run_engine: Run, tmp_path: Path) -> None:
-    """Tensor parallel: the second rank's error, of which vLLM hears nothing."""
-    bad = [failing(failing_policy.NOT_ON_THE_SECOND_RANK, at_step=1)]
-    report = run_engine(
-        llama,
-        [good("alone"), [*good("beside"), *bad]],
-        settings={"policy": "failing", "budget": 0.25},
-        environment={
-            "PYTHONPATH": str(failing_policy.install(tmp_path)),
-            "VLLM_CPU_OMP_THREADS_BIND": "0|1",
-        },
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
     )
     check(report, bad)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests import tiny_models
+from tests import failing_policy, tiny_models
 from tests.engine.conftest import Run, request
+from tests.failing_policy import failing
 from tests.tiny_models import prompt
 
 LONG, SHORT = prompt(1000, seed=1), prompt(50, seed=2)
@@ -73,10 +75,12 @@ def test_bfloat16_pages_are_read_in_the_kernels_own_order(llama: str, run_engine
         assert found[token] == pytest.approx(expected[token], abs=0.15)
 
 
-def test_two_ranks_say_what_one_says(llama: str, run_engine: Run) -> None:
+def test_two_ranks_say_what_one_says(llama: str, run_engine: Run, tmp_path: Path) -> None:
     """Tensor parallel: each rank compresses its own heads and frees the same blocks.
 
     A conversation goes on from what every rank kept of its heads, and decode steps read a part.
+    At the end the second rank's policy fails, of which vLLM hears nothing: all ranks do, and who is
+    beside that request says the same.
     """
     phases = [
         [request("a", prompt(900, seed=1), 24), request("b", prompt(300, seed=2), 24)],
@@ -86,20 +90,32 @@ def test_two_ranks_say_what_one_says(llama: str, run_engine: Run) -> None:
     file = Path(__file__).parents[2] / "configs/tensor-parallel.yaml"
     settings = {**yaml.safe_load(file.read_text())["kvcompress"], "budget": 256}
     settings["reuse_conversations"] = "reuse"
-    settings |= {"read": "quest:0.5", "min_request_read": 0.4}
-    one = run_engine(llama, phases, settings=settings)
+    settings |= {"read": "quest:0.5", "min_request_read": 0.4, "request_policies": ["failing"]}
+    path = {"PYTHONPATH": str(failing_policy.install(tmp_path))}
+    bad = failing(failing_policy.NOT_ON_THE_SECOND_RANK, at_step=1, xargs={"kv_policy": "failing"})
+    beside = request("beside", prompt(600, seed=4), 24)
+    one = run_engine(llama, [*phases, [beside]], settings=settings, environment=path)
     two = run_engine(
         llama,
-        phases,
+        [*phases, [beside, bad]],
         settings=settings,
-        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", **path},
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
     )
-    for name in ("a", "b", "again", "next"):
+    for name in ("a", "b", "again", "next", "beside"):
         assert two["outputs"][name]["tokens"] == one["outputs"][name]["tokens"], name
         assert two["outputs"][name]["cached"] == one["outputs"][name]["cached"], name
     assert two["outputs"]["next"]["cached"] == 300 + 23
     assert two["conversations_continued"] == one["conversations_continued"] == 1
-    assert two["held"] == one["held"]
+    held = [
+        list(takewhile(lambda each: "beside" not in each, report["held"])) for report in (one, two)
+    ]
+    assert held[0] == held[1]
+    assert len(held[0]) > 60
     assert two["outputs"]["again"]["cached"] > 0
+    ended = two["outputs"][bad["id"]]
+    assert (len(ended["tokens"]), ended["finish_reason"]) == (1, "error")
+    assert (one["skipped"], two["skipped"]) == ({}, {"failing error": 1})
+    for report in (one, two):
+        assert report["free_at_end"] == report["num_blocks"] - 1

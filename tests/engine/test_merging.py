@@ -14,7 +14,7 @@ from tests.engine.oracle import KeptTokensDecoder, kept_positions
 from tests.tiny_models import prompt
 
 BLOCK, HEADS, LAYERS = 32, 2, 3
-CONTEXT, QUESTION = 700, 45
+CONTEXT, QUESTION = 700, 20
 # Per head n_e, a unit and two means in fp32 and cross moments in 16 bits, in fp32 pages of K and V.
 HEAD_SIZE = 32
 NUMBERS = HEADS * (2 + 2 * HEAD_SIZE + HEAD_SIZE**2 // 2)
@@ -27,7 +27,7 @@ def test_every_query_after_an_event_is_corrected(llama: str, run_engine: Run, po
     tokens = prompt(CONTEXT + QUESTION, seed=1)
     report = run_engine(
         llama,
-        [[request("a", tokens, 40, xargs={"kv_context_tokens": CONTEXT})]],
+        [[request("a", tokens, 16, xargs={"kv_context_tokens": CONTEXT})]],
         settings={"policy": policy, "budget": 0.5},
         record_kept=True,
         max_num_batched_tokens=300,

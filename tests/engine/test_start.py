@@ -40,6 +40,9 @@ LEFT_OUT = [
         id="scheduler",
     ),
 ]
+BOTH_LEFT_OUT = pytest.param(
+    {"worker_cls": "auto", "scheduler_cls": None}, "--scheduler-cls is not given", id="both"
+)
 PHASES = [[request("a", prompt(200, seed=1), 2)]]
 
 
@@ -52,10 +55,11 @@ def test_an_engine_does_not_start(
     assert reason in str(caught.value)
 
 
-@pytest.mark.parametrize(("classes", "reason"), LEFT_OUT)
+@pytest.mark.parametrize(("classes", "reason"), [*LEFT_OUT, BOTH_LEFT_OUT])
 def test_the_statistics_logger_asks_for_both(
     llama: str, classes: dict[str, Any], reason: str
 ) -> None:
+    """In the API process: plain `vllm serve` with settings alone would compress nothing."""
     with pytest.raises(UnsupportedError) as caught:
         CompressionStatLogger(engine_config(llama, SETTINGS, **classes), [0])
     assert reason in str(caught.value)
