@@ -20,6 +20,7 @@ from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.config import DEFAULT_POLICY, PROFILED_POLICY, Settings
 from vllm_kvcompress.errors import ConfigError, EngineError
 from vllm_kvcompress.tools.dtypes import fast_dtype
+from vllm_kvcompress.tools.evaluation import runner
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question
 
 MODEL = str(ROOT / "models" / "reference")
@@ -123,7 +124,7 @@ def test_every_setup_and_mode_has_a_row(finished: Path) -> None:
 
 def test_prepared_contexts_have_a_row(tmp_path: Path) -> None:
     """Questions begin with them; what they hold is what the preparation has kept."""
-    assert evaluate(tmp_path, "--mode", "prepared", "--concurrency", "3") == 0
+    assert evaluate(tmp_path, "--mode", "prepared", "--concurrency", "2", "--samples", "1") == 0
     rows, answers = read(tmp_path)
     assert set(rows) == {"full/query-aware", "adakv@0.25/prepared"}
     assert rows["adakv@0.25/prepared"]["kept"] < 0.5
@@ -267,8 +268,6 @@ def test_a_finished_run_starts_no_engine(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor does one that asks for less, and it shows what was asked for only."""
-    from vllm_kvcompress.tools.evaluation import runner
-
     folder = tmp_path / "copy"
     shutil.copytree(finished, folder)
     monkeypatch.delattr(runner, "Engine")
@@ -376,25 +375,25 @@ def test_an_engine_that_does_not_start_is_reported(
     assert "the engine ended" in capsys.readouterr().err
 
 
-def test_a_recommendation_is_a_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With any loss allowed the first budget is enough, and no other is tried."""
-    arguments = [
-        "recommend",
-        MODEL,
-        "--tasks",
-        "words/single",
-        "--samples",
-        "2",
-        "--lengths",
-        "256",
-    ]
-    arguments += ["--policies", "snapkv", "--budgets", "0.25,0.5", "--mode", "aware"]
-    arguments += ["--max-loss", "99%", "--out", str(tmp_path), *ENGINE]
+def test_a_recommendation_is_a_command(
+    finished: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With any loss allowed the first budget, which has answers, is enough; no other is tried."""
+    folder = tmp_path / "copy"
+    shutil.copytree(finished, folder)
+    (folder / "report.html").unlink()
+    monkeypatch.delattr(runner, "Engine")
+    arguments = ["recommend", MODEL, "--tasks", ",".join(TASKS), "--lengths", str(LENGTH)]
+    arguments += ["--samples", str(SAMPLES), "--policies", "adakv", "--budgets", "0.25,0.5"]
+    arguments += ["--mode", "aware", "--max-loss", "99%", "--out", str(folder), *ENGINE]
     assert main(arguments) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[-1].strip() == (
-        f"vllm-kvcompress serve {MODEL} --kv-policy snapkv --kv-budget 0.25"
+        f"vllm-kvcompress serve {MODEL} --kv-policy adakv --kv-budget 0.25"
     )
-    rows, _ = read(tmp_path)
-    assert set(rows) == {"full/query-aware", "snapkv@0.25/query-aware"}
-    assert (tmp_path / "report.html").exists()
+    rows, _ = read(folder)
+    assert set(rows) == {"full/query-aware", "adakv@0.25/query-aware"}
+    assert (folder / "report.html").exists()
