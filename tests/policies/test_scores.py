@@ -78,6 +78,16 @@ def test_tiles_do_not_change_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.allclose(mass_of(view)[1, :12], whole[1, :12], atol=1e-6)
 
 
+def test_tiles_do_not_change_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor which weights are whose."""
+    view = make_view(Shape(pages=(5, 5), tail=3), 1)
+    assert view.output_gram is not None
+    gram = view.output_gram.unflatten(0, (view.num_heads, -1))
+    whole = value_norms_l2(view.kv, gram)
+    monkeypatch.setattr(tiles, "HEADS_BYTES", 1)
+    assert torch.allclose(value_norms_l2(view.kv, gram), whole, rtol=1e-5)
+
+
 def test_no_tensor_holds_the_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """With small tiles, softmax never sees more than a tile's logits."""
     shape, window = Shape(pages=(16, 16), tail=1, group=2), 24
