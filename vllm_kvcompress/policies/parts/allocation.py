@@ -12,6 +12,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels import dispatch
 from vllm_kvcompress.kernels.apportion import apportion, reference
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
 
@@ -58,8 +59,9 @@ class Allocator:
             floor: [R] int64 least pages of a head, where it has them.
         """
         lengths = view.by_request(view.lengths)
-        if lengths.device.type == "cpu" and bool((lengths == lengths[:, :1]).all()):
-            # As before any other event, in a tenth of the operators.
+        on_cpu = lengths.device.type == "cpu" and not dispatch.takes_triton(lengths.device)
+        if on_cpu and bool((lengths == lengths[:, :1]).all()):
+            # As before any other event, in a tenth of the operators of the kernel's twin.
             whole, rest = total[:, None] // lengths.shape[1], total[:, None] % lengths.shape[1]
             return (whole + (torch.arange(lengths.shape[1]) < rest)).flatten()
         return divide(view, torch.ones_like(view.lengths, dtype=torch.float32), total, floor)
