@@ -69,24 +69,30 @@ def test_replays_are_the_steps_that_they_stand_for(
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-def test_no_query_that_scores_a_context_is_alone(llama: str, run_gpu_path: Run) -> None:
-    """One token behind its context would be a step of single tokens, which is replayed, and whose
-    queries nobody sees; so would be the last of several chunks."""
-    context = prompt(320, seed=6)
+def test_queries_of_lone_last_tokens_count(llama: str, run_gpu_path: Run) -> None:
+    """Such a step is replayed: an event's queries are recorded, as when the prompt is read in other
+    chunks. Of those that score a context nobody sees one that is alone, so none is."""
+    context, other = prompt(320, seed=6), prompt(161, seed=7)
     xargs = {"kv_context_tokens": 320, "kv_prepare": 1}
     report = run_gpu_path(
         llama,
         [
-            [request("one", [*context, 7], 1, xargs=xargs)],
-            [request("last", [*context[::-1], *range(5, 166)], 1, xargs=xargs)],
+            [request("one behind", [*context, 7], 1, xargs=xargs)],
+            [request("one too many", [*context[::-1], *range(5, 166)], 1, xargs=xargs)],
+            [request("lone", other, 1)],
+            [request("first", prompt(100, seed=8), 1), request("again", other, 1, salt="salt")],
         ],
         settings={"policy": "snapkv", "budget": 0.3, "attention": "own", "reuse_contexts": True},
+        record_kept=True,
         probes=["tests.gpu_path.graphs:captured"],
         enforce_eager=False,
         compilation_config={"mode": 0},
         max_num_batched_tokens=160,
     )
-    assert [event["trigger"] for event in report["events"]] == ["prepare", "prepare"]
+    triggers = [event["trigger"] for event in report["events"]]
+    assert triggers == ["prepare", "prepare", "prompt", "prompt", "prompt"]
     assert report["skipped"] == {}
-    assert report["steps"].get("decodes", 0) == 0
-    assert report["launches"]["decode_rows"] == LAYERS, "what is captured"
+    assert sum(report["replays"].values()) == report["steps"]["decodes"] == 1
+    kept = [record["kept"] for record in report["kept"]]
+    assert kept[2 * LAYERS : 3 * LAYERS] == kept[4 * LAYERS :]
+    assert len(kept) == 5 * LAYERS
