@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
+from vllm_kvcompress.kernels.common.transfers import upload
 
 HIDDEN = -1e30  # a logit of no weight; unlike -inf it gives no NaN where everything is hidden
 
@@ -60,7 +61,7 @@ class WindowColumns:
         device, lengths, num_entries = view.device, view.lengths[:, None], view.capacity
         total = lengths + view.tails[:, None]
         num_columns = max(num_entries + view.num_tail, behind[0])
-        away = torch.tensor(behind, device=device)
+        away = upload(list(behind), device)
         seeing = (total > away).float()
         own = torch.arange(behind[0], 0, -1, device=device)
         later = (own <= away[:, None]) * HIDDEN

@@ -20,6 +20,7 @@ from vllm_kvcompress.kernels.common.tiles import (
     finite,
     head_slices,
 )
+from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.common.window_columns import WindowColumns, by_head
 
 Window = tuple[int, int]  # how many of the last queries, and of how many of these one counts
@@ -83,7 +84,7 @@ def window_masses(
     columns = WindowColumns.of(view, behind.tolist(), bias)
     grouped = by_head(_rows(queries, behind), num_heads)
     num_queries, group = len(behind), queries.shape[1] // num_heads
-    weights = columns.seeing[:, None] * torch.from_numpy(parts / group).to(view.device)
+    weights = columns.seeing[:, None] * upload(parts / group, view.device)
     weights = weights.repeat_interleave(group, dim=2)
     row_bytes, at_once = 4 * group * columns.num_columns, min(num_queries, TILE_QUERIES)
     slices = head_slices(num_heads, at_once * row_bytes, view.device)
@@ -123,4 +124,4 @@ def _rows(queries: Tensor, behind: Numbers) -> Tensor:
     """[m, H * G, D] the queries that lie so far behind the last one."""
     if len(behind) == len(queries):
         return queries
-    return queries[torch.from_numpy(len(queries) - 1 - behind).to(queries.device)]
+    return queries[upload(len(queries) - 1 - behind, queries.device)]
