@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Attributes of objects that our sources do not annotate, most of them in compat*.py.
+# Attributes of objects that our sources do not annotate, most of them in compat.py.
 READ: dict[str, tuple[str, ...]] = {
     "vllm.engine.arg_utils.EngineArgs": (
         *("scheduler_cls", "worker_cls", "logits_processors", "attention_backend", "block_size"),

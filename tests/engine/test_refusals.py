@@ -12,8 +12,7 @@ from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
-from vllm_kvcompress.vllm_plugin.compat import plugin_options
-from vllm_kvcompress.vllm_plugin.compat_model import shared_caches
+from vllm_kvcompress.vllm_plugin.compat import plugin_options, shared_caches
 from vllm_kvcompress.vllm_plugin.layer_refusals import check_groups, check_layer
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
 

@@ -17,7 +17,7 @@ from vllm_kvcompress.cache.page_summaries import SummaryKind, bytes_beside
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin import compat_model
+from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], s
 
 
 def _run_longest(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> None:
-    layers = compat_model.attention_layers(compression.vllm_config, names)
+    layers = compat.attention_layers(compression.vllm_config, names)
     device = next(model.parameters()).device
     pool = InterleavedPagePool(
         pages=torch.zeros(

@@ -23,7 +23,7 @@ from vllm_kvcompress.config import Settings
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
-from vllm_kvcompress.vllm_plugin import compat, compat_model
+from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.checks import switched_on
 from vllm_kvcompress.vllm_plugin.checks.worker_side import WorkerChecks
 from vllm_kvcompress.vllm_plugin.graphs import reason_for_pieces
@@ -146,14 +146,14 @@ class WorkerCompression:
         check_groups(
             [group.layer_names for group in groups.values()],
             self.pipelines,
-            compat_model.shared_caches(self.vllm_config),
+            compat.shared_caches(self.vllm_config),
         )
         for number, group in groups.items():
             self.groups[number] = bound = self._bind_group(number, group)
             self.group_of_layer |= dict.fromkeys(group.layer_names, bound)
 
     def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupCompression:
-        layers = compat_model.attention_layers(self.vllm_config, group.layer_names)
+        layers = compat.attention_layers(self.vllm_config, group.layer_names)
         for layer in layers:
             check_layer(layer, self.settings, self.pipelines)
         pool = layers[0].get_attn_backend().page_pool(layers, group.kv_cache_spec)
@@ -233,14 +233,14 @@ class WorkerCompression:
         """Takes what policies know of the model's weights from the weights once more."""
         model, needs = self._model_runner.model, self.needs
         for group in self.groups.values():
-            layers = compat_model.attention_layers(self.vllm_config, list(group.layer_index))
+            layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
             for number, layer in enumerate(layers):
                 group.runner.weights[number] = layer_weights(layer, model, needs)
 
     def output_weights(self, group: GroupCompression) -> list[Tensor]:
         """[num_query_heads, head_size, hidden size] o_proj of a group's layers, for measuring."""
         model, needs = self._model_runner.model, Needs(output_weight=True)
-        layers = compat_model.attention_layers(self.vllm_config, list(group.layer_index))
+        layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
         weights = (layer_weights(layer, model, needs).output_weight for layer in layers)
         return [weight.transpose(1, 2).flatten(0, 1) for weight in weights]
 
@@ -352,11 +352,11 @@ def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
     """What policies need of an attention layer's weights, as they are now."""
     rotary = gram = by_kv_head = None
     if needs.positions or needs.rotary:
-        rotary = compat_model.rotary_embedding(model, layer.layer_name)
+        rotary = compat.rotary_embedding(model, layer.layer_name)
     if needs.output_weight or needs.output_gram:
         impl = layer.impl
         width = impl.num_heads * impl.head_size
-        flat = compat_model.output_projection(model, layer.layer_name, width)
+        flat = compat.output_projection(model, layer.layer_name, width)
         weight = flat.t().reshape(impl.num_heads, impl.head_size, -1)
         if needs.output_gram:
             wide = weight.float()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvcompress.tools.benchmark.scenarios import Arrival, Load, Size
-from vllm_kvcompress.vllm_plugin import compat, compat_model
+from vllm_kvcompress.vllm_plugin import compat
 
 
 @dataclass
@@ -230,7 +230,7 @@ class Driver:
             self._attention += time.perf_counter() - started[0]
 
         hooks = []
-        for module in compat_model.attention_modules(self._worker):
+        for module in compat.attention_modules(self._worker):
             hooks.append(module.register_forward_pre_hook(before))
             hooks.append(module.register_forward_hook(after))
         return hooks

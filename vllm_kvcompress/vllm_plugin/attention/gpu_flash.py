@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.attention.backends import flash_attn
 
-from vllm_kvcompress.vllm_plugin import compat_model
+from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.attention.base import CompressedBuilder, CompressedImpl
 from vllm_kvcompress.vllm_plugin.attention.gpu import FP32_BYTES, CompressedGPUBackend
 
@@ -33,7 +33,7 @@ class CompressedFlashBuilder(CompressedBuilder, flash_attn.FlashAttentionMetadat
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        impl = compat_model.attention_layers(self.vllm_config, self.layer_names)[0].impl
+        impl = compat.attention_layers(self.vllm_config, self.layer_names)[0].impl
         self._splits = impl.vllm_flash_attn_version == 3
         if self._splits and not impl.logits_soft_cap:  # this package's kernels cap nothing
             CompressedGPUBackend.compression.most_sequences = MOST_SEQUENCES

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
-from vllm_kvcompress.vllm_plugin import compat, compat_model
+from vllm_kvcompress.vllm_plugin import compat
 from vllm_kvcompress.vllm_plugin.step import GroupCompression
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def warm_up_heads(compression: WorkerCompression, model_runner: Any) -> None:
     Pages of the block that nobody reads stand for what is kept.
     """
     for number, group in compression.groups.items():
-        layers = compat_model.attention_layers(compression.vllm_config, list(group.layer_index))
+        layers = compat.attention_layers(compression.vllm_config, list(group.layer_index))
         builder = compat.metadata_builder(model_runner, number, layers[0].layer_name)
         for num_requests in {1, ALIGNMENT // gcd(ALIGNMENT, group.tables.pool.num_heads)}:
             for num_queries in (1, 2):
