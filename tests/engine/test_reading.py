@@ -45,19 +45,22 @@ def whole(no_padding: str, run_engine: Run) -> dict[str, Any]:
         request("all", prompt(290, seed=10), 16, at_step=4, xargs=all_of_it),
         request("late", prompt(290, seed=10), 20, at_step=12),
     ]
+    turn = [request("turn", prompt(30, seed=8), 12, follows="middle", xargs=all_of_it)]
     again = [request("hit", [*LONG, *prompt(30, seed=1)], 20)]
     read = "quest:0.25,global=0,local=0"  # the last page alone is always read
     settings = {"policy": "none", "read": read, "min_request_read": 0.2}
-    return run_engine(no_padding, [batch, again], settings=settings, max_num_batched_tokens=192)
+    return run_engine(
+        no_padding, [batch, turn, again], settings=settings, max_num_batched_tokens=192
+    )
 
 
-@pytest.mark.parametrize("name", ["long", "middle", "short", "half", "all", "late", "hit"])
+@pytest.mark.parametrize("name", ["long", "middle", "short", "half", "all", "late", "turn", "hit"])
 def test_whole_requests_read_the_pages_with_the_highest_means(
     no_padding: str, whole: dict[str, Any], name: str
 ) -> None:
     """In batches that read prompts beside, in chunks, and behind a prefix-cache hit."""
     tokens = whole["prompts"][name]
-    part = {"half": 0.5, "all": 1.0}.get(name, 0.25)
+    part = {"half": 0.5, "all": 1.0, "turn": 1.0}.get(name, 0.25)
     check_reading(
         decoder(no_padding, tokens, everything(tokens), part=part), whole["outputs"][name]
     )
@@ -85,6 +88,12 @@ def test_what_is_read_is_counted(whole: dict[str, Any]) -> None:
 
 def test_the_prefix_cache_is_found_as_ever(whole: dict[str, Any]) -> None:
     assert whole["outputs"]["hit"]["cached"] == 500 // BLOCK * BLOCK
+
+
+def test_what_was_generated_with_a_part_is_not_shared(whole: dict[str, Any]) -> None:
+    """A turn that reads everything goes on from a prompt whose answer of 40 tokens did not."""
+    assert len(whole["prompts"]["turn"]) == 321 + 40 + 30
+    assert whole["outputs"]["turn"]["cached"] == 321 // BLOCK * BLOCK
 
 
 def test_reading_a_part_is_not_reading_all(no_padding: str, whole: dict[str, Any]) -> None:

@@ -166,6 +166,11 @@ class ReadRule:
             most = max(most, -(-1 // (1 - self.fraction)) - 1)
         return max(self.min_tokens, most * block_size + 1)
 
+    def num_whole(self, num_prompt_tokens: int, block_size: int) -> int:
+        """Tokens at a request's beginning that read everything before them: its prompt, and what
+        is generated as long as that is short."""
+        return max(num_prompt_tokens, self.reads_less_from(block_size) - 1)
+
     def most_pages(self, num_pages: int, block_size: int) -> int:
         """Most pages that any head with at most `num_pages` reads, shorter ones included."""
         short = -(-(self.min_tokens - 1) // block_size)

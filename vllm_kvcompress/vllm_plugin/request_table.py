@@ -134,12 +134,17 @@ class RequestTable:
     def num_shared(self, request_id: str, num_tokens: int) -> int:
         """Of a request's first tokens those whose blocks others may read.
 
-        None that was computed after a compression event; and where prompts are read in part, none
+        None that was computed after a compression event, and none that was generated with a part
+        of what is held, since others may read all of it; where prompts are read in part, too, none
         of a chunk that would be longer in a longer prompt.
         """
-        ledger, chunks = self[request_id].ledger, self.spec.chunks
+        record, chunks = self[request_id], self.spec.chunks
+        ledger = record.ledger
         if ledger.first_event_position is not None:
             num_tokens = min(num_tokens, ledger.first_event_position)
+        if record.read_rule is not None:
+            whole = record.read_rule.num_whole(ledger.num_prompt_tokens, self.spec.block_size)
+            num_tokens = min(num_tokens, whole)
         if chunks is not None:
             num_tokens = chunks.num_shared(min(num_tokens, ledger.compress_at))
         return num_tokens
