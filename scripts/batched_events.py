@@ -1,11 +1,11 @@
 """What events of one step take together, against one by one.
 
-    python scripts/batched_events.py [--requests 16] [--tokens 512] [--policies snapkv,adakv]
+    python scripts/batched_events.py [--tokens 512] [--policies snapkv] [--threads 2]
     python scripts/batched_events.py --heads 8 --group 4 --head-size 128 --device cuda
 
 Prompts of equal length that end in the same step, by default on the CPU with one thread, in the
-reference model's shape. Medians of all layers' CPU time; on a GPU of what the host takes to queue
-them.
+reference model's shape. Medians of all layers' CPU time; with several threads of the time that
+passes, which asks for an idle machine; on a GPU of what the host takes to queue them.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--policies", default=POLICIES)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(options.threads)
     on_cpu = options.device == "cpu"
     block_size = 32 if on_cpu else 16
     hidden = options.heads * options.group * options.head_size
