@@ -97,12 +97,12 @@ def test_what_cannot_work_is_refused(text: str) -> None:
         ReadRule.parse(text)
 
 
-def test_pages_are_ranked_by_the_means_of_their_halves_unless_asked() -> None:
+def test_pages_are_ranked_by_bounds_unless_asked() -> None:
     found = {
         text: summary_kind(ReadRule.parse(f"quest:0.25{text}"))
-        for text in ("", ",parts=4", ",score=bounds", ",bounds=int8", ",score=keys")
+        for text in ("", ",score=mean", ",parts=4", ",bounds=int8", ",score=keys")
     }
-    expected = [SummaryKind(2), SummaryKind(4), SummaryKind(), SummaryKind(rounded=True), None]
+    expected = [SummaryKind(), SummaryKind(2), SummaryKind(4), SummaryKind(rounded=True), None]
     assert list(found.values()) == expected
 
 

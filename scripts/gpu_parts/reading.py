@@ -15,7 +15,7 @@ from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, key_means
 
 Row = dict[str, Any]
-NUM_MEANS = 2  # as of --kv-read quest:0.25
+NUM_MEANS = 2  # as of --kv-read quest:0.25,score=mean
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tests.tiny_models import prompt
 LAYERS, HEADS = 3, 2
 CLEAR = 1e-5  # the least difference of scores that rounding does not turn around
 CHUNK = 128
-READ = "longcache:global=32,local=64,span=32,top=2,prefill=128"
+READ = "longcache:global=32,local=64,span=32,top=2,prefill=128,score=mean"
 HOW = {"number": 5, "always": (1, 2), "chunk": CHUNK, "whole": CHUNK}
 LONG = prompt(500, seed=21)
 BRANCH = [*LONG[:300], *prompt(150, seed=4)]

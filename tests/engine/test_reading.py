@@ -47,7 +47,7 @@ def whole(no_padding: str, run_engine: Run) -> dict[str, Any]:
     ]
     turn = [request("turn", prompt(30, seed=8), 12, follows="middle", xargs=all_of_it)]
     again = [request("hit", [*LONG, *prompt(30, seed=1)], 20)]
-    read = "quest:0.25,global=0,local=0"  # the last page alone is always read
+    read = "quest:0.25,score=mean,global=0,local=0"  # the last page alone is always read
     settings = {"policy": "none", "read": read, "min_request_read": 0.2}
     return run_engine(
         no_padding, [batch, turn, again], settings=settings, max_num_batched_tokens=192

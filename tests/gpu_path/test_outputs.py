@@ -95,7 +95,7 @@ def test_reading_a_part(no_padding: str, run_gpu_path: Run, kernels: str) -> Non
     report = run_gpu_path(
         no_padding,
         [[request("a", tokens, 3 if interpreted else 24)]],
-        settings={"policy": "none", "read": "quest:0.3,global=0,local=0"},
+        settings={"policy": "none", "read": "quest:0.3,score=mean,global=0,local=0"},
         **(small if interpreted else {}),
     )
     everything = [[list(range(len(tokens) // BLOCK * BLOCK))] * 2] * 3
@@ -105,7 +105,7 @@ def test_reading_a_part(no_padding: str, run_gpu_path: Run, kernels: str) -> Non
 
 def test_reading_a_part_of_the_prompt(no_padding: str, run_gpu_path: Run) -> None:
     """Chunks of several queries and one of a single token, beside a request that decodes."""
-    read = "longcache:global=32,local=64,span=32,top=2,prefill=128"
+    read = "longcache:global=32,local=64,span=32,top=2,prefill=128,score=mean"
     tokens, short = prompt(257, seed=1), prompt(90, seed=2)
     report = run_gpu_path(
         no_padding,

@@ -17,13 +17,13 @@ READ_HELP = (
     "KV head, such as quest:2048, and after commas global=32 and local=64, which are always read; "
     'or "longcache", after a colon global=32, local=4096, span=32 and top=64, and prefill=512 if '
     "chunks of prompts are to read a part, too; after commas "
-    "group=max (default) or group=mean, and score=mean (default) with parts=1, 2, 4 or 8 (2), "
-    "score=keys, or score=bounds with bounds=exact (default) or bounds=int8"
+    "group=max (default) or group=mean, and score=bounds (default) with bounds=exact (default) or "
+    "bounds=int8, score=mean with parts=1, 2, 4 or 8 (2), or score=keys"
 )
 _METHODS = ("quest", "longcache")
 _CHOICES = {
     "group": ("max", "mean"),
-    "score": ("mean", "bounds", "keys"),
+    "score": ("bounds", "mean", "keys"),
     "parts": ("1", "2", "4", "8"),
     "bounds": ("exact", "int8"),
 }
@@ -59,8 +59,8 @@ class ReadRule:
         fraction: part of the head's pages, above 0 and at most 1; None: `tokens` says it.
         tokens: tokens per KV head, those that are always read included; None: `fraction` says it.
         group: how the query heads that share a KV head agree: max or mean of their products.
-        score: of a page: the mean of the queries' products with its keys; bounds on these products
-            (Quest, section 3.2); or the highest of them itself, for which all keys are read.
+        score: of a page: bounds on the queries' products with its keys (Quest, section 3.2); the
+            mean of these products; or the highest of them itself, for which all keys are read.
         parts: of a page, equal ones, whose highest mean counts.
         bounds: in the cache's own numbers (exact), or rounded outwards to 8 bits (int8).
         first_tokens, last_tokens: that are always read, in whole pages, the last page among them.
@@ -73,7 +73,7 @@ class ReadRule:
     fraction: Fraction | None = None
     tokens: int | None = None
     group: str = "max"
-    score: str = "mean"
+    score: str = "bounds"
     parts: int = 2
     bounds: str = "exact"
     first_tokens: int = 0
