@@ -15,6 +15,7 @@ from tests.cli.server_process import plain_arguments
 from vllm_kvcompress.cli import serve
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.cli.vllm_command import ServeRequest
+from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.smollm2 import SMOLLM2
 
@@ -269,3 +270,11 @@ def test_settings_in_the_command_are_json(tmp_path: Path) -> None:
     request = sorted_out("--config", str(path), "--port", "80")
     assert request.settings is None
     assert json.dumps(request.command({})) == '["serve", "m", "--port", "80"]'
+
+
+@pytest.mark.parametrize(
+    ("prefill", "who"), [(0, "decode steps"), (128, "decode steps and prompts")]
+)
+def test_the_line_at_the_start_says_who_reads_a_part(prefill: int, who: str) -> None:
+    read = f"longcache:top=4,prefill={prefill}"
+    assert serve.summary(Settings("none", read=read)).endswith(f"; {who} read {read}")

@@ -165,8 +165,9 @@ def _dashed(arguments: list[str]) -> list[str]:
 def summary(settings: Settings) -> str:
     """What the settings do, in one line."""
     text = _kept(settings)
-    if settings.read is not None:
-        text += f"; decode steps read {settings.read}"
+    if settings.read_rule is not None:
+        prompts = " and prompts" if settings.read_rule.prefill_tokens else ""
+        text += f"; decode steps{prompts} read {settings.read}"
     if settings.prompts is not None:
         text += f"; {settings.prompts}"
     return text
