@@ -24,7 +24,7 @@ fi
     '{extends: default, ignore: [deploy/observability/], rules: {document-start: disable, line-length: {max: 120}, comments: {min-spaces-from-content: 1}}}' \
     deploy
 "$tools/check-jsonschema" --quiet --builtin-schema vendor.compose-spec deploy/compose/compose.yaml
-"$tools/podman-compose" --file deploy/compose/compose.yaml --file deploy/compose/cpu.yaml config \
+"$tools/podman-compose" --dry-run --file deploy/compose/compose.yaml --file deploy/compose/cpu.yaml config \
     >"$work/compose.yaml"
 "$tools/check-jsonschema" --quiet --builtin-schema vendor.compose-spec "$work/compose.yaml"
 
