@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from vllm_kvcompress.kernels.page_choice import (
     reference,
     rounded_outwards,
 )
+from vllm_kvcompress.kernels.page_choice.page_choice_numba import MOST_QUERIES, compiled
 from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
@@ -231,7 +233,7 @@ def chosen(
 ) -> Tensor:
     """By summaries of a pool of 40 pages, or by its keys."""
     if score == "keys":
-        return highest_products(queries, pool.keys, *pages, choice)
+        return highest_products(queries, partial(pool.keys, layer=0), *pages, choice)
     summaries = PageSummaries(pool, KINDS[score])
     summaries.fill_blocks(0, torch.arange(20))
     choice = replace(choice, num_means=KINDS[score].num_means)
@@ -268,7 +270,7 @@ def test_pages_with_the_highest_scores_are_read(
     for row, (count, number) in enumerate(zip(counts, read, strict=True)):
         scores = []
         for nth, page in enumerate(table[row, :count].tolist()):
-            keys = pool.keys(torch.tensor(page)).tolist()
+            keys = pool.keys(torch.tensor(page), 0).tolist()
             by_query = [products(keys, query, score) for query in asked[row].tolist()]
             joined = max(by_query) if group == "max" else sum(by_query) / 2
             scores.append(math.inf if nth < first or nth >= count - last else joined)
@@ -277,20 +279,47 @@ def test_pages_with_the_highest_scores_are_read(
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 9999))
-def test_hosts_and_devices_choose_alike(data: st.DataObject, seed: int) -> None:
-    """By scores of which many are equal, of either sign, zeros among them."""
-    torch.manual_seed(seed)
+@given(
+    data=st.data(),
+    kind=st.sampled_from(["bfloat16", "float32", "float16", "int8"]),
+    num_means=st.sampled_from([0, 1, 2, 4]),
+    group=st.sampled_from([1, 3, MOST_QUERIES + 1]),
+    mean=st.booleans(),
+)
+def test_what_is_compiled_for_cpus_is_the_twin_s(
+    data: st.DataObject, kind: str, num_means: int, group: int, mean: bool
+) -> None:
+    """In whole numbers, so that sums are exact and scores often equal, zeros of both signs too."""
+    torch.manual_seed(data.draw(st.integers(0, 9999)))
+    rounded, dtype = kind == "int8", getattr(torch, kind)
+    num_means = 0 if rounded else num_means
     counts = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=4))
-    width = max(counts) + data.draw(st.integers(0, 3))
+    width, size = max(counts) + data.draw(st.integers(0, 3)), data.draw(st.sampled_from([4, 32]))
     first, last = data.draw(st.integers(0, 2)), data.draw(st.integers(1, 2))
     read = [data.draw(st.integers(min(first + last, count), count)) for count in counts]
-    scores = torch.randint(-3, 4, (len(counts), width)) / 2.0
-    scores = torch.where(torch.rand(scores.shape) < 0.1, -0.0, scores)
-    table = torch.randint(0, 999, scores.shape, dtype=torch.int32)
-    pages = (table, torch.tensor(counts), torch.tensor(read), Choice(max(read), first, last))
-    expected = reference.best_anywhere(scores.clone(), *pages)
-    assert torch.equal(reference.best_on_host(scores, *pages), expected)
+    queries = torch.randint(-1, 2, (len(counts), group, size)).to(torch.float32)
+    queries = torch.where(torch.rand(queries.shape) < 0.1, -0.0, queries)
+    summaries = torch.randint(-2, 3, (50, (num_means or 2) * size)).to(dtype)
+    scales = torch.exp2(torch.randint(-3, 4, (50,)).float()) if rounded else None
+    table = torch.randint(0, 50, (len(counts), width + 3), dtype=torch.int32)[:, 1 : width + 1]
+    pages = (table, torch.tensor(counts), torch.tensor(read))
+    choice = Choice(max(read), first, last, mean, num_means)
+    asked = queries.to(torch.bfloat16 if rounded else dtype)
+    found = choose_pages(asked, summaries, *pages, choice, scales)
+    exact = summaries if rounded else summaries.float()
+    expected = reference.choose_pages(queries, exact, *pages, choice, scales)
+    for row, number in enumerate(read):
+        assert found[row, :number].tolist() == expected[row, :number].tolist()
+
+
+def test_it_is_compiled_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container whose file system cannot be written numba has no place for its files."""
+    monkeypatch.setattr("numba.core.caching.CacheImpl._locator_classes", [])
+
+    def twice(number: int) -> int:
+        return 2 * number
+
+    assert compiled()(twice)(3) == 6
 
 
 def readers(rule: str = "quest:0.25,global=0,local=1") -> Readers:
@@ -350,13 +379,18 @@ def test_summaries_take_their_share_of_memory() -> None:
     for size in (16, 32):
         for score, own in numbers.items():
             both = 1000 * (2 * size * 64 * 2 + own)
-            assert bytes_beside(both, size, 64, torch.bfloat16, KINDS[score]) == 1000 * own
+            assert (
+                bytes_beside(both, 2 * size * 64 * 2, 64, torch.bfloat16, KINDS[score])
+                == 1000 * own
+            )
     for kind in KINDS.values():
         found = PageSummaries(small_pool(), kind)
         there = [each for each in (found.vectors, found.scales) if each is not None]
         taken = sum(each.numel() * each.element_size() for each in there)
         whole = small_pool().pages.numel() * 4 + taken
-        assert bytes_beside(whole, SIZE, HEAD_SIZE, torch.float32, kind) == taken
+        assert (
+            bytes_beside(whole, 2 * SIZE * HEAD_SIZE * 4, HEAD_SIZE, torch.float32, kind) == taken
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS.values())

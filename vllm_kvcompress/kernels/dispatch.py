@@ -1,6 +1,7 @@
-"""Picks between a kernel in Triton and its twin in torch, by device.
+"""Picks between kernels and their twins in torch, by device.
 
-Triton is imported by the first call that needs it, so that nothing else depends on it.
+Triton and numba are imported by the first call that needs them, so that nothing else depends on
+them.
 """
 
 from __future__ import annotations
@@ -35,10 +36,14 @@ def takes_triton(device: torch.device) -> bool:
 
 def triton_kernel(module: str, name: str) -> Any:
     """The launcher `name` of `vllm_kvcompress.kernels.<module>`."""
+    return _imported(module, name)
+
+
+def _imported(module: str, name: str) -> Any:
     return getattr(importlib.import_module(f"vllm_kvcompress.kernels.{module}"), name)
 
 
-def by_device(twin: Kernel[H, P, T], module: str) -> Kernel[H, P, T]:
+def by_device(twin: Kernel[H, P, T], module: str, on_cpus: str | None = None) -> Kernel[H, P, T]:
     """`twin`, or what has its name and signature elsewhere, by the device of the first argument.
 
     Of a layer's keys and values kernels read pages alone.
@@ -46,6 +51,7 @@ def by_device(twin: Kernel[H, P, T], module: str) -> Kernel[H, P, T]:
     Args:
         twin: in torch; for any device that has no kernel of its own.
         module: has the launcher for GPUs.
+        on_cpus: has one for CPUs; None: the twin serves there.
     """
 
     @functools.wraps(twin)
@@ -54,6 +60,8 @@ def by_device(twin: Kernel[H, P, T], module: str) -> Kernel[H, P, T]:
         gathered = isinstance(holder, KVView) and holder.pages is None
         if takes_triton(holder.device) and not gathered:
             chosen = triton_kernel(module, twin.__name__)
+        elif on_cpus is not None and holder.device.type == "cpu":
+            chosen = _imported(on_cpus, twin.__name__)
         return chosen(holder, *args, **kwargs)
 
     return call

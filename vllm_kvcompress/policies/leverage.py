@@ -75,8 +75,8 @@ def leverage(view: LayerView, keys_as: str) -> Tensor:
         # Equal keys have no scatter at all, and still a root.
         diagonal += RIDGE * diagonal.mean(dim=1, keepdim=True) + 1e-20
         root = torch.linalg.cholesky_ex(scatter).L
-        inverse = torch.linalg.solve_triangular(root, unit, upper=False)
-        scores[some] = (away @ inverse.mT).square_().sum(dim=2)
+        inverse = torch.linalg.solve_triangular(root.mT, unit, upper=True, left=False)
+        scores[some] = (away @ inverse).square_().sum(dim=2)
     return scores
 
 

@@ -26,3 +26,9 @@ class CompressionCPUWorker(CompressionWorker, CPUWorker):
     def take_our_attention(self, vllm_config: VllmConfig, settings: Settings) -> None:
         """As `CompressionWorker.take_our_attention`."""
         use_cpu_backend()
+
+    def compile_or_warm_up_model(self):
+        """vLLM's, and what is compiled for choosing pages."""
+        if self.compression is not None:
+            self.compression.warm_up_readers()
+        return super().compile_or_warm_up_model()

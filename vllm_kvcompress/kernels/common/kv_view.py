@@ -93,7 +93,13 @@ class KVView(ABC):
 
     def clean(self, which: int, heads: slice) -> Tensor:
         """[heads, n, D] keys (0) or values (1) of some heads, zeros behind the lengths."""
-        return finite(self._gathered(which)[heads], self.valid[heads])
+        rows = self._gathered(which)[heads]
+        return rows if self._unpadded else finite(rows, self.valid[heads])
+
+    @cached_property
+    def _unpadded(self) -> bool:
+        """Whether all heads are as long as the longest, where asking does not wait."""
+        return self.device.type == "cpu" and bool(self.valid.all())
 
     def head_slices(self) -> list[slice]:
         """Heads gone through at once by operators with temporaries of [heads, n, D] in fp32."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -63,8 +66,7 @@ class WindowColumns:
         num_columns = max(num_entries + view.num_tail, behind[0])
         away = upload(list(behind), device)
         seeing = (total > away).float()
-        own = torch.arange(behind[0], 0, -1, device=device)
-        later = (own <= away[:, None]) * HIDDEN
+        later = upload(_later(tuple(behind)), device)
         places, bias = None, None
         if entry_bias is not None:
             bias = functional.pad(entry_bias, (0, view.num_tail))
@@ -121,6 +123,14 @@ class WindowColumns:
             places = self.places[heads, None].expand_as(sums)
             sums = sums.new_zeros(sums.shape).scatter_add_(2, places, sums)
         return sums[..., : self.num_entries]
+
+
+@lru_cache(maxsize=2)  # the same in all layers
+def _later(behind: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """As of `WindowColumns`."""
+    hidden = np.arange(behind[0], 0, -1) <= np.array(behind)[:, None]
+    added: np.ndarray[Any, np.dtype[np.float32]] = hidden * np.float32(HIDDEN)
+    return added
 
 
 def by_head(queries: Tensor, num_heads: int) -> Tensor:

@@ -10,7 +10,9 @@ from vllm_kvcompress.kernels.page_choice.reference import (
     rounded_outwards,
 )
 
-choose_pages = by_device(reference.choose_pages, "page_choice.page_choice_triton")
+choose_pages = by_device(
+    reference.choose_pages, "page_choice.page_choice_triton", "page_choice.page_choice_numba"
+)
 
 __all__ = [
     "Choice",

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,9 +101,8 @@ def choose_pages(
     num_sequences, width = page_table.shape
     # On CPUs several times faster than summaries[...].
     page_ids = page_table.flatten()
-    vectors, asked, num_means = summaries.index_select(0, page_ids), queries, choice.num_means
-    if not num_means:
-        asked = torch.cat((queries.clamp(max=0), queries.clamp(min=0)), dim=-1)
+    vectors, num_means = summaries.index_select(0, page_ids), choice.num_means
+    asked = asked_of(queries, choice)
     dtype = summaries.dtype
     if scales is not None:  # a sum of 127s may be more than there is in fp16
         dtype = torch.promote_types(queries.dtype, torch.bfloat16)
@@ -116,6 +114,15 @@ def choose_pages(
     if scales is not None:
         scores *= scales.index_select(0, page_ids).view(num_sequences, width)
     return _best(scores, page_table, num_pages, num_read, choice)
+
+
+def asked_of(queries: Tensor, choice: Choice) -> Tensor:
+    """[S, any, head_size] queries -> [S, any, length] what each part of a summary is multiplied
+    with: as long as keys are, or as both their bounds.
+    """
+    if choice.num_means:
+        return queries
+    return torch.cat((queries.clamp(max=0), queries.clamp(min=0)), dim=-1)
 
 
 def highest_products(
@@ -158,14 +165,6 @@ def _joined(parts: Iterable[Tensor], choice: Choice, number: int) -> Tensor:
 def _best(
     scores: Tensor, page_table: Tensor, num_pages: Tensor, num_read: Tensor, choice: Choice
 ) -> Tensor:
-    """Of [S, W] scores, which may be overwritten."""
-    chosen = best_on_host if scores.device.type == "cpu" else best_anywhere
-    return chosen(scores, page_table, num_pages, num_read, choice)
-
-
-def best_anywhere(
-    scores: Tensor, page_table: Tensor, num_pages: Tensor, num_read: Tensor, choice: Choice
-) -> Tensor:
     """What `choose_pages` returns, by [S, W] fp32 scores; it does not wait for a device."""
     width, most = page_table.shape[1], choice.most
     columns, count = torch.arange(width, device=scores.device), num_pages[:, None]
@@ -175,30 +174,3 @@ def best_anywhere(
     places = torch.where(kept, kept.cumsum(1) - 1, most)
     chosen = page_table.new_zeros((len(page_table), most + 1), dtype=torch.int32)
     return chosen.scatter_(1, places, page_table.to(torch.int32))[:, :most].contiguous()
-
-
-def best_on_host(
-    scores: Tensor, page_table: Tensor, num_pages: Tensor, num_read: Tensor, choice: Choice
-) -> Tensor:
-    """As `best_anywhere`, in numpy, which overwrites the scores: reading a cache leaves nothing of
-    a program in those of the CPU, and then torch's operators take nearly twice the time.
-    """
-    import numpy as np  # not needed on GPUs
-
-    found, (rows, width) = scores.numpy(), scores.shape
-    count, read = num_pages.numpy()[:, None], num_read.numpy()
-    columns: np.ndarray[Any, np.dtype[np.int32]] = np.arange(width, dtype=np.int32)
-    found += 0.0  # one zero
-    found[:, : choice.num_first] = np.inf
-    found[columns >= count - choice.num_last] = np.inf
-    found[columns >= count] = -np.inf
-    halves = np.empty((rows, width, 2), dtype=np.int32)  # of keys; the lower one is the column
-    bits = found.view(np.int32)
-    halves[..., 0] = columns
-    np.bitwise_xor(bits, (bits >> 31) & 0x7FFFFFFF, out=halves[..., 1])
-    keys, places = halves.view(np.int64)[..., 0], width - read
-    in_order = np.partition(keys, sorted(set(places.tolist())), axis=1)
-    kept = keys >= in_order[np.arange(rows), places][:, None]
-    chosen = np.zeros((rows, choice.most), dtype=np.int32)
-    chosen[columns[: choice.most] < read[:, None]] = page_table.numpy()[kept]
-    return torch.from_numpy(chosen)

@@ -7,6 +7,8 @@ heads per KV head, D = head size, n = entries, w = queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,6 @@ from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import (
     cached_bytes,
     exact_bf16_products,
-    finite,
     head_slices,
 )
 from vllm_kvcompress.kernels.common.transfers import upload
@@ -79,49 +80,65 @@ def window_masses(
     masses = torch.zeros(shape, dtype=torch.float32, device=view.device)
     if len(queries) == 0 or num_entries == 0:
         return masses.transpose(0, 1)
-    behind, parts = _counted(windows)
+    counted = _counted(tuple(windows))
     keys, tail_keys = view.keys(), view.tail_keys()
-    columns = WindowColumns.of(view, behind.tolist(), bias)
-    grouped = by_head(_rows(queries, behind), num_heads)
-    num_queries, group = len(behind), queries.shape[1] // num_heads
-    weights = columns.seeing[:, None] * upload(parts / group, view.device)
+    columns = WindowColumns.of(view, counted.behind, bias)
+    grouped = by_head(_rows(queries, counted.behind), num_heads)
+    num_queries, group = len(counted.behind), queries.shape[1] // num_heads
+    weights = columns.seeing[:, None] * upload(counted.parts / group, view.device)
     weights = weights.repeat_interleave(group, dim=2)
     row_bytes, at_once = 4 * group * columns.num_columns, min(num_queries, TILE_QUERIES)
     slices = head_slices(num_heads, at_once * row_bytes, view.device)
     at_once = min(at_once, max(1, cached_bytes(view.device) // (row_bytes * slices[0].stop)))
     room = masses.new_empty(slices[0].stop * at_once * row_bytes // 4)
     exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
+    tiles = counted.tiles(at_once)
     for heads in slices:
-        head_keys = columns.seen(heads, finite(keys[heads], view.valid[heads]), tail_keys[heads])
+        head_keys = columns.seen(heads, view.clean(0, heads), tail_keys[heads])
         sums = masses.new_zeros(len(head_keys), len(windows), columns.num_columns)
-        for start in range(0, num_queries, at_once):
-            rows = slice(start, min(start + at_once, num_queries))
+        for rows, counting in tiles:
             with exact_bf16_products(exact):
                 logits = columns.logits(heads, rows, grouped[heads], head_keys, scale, room)
             torch.softmax(logits, dim=2, out=logits)
-            # Windows of a few queries have no part in most tiles.
-            counting = 1 + int(np.flatnonzero(parts[:, rows].any(axis=1))[-1])
             mine = weights[heads, :counting, rows.start * group : rows.stop * group]
             sums[:, :counting, : logits.shape[2]].baddbmm_(mine, logits)
         masses[heads] = columns.fold(heads, sums)
     return masses.transpose(0, 1)
 
 
-def _counted(windows: Sequence[Window]) -> tuple[Numbers, Numbers]:
-    """Positions behind them of the queries that count, oldest first, and how much each one does.
+@dataclass(frozen=True)
+class _Counted:
+    """Queries that count, oldest first.
 
-    Returns:
-        [m] int64, and [windows, m] fp32 their parts of each window's mean.
+    Attributes:
+        behind: positions from each to the last one.
+        parts: [windows, m] fp32 how much each does in each window's mean.
     """
+
+    behind: tuple[int, ...]
+    parts: Numbers
+
+    def tiles(self, at_once: int) -> list[tuple[slice, int]]:
+        """So many of them, and how many windows they have a part in: small ones are the last."""
+        starts = range(0, len(self.behind), at_once)
+        rows = [slice(start, min(start + at_once, len(self.behind))) for start in starts]
+        return [
+            (some, 1 + int(np.flatnonzero(self.parts[:, some].any(axis=1))[-1])) for some in rows
+        ]
+
+
+@lru_cache(maxsize=16)  # the same in all layers
+def _counted(windows: tuple[Window, ...]) -> _Counted:
+    """Of windows as of `window_masses`."""
     behind = np.arange(max(size for size, _ in windows))[::-1]
     counts = np.stack([(behind < size) & (behind % stride == 0) for size, stride in windows])
     used = counts.any(axis=0)
     parts = counts[:, used] / counts.sum(axis=1, keepdims=True)
-    return behind[used], parts.astype(np.float32)
+    return _Counted(tuple(behind[used].tolist()), parts.astype(np.float32))
 
 
-def _rows(queries: Tensor, behind: Numbers) -> Tensor:
+def _rows(queries: Tensor, behind: Sequence[int]) -> Tensor:
     """[m, H * G, D] the queries that lie so far behind the last one."""
     if len(behind) == len(queries):
         return queries
-    return queries[upload(len(queries) - 1 - behind, queries.device)]
+    return queries.index_select(0, upload(len(queries) - 1 - np.array(behind), queries.device))
