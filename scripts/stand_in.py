@@ -6,7 +6,9 @@
 A context is read once for all settings, and compressed once, at its end; texts and answers are
 teacher-forced. An answer counts as found where the model would have written every token of it.
 Of the questions, those that the full cache answers are counted. Runs go on where they stopped.
-What `--kv-read` takes is a setting, too: all is held, and tokens behind the prompt read a part.
+What `--kv-read` takes is a setting, too: all is held, and tokens behind the prompt read a part;
+"spans@0.5 quest:0.5" reads a half of what is kept. Computes in float32 where the CPU would emulate
+bfloat16.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import torch
 from vllm_kvcompress.cli.cache_options import policy_param
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.dense import DenseLayer, Kept, compress
 from vllm_kvcompress.tools.evaluation.items import Item, generate, load_texts
 from vllm_kvcompress.tools.evaluation.masked import MaskedModel, Reading
@@ -38,6 +41,30 @@ Choose = Callable[[list[DenseLayer]], list[Kept]]
 Row = dict[str, Any]
 
 
+class Fp8Model(MaskedModel):
+    """Its cache is in fp8_e4m3, with scales of 1: rounded, or cut off as by vLLM on CPUs.
+
+    Attributes:
+        cuts: it is cut off.
+    """
+
+    cuts = False
+
+    def _attend(self, module: Any, query: Any, key: Any, value: Any, *more: Any, **how: Any) -> Any:
+        key, value = (in_fp8(each, self.cuts) for each in (key, value))
+        return super()._attend(module, query, key, value, *more, **how)
+
+
+def in_fp8(numbers: torch.Tensor, cuts: bool) -> torch.Tensor:
+    """Numbers as fp8_e4m3 has them."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    codes = numbers.clamp(-largest, largest).to(torch.float8_e4m3fn)
+    if cuts:
+        beyond = codes.float().abs() > numbers.float().abs()
+        codes = (codes.view(torch.uint8) - beyond.to(torch.uint8)).view(codes.dtype)
+    return codes.to(numbers.dtype)
+
+
 @cache
 def pipeline_of(setup: str) -> tuple[Pipeline, float]:
     """POLICY[:NAME=VALUE,...]@BUDGET; of parameters `profile` is the file of measured heads."""
@@ -50,15 +77,15 @@ def pipeline_of(setup: str) -> tuple[Pipeline, float]:
 
 def reads(setup: str, num_whole: int = 0) -> Reading | None:
     """What a setting reads behind the prompt's last tokens; None: everything."""
-    holds_all = setup.startswith(READS)
-    return Reading(ReadRule.parse(setup), num_whole) if holds_all else None
+    read = setup.split()[-1]
+    return Reading(ReadRule.parse(read), num_whole) if read.startswith(READS) else None
 
 
 def keeps(setup: str, context: list[DenseLayer]) -> list[Kept] | None:
     """What a setting keeps of every layer; None: everything."""
     if setup == FULL or setup.startswith(READS):
         return None
-    pipeline, budget = pipeline_of(setup)
+    pipeline, budget = pipeline_of(setup.split()[0])
     num_tokens = context[0].keys.shape[1]
     return [compress(pipeline, layer, num_tokens, budget) for layer in context]
 
@@ -198,13 +225,15 @@ def main() -> None:
         "setups",
         nargs="+",
         metavar="POLICY[:NAME=VALUE,...]@BUDGET",
-        help="with profile=FILE among the parameters for policies that read one",
+        help="with profile=FILE among the parameters for policies that read one; or what --kv-read "
+        'takes, or both: "spans@0.5 quest:0.5"',
     )
     parser.add_argument("--length", type=int, default=1024, help="tokens of contexts (1024)")
     parser.add_argument("--continuation", type=int, default=256, help="of texts (256)")
     parser.add_argument("--texts", type=int, default=5, help="of each kind (5)")
     parser.add_argument("--needles", type=int, default=4, help="questions of each task (4)")
     parser.add_argument("--tasks", nargs="+", default=NEEDLES, help="of RULER")
+    parser.add_argument("--fp8", choices=("rounded", "cut"), help="a cache in fp8 (none)")
     parser.add_argument("--seed", type=int, default=0, help="of texts and questions (0)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="needles over text loss")
@@ -212,7 +241,10 @@ def main() -> None:
     from tqdm import tqdm
 
     tokenizer = load_tokenizer(options.model)
-    model = MaskedModel(options.model)
+    kind = Fp8Model if options.fp8 else MaskedModel
+    model = kind(options.model, getattr(torch, fast_dtype()))
+    if isinstance(model, Fp8Model):
+        model.cuts = options.fp8 == "cut"
     setups = [FULL, *options.setups]
     lines = options.out.read_text().splitlines() if options.out.exists() else []
     rows = [json.loads(line) for line in lines]

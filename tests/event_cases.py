@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from tests.policies.cases import HEAD_SIZE, HIDDEN_SIZE, NUM_LAYERS
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
+from vllm_kvcompress.cache.quantization import Quantization
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
 from vllm_kvcompress.kernels.common.rotary import Rotary
@@ -34,12 +36,14 @@ def make_pool(
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
     num_blocks: int = NUM_BLOCKS,
+    quantization: Quantization | None = None,
 ) -> PagePool:
     """Pages that nobody has written: NaN, so that no result depends on them."""
-    pages = num_blocks * NUM_LAYERS * NUM_HEADS
-    size = 2 * BLOCK_SIZE * HEAD_SIZE
-    common = dict(
-        pages=torch.full((pages, size), float("nan"), dtype=dtype, device=device),
+    shape = (num_blocks * NUM_LAYERS * NUM_HEADS, 2 * BLOCK_SIZE * HEAD_SIZE)
+    pages = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    common: dict[str, Any] = dict(
+        pages=pages if quantization is None else pages.to(quantization.stored).view(torch.uint8),
+        quantization=quantization,
         pages_per_block=NUM_LAYERS * NUM_HEADS,
         layer_offsets=upload([layer * NUM_HEADS for layer in range(NUM_LAYERS)], device),
         num_heads=NUM_HEADS,
@@ -92,7 +96,7 @@ class Request:
     _free_blocks: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        device, dtype = self.pool.device, self.pool.pages.dtype
+        device, dtype = self.pool.device, self.pool.dtype
         windows = QueryWindows(NUM_LAYERS, self.pipeline.needs.window_size, device)
         self.runner = EventRunner(
             PageTables(self.pool),
@@ -150,7 +154,7 @@ class Request:
         num_queries = plan.window_size
         if not num_queries:
             return
-        windows, dtype = self.runner.windows, self.pool.pages.dtype
+        windows, dtype = self.runner.windows, self.pool.dtype
         seen = Observation(0, plan.position - num_queries, num_queries)
         where = windows.locate([("r", 0, seen)])
         generator = torch.Generator().manual_seed(plan.position)
@@ -163,9 +167,10 @@ class Request:
         pool, num_tokens = self.pool, self.positions[-1]
         generator = torch.Generator().manual_seed(5)
         shape = (len(block_ids), NUM_LAYERS * NUM_HEADS, BLOCK_SIZE, HEAD_SIZE)
-        drawn = torch.randn(2, *shape, generator=generator).to(pool.pages.dtype)
+        drawn = torch.randn(2, *shape, generator=generator)
         behind = torch.arange(len(block_ids) * BLOCK_SIZE).view(-1, 1, BLOCK_SIZE, 1) >= num_tokens
-        keys, values = (part.masked_fill(behind, float("nan")).flatten(0, 1) for part in drawn)
+        drawn = drawn.masked_fill(behind, float("nan")).to(pool.stored).view(pool.pages.dtype)
+        keys, values = (part.flatten(0, 1) for part in drawn)
         pages = pool.fresh_pages(upload(block_ids, pool.device))
         pool.write(pages, upload(keys, pool.device), upload(values, pool.device))
 
@@ -190,8 +195,8 @@ def left_in(tables: PageTables, request_id: str) -> list[dict[str, Tensor]]:
             dict(
                 counts=counts,
                 pages=pages,
-                keys=pool.keys(pages),
-                values=pool.values(pages),
+                keys=pool.keys(pages, layer),
+                values=pool.values(pages, layer),
                 carried=carried,
             )
         )

@@ -129,8 +129,8 @@ def test_what_nobody_may_read_is_poisoned(kind: type[PagePool]) -> None:
     blocks = torch.arange(len(pool.pages)) // PER_BLOCK
     poisoned = (blocks == 3) | (blocks == 7)
     pages = torch.arange(len(pool.pages))
-    assert bool(pool.keys(pages[poisoned]).isnan().all())
-    assert bool((pool.values(pages[poisoned]) == POISON).all())
+    assert bool(pool.keys(pages[poisoned], 0).isnan().all())
+    assert bool((pool.values(pages[poisoned], 0) == POISON).all())
     assert bool((pool.pages[~poisoned] == 1).all())
 
 

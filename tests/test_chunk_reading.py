@@ -36,7 +36,7 @@ def test_many_queries_choose_together(
     for row, (count, number) in enumerate(zip(counts.tolist(), read.tolist(), strict=True)):
         scores = {}
         for nth in range(1, count - 2):
-            keys = pool.keys(table[row, nth].long()).tolist()
+            keys = pool.keys(table[row, nth].long(), 0).tolist()
             by_query = [products(keys, query, score) for query in asked[row].tolist()]
             scores[nth] = max(by_query) if group == "max" else sum(by_query) / len(by_query)
         best = sorted(scores, key=lambda page: -scores[page])[: number - 3]

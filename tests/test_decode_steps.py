@@ -94,7 +94,7 @@ def make_windows(paged: bool, names: list[str]) -> QueryWindows | PagedWindows:
         return QueryWindows(NUM_LAYERS, 5, CPU)
     pool = make_pool(InterleavedPagePool)
     windows = PagedWindows(pool, 5, QUERY_HEADS)
-    count = window_blocks(5, QUERY_HEADS, NUM_HEADS, SIZE)
+    count = window_blocks(5, QUERY_HEADS, NUM_HEADS, 2 * SIZE)
     for nth, name in enumerate(names):
         windows.hold(name, tuple(range(nth * count, (nth + 1) * count)))
     return windows

@@ -222,7 +222,7 @@ QUERY_HEADS, HEAD_SIZE = 6, 2
 
 def make_paged_windows(window: int, requests: list[str]) -> PagedWindows:
     """Every request with blocks of its own, in no order; nobody else's rows may ever change."""
-    count = window_blocks(window, QUERY_HEADS, HEADS, SIZE)
+    count = window_blocks(window, QUERY_HEADS, HEADS, 2 * SIZE)
     packing = known_packings(SIZE, HEAD_SIZE)[0]
     pool = PackedPagePool(
         pages=torch.zeros(count * len(requests) * LAYERS * HEADS, 2 * SIZE * HEAD_SIZE),

@@ -99,8 +99,8 @@ def test_written_pages_read_back(key_name: str, value_name: str) -> None:
     keys, values = torch.randn(3, 16, 32), torch.randn(3, 16, 32)
     where = torch.tensor([7, 2, 5])
     pool.write(where, keys, values)
-    assert torch.equal(pool.keys(where), keys)
-    assert torch.equal(pool.values(where), values)
+    assert torch.equal(pool.keys(where, 0), keys)
+    assert torch.equal(pool.values(where, 0), values)
     untouched = [i for i in range(10) if i not in where.tolist()]
     assert not pool.pages[untouched].any()
     assert pool.fresh_pages(torch.tensor([4, 0])).tolist() == [8, 9, 0, 1]
@@ -131,8 +131,8 @@ def test_interleaved_pages_are_the_layers_own_keys_and_values(size: int, dim: in
         for layer in range(2):
             for head in range(2):
                 page = torch.tensor([pool.fresh_pages(torch.tensor([block]))[layer * 2 + head]])
-                assert torch.equal(pool.keys(page)[0], keys[block, layer, head])
-                assert torch.equal(pool.values(page)[0], values[block, layer, head])
+                assert torch.equal(pool.keys(page, layer)[0], keys[block, layer, head])
+                assert torch.equal(pool.values(page, layer)[0], values[block, layer, head])
                 token = torch.tensor([size - 1])
                 assert torch.equal(pool.take_values(page, token)[0], values[block, layer, head, -1])
 
@@ -142,8 +142,8 @@ def test_interleaved_pages_read_back_and_leave_others_alone() -> None:
     before, where = pool.pages.clone(), torch.tensor([[7, 2], [5, 11]])
     keys, values = torch.randn(2, 2, 4, 6), torch.randn(2, 2, 4, 6)
     pool.write(where, keys, values)
-    assert torch.equal(pool.keys(where), keys)
-    assert torch.equal(pool.values(where), values)
+    assert torch.equal(pool.keys(where, 0), keys)
+    assert torch.equal(pool.values(where, 0), values)
     for page in range(16):
         if page not in where:
             assert torch.equal(pool.pages[page], before[page])

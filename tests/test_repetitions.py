@@ -85,7 +85,7 @@ def keys_by_hand(request: Preparation, layer: int) -> torch.Tensor:
         rows = []
         for block in request.block_row.tolist():
             page = block * pool.pages_per_block + layer * NUM_HEADS + head
-            rows += list(pool.keys(torch.tensor(page)))
+            rows += list(pool.keys(torch.tensor(page), 0))
         heads.append(torch.stack(rows[:END]))
     return torch.stack(heads)
 

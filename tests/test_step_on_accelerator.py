@@ -24,7 +24,7 @@ from tests.step_cases import (
 from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.kernels.common.transfers import upload
@@ -99,7 +99,7 @@ def test_a_batch_s_table_is_kept_while_tails_grow() -> None:
 @pytest.mark.parametrize("num_tokens", [12, 16])  # as they are, and padded
 def test_windows(paged: bool, num_tokens: int) -> None:
     window, names = 5, [f"r{nth}" for nth in range(12)]
-    count = window_blocks(window, QUERY_HEADS, NUM_HEADS, SIZE)
+    count = window_blocks(window, QUERY_HEADS, NUM_HEADS, 2 * SIZE)
     with watched():
         windows: QueryWindows | PagedWindows = QueryWindows(NUM_LAYERS, window, ACCELERATOR)
         if paged:
@@ -127,7 +127,7 @@ def test_biased_attention(
     policy: str, requests: tuple[Request, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys are read where they lie."""
-    monkeypatch.delattr(InterleavedPagePool, "keys")
+    monkeypatch.delattr(PagePool, "keys")
     with watched():
         step = Step(resolve(policy), make_pool(InterleavedPagePool, ACCELERATOR), requests)
         batch = step.read()

@@ -63,8 +63,9 @@ READ: dict[str, tuple[str, ...]] = {
         *("query_start_loc_cpu", "block_table_tensor", "slot_mapping"),
     ),
     "vllm.model_executor.layers.attention.Attention": (
-        *("impl", "kv_cache", "layer_name", "get_attn_backend"),
+        *("impl", "kv_cache", "kv_cache_dtype", "layer_name", "get_attn_backend"),
     ),
+    "vllm.v1.attention.backend.AttentionLayer": ("_k_scale", "_k_scale_float", "_v_scale_float"),
     "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl": (
         *("num_heads", "num_kv_heads", "head_size", "logits_soft_cap", "sinks", "alibi_slopes"),
         "kv_sharing_target_layer_name",

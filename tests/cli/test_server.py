@@ -211,7 +211,7 @@ ODD_VALUES = (
 
 def test_odd_values_are_refused_with_a_reason(address: str, client: openai.OpenAI) -> None:
     expected = completed(client, seed=8)
-    for key in ("kv_policy", "kv_budget", "kv_context_tokens", "kv_other"):
+    for key in ("kv_policy", "kv_budget", "kv_read", "kv_context_tokens", "kv_other"):
         for value in ODD_VALUES:
             if key == "kv_context_tokens" and (value is True or value == 2**63):
                 continue  # vLLM makes 1 of it; more than there are, which is the whole prompt

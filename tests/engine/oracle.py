@@ -57,12 +57,28 @@ class KeptTokensDecoder:
             self.gone_keys.append([keys[h, p] for h, p in enumerate(gone)])
             self.gone_values.append([values[h, p] for h, p in enumerate(gone)])
 
+    def forget(self, kept: list[list[list[int]]], num_full: int) -> None:
+        """Once everything has been kept so far: as `kept` and `num_full` say of a prompt."""
+        for layer, heads in enumerate(kept):
+            for head, positions in enumerate(heads):
+                stay = [*positions, *range(num_full, self.num_tokens)]
+                self.keys[layer][head] = self.keys[layer][head][stay]
+                self.values[layer][head] = self.values[layer][head][stay]
+
     @torch.no_grad()
     def read_prompt(self, prompt: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
         """Logits after its tokens, and every layer's keys and values [heads, tokens, head_size]."""
-        cache = DynamicCache()
+        cache = self.cache()
         output = self.model(torch.tensor([prompt]), past_key_values=cache)
         return output.logits[0], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
+
+    def cache(self) -> DynamicCache:
+        """What holds the prompt's keys and values."""
+        return DynamicCache()
+
+    def stored(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a token as they are read again."""
+        return keys, values
 
     @torch.no_grad()
     def step(self, token: int) -> Tensor:
@@ -85,6 +101,7 @@ class KeptTokensDecoder:
         key = attention.k_proj(hidden).view(shape).transpose(1, 2)
         value = attention.v_proj(hidden).view(shape).transpose(1, 2)
         query, key = apply_rotary_pos_emb(query, key, *rotary)
+        key, value = self.stored(index, key, value)
         group = self.config.num_attention_heads // self.config.num_key_value_heads
         heads = []
         for head in range(self.config.num_key_value_heads):
@@ -298,11 +315,23 @@ def check_decoding(
     follow(decoder, output)
 
 
-def follow(decoder: KeptTokensDecoder, output: dict[str, Any]) -> None:
-    """That the decoder would say of every token what the engine has said of it."""
+def follow(
+    decoder: KeptTokensDecoder,
+    output: dict[str, Any],
+    event: tuple[int, list[list[list[int]]]] | None = None,
+) -> None:
+    """That the decoder would say of every token what the engine has said of it.
+
+    Args:
+        decoder: behind the prompt.
+        output: tokens, and the logprobs of some candidates for each.
+        event: behind how many tokens one happens while it answers, and what that keeps.
+    """
     logits = decoder.first_logits
     for token, logprobs in zip(output["tokens"], output["logprobs"], strict=True):
         expected = torch.log_softmax(logits, 0)
         for candidate, logprob in logprobs.items():
             assert abs(float(expected[int(candidate)]) - logprob) < 2e-3, (token, candidate)
         logits = decoder.step(token)
+        if event is not None and decoder.num_tokens == event[0]:
+            decoder.forget(event[1], event[0] // BLOCK * BLOCK)

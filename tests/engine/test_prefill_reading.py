@@ -3,12 +3,13 @@ whatever else is served, and whatever the prefix cache has."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.conftest import Run, request
+from tests.engine.conftest import Run, check_as_alone, each_alone, request
 from tests.engine.oracle import BLOCK, ChunksDecoder, PagesDecoder, follow, kept_positions
 from tests.tiny_models import prompt
 
@@ -31,9 +32,11 @@ def decoder(model: str, tokens: list[int], kept: list | None = None) -> ChunksDe
     return ChunksDecoder(model, tokens, kept, num_full, **HOW)
 
 
-def check(decoder: ChunksDecoder, output: dict[str, Any]) -> None:
+def check(
+    decoder: ChunksDecoder, output: dict[str, Any], event: tuple[int, list] | None = None
+) -> None:
     """As `follow`; and the choices are clear, or another machine would choose other pages."""
-    follow(decoder, output)
+    follow(decoder, output, event)
     assert min(decoder.closest, decoder.closest_in_chunks) > CLEAR
 
 
@@ -131,3 +134,46 @@ def test_a_prompt_that_is_read_in_part_and_then_compressed(
         no_padding, [[request("a", LONG, 12)]], settings=settings, record_kept=True, max_num_seqs=8
     )
     check(decoder(no_padding, LONG, kept_positions(report["kept"], LAYERS)), report["outputs"]["a"])
+
+
+@pytest.mark.parametrize("trigger", ["decode:20", "pressure:0.38"])
+def test_a_prompt_that_is_read_in_part_and_compressed_while_its_answer_is_written(
+    no_padding: str, run_engine: Run, trigger: str
+) -> None:
+    """Triggers that leave prompts as they are: one event, behind some tokens of the answer."""
+    report = run_engine(
+        no_padding,
+        [[request("a", LONG, 36)]],
+        settings={**SETTINGS, "policy": "adakv", "budget": 0.5, "trigger": trigger},
+        record_kept=True,
+        max_num_seqs=8,
+        max_model_len=640,
+        num_gpu_blocks_override=44,
+    )
+    (event,) = report["events"]
+    assert event["trigger"] == trigger.partition(":")[0]
+    end = report["kept"][0]["source"][0] + report["kept"][0]["tail"]
+    assert len(LONG) < end < len(LONG) + 30
+    kept = kept_positions(report["kept"], LAYERS)
+    check(decoder(no_padding, LONG), report["outputs"]["a"], (end, kept))
+
+
+def test_preempted_while_a_prompt_is_read(no_padding: str, run_engine: Run) -> None:
+    """By answers that outgrow the pool; it says what it says alone."""
+    answers = [request(f"r{i}", prompt(60, seed=i), 80) for i in range(3)]
+    long = request("long", prompt(1500, seed=30), 12, at_step=4)
+    report = run_engine(
+        no_padding,
+        [[*answers, long], *each_alone([long])],
+        settings={**SETTINGS, "read": READ.replace("prefill=128", "prefill=32")},
+        environment=CHECKED,
+        max_num_batched_tokens=39,
+        max_num_seqs=8,
+        max_model_len=1600,
+        num_gpu_blocks_override=57,
+    )
+    held = [blocks.get("long", 0) for blocks in report["held"]]
+    lost = next(before for before, now in pairwise(held) if before and not now)
+    assert 40 < lost < len(report["prompts"]["long"]) // BLOCK
+    assert report["preemptions"] == 1
+    check_as_alone(report["outputs"], ["long"])

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tests.engine.conftest import Run, request
 from tests.engine.oracle import BLOCK, PagesDecoder, follow, kept_positions
 from tests.tiny_models import prompt
+from vllm_kvcompress.attention.reading import Reading
 
 LAYERS, HEADS = 3, 2
 CLEAR = 1e-5  # the least difference of scores that rounding does not turn around
@@ -28,6 +30,20 @@ def check_reading(decoder: PagesDecoder, output: dict[str, Any]) -> None:
 
 def decoder(no_padding: str, tokens: list[int], kept: list, **how: Any) -> PagesDecoder:
     return PagesDecoder(no_padding, tokens, kept, len(tokens) // BLOCK * BLOCK, **how)
+
+
+def compiled(report: dict[str, Any]) -> None:
+    """A probe: what is compiled for choosing pages, whenever a step is about to choose."""
+    choose = Reading.choose
+
+    def noting(*args: Any) -> Any:
+        from vllm_kvcompress.kernels.page_choice import page_choice_numba as found
+
+        kernels = found._fill_scores, found._take_highest
+        report.setdefault("compiled", []).append([len(each.signatures) for each in kernels])
+        return choose(*args)
+
+    Reading.choose = noting
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +66,11 @@ def whole(no_padding: str, run_engine: Run) -> dict[str, Any]:
     read = "quest:0.25,score=mean,global=0,local=0"  # the last page alone is always read
     settings = {"policy": "none", "read": read, "min_request_read": 0.2}
     return run_engine(
-        no_padding, [batch, turn, again], settings=settings, max_num_batched_tokens=192
+        no_padding,
+        [batch, turn, again],
+        settings=settings,
+        max_num_batched_tokens=192,
+        probes=["tests.engine.test_reading:compiled"],
     )
 
 
@@ -64,6 +84,15 @@ def test_whole_requests_read_the_pages_with_the_highest_means(
     check_reading(
         decoder(no_padding, tokens, everything(tokens), part=part), whole["outputs"][name]
     )
+
+
+def test_no_request_waits_for_a_compiler(whole: dict[str, Any]) -> None:
+    """The same is there at the first choice as at the last, where it is not torch that chooses."""
+    from vllm_kvcompress.kernels.page_choice.page_choice_numba import MOST_THREADS
+
+    if torch.get_num_threads() > MOST_THREADS:
+        pytest.skip("with so many threads pages are chosen in torch, which compiles nothing")
+    assert [1, 1] == whole["compiled"][0] == whole["compiled"][-1]
 
 
 def test_longcache_reads_the_first_the_last_and_the_best_spans(

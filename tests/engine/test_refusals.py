@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
-from vllm_kvcompress.vllm_plugin.compat import plugin_options, shared_caches
+from vllm_kvcompress.vllm_plugin.compat import cache_scales, plugin_options, shared_caches
 from vllm_kvcompress.vllm_plugin.layer_refusals import check_groups, check_layer
 from vllm_kvcompress.vllm_plugin.refusals import check_engine
 
@@ -90,14 +92,13 @@ def engine_config(model: str, settings: dict[str, Any] | None, **options: Any) -
     [
         ({"runner": "pooling"}, "pooling model finishes with its prompt.*serve it without"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism.*use --tensor-parallel-size"),
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8.*use --kv-cache-dtype auto"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "KV connectors transfer whole blocks.*remove --kv-transfer-config",
         ),
         ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager.*remove it"),
     ],
-    ids=["pooling", "pipeline", "fp8", "connector", "no-hybrid"],
+    ids=["pooling", "pipeline", "connector", "no-hybrid"],
 )
 def test_options_of_vllm(llama: str, options: dict[str, Any], reason: str) -> None:
     config = engine_config(llama, SETTINGS, **options)
@@ -170,9 +171,48 @@ def test_what_cuts_prompts_elsewhere_than_at_their_chunks(
         check_engine(config)
 
 
+SKIPPING = {"kv_cache_dtype_skip_layers": ["0"]}
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "settings", "options", "reason"),
+    [
+        ("fp8", {}, {}, None),
+        ("fp8_e5m2", {"read": "quest:0.25"}, {}, None),
+        ("int8_per_token_head", {}, {}, "scales beside the tokens.*--kv-cache-dtype fp8 or auto"),
+        ("fp8", {}, SKIPPING, "skip-layers: pages of layers.*remove one of the two"),
+        ("fp8", {"attention": "own"}, {}, "--kv-attention own: this package's kernels.*leave"),
+        ("fp8", {"attention": "flash"}, {}, "flash: FlashAttention takes.*leave --kv-attention"),
+        ("fp8", {"policy": "kvmerger"}, {}, "with kvmerger, which changes what is kept"),
+        ("fp8", {"policy": "snapkv+momentfix"}, {}, "momentfix, which changes.*use another policy"),
+    ],
+)
+def test_types_of_cache(
+    llama: str,
+    cache_dtype: str,
+    settings: dict[str, Any],
+    options: dict[str, Any],
+    reason: str | None,
+) -> None:
+    config = engine_config(llama, {**SETTINGS, **settings}, kv_cache_dtype=cache_dtype, **options)
+    if reason is None:
+        check_engine(config)
+        return
+    with pytest.raises(UnsupportedError, match=f"--kv-cache-dtype {cache_dtype}.*{reason}"):
+        check_engine(config)
+
+
+def test_scales_per_head_are_refused() -> None:
+    layer = SimpleNamespace(
+        layer_name="layers.0.attn", kv_cache_dtype="fp8", _k_scale=torch.ones(2)
+    )
+    with pytest.raises(UnsupportedError, match=r"layers.0.attn scales its fp8 cache head by head"):
+        cache_scales([layer])
+
+
 @pytest.mark.parametrize("settings", [None, {"policy": "none", "budget": 0.5}])
 def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any) -> None:
-    check_engine(engine_config(llama, settings, kv_cache_dtype="fp8"))
+    check_engine(engine_config(llama, settings, kv_cache_dtype="int8_per_token_head"))
 
 
 @pytest.mark.parametrize(

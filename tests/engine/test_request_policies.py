@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -104,11 +105,36 @@ def test_what_is_allowed_passes(xargs: dict[str, Any]) -> None:
     check_of(Settings.from_dict(SERVER)).validate_params(params(xargs))
 
 
-def test_without_leave_requests_choose_nothing() -> None:
-    check = check_of(Settings("adakv", 0.25))
+@pytest.mark.parametrize("xargs", [{"kv_budget": 0.5}, {"kv_read": 0.5}, {"kv_read": 1.0}])
+@pytest.mark.parametrize("read", [None, "longcache:prefill=512"])
+def test_without_leave_requests_choose_nothing(xargs: dict[str, Any], read: str | None) -> None:
+    check = check_of(Settings("adakv", 0.25, read=read))
     assert check is RequestCheck
     with pytest.raises(ValueError, match="this server lets no request choose"):
-        check.validate_params(params({"kv_budget": 0.5}))
+        check.validate_params(params(xargs))
+
+
+@pytest.mark.parametrize(
+    ("xargs", "message"),
+    [
+        *(({"kv_read": part}, "lets no request choose how much is read") for part in (0.5, 1, 1.0)),
+        *(
+            ({"kv_read": part}, f"fraction of what is held .* found {re.escape(repr(part))}")
+            for part in (0, -0.5, 1.5, 512, "0.5", True, [0.5])
+        ),
+        ({"kv_policy": "none", "kv_read": 0.5}, "lets no request choose how much is read"),
+        ({"kv_prepare": True, "kv_context_tokens": 600}, "keeps no contexts"),
+        ({"kv_prefill": 512}, "kv_prefill: not known"),
+    ],
+)
+def test_all_requests_read_alike_where_prompts_are_read_in_part(
+    xargs: dict[str, Any], message: str
+) -> None:
+    """On a server that lets them choose other things."""
+    check = check_of(Settings.from_dict({**SERVER, "read": "longcache:prefill=512"}))
+    check.validate_params(params({"kv_policy": "none", "kv_context_tokens": 600}))
+    with pytest.raises(ValueError, match=message):
+        check.validate_params(params(xargs))
 
 
 def test_the_check_survives_pickling() -> None:

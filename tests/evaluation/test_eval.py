@@ -13,11 +13,9 @@ import pytest
 import torch
 
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
-from tests.policies.cases import headkv_file
 from vllm_kvcompress.cli import eval as eval_command
 from vllm_kvcompress.cli import recommend
 from vllm_kvcompress.cli.main import main
-from vllm_kvcompress.config import DEFAULT_POLICY, PROFILED_POLICY, Settings
 from vllm_kvcompress.errors import ConfigError, EngineError
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation import runner
@@ -42,54 +40,6 @@ def read(folder: Path) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]
     rows = {f"{row['setup']}/{row['mode']}": row for row in results["rows"]}
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     return rows, answers
-
-
-def test_without_policies_and_budgets_half_is_kept_by_the_default() -> None:
-    parser = argparse.ArgumentParser()
-    eval_command.add_options(parser)
-    asked = parser.parse_args([MODEL, "--tasks", TASKS[0], "--out", "unused"])
-    names = [setup.name for setup in eval_command.plan_of(asked).setups]
-    assert names == ["full", f"{DEFAULT_POLICY}@0.5"]
-
-
-@pytest.mark.parametrize("limit", [0, 64, None])
-def test_short_questions_are_left_alone_as_serve_does(limit: int | None) -> None:
-    """And 0 is a limit of its own."""
-    parser = argparse.ArgumentParser()
-    eval_command.add_options(parser)
-    more = [] if limit is None else ["--kv-min-tokens", str(limit)]
-    asked = parser.parse_args([MODEL, "--tasks", TASKS[0], "--out", "unused", *more])
-    plan = eval_command.plan_of(asked)
-    settings = Settings.from_dict(plan.setups[1].settings(plan.params) or {})
-    assert settings.min_tokens == (256 if limit is None else limit)
-
-
-def test_a_profile_is_for_those_that_read_one(tmp_path: Path) -> None:
-    """`auto` is another policy with it; beside it others are compared as they are."""
-    parser = argparse.ArgumentParser()
-    eval_command.add_options(parser)
-    profile = str(headkv_file(tmp_path, 2, 4))
-    options = ["--tasks", TASKS[0], "--out", "unused", "--policies", "auto,snapkv"]
-    asked = parser.parse_args([MODEL, *options, "--budgets", "0.25", "--kv-profile", profile])
-    plan = eval_command.plan_of(asked)
-    assert [setup.name for setup in plan.setups[1:]] == [f"{PROFILED_POLICY}@0.25", "snapkv@0.25"]
-    given = [setup.settings(plan.params) or {} for setup in plan.setups[1:]]
-    assert [settings.get("profile") for settings in given] == [profile, None]
-
-
-def test_auto_finds_the_heads_in_the_models_folder(tmp_path: Path) -> None:
-    parser = argparse.ArgumentParser()
-    eval_command.add_options(parser)
-    headkv_file(tmp_path, 2, 4).rename(tmp_path / "kv_heads.json")
-    shutil.copy(Path(MODEL) / "config.json", tmp_path)
-    for name in Path(MODEL).glob("token*"):
-        shutil.copy(name, tmp_path)
-    asked = parser.parse_args([str(tmp_path), "--tasks", TASKS[0], "--out", "unused"])
-    plan = eval_command.plan_of(asked)
-    assert plan.setups[1].policy == PROFILED_POLICY
-    assert plan.params["profile"] == str(tmp_path / "kv_heads.json")
-    asked = parser.parse_args([MODEL, "--tasks", TASKS[0], "--out", "unused"])
-    assert eval_command.plan_of(asked).params["profile"] is None
 
 
 def test_what_compressed_nothing_is_no_advice() -> None:
@@ -153,13 +103,14 @@ def test_what_prepares_nothing_is_refused(tmp_path: Path, more: list[str], messa
 
 
 def test_ways_of_reading_are_compared_in_the_same_table(finished: Path, tmp_path: Path) -> None:
-    """The run goes on with one more setup, which holds everything: one mode, and other answers."""
+    """The run goes on with one more setup, which holds everything: one mode, and other answers;
+    and with one that reads a part of what a policy keeps."""
     folder = tmp_path / "more"
     shutil.copytree(finished, folder)
-    setup = "quest:0.1,global=0,local=0"
-    assert evaluate(folder, "--kv-read", setup) == 0
+    setup, both = "quest:0.1,global=0,local=0", "snapkv@0.5 quest:0.4,global=0,local=0"
+    assert evaluate(folder, "--kv-read", setup, "--kv-read", both) == 0
     rows, answers = read(folder)
-    assert len(rows) == 4
+    assert len(rows) == 6
     row = rows[f"{setup}/query-aware"]
     num_pages = -(-(1 + LENGTH + 3) // BLOCK)
     assert row["kept"] == 1.0
@@ -168,6 +119,11 @@ def test_ways_of_reading_are_compared_in_the_same_table(finished: Path, tmp_path
     full = {a["item"]: a["tokens"][0] for a in answers if a["setup"] == "full"}
     mine = {a["item"]: a["tokens"][0] for a in answers if a["setup"] == setup}
     assert mine == full, "the first token comes from the prompt, which is read whole"
+    row = rows[f"{both}/query-aware"]
+    kept = 8 * BLOCK + (1 + LENGTH + 3) % BLOCK
+    assert row["kept"] == pytest.approx(kept / (1 + LENGTH + 3))
+    assert row["read"] == pytest.approx(4 / 9 * row["kept"])
+    assert rows[f"{both}/query-agnostic"]["agreement"] < 1
 
 
 def test_a_quarter_of_the_blocks_is_resident(finished: Path) -> None:

@@ -27,23 +27,30 @@ def scores(query: list[list[float]], keys: list[list[float]], score: str) -> flo
 
 
 @pytest.mark.parametrize("score", ["bounds", "keys", "mean"])
-def test_every_token_reads_as_if_it_were_decoded(score: str) -> None:
+@pytest.mark.parametrize("kept", [(TOKENS, TOKENS), (170, 160)])
+def test_every_token_reads_as_if_it_were_decoded(score: str, kept: tuple[int, int]) -> None:
+    """Of everything, and of what two heads have kept, the last tokens among it."""
     torch.manual_seed(0)
     queries, keys = torch.randn(HEADS * GROUP, COUNT, SIZE), torch.randn(HEADS, TOKENS, SIZE)
-    rule = ReadRule.parse(f"longcache:global=32,local=32,span=32,top=2,score={score}", 0)
-    mask = read_mask(queries, keys, rule)
+    rule = ReadRule.parse(f"longcache:global=32,local=32,span=32,top=1,score={score}", 0)
+    held = torch.zeros(HEADS, TOKENS, dtype=torch.bool)
+    for head, number in enumerate(kept):
+        held[head, torch.randperm(TOKENS - COUNT)[: number - COUNT]] = True
+    held[:, -COUNT:] = True
+    mask = read_mask(queries, keys, rule, held)
     for head in range(HEADS):
         for nth in range(COUNT):
-            length = TOKENS - COUNT + nth + 1
-            pages = [range(at, min(at + BLOCK, length)) for at in range(0, length, BLOCK)]
+            last = TOKENS - COUNT + nth
+            mine = [token for token in range(last + 1) if held[head, token]]
+            pages = [mine[at : at + BLOCK] for at in range(0, len(mine), BLOCK)]
             query = queries[head * GROUP : (head + 1) * GROUP, nth].tolist()
             found = {
                 page: scores(query, [keys[head, token].tolist() for token in pages[page]], score)
                 for page in range(1, len(pages) - 1)
             }
-            best = sorted(found, key=lambda page: -found[page])[:2]
-            wanted = [token for page in (0, *best, len(pages) - 1) for token in pages[page]]
-            assert mask[head, nth].nonzero()[:, 0].tolist() == sorted(wanted)
+            best = max(found, key=lambda page: found[page])
+            wanted = [token for page in (0, best, len(pages) - 1) for token in pages[page]]
+            assert mask[head, nth].nonzero()[:, 0].tolist() == wanted
 
 
 def test_recall_is_of_the_highest_products() -> None:

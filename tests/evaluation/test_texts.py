@@ -132,6 +132,16 @@ def test_a_stand_in_predicts_like_an_engine(finished: Path, text: Path) -> None:
         assert found[name] == pytest.approx(rows[f"{name}/text"]["nats"], abs=1e-4), name
 
 
+def test_a_stand_in_merges_and_leaves_corrections_to_engines(text: Path) -> None:
+    """Where D2O merges nothing it is what it chooses; its theta is for a second event."""
+    model = MaskedModel(MODEL, torch.float32)
+    names = ["h2o@0.25", "d2o:num_sinks=0,skip_layers=9@0.25", "d2o@0.25"]
+    h2o, alike, d2o = stand_in.text_loss(model, predicted_tokens(text), names).values()
+    assert alike == h2o != d2o
+    with pytest.raises(NotImplementedError, match="need an engine"):
+        stand_in.text_loss(model, predicted_tokens(text), ["momentkv@0.5"])
+
+
 def test_a_stand_in_compresses_on_the_way_as_an_engine_does(text: Path, tmp_path: Path) -> None:
     """In chunks, and again while the continuation is read; its last event is behind the context."""
     context, continuation = predicted_tokens(text, 270, 100)
@@ -162,13 +172,14 @@ def test_the_first_token_behind_the_context_does_not_count() -> None:
 
 def test_setups_share_engines_where_they_can() -> None:
     setups = [Setup(FULL), Setup("snapkv", 0.25), Setup("momentkv", 0.5), Setup("h2o", 0.5)]
-    setups += [Setup("momentkv", 0.25), Setup("snapkv", 100)]
+    setups += [Setup("momentkv", 0.25), Setup("snapkv", 100), Setup("snapkv", 0.5, "quest:0.5")]
     engines = shared_engines(setups, {})
     assert [[setup.name for setup in engine.setups] for engine in engines] == [
         ["full"],
         ["snapkv@0.25", "h2o@0.5"],
         ["momentkv@0.5", "momentkv@0.25"],
         ["snapkv@100"],
+        ["snapkv@0.5 quest:0.5"],
     ]
     assert engines[0].settings is None
     assert engines[1].settings == {

@@ -27,6 +27,8 @@ def paged_attention(
     causal: bool,
     block_table: Tensor,
     window_size: Sequence[int] | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Causal attention of the last queries of every sequence, over its blocks.
@@ -40,6 +42,7 @@ def paged_attention(
         softmax_scale, causal: as they say; only causal attention is asked for.
         block_table: [S, any] block ids.
         window_size: tokens before a query that it attends to, and 0; negative or None: all.
+        k_descale, v_descale: [S, KV heads] what keys and values are times, in fp8.
         options: what does not change a plain causal softmax here.
     """
     assert causal is True
@@ -53,7 +56,10 @@ def paged_attention(
         assert last - first <= max_seqlen_q
         assert length <= max_seqlen_k
         blocks = block_table[s, : math.ceil(length / size)].long()
-        keys, values = (cache[blocks].flatten(0, 1)[:length].float() for cache in (k, v))
+        keys, values = (
+            cache[blocks].flatten(0, 1)[:length].float() * (1 if by is None else by[s, :, None])
+            for cache, by in ((k, k_descale), (v, v_descale))
+        )
         queries = q[first:last].float().unflatten(1, (-1, group))
         logits = torch.einsum("qhgd,khd->hgqk", queries, keys) * softmax_scale
         later = torch.ones(last - first, length).triu(length - (last - first) + 1).bool()
@@ -70,13 +76,22 @@ def write_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    kv_cache_dtype: str = "auto",
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     *_: Any,
 ) -> None:
     """Writes [tokens, heads, head size] to slots of [blocks, block size, heads, head size]."""
     slots = slot_mapping[slot_mapping >= 0]
     size = key_cache.shape[1]
-    for cache, rows in ((key_cache, key), (value_cache, value)):
-        cache[slots // size, slots % size] = rows[: slot_mapping.numel()][slot_mapping >= 0]
+    for cache, rows, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
+        written = rows[: slot_mapping.numel()][slot_mapping >= 0]
+        if kv_cache_dtype.startswith("fp8"):
+            assert scale is not None
+            # Indexing does not write fp8.
+            cache, written = cache.view(torch.uint8), (written / scale).to(cache.dtype)
+            written = written.view(torch.uint8)
+        cache[slots // size, slots % size] = written
 
 
 def replace_triton_kernels() -> None:

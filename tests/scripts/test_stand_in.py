@@ -35,6 +35,16 @@ def test_answers_are_found_where_their_tokens_are_kept() -> None:
     assert known["full"] == known["streamingllm@1.0"]
 
 
+def test_a_part_of_what_is_kept_is_read() -> None:
+    """All of it: as if nothing was said of reading."""
+    model, tokens = MaskedModel(MODEL, torch.float32), (torch.arange(320) * 7 % 90 + 5).tolist()
+    setups = ["full", "snapkv@0.5", "snapkv@0.5 quest:1.0", "snapkv@0.5 quest:0.3", "quest:0.3"]
+    found = stand_in.text_loss(model, (tokens[:300], tokens[300:]), setups)
+    kept, all_of_it, part, of_everything = (found[setup] for setup in setups[1:])
+    assert all_of_it == pytest.approx(kept, abs=1e-6)
+    assert len({round(nats, 4) for nats in (found["full"], kept, part, of_everything)}) == 4
+
+
 def test_settings_have_parameters_and_a_budget() -> None:
     pipeline, budget = stand_in.pipeline_of("snapkv:window_size=64,pooling=mean@0.25")
     assert (pipeline.params["window_size"], pipeline.params["pooling"]) == (64, "mean")

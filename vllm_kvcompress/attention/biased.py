@@ -121,7 +121,7 @@ def biased_attention(
     bias = state if pipeline.weighs_entries else None
     with rows_at(batch.tokens, queries, outputs) as (rows, out_rows):
         mine, out = (batch.by_head(each, pool.num_heads) for each in (rows, out_rows))
-        lse = _attend(pool, *batch.layers[layer], mine, scale, bias, pipeline.corrects, out)
+        lse = _attend(pool, layer, *batch.layers[layer], mine, scale, bias, pipeline.corrects, out)
         if pipeline.corrects:
             assert state is not None
             assert lse is not None
@@ -130,6 +130,7 @@ def biased_attention(
 
 def _attend(
     pool: PagePool,
+    layer: int,
     page_table: Tensor,
     lengths: Tensor,
     queries: Tensor,
@@ -140,7 +141,7 @@ def _attend(
 ) -> Tensor | None:
     """Outputs, shaped as the queries, and, if wanted, log-sum-exps [S, queries_per_kv, m]."""
     if not isinstance(pool, InterleavedPagePool):
-        keys, values = _copies(pool, page_table, lengths)
+        keys, values = _copies(pool, layer, page_table, lengths)
         added = None if bias is None else bias.gathered(keys.shape[1])
         outputs, lse = attention_with_lse(queries, keys, values, lengths.long(), scale, added)
         out.copy_(outputs)
@@ -153,13 +154,15 @@ def _attend(
     return None if lse_of_one is None else lse_of_one[:, :, None]
 
 
-def _copies(pool: PagePool, page_table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """[S, n, head_size] keys and values, zeros behind the lengths.
+def _copies(
+    pool: PagePool, layer: int, page_table: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[S, n, head_size] keys and values of a layer, zeros behind the lengths.
 
     A page may hold anything there, such as numbers of another type.
     """
     page_ids = page_table.long()
-    keys, values = pool.keys(page_ids).flatten(1, 2), pool.values(page_ids).flatten(1, 2)
+    keys, values = (read(page_ids, layer).flatten(1, 2) for read in (pool.keys, pool.values))
     padding = torch.arange(keys.shape[1], device=keys.device) >= lengths[:, None]
     keys[padding] = values[padding] = 0
     return keys, values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,8 @@ class Reading:
         pages = self._layers[layer]
         queries = queries.reshape(len(pages[1]), -1, queries.shape[2])
         if readers.summaries is None:
-            return highest_products(queries, readers.tables.pool.keys, *pages, self.choice)
+            keys_of = partial(readers.tables.pool.keys, layer=layer)
+            return highest_products(queries, keys_of, *pages, self.choice)
         found = readers.summaries
         return choose_pages(queries, found.vectors, *pages, self.choice, found.scales)
 
@@ -195,7 +196,8 @@ class Readers:
         pool, size = self.tables.pool, self.tables.pool.block_size
         width = self.rule.least_pages(size) + 1
         table = torch.zeros((pool.num_heads, width), dtype=torch.int32, device=pool.device)
-        queries = pool.pages.new_zeros((pool.num_heads, queries_per_kv, pool.head_size))
+        shape = (pool.num_heads, queries_per_kv, pool.head_size)
+        queries = pool.pages.new_zeros(shape, dtype=pool.dtype)
         choice = Choice(width, 0, 1, self.rule.group == "mean", self.rule.num_means)
         found, read = self.summaries, table[:, 0] + 1
         if found is not None:

@@ -17,6 +17,7 @@ class PooledKV(KVView):
     Attributes:
         lengths, num_tail, shorter: as of `KVView`.
         pool: has the pages.
+        layer: whose heads they are.
         page_table: [H, width] int64 full pages; anything behind a head's last one.
         partial: [H, 0 or 1] int64 the pages of the partial last block.
     """
@@ -24,6 +25,7 @@ class PooledKV(KVView):
     lengths: Tensor
     num_tail: int
     pool: PagePool
+    layer: int
     page_table: Tensor
     partial: Tensor
     shorter: Tensor | None = None
@@ -42,5 +44,5 @@ class PooledKV(KVView):
         """From the pool."""
         read = self.pool.values if which else self.pool.keys
         if tail:
-            return read(self.partial).flatten(1, 2)[:, : self.num_tail]
-        return read(self.page_table).flatten(1, 2)
+            return read(self.partial, self.layer).flatten(1, 2)[:, : self.num_tail]
+        return read(self.page_table, self.layer).flatten(1, 2)

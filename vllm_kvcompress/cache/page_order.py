@@ -10,6 +10,8 @@ from torch import Tensor
 
 from vllm_kvcompress.errors import UnsupportedError
 
+_PAIRS = {1: torch.int16, 2: torch.int32}  # by bytes of an element
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -34,10 +36,11 @@ class Packing:
 
     def to_rows(self, packed: Tensor) -> Tensor:
         """[..., block_size * head_size] page elements -> [..., block_size, head_size] rows."""
-        if self._keeps_pairs and packed.element_size() == 2:
-            # Pairs of 16 bits that stay together are moved as one number of 32.
+        if self._keeps_pairs and packed.element_size() in _PAIRS:
+            # Pairs of 8 or 16 bits that stay together are moved as one number.
             pairs = replace(self, shape=self.shape[:-1], dim_axes=self.dim_axes[:-1])
-            return pairs.to_rows(packed.view(torch.int32)).contiguous().view(packed.dtype)
+            together = packed.view(_PAIRS[packed.element_size()])
+            return pairs.to_rows(together).contiguous().view(packed.dtype)
         lead = packed.shape[:-1]
         axes = [len(lead) + a for a in self.token_axes + self.dim_axes]
         rows = packed.unflatten(-1, self.shape).permute(*range(len(lead)), *axes)

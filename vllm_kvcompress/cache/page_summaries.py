@@ -52,7 +52,7 @@ class PageSummaries:
         pool: the pages.
         kind: what is remembered of them.
         vectors: [num_pages, num_vectors * head_size] by page.
-        scales: [num_pages] fp32 of rounded bounds; None: vectors are in the cache's own numbers.
+        scales: [num_pages] fp32 of rounded bounds; None: vectors are in the keys' own type.
     """
 
     vectors: Tensor
@@ -67,18 +67,18 @@ class PageSummaries:
                 self.vectors, self.scales = other.vectors, other.scales
                 return
         num_pages, device, rounded = pool.pages.shape[0], pool.device, kind.rounded
-        dtype = torch.int8 if rounded else pool.pages.dtype
+        dtype = torch.int8 if rounded else pool.dtype
         shape = (num_pages, kind.num_vectors * pool.head_size)
         self.vectors = torch.zeros(shape, dtype=dtype, device=device)
         self.scales = torch.ones(num_pages, dtype=_SCALE, device=device) if rounded else None
 
     def fill_blocks(self, layer: int, block_ids: Tensor) -> None:
         """Reads the pages of one layer in [N] int64 blocks that have just become full."""
-        self.fill(self.pool.layer_page_ids(layer, block_ids).flatten())
+        self.fill(layer, self.pool.layer_page_ids(layer, block_ids).flatten())
 
-    def fill(self, page_ids: Tensor) -> None:
-        """Reads [P] int64 full pages."""
-        keys, kind = self.pool.keys(page_ids), self.kind
+    def fill(self, layer: int, page_ids: Tensor) -> None:
+        """Reads [P] int64 full pages of a layer's heads."""
+        keys, kind = self.pool.keys(page_ids, layer), self.kind
         found = key_means(keys, kind.num_means) if kind.num_means else key_bounds(keys)
         if self.scales is not None:
             found, self.scales[page_ids] = rounded_outwards(found)
@@ -86,14 +86,15 @@ class PageSummaries:
 
 
 def bytes_beside(
-    pool_bytes: int, block_size: int, head_size: int, dtype: torch.dtype, kind: SummaryKind
+    pool_bytes: int, page_bytes: int, head_size: int, dtype: torch.dtype, kind: SummaryKind
 ) -> int:
     """Bytes of `pool_bytes` for pages and summaries together that the summaries take.
 
     Args:
         pool_bytes: of both.
-        block_size, head_size, dtype: of the pages, each so many keys and values.
+        page_bytes: of a page.
+        head_size, dtype: of a key.
         kind: of the summaries.
     """
     beside = kind.page_bytes(head_size, dtype)
-    return pool_bytes * beside // (2 * block_size * head_size * int(dtype.itemsize) + beside)
+    return pool_bytes * beside // (page_bytes + beside)

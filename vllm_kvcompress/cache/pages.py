@@ -6,13 +6,14 @@ With the layout BLHNC the whole cache is a flat array of pages:
 
 Inside a page kernels order the elements as suits them. On GPUs every token's key and value lie
 side by side (`InterleavedPagePool`). CPU kernels keep K before V and order the elements of either
-(`PackedPagePool`, where a `Packing` says how). Whoever reads or writes tokens asks the pool.
+(`PackedPagePool`, where a `Packing` says how). Whoever reads or writes tokens asks the pool, for
+keys and values of the model's type, or for tokens as they lie.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.page_order import Packing
+from vllm_kvcompress.cache.quantization import KEYS, VALUES, Quantization
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.transfers import upload
@@ -36,6 +38,7 @@ class PagePool(ABC):
         num_heads: KV heads per layer (of this rank).
         block_size: tokens of a page.
         head_size: elements of a key.
+        quantization: what numbers in pages stand for; None: for themselves.
     """
 
     pages: Tensor
@@ -44,26 +47,40 @@ class PagePool(ABC):
     num_heads: int
     block_size: int
     head_size: int
-
-    @abstractmethod
-    def keys(self, page_ids: Tensor) -> Tensor:
-        """[...] page ids -> [..., block_size, head_size] keys (a copy)."""
-
-    @abstractmethod
-    def values(self, page_ids: Tensor) -> Tensor:
-        """[...] page ids -> [..., block_size, head_size] values (a copy)."""
+    quantization: Quantization | None = field(default=None, kw_only=True)
 
     @abstractmethod
     def take_keys(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
-        """[N] page ids and tokens within them -> [N, head_size] keys (a copy)."""
+        """[N] page ids and tokens within them -> [N, head_size] keys as they lie (a copy)."""
 
     @abstractmethod
     def take_values(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
-        """[N] page ids and tokens within them -> [N, head_size] values (a copy)."""
+        """[N] page ids and tokens within them -> [N, head_size] values as they lie (a copy)."""
 
     @abstractmethod
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Writes whole pages: [P] page ids, [P, block_size, head_size] keys and values."""
+        """Writes whole pages: [P] page ids, [P, block_size, head_size] keys and values as taken."""
+
+    @abstractmethod
+    def _rows_of(self, page_ids: Tensor, which: int) -> Tensor:
+        """[...] page ids -> [..., block_size, head_size] keys (0) or values (1) as they lie."""
+
+    def keys(self, page_ids: Tensor, layer: int) -> Tensor:
+        """[...] page ids of a layer's heads -> [..., block_size, head_size] keys (a copy)."""
+        return self._read(page_ids, layer, KEYS)
+
+    def values(self, page_ids: Tensor, layer: int) -> Tensor:
+        """[...] page ids of a layer's heads -> [..., block_size, head_size] values (a copy)."""
+        return self._read(page_ids, layer, VALUES)
+
+    def _read(self, page_ids: Tensor, layer: int, which: int) -> Tensor:
+        rows, quantization = self._rows_of(page_ids, which), self.quantization
+        return rows if quantization is None else quantization.widened(rows, layer, which)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values that are read, and of queries."""
+        return self.pages.dtype if self.quantization is None else self.quantization.dtype
 
     @property
     def num_layers(self) -> int:
@@ -80,6 +97,16 @@ class PagePool(ABC):
     def page_bytes(self) -> int:
         """Bytes of a page."""
         return int(self.pages.shape[1] * self.pages.element_size())
+
+    @property
+    def stored(self) -> torch.dtype:
+        """Of the numbers in pages."""
+        return self.pages.dtype if self.quantization is None else self.quantization.stored
+
+    @property
+    def queries_per_page(self) -> int:
+        """Queries that a page has room for, where it holds such: of one query head each."""
+        return self.page_bytes // (self.head_size * int(self.dtype.itemsize))
 
     @cached_property
     def cache_of_one_head(self) -> Tensor:
@@ -157,13 +184,9 @@ class PackedPagePool(PagePool):
                     "for the page's own sizes."
                 )
 
-    def keys(self, page_ids: Tensor) -> Tensor:
-        """As `PagePool.keys`."""
-        return self.key_packing.to_rows(self._halves(2 * page_ids))
-
-    def values(self, page_ids: Tensor) -> Tensor:
-        """As `PagePool.values`."""
-        return self.value_packing.to_rows(self._halves(2 * page_ids + 1))
+    def _rows_of(self, page_ids: Tensor, which: int) -> Tensor:
+        packing = self.value_packing if which else self.key_packing
+        return packing.to_rows(self._halves(2 * page_ids + which))
 
     def take_keys(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
         """As `PagePool.take_keys`."""
@@ -195,13 +218,8 @@ class InterleavedPagePool(PagePool):
     page: block_size rows of [ K: head_size ][ V: head_size ]
     """
 
-    def keys(self, page_ids: Tensor) -> Tensor:
-        """As `PagePool.keys`."""
-        return self._rows[..., : self.head_size][page_ids]
-
-    def values(self, page_ids: Tensor) -> Tensor:
-        """As `PagePool.values`."""
-        return self._rows[..., self.head_size :][page_ids]
+    def _rows_of(self, page_ids: Tensor, which: int) -> Tensor:
+        return self._rows.unflatten(2, (2, -1))[:, :, which][page_ids]
 
     def take_keys(self, page_ids: Tensor, tokens: Tensor) -> Tensor:
         """As `PagePool.take_keys`."""
@@ -217,13 +235,30 @@ class InterleavedPagePool(PagePool):
         self._rows[..., self.head_size :][page_ids] = values
 
     def entries(self, page_table: Tensor, lengths: Tensor) -> PagedEntries:
-        """Sequences' entries, as kernels over pages take them.
+        """Sequences' entries as they lie, as kernels over pages take them.
 
         Args:
             page_table: [S, width] int32 or int64 page ids.
             lengths: [S] int32 or int64 resident tokens.
         """
         return PagedEntries(self.pages, page_table, lengths, self.block_size, self.head_size)
+
+    def read_entries(self, page_table: Tensor, lengths: Tensor, layer: int) -> PagedEntries:
+        """The same in the model's type: where pages hold another, in pages made for it.
+
+        Args:
+            page_table, lengths: as of `entries`.
+            layer: whose heads the sequences are.
+        """
+        if self.quantization is None:
+            return self.entries(page_table, lengths)
+        size, width = self.block_size, page_table.shape[1]
+        starts = torch.arange(width, device=self.device) * size
+        page_ids = page_table.to(torch.int64).masked_fill(starts >= lengths.view(-1, 1), 0)
+        both = (self.keys(page_ids, layer), self.values(page_ids, layer))
+        pages = torch.cat(both, dim=-1).view(-1, 2 * size * self.head_size)
+        table = torch.arange(len(pages), device=self.device).view(page_table.shape)
+        return PagedEntries(pages, table, lengths, size, self.head_size)
 
     @cached_property
     def _rows(self) -> Tensor:

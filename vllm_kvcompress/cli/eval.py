@@ -137,8 +137,9 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="R",
-        help="also hold everything and have decode steps read a part, such as quest:0.25; may be "
-        "repeated. Not asked for texts, which are prompts and read whole",
+        help="also hold everything and have decode steps read a part, such as quest:0.25, or read "
+        'so of what a policy keeps, such as "spans@0.5 quest:0.5"; may be repeated. Not asked for '
+        "texts, which are prompts and read whole",
     )
     compared.add_argument("--kv-trigger", metavar="T", help="of all policies (prompt)")
     compared.add_argument(
@@ -189,7 +190,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
             "since a server's metrics tell of one request at a time only."
         )
     profile = arguments.kv_profile
-    if profile is None and AUTO in arguments.policies:
+    read_of = [read.partition("@")[0].strip() for read in arguments.kv_read]
+    if profile is None and AUTO in [*arguments.policies, *read_of]:
         profile = profile_beside(arguments.model)
     params: dict[str, Any] = {"trigger": arguments.kv_trigger, "profile": profile}
     params["params"] = dict(map(policy_param, arguments.kv_param))

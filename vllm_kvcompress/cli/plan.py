@@ -15,8 +15,9 @@ _READ = ("max-model-len", "block-size", "tensor-parallel-size", "gpu-memory-util
 _MOST = 2**60  # bytes of memory, or tokens
 _EPILOG = """\
 Takes the options of `vllm-kvcompress serve`, those of vLLM included; of these it reads --dtype,
---max-model-len, --block-size, --tensor-parallel-size and --gpu-memory-utilization. Weights are
-those of the model's config.json, which is all that is read of the model.
+--kv-cache-dtype, --max-model-len, --block-size, --tensor-parallel-size and
+--gpu-memory-utilization. Weights are those of the model's config.json, which is all that is read
+of the model.
 """
 
 
@@ -68,14 +69,15 @@ def run(arguments: argparse.Namespace) -> int:
     request = serve.sort_out(*serve.parse_options(rest))
     options = {
         name: values[-1]
-        for name in ("dtype", *_READ)
+        for name in ("dtype", "kv-cache-dtype", *_READ)
         if (values := option_values(request.vllm_arguments, f"--{name}"))
     }
     if not request.vllm_arguments or request.vllm_arguments[0].startswith("-"):
         raise ConfigError("expected a model first: a folder, or a name on the Hugging Face hub.")
     model = request.vllm_arguments[0]
     num_ranks = int(_number(options, "tensor-parallel-size", 1))
-    shape = capacity.read_shape(model, options.get("dtype"), num_ranks)
+    cache_dtype = options.get("kv-cache-dtype", "auto")
+    shape = capacity.read_shape(model, options.get("dtype"), num_ranks, cache_dtype)
     if namespace.weights_memory is not None:
         shape = shape.with_weights(namespace.weights_memory)
     cache = namespace.kv_cache_memory

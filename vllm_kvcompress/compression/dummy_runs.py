@@ -100,8 +100,13 @@ class DummyRuns:
         row = torch.full(blocks, self._block, dtype=torch.int32, device=pool.device)
         starts, lengths = np.array([0, SCORING]), np.array([length])
         (work,) = repetitions.of_step({_PREPARED: 0}, starts, lengths, row)
-        queries = pool.pages.new_zeros((SCORING, self._num_query_heads, pool.head_size))
+        queries = self._queries(SCORING)
         repetitions.score(pool.num_layers - 1, work, queries, 1.0)
+
+    def _queries(self, number: int) -> Tensor:
+        """[number, num_query_heads, head_size] zeros."""
+        shape = (number, self._num_query_heads, self._pool.head_size)
+        return self._pool.pages.new_zeros(shape, dtype=self._pool.dtype)
 
     def _least_blocks(self, pipeline: Pipeline) -> int:
         pool = self._pool
@@ -139,7 +144,7 @@ class DummyRuns:
             (plans[-1].end_block + 2,), self._block, dtype=torch.int32, device=pool.device
         )
         most = max(CHUNK, plans[0].window_size)
-        queries = pool.pages.new_zeros((most, self._num_query_heads, pool.head_size))
+        queries = self._queries(most)
         self._pages.zero_()
         for plan in plans:
             self._compress(plan, layers, row, queries)
@@ -162,8 +167,7 @@ class DummyRuns:
         device, window = self._pool.device, plans[0].window_size
         row = torch.full((num_blocks + 1,), self._block, dtype=torch.int32, device=device)
         self._pages.zero_()
-        shape = (len(plans) * window, self._num_query_heads, self._pool.head_size)
-        queries, where = self._pool.pages.new_zeros(shape), None
+        queries, where = self._queries(len(plans) * window), None
         events = [runner.begin(plan, row) for plan in plans]
         if window:
             where = self._locate(plans, plans)
@@ -209,7 +213,10 @@ class DummyRuns:
         for nth, plan in enumerate(plans):
             if isinstance(windows, PagedWindows):
                 count = window_blocks(
-                    windows.window_size, self._num_query_heads, pool.num_heads, pool.block_size
+                    windows.window_size,
+                    self._num_query_heads,
+                    pool.num_heads,
+                    pool.queries_per_page,
                 )
                 windows.hold(plan.request_id, (self._block,) * count)
             size = plan.window_size

@@ -122,7 +122,7 @@ class Repetitions:
     def _keys(self, repetition: Repetition, layer: int) -> Tensor:
         """[H, num_tokens, D] of all tokens so far, in a layer."""
         table = self._pool.layer_page_ids(layer, repetition.blocks)
-        return self._pool.keys(table).flatten(1, 2)[:, : repetition.num_tokens]
+        return self._pool.keys(table, layer).flatten(1, 2)[:, : repetition.num_tokens]
 
     def pipeline(self, request_id: str, base: Pipeline) -> Pipeline:
         """A policy's, with the scores of a request; where there are none it fails at the event."""

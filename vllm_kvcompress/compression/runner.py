@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.policy_state import PolicyState, PolicyStateRuns
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
@@ -18,7 +19,6 @@ from vllm_kvcompress.compression.observer import EventObserver
 from vllm_kvcompress.compression.repetitions import Repetitions
 from vllm_kvcompress.compression.stopwatch import Stopwatch, running
 from vllm_kvcompress.compression.view import EventViews, Sources
-from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.kernels.common.transfers import Download, upload
 from vllm_kvcompress.kernels.compaction import compact_pages
@@ -240,7 +240,7 @@ class EventRunner:
             event.page_counts.append(its_counts)
             event.max_kept = max(event.max_kept, bound)
         if self.observer is not None:
-            values = self.pool.values(sources.body).flatten(1, 2)
+            values = self.pool.values(sources.body, layer).flatten(1, 2)
             self.observer.compressed(batch.events[0], layer, view, values, selection)
 
     def finish(self, event: Event) -> None:
@@ -280,12 +280,13 @@ class EventRunner:
         """Writes the kept tokens to fresh pages, head after head."""
         pool, merged = self.pool, selection.merged
         size, kept = pool.block_size, selection.kept_indices
-        if isinstance(view.kv, PagedKV) and merged.keys is None and merged.values is None:
-            compact_pages(view.kv.body, selection.page_counts, kept, pages)
+        if isinstance(pool, InterleavedPagePool) and merged.keys is None and merged.values is None:
+            sources_as_they_lie = pool.entries(sources.body, view.lengths)
+            compact_pages(sources_as_they_lie, selection.page_counts, kept, pages)
             return
         heads = selection.heads(size)
         keys, values = merged.keys, merged.values
-        if view.kv.pages is None:  # what the policy has gathered is at hand
+        if view.kv.pages is None and pool.quantization is None:  # what was gathered is at hand
             keys = view.kv.keys() if keys is None else keys
             if values is None and pipeline.needs.any_values:
                 values = view.kv.values()

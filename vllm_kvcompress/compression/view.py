@@ -93,7 +93,7 @@ class EventViews:
         num_entries = sources.num_body * pool.block_size
         weights = self.weights[layer]
         return LayerView(
-            kv=self._kv(batch, sources, lengths),
+            kv=self._kv(batch, layer, sources, lengths),
             queries=self._queries(batch, layer),
             scale=scale,
             layer=layer,
@@ -111,16 +111,16 @@ class EventViews:
             num_requests=len(batch.events),
         )
 
-    def _kv(self, batch: EventBatch, sources: Sources, lengths: Tensor) -> KVView:
-        """Keys and values; nothing is gathered yet."""
+    def _kv(self, batch: EventBatch, layer: int, sources: Sources, lengths: Tensor) -> KVView:
+        """Keys and values; of a cache in the model's type nothing is gathered yet."""
         pool, num_tail, shorter = self.pool, batch.num_tail, None
         if batch.tails is not None:
             shorter = batch.tails.expand(-1, pool.num_heads).flatten()
         if isinstance(pool, InterleavedPagePool):
             whole = lengths + (num_tail if shorter is None else shorter)
-            entries = pool.entries(sources.table, whole)
+            entries = pool.read_entries(sources.table, whole, layer)
             return PagedKV(lengths, num_tail, entries, sources.num_body, shorter)
-        return PooledKV(lengths, num_tail, pool, sources.body, sources.partial, shorter)
+        return PooledKV(lengths, num_tail, pool, layer, sources.body, sources.partial, shorter)
 
     def _state(self, batch: EventBatch, layer: int) -> Tensor | None:
         """[H, s] policy state of heads after the former event, if there was one."""
@@ -163,7 +163,7 @@ class EventViews:
         """[window, H * G, D]."""
         if not batch.window_size:
             pool, num_rows = self.pool, len(batch.events) * self.pool.num_heads
-            return pool.pages.new_zeros((0, num_rows, pool.head_size))
+            return pool.pages.new_zeros((0, num_rows, pool.head_size), dtype=pool.dtype)
         if batch.queries_at is None:
             plans = [event.plan for event in batch.events]
             ends = [(plan.request_id, plan.position) for plan in plans]

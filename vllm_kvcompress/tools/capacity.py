@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from vllm_kvcompress.cache.quantization import FP8_TYPES
 from vllm_kvcompress.cache.query_windows.paged import window_blocks
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
@@ -31,7 +32,8 @@ class ModelShape:
         num_query_heads: of this rank, per layer.
         num_kv_heads: the same of keys and values.
         head_size: numbers of a key.
-        dtype_bytes: of one number, in weights and in the cache.
+        dtype_bytes: of one number, in weights and queries.
+        cache_dtype_bytes: the same in the cache.
         weight_bytes: of this rank.
         longest: tokens of the longest request that the model is made for.
     """
@@ -41,6 +43,7 @@ class ModelShape:
     num_kv_heads: int
     head_size: int
     dtype_bytes: int
+    cache_dtype_bytes: int
     weight_bytes: int
     longest: int
     num_ranks: int = 1
@@ -48,7 +51,7 @@ class ModelShape:
     @property
     def token_bytes(self) -> int:
         """Of the KV cache, per token and rank: keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.dtype_bytes
+        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.cache_dtype_bytes
 
     def with_weights(self, total_bytes: int) -> Self:
         """The same model with weights of that many bytes, over all ranks."""
@@ -80,13 +83,16 @@ class CapacityPlan:
     admission_blocks: int
 
 
-def read_shape(model: str, dtype: str | None, num_ranks: int) -> ModelShape:
+def read_shape(
+    model: str, dtype: str | None, num_ranks: int, cache_dtype: str = "auto"
+) -> ModelShape:
     """A model's shape, from its config.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
         dtype: vLLM's option; None or auto takes the model's own, and half of float32, as vLLM does.
         num_ranks: of tensor parallelism.
+        cache_dtype: vLLM's option of the cache; auto takes that of the weights.
 
     Raises:
         ConfigError: no such model, or one with layers that are not plain full attention.
@@ -113,6 +119,7 @@ def read_shape(model: str, dtype: str | None, num_ranks: int) -> ModelShape:
         num_kv_heads=max(1, kv_heads // num_ranks),
         head_size=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
         dtype_bytes=number_bytes,
+        cache_dtype_bytes=_cache_dtype_bytes(cache_dtype, number_bytes),
         weight_bytes=_num_weights(whole) * number_bytes // num_ranks,
         longest=config.max_position_embeddings,
         num_ranks=num_ranks,
@@ -126,6 +133,13 @@ def _dtype_bytes(config: Any, dtype: str | None) -> int:
     if dtype not in _BYTES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(_BYTES)}.")
     return _BYTES[str(dtype)]
+
+
+def _cache_dtype_bytes(cache_dtype: str, number_bytes: int) -> int:
+    known = {"auto": number_bytes, **_BYTES, **dict.fromkeys(FP8_TYPES, 1)}
+    if cache_dtype not in known:
+        raise ConfigError(f"--kv-cache-dtype {cache_dtype}: expected one of {', '.join(known)}.")
+    return known[cache_dtype]
 
 
 def _num_weights(config: Any) -> int:
@@ -172,14 +186,15 @@ def plan(
 def _rule(shape: ModelShape, settings: Settings, block_size: int) -> CompressionRule:
     """As a worker makes it of a layer's spec."""
     pipeline = resolve_settings(settings)[settings.policy]
-    page_bytes = 2 * block_size * shape.head_size * shape.dtype_bytes
+    page_bytes = 2 * block_size * shape.head_size * shape.cache_dtype_bytes
     sizes = (shape.num_kv_heads, shape.head_size, block_size, page_bytes)
     if isinstance(settings.budget, int):
         pipeline.check_room(settings.budget, *sizes)
     window = pipeline.needs.window_size
     ring = 0
     if settings.pressure_mark is not None and window:
-        ring = window_blocks(window, shape.num_query_heads, shape.num_kv_heads, block_size)
+        in_page = page_bytes // (shape.head_size * shape.dtype_bytes)
+        ring = window_blocks(window, shape.num_query_heads, shape.num_kv_heads, in_page)
     on_top = pipeline.blocks_on_top(shape.num_kv_heads, shape.head_size, page_bytes)
     return settings.rule(block_size, window, pipeline.least_blocks(*sizes), ring, on_top)
 

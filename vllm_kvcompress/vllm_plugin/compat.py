@@ -118,14 +118,6 @@ def prepare_environment() -> None:
     cli_env_setup()
 
 
-def cache_bytes_per_token(vllm_config: Any) -> int:
-    """Bytes that a token takes in the KV cache, all ranks together, as if no layer had a window."""
-    model = vllm_config.model_config
-    num_heads = model.get_total_num_kv_heads()
-    num_layers = model.get_total_num_hidden_layers()
-    return 2 * num_layers * num_heads * model.get_head_size() * model.dtype.itemsize
-
-
 def allow_amx() -> None:
     """Asks Linux to let this process use AMX tiles, where the CPU has them.
 
@@ -304,15 +296,24 @@ def host_lengths(common: Any) -> Any:
 
 def gone_request_ids(scheduler_output: Any) -> set[str]:
     """Requests whose worker-side state has to be dropped before this step."""
-    gone = set(scheduler_output.finished_req_ids)
-    gone |= set(scheduler_output.preempted_req_ids or ())
-    return gone | set(scheduler_output.scheduled_cached_reqs.resumed_req_ids)
+    output, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    return {*output.finished_req_ids, *(output.preempted_req_ids or ()), *cached.resumed_req_ids}
 
 
 def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
     """vLLM's attention modules, by name."""
     context = vllm_config.compilation_config.static_forward_context
     return [context[name] for name in layer_names]
+
+
+def cache_scales(layers: list[Any]) -> list[tuple[float, float]]:
+    """What keys and values of an fp8 cache are times, of layers whose weights are loaded."""
+    for layer in layers:
+        if layer._k_scale.numel() != 1:
+            raise UnsupportedError(
+                f"{layer.layer_name} scales its fp8 cache head by head; use --kv-cache-dtype auto."
+            )
+    return [(layer._k_scale_float, layer._v_scale_float) for layer in layers]
 
 
 def shared_caches(vllm_config: Any) -> dict[str, str]:
@@ -330,8 +331,7 @@ def shared_caches(vllm_config: Any) -> dict[str, str]:
 
 def metadata_builder(model_runner: Any, group: int, layer_name: str) -> Any:
     """What builds the attention metadata of a layer of one cache group."""
-    groups = model_runner.attn_groups[group]
-    (found,) = [each for each in groups if layer_name in each.layer_names]
+    (found,) = [each for each in model_runner.attn_groups[group] if layer_name in each.layer_names]
     return found.get_metadata_builder()
 
 

@@ -18,6 +18,7 @@ from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.quantized import key_dtype, quantization_of
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 if TYPE_CHECKING:
@@ -52,27 +53,39 @@ def reserved_bytes(
     events = [_event_bytes(compression, model, names, specs[names[0]]) for names in layers.values()]
     rule = compression.settings.read_rule
     kind = None if rule is None else summary_kind(rule)
-    kinds = [(specs[names[0]], kind) for names in layers.values() if kind is not None]
+    kinds = [
+        (specs[names[0]], key_dtype(specs[names[0]], compression.vllm_config), kind)
+        for names in layers.values()
+        if kind is not None
+    ]
     return reserve(sum(events), available, kinds)  # ring buffers of all kinds stay
 
 
 def reserve(
-    event_bytes: int, available: int, summarised: Sequence[tuple[Any, SummaryKind]] = ()
+    event_bytes: int,
+    available: int,
+    summarised: Sequence[tuple[Any, torch.dtype, SummaryKind]] = (),
 ) -> int:
     """Bytes that are not to become KV cache, but for what vLLM's kernels take.
 
     Args:
         event_bytes: most that events hold at once, ring buffers among it.
         available: bytes for the cache and this.
-        summarised: specs of layers, one of each kind, and what they remember of pages' keys.
+        summarised: specs of layers, one of each kind, their keys' types, and what they remember
+            of pages' keys.
     """
     found = int(FRAGMENTATION * event_bytes + TABLES_SHARE * available)
     room = available - found
     beside = [
-        bytes_beside(room, spec.block_size, spec.head_size, spec.dtype, kind)
-        for spec, kind in summarised
+        bytes_beside(room, _page_bytes(spec), spec.head_size, dtype, kind)
+        for spec, dtype, kind in summarised
     ]
     return found + sum(beside)
+
+
+def _page_bytes(spec: Any) -> int:
+    found: int = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+    return found
 
 
 def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> int:
@@ -112,6 +125,7 @@ def _run_longest(compression: WorkerCompression, model: Any, names: list[str], s
         num_heads=spec.num_kv_heads,
         block_size=spec.block_size,
         head_size=spec.head_size,
+        quantization=quantization_of(layers, compression.vllm_config),
     )
     runner = compression.make_runner(layers, pool, model)
     num_tokens = compression.vllm_config.model_config.max_model_len

@@ -15,6 +15,7 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
+from vllm_kvcompress.vllm_plugin import quantized
 from vllm_kvcompress.vllm_plugin.needed_classes import missing_classes
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         _reasons_of_chunks(vllm_config, settings),
         _reasons_of_caching(vllm_config, settings),
         _reasons_of_options(vllm_config),
+        quantized.reasons_against(vllm_config, settings),
         _reasons_of_speculation(vllm_config, settings),
     )
     for reason in reasons:
@@ -241,11 +243,6 @@ def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
         yield (
             "KV connectors transfer whole blocks by token position, which compressed requests no "
             f"longer have; remove --kv-transfer-config {_OFF}."
-        )
-    if str(config.cache_config.cache_dtype) not in ("auto", "bfloat16", "float16"):
-        yield (
-            f"--kv-cache-dtype {config.cache_config.cache_dtype}: a quantized cache is not "
-            f"supported by compression yet; use --kv-cache-dtype auto {_OFF}."
         )
     if parallel.use_ubatching:
         yield (

@@ -239,4 +239,4 @@ class GroupCompression:
         summaries = None if self.readers is None else self.readers.summaries
         if summaries is not None:
             for event in work.events:
-                summaries.fill(event.kept_pages(layer))
+                summaries.fill(layer, event.kept_pages(layer))

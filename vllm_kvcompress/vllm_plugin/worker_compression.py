@@ -28,6 +28,7 @@ from vllm_kvcompress.vllm_plugin.checks import switched_on
 from vllm_kvcompress.vllm_plugin.checks.worker_side import WorkerChecks
 from vllm_kvcompress.vllm_plugin.graphs import reason_for_pieces
 from vllm_kvcompress.vllm_plugin.layer_refusals import check_groups, check_layer
+from vllm_kvcompress.vllm_plugin.quantized import key_dtype
 from vllm_kvcompress.vllm_plugin.ranks import on_any_rank
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
 from vllm_kvcompress.vllm_plugin.step import GroupCompression, StepWork
@@ -125,11 +126,12 @@ class WorkerCompression:
                 blocks_on_top=pipeline.blocks_on_top(spec.num_kv_heads, spec.head_size, page_bytes),
             )
             if self.settings.pressure_mark is not None:
+                row_bytes = spec.head_size * key_dtype(spec, self.vllm_config).itemsize
                 ring = window_blocks(
                     self.needs.window_size,
                     self.num_query_heads,
                     spec.num_kv_heads,
-                    spec.block_size,
+                    page_bytes // row_bytes,
                 )
                 demand = replace(demand, window_blocks=ring if window_size else 0)
             found.append(demand)
@@ -226,6 +228,11 @@ class WorkerCompression:
             DummyRuns(group.runner, self.num_query_heads, compat.NULL_BLOCK).warm_up(attends)
             if group.decode_steps is not None:
                 group.decode_steps.warm_up(compat.NULL_BLOCK)
+        self.warm_up_readers()
+
+    def warm_up_readers(self) -> None:
+        """The same of choosing pages, whose kernel is compiled on CPUs, too."""
+        for group in self.groups.values():
             if group.readers is not None:
                 group.readers.warm_up(self.num_query_heads // group.tables.pool.num_heads)
 
@@ -234,6 +241,8 @@ class WorkerCompression:
         model, needs = self._model_runner.model, self.needs
         for group in self.groups.values():
             layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
+            if (quantization := group.tables.pool.quantization) is not None:
+                quantization.rescale(compat.cache_scales(layers))
             for number, layer in enumerate(layers):
                 group.runner.weights[number] = layer_weights(layer, model, needs)
 

@@ -4,7 +4,7 @@ Under the pressure trigger any request may be compressed at any token, so all of
 last queries, as long as they run. They lie in the block pool, where vLLM's allocator counts them:
 
     place p of a ring, query head q  ->  row p * num_query_heads + q of the layer's ring pages,
-                                         2 * block_size rows of head_size to a page
+                                         as many rows of head_size to a page as fit
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 
 def window_blocks(
-    window_size: int, num_query_heads: int, num_kv_heads: int, block_size: int
+    window_size: int, num_query_heads: int, num_kv_heads: int, queries_per_page: int
 ) -> int:
     """Blocks that a request's last queries take."""
-    pages = math.ceil(window_size * num_query_heads / (2 * block_size))
+    pages = math.ceil(window_size * num_query_heads / queries_per_page)
     return math.ceil(pages / num_kv_heads)
 
 
@@ -48,22 +48,18 @@ class PagedWindows:
         self.window_size = window_size
         self._pool = pool
         self._num_query_heads = num_query_heads
-        layer_rows = pool.layer_offsets * self._rows_per_page
+        layer_rows = pool.layer_offsets * pool.queries_per_page
         self._layer_rows = layer_rows.unbind()
-        self._layer_bytes = layer_rows * (pool.head_size * pool.pages.itemsize)
-        self._rows = pool.pages.view(-1, pool.head_size)
+        self._layer_bytes = pool.layer_offsets * pool.page_bytes
+        self._rows = pool.pages.view(pool.dtype).view(-1, pool.head_size)
         # By request the first row of each of its ring's pages, before a layer's offset.
         self._pages: dict[str, Numbers] = {}
-
-    @property
-    def _rows_per_page(self) -> int:
-        return 2 * self._pool.block_size
 
     def hold(self, request_id: str, block_ids: tuple[int, ...]) -> None:
         """Takes the blocks that a request's ring lies in."""
         pool = self._pool
         pages = np.array(block_ids)[:, None] * pool.pages_per_block + np.arange(pool.num_heads)
-        self._pages[request_id] = pages.flatten() * self._rows_per_page
+        self._pages[request_id] = pages.flatten() * pool.queries_per_page
 
     def locate(
         self, rows: list[tuple[str, int, Observation]], events: Sequence[EventPlan] = ()
@@ -76,9 +72,9 @@ class PagedWindows:
     def destinations(self, rows: list[tuple[str, int, Observation]], like: Tensor) -> Destinations:
         """As `QueryWindows.destinations`."""
         tokens, places = self._located(rows)
-        pages = self._pool.pages
-        row_bytes = self._pool.head_size * pages.itemsize
-        return Destinations(tokens, pages.data_ptr() + places * row_bytes, self._layer_bytes)
+        memory = self._rows
+        row_bytes = memory.stride(0) * memory.itemsize
+        return Destinations(tokens, memory.data_ptr() + places * row_bytes, self._layer_bytes)
 
     def _located(self, rows: list[tuple[str, int, Observation]]) -> tuple[Numbers, Numbers]:
         """[T] places in the batch, and [T, num_query_heads] rows before a layer's offset."""
@@ -117,7 +113,8 @@ class PagedWindows:
         heads = np.arange(self._num_query_heads)
         places = (positions % self.window_size)[:, None] * self._num_query_heads + heads
         nth = np.arange(len(pages))[:, None]
-        found: Numbers = pages[nth, places // self._rows_per_page] + places % self._rows_per_page
+        in_page = self._pool.queries_per_page
+        found: Numbers = pages[nth, places // in_page] + places % in_page
         return found
 
     def end_event(self, request_id: str) -> None:

@@ -203,7 +203,8 @@ class QueryWindows:
         """[num_queries, R, num_query_heads, head_size] queries of a layer."""
         if where.whole:
             assert self._queries is not None
-            return self._queries[where.rows]
+            chosen = self._queries.index_select(0, where.rows.flatten())
+            return chosen.unflatten(0, where.rows.shape)
         return self._layers[layer][where.rows]
 
     def end_event(self, request_id: str) -> None:

@@ -141,9 +141,8 @@ class AttentionLoss:
             if originals is None:  # it holds everything, and decode steps read a part
                 continue
             num_tokens = int(positions[row])
-            cache = self._whole_cache(
-                originals, batch.page_table[layer, mine], batch.seq_lens[layer, mine], num_tokens
-            )
+            pages, lengths = batch.page_table[layer, mine], batch.seq_lens[layer, mine]
+            cache = self._whole_cache(layer, originals, pages, lengths, num_tokens)
             scaled = queries[begin:end].float() * scale
             places = torch.arange(num_tokens - len(scaled), num_tokens, device=scaled.device)
             parts = attend_in_parts(scaled, places, *cache, softcap=self.softcap)
@@ -192,7 +191,7 @@ class AttentionLoss:
             self._sums[name, layer] = self._sums.get((name, layer), 0) + figure.sum(dim=0)
 
     def _whole_cache(
-        self, originals: _Originals, pages: Tensor, lengths: Tensor, num_tokens: int
+        self, layer: int, originals: _Originals, pages: Tensor, lengths: Tensor, num_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values [num_heads, num_tokens, head_size] and which of them are resident."""
         num_tail = num_tokens - originals.keys.shape[1]
@@ -201,7 +200,7 @@ class AttentionLoss:
         # The tail lies at the end of each head's resident entries.
         tail = (lengths - num_tail)[:, None].long() + torch.arange(num_tail, device=device)
         keys, values = (
-            read(pages.long()).flatten(1, 2)[rows, tail].float()
+            read(pages.long(), layer).flatten(1, 2)[rows, tail].float()
             for read in (self.pool.keys, self.pool.values)
         )
         here = torch.ones(len(lengths), num_tail, dtype=torch.bool, device=device)

@@ -76,10 +76,12 @@ class Kept:
     Attributes:
         mask: [H, n] bool: kept entries of the compressed tokens, the partial last block's too.
         merged: what became of keys, values and the rest of the full blocks.
+        corrects: attention's outputs are owed what `merged` remembers of evicted entries.
     """
 
     mask: Tensor
     merged: Merged
+    corrects: bool = False
 
 
 def compress(pipeline: Pipeline, layer: DenseLayer, num_tokens: int, budget: float) -> Kept:
@@ -99,7 +101,7 @@ def compress(pipeline: Pipeline, layer: DenseLayer, num_tokens: int, budget: flo
     mask = torch.zeros(num_heads, num_tokens, dtype=torch.bool, device=view.device)
     mask[:, view.num_entries :] = True
     mask[selection.heads(BLOCK_SIZE), selection.kept_indices] = True
-    return Kept(mask, selection.merged)
+    return Kept(mask, selection.merged, pipeline.corrects)
 
 
 class DenseModel:

@@ -124,9 +124,19 @@ def _answer(llm: Any, call: tuple[list[dict[str, Any]], bool]) -> list[dict[str,
     return [vars(reply) for reply in _ask(llm, [Question(**q) for q in questions], compresses)]
 
 
+def _cache_bytes_per_token(vllm_config: Any) -> int:
+    """Of all ranks together, as if no layer had a window."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model = vllm_config.model_config
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
+    found: int = model.get_total_num_hidden_layers() * numbers * dtype.itemsize
+    return found
+
+
 def _ask(llm: Any, questions: Sequence[Question], compresses: bool) -> list[Reply]:
     from vllm_kvcompress.tools.evaluation.observer import watch, watched
-    from vllm_kvcompress.vllm_plugin.compat import cache_bytes_per_token
 
     params = [
         _sampling(
@@ -143,7 +153,7 @@ def _ask(llm: Any, questions: Sequence[Question], compresses: bool) -> list[Repl
     prompts = [{"prompt_token_ids": question.prompt} for question in questions]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seen = llm.collective_rpc(watched)[0] if compresses else {}
-    bytes_per_token = cache_bytes_per_token(llm.llm_engine.vllm_config)
+    bytes_per_token = _cache_bytes_per_token(llm.llm_engine.vllm_config)
     return [
         _reply(question, output, seen, bytes_per_token, prepared_by.get(number))
         for number, (question, output) in enumerate(zip(questions, outputs, strict=True))

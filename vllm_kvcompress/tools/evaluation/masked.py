@@ -19,7 +19,7 @@ from vllm_kvcompress.tools.evaluation.read_pages import read_mask, recall
 
 @dataclass
 class Reading:
-    """How much of an uncompressed context tokens read.
+    """How much of what is held of a context tokens read.
 
     Attributes:
         rule: of those that are decoded.
@@ -34,9 +34,9 @@ class Reading:
     num_best: int = 64
     recalls: list[tuple[float, float]] = field(default_factory=list)
 
-    def mask(self, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    def mask(self, queries: Tensor, keys: Tensor, held: Tensor, scale: float) -> Tensor:
         """As `read_mask`."""
-        mask = read_mask(queries, keys, self.rule)
+        mask = read_mask(queries, keys, self.rule, held)
         found = recall(queries, keys, mask, self.num_best, scale)[:, :, self.num_whole :]
         self.recalls.append((float(found[0].mean()), float(found[1].mean())))
         mask[:, : self.num_whole] = True
@@ -64,7 +64,7 @@ class MaskedModel(DenseModel):
             context: every layer of it.
             kept: what every layer keeps; None: everything.
             tokens: [m] that are read.
-            reading: how much of everything each of them reads; None: all of it.
+            reading: how much of what is kept each of them reads; None: all of it.
         """
         dtype, self._reading = self.model.dtype, reading
         self._context = [
@@ -110,7 +110,8 @@ class MaskedModel(DenseModel):
         whole = torch.cat([before, own.triu(1).expand(len(bias), -1, -1)], dim=2)
         if self._reading is not None:
             every_key = torch.cat([keys, key[0]], dim=1).float()
-            read = self._reading.mask(query[0].float(), every_key, scale)
+            held = torch.nn.functional.pad(bias > float("-inf"), (0, count), value=True)
+            read = self._reading.mask(query[0].float(), every_key, held, scale)
             whole = whole.masked_fill(~read, float("-inf"))
         output = torch.nn.functional.scaled_dot_product_attention(
             query,
@@ -130,7 +131,7 @@ def _compressed(
     keys, values = layer.keys, layer.values
     if kept is not None:
         merged = kept.merged
-        if merged.state is not None:
+        if kept.corrects:
             raise NotImplementedError("corrections of attention need an engine")
         keys, values = _replaced(keys, merged.keys), _replaced(values, merged.values)
         bias = _replaced(bias, merged.bias).masked_fill(~kept.mask, float("-inf"))

@@ -17,14 +17,27 @@ from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.tools.evaluation.dense import BLOCK_SIZE
 
 
-def read_mask(queries: Tensor, keys: Tensor, rule: ReadRule) -> Tensor:
+def read_mask(queries: Tensor, keys: Tensor, rule: ReadRule, held: Tensor) -> Tensor:
     """[H, m, n] bool: the tokens that each of the last m ones reads, as if it were decoded.
 
     Args:
         queries: [H * G, m, D] of the last m tokens, rotated.
         keys: [H, n, D] of all tokens, rotated.
         rule: how much of their pages heads read.
+        held: [H, n] bool: tokens that were not evicted, whose pages follow each other; the last m
+            are held.
     """
+    if held.all():
+        return _read_of_all(queries, keys, rule)
+    mask = held[:, None].repeat(1, queries.shape[1], 1)
+    for head, its_queries in enumerate(queries.view(len(keys), -1, *queries.shape[1:])):
+        places = held[head].nonzero()[:, 0]
+        mask[head, :, places] = _read_of_all(its_queries, keys[head, places][None], rule)[0]
+    return mask
+
+
+def _read_of_all(queries: Tensor, keys: Tensor, rule: ReadRule) -> Tensor:
+    """`read_mask` of heads that hold all of these keys."""
     (num_heads, num_tokens, size), count = keys.shape, queries.shape[1]
     width = -(-num_tokens // BLOCK_SIZE)
     missing = width * BLOCK_SIZE - num_tokens

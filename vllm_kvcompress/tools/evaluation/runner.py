@@ -137,7 +137,7 @@ def _read_part(plan: Plan, setup: Setup, answer: dict[str, Any]) -> dict[str, fl
     if setup.read is None:
         return {}
     block_size = int(plan.engine.get("block_size", BLOCK_SIZE))
-    return {"read_part": setup.read_part(answer["prompt_tokens"], block_size)}
+    return {"read_part": setup.read_part(round(answer["resident_tokens"]), block_size)}
 
 
 def _engine(plan: Plan, shared: SharedEngine, log: Path) -> Engine | Server:

@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvcompress.config import NO_POLICY, Settings, named_policy
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.scheduling.budgets import parse_budget
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
 FULL = "full"
@@ -32,8 +33,8 @@ class Setup:
     Attributes:
         policy: a policy string; or `full`: stock vLLM, which is what the others are compared to;
             or `server`: whatever a running server does.
-        budget: kept fraction or tokens; None for `full` and `server`, and where `read` is given.
-        read: how much decode steps read, of all that there is (the policy is `none`).
+        budget: kept fraction or tokens; None for `full` and `server`, and with policy `none`.
+        read: how much decode steps read of what is held; None: all of it.
     """
 
     policy: str
@@ -43,19 +44,21 @@ class Setup:
     @property
     def name(self) -> str:
         """For tables and file names."""
-        if self.read is not None:
-            return self.read
-        return self.policy if self.budget is None else f"{self.policy}@{self.budget:g}"
+        held = self.policy if self.budget is None else f"{self.policy}@{self.budget:g}"
+        if self.read is None:
+            return held
+        return self.read if self.policy == NO_POLICY else f"{held} {self.read}"
 
     def settings(self, params: dict[str, Any]) -> dict[str, Any] | None:
         """What goes into `--additional-config`; None: stock vLLM."""
         if self.policy == FULL:
             return None
-        if self.read is not None:
-            return {"policy": self.policy, "read": self.read}
+        read = {} if self.read is None else {"read": self.read}
+        if self.policy == NO_POLICY:
+            return {"policy": self.policy, **read}
         from vllm_kvcompress.policies.registry import reads_profile
 
-        chosen: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
+        chosen: dict[str, Any] = {"policy": self.policy, "budget": self.budget, **read}
         if not reads_profile(self.policy):
             params = params | {"profile": None}
         return chosen | {key: value for key, value in params.items() if value or value == 0}
@@ -70,7 +73,7 @@ class Setup:
         return self.read is None
 
     def read_part(self, num_tokens: int, block_size: int) -> float:
-        """Of what is held behind a prompt, the part that its first decode step reads."""
+        """Of so many tokens that are held, the part that a decode step reads."""
         if self.read is None:
             return 1.0
         rule = ReadRule.parse(self.read)
@@ -110,7 +113,11 @@ class SharedEngine:
 
     def takes(self, setup: Setup) -> bool:
         """Whether another setup fits in: a fraction, and a policy that may share a batch."""
-        alone = [each for each in (*self.setups, setup) if not isinstance(each.budget, float)]
+        alone = [
+            each
+            for each in (*self.setups, setup)
+            if not isinstance(each.budget, float) or each.read is not None
+        ]
         if alone or SERVER in (setup.policy, self.setups[0].policy):
             return False
         other = setup.policy != self.setups[0].policy
@@ -144,7 +151,12 @@ def setups_of(
     params: dict[str, Any],
     reads: Sequence[str] = (),
 ) -> list[Setup]:
-    """The full cache once, first, every policy at every budget, and everything held, read so.
+    """The full cache once, first, every policy at every budget, and what is read in part.
+
+    Args:
+        policies, budgets: each with each.
+        params: as those of `Setup.settings`.
+        reads: how much is read of everything, or of what POLICY@BUDGET before it keeps.
 
     Raises:
         ConfigError: no policy, one given twice, or settings that cannot work.
@@ -154,7 +166,7 @@ def setups_of(
         raise ConfigError("--policies and --budgets: expected every one once; remove the doubles.")
     setups = [Setup(FULL)]
     setups += [Setup(policy, b) for policy in policies if policy != FULL for b in budgets]
-    setups += [Setup(NO_POLICY, read=read) for read in dict.fromkeys(reads)]
+    setups += [_reading(text, params.get("profile")) for text in dict.fromkeys(reads)]
     for setup in setups:
         chosen = setup.settings(params)
         if chosen is not None:
@@ -162,3 +174,17 @@ def setups_of(
 
             resolve_settings(Settings.from_dict(chosen))
     return setups
+
+
+def _reading(text: str, profile: str | None) -> Setup:
+    """What one `--kv-read` of eval asks for."""
+    held, _, read = text.strip().rpartition(" ")
+    if not held:
+        return Setup(NO_POLICY, read=read)
+    policy, at, budget = held.strip().rpartition("@")
+    if not at:
+        raise ConfigError(
+            f'--kv-read "{text}": expected POLICY@BUDGET before what is read of it, such as '
+            f'"spans@0.5 quest:0.5", found "{held}".'
+        )
+    return Setup(named_policy(policy, profile), parse_budget(budget), read)

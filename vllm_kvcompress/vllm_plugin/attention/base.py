@@ -301,6 +301,8 @@ class CompressedImpl:
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args, **kwargs
     ) -> None:
         super().__init__(num_heads, head_size, scale, num_kv_heads, *args, **kwargs)
+        # Policies score with queries as the model has them, also where the cache is in fp8.
+        self.supports_quant_query_input = False
         self._per_head: Any = None
         if getattr(self, "sinks", None) is None:  # else the layer is refused, in one sentence
             self._per_head = self.per_head_class(

@@ -13,11 +13,13 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.cache.page_order import Packing, find_packing
 from vllm_kvcompress.cache.pages import PackedPagePool, PagePool, flat_pages
+from vllm_kvcompress.cache.quantization import FP8_TYPES, random_codes
 from vllm_kvcompress.vllm_plugin.attention.base import (
     CompressedBackend,
     CompressedBuilder,
     CompressedImpl,
 )
+from vllm_kvcompress.vllm_plugin.quantized import key_dtype, quantization_of
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -84,8 +86,9 @@ class CompressedCPUBackend(CompressedBackend, cpu_attn.CPUAttentionBackend):
     @classmethod
     def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
         """As `CompressedBackend.page_pool`."""
+        config = cls.compression.vllm_config
         pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
-        key_packing, value_packing = probe_packings(layers[0], spec)
+        key_packing, value_packing = probe_packings(layers[0], spec, key_dtype(spec, config))
         return PackedPagePool(
             pages=pages,
             pages_per_block=pages_per_block,
@@ -95,25 +98,37 @@ class CompressedCPUBackend(CompressedBackend, cpu_attn.CPUAttentionBackend):
             head_size=spec.head_size,
             key_packing=key_packing,
             value_packing=value_packing,
+            quantization=quantization_of(layers, config),
         )
 
 
-def probe_packings(layer, spec: AttentionSpec) -> tuple[Packing, Packing]:
+def probe_packings(layer, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Packing, Packing]:
     """How this kernel orders keys and values inside a page, found by writing a probe.
 
     The probe goes through vLLM's own cache-write op into a page of its own, with a different
-    bit pattern in every element.
+    bit pattern in every element; in fp8, where there are too few, with patterns drawn at random.
 
     Raises:
         UnsupportedError: the kernel uses an order that is not known.
     """
-    size, head_size = spec.block_size, spec.head_size
-    integer = {2: torch.int16, 4: torch.int32}[spec.dtype.itemsize]
-    codes = torch.arange(1, size * head_size + 1).to(integer)
-    rows = codes.view(spec.dtype).view(size, 1, head_size)
+    size, head_size, cache_dtype = spec.block_size, spec.head_size, layer.kv_cache_dtype
+    if spec.dtype == torch.uint8:
+        expected = random_codes(size, head_size)
+        rows = expected.view(FP8_TYPES[cache_dtype]).float()
+    else:
+        integer = {2: torch.int16, 4: torch.int32}[spec.dtype.itemsize]
+        expected = torch.arange(1, size * head_size + 1).to(integer).view(size, head_size)
+        rows = expected.view(spec.dtype)
     page = torch.zeros(1, 1, 2 * size, head_size, dtype=spec.dtype)
     keys, values = page.chunk(2, dim=2)
-    ops.cpu_attn_reshape_and_cache(rows, rows.clone(), keys, values, torch.arange(size), layer.isa)
-    packed = page.view(2, size * head_size).view(integer)
-    expected = codes.view(size, head_size)
+    ops.cpu_attn_reshape_and_cache(
+        rows[:, None].to(dtype),
+        rows[:, None].to(dtype),
+        keys,
+        values,
+        torch.arange(size),
+        layer.isa,
+        kv_cache_dtype=cache_dtype,
+    )
+    packed = page.view(2, size * head_size).view(expected.dtype)
     return find_packing(packed[0], expected, "keys"), find_packing(packed[1], expected, "values")

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool, flat_pages
+from vllm_kvcompress.cache.quantization import Quantization, random_codes
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.vllm_plugin.attention.base import CompressedBackend
+from vllm_kvcompress.vllm_plugin.quantized import quantization_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +42,8 @@ class CompressedGPUBackend(CompressedBackend):
                 f"this attention kernel takes blocks of {caches[0].shape[2]} tokens, and the cache "
                 f"has blocks of {spec.block_size}; start with --block-size {caches[0].shape[2]}."
             )
-        check_rows(layers[0], spec)
+        quantization = quantization_of(layers, cls.compression.vllm_config)
+        check_rows(layers[0], spec, quantization)
         pages, pages_per_block, offsets = flat_pages(caches)
         return InterleavedPagePool(
             pages=pages,
@@ -49,10 +52,11 @@ class CompressedGPUBackend(CompressedBackend):
             num_heads=spec.num_kv_heads,
             block_size=spec.block_size,
             head_size=spec.head_size,
+            quantization=quantization,
         )
 
 
-def check_rows(layer, spec: AttentionSpec) -> None:
+def check_rows(layer, spec: AttentionSpec, quantization: Quantization | None) -> None:
     """Refuses kernels that store anything but rows of [key, value] in a page.
 
     A probe goes through the backend's own cache-write op into a page of its own.
@@ -64,8 +68,13 @@ def check_rows(layer, spec: AttentionSpec) -> None:
     device = layer.kv_cache.device
     shape = (1, spec.num_kv_heads, size, 2 * head_size)
     page = torch.zeros(shape, dtype=spec.dtype, device=device)
-    rows = torch.randn((size, spec.num_kv_heads, 2 * head_size), device=device).to(spec.dtype)
-    keys, values = rows.split(head_size, dim=-1)
+    if quantization is None:
+        rows = torch.randn((size, spec.num_kv_heads, 2 * head_size), device=device).to(spec.dtype)
+        keys, values = rows.split(head_size, dim=-1)
+    else:
+        rows = random_codes(size, spec.num_kv_heads, 2 * head_size).to(device)
+        halves = enumerate(rows.split(head_size, dim=-1))
+        keys, values = (quantization.widened(half, 0, which) for which, half in halves)
     slots = torch.arange(size, device=device)
     layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), page, slots)
     if not torch.equal(page[0].transpose(0, 1), rows):

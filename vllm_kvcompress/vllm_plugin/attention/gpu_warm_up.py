@@ -50,7 +50,7 @@ def _attend(
     common = _common(starts, num_queries, pool)
     subset = builder.per_head(_batch(num_requests, pool), builder.build_all(common), common, starts)
     shape = (common.num_actual_tokens, impl.num_heads, pool.head_size)
-    rows = pool.pages.new_zeros(shape)
+    rows = pool.pages.new_zeros(shape, dtype=pool.dtype)
     for index, layer in enumerate(layers[:LAYERS]):
         layer.impl.attend_per_head(layer, subset, index, group, rows, torch.empty_like(rows))
 

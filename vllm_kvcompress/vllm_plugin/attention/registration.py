@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin.quantized import is_fp8
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,6 +77,8 @@ def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
     """
     if wanted in _GPU:
         return wanted
+    if is_fp8(vllm_config):  # FlashAttention takes queries in fp8 alone then
+        return "triton"
     return "flash" if _takes_flash(vllm_config) else "triton"
 
 

@@ -19,7 +19,7 @@ from vllm_kvcompress.vllm_plugin.step import GroupCompression, StepWork
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-POISON = 30000.0  # as a value; fits every type of cache
+POISON = 30000.0  # as a value, or the largest that the cache's type has
 
 
 class WorkerChecks:
@@ -46,8 +46,9 @@ class WorkerChecks:
         for pool in pools if self._tags.poisoned else ():
             pages = pool.fresh_pages(torch.tensor(self._tags.poisoned, device=pool.device))
             shape = (len(pages), pool.block_size, pool.head_size)
-            keys = pool.pages.new_full(shape, torch.nan)
-            pool.write(pages, keys, torch.full_like(keys, POISON))
+            both = (torch.nan, min(POISON, torch.finfo(pool.stored).max))
+            rows = (torch.full(shape, each, device=pool.device) for each in both)
+            pool.write(pages, *(each.to(pool.stored).view(pool.pages.dtype) for each in rows))
 
     def check(
         self,

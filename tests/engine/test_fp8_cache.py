@@ -1,0 +1,141 @@
+"""Compression of a cache in fp8, in the real engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+from transformers import DynamicCache
+
+from tests.engine.conftest import Run, check_as_alone, each_alone, request
+from tests.engine.fp8_kernels import SCALES, stored
+from tests.engine.oracle import BLOCK, KeptTokensDecoder, follow, kept_positions
+from tests.tiny_models import prompt
+
+PROBES = "tests.engine.fp8_kernels:"
+VECTOR, TILES = [f"{PROBES}vector_kernels"], [f"{PROBES}tile_kernels"]
+
+
+FP8 = {"kv_cache_dtype": "fp8", "probes": [*VECTOR, f"{PROBES}scales"]}
+CHECKED = {"environment": {"KVCOMPRESS_CHECK": "1"}}
+
+
+class Fp8Decoder(KeptTokensDecoder):
+    """One that reads every key and value as the cache holds it."""
+
+    def __init__(
+        self, *args: Any, name: str, scales: list[tuple[float, float]], cuts: bool = True
+    ) -> None:
+        self.name, self.scales, self.cuts = name, scales, cuts
+        super().__init__(*args)
+
+    def stored(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        k_scale, v_scale = self.scales[layer]
+        return (
+            stored(keys, self.name, k_scale, self.cuts),
+            stored(values, self.name, v_scale, self.cuts),
+        )
+
+    def cache(self) -> DynamicCache:
+        decoder = self
+
+        class Rounding(DynamicCache):
+            def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any):
+                return super().update(*decoder.stored(layer, keys, values), layer, *args, **kwargs)
+
+        return Rounding()
+
+
+@pytest.mark.parametrize(
+    ("policy", "kernels", "name", "how"),
+    [
+        ("adakv+criticalkv", VECTOR, "fp8", {}),
+        ("pyramidkv", TILES, "fp8_e4m3", {}),
+        ("keydiff", TILES, "fp8_e5m2", {"max_num_batched_tokens": 256}),
+    ],
+)
+def test_decoding_matches_dense_attention_over_the_kept_numbers(
+    llama: str, run_engine: Run, policy: str, kernels: list[str], name: str, how: dict[str, Any]
+) -> None:
+    """Every generated token, past block boundaries; scales differ by layer."""
+    tokens = prompt(500, seed=1)
+    report = run_engine(
+        llama,
+        [[request("a", tokens, 40)]],
+        settings={"policy": policy, "budget": 0.25},
+        record_kept=True,
+        kv_cache_dtype=name,
+        probes=[*kernels, f"{PROBES}scales"],
+        **how,
+    )
+    output, kept = report["outputs"]["a"], kept_positions(report["kept"], len(report["kept"]))
+    full = len(tokens) // BLOCK * BLOCK
+    follow(Fp8Decoder(llama, tokens, kept, full, name=name, scales=SCALES), output)
+
+
+WINDOW = {"policy": "snapkv", "budget": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("settings", "options"),
+    [
+        ({**WINDOW, "trigger": "chunk:128,decode:8"}, {"max_num_batched_tokens": 256}),
+        ({"policy": "none", "read": "quest:0.3"}, {}),
+    ],
+    ids=["chunks-and-decoding", "reading"],
+)
+def test_together_is_alone(
+    llama: str, run_engine: Run, settings: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """In the debug mode, one with the other's prefix."""
+    shared = prompt(200, seed=1)
+    requests = [
+        request("a", [*shared, *prompt(100, seed=2)], 24),
+        request("b", [*shared, *prompt(140, seed=3)], 24, at_step=3),
+        request("c", prompt(90, seed=4), 24, at_step=4),
+    ]
+    phases = [requests, *each_alone(requests)]
+    report = run_engine(llama, phases, settings=settings, **FP8, **CHECKED, **options)
+    assert report["events"] or "read" in settings
+    assert report["free_at_end"] == report["num_blocks"] - 1
+    assert report["outputs"]["b"]["cached"] >= 96
+    check_as_alone(report["outputs"], ("a", "b", "c"))
+
+
+def test_requests_are_compressed_for_room(llama: str, run_engine: Run) -> None:
+    """Under pressure: with the last queries, which are not in fp8, in the pool's blocks."""
+    report = run_engine(
+        llama,
+        [[request(f"r{i}", prompt(200, seed=i), 60) for i in range(4)]],
+        settings={"policy": "snapkv", "budget": 0.25, "trigger": "pressure:0.6"},
+        num_gpu_blocks_override=44,
+        max_model_len=300,
+        **FP8,
+        **CHECKED,
+    )
+    assert {event["trigger"] for event in report["events"]} == {"pressure"}
+    assert [len(output["tokens"]) for output in report["outputs"].values()] == [60] * 4
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def test_a_budget_of_everything_is_stock(llama: str, run_engine: Run) -> None:
+    """With the same type of cache, token for token."""
+    phases = [[request("a", prompt(300, seed=1), 24), request("b", prompt(90, seed=2), 24)]]
+    stock = run_engine(llama, phases, **FP8)
+    report = run_engine(llama, phases, settings={"policy": "adakv", "budget": 1.0}, **FP8)
+    for name, expected in stock["outputs"].items():
+        assert report["outputs"][name]["tokens"] == expected["tokens"], name
+
+
+def test_a_quarter_in_fp8_holds_eight_times_as_much(llama: str, run_engine: Run) -> None:
+    """As bf16 without compression: twice the blocks for the same memory, a quarter of them held."""
+    phases, same = [[request("a", prompt(1024, seed=1), 3)]], {"num_gpu_blocks_override": None}
+    stock = run_engine(llama, phases, dtype="bfloat16", **same)
+    report = run_engine(
+        llama, phases, settings={"policy": "adakv", "budget": 0.25}, dtype="bfloat16", **same, **FP8
+    )
+    assert report["num_blocks"] == pytest.approx(2 * stock["num_blocks"], abs=1)
+    generated = 1  # block, in either
+    assert round(max(stock["usage"]) * (stock["num_blocks"] - 1)) == 32 + generated
+    assert [step["a"] for step in report["held"] if step][-1] == 8 + generated

@@ -1,0 +1,81 @@
+"""Which settings `vllm-kvcompress eval` compares, from its options."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.server_process import ROOT
+from tests.policies.cases import headkv_file
+from vllm_kvcompress.cli import eval as eval_command
+from vllm_kvcompress.config import DEFAULT_POLICY, PROFILED_POLICY, Settings
+from vllm_kvcompress.errors import ConfigError
+
+MODEL = str(ROOT / "models" / "reference")
+
+
+def plan_of(*more: str, model: str = MODEL) -> Any:
+    parser = argparse.ArgumentParser()
+    eval_command.add_options(parser)
+    asked = parser.parse_args([model, "--tasks", "words/single", "--out", "unused", *more])
+    return eval_command.plan_of(asked)
+
+
+def test_without_policies_and_budgets_half_is_kept_by_the_default() -> None:
+    names = [setup.name for setup in plan_of().setups]
+    assert names == ["full", f"{DEFAULT_POLICY}@0.5"]
+
+
+@pytest.mark.parametrize("limit", [0, 64, None])
+def test_short_questions_are_left_alone_as_serve_does(limit: int | None) -> None:
+    """And 0 is a limit of its own."""
+    more = [] if limit is None else ["--kv-min-tokens", str(limit)]
+    plan = plan_of(*more)
+    settings = Settings.from_dict(plan.setups[1].settings(plan.params) or {})
+    assert settings.min_tokens == (256 if limit is None else limit)
+
+
+def test_a_profile_is_for_those_that_read_one(tmp_path: Path) -> None:
+    """`auto` is another policy with it; beside it others are compared as they are."""
+    profile = str(headkv_file(tmp_path, 2, 4))
+    plan = plan_of("--policies", "auto,snapkv", "--budgets", "0.25", "--kv-profile", profile)
+    assert [setup.name for setup in plan.setups[1:]] == [f"{PROFILED_POLICY}@0.25", "snapkv@0.25"]
+    given = [setup.settings(plan.params) or {} for setup in plan.setups[1:]]
+    assert [settings.get("profile") for settings in given] == [profile, None]
+
+
+def test_auto_finds_the_heads_in_the_models_folder(tmp_path: Path) -> None:
+    headkv_file(tmp_path, 2, 4).rename(tmp_path / "kv_heads.json")
+    shutil.copy(Path(MODEL) / "config.json", tmp_path)
+    for name in Path(MODEL).glob("token*"):
+        shutil.copy(name, tmp_path)
+    for more in ([], ["--policies", "full", "--kv-read", "auto@0.5 quest:0.5"]):
+        plan = plan_of(*more, model=str(tmp_path))
+        assert plan.setups[1].policy == PROFILED_POLICY
+        assert plan.params["profile"] == str(tmp_path / "kv_heads.json")
+    assert plan_of().params["profile"] is None
+
+
+def test_a_part_of_what_a_policy_keeps_is_read() -> None:
+    plan = plan_of("--policies", "full", "--kv-read", "auto@0.5 quest:0.5")
+    assert [setup.name for setup in plan.setups] == ["full", f"{DEFAULT_POLICY}@0.5 quest:0.5"]
+    expected = {"policy": DEFAULT_POLICY, "budget": 0.5, "read": "quest:0.5"}
+    assert plan.setups[1].settings(plan.params) == expected
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        ("spans quest:0.5", 'expected POLICY@BUDGET before.*found "spans"'),
+        ("nosuch@0.5 quest:0.5", "nosuch"),
+        ("spans@1.5 quest:0.5", "budget 1.5: a fraction cannot exceed"),
+        ("spans@0.5 quest:2.5", "a fraction cannot exceed"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(read: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan_of("--kv-read", read)
