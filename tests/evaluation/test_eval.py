@@ -67,9 +67,15 @@ def test_every_setup_and_mode_has_a_row(finished: Path) -> None:
     assert full["score"] >= 0.95
     assert full["agreement"] == 1.0
     assert full["kept"] == 1.0
-    for row in rows.values():
+    for name, row in rows.items():
         assert set(row["tasks"]) == {f"{task}@{LENGTH}" for task in TASKS}
-        assert row["first_token_ms"] > row["token_ms"] > 0
+        own = [a for a in answers if f"{a['setup']}/{a['mode']}" == name]
+        for shown, measured in (
+            ("first_token_ms", "first_token_seconds"),
+            ("token_ms", "token_seconds"),
+        ):
+            milliseconds = [1000 * answer[measured] for answer in own]
+            assert 0 < min(milliseconds) <= row[shown] <= max(milliseconds)
 
 
 def test_prepared_contexts_have_a_row(tmp_path: Path) -> None:
@@ -252,7 +258,8 @@ def test_a_running_server_answers_like_an_engine(finished: Path, tmp_path: Path)
         assert answer["resident_tokens"] == pytest.approx(engine["resident_tokens"])
         assert answer["prompt_tokens"] == engine["prompt_tokens"]
         assert len(answer["tokens"]) >= len(answer["text"].split())
-        assert answer["first_token_seconds"] > answer["token_seconds"] > 0
+        assert answer["first_token_seconds"] > 0
+        assert answer["token_seconds"] > 0
 
 
 def test_a_server_that_is_not_there_is_reported(
