@@ -139,6 +139,13 @@ class _Kernels:
             self.known[key] = places(self.kind, *key)
         return self.known[key]
 
+    def pages(self, cache: Tensor) -> Tensor:
+        """[blocks, heads, size * dim] bytes of keys or values, as they lie."""
+        num_blocks, num_heads, size, dim = cache.shape
+        return torch.as_strided(
+            cache, (num_blocks, num_heads, size * dim), (*cache.stride()[:2], 1)
+        )
+
     def write(
         self,
         key: Tensor,
@@ -161,11 +168,8 @@ class _Kernels:
             [(key, key_cache, k_scale), (value, value_cache, v_scale)]
         ):
             at = self.places(which, size, dim)[slots % size][:, None]
-            flat = torch.as_strided(
-                cache, (len(cache), num_heads, size * dim), (*cache.stride()[:2], 1)
-            )
             codes = cut_off(rows[: len(slot_mapping)][written], kv_cache_dtype, scale)
-            flat[(slots // size)[:, None, None], heads, at] = codes
+            self.pages(cache)[(slots // size)[:, None, None], heads, at] = codes
 
     def attend(
         self,
@@ -206,10 +210,7 @@ class _Kernels:
         self, cache: Tensor, which: int, blocks: Tensor, length: int, name: str, scale: float
     ) -> Tensor:
         """[heads, length, dim] numbers."""
-        _, num_heads, size, dim = cache.shape
-        flat = torch.as_strided(
-            cache, (len(cache), num_heads, size * dim), (*cache.stride()[:2], 1)
-        )
-        codes = flat[blocks][:, :, self.places(which, size, dim)]
+        places = self.places(which, *cache.shape[2:])
+        codes = self.pages(cache)[blocks][:, :, places]
         rows = codes.transpose(0, 1).flatten(1, 2)[:, :length]
         return said(rows, name, scale)
