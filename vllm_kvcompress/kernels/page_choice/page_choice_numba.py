@@ -32,6 +32,7 @@ LINE = 64  # bytes that memory gives at once
 MOST_THREADS = 4  # of torch; more are faster in torch, by what one of two takes
 MOST_QUERIES = 16  # of a sequence; those of a chunk are a product of matrices
 VIEWS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32, torch.int8: torch.int8}
+NO_SCALES = torch.empty(0)
 # Sums in any order; infinite and undefined numbers stay what they are.
 SUMS = {"reassoc", "contract", "nsz"}
 
@@ -86,6 +87,23 @@ def _product(numbers, asked):
 
 
 @compiled()
+def _asked_of(queries, bounds):
+    """As `reference.asked_of`, in fp32; `bounds` is whether summaries are these."""
+    num_sequences, group, head_size = queries.shape
+    asked = np.empty((num_sequences, group, head_size * (2 if bounds else 1)), np.float32)
+    for sequence in range(num_sequences):
+        for nth in range(group):
+            for element in range(head_size):
+                number = _number(queries[sequence, nth, element])
+                if bounds:
+                    asked[sequence, nth, element] = min(number, np.float32(0))
+                    asked[sequence, nth, head_size + element] = max(number, np.float32(0))
+                else:
+                    asked[sequence, nth, element] = number
+    return asked
+
+
+@compiled()
 def _fill_scores(asked, summaries, scales, page_table, num_pages, mean, scores):
     """[S, W] scores of the pages that there are.
 
@@ -112,7 +130,23 @@ def _fill_scores(asked, summaries, scales, page_table, num_pages, mean, scores):
                 part = summaries[page, start : start + length]
                 best = max(best, _product(part, asked[sequence, nth]))
             joined = joined + best if mean else max(joined, best)
-        scores[sequence, column] = joined * scales[page] if len(scales) else joined
+        if len(scales):
+            joined *= scales[page]
+        scores[sequence, column] = joined + np.float32(0)  # no -0.0, which would be below 0.0
+
+
+@compiled()
+def _lowest_of(numbers, wanted):
+    """The `wanted` highest's lowest: bit by bit, since that many can be counted at once."""
+    lowest = np.int64(-(1 << 31))
+    for bit in range(31, -1, -1):
+        higher = np.int32(lowest + (1 << bit))
+        count = np.int32(0)
+        for number in numbers:
+            count += np.int32(number >= higher)
+        if count >= wanted:
+            lowest = np.int64(higher)
+    return np.int32(lowest)
 
 
 @compiled()
@@ -123,15 +157,29 @@ def _take_highest(scores, page_table, num_pages, num_read, num_first, num_last, 
         found = scores[sequence, :count]
         found[:num_first] = np.inf
         found[max(0, count - num_last) :] = np.inf
-        lowest = np.partition(found, count - read)[count - read]
-        too_many = np.sum(found >= lowest) - read
+        ranked = found.view(np.int32)  # in the order of the scores, once negative ones are turned
+        for column in range(count):
+            ranked[column] ^= (ranked[column] >> 31) & 0x7FFFFFFF
+        lowest = _lowest_of(ranked, read)
+        too_many = np.sum(ranked >= lowest) - read
         place = 0
         for column in range(count):
-            if found[column] == lowest and too_many > 0:
+            if ranked[column] == lowest and too_many > 0:
                 too_many -= 1
-            elif found[column] >= lowest:
+            elif ranked[column] >= lowest:
                 chosen[sequence, place] = page_table[sequence, column]
                 place += 1
+
+
+@compiled()
+def _choose(
+    queries, summaries, page_table, num_pages, num_read, scales, means, mean, first, last, chosen
+):
+    """In one call: each takes as long as some hundred pages."""
+    asked = _asked_of(queries, not means)
+    scores = np.empty(page_table.shape, np.float32)
+    _fill_scores(asked, summaries, scales, page_table, num_pages, mean, scores)
+    _take_highest(scores, page_table, num_pages, num_read, first, last, chosen)
 
 
 def choose_pages(
@@ -145,18 +193,27 @@ def choose_pages(
 ) -> Tensor:
     """As `reference.choose_pages`; with many threads, of a chunk's queries, or in fp16 that."""
     in_torch = queries.shape[1] > MOST_QUERIES or torch.get_num_threads() > MOST_THREADS
-    if in_torch or summaries.dtype not in VIEWS:
+    if in_torch or summaries.dtype not in VIEWS or queries.dtype not in VIEWS:
         return reference.choose_pages(
             queries, summaries, page_table, num_pages, num_read, choice, scales
         )
-    asked = reference.asked_of(queries.float(), choice).contiguous().numpy()
-    numbers = summaries.view(VIEWS[summaries.dtype]).numpy()
-    factors = np.empty(0, dtype=np.float32) if scales is None else scales.numpy()
-    pages, counts, read = (
-        some.to(torch.int32).contiguous().numpy() for some in (page_table, num_pages, num_read)
+    chosen = torch.zeros((len(page_table), choice.most), dtype=torch.int32)
+    _choose(
+        _numbers(queries),
+        _numbers(summaries),
+        _numbers(page_table),
+        _numbers(num_pages),
+        _numbers(num_read),
+        _numbers(NO_SCALES if scales is None else scales),
+        bool(choice.num_means),
+        choice.mean,
+        choice.num_first,
+        choice.num_last,
+        chosen.numpy(),
     )
-    scores = np.empty(pages.shape, dtype=np.float32)
-    chosen = torch.zeros((len(pages), choice.most), dtype=torch.int32)
-    _fill_scores(asked, numbers, factors, pages, counts, choice.mean, scores)
-    _take_highest(scores, pages, counts, read, choice.num_first, choice.num_last, chosen.numpy())
     return chosen
+
+
+def _numbers(tensor: Tensor) -> Any:
+    """A contiguous array of the same elements, of a type that numpy has."""
+    return tensor.view(VIEWS.get(tensor.dtype, tensor.dtype)).contiguous().numpy()
