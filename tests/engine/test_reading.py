@@ -37,10 +37,10 @@ def compiled(report: dict[str, Any]) -> None:
     choose = Reading.choose
 
     def noting(*args: Any) -> Any:
-        from vllm_kvcompress.kernels.page_choice import page_choice_numba as found
+        # One that an earlier process compiled is found without what it calls.
+        from vllm_kvcompress.kernels.page_choice.page_choice_numba import _choose
 
-        kernels = found._fill_scores, found._take_highest
-        report.setdefault("compiled", []).append([len(each.signatures) for each in kernels])
+        report.setdefault("compiled", []).append(len(_choose.signatures))
         return choose(*args)
 
     Reading.choose = noting
@@ -92,7 +92,7 @@ def test_no_request_waits_for_a_compiler(whole: dict[str, Any]) -> None:
 
     if torch.get_num_threads() > MOST_THREADS:
         pytest.skip("with so many threads pages are chosen in torch, which compiles nothing")
-    assert [1, 1] == whole["compiled"][0] == whole["compiled"][-1]
+    assert 1 == whole["compiled"][0] == whole["compiled"][-1]
 
 
 def test_longcache_reads_the_first_the_last_and_the_best_spans(
