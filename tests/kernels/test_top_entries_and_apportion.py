@@ -16,13 +16,15 @@ from tests.kernels.child import Child
 from tests.policies import oracles
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.apportion import reference
+from vllm_kvcompress.kernels.top_entries.reference import top_entries
 
 TOP_ENTRIES = "vllm_kvcompress.kernels.top_entries.top_entries_triton.top_entries"
 LAUNCH = "vllm_kvcompress.kernels.top_entries.top_entries_triton.launch_top_entries"
 APPORTION = "vllm_kvcompress.kernels.apportion.apportion_triton.apportion"
 NAN, INF = float("nan"), float("inf")
 # Zeros of both signs, the smallest numbers that differ, and what is kept whatever comes.
-SPECIAL = [0.0, -0.0, NAN, INF, -INF, 1.0, -1.0, 1.0000001, 1e-45, -1e-45, 3e38, -3e38]
+NEIGHBOURS = [1.0, 1.0000001, -1.0, -1.0000001, 1e-45, -1e-45]
+SPECIAL = [0.0, -0.0, NAN, INF, -INF, 3e38, -3e38, *NEIGHBOURS]
 
 
 def expected_entries(scores: Tensor, valid: Tensor, num_kept: list[int]) -> list[list[int]]:
@@ -59,8 +61,9 @@ def test_top_entries_are_those_of_a_sort(backend: Backend, kind: str, num_entrie
     valid = torch.rand(5, num_entries, generator=torch.Generator().manual_seed(2)) < chance
     able = valid.sum(dim=1)
     num_kept = torch.stack((able[0], able[1] // 2, able[2], (able[3] + 1) // 2, able[4] * 0))
-    kept = backend.call(TOP_ENTRIES, scores, valid, num_kept)
-    assert places_of(kept) == expected_entries(scores.float(), valid, num_kept.tolist())
+    expected = expected_entries(scores.float(), valid, num_kept.tolist())
+    assert places_of(backend.call(TOP_ENTRIES, scores, valid, num_kept)) == expected
+    assert places_of(top_entries(scores, valid, num_kept)) == expected
 
 
 @settings(deadline=None, max_examples=30)
@@ -71,8 +74,12 @@ def test_any_scores(interpreter_calls: Callable[..., Any], data: st.DataObject) 
     num_kept = data.draw(st.integers(0, len(row)))
     scores = torch.tensor([row])
     valid = torch.ones_like(scores, dtype=torch.bool)
-    kept = interpreter_calls(TOP_ENTRIES, scores, valid, torch.tensor([num_kept]))
-    assert places_of(kept) == expected_entries(scores, valid, [num_kept])
+    expected = expected_entries(scores, valid, [num_kept])
+    for kept in (
+        interpreter_calls(TOP_ENTRIES, scores, valid, torch.tensor([num_kept])),
+        top_entries(scores, valid, torch.tensor([num_kept])),
+    ):
+        assert places_of(kept) == expected
 
 
 def test_ties_over_many_tiles(interpreter: Child) -> None:
