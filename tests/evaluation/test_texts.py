@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,34 @@ def test_a_stand_in_predicts_like_an_engine(finished: Path, text: Path) -> None:
     assert found["full"] == pytest.approx(rows["full/text"]["nats"], abs=1e-4)
     for name in names[1:]:
         assert found[name] == pytest.approx(rows[f"{name}/text"]["nats"], abs=1e-4), name
+
+
+def test_a_stand_in_divides_pages_among_layers_as_an_engine_does(
+    text: Path, tmp_path: Path
+) -> None:
+    """By measured heads, of which the first layer's matter most, and by PyramidKV's slope."""
+    context, continuation = predicted_tokens(text)
+    profile, shape = tmp_path / "heads.json", json.loads((Path(MODEL) / "config.json").read_text())
+    heads = product(range(shape["num_hidden_layers"]), range(shape["num_attention_heads"]))
+    scores = {f"{layer}-{head}": [0.4**layer + 0.1 * head] for layer, head in heads}
+    profile.write_text(json.dumps(scores))
+    setups = {
+        "h2o+headkv": f"h2o+headkv:profile={profile}@0.25",
+        "pyramidkv": "pyramidkv@0.25",
+        "h2o": "h2o@0.25",
+    }
+    model = MaskedModel(MODEL, torch.float32)
+    found = stand_in.text_loss(model, (context, continuation), list(setups.values()))
+    settings = {"policy": "h2o+headkv", "budget": 0.25, "profile": str(profile), "min_tokens": 0}
+    settings["request_policies"] = ["pyramidkv", "h2o"]
+    options = {"enforce_eager": True, "max_model_len": 1024, "dtype": "float32"}
+    with Engine(MODEL, settings, options, tmp_path / "engine.log") as engine:
+        for policy, setup in setups.items():
+            (reply,) = engine.ask(
+                Question(context, continuation, 1, agnostic=True, predicted=True, policy=policy)
+            )
+            assert found[setup] == pytest.approx(reply.nats, abs=1e-4), policy
+    assert len({round(nats, 3) for nats in found.values()}) == 3
 
 
 def test_a_stand_in_merges_and_leaves_corrections_to_engines(text: Path) -> None:

@@ -87,6 +87,8 @@ class Kept:
 def compress(pipeline: Pipeline, layer: DenseLayer, num_tokens: int, budget: float) -> Kept:
     """Compresses the first tokens to a part of their blocks, rounded up.
 
+    A layer gets what the policy gives it of all layers' pages, as in an engine.
+
     Args:
         pipeline: the policy.
         layer: the layer.
@@ -96,8 +98,10 @@ def compress(pipeline: Pipeline, layer: DenseLayer, num_tokens: int, budget: flo
     num_heads = len(layer.keys)
     heads = (layer.num_layers, num_heads, layer.queries.shape[1], BLOCK_SIZE)
     view = layer.view(num_tokens, pipeline.needs.window_size)
-    blocks = math.ceil(round(budget * (num_tokens // BLOCK_SIZE), 6))
-    selection = compress_layer(pipeline.bind(*heads), view, blocks * num_heads)
+    whole, bound = num_tokens // BLOCK_SIZE, pipeline.bind(*heads)
+    kept, held = math.ceil(round(budget * whole, 6)), [whole * num_heads] * layer.num_layers
+    pages = bound.allocator.layer_pages(kept, held, num_heads, whole)
+    selection = compress_layer(bound, view, pages[layer.index])
     mask = torch.zeros(num_heads, num_tokens, dtype=torch.bool, device=view.device)
     mask[:, view.num_entries :] = True
     mask[selection.heads(BLOCK_SIZE), selection.kept_indices] = True
