@@ -98,10 +98,11 @@ def compress(pipeline: Pipeline, layer: DenseLayer, num_tokens: int, budget: flo
     num_heads = len(layer.keys)
     heads = (layer.num_layers, num_heads, layer.queries.shape[1], BLOCK_SIZE)
     view = layer.view(num_tokens, pipeline.needs.window_size)
-    whole, bound = num_tokens // BLOCK_SIZE, pipeline.bind(*heads)
-    kept, held = math.ceil(round(budget * whole, 6)), [whole * num_heads] * layer.num_layers
-    pages = bound.allocator.layer_pages(kept, held, num_heads, whole)
-    selection = compress_layer(bound, view, pages[layer.index])
+    bound, num_blocks = pipeline.bind(*heads), num_tokens // BLOCK_SIZE
+    num_kept = math.ceil(round(budget * num_blocks, 6))
+    held_pages = [num_blocks * num_heads] * layer.num_layers
+    layer_pages = bound.allocator.layer_pages(num_kept, held_pages, num_heads, num_blocks)
+    selection = compress_layer(bound, view, layer_pages[layer.index])
     mask = torch.zeros(num_heads, num_tokens, dtype=torch.bool, device=view.device)
     mask[:, view.num_entries :] = True
     mask[selection.heads(BLOCK_SIZE), selection.kept_indices] = True
