@@ -13,10 +13,11 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
-from vllm_kvcompress.scheduling.ledger import SKIP_ERROR
+from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, RequestLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
 from vllm_kvcompress.scheduling.preparation import PreparationLedger
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
+from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.vllm_plugin import compat, versions
 from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.checks import switched_on
@@ -339,14 +340,9 @@ class CompressionMixin:
         if not self.running:
             step.reclaimable_blocks = 0  # the step had been planned before the last one ended
         for request in self.running:
-            record = self.table[request.request_id]
-            resident = record.ledger.resident_tokens(request.num_computed_tokens)
+            ledger = self.table[request.request_id].ledger
             step.logical_tokens += request.num_computed_tokens
-            step.resident_tokens += resident
-            rule = record.read_rule
-            if rule is not None and request.num_computed_tokens > request.num_prompt_tokens:
-                step.held_pages += -(-resident // self.spec.block_size)
-                step.read_pages += rule.read_pages(resident, self.spec.block_size)
+            step.resident_tokens += ledger.resident_tokens(request.num_computed_tokens)
         compat.attach_stats(stats, step.to_dict())
         return stats
 
@@ -356,15 +352,25 @@ class CompressionMixin:
         observes = any(rule.window_size for rule in self.spec.rules)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             record = table[request_id]
+            end = self.requests[request_id].num_computed_tokens
             if record.unsent:
                 plan.add(record.unsent)
                 record.unsent = StepPlan()
+            if record.read_rule is not None and num_tokens == 1:
+                self._count_pages(record.read_rule, record.ledger, end)
             if observes:
-                end = self.requests[request_id].num_computed_tokens
                 seen = record.ledger.observation(end - num_tokens, end)
                 if seen is not None:
                     plan.observations[request_id] = seen
         return plan
+
+    def _count_pages(self, rule: ReadRule, ledger: RequestLedger, num_tokens: int) -> None:
+        """Of a step that decodes the last of a request's `num_tokens`."""
+        if num_tokens <= ledger.num_prompt_tokens:
+            return
+        resident, block_size = ledger.resident_tokens(num_tokens), self.spec.block_size
+        self._step_stats.held_pages += -(-resident // block_size)
+        self._step_stats.read_pages += rule.read_pages(resident, block_size)
 
     def _of_requests(self, table: RequestTable, events: list[EventPlan]) -> list[EventPlan]:
         """One event per request: those of the first group, which stand for all."""
