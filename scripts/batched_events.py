@@ -1,4 +1,4 @@
-"""What events of one step take together, against one by one.
+"""What events of one step take together, or in several layers at once, against one by one.
 
     python scripts/batched_events.py [--tokens 512] [--policies snapkv] [--threads 2]
     python scripts/batched_events.py --heads 8 --group 4 --head-size 128 --device cuda
@@ -15,7 +15,7 @@ import statistics
 
 import torch
 
-from gpu_parts.batched import POLICIES, PromptsEnd, blocks_of
+from gpu_parts.batched import POLICIES, WAYS, PromptsEnd, blocks_of
 from gpu_parts.whole_events import Cache, Model, make_pipeline
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool
@@ -46,13 +46,14 @@ def main() -> int:
     num_tokens = blocks_of(options.requests, options.tokens, block_size) * block_size
     cache = Cache(model, num_tokens, block_size, options.device)
     pool = as_on_cpus(cache.pool) if on_cpu else cache.pool
-    print(f"{'policy':24}{'one by one':>14}{'together':>12}{'ratio':>8}")
+    print(f"{'policy':24}{'one by one':>14}{'layers at once':>24}{'together':>20}")
     for name in options.policies.split(","):
         pipeline = make_pipeline(name, model, block_size)
         step = PromptsEnd(pipeline, cache, pool, options.requests, options.tokens)
-        runs = [(step.seconds(False), step.seconds(True)) for _ in range(options.repeats + 1)][1:]
-        alone, together = (1000 * statistics.median(column) for column in zip(*runs, strict=True))
-        print(f"{name:24}{alone:>11.1f} ms{together:>9.1f} ms{together / alone:>7.2f}x", flush=True)
+        runs = [[step.seconds(way) for way in WAYS] for _ in range(options.repeats + 1)][1:]
+        alone, *others = (1000 * statistics.median(column) for column in zip(*runs, strict=True))
+        ratios = (f"{other:>11.1f} ms {other / alone:.2f}x" for other in others)
+        print(f"{name:24}{alone:>11.1f} ms   ", *ratios, flush=True)
     return 0
 
 

@@ -132,7 +132,9 @@ class Step:
         for layer, counts in enumerate(request.kept):
             kept = [[self._pages.pop() for _ in range(count)] for count in counts]
             pages = [page for head in kept for page in head]
-            tables.replace(layer, slot, upload(counts, device), upload(pages, device))
+            tables.replace(
+                range(layer, layer + 1), slot, upload(counts, device), upload(pages, device)
+            )
             for head, mine in enumerate(kept):
                 tail = self.block_table[row, request.first_block :]
                 tail = tail[: math.ceil(request.num_tokens / SIZE) - request.first_block]

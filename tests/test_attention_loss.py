@@ -56,7 +56,7 @@ def run_event(
         kv=GatheredKV.of(keys[rows, padded], keys[:, :0], torch.tensor(list(map(len, sources)))),
         queries=torch.zeros(0, HEADS * GROUP, DIM),
         scale=SCALE,
-        layer=0,
+        layers=range(1),
         num_layers=1,
         block_size=SIZE,
     )

@@ -102,7 +102,7 @@ def test_what_attention_reads_is_found_again_only_when_something_changed() -> No
     tables.release("c")
     slot = tables.acquire("c")
     for layer in range(NUM_LAYERS):
-        tables.replace(layer, slot, torch.tensor([1, 2]), torch.tensor([7, 8, 9]))
+        tables.replace(range(layer, layer + 1), slot, torch.tensor([1, 2]), torch.tensor([7, 8, 9]))
         tables.replace_state(layer, slot, torch.tensor([5]))
     tables.begin_tail(slot, 3, 2)
     found = step.read().policy_state

@@ -1,10 +1,10 @@
-"""Events of one step that run together leave what they leave one by one."""
+"""Events of one step, or layers of an event, that run together leave what they leave one by one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,8 +30,15 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression import guard
-from vllm_kvcompress.compression.batch import together
-from vllm_kvcompress.compression.runner import Event, EventRunner
+from vllm_kvcompress.compression.batch import (
+    MOST_TOKENS,
+    MOST_WINDOWS,
+    EventBatch,
+    most_together,
+    together,
+)
+from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
+from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView
@@ -54,6 +61,7 @@ class Step:
         pool: of `BLOCKS_EACH` blocks for each.
         lengths: tokens of each at the first event.
         num_batches: that the last step ran.
+        at_once: layers that its first one ran together.
     """
 
     pipeline: Pipeline
@@ -63,6 +71,7 @@ class Step:
     blocks: list[list[int]] = field(init=False)
     kept: list[tuple[int, int]] = field(init=False)
     num_batches: int = 0
+    at_once: int = 0
 
     def __post_init__(self) -> None:
         device, dtype = self.pool.device, self.pool.pages.dtype
@@ -143,7 +152,7 @@ class Step:
                 queries = 2 * torch.randn(shape, generator=generator).to(self.pool.pages.dtype)
                 runner.windows.record(layer, upload(queries, self.pool.device), where)
             batches = guard.run_layer(runner, batches, layer, SCALE)
-        self.num_batches = len(batches)
+        self.num_batches, self.at_once = len(batches), len(batches[0].layers[0].layers)
         for event in events:
             runner.finish(event)
         self.kept = [(plan.end_block, len(plan.fresh_block_ids)) for plan in plans]
@@ -193,16 +202,21 @@ def check_same(one: Step, other: Step) -> None:
     ],
 )
 def test_together_is_one_by_one(policy: str, kind: type[PagePool], tmp_path: Path) -> None:
-    """First events, and later ones of what the first have left."""
-    together, alone = (make_step(policy, tmp_path, kind) for _ in range(2))
+    """First events, and later ones of what the first have left; layer by layer and at once."""
+    together, layers, alone = (make_step(policy, tmp_path, kind) for _ in range(3))
+    alone.runner.most_tokens = 0
+    pipeline = together.pipeline
+    whole = pipeline.merger is not None or not pipeline.batches or pipeline.needs.output_weight
     for later, in_step in ((0, True), (LATER, False)):
-        events = together.run(True, later, in_step)
+        events = together.run(True, later, in_step) + layers.run(False, later, in_step)
         alone.run(False, later, in_step)
         assert not any(event.error for event in events)
-        if together.pipeline.batches and together.pipeline.needs.window_size < LENGTHS[0]:
+        if pipeline.batches and pipeline.needs.window_size < LENGTHS[0]:
             # Later requests may hold too different numbers of tokens.
             assert together.num_batches <= (3 if later else 1)
+        assert (layers.at_once, alone.at_once) == (1 if whole else NUM_LAYERS, 1)
         check_same(together, alone)
+        check_same(layers, alone)
 
 
 def test_every_policy_of_the_tree_batches(tmp_path: Path) -> None:
@@ -221,6 +235,7 @@ def test_more_requests_queue_no_more_operators(
     counts = []
     for number in (1, 2, 8):
         step = make_step(policy, tmp_path, kind, device, (43, 45, 44, 46, 47, 45, 44, 43)[:number])
+        step.runner.alike = False
         with launched():
             step.run(True)  # page tables grow
             step.forget()
@@ -228,6 +243,23 @@ def test_more_requests_queue_no_more_operators(
                 step.run(True)
         counts.append(operators.count)
     assert 0 < counts[0] < counts[1] == counts[2] < 1.5 * counts[0]
+
+
+@pytest.mark.parametrize("device", [CPU, ACCELERATOR])
+@pytest.mark.parametrize("policy", ["snapkv", "snapkv+criticalkv", "spans+headkv"])
+def test_more_layers_queue_hardly_more_operators(
+    policy: str, device: torch.device, tmp_path: Path
+) -> None:
+    """All of them hardly more than one: their queries are held, layer after layer."""
+    kind = PackedPagePool if device == CPU else InterleavedPagePool
+    counts = []
+    for alike in (True, False):
+        step = make_step(policy, tmp_path, kind, device, (43,))
+        step.runner.alike = alike
+        with launched(), count_operators(step.runner) as operators:
+            step.run(True)
+        counts.append(operators.count)
+    assert 0 < counts[0] < 1.3 * counts[1] / NUM_LAYERS
 
 
 @contextmanager
@@ -251,7 +283,7 @@ class Choosy(SnapKV):
     batches = True
 
     def score(self, view: LayerView) -> Tensor:
-        if view.layer == 1 and bool((view.lengths == 12 * BLOCK_SIZE).any()):
+        if 1 in view.layers and bool((view.lengths == 12 * BLOCK_SIZE).any()):
             raise RuntimeError("not twelve blocks")
         return super().score(view)
 
@@ -269,6 +301,31 @@ def test_a_request_that_fails_fails_alone() -> None:
     assert failed[0] == failed[1] == [False, False, False, True]
     assert steps[0].num_batches == 4
     check_same(*steps)
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_layer_that_fails_fails_alone(in_step: bool) -> None:
+    """Layers before it, which have waited for it, keep what they keep without it."""
+    pipeline = Choosy(window_size=5).pipeline().bind(NUM_LAYERS, NUM_HEADS, 4, BLOCK_SIZE)
+    layers, alone = (
+        Step(pipeline, make_pool(PackedPagePool, num_blocks=BLOCKS_EACH), (50,)) for _ in range(2)
+    )
+    alone.runner.most_tokens = 0
+    for step in (layers, alone):
+        (event,) = step.run(False, in_step=in_step)
+        assert isinstance(event.error, RuntimeError)
+    check_same(layers, alone)
+    untouched = Step(
+        SnapKV(window_size=5).pipeline().bind(NUM_LAYERS, NUM_HEADS, 4, BLOCK_SIZE),
+        make_pool(PackedPagePool, num_blocks=BLOCKS_EACH),
+        (50,),
+    )
+    untouched.run(False, in_step=in_step)
+    same = [
+        torch.equal(mine["keys"], theirs["keys"])
+        for mine, theirs in zip(layers.left()[0], untouched.left()[0], strict=True)
+    ]
+    assert same == [True, False, False]
 
 
 class Inherited(SnapKV):
@@ -297,3 +354,77 @@ def test_who_runs_together() -> None:
     events[2].fall_back(pipeline, RuntimeError("it failed at the start"))
     assert found(everybody, 1000) == [[0, 5, 1], [3], [4], [2]]
     assert found(everybody, 0) == [[0], [5], [1], [3], [4], [2]]
+
+
+def most_at_once(batch: EventBatch) -> int:
+    return max(len(each.layers) for each in batch.layers)
+
+
+def test_how_many_layers_run_together(tmp_path: Path) -> None:
+    """Short events hold queries of more; what all events of a step hold is limited."""
+    lengths = tuple(43 + 16 * nth for nth in range(14))
+    step = make_step("snapkv", tmp_path, lengths=(43,) * len(lengths))
+
+    def found(**settings: object) -> list[int]:
+        with mock.patch.multiple(step.runner, **{"alike": True} | settings):
+            events = [
+                step.runner.begin(step.plan(nth, length), torch.zeros(64, dtype=torch.int32))
+                for nth, length in enumerate(lengths)
+            ]
+            batches = [batch for event in events for batch in step.runner.batches([event])]
+            return [most_at_once(batch) for batch in batches]
+
+    assert found() == [3] * 14
+    assert found(most_tokens=200) == [3, 3, 2, 2, *[1] * 10]
+    assert found(most_tokens=0) == found(alike=False) == [1] * 14
+    assert found(observer=mock.Mock()) == [1] * 14
+
+
+def test_layers_are_divided_evenly(tmp_path: Path) -> None:
+    events_of = make_step("h2o", tmp_path, lengths=(43,))
+    (event,) = [events_of.runner.begin(events_of.plan(0, 43), torch.zeros(64, dtype=torch.int32))]
+    for at_once, wanted in ((1, [1, 1, 1]), (2, [1, 2]), (3, [3]), (8, [3])):
+        batch = EventBatch.of([event], events_of.pool, at_once)
+        runs = list(dict.fromkeys(each.layers for each in batch.layers))
+        assert [len(layers) for layers in runs] == wanted
+        assert [layer for layers in runs for layer in layers] == [0, 1, 2]
+        pages = torch.cat([batch.layers[layers.start].pages for layers in runs])
+        states = torch.cat([batch.layers[layers.start].state_pages for layers in runs])
+        assert sorted(torch.cat([pages, states]).tolist()) == sorted(event.fresh_pages.tolist())
+        for layer, each in enumerate(batch.layers):
+            there = event.kept_pages(layer).tolist()
+            assert set(there) <= set(each.pages.tolist())
+
+
+def test_queries_that_are_held_at_once_are_limited(tmp_path: Path) -> None:
+    """Those of batches that hold none until later are few enough to be counted as well."""
+    step = make_step("snapkv", tmp_path, lengths=(43,) * 14)
+    events = [
+        step.runner.begin(step.plan(nth, 43 + 14 * nth), torch.zeros(80, dtype=torch.int32))
+        for nth in range(14)
+    ]
+    with mock.patch("vllm_kvcompress.compression.batch.MOST_PADDING", 1.0):
+        batches = step.runner.batches(events)
+    found = [most_at_once(batch) for batch in batches]
+    assert found == [3] * 10 + [2] + [1] * 3
+    assert sum(number for number in found if number > 1) == MOST_WINDOWS
+
+
+def test_large_tensors_are_no_faster_on_cpus(tmp_path: Path) -> None:
+    pool = make_step("snapkv", tmp_path).pool
+    token_bytes = NUM_HEADS * HEAD_SIZE * 4
+    assert most_together(pool) == MOST_TOKENS
+    for most, wanted in ((token_bytes * 100, 100), (token_bytes * 100 - 1, 99)):
+        with mock.patch("vllm_kvcompress.compression.batch.MOST_BYTES", most):
+            assert most_together(pool) == wanted
+            assert most_together(make_pool(InterleavedPagePool, ACCELERATOR)) == MOST_TOKENS
+
+
+def test_layers_that_rotate_otherwise_are_noticed() -> None:
+    rotary = [Rotary(torch.tensor(angles)) for angles in ([1.0, 0.5], [1.0, 0.5], [1.0, 0.25])]
+    first, same, other = (LayerWeights(rotary=each) for each in rotary)
+    assert first.rotates_as(same)
+    assert not first.rotates_as(other)
+    assert not first.rotates_as(LayerWeights(rotary=replace(rotary[0], halves=False)))
+    assert not first.rotates_as(LayerWeights())
+    assert LayerWeights().rotates_as(LayerWeights())

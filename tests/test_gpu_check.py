@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpu_parts.batched import PromptsEnd, blocks_of, launches
+from gpu_parts.batched import WAYS, PromptsEnd, blocks_of, launches
 from gpu_parts.engine import EnginePlan, measure_engine
 from gpu_parts.flash import attend_per_head
 from gpu_parts.reading import chosen, means_of
@@ -105,6 +105,7 @@ BATCHED = {
     "tokens": 512,
     "layers": 8,
     "alone": WAY,
+    "at_once": {"seconds": 0.006, "host_seconds": 0.0081, "launches": 1280},
     "together": {"seconds": 0.004, "host_seconds": 0.0021, "launches": 330},
 }
 READING = {
@@ -121,7 +122,7 @@ READING = {
 def test_batched_events_and_reading_have_tables() -> None:
     text = as_markdown(results(batched=[BATCHED], reading=[READING]))
     assert "## 16 events of 512 tokens in one step, 8 layers" in text
-    assert "| adakv | 16.0 | 4.0 | 32.3 | 2.1 | 5120 | 330 | 0.25x |" in text
+    assert "| adakv | 16.0 | 6.0 | 4.0 | 32.3 | 8.1 | 2.1 | 5120 | 1280 | 330 | 0.25x |" in text
     assert "| 8 | 32768 | 25.0% | 20.0 | 31 | 60.0 | 200.0 | 2.50x |" in text
 
 
@@ -331,11 +332,12 @@ def test_a_step_of_events_that_is_measured_keeps_a_quarter_of_each(name: str) ->
         forget(request_id)
 
     step.runner.tables.release = release  # type: ignore[method-assign]
-    alone, together = launches(step, together=False), launches(step, together=True)
+    alone, layers, together = (launches(step, way) for way in WAYS)
     assert 2 * together < alone
+    assert 2 * layers < alone
     held = step.runner.pipeline.state_pages(8, 2, 16, 16, cache.pool.page_bytes)
-    assert [int(counts.sum()) for counts in kept] == 8 * [3 * (2 * 4 - held)]
-    assert all(map(torch.equal, kept[:4], kept[4:]))
+    assert [int(counts.sum()) for counts in kept] == 12 * [3 * (2 * 4 - held)]
+    assert all(map(torch.equal, 2 * kept[:4], kept[4:]))
 
 
 def test_pages_to_read_are_those_with_the_highest_means() -> None:

@@ -91,7 +91,9 @@ def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
                 counts = [data.draw(st.integers(0, most_pages)) for _ in range(HEADS)]
                 pages = list(range(fresh, fresh + sum(counts)))
                 fresh += sum(counts)
-                tables.replace(layer, slot, torch.tensor(counts), torch.tensor(pages).long())
+                tables.replace(
+                    range(layer, layer + 1), slot, torch.tensor(counts), torch.tensor(pages).long()
+                )
                 kept.append([[pages.pop(0) for _ in range(count)] for count in counts])
                 most = max(most, *counts)
             model.kept[name] = kept
@@ -153,7 +155,7 @@ def test_rows_get_room_for_the_longest_head_where_a_bound_is_known() -> None:
     widths = []
     for bound in (None, RUN - 1):
         tables = make_tables()
-        tables.replace(1, tables.acquire("a"), counts, pages, bound)
+        tables.replace(range(1, 2), tables.acquire("a"), counts, pages, bound)
         slot = tables.slots["a"]
         widths.append(int(tables.rows.num_runs[slot]))
         table = tables.gather(torch.tensor([slot]), RUN)[1, 0]
@@ -187,7 +189,7 @@ def test_rows_are_as_wide_as_a_bound_until_the_number_is_there() -> None:
     late.number = 3
     slot = tables.acquire("a")
     for layer in range(LAYERS):
-        tables.replace(layer, slot, torch.tensor([3, 1, 0]), torch.arange(4), 4)
+        tables.replace(range(layer, layer + 1), slot, torch.tensor([3, 1, 0]), torch.arange(4), 4)
     tables.begin_tail(slot, 10, 4, late)
     widths = []
     for _ in range(3):

@@ -8,7 +8,7 @@ kernels take for themselves is in none of them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -139,7 +139,11 @@ def runner_of(shape: Shape, policy: str, num_rings: int) -> EventRunner:
     windows = QueryWindows(
         shape.num_layers, pipeline.needs.window_size, pool.device, num_rings=num_rings
     )
-    weights = [LayerWeights()] * shape.num_layers
+    gram = None
+    if pipeline.needs.output_gram:
+        size = (shape.num_heads * shape.group, shape.head_size, shape.head_size)
+        gram = torch.empty(size, device=pool.device)
+    weights = [LayerWeights(output_gram=gram)] * shape.num_layers
     return EventRunner(PageTables(pool), windows, {policy: pipeline}, weights)
 
 
@@ -202,6 +206,44 @@ def test_all_requests_may_have_an_event_in_one_step(
             runner.run_layer(some, 0, 1.0)
     most = reserve(measured.peak - pool_bytes, shape.cache_bytes)
     assert 0 < memory.peak - pool_bytes < most
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "adakv+criticalkv"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_events_that_hold_queries_of_several_layers(shape: Shape, policy: str) -> None:
+    """Prompts that end in one step, too unlike to run together: each in eight layers at once."""
+    lengths = [512, 656, 832, 1056, 1344]
+    num_queries = shape.num_heads * shape.group
+    with launched(), LiveBytes() as measured:
+        measuring = runner_of(shape, policy, 8)
+        pool_bytes = measured.live
+        DummyRuns(measuring, num_queries, block=0).longest(LONG)
+    queries = torch.zeros(sum(lengths), num_queries, shape.head_size, device=ACCELERATOR)
+    queries = queries.bfloat16()
+    with launched(), LiveBytes() as memory:
+        runner = runner_of(shape, policy, 8)
+        assert measuring.pool is not runner.pool
+        size = runner.windows.window_size
+        plans = [
+            replace(event_at(f"r{nth}", policy, length, size), first_block=0, resident_blocks=0)
+            for nth, length in enumerate(lengths)
+        ]
+        row = torch.zeros(LONG // BLOCK, device=ACCELERATOR).int()
+        events = [runner.begin(plan, row) for plan in plans]
+        starts = np.cumsum([0, *lengths[:-1]]).tolist()
+        seen = [Observation(plan.position - size, plan.position - size, size) for plan in plans]
+        asked = list(zip((plan.request_id for plan in plans), starts, seen, strict=True))
+        where = runner.windows.locate(asked, plans)
+        batches = runner.batches(events, where.whole)
+        assert [len(batch.layers[-1].layers) for batch in batches] == [8, 8, 8, 8, 1]
+        for layer in batches[0].layers[-1].layers:
+            runner.windows.record(layer, queries, where)
+            for batch in batches:
+                runner.run_layer(batch, layer, 1.0)
+    rings = 2 * shape.num_layers * 8 * size * num_queries * shape.head_size
+    held = 2 * 32 * size * num_queries * shape.head_size
+    assert memory.peak - pool_bytes > held
+    assert memory.peak + rings < measured.peak
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -42,7 +42,7 @@ def run_event(tables: PageTables, name: str, num_pages: int, end_block: int) -> 
     for layer in range(NUM_LAYERS):
         counts = upload([num_pages, 0], tables.pool.device)
         pages = upload(list(range(num_pages)), tables.pool.device)
-        tables.replace(layer, slot, counts, pages)
+        tables.replace(range(layer, layer + 1), slot, counts, pages)
         tables.replace_state(layer, slot, pages[:1])
     tables.layer_pages[name] = [num_pages] * NUM_LAYERS
     tables.begin_tail(slot, end_block, num_pages)

@@ -1,4 +1,4 @@
-"""Events of one step: what they take together, against one by one."""
+"""Events of one step: what they take together, or several layers at once, against one by one."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 Row = dict[str, Any]
 POLICIES = "streamingllm,keydiff,snapkv,adakv,adakv+criticalkv,h2o,spans,spans+headkv"
 LAYERS = 8  # of a model's, so that a GPU's queue holds all launches
+WAYS = ("alone", "at_once", "together")  # one by one: layer by layer, or several at once
 
 
 class PromptsEnd:
@@ -64,8 +65,13 @@ class PromptsEnd:
         shape = (num_requests * num_tokens, self.model.num_query_heads, self.model.head_size)
         self.queries = torch.randn(*shape, device=pool.device).to(pool.pages.dtype)
 
-    def seconds(self, together: bool) -> float:
-        """Of all events, over all layers: the host's; on a CPU with one thread what it works."""
+    def seconds(self, way: str) -> float:
+        """Of all events, over all layers: the host's; on a CPU with one thread what it works.
+
+        Args:
+            way: of `WAYS`.
+        """
+        together, self.runner.alike = way == "together", way != "alone"
         runner, plans = self.runner, self.plans
         num_tokens = plans[0].position
         on_gpu = self.pool.device.type == "cuda"
@@ -125,19 +131,18 @@ def measure_batched(num_requests: int, num_tokens: int, block_size: int, repeats
             "tokens": num_tokens,
             "layers": LAYERS,
         }
-        for how, together in (("alone", False), ("together", True)):
-            device, host = _seconds(step, together, repeats)
-            figures = {
+        for way in WAYS:
+            device, host = _seconds(step, way, repeats)
+            row[way] = {
                 "seconds": device,
                 "host_seconds": host,
-                "launches": launches(step, together),
+                "launches": launches(step, way),
             }
-            row[how] = figures
         rows.append(row)
     return rows
 
 
-def _seconds(step: PromptsEnd, together: bool, repeats: int) -> tuple[float, float]:
+def _seconds(step: PromptsEnd, way: str, repeats: int) -> tuple[float, float]:
     """Medians, on the GPU and on the host; the GPU is kept busy until the host has queued all."""
     spans = []
     busy = 0.0
@@ -146,7 +151,7 @@ def _seconds(step: PromptsEnd, together: bool, repeats: int) -> tuple[float, flo
         torch.cuda.synchronize()
         torch.cuda._sleep(int(1.5e9 * GHZ * busy))
         before.record()
-        host = step.seconds(together)
+        host = step.seconds(way)
         after.record()
         after.synchronize()
         # The first two compile kernels and fill the allocator.
@@ -157,13 +162,13 @@ def _seconds(step: PromptsEnd, together: bool, repeats: int) -> tuple[float, flo
     return device, on_host
 
 
-def launches(step: PromptsEnd, together: bool) -> int:
+def launches(step: PromptsEnd, way: str) -> int:
     """Kernels, copies and fills that a GPU is given; on a CPU the operators that run."""
     on_gpu = step.pool.device.type == "cuda"
     activity = (
         torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
     )
     with torch.profiler.profile(activities=[activity]) as profile:
-        step.seconds(together)
+        step.seconds(way)
     kind = torch.autograd.DeviceType.CUDA if on_gpu else torch.autograd.DeviceType.CPU
     return sum(event.device_type == kind for event in profile.events())

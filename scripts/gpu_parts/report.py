@@ -13,7 +13,8 @@ Results = dict[str, Any]
 SETTINGS = ("device", "versions", "quick", "block_size", "sources")
 STOCK, COMPRESSED, FULL_GRAPHS = "stock", "compressed", "compressed, full graphs"
 MIB = 2**20
-WAYS = ("one by one", "together")
+# Of events of one step, as `batched.WAYS` names them.
+WAYS = {"alone": "one by one", "at_once": "layers at once", "together": "together"}
 BANDWIDTHS = ("read_bandwidth", "copy_bandwidth")
 
 
@@ -257,18 +258,20 @@ def _whole_event(row: Results) -> tuple[str, str, str]:
 def _batched(rows: Sequence[Results]) -> str:
     cells = []
     for row in rows:
-        alone, together = row["alone"], row["together"]
+        ways = [row[way] for way in WAYS]
         cells.append(
             (
                 row["policy"],
-                *(f"{1e3 * way['seconds']:.1f}" for way in (alone, together)),
-                *(f"{1e3 * way['host_seconds']:.1f}" for way in (alone, together)),
-                *(way["launches"] for way in (alone, together)),
-                f"{together['seconds'] / alone['seconds']:.2f}x",
+                *(f"{1e3 * way['seconds']:.1f}" for way in ways),
+                *(f"{1e3 * way['host_seconds']:.1f}" for way in ways),
+                *(way["launches"] for way in ways),
+                f"{ways[-1]['seconds'] / ways[0]['seconds']:.2f}x",
             )
         )
     first = rows[0]
-    header = [f"{what}, {how}" for what in ("GPU ms", "host ms", "launches") for how in WAYS]
+    header = [
+        f"{what}, {how}" for what in ("GPU ms", "host ms", "launches") for how in WAYS.values()
+    ]
     return (
         f"## {first['requests']} events of {first['tokens']} tokens in one step, "
         f"{first['layers']} layers\n\n"

@@ -140,7 +140,7 @@ class Bookkeeping:
 
 
 def record_kept(report: dict[str, Any]) -> None:
-    """Reports every layer's selection, in the order of the events."""
+    """Reports every layer's selection in the order of the events, and how many ran at once."""
     from vllm_kvcompress.compression import runner as events
 
     compress = events.compress_batch
@@ -157,11 +157,13 @@ def record_kept(report: dict[str, Any]) -> None:
         }
         kept, keys = selection.kept_indices.tolist(), unrotated(view, selection)
         size, first = view.heads_per_request, 0
-        for start in range(0, view.num_heads, size):  # a request's heads
+        for start in range(0, view.num_heads, size):  # a request's heads in a layer
+            layer = view.layers[start // size if len(view.layers) > 1 else 0]
+            report["at_once"] = max(report["at_once"], len(view.layers))
             mine = {name: row and row[start : start + size] for name, row in rows.items()}
             end = first + sum(mine["counts"]) * view.block_size
             mine |= {
-                "layer": view.layer,
+                "layer": layer,
                 "kept": kept[first:end],
                 "num_queries": view.queries.shape[0],
                 "tail": int(view.kv.tails[start]),
@@ -288,6 +290,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
     report["contexts_reused"], report["reclaimable"], report["skipped"] = 0, [], {}
     report["pages"] = []
+    report["at_once"] = 0
     report["conversations_continued"], report["forgotten"], report["prompts"] = 0, Counter(), {}
     if scenario.get("record_kept"):
         record_kept(report)

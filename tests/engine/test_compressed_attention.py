@@ -45,6 +45,11 @@ def test_decoding_matches_dense_attention_over_the_kept_tokens(
     check_decoding(llama, prompt(num_tokens, 1), kept_by(report, policy, num_tokens), output)
 
 
+def test_layers_ran_together(report: dict[str, Any]) -> None:
+    """What the oracle has checked is what serving does."""
+    assert report["at_once"] == LAYERS
+
+
 def test_ragged_heads_really_differ(report: dict[str, Any]) -> None:
     """adakv gives heads different numbers of pages, with the exact total, in every layer."""
     counts = [record["counts"] for record in kept_by(report, "adakv", 1000)]

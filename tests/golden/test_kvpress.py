@@ -57,7 +57,7 @@ def view_of(stored: dict[str, Tensor], layer: int, num_queries: int) -> LayerVie
         kv=GatheredKV.of(keys, values),
         queries=queries[queries.shape[0] - num_queries :],
         scale=size**-0.5,
-        layer=layer,
+        layers=range(layer, layer + 1),
         num_layers=4,
         block_size=1,
         output_weight=weight,

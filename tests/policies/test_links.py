@@ -69,7 +69,10 @@ def test_random_pivots_are_of_the_group_and_the_same_every_time() -> None:
     view, mass = random_case(1)
     policy, pivots = KVMerger(pivot="random"), set()
     for layer in range(40):
-        alike = [weigh(policy, replace(view, layer=layer), mass, GROUPS) for _ in range(2)]
+        alike = [
+            weigh(policy, replace(view, layers=range(layer, layer + 1)), mass, GROUPS)
+            for _ in range(2)
+        ]
         assert alike[0] == alike[1]
         weights = alike[0][GROUPS.index([6, 7, 8, 9])]
         pivots.add(weights.index(max(weights)))

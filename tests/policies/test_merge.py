@@ -98,7 +98,7 @@ def test_cam_draws_with_the_right_chance_and_always_alike() -> None:
     expected = CaM(4, 7, 99, "expected").merge(view, torch.zeros(()), kept).values
     random = CaM(4, 7, 99, "random")
     draws = [
-        random.merge(replace(view, layer=layer), torch.zeros(()), kept).values
+        random.merge(replace(view, layers=range(layer, layer + 1)), torch.zeros(()), kept).values
         for layer in range(400)
     ]
     assert expected is not None
@@ -113,7 +113,7 @@ def test_cam_draws_with_the_right_chance_and_always_alike() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("theta", [None, 0.2])
 def test_d2o_merges_into_the_most_similar_key(shape: Shape, theta: float | None) -> None:
-    view = replace(make_view(shape, 1), layer=2)
+    view = replace(make_view(shape, 1), layers=range(2, 3))
     if theta is not None:
         view = replace(view, state=torch.full((view.num_heads, 1), theta))
     kept = some_kept(view, seed=1)
@@ -148,14 +148,14 @@ def test_d2o_merges_into_the_most_similar_key(shape: Shape, theta: float | None)
 
 
 def test_d2o_leaves_the_first_layers_alone() -> None:
-    view = replace(make_view(Shape((9, 9)), 1), layer=1)
+    view = replace(make_view(Shape((9, 9)), 1), layers=range(1, 2))
     merged = D2O(skip_layers=2).merge(view, torch.zeros(()), some_kept(view, seed=1))
     assert merged.keys is None
     assert merged.values is None
 
 
 def test_d2o_merges_equal_keys_and_values_without_a_trace() -> None:
-    view = replace(make_view(Shape((2,)), 1), layer=5)
+    view = replace(make_view(Shape((2,)), 1), layers=range(5, 6))
     keys, values = view.kv.keys().clone(), view.kv.values().clone()
     keys[0, 3], values[0, 3] = keys[0, 6], values[0, 6]
     kept = torch.ones(1, 8, dtype=torch.bool)

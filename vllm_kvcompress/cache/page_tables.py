@@ -137,18 +137,18 @@ class PageTables:
 
     def replace(
         self,
-        layer: int,
+        layers: range,
         slots: int | Tensor,
         page_counts: Tensor,
         page_ids: Tensor,
         max_kept: int | None = None,
     ) -> None:
-        """Sets the kept pages of requests in one layer.
+        """Sets the kept pages of requests in one layer, or of one request in several.
 
         Args:
-            layer: layer of the group.
+            layers: of the group.
             slots: a request's slot, or those of several [R] int64.
-            page_counts: [R * num_heads] int64.
+            page_counts: [layers * R * num_heads] int64.
             page_ids: [sum(page_counts)] int64, head after head.
             max_kept: upper bound of a request's `page_counts`, for which its rows get room; None:
                 their sum. The rows of several have room already.
@@ -162,27 +162,29 @@ class PageTables:
         if self._counting.numel() < total:  # one operator less in all later layers
             self._counting = torch.arange(2 * total, device=page_ids.device)
         columns = self._counting[:total] - starts[rows]
-        heads, whose = rows, slots
-        if isinstance(slots, Tensor):
-            heads, whose = rows % self.pool.num_heads, slots[rows // self.pool.num_heads]
-        self.rows.write(layer, whose, heads, columns, page_ids)
-        if isinstance(slots, int):
-            self.counts[layer, slots] = page_counts
-        else:
-            self.counts[layer, slots] = page_counts.to(torch.int32).view(-1, self.pool.num_heads)
+        num_heads, heads = self.pool.num_heads, rows
+        where: int | Tensor = layers.start
+        whose = slots
+        if len(layers) > 1:
+            heads, where = rows % num_heads, rows // num_heads + layers.start
+        elif isinstance(slots, Tensor):
+            heads, whose = rows % num_heads, slots[rows // num_heads]
+        self.rows.write(where, whose, heads, columns, page_ids)
+        counts = page_counts.to(torch.int32).view(-1, num_heads)
+        self.counts[layers.start : layers.stop, slots] = counts
 
     def replace_state(
         self,
-        layer: int,
+        layers: int | Tensor,
         slots: int | Tensor,
         page_ids: Tensor,
         columns: Tensor | None = None,
         width: int | None = None,
     ) -> None:
-        """Sets the pages that hold the policy state of requests in one layer.
+        """Sets the pages that hold the policy state of requests.
 
         Args:
-            layer: layer of the group.
+            layers: a layer of the group, or each page's [P] int64.
             slots: a request's slot, or each page's [P] int64.
             page_ids: [P] int64.
             columns: [P] int64 where in their rows; None: one behind the other.
@@ -193,7 +195,7 @@ class PageTables:
         if missing > 0:
             self.state = torch.nn.functional.pad(self.state, (0, missing))
         where = slice(width) if columns is None else columns
-        self.state[layer, slots, where] = page_ids.to(torch.int32)
+        self.state[layers, slots, where] = page_ids.to(torch.int32)
 
     def save(self, request_id: str, state: int) -> None:
         """Remembers a request's rows as a state's, for another one to begin with."""

@@ -50,6 +50,11 @@ class PolicyStateRuns:
         """A layer's, as kernels take them."""
         return PagedNumbers(pool.numbers, *self._layers[layer])
 
+    def of_all(self, pool: PagePool) -> PagedNumbers:
+        """All layers', one after the other."""
+        runs = self.starts.flatten(), self.lengths.flatten()
+        return PagedNumbers(pool.numbers, self.pages.flatten(0, 1), *runs)
+
     @cached_property
     def _layers(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         runs = self.starts.unbind(), self.lengths.unbind()
@@ -61,13 +66,15 @@ class StateRows:
     """Whose state pages are, and where these stand in the page tables.
 
     Attributes:
+        layers: behind the first: 0, or each page's [P] int64.
         slots: of the one request, or each page's [P] int64.
-        columns: [P] int64 likewise; None: of one request.
+        columns: [P] int64 likewise; None: of one row.
         width: of the longest row; 0: there are none.
         num_pages: P.
-        firsts: [R] int64 numbers before each request's first one.
+        firsts: [R] int64 numbers before each row's first one.
     """
 
+    layers: int | Tensor
     slots: int | Tensor
     columns: Tensor | None
     width: int
@@ -75,19 +82,20 @@ class StateRows:
     firsts: Tensor | None
 
     @classmethod
-    def of(cls, rows: list[tuple[int, int]], pool: PagePool) -> StateRows:
-        """Of [R] slots and numbers of pages, request after request."""
-        slots, counts = np.array(rows).T
+    def of(cls, rows: list[tuple[int, int, int]], pool: PagePool) -> StateRows:
+        """Of [R] layers behind the first, slots and numbers of pages, row after row."""
+        layers, slots, counts = np.array(rows).T
         width = int(counts.max())
         if len(rows) == 1 or width == 0:
-            return cls(int(slots[0]), None, width, width, None)
+            return cls(0, int(slots[0]), None, width, width, None)
         ends = counts.cumsum()
         columns = np.arange(ends[-1]) - (ends - counts).repeat(counts)
-        of_pages = np.stack((slots.repeat(counts), columns))
+        of_pages = np.stack((layers.repeat(counts), slots.repeat(counts), columns))
         firsts = (ends - counts) * (pool.page_bytes // 4)
-        slots_there, columns_there = upload(of_pages, pool.device)
+        nth, slots_there, columns_there = upload(of_pages, pool.device)
         firsts_there = upload(firsts, pool.device)
-        return cls(slots_there, columns_there, width, int(ends[-1]), firsts_there)
+        where = nth if layers.any() else 0
+        return cls(where, slots_there, columns_there, width, int(ends[-1]), firsts_there)
 
 
 class PolicyState:
@@ -153,30 +161,31 @@ class PolicyState:
         rows: StateRows,
         kept_pages: Tensor,
     ) -> None:
-        """Writes what events leave in a layer to state pages, and records these.
+        """Writes what events leave to state pages, and records these.
 
         Zeros, where the policy leaves nothing.
 
         Args:
             pipeline: the policy.
-            layer: of the group.
-            selection: what is kept of all requests.
-            pages: [P] int64 state pages, request after request.
+            layer: of the group; the first, if they are several.
+            selection: what is kept of all rows.
+            pages: [P] int64 state pages, row after row.
             rows: whose they are.
-            kept_pages: [R] int64 pages that each request keeps in the layer.
+            kept_pages: [R] int64 pages that each row keeps.
         """
         numbers, where = self._numbers(pipeline, selection), None
         if rows.firsts is not None:
             where = self._places(pipeline, numbers, rows.firsts, kept_pages * self.pool.block_size)
         self.pool.write_floats(pages, torch.cat(numbers), where)
-        self.tables.replace_state(layer, rows.slots, pages, rows.columns, rows.width)
+        layers = rows.layers + layer
+        self.tables.replace_state(layers, rows.slots, pages, rows.columns, rows.width)
 
     def _places(
         self, pipeline: Pipeline, numbers: list[Tensor], firsts: Tensor, kept: Tensor
     ) -> Tensor:
-        """Where the numbers stand among those of all requests, [R] of which keep so many entries.
+        """Where the numbers stand among those of all rows, [R] of which keep so many entries.
 
-        Name by name the requests', as they were made; each request's, as they are read.
+        Name by name all rows', as they were made; each row's, as they are read.
         """
         device, pool = kept.device, self.pool
         of_heads = pool.num_heads * pipeline.state_size(pool.head_size)
@@ -190,7 +199,7 @@ class PolicyState:
         return torch.cat(places)
 
     def _numbers(self, pipeline: Pipeline, selection: Selection) -> list[Tensor]:
-        """Name by name, of all requests: [numbers] fp32."""
+        """Name by name, of all rows: [numbers] fp32."""
         merged, numbers = selection.merged, [self.pool.pages.new_zeros(0, dtype=torch.float32)]
         if pipeline.state_size(self.pool.head_size):
             assert merged.state is not None

@@ -16,6 +16,7 @@ from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import Located
+from vllm_kvcompress.compression.batch import MOST_WINDOWS
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
@@ -60,14 +61,14 @@ class DummyRuns:
             plans = [self._plan(name, 0, num_blocks, 0, least)]
             if pipeline.repeats:
                 plans.append(self._plan(name, num_blocks, 2 * num_blocks, least, least))
-            self._run(plans, range(pool.num_layers), attends)
+            self._run(plans, every_layer=True, attends=attends)
 
     def longest(self, num_tokens: int, prepares: bool = False) -> None:
         """Events that read `num_tokens` per head and keep them all, in the last layer.
 
         Policies may leave the first layers alone. Where requests are compressed again, half of the
         tokens were kept by an event before. Then as many short ones as may run together, which
-        observe more queries.
+        observe more queries, and as many alone as may hold theirs until later layers.
 
         Args:
             num_tokens: of the longest request.
@@ -76,7 +77,6 @@ class DummyRuns:
         """
         if prepares:
             self._score(num_tokens)
-        layers = [self._pool.num_layers - 1]
         for name, pipeline in self._runner.pipelines.items():
             num_blocks = -(-num_tokens // self._pool.block_size)
             num_blocks = max(num_blocks, 2 * self._least_blocks(pipeline))
@@ -87,8 +87,9 @@ class DummyRuns:
                     self._plan(name, 0, half, 0, half),
                     self._plan(name, half, 2 * half, half, 2 * half),
                 ]
-            self._run(plans, layers)
-            self._run_together(name, layers)
+            self._run(plans)
+            self._run_short(name, together=True)
+            self._run_short(name, together=False)
         self._runner.repetitions.forget(_PREPARED)
 
     def _score(self, num_tokens: int) -> None:
@@ -137,8 +138,16 @@ class DummyRuns:
             fresh_block_ids=(self._block,) * num_kept,
         )
 
-    def _run(self, plans: list[EventPlan], layers: Sequence[int], attends: bool = False) -> None:
-        """One request's events, and attention to what the last one has left."""
+    def _run(
+        self, plans: list[EventPlan], every_layer: bool = False, attends: bool = False
+    ) -> None:
+        """One request's events, and attention to what the last one has left.
+
+        Args:
+            plans: of the events.
+            every_layer: and not the last alone, or as many as run with it.
+            attends: what is left is attended to.
+        """
         runner, pool = self._runner, self._pool
         row = torch.full(
             (plans[-1].end_block + 2,), self._block, dtype=torch.int32, device=pool.device
@@ -147,22 +156,34 @@ class DummyRuns:
         queries = self._queries(most)
         self._pages.zero_()
         for plan in plans:
-            self._compress(plan, layers, row, queries)
+            self._compress(plan, every_layer, row, queries)
         if attends:
             self._attend(plans[-1], row, queries)
         self._pages.zero_()
         runner.tables.release(_REQUEST)
         runner.windows.release(_REQUEST)
 
-    def _run_together(self, policy: str, layers: Sequence[int]) -> None:
-        """Short requests' events in one step, as many as `EventRunner.most_tokens` allows."""
+    def _run_short(self, policy: str, together: bool) -> None:
+        """Short requests' events in one step, in the last layer.
+
+        Args:
+            policy: of all.
+            together: as many as `EventRunner.most_tokens` allows; else as many as `MOST_WINDOWS`
+                allows to hold queries.
+        """
         runner, size = self._runner, self._pool.block_size
         pipeline = runner.pipelines[policy]
         num_tokens = max(SHORT, pipeline.needs.window_size)
         num_blocks = max(2 * self._least_blocks(pipeline), -(-num_tokens // size))
-        names = [f"{_REQUEST} {n}" for n in range(runner.most_tokens // (num_blocks * size))]
-        if len(names) < 2 or not pipeline.batches:
+        at_once = runner.layers_at_once(pipeline, num_blocks * size)
+        number = 0
+        if together and pipeline.batches:
+            number = runner.most_tokens // (num_blocks * size)
+        elif not together and at_once > 1:
+            number = MOST_WINDOWS // at_once
+        if not number:
             return
+        names = [f"{_REQUEST} {nth}" for nth in range(number)]
         plans = [self._plan(policy, 0, num_blocks, 0, num_blocks, name) for name in names]
         device, window = self._pool.device, plans[0].window_size
         row = torch.full((num_blocks + 1,), self._block, dtype=torch.int32, device=device)
@@ -171,8 +192,10 @@ class DummyRuns:
         events = [runner.begin(plan, row) for plan in plans]
         if window:
             where = self._locate(plans, plans)
-        batches = runner.batches(events, () if where is None else where.whole)
-        for layer in layers:
+        groups = [events] if together else [[event] for event in events]
+        whole = () if where is None else where.whole
+        batches = [batch for some in groups for batch in runner.batches(some, whole)]
+        for layer in batches[0].layers[-1].layers:
             if where is not None:
                 runner.windows.record(layer, queries, where)
             for batch in batches:
@@ -184,28 +207,22 @@ class DummyRuns:
             runner.windows.release(name)
         self._pages.zero_()
 
-    def _compress(
-        self, plan: EventPlan, layers: Sequence[int], row: Tensor, queries: Tensor
-    ) -> None:
-        """One event, as a step runs it."""
+    def _compress(self, plan: EventPlan, every_layer: bool, row: Tensor, queries: Tensor) -> None:
+        """One event, as a step runs it; its queries come from a ring."""
         runner = self._runner
         if plan.resident_blocks:
             slot = np.array([runner.tables.slots[_REQUEST]])
             tokens, rows = np.array([plan.position]), np.array([0])
             runner.tables.extend_tails(slot, rows, row[None], tokens)
-        if plan.window_size:
-            self._record(plan, layers, queries)
+        where = self._locate([plan]) if plan.window_size else None
         event = runner.begin(plan, row)
         (batch,) = runner.batches([event])
+        layers = range(self._pool.num_layers) if every_layer else batch.layers[-1].layers
         for layer in layers:
+            if where is not None:
+                runner.windows.record(layer, queries, where)
             runner.run_layer(batch, layer, 1.0)
         runner.finish(event)
-
-    def _record(self, plan: EventPlan, layers: Sequence[int], queries: Tensor) -> None:
-        """The queries that the event observes, in a ring."""
-        located = self._locate([plan])
-        for layer in layers:
-            self._runner.windows.record(layer, queries, located)
 
     def _locate(self, plans: Sequence[EventPlan], ending: Sequence[EventPlan] = ()) -> Located:
         """Where requests' windows are, one behind the other; of those that are `ending`, whole."""

@@ -41,7 +41,8 @@ def run_layer(
     """As `EventRunner.run_layer`; errors are raised only where somebody measures.
 
     Returns:
-        What is to run in the next layer: where something failed, its events one by one.
+        What is to run in the next layer: where something failed, its events one by one, and
+        layer by layer.
     """
     found = []
     for batch in batches:
@@ -49,25 +50,41 @@ def run_layer(
             runner.run_layer(batch, layer, scale)
             found.append(batch)
         except Exception as error:
-            if len(batch.events) > 1:
-                policy, number = batch.pipeline.name, len(batch.events)
-                logger.warning("%s failed for %d requests together: one by one", policy, number)
-            for event in batch.events:
-                found.append(_run_alone(runner, event, layer, scale, error, len(batch.events)))
+            found += _run_apart(runner, batch, layer, scale, error)
     return found
 
 
-def _run_alone(
-    runner: EventRunner, event: Event, layer: int, scale: float, error: Exception, beside: int
-) -> EventBatch:
-    """One event of a batch of `beside` that failed; only alone it is known to be its own fault."""
-    if beside > 1:
+def _run_apart(
+    runner: EventRunner, failed: EventBatch, layer: int, scale: float, error: Exception
+) -> list[EventBatch]:
+    """Events of a batch that failed, one by one, in all layers that have waited for this one.
+
+    Only alone, in one layer, it is known whose fault it was.
+    """
+    waiting = range(failed.layers[layer].layers.start, layer + 1)
+    held: dict[int, Tensor] = {}
+    if len(failed.events) == len(waiting) == 1:
+        return [_fall_back(runner, failed.events[0], layer, scale, error)]
+    if len(failed.events) == 1:
+        held = dict(zip(waiting, failed.held, strict=False))
+    message = "%s failed for %d requests and %d layers together: one by one"
+    logger.warning(message, failed.pipeline.name, len(failed.events), len(waiting))
+    found = []
+    for event in failed.events:
         batch = EventBatch.of([event], runner.pool)
-        try:
-            runner.run_layer(batch, layer, scale)
-            return batch
-        except Exception as its_own:
-            error = its_own
+        for each in waiting:
+            try:
+                runner.run_layer(batch, each, scale, held.get(each))
+            except Exception as its_own:
+                batch = _fall_back(runner, event, each, scale, its_own)
+        found.append(batch)
+    return found
+
+
+def _fall_back(
+    runner: EventRunner, event: Event, layer: int, scale: float, error: Exception
+) -> EventBatch:
+    """What is to run in the next layer, after an event that failed by itself."""
     if event.error is not None or runner.observer is not None:
         raise error
     event.fall_back(_FALLBACK, error)

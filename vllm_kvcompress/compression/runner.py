@@ -13,7 +13,15 @@ from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.policy_state import PolicyState, PolicyStateRuns
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.compression.batch import MOST_TOKENS, EventBatch, together
+from vllm_kvcompress.compression.batch import (
+    MOST_TOKENS,
+    MOST_WINDOWS,
+    EventBatch,
+    EventLayers,
+    layers_together,
+    most_together,
+    together,
+)
 from vllm_kvcompress.compression.layer import compress_batch
 from vllm_kvcompress.compression.observer import EventObserver
 from vllm_kvcompress.compression.repetitions import Repetitions
@@ -41,6 +49,13 @@ class LayerWeights:
     output_weight: Tensor | None = None
     output_gram: Tensor | None = None
     rotary: Rotary | None = None
+
+    def rotates_as(self, other: LayerWeights) -> bool:
+        """Whether keys are rotated as in another layer, as far as policies ask."""
+        mine, theirs = self.rotary, other.rotary
+        if mine is None or theirs is None:
+            return mine is theirs
+        return mine.halves == theirs.halves and torch.equal(mine.frequencies, theirs.frequencies)
 
 
 @dataclass
@@ -106,7 +121,7 @@ class Event:
 
 
 class EventRunner:
-    """Compresses requests of one cache group, layer by layer, as the model runs.
+    """Compresses requests of one cache group, a layer or a few at a time, as the model runs.
 
     Attributes:
         pipelines: the policies of requests, by name.
@@ -115,7 +130,8 @@ class EventRunner:
             the only one.
         repetitions: scores of requests that prepare contexts.
         observer: a measuring tool; None while requests are served.
-        most_tokens: of events that run together.
+        most_tokens: of events, or of an event's layers, that run together.
+        alike: layers may run together: they have one softmax scale, and rotate keys alike.
     """
 
     def __init__(
@@ -125,8 +141,10 @@ class EventRunner:
         pipelines: Mapping[str, Pipeline],
         weights: Sequence[LayerWeights],
         most_tokens: int = MOST_TOKENS,
+        alike: bool = True,
     ) -> None:
-        self.most_tokens = most_tokens
+        self.most_tokens = min(most_tokens, most_together(tables.pool))
+        self.alike = alike and tables.pool.quantization is None  # whose scales are layers' own
         self.tables = tables
         self.pool = tables.pool
         self.windows = windows
@@ -204,44 +222,80 @@ class EventRunner:
         return [count - reserved for count in pages]
 
     def batches(self, events: Sequence[Event], whole: Iterable[str] = ()) -> list[EventBatch]:
-        """A step's events as they run; one by one where somebody measures.
+        """A step's events as they run; one by one, layer by layer, where somebody measures.
 
         Args:
             events: of different requests.
             whole: requests whose windows are read from the batch.
         """
         most_tokens = self.most_tokens if self.observer is None else 0
-        return [EventBatch.of(some, self.pool) for some in together(events, whole, most_tokens)]
+        room, found = MOST_WINDOWS, []
+        for some in together(events, whole, most_tokens):
+            first, num_layers = some[0], 1
+            if len(some) == 1 and self.observer is None:
+                num_layers = self.layers_at_once(first.pipeline, first.num_tokens)
+            if first.plan.window_size:
+                num_layers = max(1, min(num_layers, room))
+                room -= num_layers
+            found.append(EventBatch.of(some, self.pool, num_layers))
+        return found
 
-    def run_layer(self, batch: EventBatch, layer: int, scale: float) -> None:
-        """Compresses one layer; called after the layer's attention."""
+    def layers_at_once(self, pipeline: Pipeline, num_tokens: int) -> int:
+        """In how many layers an event runs that is alone in its step."""
+        if not self.alike:
+            return 1
+        most = layers_together(pipeline, num_tokens, self.most_tokens)
+        return min(self.pool.num_layers, most)
+
+    def run_layer(
+        self, batch: EventBatch, layer: int, scale: float, queries: Tensor | None = None
+    ) -> None:
+        """Compresses a layer, and those before it that wait for it; after the layer's attention.
+
+        Args:
+            batch: of the step.
+            layer: of the group; all are gone through, one after the other.
+            scale: softmax scale, the same in layers that run together.
+            queries: [window, num_query_heads, head_size] that are observed; None: the step's.
+        """
+        there = batch.layers[layer]
         with running([event.stopwatch for event in batch.events]):
-            sources = self._views.sources(batch, layer)
-            view = self._views.view(batch, layer, scale, sources)
-            totals = batch.totals[layer]
-            selection = compress_batch(batch.pipeline, view, totals)
-            start, counts = batch.starts[layer], selection.page_counts
-            end = start + totals.num_pages
-            pages = batch.pages[start:end]
-            self._write(batch.pipeline, view, sources, selection, pages)
-            if batch.state.width:
-                behind = batch.pages[end : end + batch.state.num_pages]
+            if batch.window_size:
+                found = self._views.queries(batch, layer) if queries is None else queries
+                batch.held.append(found)
+            if layer != there.layers[-1]:
+                return
+            sources = self._views.sources(batch, there.layers)
+            view = self._views.view(batch, there.layers, scale, sources)
+            selection = compress_batch(batch.pipeline, view, there.totals)
+            self._write(batch.pipeline, view, sources, selection, there.pages)
+            if there.state.width:
+                behind, kept = there.state_pages, there.totals.pages
                 self.policy_state.write(
-                    batch.pipeline, layer, selection, behind, batch.state, totals.pages
+                    batch.pipeline, there.layers.start, selection, behind, there.state, kept
                 )
-            bounds = self._max_kept(batch, layer, view.by_request(counts))
-            for event, bound in zip(batch.events, bounds, strict=True):
-                self.tables.rows.reserve(event.slot, bound)
-            slots = batch.slots if len(batch.events) > 1 else batch.events[0].slot
-            self.tables.replace(layer, slots, counts, pages, max(bounds))
-        for event, its_counts, bound in zip(
-            batch.events, view.by_request(counts).unbind(), bounds, strict=True
-        ):
-            event.page_counts.append(its_counts)
-            event.max_kept = max(event.max_kept, bound)
+            self._replace(batch, there, view, selection.page_counts)
+            batch.held.clear()
         if self.observer is not None:
             values = self.pool.values(sources.body, layer).flatten(1, 2)
             self.observer.compressed(batch.events[0], layer, view, values, selection)
+
+    def _replace(
+        self, batch: EventBatch, there: EventLayers, view: LayerView, page_counts: Tensor
+    ) -> None:
+        """Puts what is kept into the page tables: [H] pages of each head."""
+        layers, num_events = there.layers, len(batch.events)
+        counts = view.by_request(page_counts).unflatten(0, (len(layers), num_events))
+        bounds = self._max_kept(batch, layers, counts)
+        for event, bound in zip(batch.events, bounds, strict=True):
+            self.tables.rows.reserve(event.slot, bound)
+        slots = batch.slots if num_events > 1 else batch.events[0].slot
+        self.tables.replace(layers, slots, page_counts, there.pages, max(bounds))
+        for event, its_counts, bound in zip(
+            batch.events, counts.unbind(dim=1), bounds, strict=True
+        ):
+            event.page_counts += its_counts.unbind()
+            event.max_kept = max(event.max_kept, bound)
 
     def finish(self, event: Event) -> None:
         """After the last layer: from now on the request's tail starts at the event."""
@@ -300,12 +354,15 @@ class EventRunner:
 
         pool.write(pages, kept_rows(keys, pool.take_keys), kept_rows(values, pool.take_values))
 
-    def _max_kept(self, batch: EventBatch, layer: int, counts: Tensor) -> list[int]:
-        """Pages of each request's longest head, of [R, num_heads].
+    def _max_kept(self, batch: EventBatch, layers: range, counts: Tensor) -> list[int]:
+        """Pages of each request's longest head, of [layers, R, num_heads].
 
         Off the CPU bounds that need no synchronisation.
         """
         if counts.device.type == "cpu":
-            longest: list[int] = counts.amax(dim=1).tolist()
+            longest: list[int] = counts.amax(dim=(0, 2)).tolist()
             return longest
-        return [min(event.layer_pages[layer], event.num_body) for event in batch.events]
+        return [
+            min(max(event.layer_pages[layers.start : layers.stop]), event.num_body)
+            for event in batch.events
+        ]

@@ -1,6 +1,6 @@
 """What a policy sees of requests' layer at their events: its pages, and what they hold.
 
-H counts the heads of all requests of a batch, one request after the other.
+H counts the heads of all requests of a batch, one request after the other, layer after layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sources:
-    """Pages that events read in one layer.
+    """Pages that events read.
 
     Attributes:
         table: [H, width] int64 page ids: each head's full pages, one behind the other,
@@ -67,103 +67,114 @@ class EventViews:
         self.windows = windows
         self.weights = weights
 
-    def sources(self, batch: EventBatch, layer: int) -> Sources:
-        """The layer's pages that events read."""
+    def sources(self, batch: EventBatch, layers: range) -> Sources:
+        """The layers' pages that events read."""
         pool = self.pool
-        heads = torch.arange(pool.num_heads, device=pool.device)
-        tail = batch.blocks[:, None] * pool.pages_per_block
-        tail = (tail + (pool.layer_offsets[layer] + heads)[:, None]).flatten(0, 1)
+        shape = (len(layers), len(batch.events), pool.num_heads)
+        heads = torch.arange(pool.num_heads, device=pool.device)[:, None]
+        offsets = pool.layer_offsets[layers.start : layers.stop].view(-1, 1, 1, 1)
+        tail = batch.blocks[:, None] * pool.pages_per_block + heads
+        tail = (tail + offsets).flatten(0, 2)
         partial = tail[:, :0]
         if batch.num_tail:
-            where = batch.num_full.expand(-1, pool.num_heads).reshape(-1, 1)
+            where = batch.num_full.expand(shape).reshape(-1, 1)
             # Those without one have any page there.
             partial = tail.gather(1, where.clamp_max(tail.shape[1] - 1))
         if not batch.resident:
             return Sources(tail, batch.num_body, partial)
         # The row holds the kept pages and, behind them, the tail's.
         width = batch.num_body + partial.shape[1]
-        rows = self.tables.gather(batch.slots, width, _only(layer))[0, :, :, :width]
-        return Sources(rows.flatten(0, 1).to(torch.int64), batch.num_body, partial)
+        rows = self.tables.gather(batch.slots, width, _slice(layers))[..., :width]
+        return Sources(rows.flatten(0, 2).to(torch.int64), batch.num_body, partial)
 
-    def view(self, batch: EventBatch, layer: int, scale: float, sources: Sources) -> LayerView:
-        """What the policy sees of the layer."""
+    def view(self, batch: EventBatch, layers: range, scale: float, sources: Sources) -> LayerView:
+        """What the policy sees of layers whose queries the batch holds."""
         pool = self.pool
-        counts = self.tables.counts[layer, batch.slots].to(torch.int64)
+        counts = self.tables.counts[_slice(layers), batch.slots].to(torch.int64)
         lengths = ((counts + batch.num_full) * pool.block_size).flatten()
         num_entries = sources.num_body * pool.block_size
-        weights = self.weights[layer]
+        first, grams = self.weights[layers.start], None
+        if first.output_gram is not None:
+            grams = _joined([self.weights[layer].output_gram for layer in layers])
         return LayerView(
-            kv=self._kv(batch, layer, sources, lengths),
-            queries=self._queries(batch, layer),
+            kv=self._kv(batch, layers, sources, lengths),
+            queries=self._held(batch, lengths),
             scale=scale,
-            layer=layer,
+            layers=layers,
             num_layers=pool.num_layers,
             block_size=pool.block_size,
-            output_weight=weights.output_weight,
-            output_gram=weights.output_gram,
-            state=self._state(batch, layer),
-            bias=self._bias(batch, layer, num_entries),
-            positions=self._positions(batch, layer, num_entries),
-            accumulated=self._received("accumulated", batch, layer, num_entries),
-            observed=self._received("observed", batch, layer, num_entries),
-            running=self._received("running", batch, layer, num_entries),
-            rotary=weights.rotary,
-            num_requests=len(batch.events),
+            output_weight=first.output_weight if len(layers) == 1 else None,
+            output_gram=grams,
+            state=self._state(batch, layers),
+            bias=self._bias(batch, layers, num_entries),
+            positions=self._positions(batch, layers, num_entries),
+            accumulated=self._received("accumulated", batch, layers, num_entries),
+            observed=self._received("observed", batch, layers, num_entries),
+            running=self._received("running", batch, layers, num_entries),
+            rotary=first.rotary,
+            num_requests=len(batch.events) * len(layers),
         )
 
-    def _kv(self, batch: EventBatch, layer: int, sources: Sources, lengths: Tensor) -> KVView:
+    def _kv(self, batch: EventBatch, layers: range, sources: Sources, lengths: Tensor) -> KVView:
         """Keys and values; of a cache in the model's type nothing is gathered yet."""
         pool, num_tail, shorter = self.pool, batch.num_tail, None
+        layer = layers.start  # whose scales they have, where numbers in pages have some
         if batch.tails is not None:
-            shorter = batch.tails.expand(-1, pool.num_heads).flatten()
+            shape = (len(layers), len(batch.events), pool.num_heads)
+            shorter = batch.tails.expand(shape).flatten()
         if isinstance(pool, InterleavedPagePool):
             whole = lengths + (num_tail if shorter is None else shorter)
             entries = pool.read_entries(sources.table, whole, layer)
             return PagedKV(lengths, num_tail, entries, sources.num_body, shorter)
         return PooledKV(lengths, num_tail, pool, layer, sources.body, sources.partial, shorter)
 
-    def _state(self, batch: EventBatch, layer: int) -> Tensor | None:
+    def _state(self, batch: EventBatch, layers: range) -> Tensor | None:
         """[H, s] policy state of heads after the former event, if there was one."""
         if not batch.resident or not batch.pipeline.state_size(self.pool.head_size):
             return None
-        runs = self.policy_state.of_heads(batch.pipeline, batch.slots, _only(layer))
+        runs = self.policy_state.of_heads(batch.pipeline, batch.slots, _slice(layers))
         size = batch.pipeline.state_size(self.pool.head_size)
-        return runs.of_layer(0, self.pool).whole(size)
+        return runs.of_all(self.pool).whole(size)
 
-    def _bias(self, batch: EventBatch, layer: int, width: int) -> Tensor | None:
+    def _bias(self, batch: EventBatch, layers: range, width: int) -> Tensor | None:
         """[H, width] biases of what the former event kept; None where there are none."""
         if not batch.resident or not batch.pipeline.weighs_entries:
             return None
-        return self._read_entries("bias", batch, layer, width)
+        return self._read_entries("bias", batch, layers, width)
 
-    def _positions(self, batch: EventBatch, layer: int, width: int) -> Tensor | None:
+    def _positions(self, batch: EventBatch, layers: range, width: int) -> Tensor | None:
         """[H, width] int64 positions of the entries that an event reads."""
         if not batch.pipeline.needs.positions:
             return None
         nth = torch.arange(width, device=self.pool.device)
         if not batch.resident:
-            return nth.expand(len(batch.events) * self.pool.num_heads, -1)
-        kept = self._read_entries("positions", batch, layer, width).long()
-        counts = self.tables.counts[layer, batch.slots].long() * self.pool.block_size
+            num_rows = len(layers) * len(batch.events) * self.pool.num_heads
+            return nth.expand(num_rows, -1)
+        kept = self._read_entries("positions", batch, layers, width).long()
+        counts = self.tables.counts[_slice(layers), batch.slots].long() * self.pool.block_size
         counts, first = counts.view(-1, 1), (batch.first_tokens - counts).view(-1, 1)
         return torch.where(nth < counts, kept, first + nth)
 
-    def _received(self, name: str, batch: EventBatch, layer: int, width: int) -> Tensor | None:
+    def _received(self, name: str, batch: EventBatch, layers: range, width: int) -> Tensor | None:
         """[H, width] what former events have added up, if there were any."""
         if not batch.resident or name not in batch.pipeline.token_state:
             return None
-        return self._read_entries(name, batch, layer, width)
+        return self._read_entries(name, batch, layers, width)
 
-    def _read_entries(self, name: str, batch: EventBatch, layer: int, width: int) -> Tensor:
+    def _read_entries(self, name: str, batch: EventBatch, layers: range, width: int) -> Tensor:
         """[H, width] policy state of entries after the former event, 0 for later ones."""
-        runs = self.policy_state.of_entries(batch.pipeline, name, batch.slots, _only(layer))
-        return runs.of_layer(0, self.pool).gathered(width)
+        runs = self.policy_state.of_entries(batch.pipeline, name, batch.slots, _slice(layers))
+        return runs.of_all(self.pool).gathered(width)
 
-    def _queries(self, batch: EventBatch, layer: int) -> Tensor:
-        """[window, H * G, D]."""
+    def _held(self, batch: EventBatch, lengths: Tensor) -> Tensor:
+        """[window, H * G, D] of all layers whose queries are held."""
         if not batch.window_size:
-            pool, num_rows = self.pool, len(batch.events) * self.pool.num_heads
-            return pool.pages.new_zeros((0, num_rows, pool.head_size), dtype=pool.dtype)
+            pool = self.pool
+            return pool.pages.new_zeros((0, len(lengths), pool.head_size), dtype=pool.dtype)
+        return _joined(batch.held, dim=1)
+
+    def queries(self, batch: EventBatch, layer: int) -> Tensor:
+        """[window, heads * G, D] that are observed in a layer (a copy)."""
         if batch.queries_at is None:
             plans = [event.plan for event in batch.events]
             ends = [(plan.request_id, plan.position) for plan in plans]
@@ -171,6 +182,9 @@ class EventViews:
         return self.windows.read(layer, batch.queries_at).flatten(1, 2)
 
 
-def _only(layer: int) -> slice:
-    """One layer."""
-    return slice(layer, layer + 1)
+def _slice(layers: range) -> slice:
+    return slice(layers.start, layers.stop)
+
+
+def _joined(parts: list[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)

@@ -1,8 +1,9 @@
 """What a policy sees and what its stages return.
 
-One request and one layer at a time. H = KV heads of this rank, G = query heads per KV head
-(query head h*G + g reads KV head h), n = padded number of entries, D = head size,
-w = observed queries. Entries are in position order; a head's valid entries come first.
+One request and one layer at a time, or several as if they were one. H = KV heads of this rank,
+G = query heads per KV head (query head h*G + g reads KV head h), n = padded number of entries,
+D = head size, w = observed queries. Entries are in position order; a head's valid entries come
+first.
 
     |<------------- n_h entries of full blocks ------------->|<-- t tail entries -->|
      may be kept or evicted                                    always kept
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from vllm_kvcompress.errors import InvariantError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,14 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LayerView:
-    """One request's cache in one layer at a compression event.
+    """One request's cache in one layer at a compression event; or several, as rows of heads.
 
     Attributes:
         kv: keys and values; full blocks may be evicted, the tail's tokens are always kept.
         queries: [w, H*G, D] rotated queries of the last w tokens, oldest first; w may be
             smaller than the policy asked for (a short prompt or chunk), and 0.
         scale: softmax scale of the model's attention.
-        layer: which layer this is, among the compressed ones.
+        layers: which layer this is, among the compressed ones; several, of one request, only for
+            policies whose events run together.
         num_layers: compressed layers of the model.
         block_size: tokens of a page.
         output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h*G + g (None unless needed).
@@ -47,13 +51,14 @@ class LayerView:
             of all events so far, this one's included once a policy reads it (None unless needed).
         observed: [H, n] fp32 how many queries that was from, likewise.
         running: [H, n] fp32 what key weights add up from event to event (None: nothing yet).
-        num_requests: R, whose heads follow one another: their events run together.
+        num_requests: R, whose heads follow one another: their events run together. Of several
+            layers each counts as a request, since it has a budget of its own.
     """
 
     kv: KVView
     queries: Tensor
     scale: float
-    layer: int
+    layers: range
     num_layers: int
     block_size: int
     output_weight: Tensor | None = None
@@ -78,13 +83,27 @@ class LayerView:
         return self.kv.valid
 
     @property
+    def layer(self) -> int:
+        """Which layer this is, where it is one.
+
+        Raises:
+            InvariantError: it is several.
+        """
+        if len(self.layers) > 1:
+            raise InvariantError(
+                f"expected one layer, got layers {self.layers.start} to {self.layers.stop - 1} "
+                "together; go through view.layers, or take `batches = True` out of the policy."
+            )
+        return self.layers.start
+
+    @property
     def num_heads(self) -> int:
         """H."""
         return self.kv.num_heads
 
     @property
     def heads_per_request(self) -> int:
-        """KV heads of the layer."""
+        """KV heads of a layer."""
         return self.num_heads // self.num_requests
 
     def by_request(self, of_heads: Tensor) -> Tensor:

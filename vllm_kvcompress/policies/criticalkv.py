@@ -133,5 +133,5 @@ class CriticalKV(Modifier, Selector):
             assert view.output_weight is not None
             return value_norms_l1(view.kv, view.output_weight, wanted)
         assert view.output_gram is not None
-        gram = view.output_gram.unflatten(0, (view.heads_per_request, -1))
+        gram = view.output_gram.unflatten(0, (len(view.layers) * view.heads_per_request, -1))
         return value_norms_l2(view.kv, gram)

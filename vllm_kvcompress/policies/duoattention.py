@@ -19,7 +19,7 @@ from vllm_kvcompress.policies.parts.profiles import (
     HOW,
     Table,
     check_finite,
-    on_device,
+    of_layers,
     read_json,
     read_text,
     rows_of_rank,
@@ -103,14 +103,12 @@ class DuoAttention(Policy):
         cap = view.by_request(torch.div(view.lengths, view.block_size, rounding_mode="floor"))
         few = (total // cap.shape[1]).clamp_max(self._few)
         least = torch.minimum(few[:, None], cap)
-        gates = self.gates[view.layer]
-        by_gate = tuple(sorted(range(len(gates)), key=lambda head: -gates[head]))
-        order = on_device(by_gate, torch.int64, cap.device)
-        room = (cap - least)[:, order]
+        order = of_layers(self.gates, view).argsort(dim=1, descending=True, stable=True)
+        room = (cap - least).gather(1, order)
         before = room.cumsum(1) - room
         left = total[:, None] - least.sum(dim=1, keepdim=True)
         more = (left - before).clamp_min(0).minimum(room)
-        return least.index_add(1, order, more).flatten()
+        return least.scatter_add(1, order, more).flatten()
 
     @property
     def _few(self) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
@@ -25,7 +24,7 @@ from vllm_kvcompress.policies.parts.profiles import (
     HOW,
     Table,
     check_finite,
-    on_device,
+    of_layers,
     read_json,
     rows_of_rank,
 )
@@ -92,8 +91,7 @@ class ByImportance(Modifier, Allocator):
 
     def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
         """[H] int64 pages of each head."""
-        shares = on_device(self.importance[view.layer], torch.float64, scores.device)
-        return divide(view, shares.repeat(view.num_requests), total, floor)
+        return divide(view, of_layers(self.importance, view).flatten(), total, floor)
 
 
 @dataclass(frozen=True)
@@ -150,12 +148,12 @@ class HeadKV(SnapKV):
 
     def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
         """[H] int64 pages of each head."""
-        parts = self._parts(view.layer)
-        wanted = total[:, None].double()
-        window = (wanted / len(parts)).clamp_max(self.window_size / self.block_size)
+        parts = of_layers({layer: self._parts(layer) for layer in view.layers}, view)
+        wanted, num_heads = total[:, None].double(), parts.shape[1]
+        window = (wanted / num_heads).clamp_max(self.window_size / self.block_size)
         # The mean of all layers that gives this layer its total.
-        mean = (wanted - window * len(parts)) / sum(parts)
-        shares = window + mean * on_device(parts, torch.float64, scores.device)
+        mean = (wanted - window * num_heads) / parts.sum(dim=1, keepdim=True)
+        shares = window + mean * parts
         return divide(view, shares.flatten(), total, floor)
 
     def _window(self, mean_pages: float) -> float:

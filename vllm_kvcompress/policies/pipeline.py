@@ -47,7 +47,8 @@ class Pipeline:
 
     @property
     def batches(self) -> bool:
-        """Whether events of several requests may run together: all parts allow it.
+        """Whether events of several requests, or layers of one, may run together: all parts allow
+        it.
 
         Said by a class of itself, and not of those that are derived from it.
         """

@@ -174,15 +174,24 @@ class GroupCompression:
             seen = self.runner.windows.destinations(observed, steps.like)
         steps.fill(compressed, common.seq_lens, common.block_table_tensor, seen)
 
-    def run_events(self, work: StepWork) -> None:
-        """The events of a step of single tokens: behind the model's forward pass, which may be a
-        replay that ran nothing of this."""
-        if not work.decodes or not work.batches:
-            return
-        assert self.decode_steps is not None
+    def finish_step(self, work: StepWork) -> None:
+        """Behind the model's forward pass: what events have kept is the requests' from now on.
+
+        In a step of single tokens the events run only now, since the pass may be a replay that ran
+        nothing of this.
+        """
+        summaries = None if self.readers is None else self.readers.summaries
         with torch.inference_mode():  # as the forward pass
-            for layer, scale in enumerate(self.decode_steps.scales):
-                work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
+            if work.decodes and work.batches:
+                assert self.decode_steps is not None
+                for layer, scale in enumerate(self.decode_steps.scales):
+                    work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
+            if summaries is not None:
+                for event in work.events:
+                    for layer in range(self.tables.pool.num_layers):
+                        summaries.fill(layer, event.kept_pages(layer))
+        for event in work.events:
+            self.runner.finish(event)
 
     def _filled_blocks(
         self, lengths: HostNumbers, num_queries: HostNumbers, block_table: Tensor
@@ -236,7 +245,3 @@ class GroupCompression:
         for repetition in work.repetitions:
             self.runner.repetitions.observe(layer, repetition, queries, scale)
         work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
-        summaries = None if self.readers is None else self.readers.summaries
-        if summaries is not None:
-            for event in work.events:
-                summaries.fill(layer, event.kept_pages(layer))

@@ -14,7 +14,7 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.compression.batch import MOST_TOKENS
+from vllm_kvcompress.compression.batch import MOST_LAYERS, MOST_TOKENS
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.compression.recent_events import RecentEvents
 from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
@@ -202,8 +202,11 @@ class WorkerCompression:
         else:
             windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
         weights = [layer_weights(layer, model, self.needs) for layer in layers]
-        most_tokens = min(MOST_TOKENS, self.vllm_config.model_config.max_model_len)
-        return EventRunner(PageTables(pool), windows, pipelines, weights, most_tokens)
+        longest = self.vllm_config.model_config.max_model_len
+        most_tokens = min(MOST_TOKENS, MOST_LAYERS * longest)
+        scales = {layer.impl.scale for layer in layers}
+        alike = len(scales) == 1 and all(each.rotates_as(weights[0]) for each in weights)
+        return EventRunner(PageTables(pool), windows, pipelines, weights, most_tokens, alike)
 
     def num_rings(self, device: torch.device) -> int:
         """Rings of last queries that are made at once.
@@ -297,9 +300,8 @@ class WorkerCompression:
         """Records the events of the step that has just run, and drops what no later one needs."""
         by_request: dict[str, list[Event]] = {}
         for group, work in self._running:
-            group.run_events(work)
+            group.finish_step(work)
             for event in work.events:
-                group.runner.finish(event)
                 by_request.setdefault(event.plan.request_id, []).append(event)
         failed = self._agree_on_failed(by_request)
         for request_id, events in by_request.items():

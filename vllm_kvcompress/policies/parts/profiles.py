@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.common.transfers import upload
-from vllm_kvcompress.policies.base import ModelHeads
+from vllm_kvcompress.policies.base import LayerView, ModelHeads
 
 Table = tuple[tuple[float, ...], ...]  # numbers by layer and head
 HOW = "`vllm-kvcompress profile` makes one for any model"
@@ -87,5 +87,12 @@ def rows_of_rank(table: Table, model: ModelHeads, per_rank: int, kind: str) -> T
 
 @lru_cache(maxsize=1024)
 def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A layer's settings as a tensor, copied once."""
+    """Settings of layers as a tensor, copied once."""
     return upload(torch.tensor(values, dtype=dtype), device)
+
+
+def of_layers(table: Table | dict[int, tuple[float, ...]], view: LayerView) -> Tensor:
+    """[R, heads] fp64 numbers of the view's heads, from those by layer and head."""
+    rows = tuple(number for layer in view.layers for number in table[layer])
+    found = on_device(rows, torch.float64, view.device).view(len(view.layers), -1)
+    return found.expand(view.num_requests, -1)

@@ -60,7 +60,7 @@ class LayerCache:
             kv=GatheredKV.of(keys[:, :num_tokens], values[:, :num_tokens], tail=tail),
             queries=self.queries[len(self.queries) - num_queries :].float(),
             scale=self.keys.shape[2] ** -0.5,
-            layer=self.layer,
+            layers=range(self.layer, self.layer + 1),
             num_layers=self.num_layers,
             block_size=BLOCK_SIZE,
             positions=self.positions[:, :num_tokens],

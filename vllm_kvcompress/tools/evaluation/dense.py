@@ -58,7 +58,7 @@ class DenseLayer:
             kv=GatheredKV.of(keys, values, tail=tail),
             queries=self.queries[max(0, num_tokens - window_size) : num_tokens],
             scale=self.scale,
-            layer=self.index,
+            layers=range(self.index, self.index + 1),
             num_layers=self.num_layers,
             block_size=BLOCK_SIZE,
             output_weight=weight.unflatten(0, (len(keys), -1)).transpose(1, 2).contiguous(),
