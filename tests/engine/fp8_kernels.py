@@ -46,12 +46,13 @@ def scales(report: dict[str, Any]) -> None:
 def writes_fp8(report: dict[str, Any]) -> None:
     """On the path for GPUs: vLLM would quantize queries, too, as it does on CUDA; torch writes.
 
-    Triton's interpreter makes 1.0 of 1.98, where 2.0 is nearest.
+    Triton's interpreter makes 1.0 of 1.98, where 2.0 is nearest. What this CPU can do is not asked.
     """
-    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends import cpu_attn, triton_attn
 
     from tests.gpu_path.torch_kernels import write_cache
 
+    cpu_attn._get_attn_isa = lambda *_: "vec"
     triton_attn.triton_reshape_and_cache_flash = write_cache
     make = triton_attn.TritonAttentionImpl.__init__
 

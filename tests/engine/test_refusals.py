@@ -193,12 +193,30 @@ def test_types_of_cache(
     settings: dict[str, Any],
     options: dict[str, Any],
     reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda: True)
     config = engine_config(llama, {**SETTINGS, **settings}, kv_cache_dtype=cache_dtype, **options)
     if reason is None:
         check_engine(config)
         return
     with pytest.raises(UnsupportedError, match=f"--kv-cache-dtype {cache_dtype}.*{reason}"):
+        check_engine(config)
+
+
+@pytest.mark.parametrize("compresses", [True, False])
+def test_cpus_whose_kernels_read_no_fp8(
+    llama: str, compresses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In vLLM's words, before a model is loaded."""
+    for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
+        monkeypatch.setattr(torch.cpu, name, lambda: False)
+    settings = SETTINGS if compresses else None
+    config = engine_config(llama, settings, kv_cache_dtype="fp8")
+    if not compresses:
+        check_engine(config)  # vLLM's own affair
+        return
+    with pytest.raises(UnsupportedError, match=r"fp8: .*AVX-512 or AMX, says vLLM; use .* auto"):
         check_engine(config)
 
 

@@ -62,26 +62,6 @@ def plugin_options(settings: Settings) -> dict[str, str]:
     )
 
 
-def is_subclass(named: object, base: type) -> bool:
-    """Whether an option of vLLM that takes a class, or its dotted path, was given a subclass.
-
-    Raises:
-        UnsupportedError: the path leads nowhere.
-    """
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-
-    found = named
-    if isinstance(named, str):
-        try:
-            found = resolve_obj_by_qualname(named)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UnsupportedError(
-                f"{named} cannot be imported ({type(error).__name__}: {error}); expected the path "
-                f"of a class, such as {base.__module__}.{base.__qualname__}."
-            ) from error
-    return isinstance(found, type) and issubclass(found, base)
-
-
 def option_loaders(name: str) -> dict[str, Callable[[str], object]]:
     """How vLLM loads what an option of `plugin_options` names; each raises where it would refuse.
 
@@ -127,6 +107,18 @@ def allow_amx() -> None:
     import torch
 
     torch.cpu._init_amx()
+
+
+def reason_against_cpu_cache(vllm_config: Any) -> str | None:
+    """Why vLLM's attention on this CPU takes no cache of this type, in its words; None: it does."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    try:
+        _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    except NotImplementedError as error:
+        return str(error)
+    return None
 
 
 # --- scheduler ---------------------------------------------------------------------------

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin import compat
@@ -42,7 +44,7 @@ def is_ours(name: str, value: object) -> bool:
     from vllm_kvcompress.vllm_plugin.worker import CompressionWorker
 
     bases = {"scheduler_cls": CompressionMixin, "worker_cls": CompressionWorker}
-    return compat.is_subclass(value, bases[name])
+    return _is_subclass(value, bases[name])
 
 
 def missing_classes(config: VllmConfig, settings: Settings) -> Iterator[str]:
@@ -61,3 +63,21 @@ def missing_classes(config: VllmConfig, settings: Settings) -> Iterator[str]:
             f"nothing would be compressed; add {option} {ours[name]} (or a subclass of it), or "
             "start with `vllm-kvcompress serve`, which gives all options that are needed."
         )
+
+
+def _is_subclass(named: object, base: type) -> bool:
+    """Whether an option of vLLM that takes a class, or its dotted path, was given a subclass.
+
+    Raises:
+        UnsupportedError: the path leads nowhere.
+    """
+    found = named
+    if isinstance(named, str):
+        try:
+            found = resolve_obj_by_qualname(named)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UnsupportedError(
+                f"{named} cannot be imported ({type(error).__name__}: {error}); expected the path "
+                f"of a class, such as {base.__module__}.{base.__qualname__}."
+            ) from error
+    return isinstance(found, type) and issubclass(found, base)

@@ -54,12 +54,15 @@ def reasons_against(vllm_config: VllmConfig, settings: Settings) -> Iterator[str
             "use --kv-cache-dtype fp8 or auto, or serve without --kv-policy."
         )
         return
+    on_cpu = vllm_config.device_config.device_type == "cpu"
+    if on_cpu and (reason := compat.reason_against_cpu_cache(vllm_config)) is not None:
+        yield f"{option}: {reason.rstrip('.')}, says vLLM; use --kv-cache-dtype auto."
     if cache.kv_cache_dtype_skip_layers:
         yield (
             f"{option} with --kv-cache-dtype-skip-layers: pages of layers in another type are of "
             "another size, and any head may own any page; remove one of the two."
         )
-    if given == "fp8_e5m2" and vllm_config.device_config.device_type != "cpu":
+    if given == "fp8_e5m2" and not on_cpu:
         yield (
             f"{option}: vLLM's Triton attention writes fp8_e4m3 whichever of the two is named; use "
             "--kv-cache-dtype fp8."
