@@ -98,6 +98,22 @@ def test_members_that_replace_vllms_are_known(installed: Reliance) -> None:
     assert installed.replacing() == names.REPLACING, "change REPLACING in the same way"
 
 
+def test_the_page_in_docs_names_all_that_is_looked_up(installed: Reliance) -> None:
+    page = (ROOT / "docs" / "vllm-versions.md").read_text()
+    listed: dict[tuple[str, str], set[str]] = {}
+    for part in page.split("\n### ")[1:]:
+        kind = part.splitlines()[0].lower()
+        for owner, names_there in re.findall(r"^\| `([^`]+)` \| (.*?) \|", part, re.MULTILINE):
+            listed[kind, owner] = set(re.findall(r"`([^`]+)`", names_there))
+    missing = [
+        found
+        for found in installed.findings.values()
+        if found.name
+        and found.name not in listed.get((found.kind, found.owner.removeprefix("vllm.")), set())
+    ]
+    assert missing == [], "write it anew: scripts/check_vllm.py --markdown"
+
+
 OURS = """
 from vllm.engine import Engine, helper
 
