@@ -82,6 +82,11 @@ def test_adakv_divides_what_pyramidkv_gives_to_each_layer() -> None:
         ("snapkv+criticalkv", {}, Needs(window_size=32, output_gram=True)),
         ("snapkv+obcache", {}, Needs(window_size=32, values=True, plain_logits=True)),
         (
+            "kvmerger",
+            {"stride": 4},
+            Needs(256, values=True, plain_logits=True, accumulated=True, stride=4),
+        ),
+        (
             "h2o",
             {"normalize_by_count": "on"},
             Needs(256, accumulated=True, observed=True, stride=2),

@@ -17,7 +17,7 @@ from vllm_kvcompress.policies.merging.groups import (
 )
 from vllm_kvcompress.policies.parts.allocation import divide
 from vllm_kvcompress.policies.parts.draws import uniform_draws
-from vllm_kvcompress.policies.parts.mass import accumulated_mass
+from vllm_kvcompress.policies.parts.mass import accumulated_mass, stride_of_sums
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class KVMerger(GroupMerging):
     )
     summary = "Neighbours of similar keys become one entry that stands for all of them."
     stages = Stages(
-        score="attention accumulated over the last window_size queries of every event",
+        score="attention accumulated over one in stride of the last window_size queries of every "
+        "event",
         protect="recent tokens, and those of the highest score",
         allocate="the same for every layer and head, or heads by how little of them can be merged",
         select="links of the highest cosine between neighbouring keys",
@@ -79,10 +80,11 @@ class KVMerger(GroupMerging):
         choices=("lossless", "mean", "paper"),
     )
     merge_space: str = parameter("rotated", MERGE_SPACE, choices=("rotated", "unrotated"))
+    stride: int = stride_of_sums()
 
     @property
     def needs(self) -> Needs:
-        return replace(super().needs, accumulated=True)
+        return replace(super().needs, accumulated=True, stride=self.stride)
 
     @property
     def protection(self) -> Protection:
