@@ -259,16 +259,19 @@ def nearest(entries: Any, kept: list[list[bool]]) -> tuple[list[Vector], list[li
 
 
 def perturbation(
-    entries: Any, num_tail: int, queries: Any, scale: float, variant: str
+    entries: Any, num_tail: int, queries: Any, scale: float, variant: str, stride: int = 1
 ) -> list[list[float]]:
-    """[S][capacity]: squared change of the window's outputs without an entry, summed."""
+    """[S][capacity]: squared change of the window's outputs without an entry, summed.
+
+    Of `stride` queries one counts, from the last one back.
+    """
     keys, values = rows_of(entries, 0), rows_of(entries, 1)
     group = queries.shape[1] // len(keys)
     rows = queries.double().tolist()
     found = []
     for s in range(len(keys)):
         total = [0.0] * entries.capacity
-        for i in range(len(rows)):
+        for i in range(len(rows) - 1, -1, -stride):
             visible = max(0, len(keys[s]) - (len(rows) - 1 - i))
             for g in range(group):
                 query = rows[i][s * group + g]

@@ -19,23 +19,31 @@ VARIANTS = ["value", "key", "joint"]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("num_tail", [0, 2, 3])
-def test_twin_is_the_oracle(num_tail: int, variant: str) -> None:
+@pytest.mark.parametrize(("num_tail", "stride"), [(0, 1), (2, 1), (3, 1), (2, 2), (0, 3)])
+def test_twin_is_the_oracle(num_tail: int, stride: int, variant: str) -> None:
     """A head shorter than the window, too."""
     entries = make_entries([3, 17, 8], block_size=4, head_size=8)
     queries = random(5, 6, 8)
-    changes = reference.window_perturbation(PagedKV.of(entries, num_tail), queries, 0.3, variant)
-    expected = oracles.perturbation(entries, num_tail, queries, 0.3, variant)
+    how = (queries, 0.3, variant, stride)
+    changes = reference.window_perturbation(PagedKV.of(entries, num_tail), *how)
+    expected = oracles.perturbation(entries, num_tail, *how)
     assert_close(changes, torch.tensor(expected), torch.float32)
     assert changes.any()
 
 
 def check(
-    backend: Backend, entries: PagedEntries, num_tail: int, window: int, group: int, variant: str
+    backend: Backend,
+    entries: PagedEntries,
+    num_tail: int,
+    window: int,
+    group: int,
+    variant: str,
+    stride: int = 1,
 ) -> None:
     num_heads = entries.num_sequences
     queries = random(window, num_heads * group, entries.head_size, dtype=backend.dtype)
-    arguments = (PagedKV.of(entries, num_tail), queries, entries.head_size**-0.5, variant)
+    view, scale = PagedKV.of(entries, num_tail), entries.head_size**-0.5
+    arguments = (view, queries, scale, variant, stride)
     expected = backend.twin(reference.window_perturbation, *arguments)
     changes = backend.call(PERTURBATION, *arguments)
     size = expected.amax(dim=1, keepdim=True).clamp_min(1e-30)
@@ -62,9 +70,23 @@ def test_more_rows_than_a_program_takes(backend: Backend) -> None:
     check(backend, make_entries([50, 33], dtype=backend.dtype), 3, 45, 4, "joint")
 
 
+def test_one_query_of_some_counts(backend: Backend) -> None:
+    """Before all entries of a head, too; a window that is no multiple of the stride."""
+    check(backend, make_entries([50, 33], dtype=backend.dtype), 3, 45, 2, "joint", stride=4)
+
+
 def test_more_entries_than_a_split_has(backend: Backend) -> None:
     """Outputs of several programs become one; the second head lies in the first split."""
     check(backend, make_entries([2100, 30], dtype=backend.dtype), 4, 3, 2, "key")
+
+
+def test_no_change_is_negative() -> None:
+    """Where an entry is all that is seen, the output is its value, but for rounding."""
+    entries = make_entries([1] * 50, block_size=4, head_size=8)
+    changes = reference.window_perturbation(PagedKV.of(entries), random(1, 50, 8), 2.0, "key")
+    assert (changes >= 0).all()
+    assert (changes < 0.01).all()
+    assert changes.any()
 
 
 def test_no_queries(backend: Backend) -> None:

@@ -313,17 +313,19 @@ def all_of(view: LayerView) -> torch.Tensor:
     return torch.ones(view.valid.shape, dtype=torch.bool)
 
 
+@pytest.mark.parametrize("head_bytes", [1, 4 * 200])
 @pytest.mark.parametrize("variant", ["joint", "value", "key"])
 def test_tiles_do_not_change_the_perturbation(
-    monkeypatch: pytest.MonkeyPatch, variant: str
+    monkeypatch: pytest.MonkeyPatch, variant: str, head_bytes: int
 ) -> None:
+    """Of a query each, and of several."""
     view = make_view(Shape((9, 5), tail=3), 9)
 
     def scores() -> torch.Tensor:
         return OBCache(variant, window_size=9).score(view)
 
     whole = scores()
-    monkeypatch.setattr(tiles, "TILE_BYTES", 1)
+    monkeypatch.setattr(tiles, "HEADS_BYTES", head_bytes)
     assert torch.allclose(scores(), whole, atol=1e-5)
 
 

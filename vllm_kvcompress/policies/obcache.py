@@ -16,7 +16,7 @@ class OBCache(Modifier):
     The group is summed before pooling.
 
     Attributes:
-        window_size, kernel_size, pooling: as the policy underneath has them.
+        window_size, kernel_size, pooling, stride: as the policy underneath has them.
     """
 
     name = "obcache"
@@ -40,9 +40,10 @@ class OBCache(Modifier):
     window_size: int = 32
     kernel_size: int = 1
     pooling: str = "max"
+    stride: int = 1
 
     def modify(self, base: Pipeline) -> Pipeline:
-        theirs = ("window_size", "kernel_size", "pooling")
+        theirs = ("window_size", "kernel_size", "pooling", "stride")
         given = {name: base.params[name] for name in theirs if name in base.params}
         return replace(base, scorer=replace(self, **given))
 
@@ -52,5 +53,5 @@ class OBCache(Modifier):
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 pooled perturbations."""
-        raw = window_perturbation(view.kv, view.queries, view.scale, self.variant)
+        raw = window_perturbation(view.kv, view.queries, view.scale, self.variant, self.stride)
         return pool_left_of_window(view, raw, self.kernel_size, self.pooling)

@@ -29,14 +29,17 @@ def mass(head: Head, stride: int = 1) -> Vector:
     return [value / max(1, count) for value in total]
 
 
-def perturbation(head: Head, variant: str) -> Vector:
-    """OBCache: squared change of the window's outputs, summed over queries and group."""
+def perturbation(head: Head, variant: str, stride: int = 1) -> Vector:
+    """OBCache: squared change of the window's outputs, summed over queries and group.
+
+    Of one query in `stride` from the last on.
+    """
     keys, values = head.keys + head.tail_keys, head.values + head.tail_values
     window, columns = len(head.queries), range(len(values[0]))
     total = [0.0] * head.size
     for i, members in enumerate(head.queries):
         visible = len(keys) - (window - 1 - i)
-        if visible <= 0:
+        if visible <= 0 or (window - 1 - i) % stride:
             continue
         for query in members:
             logits = [head.scale * dot(query, key) for key in keys[:visible]]

@@ -20,7 +20,8 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
     if base == "keydiff":
         return [keydiff(head, params["anchor"], params["metric"]) for head in heads]
     if "obcache" in policy:
-        changes = [perturbation(head, params["variant"]) for head in heads]
+        stride = params.get("stride", 1)
+        changes = [perturbation(head, params["variant"], stride) for head in heads]
         if base == "h2o":
             return changes
         return [

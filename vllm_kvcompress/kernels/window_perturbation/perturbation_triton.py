@@ -38,7 +38,7 @@ from vllm_kvcompress.kernels.common.window_rows_triton import (
 VARIANTS = ("value", "key", "joint")
 
 
-@kernel(*CHANGING, "num_splits", "num_tiles")
+@kernel(*CHANGING, "spacing", "num_splits", "num_tiles")
 def _pieces_kernel(
     queries,
     pages,
@@ -51,6 +51,7 @@ def _pieces_kernel(
     num_tiles,
     stride_w,
     stride_h,
+    spacing,
     page_stride,
     table_stride,
     log2_scale,
@@ -75,7 +76,7 @@ def _pieces_kernel(
         length,
         stride_w,
         stride_h,
-        1,
+        spacing,
         GROUP,
         ROWS,
         HEAD_SIZE,
@@ -146,7 +147,7 @@ def _squared_changes(in_base_2, output, values, squares, VARIANT: tl.constexpr):
     return change
 
 
-@kernel(*CHANGING, "capacity")
+@kernel(*CHANGING, "spacing", "capacity")
 def _change_kernel(
     queries,
     pages,
@@ -160,6 +161,7 @@ def _change_kernel(
     capacity,
     stride_w,
     stride_h,
+    spacing,
     page_stride,
     table_stride,
     log2_scale,
@@ -200,7 +202,7 @@ def _change_kernel(
                 length,
                 stride_w,
                 stride_h,
-                1,
+                spacing,
                 GROUP,
                 ROWS,
                 HEAD_SIZE,
@@ -260,8 +262,8 @@ class _Launch(NamedTuple):
     options: dict[str, int]
 
     @classmethod
-    def of(cls, entries: PagedEntries, queries: Tensor, scale: float) -> Self:
-        """For queries [window, query heads, D]."""
+    def of(cls, entries: PagedEntries, queries: Tensor, scale: float, spacing: int) -> Self:
+        """For queries [window, query heads, D], which are so many positions apart."""
         group = queries.shape[1] // entries.num_sequences
         num_rows = queries.shape[0] * group
         most = query_rows(num_rows)
@@ -274,14 +276,17 @@ class _Launch(NamedTuple):
             num_warps=4 if most < MOST_ROWS else 8,
         )
         tables = (entries.pages.stride(0), entries.page_table.stride(0))
-        strides = (queries.stride(0), queries.stride(1), *tables)
+        strides = (queries.stride(0), queries.stride(1), spacing, *tables)
         first = (queries, entries.pages, entries.page_table, entries.flat_lengths)
         return cls(entries, most, num_rows, first, strides, scale * LOG2_E, options)
 
 
-def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: str) -> Tensor:
+def window_perturbation(
+    view: KVView, queries: Tensor, scale: float, variant: str, stride: int = 1
+) -> Tensor:
     """As `reference.window_perturbation`, in Triton."""
     entries = paged(view).entries
+    queries = queries[(len(queries) - 1) % stride :: stride]
     check_window(entries, queries)
     expect(
         variant in VARIANTS,
@@ -293,7 +298,7 @@ def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: st
     changes = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
     if changes.numel() == 0 or queries.shape[0] == 0:
         return changes[:, : view.capacity]
-    launch = _Launch.of(entries, queries, scale)
+    launch = _Launch.of(entries, queries, scale, stride)
     outputs, lse = _attended(launch)
     outputs = outputs.to(queries.dtype)
 

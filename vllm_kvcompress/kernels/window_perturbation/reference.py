@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.tiles import finite, head_slices, tile_bytes
-from vllm_kvcompress.kernels.common.window_columns import HIDDEN, WindowColumns, by_head
+from vllm_kvcompress.kernels.common.tiles import (
+    cached_bytes,
+    exact_bf16_products,
+    finite,
+    head_slices,
+)
+from vllm_kvcompress.kernels.common.window_columns import WindowColumns, by_head
+
+TILE_QUERIES = 64  # at most, so that earlier ones leave out columns that only later ones see
 
 
-def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: str) -> Tensor:
+def window_perturbation(
+    view: KVView, queries: Tensor, scale: float, variant: str, stride: int = 1
+) -> Tensor:
     """Squared change of the outputs of the last queries, to second order, per entry.
 
     With the logit e, the weight A and the output o of a query: `value` A^2 |v|^2, `key`
@@ -22,53 +33,79 @@ def window_perturbation(view: KVView, queries: Tensor, scale: float, variant: st
         queries: [w, H * G, D] last queries, oldest first, in the cache's type.
         scale: softmax scale.
         variant: value, key or joint.
+        stride: of so many queries one counts, from the last one back.
 
     Returns:
         [H, n] fp32, not negative; 0 behind the lengths. Zeros if w is 0.
     """
-    num_heads, num_entries = view.num_heads, view.capacity
-    num_queries = queries.shape[0]
+    queries = queries[(len(queries) - 1) % stride :: stride]
+    num_heads, num_entries, num_queries = view.num_heads, view.capacity, len(queries)
     result = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=view.device)
     if num_queries == 0 or num_entries == 0:
         return result
-    group = queries.shape[1] // num_heads
-    grouped = by_head(queries, num_heads)
-    columns = WindowColumns.of(view, range(num_queries - 1, -1, -1))
-    row_size = group * columns.num_columns
-    slices = head_slices(num_heads, 4 * 4 * num_queries * row_size, view.device)
-    tile = max(1, tile_bytes(view.device) // (4 * 4 * row_size * slices[0].stop))
+    grouped, group = by_head(queries, num_heads), queries.shape[1] // num_heads
+    columns = WindowColumns.of(view, range((num_queries - 1) * stride, -1, -stride))
+    row_bytes = 4 * group * columns.num_columns
+    at_once = min(num_queries, TILE_QUERIES)
+    slices = head_slices(num_heads, at_once * row_bytes, view.device)
+    at_once = min(at_once, max(1, cached_bytes(view.device) // (row_bytes * slices[0].stop)))
+    at_once = -(-num_queries // -(-num_queries // at_once))  # tiles of one size
     keys, values = view.keys(), view.values()
+    exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
     tail_keys, tail_values = view.tail_keys(), view.tail_values()
+    room = result.new_empty(slices[0].stop * at_once * row_bytes // 4)
     for heads in slices:
         valid = view.valid[heads]
         seen_keys = columns.seen(heads, finite(keys[heads], valid), tail_keys[heads])
         seen_values = columns.seen(heads, finite(values[heads], valid), tail_values[heads])
-        squares = seen_values.square().sum(dim=2)
-        sums = result.new_zeros(len(squares), 1, columns.num_columns)
-        for start in range(0, num_queries, tile):
-            rows = slice(start, min(start + tile, num_queries))
-            out = result.new_empty(len(seen_keys) * (rows.stop - start) * row_size)
-            logits = columns.logits(heads, rows, grouped[heads], seen_keys, scale, out)
-            num_seen = logits.shape[2]
+        sums = _Sums.zeros(seen_values)
+        for start in range(0, num_queries, at_once):
+            rows = slice(start, min(start + at_once, num_queries))
+            with exact_bf16_products(exact):
+                logits = columns.logits(heads, rows, grouped[heads], seen_keys, scale, room)
             seeing = columns.seeing[heads, rows].repeat_interleave(group, dim=1)
-            weights = torch.softmax(logits, dim=2) * seeing[:, :, None]
-            logits.masked_fill_(logits <= HIDDEN / 2, 0)
-            some, lengths = seen_values[:, :num_seen], squares[:, :num_seen]
-            change = _change(logits, weights @ some, some, lengths, variant)
-            sums[:, 0, :num_seen] += (weights.square_() * change).sum(dim=1)
-        result[heads] = columns.fold(heads, sums)[:, 0]
+            weights = torch.softmax(logits, dim=2).mul_(seeing[:, :, None])
+            sums.add(logits, weights, seen_values, variant)
+        result[heads] = columns.fold(heads, sums.total(seen_values)[:, None])[:, 0]
     return result
 
 
-def _change(
-    logits: Tensor, outputs: Tensor, values: Tensor, squares: Tensor, variant: str
-) -> Tensor:
-    """[heads, rows, n] squared change for a weight of 1: |a v + b o|^2, b = -e or 0."""
-    squares = squares[:, None]
-    if variant == "value":
-        return squares.expand_as(logits)
-    of_value = logits if variant == "key" else 1 + logits
-    along = outputs @ values.mT
-    lengths = outputs.square().sum(dim=2, keepdim=True)
-    change = of_value.square() * squares - 2 * of_value * logits * along
-    return (change + logits.square() * lengths).clamp_min_(0)
+@dataclass(frozen=True)
+class _Sums:
+    """What |p v - q o|^2, added up over queries, is made of; p and q differ by variant.
+
+    Attributes:
+        of_values: [heads, 1, C] p^2, that values' own squares are multiplied with.
+        of_outputs: [heads, 1, C] q^2 |o|^2.
+        between: [heads, C, D] p q o.
+    """
+
+    of_values: Tensor
+    of_outputs: Tensor
+    between: Tensor
+
+    @classmethod
+    def zeros(cls, values: Tensor) -> _Sums:
+        shape = (len(values), 1, values.shape[1])
+        return cls(values.new_zeros(shape), values.new_zeros(shape), torch.zeros_like(values))
+
+    def add(self, logits: Tensor, weights: Tensor, values: Tensor, variant: str) -> None:
+        """Some queries': both are [heads, rows, at most C], and are overwritten."""
+        num_seen = logits.shape[2]
+        ones = weights.new_ones(1, 1, 1).expand(*weights.shape[:2], 1).mT
+        if variant == "value":
+            self.of_values[..., :num_seen].baddbmm_(ones, weights.square_())
+            return
+        outputs = weights @ values[:, :num_seen]
+        lengths = outputs.square().sum(dim=2)[:, None]
+        by_logit = logits.mul_(weights)  # 0 where a logit is hidden
+        of_value = weights.add_(by_logit) if variant == "joint" else by_logit
+        both = of_value * by_logit
+        self.between[:, :num_seen].baddbmm_(both.mT, outputs)
+        self.of_values[..., :num_seen].baddbmm_(ones, torch.mul(of_value, of_value, out=weights))
+        self.of_outputs[..., :num_seen].baddbmm_(lengths, by_logit.square_())
+
+    def total(self, values: Tensor) -> Tensor:
+        """[heads, C] of all queries."""
+        own = self.of_values[:, 0] * values.square().sum(dim=2) + self.of_outputs[:, 0]
+        return (own - 2 * (self.between * values).sum(dim=2)).clamp_min_(0)
