@@ -66,8 +66,8 @@ class Settings:
             their tokens; where the prefix cache has these too: reuse (go on from what is kept),
             anew (compress all of them together) or auto. None: keep nothing.
         attention: kernels for attention on GPUs: vLLM's flash or triton; own: this package's for
-            compressed requests, and for all where each has one token; auto: as this package
-            sees fit.
+            compressed requests, and for all where each has one token; auto: these where that
+            gives CUDA graphs of whole steps, else vLLM's.
         read: how much of what is held a decode step reads, such as quest:0.25; None: everything.
         read_min_tokens: heads with fewer tokens read everything; None: the default.
         min_request_read: fraction from which on up to 1 a request may ask for; None: none may.

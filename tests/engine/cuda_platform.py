@@ -42,6 +42,18 @@ ATTENTION = {
         backend_per_kind={"full_attention": AttentionBackendEnum.FLASH_ATTN},
     ),
 }
+AND_KERNELS = (("adakv", "auto"), ("adakv", "own"), ("adakv", "flash"), ("momentkv", "auto"))
+EAGER, CAPPED = {"enforce_eager": True}, {"hf_overrides": {"attn_logit_softcapping": 50.0}}
+KERNELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "auto": ({}, {}),
+    "auto, eager": ({}, EAGER),
+    "auto, piecewise": ({}, {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}),
+    "auto, read": ({"read": "quest:0.5"}, {}),
+    "auto, fp8": ({}, {"kv_cache_dtype": "fp8"}),
+    "auto, capped": ({}, CAPPED),
+    "triton": ({"attention": "triton"}, {}),
+    "own, eager": ({"attention": "own"}, EAGER),
+}
 
 
 def main() -> None:
@@ -64,11 +76,13 @@ def main() -> None:
         f"{policy} {attention} {kernels} {runner}": cuda_graphs(
             sys.argv[1], Settings(policy, 0.25, attention=attention), kernels, runner
         )
-        for policy, attention in (("adakv", "auto"), ("adakv", "own"), ("momentkv", "own"))
+        for policy, attention in AND_KERNELS
         for kernels in ("flash", "triton")
         for runner in ("V2", "V1")
     }
-    print(json.dumps({"options": options, "parents": parents, "said": said, "graphs": graphs}))
+    own = {how: takes_own(sys.argv[1], *given) for how, given in KERNELS.items()}
+    found = {"options": options, "parents": parents, "said": said}
+    print(json.dumps({**found, "graphs": graphs, "own_kernels": own}))
 
 
 def registered(config: Any, attention: AttentionConfig, kernels: str = "flash") -> str:
@@ -81,16 +95,26 @@ def registered(config: Any, attention: AttentionConfig, kernels: str = "flash") 
     return AttentionBackendEnum.CUSTOM.get_path()
 
 
-def cuda_graphs(model: str, settings: Settings, kernels: str, runner: str) -> list[str]:
-    """What vLLM would capture by default, and what it makes of it for our backend."""
-    ours = {"policy": settings.policy, "budget": 0.25, "attention": settings.attention}
-    given: Any = {**plugin_options(settings), "additional_config": {"kvcompress": ours}}
+def compression(
+    model: str, settings: Settings, runner: str = "V2", **engine: Any
+) -> tuple[Any, WorkerCompression]:
+    """vLLM's configuration with CUDA's defaults, and what a worker makes of it."""
+    ours = {"kvcompress": settings.to_dict()}
+    given: Any = {**plugin_options(settings), "additional_config": ours, **engine}
     given["logits_processors"] = [given["logits_processors"]]
     config = EngineArgs(model, **given).create_engine_config()
-    backend: Any = pkgutil.resolve_name(registered(config, config.attention_config, kernels))
     # Not before: vLLM makes no configuration for V2 without Triton.
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
-    CompressedBackend.compression = WorkerCompression(config, settings)
+    try:
+        return config, WorkerCompression(config, settings)
+    finally:
+        del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
+
+
+def cuda_graphs(model: str, settings: Settings, kernels: str, runner: str) -> list[str]:
+    """What vLLM would capture by default, and what it makes of it for our backend."""
+    config, CompressedBackend.compression = compression(model, settings, runner)
+    backend: Any = pkgutil.resolve_name(registered(config, config.attention_config, kernels))
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     spec = CompressedAttentionSpec.from_full_attention(full, settings, ())
     compilation = config.compilation_config
@@ -101,8 +125,12 @@ def cuda_graphs(model: str, settings: Settings, kernels: str, runner: str) -> li
         use_v2_model_runner=runner == "V2",
         max_num_reqs=config.scheduler_config.max_num_seqs,
     )
-    del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
     return [wanted, found.name]
+
+
+def takes_own(model: str, settings: dict[str, Any], engine: dict[str, Any]) -> bool:
+    """Whether this package's kernels attend for every compressed request."""
+    return compression(model, Settings("adakv", 0.25, **settings), **engine)[1].own_kernels
 
 
 if __name__ == "__main__":

@@ -47,11 +47,23 @@ def test_whole_steps_are_captured_where_one_kernel_takes_all_requests(
 ) -> None:
     """By default vLLM captures whole decoding steps; in pieces only what its kernels attend for,
     what takes more than keys and values, and with model runner V1."""
-    assert len(on_cuda["graphs"]) == 12
+    assert len(on_cuda["graphs"]) == 16
     for how, modes in on_cuda["graphs"].items():
-        full = how in ("adakv own flash V2", "adakv own triton V2")
+        policy, attention, _, runner = how.split()
+        full = policy == "adakv" and attention != "flash" and runner == "V2"
         found = "FULL_AND_PIECEWISE" if full else "PIECEWISE"
         assert modes == ["FULL_AND_PIECEWISE", found], how
+
+
+def test_kernels_are_this_packages_where_that_gives_graphs_of_whole_steps(
+    on_cuda: dict[str, Any],
+) -> None:
+    """Unless others are named; nothing that refuses --kv-attention own is refused for it."""
+    assert {how: takes for how, takes in on_cuda["own_kernels"].items() if takes} == {
+        "auto": True,
+        "own, eager": True,
+    }
+    assert len(on_cuda["own_kernels"]) == 8
 
 
 @pytest.mark.parametrize("named", ["none", "FLASHINFER", "CUSTOM, FLASH_ATTN"])

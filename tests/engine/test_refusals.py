@@ -282,9 +282,9 @@ def test_policies_whose_formulas_leave_caps_out(tmp_path: Path) -> None:
         layer = Attention(4, 32, 1.0, 2, prefix="layers.0.attn", logits_soft_cap=50.0)
     pipelines = resolve_settings(Settings.from_dict(settings))
     with pytest.raises(UnsupportedError, match=r"layers.0.attn caps its attention logits"):
-        check_layer(layer, Settings.from_dict(settings), pipelines)
-    with pytest.raises(UnsupportedError, match=r"layers.0.attn.*remove --kv-attention own"):
-        check_layer(layer, own, {})
+        check_layer(layer, False, pipelines)
+    with pytest.raises(UnsupportedError, match=r"layers.0.attn.*with --kv-attention triton"):
+        check_layer(layer, True, {})
 
 
 @pytest.mark.parametrize(("option", "setting"), [("contexts", True), ("conversations", "reuse")])

@@ -79,6 +79,7 @@ def captured(report: dict[str, Any]) -> None:
     from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
     from vllm_kvcompress.attention import decode_steps
+    from vllm_kvcompress.vllm_plugin import gpu_worker
 
     count_steps(report)
     report["replays"], report["launches"] = Counter(), Counter()
@@ -92,11 +93,15 @@ def captured(report: dict[str, Any]) -> None:
     )
     for owner, name in kernels:
         setattr(owner, name, launched(getattr(owner, name)))
+    start = gpu_worker.CompressionGPUWorker.__init__
     initialize = model_runner.GPUModelRunner.initialize_kv_cache
+
+    def as_on_cuda(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        start(self, vllm_config, *args, **kwargs)
 
     def with_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
         config = self.compilation_config
-        config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = SIZES, max(SIZES)
         for layer in config.static_forward_context.values():
             layer.use_direct_call = True
@@ -117,6 +122,7 @@ def captured(report: dict[str, Any]) -> None:
         report["replays"][desc.num_tokens] += 1
         self.graphs[desc].replay()
 
+    gpu_worker.CompressionGPUWorker.__init__ = as_on_cuda
     model_runner.GPUModelRunner.initialize_kv_cache = with_graphs
     cudagraph_utils.CudaGraphManager.capture = capture
     cudagraph_utils.CudaGraphManager.run_fullgraph = replay

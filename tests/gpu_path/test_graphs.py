@@ -49,7 +49,7 @@ def test_replays_are_the_steps_that_they_stand_for(
     report = run_gpu_path(
         llama,
         requests(),
-        settings={**settings, "attention": "own"},
+        settings=settings,
         record_kept=True,
         asynchronous=name != "pressure",  # or room is looked for in other steps
         probes=["tests.gpu_path.graphs:captured"],
@@ -82,7 +82,7 @@ def test_queries_of_lone_last_tokens_count(llama: str, run_gpu_path: Run) -> Non
             [request("lone", other, 1)],
             [request("first", prompt(100, seed=8), 1), request("again", other, 1, salt="salt")],
         ],
-        settings={"policy": "snapkv", "budget": 0.3, "attention": "own", "reuse_contexts": True},
+        settings={"policy": "snapkv", "budget": 0.3, "reuse_contexts": True},
         record_kept=True,
         probes=["tests.gpu_path.graphs:captured"],
         enforce_eager=False,

@@ -128,7 +128,8 @@ def _add_gpu_options(group: argparse._ArgumentGroup) -> None:
         "--kv-attention",
         metavar="K",
         help="kernels for attention on GPUs: flash or triton (vLLM's), own (this package's, for "
-        "compressed requests, and with CUDA graphs of whole decode steps), or auto (default)",
+        "compressed requests, and with CUDA graphs of whole decode steps), or auto (default): own "
+        "where it gives such graphs, else vLLM's",
     )
 
 

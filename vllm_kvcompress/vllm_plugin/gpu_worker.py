@@ -36,9 +36,11 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         kernels = kernels_for(vllm_config, settings.attention)
         use_gpu_backend(vllm_config, kernels)
         logger.info("Attention with compression, on vLLM's %s kernels.", kernels)
-        if self.compression.reason_for_pieces is not None:
-            reason = self.compression.reason_for_pieces
-            logger.info("CUDA graphs are piecewise, without attention: %s.", reason)
+        reason = self.compression.reason_for_pieces
+        if reason is None:
+            logger.info("Steps of single tokens take this package's, as whole CUDA graphs.")
+        else:
+            logger.info("No CUDA graph is of a whole decode step: %s.", reason)
 
     def leave_attention(self, vllm_config: VllmConfig) -> None:
         """As if the backend CUSTOM, which is nobody's then, had not been asked for."""

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+
+def caps_logits(model: ModelConfig) -> bool:
+    """Whether a model's configuration says that its attention caps logits."""
+    return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
 
 def check_groups(
@@ -44,8 +51,13 @@ def check_groups(
             )
 
 
-def check_layer(layer: Any, settings: Settings, pipelines: Mapping[str, Pipeline]) -> None:
+def check_layer(layer: Any, own_kernels: bool, pipelines: Mapping[str, Pipeline]) -> None:
     """Refuses attention that cannot be computed per head, or not by what is to compute it.
+
+    Args:
+        layer: vLLM's.
+        own_kernels: this package's attend for requests that are compressed by any policy.
+        pipelines: the policies.
 
     Raises:
         UnsupportedError: says which feature is in the way, and which choice is left.
@@ -63,10 +75,10 @@ def check_layer(layer: Any, settings: Settings, pipelines: Mapping[str, Pipeline
         )
     if not impl.logits_soft_cap:
         return
-    if settings.attention == "own":
+    if own_kernels:
         raise UnsupportedError(
             f"{name} caps its attention logits, which this package's kernels do not; "
-            "remove --kv-attention own."
+            "take vLLM's with --kv-attention triton."
         )
     for pipeline in pipelines.values():
         if pipeline.needs.plain_logits:

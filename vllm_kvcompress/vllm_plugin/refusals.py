@@ -16,6 +16,7 @@ from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
 from vllm_kvcompress.vllm_plugin import quantized
+from vllm_kvcompress.vllm_plugin.layer_refusals import caps_logits
 from vllm_kvcompress.vllm_plugin.needed_classes import missing_classes
 
 if TYPE_CHECKING:
@@ -133,7 +134,7 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
 
 def _reasons_of_policies(model: ModelConfig, settings: Settings) -> Iterator[str]:
     """Yields a sentence for every policy that this model is not for."""
-    if not getattr(model.hf_text_config, "attn_logit_softcapping", None):
+    if not caps_logits(model):
         return
     if settings.attention == "own":
         yield (

@@ -58,8 +58,9 @@ class WorkerCompression:
         groups: by vLLM's group number.
         group_of_layer: the same by vLLM's names of layers.
         recent_events: the last ones.
-        reason_for_pieces: why attention runs between piecewise CUDA graphs; None: those that vLLM
-            captures are of whole decode steps.
+        reason_for_pieces: why attention is no part of CUDA graphs; None: those that vLLM captures
+            are of whole decode steps.
+        own_kernels: whether this package's attend for every compressed request.
         most_sequences: of a step, one per KV head of each compressed request, that vLLM's kernels
             take without waiting for the longest; None: any number.
         checks: of the debug mode; None: it is off.
@@ -70,6 +71,7 @@ class WorkerCompression:
         self.settings = settings
         self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
         self.reason_for_pieces = reason_for_pieces(vllm_config, settings, self.pipelines.values())
+        self.own_kernels = settings.attention == "own" or self.reason_for_pieces is None
         self.groups: dict[int, GroupCompression] = {}
         self.group_of_layer: dict[str, GroupCompression] = {}
         self.recent_events = RecentEvents()
@@ -91,11 +93,11 @@ class WorkerCompression:
         """Whether this package's kernels attend for a step's compressed requests.
 
         Since attention is more than vLLM's kernels give, or these would wait for the longest of so
-        many sequences, or the user wants it.
+        many sequences, or they attend for all.
         """
         policies_need_it = any(p.needs_biased_attention for p in self.pipelines.values())
         too_many = self.most_sequences is not None and num_sequences > self.most_sequences
-        return policies_need_it or too_many or self.settings.attention == "own"
+        return policies_need_it or too_many or self.own_kernels
 
     @property
     def num_query_heads(self) -> int:
@@ -157,7 +159,7 @@ class WorkerCompression:
     def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupCompression:
         layers = compat.attention_layers(self.vllm_config, group.layer_names)
         for layer in layers:
-            check_layer(layer, self.settings, self.pipelines)
+            check_layer(layer, self.own_kernels, self.pipelines)
         pool = layers[0].get_attn_backend().page_pool(layers, group.kv_cache_spec)
         runner = self.make_runner(layers, pool, self._model_runner.model)
         index = {name: i for i, name in enumerate(group.layer_names)}
