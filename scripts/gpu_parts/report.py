@@ -11,7 +11,7 @@ from typing import Any
 Results = dict[str, Any]
 # What parts that are measured one after the other must have in common to be one report.
 SETTINGS = ("device", "versions", "quick", "block_size", "sources")
-STOCK, COMPRESSED, FULL_GRAPHS = "stock", "compressed", "compressed, full graphs"
+STOCK, COMPRESSED, PIECEWISE = "stock", "compressed", "compressed, piecewise graphs"
 MIB = 2**20
 # Of events of one step, as `batched.WAYS` names them.
 WAYS = {"alone": "one by one", "at_once": "layers at once", "together": "together"}
@@ -122,8 +122,6 @@ def _engine(results: Results) -> str:
         f"compressed with {results['settings']}. "
         f"{'Passed' if engine_passed(results) else 'Failed'}."
     )
-    if results["equal"] is not None:
-        text += f" {results['equal']} of the short ones got stock's replies."
     refused = {name: row["refused"] for name, row in engines.items() if "refused" in row}
     for name, reason in refused.items():
         text += f"\n\n{name} ended: {reason}"
@@ -139,6 +137,7 @@ def _engine(results: Results) -> str:
             row["compiled"],
             f"{row['taken_bytes'] / MIB:.0f}",
             f"{row['left_bytes'] / MIB:.0f}",
+            row["equal"],
         )
         for name, row in engines.items()
         if name not in refused
@@ -148,7 +147,8 @@ def _engine(results: Results) -> str:
     header = ("engine", "start, s", "tokens/s", "first token, ms", "next ones, ms")
     more = ("events", "blocks lost", "kernels compiled while serving")
     taken = ("taken while serving, MiB", "left for it, MiB")
-    return text + "\n\n" + table((*header, *more, *taken), cells)
+    equal = "of the short ones with stock's reply"
+    return text + "\n\n" + table((*header, *more, *taken, equal), cells)
 
 
 def _bandwidth(bandwidths: Results) -> str:
