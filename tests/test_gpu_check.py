@@ -14,7 +14,7 @@ import torch
 
 from gpu_parts.batched import WAYS, PromptsEnd, blocks_of, launches
 from gpu_parts.engine import EnginePlan, measure_engine
-from gpu_parts.flash import attend_per_head
+from gpu_parts.flash import attention_of_requests, attention_per_head
 from gpu_parts.reading import chosen, means_of
 from gpu_parts.report import (
     as_markdown,
@@ -25,7 +25,7 @@ from gpu_parts.report import (
     with_earlier,
     write_results,
 )
-from gpu_parts.shapes import NUM_HEADS, ragged_lengths
+from gpu_parts.shapes import NUM_HEADS, blockwise, ragged_lengths
 from gpu_parts.whole_events import (
     REQUEST,
     Cache,
@@ -35,7 +35,7 @@ from gpu_parts.whole_events import (
     make_pipeline,
 )
 from tests import tiny_models
-from vllm_kvcompress.kernels.attention import decode_attention
+from vllm_kvcompress.kernels.attention import decode_attention, prefill_attention
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.policies import all_policies
 
@@ -92,7 +92,7 @@ def test_tables_hold_the_numbers() -> None:
     assert "1 of 1 checks passed. pytest: 12 passed in 3s." in text
     assert "| read | 4.50 |" in text
     assert "| 8 | 25.0% | ragged | lse | 60.0 | 82 | 4.10 | 91.3% | 3.90 | 4.20 |" in text
-    assert "| 2048 | ragged | paged | 1000.0 | 456 |" in text
+    assert "| 2048 | ragged | this package's | 1000.0 | 456 |" in text
     assert "| policy | 32768: GPU | 32768: host | 32768: of prefill |" in text
     assert "| adakv | 20.4 | 31.0 | 1.4% |" in text
     assert "| 32768 | 1.50 | 12.00 | 3.00 | 87.5% |" in text
@@ -140,11 +140,14 @@ def test_ragged_heads_are_compared_with_uniform_ones() -> None:
     assert "Ragged heads cost at most 10.0% more per byte than uniform ones." in text
 
 
-def test_vllms_kernel_has_a_column_where_it_was_measured() -> None:
+def test_vllms_kernels_have_columns_where_they_were_measured() -> None:
     assert "vLLM" not in as_markdown(results(decode=[DECODE]))
-    text = as_markdown(results(decode=[{**DECODE, "vllm_seconds": 1.5e-4}]))
-    assert "| of read bandwidth | vLLM's kernel, plain, µs |" in text
-    assert "| 91.3% | 150.0 | 3.90 | 4.20 |" in text
+    more = {"vllm_seconds": 1.5e-4, "flash_seconds": 1.2e-4}
+    full = {"paged": 3.9, "flash": 2.81, "torch": 4.2}
+    text = as_markdown(results(decode=[{**DECODE, **more, "full_cache": full}]))
+    timed = "vLLM's Triton kernel, plain, µs | FlashAttention, plain, µs"
+    assert f"| of read bandwidth | {timed} | times faster than a full cache, this" in text
+    assert "| 91.3% | 150.0 | 120.0 | 3.90 | 2.81 | 4.20 |" in text
 
 
 def test_parts_of_one_report_may_be_measured_one_by_one(tmp_path: Path) -> None:
@@ -261,25 +264,37 @@ def test_what_an_engine_must_not_do(wrong: dict[str, Any], name: str) -> None:
         assert f"{name} ended: RuntimeError: no" in as_markdown(results(engine=found))
 
 
-def test_flash_attention_is_asked_for_heads_as_the_twin_is() -> None:
-    """With a stand-in that checks its arguments, and computes in torch."""
-    flash_attention = pytest.importorskip("tests.gpu_path.flash_attention")
+def flash(**given: Any) -> None:
+    """A stand-in of version 3 that checks its arguments, and computes in torch."""
+    stand_in = pytest.importorskip("tests.gpu_path.flash_attention")
+    names = ("scheduler_metadata", "q_descale", "k_descale", "v_descale")
+    stand_in.varlen_attention(num_splits=0, fa_version=3, **dict.fromkeys(names), **given)
+
+
+def entries_of(lengths: list[int]) -> PagedEntries:
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.tensor([45, 1, 130, 16])
-    counts = -(-lengths // 16)
+    counts = -(-torch.tensor(lengths) // 16)
     pages = torch.randn(int(counts.sum()), 2 * 16 * 32, generator=generator).bfloat16()
-    table = torch.zeros(4, int(counts.max()), dtype=torch.int32)
+    table = torch.zeros(len(lengths), int(counts.max()), dtype=torch.int32)
     held = torch.arange(table.shape[1]) < counts[:, None]
     table[held] = torch.randperm(len(pages), generator=generator).int()
-    entries = PagedEntries(pages, table, lengths.int(), 16, 32)
-    queries = torch.randn(4, 2, 32, generator=generator).bfloat16()
+    return PagedEntries(pages, table, torch.tensor(lengths).int(), 16, 32)
 
-    def flash(**given: Any) -> None:
-        names = ("scheduler_metadata", "q_descale", "k_descale", "v_descale")
-        defaults = {"num_splits": 0, **dict.fromkeys(names)}
-        flash_attention.varlen_attention(**defaults, **given)
 
-    found = attend_per_head(flash, 3, entries, queries, 0.2)
+def test_flash_attention_is_asked_for_heads_as_the_twins_are() -> None:
+    entries = entries_of([45, 7, 130, 16])
+    queries = torch.randn(4, 5, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for last in (1, 5):
+        rows = queries[:, -last:].contiguous()
+        found = attention_per_head(flash, entries, rows, 0.2)()
+        expected = prefill_attention(entries, rows.transpose(1, 2), 0.2)[0].transpose(1, 2)
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+
+
+def test_flash_attention_is_asked_for_requests_as_the_twin_is() -> None:
+    entries = blockwise(entries_of(6 * [75]), 3)
+    queries = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+    found = attention_of_requests(flash, entries, queries, 0.2, 3)()
     expected = decode_attention(entries, queries, 0.2)[0]
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
 

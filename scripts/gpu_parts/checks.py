@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpu_parts import shapes
-from gpu_parts.flash import attend_per_head, flash_attention
+from gpu_parts.flash import attention_of_requests, attention_per_head, flash_attention
 from gpu_parts.measure import progress
 from vllm_kvcompress.kernels.apportion import apportion
 from vllm_kvcompress.kernels.attention import decode_attention, prefill_attention, reference
@@ -70,21 +70,34 @@ def check_selection() -> list[dict[str, Any]]:
 
 
 def check_flash(block_sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """vLLM's FlashAttention as compressed requests call it, against our twin."""
+    """vLLM's FlashAttention as compressed requests call it, and as whole ones, against our twin."""
     flash, version = flash_attention()
+    # FlashAttention is given no empty sequences: every head keeps a page at least.
+    lengths = torch.tensor([length for length in LENGTHS if length])
     rows = []
     for block_size in block_sizes:
-        # FlashAttention is given no empty sequences: every head keeps a page at least.
-        lengths = torch.tensor([length for length in LENGTHS if length])
         entries = shapes.make_entries(lengths, block_size)
-        queries = torch.randn(len(lengths), 4, shapes.HEAD_SIZE, device="cuda").to(shapes.DTYPE)
-        found = attend_per_head(flash, version, entries, queries, shapes.SCALE)
-        expected = reference.decode_attention(entries, queries, shapes.SCALE, None)[0]
-        error = _error(found, expected)
-        name = f"FlashAttention {version} per head"
-        row = {"kernel": name, "block_size": block_size, "error": error}
-        rows.append({**row, "passed": error <= TOLERANCE})
+        queries = _queries(entries)
+        found = attention_per_head(flash, entries, queries[:, None], shapes.SCALE)()[:, 0]
+        rows.append(_flash_row(f"{version} per head", entries, queries, found))
+        entries = shapes.make_whole_entries(3, 300, block_size)
+        queries = _queries(entries)
+        heads = shapes.NUM_HEADS
+        found = attention_of_requests(flash, entries, queries, shapes.SCALE, heads)()
+        rows.append(_flash_row(f"{version} of requests", entries, queries, found))
     return rows
+
+
+def _queries(entries: PagedEntries) -> Tensor:
+    size = (entries.num_sequences, shapes.GROUP, shapes.HEAD_SIZE)
+    return torch.randn(size, device="cuda").to(shapes.DTYPE)
+
+
+def _flash_row(how: str, entries: PagedEntries, queries: Tensor, found: Tensor) -> dict[str, Any]:
+    expected = reference.decode_attention(entries, queries, shapes.SCALE, None)[0]
+    error = _error(found, expected)
+    row = {"kernel": f"FlashAttention {how}", "block_size": entries.block_size, "error": error}
+    return {**row, "passed": error <= TOLERANCE}
 
 
 def _error(found: Tensor, expected: Tensor) -> float:

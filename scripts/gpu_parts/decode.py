@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_parts import shapes, vllm_attention
+from gpu_parts import flash, shapes, vllm_attention
 from gpu_parts.measure import host_seconds_of, progress, seconds_of
 from vllm_kvcompress.kernels.attention.decode_triton import (
     DEFAULT_SETTINGS,
@@ -60,7 +60,7 @@ def measure_decode(plan: DecodePlan, read_bandwidth: float) -> list[Row]:
             num_tokens = int(plan.context * kept) // plan.block_size * plan.block_size
             lengths = shapes.lengths_of(layout, batch, num_tokens, plan.context, plan.block_size)
             entries = shapes.make_entries(lengths, plan.block_size)
-            other = _vllm_seconds(entries, plan)
+            triton, per_head = _vllm_seconds(entries, plan), _flash_seconds(entries, plan)
             for option, seconds, host_seconds in _option_seconds(entries, plan):
                 num_bytes = shapes.entry_bytes(int(lengths.sum()))
                 rows.append(
@@ -73,7 +73,8 @@ def measure_decode(plan: DecodePlan, read_bandwidth: float) -> list[Row]:
                         "host_seconds": host_seconds,
                         "bytes_per_second": num_bytes / seconds,
                         "of_read_bandwidth": num_bytes / seconds / read_bandwidth,
-                        "vllm_seconds": other,
+                        "vllm_seconds": triton,
+                        "flash_seconds": per_head,
                         "full_cache": {name: whole / seconds for name, whole in full.items()},
                     }
                 )
@@ -139,7 +140,7 @@ def _carried(entries: PagedEntries, room: int, lengths: torch.Tensor) -> PagedNu
 
 
 def _vllm_seconds(entries: PagedEntries, plan: DecodePlan) -> float | None:
-    """vLLM's own kernel over the same pages, without anything; None where it cannot be had."""
+    """vLLM's Triton kernel over the same pages, without anything; None where it cannot be had."""
     if vllm_attention.why_not() is not None:
         return None
     queries = _queries(entries.num_sequences)[:, None]
@@ -147,13 +148,26 @@ def _vllm_seconds(entries: PagedEntries, plan: DecodePlan) -> float | None:
     return seconds_of(work, plan.repeats)
 
 
+def _flash_seconds(entries: PagedEntries, plan: DecodePlan) -> float | None:
+    """vLLM's FlashAttention, likewise; it makes its schedule each time."""
+    if flash.why_no_flash() is not None:
+        return None
+    function, _ = flash.flash_attention()
+    queries = _queries(entries.num_sequences)[:, None]
+    work = flash.attention_per_head(function, entries, queries, shapes.SCALE)
+    return seconds_of(work, plan.repeats)
+
+
 def _full_seconds(plan: DecodePlan, batch: int) -> dict[str, float]:
-    """Attention over the whole context: this kernel, vLLM's, torch's over contiguous tensors."""
+    """Attention over the whole context by every kernel at hand.
+
+    This package's; vLLM's, Triton over single heads and FlashAttention over requests; torch's over
+    contiguous tensors.
+    """
     if not fits(shapes.entry_bytes(plan.context) * shapes.NUM_HEADS * batch):
         return {}
-    lengths = shapes.uniform_lengths(batch, plan.context)
-    entries = shapes.make_entries(lengths, plan.block_size)
-    queries = _queries(len(lengths))
+    entries = shapes.make_whole_entries(batch, plan.context, plan.block_size)
+    queries = _queries(entries.num_sequences)
 
     def paged() -> None:
         decode_attention(entries, queries, shapes.SCALE, None, False)
@@ -161,6 +175,11 @@ def _full_seconds(plan: DecodePlan, batch: int) -> dict[str, float]:
     seconds = {"paged": seconds_of(paged, plan.repeats)}
     if (other := _vllm_seconds(entries, plan)) is not None:
         seconds["vllm"] = other
+    if flash.why_no_flash() is None:
+        function, _ = flash.flash_attention()
+        asked = (entries, queries, shapes.SCALE, shapes.NUM_HEADS)
+        whole = flash.attention_of_requests(function, *asked)
+        seconds["flash"] = seconds_of(whole, plan.repeats)
     keys, values = entries.pages.view(2, batch, shapes.NUM_HEADS, plan.context, shapes.HEAD_SIZE)
     by_request = queries.view(batch, -1, 1, shapes.HEAD_SIZE)
 

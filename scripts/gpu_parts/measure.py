@@ -56,7 +56,7 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
 def host_seconds_of(work: Callable[[], Any], calls: int = 50) -> float:
     """Mean time that the host takes to queue `work`, for fewer launches than a GPU's queue holds.
 
-    Attention runs between a server's graphs, so that every step pays this in every layer.
+    Where attention runs between a server's graphs every step pays this in every layer.
     """
     work()
     torch.cuda.synchronize()

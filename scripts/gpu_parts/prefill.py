@@ -1,4 +1,4 @@
-"""A chunk's attention over compressed pages, against vLLM's kernel and torch's."""
+"""A chunk's attention over compressed pages, against vLLM's kernels and torch's."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_parts import shapes, vllm_attention
+from gpu_parts.flash import attention_per_head, flash_attention, why_no_flash
 from gpu_parts.measure import progress, seconds_of
 from vllm_kvcompress.kernels.attention.prefill_triton import prefill_attention
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
@@ -64,7 +65,7 @@ def measure_prefill(plan: PrefillPlan) -> list[Row]:
 
 
 def _works(entries: PagedEntries, chunk: int) -> dict[str, Callable[[], Any]]:
-    """This kernel, and vLLM's where it can be had."""
+    """This kernel, and vLLM's where they can be had."""
     shape = (entries.num_sequences, chunk, shapes.GROUP, shapes.HEAD_SIZE)
     queries = torch.randn(shape, dtype=shapes.DTYPE, device="cuda")
     by_group = queries.transpose(1, 2)
@@ -75,6 +76,9 @@ def _works(entries: PagedEntries, chunk: int) -> dict[str, Callable[[], Any]]:
     works: dict[str, Callable[[], Any]] = {"paged": ours}
     if vllm_attention.why_not() is None:
         works["vllm"] = vllm_attention.vllm_attention(entries, queries, shapes.SCALE)
+    if why_no_flash() is None:
+        flash, _ = flash_attention()
+        works["flash"] = attention_per_head(flash, entries, queries, shapes.SCALE)
     return works
 
 

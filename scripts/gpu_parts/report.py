@@ -13,6 +13,13 @@ Results = dict[str, Any]
 SETTINGS = ("device", "versions", "quick", "block_size", "sources")
 STOCK, COMPRESSED, PIECEWISE = "stock", "compressed", "compressed, piecewise graphs"
 MIB = 2**20
+# Of attention, as parts name them.
+KERNELS = {
+    "paged": "this package's",
+    "vllm": "vLLM's Triton kernel",
+    "flash": "FlashAttention",
+    "torch": "torch's, contiguous",
+}
 # Of events of one step, as `batched.WAYS` names them.
 WAYS = {"alone": "one by one", "at_once": "layers at once", "together": "together"}
 BANDWIDTHS = ("read_bandwidth", "copy_bandwidth")
@@ -159,32 +166,33 @@ def _bandwidth(bandwidths: Results) -> str:
 def _decode(rows: Sequence[Results]) -> str:
     header = ("requests", "kept", "heads", "outputs", "µs", "host, µs", "TB/s", "of read bandwidth")
     names = list(rows[0]["full_cache"])
-    compared = any(row["vllm_seconds"] for row in rows)
-    cells = []
-    for row in rows:
-        full = row["full_cache"]
-        cells.append(
-            (
-                row["batch"],
-                _share(row["kept"]),
-                row["layout"],
-                row["option"],
-                f"{1e6 * row['seconds']:.1f}",
-                f"{1e6 * row['host_seconds']:.0f}",
-                f"{row['bytes_per_second'] / 1e12:.2f}",
-                _share(row["of_read_bandwidth"]),
-                *([f"{1e6 * row['vllm_seconds']:.1f}"] if compared else []),
-                *(f"{full[name]:.2f}" if name in full else "did not fit" for name in names),
-            )
+    others = [name for name in ("vllm", "flash") if any(row.get(f"{name}_seconds") for row in rows)]
+    cells = [
+        (
+            row["batch"],
+            _share(row["kept"]),
+            row["layout"],
+            row["option"],
+            f"{1e6 * row['seconds']:.1f}",
+            f"{1e6 * row['host_seconds']:.0f}",
+            f"{row['bytes_per_second'] / 1e12:.2f}",
+            _share(row["of_read_bandwidth"]),
+            *(f"{1e6 * row[f'{name}_seconds']:.1f}" for name in others),
+            *(_ratio(row["full_cache"], name) for name in names),
         )
-    if compared:
-        header = (*header, "vLLM's kernel, plain, µs")
-    columns = (*header, *(f"times faster than a full cache ({name})" for name in names))
-    text = "## Decode attention, one layer\n\n" + table(columns, cells)
+        for row in rows
+    ]
+    timed = (f"{KERNELS[name]}, plain, µs" for name in others)
+    faster = (f"times faster than a full cache, {KERNELS[name]}" for name in names)
+    text = "## Decode attention, one layer\n\n" + table((*header, *timed, *faster), cells)
     extra = raggedness(rows)
     if extra is None:
         return text
     return text + f"\n\nRagged heads cost at most {_share(extra)} more per byte than uniform ones."
+
+
+def _ratio(ratios: Results, name: str) -> str:
+    return f"{ratios[name]:.2f}" if name in ratios else "did not fit"
 
 
 def _prefill(rows: Sequence[Results]) -> str:
@@ -192,7 +200,7 @@ def _prefill(rows: Sequence[Results]) -> str:
         (
             row["chunk"],
             row["layout"],
-            row["kernel"],
+            KERNELS.get(row["kernel"], row["kernel"]),
             f"{1e6 * row['seconds']:.1f}",
             f"{row['flops_per_second'] / 1e12:.0f}",
         )

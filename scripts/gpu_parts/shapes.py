@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,10 @@ HIDDEN_SIZE = 4096
 INTERMEDIATE_SIZE = 14336
 DTYPE = torch.bfloat16
 SCALE = HEAD_SIZE**-0.5
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
 
 
 def entry_bytes(num_tokens: int) -> int:
@@ -35,7 +41,7 @@ def ragged_lengths(
     Each request has as many pages as with `num_tokens` for every head; shares are log-normal, so
     that a few heads have several times the mean, and none has more than `longest` tokens.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = _generator(seed)
     total = num_tokens // block_size * NUM_HEADS
     most = longest // block_size
     lengths = []
@@ -67,5 +73,20 @@ def make_entries(lengths: Tensor, block_size: int, spare_pages: int = 0) -> Page
     pages = torch.randn(total + spare_pages, 2 * block_size * HEAD_SIZE, dtype=DTYPE, device="cuda")
     held = torch.arange(width) < counts[:, None]
     page_table = torch.zeros(len(lengths), width, dtype=torch.int32)
-    page_table[held] = torch.randperm(total, generator=torch.Generator().manual_seed(1)).int()
+    page_table[held] = torch.randperm(total, generator=_generator(1)).int()
     return PagedEntries(pages, page_table.cuda(), lengths.int().cuda(), block_size, HEAD_SIZE)
+
+
+def make_whole_entries(num_requests: int, num_tokens: int, block_size: int) -> PagedEntries:
+    """A cache on the GPU as whole requests have it: every block is `NUM_HEADS` successive pages."""
+    entries = make_entries(uniform_lengths(num_requests, num_tokens), block_size)
+    return blockwise(entries, NUM_HEADS)
+
+
+def blockwise(entries: PagedEntries, num_heads: int) -> PagedEntries:
+    """The same pages, owned by blocks of `num_heads` successive ones, in a random order."""
+    requests = entries.num_sequences // num_heads
+    blocks = torch.randperm(len(entries.pages) // num_heads, generator=_generator(1))
+    pages = blocks.view(requests, 1, -1) * num_heads + torch.arange(num_heads)[:, None]
+    page_table = pages.flatten(0, 1).int().to(entries.device)
+    return replace(entries, page_table=page_table)
