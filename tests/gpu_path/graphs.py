@@ -17,6 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 SIZES = [1, 2, 4]  # of captured steps; larger ones run as they are
+# Options of an engine that captures, and reports what it replayed.
+IN_GRAPHS: dict[str, Any] = {
+    "probes": ["tests.gpu_path.graphs:captured"],
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0},
+}
 
 
 class Recording(TorchDispatchMode):
@@ -90,6 +96,7 @@ def captured(report: dict[str, Any]) -> None:
         (decode_steps, "decode_rows"),
         (decode_steps, "record_queries"),
         (triton_attn, "triton_reshape_and_cache_flash"),
+        (triton_attn, "unified_attention"),
     )
     for owner, name in kernels:
         setattr(owner, name, launched(getattr(owner, name)))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.conftest import request
 from tests.gpu_path.conftest import Run
-from tests.gpu_path.graphs import SIZES
+from tests.gpu_path.graphs import IN_GRAPHS, SIZES
 from tests.tiny_models import prompt
 
 LAYERS = 3  # of the model, each of which launches what is left without Python
@@ -52,10 +52,8 @@ def test_replays_are_the_steps_that_they_stand_for(
         settings=settings,
         record_kept=True,
         asynchronous=name != "pressure",  # or room is looked for in other steps
-        probes=["tests.gpu_path.graphs:captured"],
         environment={"KVCOMPRESS_CHECK": "1"},
-        enforce_eager=False,
-        compilation_config={"mode": 0},
+        **IN_GRAPHS,
         **pool,
     )
     for request_id, output in expected["outputs"].items():
@@ -84,10 +82,8 @@ def test_queries_of_lone_last_tokens_count(llama: str, run_gpu_path: Run) -> Non
         ],
         settings={"policy": "snapkv", "budget": 0.3, "reuse_contexts": True},
         record_kept=True,
-        probes=["tests.gpu_path.graphs:captured"],
-        enforce_eager=False,
-        compilation_config={"mode": 0},
         max_num_batched_tokens=160,
+        **IN_GRAPHS,
     )
     triggers = [event["trigger"] for event in report["events"]]
     assert triggers == ["prepare", "prepare", "prompt", "prompt", "prompt"]
