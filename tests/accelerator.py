@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from vllm_kvcompress.kernels import dispatch
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers, AddressedRows
 from vllm_kvcompress.kernels.common.kv_view import KVView
 
 ACCELERATOR = torch.device("meta")
@@ -78,18 +79,35 @@ def twin_of(module: str, name: str) -> Any:
 
 def _stand_in(module: str, name: str) -> Any:
     # Some twins read numbers.
-    reading = {"nearest_keys": _nearest_keys, "decode_rows": _unseen, "record_queries": _unseen}
+    reading = {
+        "nearest_keys": _nearest_keys,
+        "decode_rows": _decode_rows,
+        "record_queries": _unseen,
+    }
     twin = reading.get(name) or twin_of(module, name)
 
     def launch(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
-            return twin(*args, **kwargs)
+            by_address = isinstance(args[0], AddressedNumbers)
+            return None if by_address else twin(*args, **kwargs)
 
     return launch
 
 
 def _nearest_keys(view: KVView, kept: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.zeros_like(kept, dtype=torch.float32), torch.zeros_like(kept, dtype=torch.int64)
+
+
+def _decode_rows(
+    rows: AddressedRows,
+    queries: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+    bias: AddressedNumbers | None = None,
+    with_lse: bool = False,
+) -> torch.Tensor | None:
+    group = queries.shape[1] // rows.num_heads
+    return queries.new_zeros(len(rows.lengths), group) if with_lse else None
 
 
 def _unseen(*_: object) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.accelerator import ACCELERATOR, Operators, launched, watched
-from tests.kernels.oracles import attend
+from tests.kernels.oracles import attend, corrected
 from tests.step_cases import (
     CPU,
     DIM,
@@ -39,9 +39,9 @@ BATCHES = {
 }
 
 
-def make_step(batch: str, device: torch.device = CPU) -> Step:
+def make_step(batch: str, device: torch.device = CPU, policy: str = "snapkv") -> Step:
     """With keys and values of the uncompressed, too."""
-    step = Step(resolve("snapkv"), make_pool(InterleavedPagePool, device), BATCHES[batch])
+    step = Step(resolve(policy), make_pool(InterleavedPagePool, device), BATCHES[batch])
     for row, request in enumerate(step.requests):
         if request.kept is None:
             blocks = step.block_table[row, : -(-request.num_tokens // SIZE)]
@@ -63,14 +63,28 @@ def fill(steps: DecodeSteps, step: Step, padding: int = 0) -> None:
     steps.fill(batches, seq_lens, step.kept_alive[0], None)
 
 
+def expected(step: Step, request: Request, layer: int, query_head: int) -> torch.Tensor:
+    """Of a request's one query."""
+    where, row = (request.name, layer, query_head // GROUP), step.requests.index(request)
+    keys, values = step.keys[where].tolist(), step.values[where].tolist()
+    bias = step.biases[where].tolist() if where in step.biases else []
+    query, bias = step.queries[row, query_head].tolist(), bias + [0.0] * (len(keys) - len(bias))
+    output, lse = attend(query, keys, values, bias, SCALES[layer])
+    if where in step.states:
+        output = corrected(output, lse, query, step.states[where].tolist(), SCALES[layer])
+    return torch.tensor(output)
+
+
 @pytest.mark.parametrize("padding", [0, 2])
-def test_outputs_are_those_of_plain_loops(padding: int) -> None:
+@pytest.mark.parametrize("policy", ["snapkv", "asymkv", "momentkv"])
+def test_outputs_are_those_of_plain_loops(policy: str, padding: int) -> None:
     """One after the other in the same buffers, larger batches before smaller ones."""
     for name in BATCHES:
-        step = make_step(name)
-        steps = DecodeSteps(step.pool, ROOM, QUERY_HEADS, SCALES, records=False)
+        step = make_step(name, policy=policy)
+        pipeline = step.pipeline
+        steps = DecodeSteps(step.pool, ROOM, QUERY_HEADS, SCALES, pipeline, records=False)
         for earlier in ("mixed", name):
-            step = make_step(earlier)
+            step = make_step(earlier, policy=policy)
             steps.pool.pages.copy_(step.pool.pages)
             fill(steps, step, padding)
         queries = torch.cat((step.queries, torch.ones(padding, QUERY_HEADS, DIM)))
@@ -80,13 +94,8 @@ def test_outputs_are_those_of_plain_loops(padding: int) -> None:
             assert not found[len(step.requests) :].any()
             for row, request in enumerate(step.requests):
                 for head in range(QUERY_HEADS):
-                    where = (request.name, layer, head // GROUP)
-                    keys, values = step.keys[where].tolist(), step.values[where].tolist()
-                    query = queries[row, head].tolist()
-                    wanted, _ = attend(query, keys, values, [0.0] * len(keys), SCALES[layer])
-                    torch.testing.assert_close(
-                        found[row, head], torch.tensor(wanted), rtol=2e-4, atol=2e-5
-                    )
+                    wanted = expected(step, request, layer, head)
+                    torch.testing.assert_close(found[row, head], wanted, rtol=2e-4, atol=2e-5)
 
 
 def make_windows(paged: bool, names: list[str]) -> QueryWindows | PagedWindows:
@@ -106,7 +115,7 @@ def test_queries_go_where_windows_look_for_them(paged: bool) -> None:
     names = [f"r{nth}" for nth in range(3 if paged else 12)]
     windows, expected = make_windows(paged, names), {}
     step = make_step("others")
-    steps = DecodeSteps(step.pool, 16, QUERY_HEADS, SCALES, records=True)
+    steps = DecodeSteps(step.pool, 16, QUERY_HEADS, SCALES, step.pipeline, records=True)
     generator = torch.Generator().manual_seed(1)
     for position in range(12):
         some = names[: position + 1]
@@ -127,15 +136,16 @@ def test_queries_go_where_windows_look_for_them(paged: bool) -> None:
         assert torch.equal(found[:, 0], torch.stack(queries[-number:])), (layer, name)
 
 
-def test_a_layer_is_its_kernels_and_a_step_little_else() -> None:
+@pytest.mark.parametrize(("policy", "most"), [("snapkv", 8), ("asymkv", 13), ("momentkv", 13)])
+def test_a_layer_is_its_kernels_and_a_step_little_else(policy: str, most: int) -> None:
     """Nothing waits for the device, and what launches take is made of nothing but views."""
     with watched():
-        step = make_step("mixed", ACCELERATOR)
-        steps = DecodeSteps(step.pool, ROOM, QUERY_HEADS, SCALES, records=True)
+        step = make_step("mixed", ACCELERATOR, policy)
+        steps = DecodeSteps(step.pool, ROOM, QUERY_HEADS, SCALES, step.pipeline, records=True)
         fill(steps, step)
     queries = upload(step.queries, ACCELERATOR)
     with launched(), Operators() as operators:
         fill(steps, step)
         filling = operators.count
         steps.run(1, queries, torch.empty_like(queries))
-    assert operators.count == filling <= 8
+    assert operators.count == filling <= most

@@ -107,9 +107,9 @@ def test_tables_stay_within_their_share(
     block_table = torch.zeros(len(names), LONG // BLOCK + STEPS, device=ACCELERATOR).int()
     with LiveBytes() as memory:
         tables, before = PageTables(pool), memory.live
-        scales = [1.0] * shape.num_layers
-        graphs = DecodeSteps(pool, 256, 4 * shape.num_heads, scales, records=True)
-        assert memory.live - before < 2**20
+        scales, policy = [1.0] * shape.num_layers, resolve("momentkv")
+        graphs = DecodeSteps(pool, 256, 4 * shape.num_heads, scales, policy, records=True)
+        assert memory.live - before < 2**21
         batches = ResidentBatches(tables)
         for nth, (length, longest) in enumerate(requests):
             slot = tables.acquire(names[nth])

@@ -46,11 +46,11 @@ def test_whole_steps_are_captured_where_one_kernel_takes_all_requests(
     on_cuda: dict[str, Any],
 ) -> None:
     """By default vLLM captures whole decoding steps; in pieces only what its kernels attend for,
-    what takes more than keys and values, and with model runner V1."""
+    and with model runner V1."""
     assert len(on_cuda["graphs"]) == 16
     for how, modes in on_cuda["graphs"].items():
-        policy, attention, _, runner = how.split()
-        full = policy == "adakv" and attention != "flash" and runner == "V2"
+        _, attention, _, runner = how.split()
+        full = attention != "flash" and runner == "V2"
         found = "FULL_AND_PIECEWISE" if full else "PIECEWISE"
         assert modes == ["FULL_AND_PIECEWISE", found], how
 

@@ -52,12 +52,13 @@ class Recording(TorchDispatchMode):
             self.steps.append((func, args, kwargs or {}, result))
         return result
 
-    def launch(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def launch(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Of a kernel, into which nobody looks."""
         with _disable_current_modes():
-            kernel(*args, **kwargs)
-        self.steps.append((kernel, args, kwargs, None))
+            result = kernel(*args, **kwargs)
+        self.steps.append((kernel, args, kwargs, result))
         self.launches[kernel.__name__] += 1
+        return result
 
     @torch.inference_mode()
     def replay(self) -> None:
@@ -94,6 +95,7 @@ def captured(report: dict[str, Any]) -> None:
     type(current_platform).get_global_graph_pool = lambda _: None
     kernels = (
         (decode_steps, "decode_rows"),
+        (decode_steps, "correct_with_moments"),
         (decode_steps, "record_queries"),
         (triton_attn, "triton_reshape_and_cache_flash"),
         (triton_attn, "unified_attention"),
@@ -139,11 +141,10 @@ def launched(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel whose launches are captured."""
 
     @wraps(kernel)
-    def launch(*args: Any, **kwargs: Any) -> None:
+    def launch(*args: Any, **kwargs: Any) -> Any:
         if Recording.active is None:
-            kernel(*args, **kwargs)
-        else:
-            Recording.active.launch(kernel, args, kwargs)
+            return kernel(*args, **kwargs)
+        return Recording.active.launch(kernel, args, kwargs)
 
     return launch
 

@@ -16,6 +16,8 @@ LAUNCHES = ("write_cache", "decode_rows", "record_queries")
 POLICIES = {
     "decode": {"policy": "snapkv", "budget": 0.3, "trigger": "prompt,decode:8"},
     "pressure": {"policy": "snapkv", "budget": 0.3, "trigger": "pressure:0.5"},
+    "biased": {"policy": "kvslimmer", "budget": 0.3, "trigger": "prompt,decode:8"},
+    "corrected": {"policy": "momentkv", "budget": 0.3, "trigger": "prompt,decode:8"},
 }
 BLOCKS = {
     "decode": {"num_gpu_blocks_override": 400, "max_num_seqs": 8},
@@ -42,7 +44,7 @@ def test_replays_are_the_steps_that_they_stand_for(
 ) -> None:
     """As on the CPU build, which has neither graphs nor these kernels, and whose events run inside
     the forward pass. In the debug mode."""
-    settings, pool = POLICIES[name], BLOCKS[name]
+    settings, pool = POLICIES[name], BLOCKS["pressure" if name == "pressure" else "decode"]
     expected = run_engine(
         llama, requests(), settings=settings, record_kept=True, max_num_batched_tokens=256, **pool
     )
@@ -63,7 +65,8 @@ def test_replays_are_the_steps_that_they_stand_for(
     assert {int(size) for size in replays} == set(SIZES)
     assert sum(replays.values()) == steps["decodes"] - steps["in Python"] >= 20
     assert min(steps[kind] for kind in ("mixed", "events", "observed", "in Python")) > 0
-    assert report["launches"] == dict.fromkeys(LAUNCHES, LAYERS)
+    more = ["correct_with_moments"] if name == "corrected" else []
+    assert report["launches"] == dict.fromkeys((*LAUNCHES, *more), LAYERS)
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import random
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedRows
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers, AddressedRows
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
 LAYERS, HEADS, LAYER, PER_BLOCK, OFFSETS = 3, 2, 1, 9, [1, 4, 6]
 SIZE, DIM, GROUP, NUM_BLOCKS = 16, 64, 2, 14
@@ -71,22 +72,55 @@ def make_rows(entries: PagedEntries, device: str) -> tuple[AddressedRows, list[T
     return found, kept
 
 
+def by_address(numbers: PagedNumbers) -> tuple[AddressedNumbers, list[Tensor]]:
+    """The same by addresses, none for requests that have nothing, and what lies there."""
+    kept, addresses, device = [], [], numbers.device
+    for row in numbers.page_table:
+        ids = torch.full((LAYERS, 2 * len(row)), WILD, dtype=torch.int32, device=device)
+        ids[LAYER, : len(row)] = row
+        kept.append(ids)
+        addresses.append([ids.data_ptr(), ids.stride(0)])
+    for request, count in enumerate(numbers.lengths.view(len(kept), -1).amax(1).tolist()):
+        if count == 0:
+            addresses[request] = [0, 0]
+    heads, where = numbers.sequences_per_row, torch.tensor(addresses).to(device)
+    runs = numbers.starts, numbers.lengths
+    return AddressedNumbers(numbers.pages, where, *runs, LAYER, heads), kept
+
+
 def make_queries(dtype: torch.dtype) -> Tensor:
     """[R, HEADS * GROUP, DIM] between other numbers, as behind one projection."""
     heads = HEADS * GROUP
     return random(len(REQUESTS), heads + 3, DIM, dtype=dtype)[:, 1 : heads + 1]
 
 
-def attended(module: str, dtype: torch.dtype, device: str) -> Tensor:
-    """Outputs of the `decode_rows` of that module of the kernels."""
+def attended(
+    module: str, dtype: torch.dtype, device: str, bias: PagedNumbers | None
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs of the `decode_rows` of that module of the kernels; with a bias, log-sum-exps too."""
     entries = make_entries(dtype)
     rows, kept = make_rows(entries, device)
     queries = make_queries(dtype).to(device)
     out = torch.full_like(queries, torch.nan)
     attend = importlib.import_module(f"vllm_kvcompress.kernels.attention.{module}").decode_rows
-    attend(rows, queries, DIM**-0.5, out)
+    if bias is None:
+        attend(rows, queries, DIM**-0.5, out)
+        assert kept
+        return out.cpu(), None
+    added, lie = by_address(bias)
+    lse = attend(rows, queries, DIM**-0.5, out, added, True)
     assert kept
-    return out.cpu()
+    assert lie
+    return out.cpu(), lse.cpu()
+
+
+def corrected(module: str, state: PagedNumbers, outputs: Tensor, *args: object) -> Tensor:
+    """Outputs after a correction from states by address."""
+    kernels = importlib.import_module(f"vllm_kvcompress.kernels.{module}")
+    numbers, kept = by_address(state)
+    kernels.correct_with_moments(numbers, outputs, *args)
+    assert kept
+    return outputs
 
 
 def recorded(module: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, list[Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tests.kernels.cases import make_entries, random, some_bias
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedRows
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers, AddressedRows
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
@@ -23,11 +23,13 @@ HOLDING_TILES = {
     *(
         "decode_attention",
         "decode_rows",
+        "decode_rows bias",
         "prefill_attention",
         "window_mass",
         "window_perturbation joint",
     ),
-    *("value_norms_l1", "value_norms_l2", "correct_with_moments", "nearest_keys"),
+    *("value_norms_l1", "value_norms_l2", "nearest_keys"),
+    *("correct_with_moments", "correct_with_moments by address"),
 }
 
 
@@ -60,6 +62,12 @@ def addressed_rows(entries: PagedEntries) -> AddressedRows:
     return AddressedRows(entries.pages, addresses, entries.lengths, offsets[0], 0, 2, *sizes)
 
 
+def addressed_numbers(numbers: PagedNumbers) -> AddressedNumbers:
+    """Those of two sequences as the heads of one request."""
+    addresses = torch.zeros(1, 2, dtype=torch.int64)
+    return AddressedNumbers(numbers.pages, addresses, numbers.starts, numbers.lengths, 0, 2)
+
+
 def launches(
     head_size: int,
     block_size: int = 16,
@@ -86,7 +94,10 @@ def launches(
         "attention.decode_triton.decode_attention", 2, entries, queries[:, :, 0], 0.1, bias
     )
     rows, together = addressed_rows(entries), random(1, 2 * GROUP, head_size, dtype=dtype)
-    yield launch("attention.decode_triton.decode_rows", 2, rows, together, 0.1, together.clone())
+    attend = "attention.decode_triton.decode_rows"
+    yield launch(attend, 2, rows, together, 0.1, together.clone())
+    added = addressed_numbers(bias)
+    yield launch(attend, 2, rows, together, 0.1, together.clone(), added, variant="bias")
     nowhere = torch.zeros(1, 2 * GROUP, dtype=torch.int64)
     record = "recording.record_triton.record_queries"
     yield launch(record, 1, together, nowhere, rows.layer_offsets, 0)
@@ -105,7 +116,11 @@ def launches(
     state = torch.zeros(2, packed_size(head_size))
     states, lse = PagedNumbers.of_rows(state), random(2, GROUP, num_queries)
     arguments = (states, queries.clone(), lse, queries, 0.1)
-    yield launch("merging.moments.correction_triton.correct_with_moments", 1, *arguments)
+    correct = "merging.moments.correction_triton.correct_with_moments"
+    yield launch(correct, 1, *arguments)
+    arguments = tuple(each[:, :, :1].contiguous() for each in arguments[1:4])
+    states = addressed_numbers(states)
+    yield launch(correct, 1, states, *arguments, 0.1, variant="by address")
     numbers, indices = torch.tensor([1, 0]), torch.arange(block_size)
     yield launch(
         "compaction.compact_triton.compact_pages", 1, entries, numbers, indices, torch.tensor([0])

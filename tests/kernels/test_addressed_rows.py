@@ -7,28 +7,43 @@ import torch
 
 from tests.kernels import addressed, oracles
 from tests.kernels.backends import Backend, Device, assert_close
+from tests.kernels.cases import some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.attention import reference
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
 
-def expected(dtype: torch.dtype) -> torch.Tensor:
-    """Plain loops over the page table."""
+def biases() -> PagedNumbers:
+    """Of some entries of the requests that have pages of their own."""
+    return some_bias([0, 0, 20, 0, 0, 0, 1, 55, 0, 0])
+
+
+def check_attended(
+    found: tuple[torch.Tensor, torch.Tensor | None], dtype: torch.dtype, bias: PagedNumbers | None
+) -> None:
+    """Against plain loops over the page table."""
     entries, queries = addressed.make_entries(dtype), addressed.make_queries(dtype)
     by_head = queries.unflatten(1, (addressed.HEADS, -1)).flatten(0, 1)
-    outputs, _ = oracles.prefill(entries, by_head[:, :, None], addressed.DIM**-0.5, None)
-    return torch.tensor(outputs)[:, :, 0].reshape(queries.shape)
+    outputs, sums = oracles.prefill(entries, by_head[:, :, None], addressed.DIM**-0.5, bias)
+    assert_close(found[0], torch.tensor(outputs)[:, :, 0].reshape(queries.shape), dtype)
+    if bias is not None:
+        assert found[1] is not None
+        assert_close(found[1], torch.tensor(sums)[:, :, 0], dtype)
 
 
-def test_the_twin_is_the_oracle() -> None:
-    found = addressed.attended("reference", torch.float32, "cpu")
-    assert_close(found, expected(torch.float32), torch.float32)
+@pytest.mark.parametrize("bias", [None, biases()], ids=["plain", "bias"])
+def test_the_twin_is_the_oracle(bias: PagedNumbers | None) -> None:
+    found = addressed.attended("reference", torch.float32, "cpu", bias)
+    check_attended(found, torch.float32, bias)
 
 
-def test_attention(backend: Backend) -> None:
+@pytest.mark.parametrize("bias", [None, biases()], ids=["plain", "bias"])
+def test_attention(backend: Backend, bias: PagedNumbers | None) -> None:
     device = "cuda" if isinstance(backend, Device) else "cpu"
-    found = backend.call("tests.kernels.addressed.attended", "decode_triton", backend.dtype, device)
-    assert_close(found, expected(backend.dtype), backend.dtype)
+    asked = ("decode_triton", backend.dtype, device, bias)
+    found = backend.call("tests.kernels.addressed.attended", *asked)
+    check_attended(found, backend.dtype, bias)
 
 
 def check_recorded(memory: torch.Tensor, queries: torch.Tensor, places: list) -> None:

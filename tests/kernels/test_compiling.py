@@ -15,7 +15,12 @@ import torch
 
 from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child, at_once
-from tests.kernels.compiled_cases import HOLDING_TILES, addressed_rows, launches
+from tests.kernels.compiled_cases import (
+    HOLDING_TILES,
+    addressed_numbers,
+    addressed_rows,
+    launches,
+)
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
@@ -73,13 +78,16 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
     check_pieces(found["_pieces_kernel"])
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("head_size", [128, 80])
-def test_decode_by_address(compiler: Child, head_size: int) -> None:
+def test_decode_by_address(compiler: Child, head_size: int, biased: bool) -> None:
     """Addresses that are read when the kernel runs leave the loads of rows as they are."""
     rows = addressed_rows(make_entries([40, 3], 16, head_size, BF16))
     queries = random(1, 8, head_size, dtype=BF16)
     launcher = "attention.decode_triton.decode_rows"
-    check_pieces(check(compiler, launcher, 2, rows, queries, 0.1, queries)["_pieces_kernel"])
+    bias = addressed_numbers(some_bias([8, 3])) if biased else None
+    found = check(compiler, launcher, 2, rows, queries, 0.1, queries, bias)
+    check_pieces(found["_pieces_kernel"])
 
 
 def test_recording(compiler: Child) -> None:

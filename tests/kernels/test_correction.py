@@ -98,6 +98,23 @@ def test_is_the_twin(
     assert not torch.equal(found[1], arguments[0][1])
 
 
+def test_by_address_it_is_the_same(backend: Backend) -> None:
+    """And who has no state is left alone."""
+    states = some_states(6, 64, 1024)
+    states.lengths[2:4] = 0
+    arguments = some_outputs(6, 2, 1, 64, dtype=backend.dtype)
+    asked = (states, *arguments, SCALE)
+    expected = backend.call(CORRECT, "merging.moments.reference", *asked)
+    found = [
+        backend.call("tests.kernels.addressed.corrected", module, *asked)
+        for module in ("merging.moments.reference", TRITON)
+    ]
+    for outputs in found:
+        assert_close(outputs, expected, backend.dtype)
+        assert torch.equal(outputs[2:4], arguments[0][2:4])
+        assert not torch.equal(outputs[4], arguments[0][4])
+
+
 def test_what_a_launch_refuses(interpreter: Child) -> None:
     states = some_states(3, 16, page=32)
     outputs, lse, queries = some_outputs(3, 2, 4, 16)

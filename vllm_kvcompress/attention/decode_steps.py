@@ -1,12 +1,13 @@
 """Steps of single tokens, as a CUDA graph replays them: attention and last queries of all requests.
 
-Compressed requests and others are rows of one kernel, and whose queries are remembered is read
-when it runs. What changes from step to step lies in buffers that stay where they are:
+Compressed requests and others are rows of one kernel; what a policy carries of some of them, and
+whose queries are remembered, is read when it runs. What changes from step to step lies in buffers
+that stay where they are:
 
     step     [ fill ] -> [ layer 0: attend, record ][ layer 1: attend, record ] .. -> [ events ]
     replay   [ fill ] -> [ the same launches, without Python                  ]    -> [ events ]
 
-Tables and rings may move. Their addresses are in the buffers.
+Page tables, rings and policy state may move. Their addresses are in the buffers.
 """
 
 from __future__ import annotations
@@ -21,12 +22,68 @@ from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.rings import Destinations
 from vllm_kvcompress.kernels.attention import decode_rows
-from vllm_kvcompress.kernels.common.addressed_rows import COLUMNS, AddressedRows
+from vllm_kvcompress.kernels.common.addressed_rows import (
+    COLUMNS,
+    NUMBERS_COLUMNS,
+    AddressedNumbers,
+    AddressedRows,
+)
 from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.kernels.merging.moments import correct_with_moments
 from vllm_kvcompress.kernels.recording import record_queries
+from vllm_kvcompress.policies import Pipeline
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 ID_BYTES = 4
+
+
+class _FromHost:
+    """[rows, columns] int64 that stay where they are, written when the host has others."""
+
+    def __init__(self, rows: int, columns: int, device: torch.device) -> None:
+        self.numbers = torch.zeros((rows, columns), dtype=torch.int64, device=device)
+        self._put: Integers | None = None
+
+    def put(self, numbers: Integers) -> None:
+        """[R, columns], into the first rows."""
+        if self._put is None or not np.array_equal(self._put, numbers):
+            self._put = numbers
+            there = upload(numbers, self.numbers.device)
+            self.numbers[: len(numbers)].copy_(there, non_blocking=True)
+
+
+class _PolicyState:
+    """What a policy carries of compressed requests and attention reads."""
+
+    def __init__(self, pool: InterleavedPagePool, most_requests: int) -> None:
+        self._pool = pool
+        self._addresses = _FromHost(most_requests, NUMBERS_COLUMNS, pool.device)
+        # Of each head where its numbers begin, and how many there are.
+        shape = (pool.num_layers, 2, most_requests, pool.num_heads)
+        self._runs = torch.zeros(shape, dtype=torch.int32, device=pool.device)
+
+    def fill(self, batches: list[ResidentBatch], number: int) -> None:
+        """Of a step of so many requests, of which those without have none."""
+        starts, lengths = self._runs[:, :, :number].zero_().unbind(1)
+        addresses: Integers = np.zeros((number, NUMBERS_COLUMNS), dtype=np.int64)
+        for batch in batches:
+            state, by_head = batch.policy_state, (-1, self._pool.num_heads)
+            assert state is not None
+            its = np.arange(len(batch.rows)) * (state.pages.stride(1) * ID_BYTES)
+            addresses[batch.rows, 0] = state.pages.data_ptr() + its
+            addresses[batch.rows, 1] = state.pages.stride(0)
+            starts[:, batch.device_rows] = state.starts.unflatten(1, by_head)
+            lengths[:, batch.device_rows] = state.lengths.unflatten(1, by_head)
+        self._addresses.put(addresses)
+
+    def of_layers(self, number: int) -> list[AddressedNumbers]:
+        """Of every layer, as a step of so many requests reads it."""
+        pool, addresses = self._pool, self._addresses.numbers[:number]
+        runs = self._runs[:, :, :number].flatten(2)
+        return [
+            AddressedNumbers(pool.numbers, addresses, starts, lengths, layer, pool.num_heads)
+            for layer, (starts, lengths) in enumerate(runs)
+        ]
 
 
 class DecodeSteps:
@@ -37,6 +94,7 @@ class DecodeSteps:
         most_requests: of a step.
         num_query_heads: of this rank.
         scales: of the logits, of every layer.
+        pipeline: the server's own policy, of which attention may read biases or states.
         records: whether any policy looks at queries.
 
     Attributes:
@@ -50,21 +108,23 @@ class DecodeSteps:
         most_requests: int,
         num_query_heads: int,
         scales: list[float],
+        pipeline: Pipeline,
         records: bool,
     ) -> None:
-        device, integers = pool.device, {"dtype": torch.int64, "device": pool.device}
+        device = pool.device
         self.pool, self.scales = pool, scales
         self.like = pool.pages.new_empty((0, num_query_heads, pool.head_size))
-        self._records = records
-        self._addresses = torch.zeros((most_requests, COLUMNS), **integers)
+        self._pipeline, self._records = pipeline, records
+        self._addresses = _FromHost(most_requests, COLUMNS, device)
         shape = (pool.num_layers, most_requests, pool.num_heads)
         self._lengths = torch.zeros(shape, dtype=torch.int32, device=device)
-        self._targets = torch.zeros((most_requests, num_query_heads), **integers)
-        self._layer_bytes = torch.zeros(pool.num_layers, **integers)
+        self._state: _PolicyState | None = None
+        if pipeline.needs_biased_attention:
+            self._state = _PolicyState(pool, most_requests)
+        self._targets = _FromHost(most_requests, num_query_heads, device)
+        self._layer_bytes = torch.zeros(pool.num_layers, dtype=torch.int64, device=device)
         self._layer_bytes_of: Tensor | None = None
         self._look(0)
-        # What the host has put into buffers last, so that it need not do so again.
-        self._put: dict[int, Integers] = {}
 
     def fill(
         self,
@@ -95,15 +155,17 @@ class DecodeSteps:
             addresses[batch.rows, 0] = table.data_ptr() + its * (pool.num_heads * heads * ID_BYTES)
             addresses[batch.rows, 1:] = layers, heads, 0
             lengths[:, batch.device_rows] = batch.seq_lens.unflatten(1, (-1, pool.num_heads))
-        self._upload(self._addresses, addresses)
+        self._addresses.put(addresses)
+        if self._state is not None:
+            self._state.fill(batches, number)
         if self._records:
-            targets: Integers = np.zeros((number, self._targets.shape[1]), dtype=np.int64)
+            targets: Integers = np.zeros((number, self.like.shape[1]), dtype=np.int64)
             if seen is not None:
                 targets[seen.tokens] = seen.addresses
                 if seen.layer_bytes is not self._layer_bytes_of:
                     self._layer_bytes_of = seen.layer_bytes
                     self._layer_bytes.copy_(seen.layer_bytes)
-            self._upload(self._targets, targets)
+            self._targets.put(targets)
 
     def run(self, layer: int, queries: Tensor, outputs: Tensor) -> None:
         """What is captured of a layer.
@@ -114,14 +176,25 @@ class DecodeSteps:
         """
         if len(queries) != self._number:
             self._look(len(queries))
-        decode_rows(self._rows[layer], queries, self.scales[layer], outputs)
+        self._attend(layer, queries, outputs)
         if self._records:
             record_queries(queries, self._its_targets, self._layer_bytes, layer)
+
+    def _attend(self, layer: int, queries: Tensor, outputs: Tensor) -> None:
+        rows, scale = self._rows[layer], self.scales[layer]
+        bias = self._numbers[layer] if self._pipeline.weighs_entries else None
+        lse = decode_rows(rows, queries, scale, outputs, bias, self._pipeline.corrects)
+        if lse is not None:
+            by_head = (len(rows.lengths), -1, 1, self.pool.head_size)
+            mine, out = queries.reshape(by_head), outputs.view(by_head)
+            correct_with_moments(self._numbers[layer], out, lse[..., None], mine, scale)
 
     def _look(self, number: int) -> None:
         """At as much of the buffers as a step of so many requests reads."""
         pool, self._number = self.pool, number
-        self._its_targets, addresses = self._targets[:number], self._addresses[:number]
+        self._its_targets = self._targets.numbers[:number]
+        self._numbers = [] if self._state is None else self._state.of_layers(number)
+        addresses = self._addresses.numbers[:number]
         self._rows = [
             AddressedRows(
                 pages=pool.pages,
@@ -147,10 +220,3 @@ class DecodeSteps:
         self.fill([], torch.ones(1, **numbers), table, None)
         queries = self.like.new_zeros((1, *self.like.shape[1:]))
         self.run(0, queries, torch.empty_like(queries))
-
-    def _upload(self, buffer: Tensor, numbers: Integers) -> None:
-        """Puts [R, any] numbers into the first rows of a buffer, if they are not there."""
-        former = self._put.get(id(buffer))
-        if former is None or not np.array_equal(former, numbers):
-            self._put[id(buffer)] = numbers
-            buffer[: len(numbers)].copy_(upload(numbers, buffer.device), non_blocking=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm_kvcompress.config import Settings
-from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.vllm_plugin.layer_refusals import caps_logits
 from vllm_kvcompress.vllm_plugin.quantized import is_fp8
 
@@ -14,9 +12,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def reason_for_pieces(
-    vllm_config: VllmConfig, settings: Settings, pipelines: Iterable[Pipeline]
-) -> str | None:
+def reason_for_pieces(vllm_config: VllmConfig, settings: Settings) -> str | None:
     """Why attention is no part of CUDA graphs; None: whole decode steps are captured.
 
     A replay runs no Python, and launches what was launched at start-up: this package's kernels,
@@ -28,9 +24,6 @@ def reason_for_pieces(
         return "with model runner V1 that was not tried"
     if vllm_config.speculative_config is not None:
         return "steps of speculative decoding have several tokens per request"
-    for pipeline in pipelines:
-        if pipeline.needs_biased_attention:
-            return f"attention takes more than keys and values with {pipeline.name}"
     return _reason_against_own(vllm_config, settings) if settings.attention == "auto" else None
 
 

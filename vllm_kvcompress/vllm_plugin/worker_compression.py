@@ -70,7 +70,7 @@ class WorkerCompression:
         self.vllm_config = vllm_config
         self.settings = settings
         self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
-        self.reason_for_pieces = reason_for_pieces(vllm_config, settings, self.pipelines.values())
+        self.reason_for_pieces = reason_for_pieces(vllm_config, settings)
         self.own_kernels = settings.attention == "own" or self.reason_for_pieces is None
         self.groups: dict[int, GroupCompression] = {}
         self.group_of_layer: dict[str, GroupCompression] = {}
@@ -164,7 +164,7 @@ class WorkerCompression:
         runner = self.make_runner(layers, pool, self._model_runner.model)
         index = {name: i for i, name in enumerate(group.layer_names)}
         softcap = layers[0].impl.logits_soft_cap or 0.0
-        steps = self._decode_steps(layers, pool)
+        steps = self._decode_steps(layers, pool, runner.pipeline)
         return GroupCompression(number, runner, index, softcap, self._readers(runner), steps)
 
     def _readers(self, runner: EventRunner) -> Readers | None:
@@ -175,13 +175,16 @@ class WorkerCompression:
         found = [each.summaries for each in former if each.summaries is not None]
         return Readers(self.settings.read_rule, runner.tables, found)
 
-    def _decode_steps(self, layers: list[Any], pool: PagePool) -> DecodeSteps | None:
+    def _decode_steps(
+        self, layers: list[Any], pool: PagePool, pipeline: Pipeline
+    ) -> DecodeSteps | None:
         """Where whole decode steps are captured, if they are."""
         if self.reason_for_pieces is not None or not isinstance(pool, InterleavedPagePool):
             return None
         most_requests = self.vllm_config.scheduler_config.max_num_seqs
         scales, observes = [layer.impl.scale for layer in layers], self.needs.window_size > 0
-        return DecodeSteps(pool, most_requests, layers[0].impl.num_heads, scales, observes)
+        heads = layers[0].impl.num_heads
+        return DecodeSteps(pool, most_requests, heads, scales, pipeline, observes)
 
     def make_runner(self, layers: list[Any], pool: PagePool, model: Any) -> EventRunner:
         """What compresses requests of these layers, whose cache is `pool`."""

@@ -23,7 +23,11 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention.tiles_triton import attend_tiles
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedRows, check_rows
+from vllm_kvcompress.kernels.common.addressed_rows import (
+    AddressedNumbers,
+    AddressedRows,
+    check_rows,
+)
 from vllm_kvcompress.kernels.common.launch_triton import NumbersArguments, kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, check_out, check_queries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers, check_bias
@@ -131,7 +135,8 @@ def _pieces_kernel(
 ):
     """One program: its run of tiles, sequence by sequence, HEADS of them to a row of queries.
 
-    page_table are addresses where ADDRESSED, and layer_offsets and layer say of which layer.
+    page_table and bias_table are addresses where ADDRESSED; layer_offsets and layer, and
+    bias_table_stride, say of which layer.
     piece_outputs [S + programs, GROUP, HEAD_SIZE], piece_maxima and piece_sums
     [S + programs, GROUP], all fp32; only the rows of pieces are written.
     """
@@ -157,7 +162,13 @@ def _pieces_kernel(
             bias_row, bias_start, bias_length = bias_table, 0, 0
             if BIAS_PAGE > 0:
                 bias_row, bias_start, bias_length = sequence_numbers(
-                    bias_table, bias_starts, bias_lengths, wide, bias_table_stride, BIAS_HEADS
+                    bias_table,
+                    bias_starts,
+                    bias_lengths,
+                    wide,
+                    bias_table_stride,
+                    BIAS_HEADS,
+                    ADDRESSED,
                 )
             table_row, first_page, stride = page_table + wide * table_stride, pages, page_stride
             if ADDRESSED:
@@ -284,12 +295,23 @@ def decode_attention(
     return launch_decode(entries, queries, scale, bias, with_lse, out, DEFAULT_SETTINGS)
 
 
-def decode_rows(rows: AddressedRows, queries: Tensor, scale: float, out: Tensor) -> None:
+def decode_rows(
+    rows: AddressedRows,
+    queries: Tensor,
+    scale: float,
+    out: Tensor,
+    bias: AddressedNumbers | None = None,
+    with_lse: bool = False,
+) -> Tensor | None:
     """As `reference.decode_rows`, in Triton."""
     by_head = (rows.num_heads, -1)
     check_rows(rows, queries, out)
     mine, to = queries.unflatten(1, by_head), out.unflatten(1, by_head)
-    _launch(rows, mine, to, rows.lengths, scale, None, None, DEFAULT_SETTINGS)
+    lse = None
+    if with_lse:
+        lse = queries.new_empty((len(rows.lengths), mine.shape[2]), dtype=torch.float32)
+    _launch(rows, mine, to, rows.lengths, scale, bias, lse, DEFAULT_SETTINGS)
+    return lse
 
 
 def launch_decode(
@@ -319,7 +341,7 @@ def _launch(
     out: Tensor,
     lengths: Tensor,
     scale: float,
-    bias: PagedNumbers | None,
+    bias: PagedNumbers | AddressedNumbers | None,
     lse: Tensor | None,
     settings: DecodeSettings,
 ) -> None:

@@ -79,7 +79,7 @@ def _prefill_kernel(
     bias_row, bias_start, bias_length = bias_table, 0, 0
     if BIAS_PAGE > 0:
         bias_row, bias_start, bias_length = sequence_numbers(
-            bias_table, bias_starts, bias_lengths, sequence, bias_table_stride, BIAS_HEADS
+            bias_table, bias_starts, bias_lengths, sequence, bias_table_stride, BIAS_HEADS, False
         )
     table_row = page_table + sequence * table_stride
     # Tiles that the block's first query sees whole need no mask.

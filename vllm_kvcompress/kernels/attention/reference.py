@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedRows
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers, AddressedRows
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
@@ -42,7 +42,14 @@ def decode_attention(
     return outputs[:, :, 0], None if lse is None else lse[:, :, 0]
 
 
-def decode_rows(rows: AddressedRows, queries: Tensor, scale: float, out: Tensor) -> None:
+def decode_rows(
+    rows: AddressedRows,
+    queries: Tensor,
+    scale: float,
+    out: Tensor,
+    bias: AddressedNumbers | None = None,
+    with_lse: bool = False,
+) -> Tensor | None:
     """Attention of one query per query head of each request, over what `rows` address.
 
     Args:
@@ -50,13 +57,21 @@ def decode_rows(rows: AddressedRows, queries: Tensor, scale: float, out: Tensor)
         queries: [R, H * G, D] in the pages' type.
         scale: softmax scale.
         out: [R, H * G, D] to write to; 0 where a length is.
+        bias: of the same requests, added to the logits of their first entries; None: nothing.
+        with_lse: whether to return the log-sum-exp.
+
+    Returns:
+        [R * H, G] fp32 natural log-sum-exp of the logits, minus infinity where a length is 0
+        (None unless asked for).
     """
     entries = PagedEntries(
         rows.pages, rows.page_table(), rows.lengths, rows.block_size, rows.head_size
     )
     mine = queries.unflatten(1, (rows.num_heads, -1)).flatten(0, 1)
-    found, _ = decode_attention(entries, mine, scale, with_lse=False)
+    added = None if bias is None else bias.paged()
+    found, lse = decode_attention(entries, mine, scale, added, with_lse)
     out.copy_(found.view(out.shape))
+    return lse
 
 
 def prefill_attention(

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
-COLUMNS = 4  # of `AddressedRows.addresses`
+COLUMNS, NUMBERS_COLUMNS = 4, 2  # of `addresses`
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,51 @@ class AddressedRows:
             ids = numbers_at(address + 4 * (self.layer * layers + head * heads), count, torch.int32)
             table[sequence, :count] = ids * per_block + first + head if per_block else ids
         return table
+
+
+@dataclass(frozen=True)
+class AddressedNumbers:
+    """What a policy carries of the H heads of each of these requests, or of their entries.
+
+    Attributes:
+        pages: [num_pages, numbers] fp32.
+        addresses: [R, 2] int64. Where a request's int32 ids of pages with numbers begin, for the
+            first layer, and how many ids lie between layers.
+        starts: [R * H] int32 where each head's numbers begin in these pages.
+        lengths: [R * H] int32 how many it has; 0: none, and nothing of the request is read.
+        layer: as of the rows.
+        num_heads: H.
+    """
+
+    pages: Tensor
+    addresses: Tensor
+    starts: Tensor
+    lengths: Tensor
+    layer: int
+    num_heads: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+        device: torch.device = self.pages.device
+        return device
+
+    @property
+    def num_sequences(self) -> int:
+        """R * H."""
+        return int(self.starts.shape[0])
+
+    def paged(self) -> PagedNumbers:
+        """The same by page ids, which are read; on the host only."""
+        ends = torch.where(self.lengths > 0, self.starts + self.lengths, 0)
+        counts = -(-ends.view(-1, self.num_heads).amax(1) // self.pages.shape[1])
+        table = torch.zeros((len(counts), max([1, *counts.tolist()])), dtype=torch.int32)
+        for request, count in enumerate(counts.tolist()):
+            address, layers = self.addresses[request].tolist()
+            table[request, :count] = numbers_at(
+                address + 4 * self.layer * layers, count, torch.int32
+            )
+        return PagedNumbers(self.pages, table, self.starts, self.lengths)
 
 
 def check_rows(rows: AddressedRows, queries: Tensor, out: Tensor) -> None:

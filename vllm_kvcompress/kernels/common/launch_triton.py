@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
@@ -72,22 +73,27 @@ class NumbersArguments(NamedTuple):
     """What a launch passes of numbers in pages.
 
     Attributes:
-        tensors: pages, page table, starts and lengths.
-        table_stride: of the page table.
+        tensors: pages, page table or addresses, starts and lengths.
+        table_stride: of the page table; of addresses the layer.
         heads: sequences that share a row of it.
         page: numbers of a page; 0 where there are none.
+        addressed: whether addresses say where page ids are.
     """
 
     tensors: tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
     table_stride: int
     heads: int
     page: int
+    addressed: bool = False
 
     @classmethod
-    def of(cls, numbers: PagedNumbers | None) -> NumbersArguments:
+    def of(cls, numbers: PagedNumbers | AddressedNumbers | None) -> NumbersArguments:
         """Of numbers, if a launch has some."""
         if numbers is None:
             return cls((None,) * 4, 0, 1, 0)
-        tensors = (numbers.pages, numbers.page_table, numbers.starts, numbers.lengths)
-        table_stride = numbers.page_table.stride(0)
-        return cls(tensors, table_stride, numbers.sequences_per_row, numbers.pages.shape[1])
+        page, runs = numbers.pages.shape[1], (numbers.starts, numbers.lengths)
+        if isinstance(numbers, AddressedNumbers):
+            tensors = (numbers.pages, numbers.addresses, *runs)
+            return cls(tensors, numbers.layer, numbers.num_heads, page, True)
+        tensors = (numbers.pages, numbers.page_table, *runs)
+        return cls(tensors, numbers.page_table.stride(0), numbers.sequences_per_row, page)

@@ -99,9 +99,26 @@ def load_columns(
 
 
 @triton.jit
-def sequence_numbers(table, starts, lengths, sequence, table_stride, HEADS: tl.constexpr):
-    """A sequence's row of pages with numbers, where its own begin in these, and how many."""
-    row = table + sequence // HEADS * table_stride
+def sequence_numbers(
+    table,
+    starts,
+    lengths,
+    sequence,
+    table_stride,
+    HEADS: tl.constexpr,
+    ADDRESSED: tl.constexpr,
+):
+    """A sequence's row of pages with numbers, where its own begin in these, and how many.
+
+    Where ADDRESSED the table are the addresses of an `AddressedNumbers`, and its stride is the
+    layer.
+    """
+    request = sequence // HEADS
+    if ADDRESSED:
+        row = tl.cast(tl.load(table + request * 2), tl.pointer_type(tl.int32))
+        row += table_stride * tl.load(table + request * 2 + 1)
+    else:
+        row = table + request * table_stride
     return row, tl.load(starts + sequence), tl.load(lengths + sequence)
 
 

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers
 from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.common.launch_triton import (
     NumbersArguments,
@@ -47,6 +48,7 @@ def _correct_kernel(
     scale,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
+    ADDRESSED: tl.constexpr,
     PAGE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -64,15 +66,15 @@ def _correct_kernel(
     dims = tl.arange(0, DIMS)
     real = dims < HEAD_SIZE
     table_row, start, length = sequence_numbers(
-        page_table, starts, lengths, sequence, table_stride, HEADS
+        page_table, starts, lengths, sequence, table_stride, HEADS, ADDRESSED
     )
-    count = paged_numbers(pages, table_row, start, start >= 0, PAGE)
+    count = paged_numbers(pages, table_row, start, length > 0, PAGE)
     if count > 0:
         place = sequence * query_stride_s + member * query_stride_g + nth * query_stride_m
         mask = inside[:, None] & real[None, :]
         query = tl.load(queries + place[:, None] + dims[None, :], mask=mask, other=0.0)
         query = query.to(tl.float32)
-        unit = paged_numbers(pages, table_row, start + 1, start >= 0, PAGE)
+        unit = paged_numbers(pages, table_row, start + 1, length > 0, PAGE)
         means = start + 2
         mean_key = paged_numbers(pages, table_row, means + dims, real, PAGE)
         logit = scale * tl.sum(query * mean_key[None, :], 1)
@@ -97,7 +99,11 @@ def _correct_kernel(
 
 
 def correct_with_moments(
-    state: PagedNumbers, outputs: Tensor, lse: Tensor, queries: Tensor, scale: float
+    state: PagedNumbers | AddressedNumbers,
+    outputs: Tensor,
+    lse: Tensor,
+    queries: Tensor,
+    scale: float,
 ) -> None:
     """As `reference.correct_with_moments`, in Triton."""
     num_sequences, group, num_queries, head_size = queries.shape
@@ -133,6 +139,7 @@ def correct_with_moments(
             scale,
             GROUP=group,
             HEADS=numbers.heads,
+            ADDRESSED=numbers.addressed,
             PAGE=numbers.page,
             HEAD_SIZE=head_size,
             ROWS=rows,

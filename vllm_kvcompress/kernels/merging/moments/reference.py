@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers
 from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
@@ -152,21 +153,27 @@ def _residuals(state: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
 
 
 def correct_with_moments(
-    state: PagedNumbers, outputs: Tensor, lse: Tensor, queries: Tensor, scale: float
+    state: PagedNumbers | AddressedNumbers,
+    outputs: Tensor,
+    lse: Tensor,
+    queries: Tensor,
+    scale: float,
 ) -> None:
     """Adds to attention outputs, in place, what evicted entries are estimated to contribute.
 
     As `corrected`, MomentKV's.
 
     Args:
-        state: of S sequences, packed_size numbers each, of either order.
+        state: of S sequences, packed_size numbers each, of either order; none where nothing was
+            evicted.
         outputs: [S, G, m, D] of the resident entries.
         lse: [S, G, m] natural log-sum-exp of their logits.
         queries: [S, G, m, D].
         scale: softmax scale.
     """
     head_size = queries.shape[3]
-    rows = unpack_moments(state.gathered(packed_size(head_size)), head_size)
+    numbers = state.paged() if isinstance(state, AddressedNumbers) else state
+    rows = unpack_moments(numbers.gathered(packed_size(head_size)), head_size)
     outputs.copy_(corrected(outputs, lse, queries, rows, scale))
 
 
