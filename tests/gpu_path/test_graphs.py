@@ -19,6 +19,7 @@ POLICIES = {
     "biased": {"policy": "kvslimmer", "budget": 0.3, "trigger": "prompt,decode:8"},
     "corrected": {"policy": "momentkv", "budget": 0.3, "trigger": "prompt,decode:8"},
 }
+PROBES = {"biased": ["two_tables"]}
 BLOCKS = {
     "decode": {"num_gpu_blocks_override": 400, "max_num_seqs": 8},
     "pressure": {"num_gpu_blocks_override": 60, "max_num_seqs": 8, "max_model_len": 700},
@@ -55,7 +56,7 @@ def test_replays_are_the_steps_that_they_stand_for(
         record_kept=True,
         asynchronous=name != "pressure",  # or room is looked for in other steps
         environment={"KVCOMPRESS_CHECK": "1"},
-        **IN_GRAPHS,
+        **IN_GRAPHS | {"probes": [*IN_GRAPHS["probes"], *PROBES.get(name, [])]},
         **pool,
     )
     for request_id, output in expected["outputs"].items():
@@ -67,6 +68,7 @@ def test_replays_are_the_steps_that_they_stand_for(
     assert min(steps[kind] for kind in ("mixed", "events", "observed", "in Python")) > 0
     more = ["correct_with_moments"] if name == "corrected" else []
     assert report["launches"] == dict.fromkeys((*LAUNCHES, *more), LAYERS)
+    assert report.get("two_tables", 5) >= 5
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
