@@ -72,7 +72,9 @@ def window_perturbation(
 
 @dataclass(frozen=True)
 class _Sums:
-    """What |p v - q o|^2, added up over queries, is made of; p and q differ by variant.
+    """What |p v - q o|^2, added up over queries, is made of.
+
+    With `value` p is A and q is 0, with `key` both are A e, with `joint` p is A (1 + e), q is A e.
 
     Attributes:
         of_values: [heads, 1, C] p^2, that values' own squares are multiplied with.
