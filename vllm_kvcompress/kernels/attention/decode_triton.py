@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels.attention.shares_triton import find_tile, tiles_before
 from vllm_kvcompress.kernels.attention.tiles_triton import attend_tiles
 from vllm_kvcompress.kernels.common.addressed_rows import (
     AddressedNumbers,
@@ -67,37 +67,6 @@ class DecodeSettings:
 DEFAULT_SETTINGS = DecodeSettings()
 
 
-@triton.jit
-def _tiles_before(lengths, sequence, num_sequences, TILE: tl.constexpr, SCAN: tl.constexpr):
-    """Tiles of the sequences before this one, and of all."""
-    before = 0
-    total = 0
-    for start in range(0, num_sequences, SCAN):
-        nth = start + tl.arange(0, SCAN)
-        tiles = tl.cdiv(tl.load(lengths + nth, mask=nth < num_sequences, other=0), TILE)
-        tiles = tiles.to(tl.int32)
-        before += tl.sum(tl.where(nth < sequence, tiles, 0))
-        total += tl.sum(tiles)
-    return before, total
-
-
-@triton.jit
-def _find_tile(lengths, tile, num_sequences, TILE: tl.constexpr, SCAN: tl.constexpr):
-    """The sequence that a tile belongs to, and the tiles of the sequences before it."""
-    sequence = 0
-    before = 0
-    total = 0
-    for start in range(0, num_sequences, SCAN):
-        nth = start + tl.arange(0, SCAN)
-        inside = nth < num_sequences
-        tiles = tl.cdiv(tl.load(lengths + nth, mask=inside, other=0), TILE).to(tl.int32)
-        over = inside & (total + tl.cumsum(tiles, 0) <= tile)
-        sequence += tl.sum(over.to(tl.int32))
-        before += tl.sum(tl.where(over, tiles, 0))
-        total += tl.sum(tiles)
-    return sequence, before
-
-
 @kernel("num_sequences", "table_stride", "bias_table_stride", "layer")
 def _pieces_kernel(
     queries,
@@ -141,11 +110,11 @@ def _pieces_kernel(
     [S + programs, GROUP], all fp32; only the rows of pieces are written.
     """
     program = tl.program_id(0)
-    _, total = _tiles_before(lengths, 0, num_sequences, TILE, SCAN)
+    _, total = tiles_before(lengths, 0, num_sequences, TILE, SCAN)
     share = tl.cdiv(total, tl.num_programs(0))
     tile = program * share
     end = tl.minimum(tile + share, total)
-    sequence, before = _find_tile(lengths, tile, num_sequences, TILE, SCAN)
+    sequence, before = find_tile(lengths, tile, num_sequences, TILE, SCAN)
     member = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
     inside = (member < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
@@ -236,7 +205,7 @@ def _reduce_kernel(
     """One query head of one sequence: its pieces, weighted by their share of the softmax."""
     sequence = tl.program_id(0)
     member = tl.program_id(1)
-    before, total = _tiles_before(lengths, sequence, num_sequences, TILE, SCAN)
+    before, total = tiles_before(lengths, sequence, num_sequences, TILE, SCAN)
     length = tl.load(lengths + sequence).to(tl.int32)
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
     first = before // share
