@@ -79,7 +79,11 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 def captured(report: dict[str, Any]) -> None:
-    """vLLM captures whole decode steps of model runner V2; reports how often each was replayed."""
+    """vLLM captures whole decode steps of model runner V2; reports how often each was replayed.
+
+    And how many there were each time that vLLM captured, which it does first to see what graphs
+    take, when there is next to no cache.
+    """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends import triton_attn
@@ -89,7 +93,7 @@ def captured(report: dict[str, Any]) -> None:
     from vllm_kvcompress.vllm_plugin import gpu_worker
 
     count_steps(report)
-    report["replays"], report["launches"] = Counter(), Counter()
+    report["replays"], report["launches"], report["captures"] = Counter(), Counter(), []
     torch.accelerator.get_memory_info = lambda: (0, 0)
     model_runner.lock_workspace = lambda: None  # which this worker has none of
     type(current_platform).get_global_graph_pool = lambda _: None
@@ -110,9 +114,7 @@ def captured(report: dict[str, Any]) -> None:
         start(self, vllm_config, *args, **kwargs)
 
     def with_graphs(self: Any, *args: Any, **kwargs: Any) -> Any:
-        config = self.compilation_config
-        config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = SIZES, max(SIZES)
-        for layer in config.static_forward_context.values():
+        for layer in self.compilation_config.static_forward_context.values():
             layer.use_direct_call = True
         return initialize(self, *args, **kwargs)
 
@@ -125,12 +127,22 @@ def captured(report: dict[str, Any]) -> None:
                     forward(CUDAGraphMode.NONE)
                 self.graphs[desc] = graph
                 report["launches"] = graph.launches
+            report["captures"].append(len(self.graphs))
         self._graphs_captured = True
 
     def replay(self: Any, desc: Any) -> None:
         report["replays"][desc.num_tokens] += 1
         self.graphs[desc].replay()
 
+    def measured(self: Any) -> int:
+        config = self.compilation_config
+        config.cudagraph_capture_sizes, config.max_cudagraph_capture_size = SIZES, max(SIZES)
+        self.model_runner.profile_cudagraph_memory()  # which vLLM leaves out on CPUs
+        return measure(self)
+
+    measure = gpu_worker.CompressionGPUWorker.determine_available_memory
+    gpu_worker.CompressionGPUWorker.determine_available_memory = measured
+    current_platform.graph_pool_handle = lambda: None
     gpu_worker.CompressionGPUWorker.__init__ = as_on_cuda
     model_runner.GPUModelRunner.initialize_kv_cache = with_graphs
     cudagraph_utils.CudaGraphManager.capture = capture
