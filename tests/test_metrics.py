@@ -57,6 +57,8 @@ def test_every_series_is_there_before_the_first_event(registry: CollectorRegistr
     assert value("kvcompress_info", {**LABELS, **info, "version": __version__}) == 1
     assert value("kvcompress_compression_ratio", LABELS) == 1
     assert value("kvcompress_reclaimable_blocks", LABELS) == 0
+    for name in ("logical", "resident"):
+        assert value(f"kvcompress_step_{name}_tokens_total", LABELS) == 0
     for trigger in ("prompt", "decode"):
         labels = {**OWN, "trigger": trigger}
         assert value("kvcompress_events_total", labels) == 0
@@ -88,6 +90,8 @@ def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry
     assert value("kvcompress_kept_tokens_total", OWN) == 2 * (256 + 256)
     assert value("kvcompress_blocks_freed_total", OWN) == 2 * (32 + 16)
     assert value("kvcompress_blocks_written_total", OWN) == 2 * (8 + 8)
+    assert value("kvcompress_step_logical_tokens_total", LABELS) == 2 * 1200
+    assert value("kvcompress_step_resident_tokens_total", LABELS) == 2 * 300
     assert value("kvcompress_contexts_reused_total", LABELS) == 2 * 2
     assert value("kvcompress_conversations_continued_total", LABELS) == 2 * 3
     assert value("kvcompress_continued_tokens_total", LABELS) == 2 * 700
@@ -121,20 +125,7 @@ def test_names_and_help_texts(registry: CollectorRegistry) -> None:
         assert family.name.startswith("kvcompress_")
         if not family.name.endswith("_created"):
             assert any(unit in family.documentation.lower() for unit in units), family.name
-    assert len([f for f in families if not f.name.endswith("_created")]) == 19
-
-
-def test_kept_tokens_are_still_there_under_their_former_name(registry: CollectorRegistry) -> None:
-    metrics = CompressionMetrics(registry)
-    metrics.start(SETTINGS, "m", "0")
-    former, current = "kvcompress_resident_tokens_total", "kvcompress_kept_tokens_total"
-    value = registry.get_sample_value
-    assert value(former, OWN) == 0
-    metrics.observe(STEP, "m", "0")
-    assert value(former, OWN) == value(current, OWN) == 256 + 256
-    text = generate_latest(registry).decode()
-    assert f"# HELP {former} Deprecated" in text
-    assert f"# HELP {current} Tokens per KV head" in text
+    assert len([f for f in families if not f.name.endswith("_created")]) == 20
 
 
 WRITER = """

@@ -13,7 +13,7 @@ from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
-from vllm_kvcompress.metrics.status import totals
+from vllm_kvcompress.metrics.status import RECENT_SECONDS, RecentRatio, totals
 from vllm_kvcompress.prompts.shortener import Work
 from vllm_kvcompress.vllm_plugin.status_page import Status, latest_first
 
@@ -61,11 +61,13 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
             **{"compression_ratio": 3, "contexts_reused": 1, "kv_cache_usage": 0.25},
             **{"conversations_continued": 2, "continued_tokens": 100},
             **{"held_pages": 20, "read_pages": 5},
+            **{"step_logical_tokens": 300, "step_resident_tokens": 100},
         },
         "1": {
             **{"compression_ratio": 3, "contexts_reused": 2, "kv_cache_usage": 0.5},
             **{"conversations_continued": 4, "continued_tokens": 200},
             **{"held_pages": 40, "read_pages": 10},
+            **{"step_logical_tokens": 600, "step_resident_tokens": 200},
         },
     }
     assert found["forgotten"] == {"evicted": 9, "extended": 0, "unfinished_event": 0}
@@ -81,6 +83,30 @@ def test_shortened_chats_are_counted_apart_from_engines() -> None:
     assert totals(registry.collect())["prompts"] == {
         **{"requests": 2, "source_tokens": 200, "kept_tokens": 80, "seconds": 0.75}
     }
+
+
+def test_the_ratio_is_that_of_the_last_five_minutes_and_none_while_idle() -> None:
+    registry, recent = CollectorRegistry(), RecentRatio()
+    metrics = CompressionMetrics(registry)
+    for engine in ("0", "1"):
+        metrics.start(Settings("snapkv"), "tiny", engine)
+
+    def sample(seconds: float) -> dict[str, float | None]:
+        engines = totals(registry.collect())["engines"]
+        recent.add(seconds, engines)
+        return recent.ratios(engines)
+
+    assert sample(0) == {"0": None, "1": None, "all": None}
+    metrics.observe(StepStats(logical_tokens=600, resident_tokens=100), "tiny", "0")
+    metrics.observe(StepStats(), "tiny", "0")  # nothing runs any more
+    assert sample(30) == {"0": 6, "1": None, "all": 6}
+    metrics.observe(StepStats(logical_tokens=200, resident_tokens=100), "tiny", "1")
+    assert sample(60) == {"0": 6, "1": 2, "all": 4}
+    assert sample(29 + RECENT_SECONDS) == {"0": 6, "1": 2, "all": 4}
+    assert sample(30 + RECENT_SECONDS) == {"0": None, "1": 2, "all": 2}
+    assert sample(60 + RECENT_SECONDS) == {"0": None, "1": None, "all": None}
+    metrics.observe(StepStats(logical_tokens=50, resident_tokens=50), "tiny", "0")
+    assert sample(90 + RECENT_SECONDS) == {"0": 1, "1": None, "all": 1}
 
 
 def test_an_engine_left_to_vllm_is_asked_for_no_events() -> None:

@@ -3,6 +3,7 @@
 Useful PromQL, beside vLLM's own `vllm:` metrics:
 
     kvcompress_compression_ratio
+    rate(kvcompress_step_logical_tokens_total[5m]) / rate(kvcompress_step_resident_tokens_total[5m])
     rate(kvcompress_kept_tokens_total[5m]) / rate(kvcompress_source_tokens_total[5m])
     rate(kvcompress_blocks_freed_total[5m]) - rate(kvcompress_blocks_written_total[5m])
     histogram_quantile(0.99, sum by (le) (rate(kvcompress_event_seconds_bucket[5m])))
@@ -76,6 +77,16 @@ class ServerCollectors:
             "heads and layers) that are resident in the KV cache for them. 1 = nothing is "
             "compressed or nothing runs; 4 = a quarter is resident.",
         )
+        self.step_logical_tokens = make.counter(
+            "kvcompress_step_logical_tokens",
+            "Logical tokens of the running requests, added up over steps.",
+        )
+        self.step_resident_tokens = make.counter(
+            "kvcompress_step_resident_tokens",
+            "Tokens per KV head (mean over heads and layers) that are resident in the KV cache for "
+            "the tokens of kvcompress_step_logical_tokens_total, added up over steps. Logical over "
+            "resident = the compression ratio of a period.",
+        )
         self.reclaimable_blocks = make.gauge(
             "kvcompress_reclaimable_blocks",
             "KV cache blocks that the pressure trigger would gain if it compressed all running "
@@ -87,11 +98,15 @@ class ServerCollectors:
         own = (settings.policy, str(settings.budget), settings.trigger, __version__)
         self.info.labels(*labels, *own).set(1)
         self.compression_ratio.labels(*labels).set(1)
+        self.step_logical_tokens.labels(*labels)
+        self.step_resident_tokens.labels(*labels)
         self.reclaimable_blocks.labels(*labels).set(0)
 
     def observe(self, stats: StepStats, labels: tuple[str, str]) -> None:
         """Shows one step of one engine."""
         self.compression_ratio.labels(*labels).set(stats.compression_ratio)
+        self.step_logical_tokens.labels(*labels).inc(stats.logical_tokens)
+        self.step_resident_tokens.labels(*labels).inc(stats.resident_tokens)
         self.reclaimable_blocks.labels(*labels).set(stats.reclaimable_blocks)
 
 
@@ -115,12 +130,6 @@ class EventCollectors:
             "kvcompress_kept_tokens",
             "Tokens per KV head (mean over heads and layers) that compression events kept, out of "
             "kvcompress_source_tokens_total.",
-            _POLICY,
-        )
-        self.kept_tokens_old_name = make.counter(  # for dashboards made before 0.1.0
-            "kvcompress_resident_tokens",
-            "Deprecated, removed in 0.2.0: the tokens of kvcompress_kept_tokens_total under their "
-            "former name.",
             _POLICY,
         )
         self.blocks_freed = make.counter(
@@ -166,7 +175,7 @@ class EventCollectors:
             for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE, SKIP_ERROR):
                 self.skipped.labels(*own, reason)
             for collector in (
-                *(self.source_tokens, self.kept_tokens, self.kept_tokens_old_name),
+                *(self.source_tokens, self.kept_tokens),
                 *(self.blocks_freed, self.blocks_written),
                 *(self.kept_fraction, self.event_seconds),
             ):
@@ -186,7 +195,6 @@ class EventCollectors:
         self.events.labels(*own, event.trigger).inc()
         self.source_tokens.labels(*own).inc(event.source_tokens)
         self.kept_tokens.labels(*own).inc(event.resident_tokens)
-        self.kept_tokens_old_name.labels(*own).inc(event.resident_tokens)
         self.blocks_freed.labels(*own).inc(event.blocks_freed)
         self.blocks_written.labels(*own).inc(event.blocks_written)
         self.kept_fraction.labels(*own).observe(event.resident_tokens / event.source_tokens)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from prometheus_client import Metric
 
+RECENT_SECONDS = 300.0  # the page's compression ratio is that of so long a time
+
 # By their names in the document.
 _PER_ENGINE = {
     "compression_ratio": "kvcompress_compression_ratio",
+    "step_logical_tokens": "kvcompress_step_logical_tokens_total",
+    "step_resident_tokens": "kvcompress_step_resident_tokens_total",
     "kv_cache_usage": "vllm:kv_cache_usage_perc",
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",
@@ -77,3 +81,57 @@ def totals(metrics: Iterable[Metric]) -> dict[str, Any]:
     counted = {key: dict(counts) for key, counts in reasons.items()}
     found = {"engines": dict(engines), "policies": dict(policies), "prompts": dict(prompts)}
     return {**found, **counted}
+
+
+class RecentRatio:
+    """Compression ratio of the last five minutes, from samples of counters that only grow.
+
+    samples   |---------|---------|  ...  |---------|---- now
+              ^ the latest one that is at least five minutes old
+    """
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, dict[str, tuple[float, float]]]] = deque()
+
+    def add(self, now: float, engines: Mapping[str, Mapping[str, float]]) -> None:
+        """Remembers the counters of every engine.
+
+        Args:
+            now: seconds, of a clock that is never set back.
+            engines: as `totals` has them.
+        """
+        self._samples.append((now, _step_tokens(engines)))
+        while len(self._samples) > 1 and self._samples[1][0] <= now - RECENT_SECONDS:
+            self._samples.popleft()
+
+    def ratios(self, engines: Mapping[str, Mapping[str, float]]) -> dict[str, float | None]:
+        """Logical over resident tokens since the oldest sample, added up over steps.
+
+        Args:
+            engines: the counters now, as `totals` has them.
+
+        Returns:
+            The ratio of every engine, and under "all" that of all together; None where no request
+            ran.
+        """
+        before = self._samples[0][1] if self._samples else {}
+        gained = {
+            engine: (logical - before_logical, resident - before_resident)
+            for engine, (logical, resident) in _step_tokens(engines).items()
+            for before_logical, before_resident in [before.get(engine, (0.0, 0.0))]
+        }
+        gained["all"] = (sum(n for n, _ in gained.values()), sum(n for _, n in gained.values()))
+        return {
+            name: logical / resident if resident > 0 else None
+            for name, (logical, resident) in gained.items()
+        }
+
+
+def _step_tokens(
+    engines: Mapping[str, Mapping[str, float]],
+) -> dict[str, tuple[float, float]]:
+    names = ("step_logical_tokens", "step_resident_tokens")
+    return {
+        engine: (counts.get(names[0], 0.0), counts.get(names[1], 0.0))
+        for engine, counts in engines.items()
+    }

@@ -23,13 +23,14 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from vllm_kvcompress import __version__
 from vllm_kvcompress.compression.recent_events import NUM_EVENTS
 from vllm_kvcompress.config import SETTINGS_KEY, STATUS_PLUGIN, Settings
-from vllm_kvcompress.metrics.status import totals
+from vllm_kvcompress.metrics.status import RECENT_SECONDS, RecentRatio, totals
 from vllm_kvcompress.vllm_plugin import compat
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
     from vllm.engine.protocol import EngineClient
 
+_SAMPLE_SECONDS = RECENT_SECONDS / 10  # counters are noted down, whether or not somebody looks
 _RPC_SECONDS = 1.0  # workers are asked no more often, however many look at the page
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -54,8 +55,10 @@ class StatusPage:
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
-        """Keeps what the routes ask."""
-        state.kvcompress_status = Status(engine_client, args)
+        """Keeps what the routes ask, and begins to sample the counters."""
+        state.kvcompress_status = status = Status(engine_client, args)
+        if SETTINGS_KEY in (args.additional_config or {}):
+            state.kvcompress_sampling = asyncio.create_task(status.sample_for_ever())
 
 
 class Status:
@@ -78,6 +81,7 @@ class Status:
         self._asked = float("-inf")
         self._events: list[dict[str, Any]] = []
         self._asking = asyncio.Lock()
+        self._recent_ratio = RecentRatio()
 
     def admits(self, authorization: str) -> bool:
         """Whether a request may see the numbers: with one of the server's keys, if it has any."""
@@ -87,15 +91,21 @@ class Status:
 
     async def document(self) -> dict[str, Any]:
         """Everything that the page shows."""
-        from vllm.v1.metrics.prometheus import get_prometheus_registry
-
+        counts = _totals()
         return {
             "version": __version__,
             "model": self._model,
             "settings": self._settings,
-            **totals(get_prometheus_registry().collect()),
+            **counts,
+            "recent_ratios": self._recent_ratio.ratios(counts["engines"]),
             "events": await self._recent_events(),
         }
+
+    async def sample_for_ever(self) -> None:
+        """Notes the counters down, so that the ratio of the last minutes is known at any time."""
+        while True:
+            self._recent_ratio.add(time.monotonic(), _totals()["engines"])
+            await asyncio.sleep(_SAMPLE_SECONDS)
 
     async def _recent_events(self) -> list[dict[str, Any]]:
         """The last events of all engines, the latest first, with the heads of all ranks."""
@@ -105,6 +115,12 @@ class Status:
                 self._events = latest_first(engines)
                 self._asked = time.monotonic()
             return self._events
+
+
+def _totals() -> dict[str, Any]:
+    from vllm.v1.metrics.prometheus import get_prometheus_registry
+
+    return totals(get_prometheus_registry().collect())
 
 
 def latest_first(engines: dict[int, list[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
