@@ -35,6 +35,7 @@ GPU_TESTS = (
     "tests/kernels",
     "tests/policies/test_devices.py",
     "tests/test_events_on_accelerator.py",
+    "tests/test_decode_steps.py",
 )
 MOST_WORKERS = 8  # processes of pytest; each holds a context on the GPU
 
@@ -92,7 +93,7 @@ def run_pytest(quick: bool) -> str | None:
         return None
     command = [sys.executable, "-m", "pytest", *GPU_TESTS, "-m", "gpu", "-q"]
     if quick:
-        command += ["-k", "bfloat16 or test_device or events_on_a_gpu"]
+        command += ["-k", "bfloat16 or test_device or events_on_a_gpu or test_decode_steps"]
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(min(MOST_WORKERS, os.cpu_count() or 1))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

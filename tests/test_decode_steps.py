@@ -29,6 +29,9 @@ from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies.registry import resolve
 from vllm_kvcompress.scheduling.plan import Observation
 
+# A GPU that is not there makes no skipped tests.
+GPUS = [torch.device("cuda")] if torch.cuda.is_available() else []
+DEVICES = [CPU, *(pytest.param(device, marks=pytest.mark.gpu) for device in GPUS)]
 SCALES = [0.4, 0.3]
 QUERY_HEADS, ROOM = NUM_HEADS * GROUP, 6
 WHOLE = Request("whole", 11, 1)
@@ -75,22 +78,24 @@ def expected(step: Step, request: Request, layer: int, query_head: int) -> torch
     return torch.tensor(output)
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("padding", [0, 2])
 @pytest.mark.parametrize("policy", ["snapkv", "asymkv", "momentkv"])
-def test_outputs_are_those_of_plain_loops(policy: str, padding: int) -> None:
+def test_outputs_are_those_of_plain_loops(policy: str, padding: int, device: torch.device) -> None:
     """One after the other in the same buffers, larger batches before smaller ones."""
     for name in BATCHES:
-        step = make_step(name, policy=policy)
+        step = make_step(name, device, policy)
         pipeline = step.pipeline
         steps = DecodeSteps(step.pool, ROOM, QUERY_HEADS, SCALES, pipeline, records=False)
         for earlier in ("mixed", name):
-            step = make_step(earlier, policy=policy)
+            step = make_step(earlier, device, policy)
             steps.pool.pages.copy_(step.pool.pages)
             fill(steps, step, padding)
         queries = torch.cat((step.queries, torch.ones(padding, QUERY_HEADS, DIM)))
         for layer in range(NUM_LAYERS):
-            found = torch.full_like(queries, torch.nan)
-            steps.run(layer, queries, found)
+            found = torch.full_like(queries, torch.nan, device=device)
+            steps.run(layer, queries.to(device), found)
+            found = found.cpu()
             assert not found[len(step.requests) :].any()
             for row, request in enumerate(step.requests):
                 for head in range(QUERY_HEADS):
@@ -98,10 +103,12 @@ def test_outputs_are_those_of_plain_loops(policy: str, padding: int) -> None:
                     torch.testing.assert_close(found[row, head], wanted, rtol=2e-4, atol=2e-5)
 
 
-def make_windows(paged: bool, names: list[str]) -> QueryWindows | PagedWindows:
+def make_windows(
+    paged: bool, names: list[str], device: torch.device
+) -> QueryWindows | PagedWindows:
     if not paged:
-        return QueryWindows(NUM_LAYERS, 5, CPU)
-    pool = make_pool(InterleavedPagePool)
+        return QueryWindows(NUM_LAYERS, 5, device)
+    pool = make_pool(InterleavedPagePool, device)
     windows = PagedWindows(pool, 5, QUERY_HEADS)
     count = window_blocks(5, QUERY_HEADS, NUM_HEADS, 2 * SIZE)
     for nth, name in enumerate(names):
@@ -109,12 +116,13 @@ def make_windows(paged: bool, names: list[str]) -> QueryWindows | PagedWindows:
     return windows
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("paged", [False, True])
-def test_queries_go_where_windows_look_for_them(paged: bool) -> None:
+def test_queries_go_where_windows_look_for_them(paged: bool, device: torch.device) -> None:
     """Of some requests, more and more of them, so that rings move."""
     names = [f"r{nth}" for nth in range(3 if paged else 12)]
-    windows, expected = make_windows(paged, names), {}
-    step = make_step("others")
+    windows, expected = make_windows(paged, names, device), {}
+    step = make_step("others", device)
     steps = DecodeSteps(step.pool, 16, QUERY_HEADS, SCALES, step.pipeline, records=True)
     generator = torch.Generator().manual_seed(1)
     for position in range(12):
@@ -123,17 +131,18 @@ def test_queries_go_where_windows_look_for_them(paged: bool) -> None:
         rows = [row for row in rows if row[0] != "r1"]
         seen = windows.destinations(rows, steps.like)
         padded = len(some) + 2
-        table = torch.zeros(padded, 8, dtype=torch.int32)
-        steps.fill([], torch.zeros(padded, dtype=torch.int32), table, seen)
+        table = torch.zeros(padded, 8, dtype=torch.int32, device=device)
+        lengths = torch.zeros(padded, dtype=torch.int32, device=device)
+        steps.fill([], lengths, table, seen)
         for layer in range(NUM_LAYERS):
             queries = torch.randn(padded, QUERY_HEADS, DIM, generator=generator)
-            steps.run(layer, queries, torch.empty_like(queries))
+            steps.run(layer, queries.to(device), torch.empty_like(queries, device=device))
             for name, nth, _ in rows:
                 expected.setdefault((layer, name), []).append(queries[nth])
     for (layer, name), queries in expected.items():
         number = min(5, len(queries))
         found = windows.read(layer, windows.find([(name, 12)], number))
-        assert torch.equal(found[:, 0], torch.stack(queries[-number:])), (layer, name)
+        assert torch.equal(found[:, 0].cpu(), torch.stack(queries[-number:])), (layer, name)
 
 
 @pytest.mark.parametrize(("policy", "most"), [("snapkv", 8), ("asymkv", 13), ("momentkv", 13)])

@@ -11,10 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gpu_parts.batched import WAYS, PromptsEnd, blocks_of, launches
 from gpu_parts.engine import EnginePlan, measure_engine
 from gpu_parts.flash import attention_of_requests, attention_per_head
+from gpu_parts.measure import fill_caches_with
 from gpu_parts.reading import chosen, means_of
 from gpu_parts.report import (
     as_markdown,
@@ -39,7 +42,9 @@ from vllm_kvcompress.kernels.attention import decode_attention, prefill_attentio
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.policies import all_policies
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.py"
+TESTS = next(folder for folder in Path(__file__).parents if folder.name == "tests")
+ROOT = TESTS.parent
+SCRIPT = ROOT / "scripts" / "gpu_check.py"
 CHECKS = {"kernels": [{"kernel": "x", "block_size": 16, "error": 0.0, "passed": True}]}
 
 
@@ -262,6 +267,37 @@ def test_what_an_engine_must_not_do(wrong: dict[str, Any], name: str) -> None:
     assert "Failed." in as_markdown(results(engine=found))
     if "refused" in wrong:
         assert f"{name} ended: RuntimeError: no" in as_markdown(results(engine=found))
+
+
+def test_caches_are_flushed_by_reading() -> None:
+    """What a flush writes stays in the cache until it is written back, while others read."""
+    other = torch.ones(1 << 12, dtype=torch.int32)
+    with Writes() as writes:
+        fill_caches_with(other)
+    assert 0 < writes.num_bytes < other.nbytes // 100
+    with Writes() as writes:
+        other.zero_()
+    assert writes.num_bytes == other.nbytes
+
+
+class Writes(TorchDispatchMode):
+    """Counts the bytes that operators write."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.num_bytes += sum(each.nbytes for each in tree_leaves(result))
+        return result
+
+
+def test_pytest_is_given_every_folder_with_tests_for_gpus() -> None:
+    """pytest would end with an error where a file has moved, and run none of its tests."""
+    script = runpy.run_path(str(SCRIPT))
+    marked = {path for path in TESTS.rglob("test_*.py") if "mark" + ".gpu" in path.read_text()}
+    for path in marked - {Path(__file__)}:
+        assert any(path.is_relative_to(ROOT / given) for given in script["GPU_TESTS"]), path
+    assert all((ROOT / given).exists() for given in script["GPU_TESTS"])
 
 
 def flash(**given: Any) -> None:

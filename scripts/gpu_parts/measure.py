@@ -29,7 +29,8 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
     """Median time of `work` on the device.
 
     It is captured as a graph, since a server replays graphs too, and what the host needs for a
-    launch is not what kernels cost. Caches are flushed before every repetition.
+    launch is not what kernels cost. Caches are flushed before every repetition, by reading: lines
+    that were written would have to be written back while `work` reads.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -40,10 +41,10 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    other = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     times = []
     for _ in range(repeats):
-        flush.zero_()
+        fill_caches_with(other)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         graph.replay()
@@ -51,6 +52,11 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
         after.synchronize()
         times.append(before.elapsed_time(after) / 1000)
     return statistics.median(times)
+
+
+def fill_caches_with(other: torch.Tensor) -> None:
+    """Reads other memory, and writes next to nothing, so that caches hold no line of `work`'s."""
+    other.sum()
 
 
 def host_seconds_of(work: Callable[[], Any], calls: int = 50) -> float:
