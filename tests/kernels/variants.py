@@ -18,8 +18,10 @@ from tests.policies import cases
 from tests.policies.cases import Shape, make_pipeline
 from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
+from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
+from vllm_kvcompress.kernels.attention import decode_attention
 from vllm_kvcompress.kernels.common import launch_triton
 from vllm_kvcompress.kernels.common.transfers import upload
 
@@ -100,6 +102,48 @@ def not_warmed_up(
         pool = make_pool(InterleavedPagePool, num_blocks=3 * test_event_batches.BLOCKS_EACH)
         test_event_batches.Step(pipeline, pool, lengths).run(together=True)
     return len(warm), sorted(Noting.noted - warm)
+
+
+def not_compiled_for_one(directory: Path) -> tuple[int, list[Variant]]:
+    """How many variants decode attention of one request takes, and which ones several need besides.
+
+    Three query heads for each of three KV heads, as SmolLM2-135M has: what kernels write for each
+    query head and request begins at a multiple of 16 bytes for some numbers of requests alone.
+    """
+    launch_triton.kernel = noting_kernel
+    heads, size, head_size = 3, 16, 16
+    pool = InterleavedPagePool(
+        pages=torch.zeros(8 * heads, 2 * size * head_size),
+        pages_per_block=heads,
+        layer_offsets=torch.zeros(1, dtype=torch.int64),
+        num_heads=heads,
+        block_size=size,
+        head_size=head_size,
+    )
+    pipeline, numbers = make_pipeline("snapkv", Shape((1,) * heads), directory), range(1, 5)
+    steps = DecodeSteps(pool, max(numbers), 3 * heads, [1.0], pipeline, records=True)
+    with only_triton():
+        Noting.noted = set()
+        attend_requests(steps, 1)
+        warm, Noting.noted = Noting.noted, set()
+        for number in numbers:
+            attend_requests(steps, number)
+    return len(warm), sorted(Noting.noted - warm)
+
+
+def attend_requests(steps: DecodeSteps, number: int) -> None:
+    """A token of each of so many uncompressed requests, in a replayed step and in another one."""
+    pool = steps.pool
+    table = torch.arange(number, dtype=torch.int32)[:, None]
+    lengths = torch.full((number,), 9, dtype=torch.int32)
+    queries = torch.randn(number, *steps.like.shape[1:])
+    steps.fill([], lengths, table, None)
+    steps.run(0, queries, torch.empty_like(queries))
+    entries = pool.entries(
+        (table * pool.num_heads + torch.arange(pool.num_heads, dtype=torch.int32)).view(-1, 1),
+        lengths.repeat_interleave(pool.num_heads),
+    )
+    decode_attention(entries, queries.reshape(len(entries.lengths), -1, pool.head_size), 1.0)
 
 
 def attend(request: Request, position: int) -> None:

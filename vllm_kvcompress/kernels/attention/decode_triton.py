@@ -80,8 +80,7 @@ def _pieces_kernel(
     bias_starts,
     bias_lengths,
     piece_outputs,
-    piece_maxima,
-    piece_sums,
+    piece_lse,
     num_sequences,
     query_stride_r,
     query_stride_h,
@@ -106,8 +105,8 @@ def _pieces_kernel(
 
     page_table and bias_table are addresses where ADDRESSED; layer_offsets and layer, and
     bias_table_stride, say of which layer.
-    piece_outputs [S + programs, GROUP, HEAD_SIZE], piece_maxima and piece_sums
-    [S + programs, GROUP], all fp32; only the rows of pieces are written.
+    piece_outputs [S + programs, GROUP, HEAD_SIZE] and piece_lse [S + programs, GROUP], the
+    log-sum-exps of the logits in base 2, both fp32; only the rows of pieces are written.
     """
     program = tl.program_id(0)
     _, total = tiles_before(lengths, 0, num_sequences, TILE, SCAN)
@@ -172,8 +171,10 @@ def _pieces_kernel(
                 True,
             )
             row = (wide + program) * GROUP + member
-            tl.store(piece_maxima + row, maximum, mask=member < GROUP)
-            tl.store(piece_sums + row, whole, mask=member < GROUP)
+            # 1 where there was nothing: the log-sum-exp is minus infinity, since the maximum is.
+            whole = tl.where(whole == 0.0, 1.0, whole)
+            outputs = outputs / whole[:, None]
+            tl.store(piece_lse + row, maximum + tl.log2(whole), mask=member < GROUP)
             tl.store(piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :], outputs, mask=inside)
         tile = stop
         before += tl.cdiv(length, TILE)
@@ -183,8 +184,7 @@ def _pieces_kernel(
 @kernel("num_sequences", "num_programs")
 def _reduce_kernel(
     piece_outputs,
-    piece_maxima,
-    piece_sums,
+    piece_lse,
     lengths,
     outputs,
     lse,
@@ -219,18 +219,17 @@ def _reduce_kernel(
         program = start + tl.arange(0, PIECES)
         exists = program <= last
         row = (sequence + program).to(tl.int64) * GROUP + member
-        maxima = tl.load(piece_maxima + row, mask=exists, other=float("-inf"))
-        sums = tl.load(piece_sums + row, mask=exists, other=0.0)
+        piece_sums = tl.load(piece_lse + row, mask=exists, other=float("-inf"))
         parts = tl.load(
             piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :],
             mask=exists[:, None] & (dims < HEAD_SIZE)[None, :],
             other=0.0,
         )
-        new_maximum = tl.maximum(maximum, tl.max(maxima, 0))
+        new_maximum = tl.maximum(maximum, tl.max(piece_sums, 0))
         top = finite_maximum(new_maximum)
-        weights = tl.exp2(maxima - top)
+        weights = tl.exp2(piece_sums - top)
         shrink = tl.exp2(maximum - top)
-        whole = whole * shrink + tl.sum(weights * sums, 0)
+        whole = whole * shrink + tl.sum(weights, 0)
         mixed = mixed * shrink + tl.sum(weights[:, None] * parts, 0)
         maximum = new_maximum
     nothing = whole == 0.0
@@ -318,8 +317,10 @@ def _launch(
     num_requests, heads, group, head_size = queries.shape
     num_sequences, programs = num_requests * heads, _num_programs(holder.device, settings)
     num_pieces = num_sequences + programs
+    # Not parts of one tensor: where the second began would change with the number of requests, and
+    # Triton compiles a kernel anew for tensors that do not begin at a multiple of 16 bytes.
     pieces = queries.new_empty((num_pieces, group, head_size), dtype=torch.float32)
-    maxima, sums = queries.new_empty((2, num_pieces, group), dtype=torch.float32)
+    piece_lse = queries.new_empty((num_pieces, group), dtype=torch.float32)
     tile, numbers = tile_size(holder, settings.tile_bytes), NumbersArguments.of(bias)
     table: tuple[Tensor, Tensor | None, int]
     if addressed := isinstance(holder, AddressedRows):
@@ -336,8 +337,7 @@ def _launch(
             lengths,
             *numbers.tensors,
             pieces,
-            maxima,
-            sums,
+            piece_lse,
             num_sequences,
             *queries.stride()[:3],
             holder.pages.stride(0),
@@ -355,8 +355,7 @@ def _launch(
         )
         _reduce_kernel[(num_sequences, group)](
             pieces,
-            maxima,
-            sums,
+            piece_lse,
             lengths,
             out,
             lse,
