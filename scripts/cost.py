@@ -103,8 +103,8 @@ def build_engine(name: str, model: str, options: argparse.Namespace) -> Any:
     if settings is not None:
         arguments = {
             "additional_config": {"kvcompress": settings},
-            "scheduler_cls": f"{PLUGIN}.scheduler.CompressionScheduler",
-            "worker_cls": f"{PLUGIN}.cpu_worker.CompressionCPUWorker",
+            "scheduler_cls": f"{PLUGIN}.scheduler_side.scheduler.CompressionScheduler",
+            "worker_cls": f"{PLUGIN}.worker_side.cpu_worker.CompressionCPUWorker",
         }
     length = 2 * options.prompt + options.decode + 64
     return LLM(

@@ -34,8 +34,8 @@ BANDWIDTH_BYTES = 1 << 32
 GPU_TESTS = (
     "tests/kernels",
     "tests/policies/test_devices.py",
-    "tests/test_events_on_accelerator.py",
-    "tests/test_decode_steps.py",
+    "tests/compression/test_events_on_accelerator.py",
+    "tests/attention/test_decode_steps.py",
 )
 MOST_WORKERS = 8  # processes of pytest; each holds a context on the GPU
 

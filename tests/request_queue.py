@@ -15,8 +15,8 @@ from vllm.v1.request import Request
 from tests.tiny_models import prompt
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.scheduling.triggers import parse_triggers
-from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
-from vllm_kvcompress.vllm_plugin.request_table import RequestTable
+from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
     DependentSlidingWindowSpec,

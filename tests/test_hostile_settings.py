@@ -26,8 +26,9 @@ from vllm_kvcompress.config import (
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.settings import REQUEST_RATE, PromptSettings
-from vllm_kvcompress.vllm_plugin import checks, lifeline
-from vllm_kvcompress.vllm_plugin.requests import PREPARE, RequestCheck
+from vllm_kvcompress.vllm_plugin import debug_mode
+from vllm_kvcompress.vllm_plugin.request_options import PREPARE, RequestCheck
+from vllm_kvcompress.vllm_plugin.startup import lifeline
 
 LONGEST = 1000  # characters of a refusal, whatever was said
 HUGE = 10**400
@@ -143,7 +144,7 @@ def test_variables_of_the_environment(value: str, monkeypatch: pytest.MonkeyPatc
     """Those that this package reads."""
     for name in ("KVCOMPRESS_CHECK", "VLLM_PLUGINS"):
         monkeypatch.setenv(name, value)
-    taken = refused_or_taken(lambda: [checks.switched_on()])
+    taken = refused_or_taken(lambda: [debug_mode.switched_on()])
     assert (taken is not None) == (value == "")
     request = ["m", "--kv-policy", "snapkv"]
     assert refused_or_taken(lambda: serve.sort_out(*serve.parse_options(request))) is None

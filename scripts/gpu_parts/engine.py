@@ -142,7 +142,7 @@ def _serve(llm: Any, call: tuple[list[list[int]], int, bool]) -> dict[str, Any]:
     from vllm import SamplingParams
 
     from vllm_kvcompress.tools.evaluation.observer import watch, watched
-    from vllm_kvcompress.vllm_plugin import compat
+    from vllm_kvcompress.vllm_plugin.startup import compat
 
     prompts, max_tokens, compresses = call
     pool = compat.engine_parts(llm.llm_engine)[0].kv_cache_manager.block_pool

@@ -122,7 +122,7 @@ NARROWED = {
     "vllm.v1.kv_cache_interface.KVCacheSpec": "vllm.v1.kv_cache_interface.FullAttentionSpec",
     "vllm.v1.kv_cache_interface.AttentionSpec": "vllm.v1.kv_cache_interface.FullAttentionSpec",
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": (
-        "vllm_kvcompress.vllm_plugin.dependent_blocks.DependentSlidingWindowManager"
+        "vllm_kvcompress.vllm_plugin.scheduler_side.dependent_blocks.DependentSlidingWindowManager"
     ),
 }
 

@@ -17,9 +17,9 @@ from tests.forked import command
 from vllm_kvcompress import __version__
 from vllm_kvcompress.cli import doctor
 from vllm_kvcompress.cli.main import main
-from vllm_kvcompress.vllm_plugin import requests
-from vllm_kvcompress.vllm_plugin.attention import registration
-from vllm_kvcompress.vllm_plugin.versions import VLLM_VERSIONS
+from vllm_kvcompress.vllm_plugin import request_options
+from vllm_kvcompress.vllm_plugin.startup import registration
+from vllm_kvcompress.vllm_plugin.startup.versions import VLLM_VERSIONS
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +83,7 @@ def test_a_check_of_requests_that_one_model_runner_refuses_is_a_problem(
 ) -> None:
     """It can be imported, but vLLM's loaders want an interface each."""
     half = type("HalfCheck", (other,), {"validate_params": classmethod(lambda *_: None)})
-    monkeypatch.setattr(requests, "RequestCheck", half)
+    monkeypatch.setattr(request_options, "RequestCheck", half)
     assert main(["doctor"]) == 1
     lines = capsys.readouterr().out.splitlines()
     (problem,) = [number for number, line in enumerate(lines) if "problem:" in line]
@@ -94,7 +94,9 @@ def test_a_check_of_requests_that_one_model_runner_refuses_is_a_problem(
 def test_a_class_that_cannot_be_loaded_is_a_problem(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(registration, "_CPU", "vllm_kvcompress.vllm_plugin.attention.gone.Backend")
+    monkeypatch.setattr(
+        registration, "_CPU", "vllm_kvcompress.vllm_plugin.worker_side.attention.gone.Backend"
+    )
     assert main(["doctor"]) == 1
     assert "problem: cannot be loaded (ModuleNotFoundError" in capsys.readouterr().out
 

@@ -196,7 +196,9 @@ def test_printed_command_is_understood_by_vllm(capsys: pytest.CaptureFixture[str
     assert namespace.block_size == 32
     assert namespace.scheduler_cls.endswith("CompressionScheduler")
     assert namespace.worker_cls.endswith("CompressionCPUWorker")
-    assert namespace.logits_processors == ["vllm_kvcompress.vllm_plugin.requests:RequestCheck"]
+    assert namespace.logits_processors == [
+        "vllm_kvcompress.vllm_plugin.request_options:RequestCheck"
+    ]
     assert namespace.additional_config == {
         "theirs": "it's",
         "kvcompress": {"policy": "snapkv", "budget": 0.25, "trigger": "prompt"},
@@ -241,7 +243,7 @@ def test_users_may_extend_our_classes(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_cpu_distribution_answers_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
+    from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
 
     finders = [finder for finder in sys.meta_path if type(finder).__name__ != "_Finder"]
     monkeypatch.setattr(sys, "meta_path", finders)

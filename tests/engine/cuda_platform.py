@@ -23,15 +23,16 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.engine.test_refusals import SETTINGS, engine_config
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin import gpu_worker, scheduler  # noqa: F401  (before the switch)
-from vllm_kvcompress.vllm_plugin.attention.base import CompressedBackend
-from vllm_kvcompress.vllm_plugin.attention.registration import (
+from vllm_kvcompress.vllm_plugin.scheduler_side import scheduler  # noqa: F401  (before CUDA)
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
+from vllm_kvcompress.vllm_plugin.startup.registration import (
     AttentionBackendEnum,
     use_gpu_backend,
 )
-from vllm_kvcompress.vllm_plugin.compat import plugin_options
-from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
-from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
+from vllm_kvcompress.vllm_plugin.worker_side import gpu_worker  # noqa: F401
+from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
+from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 ATTENTION = {
     "CUSTOM": AttentionConfig(backend=AttentionBackendEnum.CUSTOM),

@@ -7,7 +7,7 @@ from typing import Any
 
 def free_sources_early(report: dict[str, Any]) -> None:
     """An event's sources go back to the pool before it has run, and are poisoned there."""
-    from vllm_kvcompress.vllm_plugin.block_manager import CompressedBlockManager
+    from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
 
     begin_event = CompressedBlockManager.begin_event
 
@@ -22,8 +22,8 @@ def free_sources_early(report: dict[str, Any]) -> None:
 
 def free_sources_unseen(report: dict[str, Any]) -> None:
     """The same where nobody compares owners: poison has to show it."""
-    from vllm_kvcompress.vllm_plugin.checks.scheduler_side import SchedulerChecks
-    from vllm_kvcompress.vllm_plugin.checks.worker_side import WorkerChecks
+    from vllm_kvcompress.vllm_plugin.scheduler_side.block_owners import SchedulerChecks
+    from vllm_kvcompress.vllm_plugin.worker_side.access_checks import WorkerChecks
 
     free_sources_early(report)
     SchedulerChecks.after_step = lambda *args: None

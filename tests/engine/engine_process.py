@@ -51,8 +51,8 @@ def build_engine(scenario: dict[str, Any]) -> Any:
     if scenario.get("settings"):
         arguments = {
             "additional_config": {"kvcompress": {**SHORT_PROMPTS, **scenario["settings"]}},
-            "scheduler_cls": f"{PLUGIN}.scheduler.CompressionScheduler",
-            "worker_cls": f"{PLUGIN}.cpu_worker.CompressionCPUWorker",
+            "scheduler_cls": f"{PLUGIN}.scheduler_side.scheduler.CompressionScheduler",
+            "worker_cls": f"{PLUGIN}.worker_side.cpu_worker.CompressionCPUWorker",
             **arguments,
         }
     if not scenario.get("asynchronous"):
@@ -284,7 +284,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     # vLLM compiles the ranks of logprobs even in eager mode, in every process anew.
     torch._dynamo.config.disable = True
     os.environ["TORCH_COMPILE_DISABLE"] = "1"  # in the processes of several ranks, too
-    from vllm_kvcompress.vllm_plugin.compat import detach_stats
+    from vllm_kvcompress.vllm_plugin.startup.compat import detach_stats
 
     scenario = json.loads(Path(scenario_path).read_text())
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}

@@ -27,7 +27,7 @@ def counted(report: dict[str, Any]) -> None:
     """
     from vllm.v1.attention.backends import cpu_attn
 
-    from vllm_kvcompress.vllm_plugin.attention import base
+    from vllm_kvcompress.vllm_plugin.worker_side.attention import base
 
     report["layers"], report["steps"] = [], []
     forward, theirs = base.CompressedImpl.forward, cpu_attn.CPUAttentionBackendImpl.forward

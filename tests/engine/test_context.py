@@ -8,7 +8,7 @@ import torch
 from tests.engine.conftest import Run, check_as_alone, each_alone, request
 from tests.engine.oracle import KeptTokensDecoder, kept_positions
 from tests.tiny_models import prompt
-from vllm_kvcompress.vllm_plugin.requests import RequestOptions, request_options
+from vllm_kvcompress.vllm_plugin.request_options import RequestOptions, request_options
 
 CONTEXT, QUESTION, WINDOW = 700, 45, 32
 SETTINGS = {"policy": "adakv+criticalkv", "budget": 0.25}

@@ -16,9 +16,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests.engine.test_refusals import SETTINGS, engine_config
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin import memory
-from vllm_kvcompress.vllm_plugin.attention.registration import kernels_for, use_gpu_backend
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+from vllm_kvcompress.vllm_plugin.startup.registration import kernels_for, use_gpu_backend
+from vllm_kvcompress.vllm_plugin.worker_side import memory
 
 
 @pytest.fixture(scope="module")

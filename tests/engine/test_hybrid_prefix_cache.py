@@ -12,7 +12,7 @@ from tests import tiny_models
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin.scheduler import CompressionMixin
+from vllm_kvcompress.vllm_plugin.scheduler_side.scheduler import CompressionMixin
 
 PROMPT = prompt(1000, seed=1)
 # Tokens between which every block of the sliding windows is cached; vLLM's default is 0, for the

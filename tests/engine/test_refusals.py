@@ -14,9 +14,9 @@ from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
-from vllm_kvcompress.vllm_plugin.compat import cache_scales, plugin_options, shared_caches
-from vllm_kvcompress.vllm_plugin.layer_refusals import check_groups, check_layer
-from vllm_kvcompress.vllm_plugin.refusals import check_engine
+from vllm_kvcompress.vllm_plugin.startup.compat import cache_scales, plugin_options, shared_caches
+from vllm_kvcompress.vllm_plugin.startup.layer_refusals import check_groups, check_layer
+from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 
 SETTINGS = {"policy": "adakv", "budget": 0.25}
 MLA = {

@@ -7,7 +7,7 @@ from typing import Any
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
 from vllm_kvcompress.config import Settings
-from vllm_kvcompress.vllm_plugin.compat import plugin_options
+from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 
 POLICIES = ("adakv+criticalkv", "h2o")
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 2}
@@ -19,7 +19,7 @@ def note_drafts(report: dict[str, Any]) -> None:
     """Reports how many drafts there were, and how many stayed; and where events happened."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_kvcompress.vllm_plugin.request_table import RequestTable
+    from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 
     report["drafts"], report["positions"] = [0, 0], []
     count, plan = Scheduler.make_spec_decoding_stats, RequestTable.plan_event

@@ -10,10 +10,10 @@ from tests.engine.conftest import Run, request
 from tests.engine.test_refusals import SETTINGS, engine_config
 from tests.tiny_models import prompt
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin.cpu_worker import CompressionCPUWorker
-from vllm_kvcompress.vllm_plugin.refusals import check_engine
-from vllm_kvcompress.vllm_plugin.scheduler import CompressionScheduler
-from vllm_kvcompress.vllm_plugin.stat_logger import CompressionStatLogger
+from vllm_kvcompress.vllm_plugin.api_server.stat_logger import CompressionStatLogger
+from vllm_kvcompress.vllm_plugin.scheduler_side.scheduler import CompressionScheduler
+from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
+from vllm_kvcompress.vllm_plugin.worker_side.cpu_worker import CompressionCPUWorker
 
 PLUGIN = "vllm_kvcompress.vllm_plugin"
 
@@ -30,13 +30,13 @@ LEFT_OUT = [
     pytest.param(
         {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
         "--worker-cls is vllm.v1.worker.cpu_worker.CPUWorker, so nothing would be compressed; add "
-        f"--worker-cls {PLUGIN}.cpu_worker.CompressionCPUWorker",
+        f"--worker-cls {PLUGIN}.worker_side.cpu_worker.CompressionCPUWorker",
         id="worker",
     ),
     pytest.param(
         {"scheduler_cls": None},
         "--scheduler-cls is not given, so nothing would be compressed; add "
-        f"--scheduler-cls {PLUGIN}.scheduler.CompressionScheduler",
+        f"--scheduler-cls {PLUGIN}.scheduler_side.scheduler.CompressionScheduler",
         id="scheduler",
     ),
 ]

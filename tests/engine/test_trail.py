@@ -8,8 +8,11 @@ from tests.cli.server_process import ROOT
 from tests.engine.conftest import Run, request
 from tests.tiny_models import prompt
 
-CHECK = "vllm_kvcompress.vllm_plugin.requests:RequestCheck"
-FRONT_END = ("vllm_plugin/stat_logger.py", "metrics/prometheus.py")  # of the server's process
+CHECK = "vllm_kvcompress.vllm_plugin.request_options:RequestCheck"
+FRONT_END = (
+    "vllm_plugin/api_server/stat_logger.py",
+    "metrics/prometheus.py",
+)  # of the server's process
 
 
 def listed_files() -> list[str]:

@@ -90,7 +90,7 @@ def captured(report: dict[str, Any]) -> None:
     from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
     from vllm_kvcompress.attention import decode_steps
-    from vllm_kvcompress.vllm_plugin import gpu_worker
+    from vllm_kvcompress.vllm_plugin.worker_side import gpu_worker
 
     count_steps(report)
     report["replays"], report["launches"], report["captures"] = Counter(), Counter(), []
@@ -166,8 +166,8 @@ def count_steps(report: dict[str, Any]) -> None:
     request was compressed, or a query remembered, and how many events there were."""
     from vllm.v1.worker import gpu_worker
 
-    from vllm_kvcompress.vllm_plugin import step
-    from vllm_kvcompress.vllm_plugin.attention import base
+    from vllm_kvcompress.vllm_plugin.worker_side import step
+    from vllm_kvcompress.vllm_plugin.worker_side.attention import base
 
     report["steps"] = counts = Counter()
     gpu_worker.enable_gpu_sync_check = counts.clear  # when all is warm

@@ -44,15 +44,15 @@ from tests.engine import engine_process  # noqa: E402
 from tests.gpu_path.flash_attention import replace_flash_kernels  # noqa: E402
 from tests.gpu_path.stand_ins import replace_device  # noqa: E402
 from tests.gpu_path.torch_kernels import replace_triton_kernels  # noqa: E402
-from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES  # noqa: E402
-from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm  # noqa: E402
+from vllm_kvcompress.vllm_plugin.startup.compat import ENGINE_MODULES  # noqa: E402
+from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm  # noqa: E402
 
 MODULES = (
     *ENGINE_MODULES,
     "vllm.v1.worker.cpu.model_runner",
     "vllm.v1.worker.gpu.warmup",
     "vllm.v1.attention.backends.triton_attn",
-    "vllm_kvcompress.vllm_plugin.attention.gpu_triton",
+    "vllm_kvcompress.vllm_plugin.worker_side.attention.gpu_triton",
 )
 TRITON = "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"
 FLASH = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"

@@ -13,7 +13,7 @@ def start_up(report: dict[str, Any]) -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
 
-    from vllm_kvcompress.vllm_plugin.worker_compression import WorkerCompression
+    from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
     report["start_up"] = []
 
@@ -43,7 +43,7 @@ def memory(report: dict[str, Any]) -> None:
     from vllm.v1.worker.gpu_worker import Worker
 
     from tests.gpu_path import stand_ins
-    from vllm_kvcompress.vllm_plugin.gpu_worker import CompressionGPUWorker
+    from vllm_kvcompress.vllm_plugin.worker_side.gpu_worker import CompressionGPUWorker
 
     report["measured"] = stand_ins.measured
     del os.environ["VLLM_CPU_KVCACHE_SPACE"]  # which vLLM takes for a user's choice
@@ -102,7 +102,7 @@ def flash_calls(report: dict[str, Any]) -> None:
 def few_sequences(report: dict[str, Any]) -> None:
     """As if FlashAttention 3 split batches of up to 4 sequences only, two requests of two heads."""
     from tests.gpu_path import flash_attention
-    from vllm_kvcompress.vllm_plugin.attention import base, gpu_flash
+    from vllm_kvcompress.vllm_plugin.worker_side.attention import base, gpu_flash
 
     gpu_flash.MOST_SEQUENCES = flash_attention.MOST_BATCHES_TO_SPLIT = 4
     report["own"] = 0

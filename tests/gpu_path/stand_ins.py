@@ -73,7 +73,7 @@ def replace_device(stock_backend: str) -> None:
 
     type(current_platform).get_attn_backend_cls = staticmethod(backend)
 
-    from vllm_kvcompress.vllm_plugin.gpu_worker import CompressionGPUWorker
+    from vllm_kvcompress.vllm_plugin.worker_side.gpu_worker import CompressionGPUWorker
 
     start = CompressionGPUWorker.take_our_attention
 

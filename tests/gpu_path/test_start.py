@@ -12,7 +12,7 @@ from tests.engine.conftest import request
 from tests.gpu_path.conftest import Run
 from tests.gpu_path.stand_ins import CONSUMED_BYTES, REQUESTED_BYTES
 from tests.tiny_models import prompt
-from vllm_kvcompress.vllm_plugin.memory import FRAGMENTATION, TABLES_SHARE
+from vllm_kvcompress.vllm_plugin.worker_side.memory import FRAGMENTATION, TABLES_SHARE
 
 ADAKV = {"policy": "adakv", "budget": 0.25}
 CRITICAL = {"policy": "adakv+criticalkv", "budget": 0.25}

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import triton
 
-from tests import event_cases, test_event_batches
+from tests import event_cases
+from tests.compression import test_event_batches
 from tests.event_cases import GROUP, HEAD_SIZE, NUM_HEADS, Request, make_pool
 from tests.kernels.events import only_triton
 from tests.policies import cases

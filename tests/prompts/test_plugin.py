@@ -22,8 +22,12 @@ from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.prompts.shortener import PromptShortener
-from vllm_kvcompress.vllm_plugin.prompt_plugin import PATH, PromptMiddleware, PromptPlugin
-from vllm_kvcompress.vllm_plugin.refusals import check_prompts_plugin
+from vllm_kvcompress.vllm_plugin.api_server.prompt_plugin import (
+    PATH,
+    PromptMiddleware,
+    PromptPlugin,
+)
+from vllm_kvcompress.vllm_plugin.startup.refusals import check_prompts_plugin
 
 KEY = "a key"
 

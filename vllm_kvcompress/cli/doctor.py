@@ -98,7 +98,7 @@ def _vllm() -> Finding:
         except PackageNotFoundError:
             continue
         try:
-            from vllm_kvcompress.vllm_plugin.versions import check_vllm_version
+            from vllm_kvcompress.vllm_plugin.startup.versions import check_vllm_version
 
             check_vllm_version()
         except (ConfigError, ImportError) as error:
@@ -113,7 +113,7 @@ def _vllm() -> Finding:
 
 def _versions() -> Iterator[Finding]:
     """What was done with each version of vLLM, installed or not."""
-    from vllm_kvcompress.vllm_plugin.versions import VLLM_VERSIONS
+    from vllm_kvcompress.vllm_plugin.startup.versions import VLLM_VERSIONS
 
     for number, known in VLLM_VERSIONS.items():
         yield Finding(f"vllm {number}", known)
@@ -151,8 +151,8 @@ def _backend() -> Iterator[Finding]:
     """The platform, and every class that serve would have vLLM load, by vLLM's own loaders."""
     from vllm.platforms import current_platform
 
-    from vllm_kvcompress.vllm_plugin.attention.registration import backend_paths
-    from vllm_kvcompress.vllm_plugin.compat import option_loaders, plugin_options
+    from vllm_kvcompress.vllm_plugin.startup.compat import option_loaders, plugin_options
+    from vllm_kvcompress.vllm_plugin.startup.registration import backend_paths
 
     yield Finding("backend", str(current_platform.device_name or current_platform.device_type))
     try:

@@ -220,7 +220,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 def _check_prepared(arguments: argparse.Namespace) -> None:
     """Refuses what no preparation is possible with, before anything is asked."""
     from vllm_kvcompress.config import Settings
-    from vllm_kvcompress.vllm_plugin.requests import check_preparation
+    from vllm_kvcompress.vllm_plugin.request_options import check_preparation
 
     if arguments.base_url:
         raise ConfigError(

@@ -19,10 +19,10 @@ from vllm_kvcompress.cli import one_server
 from vllm_kvcompress.cli.command_forms import Given, PlainCommand, native
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
 from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, STATUS_PLUGIN, Settings
-from vllm_kvcompress.vllm_plugin import compat, lifeline
-from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
-from vllm_kvcompress.vllm_plugin.needed_classes import is_ours
-from vllm_kvcompress.vllm_plugin.refusals import check_engine, check_server
+from vllm_kvcompress.vllm_plugin.startup import compat, lifeline
+from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
+from vllm_kvcompress.vllm_plugin.startup.needed_classes import is_ours
+from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine, check_server
 
 # Those that vLLM loads unless VLLM_PLUGINS says otherwise.
 _PLUGIN_GROUPS = tuple(

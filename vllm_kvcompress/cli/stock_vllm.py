@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
+from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
 
 answer_for_vllm()
 

@@ -1,8 +1,8 @@
 """What a scheduler step did, on its way to /metrics: ints, floats, texts and lists. No torch.
 
 The engine core fills a `StepStats` per step; as a dictionary it survives pickle, JSON and
-msgpack, which is how it reaches the API process (`vllm_plugin/compat.py`), where
-`vllm_plugin/stat_logger.py` hands it to the collectors of `metrics.py`.
+msgpack, which is how it reaches the API process (`vllm_plugin/startup/compat.py`), where
+`vllm_plugin/api_server/stat_logger.py` hands it to the collectors of `metrics.py`.
 """
 
 from __future__ import annotations

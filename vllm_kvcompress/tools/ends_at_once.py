@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 
-from vllm_kvcompress.vllm_plugin.lifeline import end_with
+from vllm_kvcompress.vllm_plugin.startup.lifeline import end_with
 
 atexit.register(os._exit, 0)  # behind all that is registered later
 end_with(os.getppid())

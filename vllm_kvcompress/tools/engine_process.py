@@ -19,7 +19,7 @@ from typing import Any, Self
 from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.tools.files import append
-from vllm_kvcompress.vllm_plugin.compat import ENGINE_MODULES
+from vllm_kvcompress.vllm_plugin.startup.compat import ENGINE_MODULES
 
 _ENDS_AT_ONCE = "vllm_kvcompress.tools.ends_at_once"
 
@@ -168,8 +168,8 @@ def _redirect_output(log: str) -> None:
 def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any]) -> Any:
     from vllm import LLM
 
-    from vllm_kvcompress.vllm_plugin.compat import allow_amx, plugin_options
-    from vllm_kvcompress.vllm_plugin.distribution import answer_for_vllm
+    from vllm_kvcompress.vllm_plugin.startup.compat import allow_amx, plugin_options
+    from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
 
     answer_for_vllm()
     allow_amx()  # our worker sees to it, stock vLLM's does not

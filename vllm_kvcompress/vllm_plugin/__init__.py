@@ -8,9 +8,9 @@ line names, so a server without them is stock vLLM.
 
 def register() -> None:
     """Makes the KV-cache spec known to vLLM in this process; repeatable."""
-    from vllm_kvcompress.vllm_plugin import lifeline
-    from vllm_kvcompress.vllm_plugin.versions import check_vllm_version
+    from vllm_kvcompress.vllm_plugin.startup import lifeline
+    from vllm_kvcompress.vllm_plugin.startup.versions import check_vllm_version
 
     lifeline.follow()
     check_vllm_version()
-    from vllm_kvcompress.vllm_plugin import block_manager  # noqa: F401  (registers the spec)
+    from vllm_kvcompress.vllm_plugin.scheduler_side import block_manager  # noqa: F401  (registers)

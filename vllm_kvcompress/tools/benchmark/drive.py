@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvcompress.tools.benchmark.scenarios import Arrival, Load, Size
-from vllm_kvcompress.vllm_plugin import compat
+from vllm_kvcompress.vllm_plugin.startup import compat
 
 
 @dataclass

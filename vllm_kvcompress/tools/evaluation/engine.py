@@ -169,7 +169,7 @@ def _sampling(**options: Any) -> Any:
 
 def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
     """Has contexts prepared that are to be; by number of the question who has done it."""
-    from vllm_kvcompress.vllm_plugin.requests import PREPARE
+    from vllm_kvcompress.vllm_plugin.request_options import PREPARE
 
     asking = [number for number, question in enumerate(questions) if question.repetition]
     if not asking:

@@ -1,0 +1,63 @@
+"""What deploy/observability/ names exists; a check there asks a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.metrics.prometheus import CompressionMetrics
+from vllm_kvcompress.metrics.prompts import PromptMetrics
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "deploy" / "observability"
+OPERATING = (ROOT / "docs" / "operating.md").read_text()
+OURS = re.compile(r"\bkvcompress_[a-z0-9_]+")
+
+
+@pytest.fixture(scope="module")
+def samples() -> set[str]:
+    """Names of the series that servers of ours show before the first request."""
+    registry = CollectorRegistry()
+    CompressionMetrics(registry).start(Settings("snapkv"), "tiny", "0")
+    PromptMetrics(registry).start("tiny")
+    return {sample.name for metric in registry.collect() for sample in metric.samples}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.iterdir()), ids=lambda path: path.name)
+def test_every_metric_exists_on_an_idle_server(path: Path, samples: set[str]) -> None:
+    assert set(OURS.findall(path.read_text())) <= samples
+
+
+def test_every_metric_and_alert_is_documented(samples: set[str]) -> None:
+    named = {name for name in samples if not name.endswith("_created")}
+    metrics = {re.sub(r"_(bucket|sum|count)$", "", name) for name in named}
+    assert metrics <= set(OURS.findall(OPERATING))
+    alerts = re.findall(r"alert: (\w+)", (FOLDER / "rules.yml").read_text())
+    assert len(alerts) == 5
+    for alert in alerts:
+        assert f"`{alert}`" in OPERATING
+
+
+def test_the_dashboard_is_one_of_vllms() -> None:
+    """By tag and variables, which choose what every panel shows; no engine shortens prompts."""
+    board = json.loads((FOLDER / "dashboard.json").read_text())
+    assert board["tags"] == ["vllm"]
+    names = [variable["name"] for variable in board["templating"]["list"]]
+    assert names == ["datasource", "job", "model_name", "instance", "engine"]
+    for panel in board["panels"]:
+        for target in panel["targets"]:
+            prompts = "kvcompress_prompt_" in target["expr"]
+            for name in names[1:]:
+                selected = f'{name}=~"${name}"' in target["expr"]
+                assert selected != (prompts and name == "engine"), panel["title"]
+
+
+def test_the_operator_s_rules_are_the_same() -> None:
+    rules = yaml.safe_load((FOLDER / "rules.yml").read_text())
+    assert yaml.safe_load((FOLDER / "prometheusrule.yaml").read_text())["spec"] == rules

@@ -1,0 +1,387 @@
+"""The requests' records on vLLM's own block pool: what they hold, and that damage is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.v1.request import Request
+
+from tests.request_queue import Queue
+from tests.tiny_models import prompt
+from vllm_kvcompress.errors import InvariantError, UnsupportedError
+from vllm_kvcompress.vllm_plugin.scheduler_side import scheduler as scheduler_module
+from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import KeptState
+from vllm_kvcompress.vllm_plugin.scheduler_side.scheduler import CompressionMixin
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_a_request_holds(num_groups: int, asynchronous: bool) -> None:
+    """Counted by hand: two blocks of queries, one that is being filled, and the others.
+
+    At 300 tokens a quarter of 18 full blocks stays, at 340 a quarter of 21; an event's sources
+    are given back with the next token, and where that is planned before the event has been
+    processed, with the one after it.
+    """
+    queue = Queue(num_groups, asynchronous=asynchronous)
+    queue.add("a", 300)
+    held = {}
+    while queue.requests["a"].num_computed_tokens < 350:
+        assert queue.step("a")
+        queue.check()
+        position = queue.requests["a"].num_computed_tokens
+        held[position] = queue.table.managers[0].num_blocks_held("a")
+    late = asynchronous
+    assert [held[position] for position in (256, 300, 301, 302)] == [
+        *(2 + 16, 2 + 18 + 1 + 5),
+        *(2 + 18 + 1 + 5 if late else 2 + 5 + 1, 2 + 5 + 1),
+    ]
+    assert [held[position] for position in (339, 340, 341, 342)] == [
+        *(2 + 5 + 3 + 1, 2 + 5 + 3 + 1 + 6),
+        *(2 + 5 + 3 + 1 + 6 if late else 2 + 6 + 1, 2 + 6 + 1),
+    ]
+    assert queue.sent["a"] == [300, 340]
+
+
+class Stock:
+    """What vLLM's scheduler does with a preempted request's blocks."""
+
+    def _preempt_request(self, request: Request) -> None:
+        self.kv_cache_manager.free(request)
+
+
+class Preempting(CompressionMixin, Stock):
+    """The part of a scheduler that preempts."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.table, self.kv_cache_manager = queue.table, queue.cache
+        self.spec = queue.table.spec
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "position", "skips"),
+    [(50, 40, False), (50, 80, True), (300, 256, False), (300, 310, True)],
+)
+def test_no_hit_hides_the_queries_of_an_event(
+    num_prompt_tokens: int, position: int, skips: bool
+) -> None:
+    """50 tokens are compressed first when 90 are there, and 300 at once.
+
+    A request that generated, and begins anew, would else find what it generated in the cache.
+    """
+    queue = Queue(1)
+    request = queue.add("a", num_prompt_tokens)
+    while request.num_computed_tokens < position:
+        assert queue.step("a", position - request.num_computed_tokens)
+    Preempting(queue)._preempt_request(request)
+    queue.check()
+    assert request.skip_reading_prefix_cache is skips
+    assert queue.table["a"].ledger.last_position == 0
+
+
+def test_a_context_is_forgotten_with_its_first_block() -> None:
+    """vLLM hands out whatever nobody holds; that context is then nowhere to be found."""
+    queue = Queue(1, reuse_contexts=True)
+    queue.add("a", 200, context_tokens=150)
+    while queue.requests["a"].num_computed_tokens < 200:
+        assert queue.step("a")
+    queue.end("a")
+    assert len(queue.table.states) == 1
+    pool = queue.cache.block_pool
+    pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
+    queue.check()
+    assert len(queue.table.states) == 0
+
+
+CONTEXT = prompt(160, seed=9)
+
+
+def ask(queue: Queue, name: str) -> Request:
+    """Has a request about the context take its first step."""
+    request = queue.add(name, 30, context_tokens=160, history=CONTEXT)
+    assert queue.step(name)
+    return request
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_prepared_context_takes_the_place_of_an_ordinary_one(asynchronous: bool) -> None:
+    """Held while it is read: everything, and at its end what is kept. Then nobody holds it.
+
+    It leaves what it has prepared in the step that ends it, and reads no compressed context; blocks
+    of the prefix cache it does.
+    """
+    queue = Queue(1, reuse_contexts=True, asynchronous=asynchronous)
+    ask(queue, "ordinary")
+    while queue.requests["ordinary"].num_computed_tokens < 192:
+        assert queue.step("ordinary")
+    queue.end("ordinary")
+    request = queue.add("preparing", 170, context_tokens=160, history=CONTEXT, prepares=True)
+    assert queue.step("preparing")
+    assert request.num_computed_tokens == 160 + 64
+    assert queue.table.managers[0].num_blocks_held("preparing") == 14
+    while request.num_computed_tokens < 330:
+        assert queue.step("preparing")
+        queue.check()
+    assert queue.sent["preparing"] == [330]
+    held = queue.table.managers[0].num_blocks_held("preparing")
+    assert held == 21 + 3  # a quarter of ten blocks, not of twenty
+    request.num_in_flight_tokens = 0  # its last step has been processed
+    queue.end("preparing")
+    queue.check()
+    assert len(queue.table.states) == 2
+    ask(queue, "asking")
+    state = queue.table["asking"].state
+    assert (state.number, state.position, len(state.kept), state.tail) == (1, 160, 3, ())
+    queue.check()
+
+
+def test_a_preparation_that_ends_early_leaves_nothing() -> None:
+    """Also where its event is in a step that has not been processed."""
+    for num_tokens in (250, 330):
+        queue = Queue(1, reuse_contexts=True, asynchronous=True)
+        request = queue.add("a", 170, context_tokens=160, history=CONTEXT, prepares=True)
+        while request.num_computed_tokens < num_tokens:
+            assert queue.step("a")
+        queue.end("a")
+        queue.check()
+        assert len(queue.table.states) == 0
+
+
+def test_a_preempted_preparation_begins_anew() -> None:
+    queue = Queue(1, reuse_contexts=True)
+    request = queue.add("a", 170, context_tokens=160, history=CONTEXT, prepares=True)
+    while request.num_computed_tokens < 250:
+        assert queue.step("a")
+    queue.table["a"].unsent.preparations.clear()  # the workers have been told
+    queue.preempt("a")
+    assert queue.table["a"].unsent.preparations == {"a": 160}
+    while request.num_computed_tokens < 330:
+        assert queue.step("a")
+    queue.end("a")
+    assert len(queue.table.states) == 1
+
+
+def test_what_only_repeats_nothing_is_no_preparation() -> None:
+    """The prompt ends with its context, or the context is less than a block."""
+    queue = Queue(1, reuse_contexts=True)
+    for name, context_tokens in (("a", 170), ("bb", 500), ("ccc", 15)):
+        queue.add(name, 170, context_tokens=context_tokens, prepares=True)
+        assert not queue.table[name].unsent.preparations
+
+
+def end_after(queue: Queue, name: str, num_reply_tokens: int) -> list[int]:
+    """Has a request read its prompt, generate, and end; returns all its tokens."""
+    request = queue.requests[name]
+    while request.num_output_tokens < num_reply_tokens:
+        assert queue.step(name)
+        queue.check()
+    queue.end(name)
+    queue.check()
+    return list(request.all_token_ids)
+
+
+def test_a_conversation_goes_on_where_it_ended() -> None:
+    """Two branches share what is kept; the block that both write to is copied for each."""
+    queue = Queue(1, reuse_conversations="reuse")
+    queue.add("a", 300)
+    history = end_after(queue, "a", 25)
+    (state,) = queue.table.states.find(queue.add("b", 100, history=history), _use(queue, "b"))
+    assert state[1] == 324  # the last token was not computed
+    queue.add("cc", 90, history=history)
+    for name in ("b", "cc"):
+        assert queue.step(name)
+        assert queue.requests[name].num_computed_tokens == 324 + 64
+        queue.check()
+    ours, theirs = (
+        queue.cache.coordinator.single_type_managers[0].req_to_blocks[n] for n in ("b", "cc")
+    )
+    assert [block.is_null for block in ours] == [n < 18 for n in range(25)]
+    assert ours[18:20] == theirs[18:20]
+    assert ours[20] is not theirs[20]
+    copied = state[0].tail[2].block_id
+    copies = {
+        (copy.source, copy.target) for n in ("b", "cc") for copy in queue.table[n].unsent.copies
+    }
+    assert copies == {(copied, ours[20].block_id), (copied, theirs[20].block_id)}
+    for name in ("b", "cc"):
+        end_after(queue, name, 3)
+    assert len(queue.table.states) == 3
+
+
+def test_a_longer_state_of_the_same_event_takes_the_place_of_a_shorter_one() -> None:
+    queue = Queue(1, reuse_conversations="reuse")
+    queue.add("a", 300)
+    history = end_after(queue, "a", 25)
+    queue.add("b", 30, history=history)
+    while queue.requests["b"].num_computed_tokens < 340:
+        assert queue.step("b", 10)
+    queue.end("b")
+    queue.check()
+    assert len(queue.table.states) == 1
+    assert queue.table.states.take_counts().forgotten == {"extended": 1}
+
+
+@pytest.mark.parametrize(("num_blocks", "first_to_go"), [(30, "a"), (100, "other")])
+def test_where_states_crowd_the_pool_those_of_former_turns_go_first(
+    num_blocks: int, first_to_go: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before another conversation, which nobody has continued for longer."""
+    queue = Queue(1, reuse_conversations="reuse")
+    pool, states = queue.cache.block_pool, queue.table.states
+    kept: dict[str, KeptState] = {}
+    for name in ("other", "a"):
+        queue.add(name, 300)
+        history = end_after(queue, name, 30)
+        known = {state for of_block in states._by_block.values() for state in of_block}
+        (kept[name],) = known - set(kept.values())
+    queue.add("b", 40, history=history)
+    assert queue.step("b")
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "num_gpu_blocks", num_blocks)  # 16 of them are states'
+        assert queue.step("b")
+    queue.end("b")
+    queue.check()
+    assert len(states) == 3
+    while len(states) == 3:
+        pool.touch(pool.get_new_blocks(1))
+    assert states.take_dropped() == [kept[first_to_go].number]
+
+
+@pytest.mark.parametrize(
+    ("how", "window_size", "evicted", "question", "cached"),
+    [
+        *[("reuse", 16, False, 100, 324), ("anew", 16, False, 100, 288)],
+        *[("anew", 16, True, 100, 324), ("auto", 16, False, 100, 288)],
+        *[("auto", 16, True, 100, 324), ("auto", 0, False, 100, 324)],
+        *[("reuse", 48, False, 5, 300), ("anew", 48, False, 5, 272), ("anew", 48, True, 5, 300)],
+    ],
+)
+def test_what_is_kept_or_the_prefix_cache(
+    how: str, window_size: int, evicted: bool, question: int, cached: int
+) -> None:
+    """Compressed anew where the cache has all that was compressed, and this is wanted.
+
+    By itself where the policy looks at queries, so that the question decides. What a window of 48
+    queries needs of a prompt of 330 tokens counts as cached.
+    """
+    queue = Queue(1, reuse_conversations=how, window_size=window_size)
+    queue.add("a", 300)
+    history = end_after(queue, "a", 25)
+    if evicted:
+        for block in queue.cache.block_pool.blocks:
+            queue.cache.block_pool.evict_blocks({block.block_id})
+    queue.add("b", question, history=history)
+    assert queue.step("b", 1)
+    assert queue.requests["b"].num_computed_tokens == cached + 1
+
+
+@pytest.mark.parametrize(
+    ("how", "window_size", "said"),
+    [
+        ("auto", 16, "auto = anew while the whole history is cached, since the policy looks at"),
+        ("auto", 0, "auto = reuse, since the policy does not look at queries)."),
+        ("reuse", 16, "reuse; the last 16 tokens before an event are read again"),
+    ],
+)
+def test_the_start_up_line_says_how_conversations_go_on(
+    how: str, window_size: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+
+    def info(text: str, *values: Any) -> None:
+        lines.append(text % values)
+
+    monkeypatch.setattr(scheduler_module.logger, "info", info)
+    scheduler = Preempting(Queue(1, reuse_conversations=how, window_size=window_size))
+    scheduler.max_model_len = 512
+    scheduler._announce()
+    assert said in lines[1]
+
+
+@pytest.mark.parametrize("option", ["contexts", "conversations"])
+def test_layers_of_other_kinds_keep_no_states(option: str) -> None:
+    wanted = {"reuse_contexts": True} if option == "contexts" else {"reuse_conversations": "auto"}
+    scheduler = Preempting(Queue(2, **wanted))
+    with pytest.raises(UnsupportedError, match=f"--kv-reuse-{option} needs a model of full-att"):
+        scheduler._check_reuse()
+
+
+def _use(queue: Queue, name: str) -> object:
+    return queue.table[name].use
+
+
+def forget_window(queue: Queue) -> None:
+    queue.table["a"].groups[0].window.clear()
+
+
+def forget_fresh_blocks(queue: Queue) -> None:
+    queue.table["a"].groups[0].fresh = []
+
+
+def forget_event(queue: Queue) -> None:
+    queue.table["a"].groups[0].event = None
+
+
+def free_sources_early(queue: Queue) -> None:
+    queue.cache.block_pool.free_blocks(queue.table.managers[0].req_to_blocks["a"][:1])
+
+
+def share_fresh_block(queue: Queue) -> None:
+    (block, *_) = queue.table["a"].groups[0].fresh
+    block.ref_cnt += 1
+    queue.table["b"].groups[0].kept.append(block)
+
+
+def take_block(queue: Queue) -> None:
+    queue.cache.block_pool.get_new_blocks(1)
+
+
+def end_without_closing(queue: Queue) -> None:
+    del queue.requests["b"]
+
+
+def preempt_without_opening(queue: Queue) -> None:
+    queue.cache.free(queue.requests["a"])
+
+
+def cache_fresh_block(queue: Queue) -> None:
+    queue.table["a"].groups[0].fresh[0]._block_hash = b"hash"
+
+
+def forget_context_block(queue: Queue) -> None:
+    queue.table.states._by_block.popitem()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (forget_window, "owners by block"),
+        (forget_fresh_blocks, "owners by block"),
+        (forget_event, "blocks of a in group 0"),
+        (free_sources_early, "owners by block"),
+        (share_fresh_block, "blocks of a in group 0"),
+        (take_block, "owners by block"),
+        (end_without_closing, "requests with a record"),
+        (preempt_without_opening, "requests with a record"),
+        (cache_fresh_block, "blocks of a in group 0"),
+        (forget_context_block, "blocks of kept states"),
+    ],
+)
+def test_damage_is_found(damage: Callable[[Queue], None], message: str) -> None:
+    """While one request's event is in flight, another waits, and a context is kept."""
+    queue = Queue(1, reuse_contexts=True)
+    queue.add("context", 200, context_tokens=150)
+    while queue.requests["context"].num_computed_tokens < 200:
+        assert queue.step("context")
+    queue.end("context")
+    assert len(queue.table.states) == 1
+    queue.add("a", 300)
+    while queue.requests["a"].num_computed_tokens < 300:
+        assert queue.step("a")
+    queue.add("b", 100)
+    queue.check()
+    damage(queue)
+    with pytest.raises(InvariantError, match=message):
+        queue.check()

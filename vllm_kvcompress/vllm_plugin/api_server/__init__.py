@@ -1,0 +1,1 @@
+"""The API server: statistics, the status page, and shorter prompts."""

@@ -1,0 +1,1 @@
+"""The scheduler process: plans events, owns blocks, and reports what was done."""

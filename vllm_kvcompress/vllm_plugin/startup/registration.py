@@ -1,0 +1,116 @@
+"""Puts our attention backends where vLLM looks for backends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin.startup.quantized import is_fp8
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_PACKAGE = "vllm_kvcompress.vllm_plugin.worker_side.attention"
+_CPU = f"{_PACKAGE}.cpu.CompressedCPUBackend"
+_GPU = {
+    "flash": f"{_PACKAGE}.gpu_flash.CompressedFlashBackend",
+    "triton": f"{_PACKAGE}.gpu_triton.CompressedTritonBackend",
+}
+
+
+def use_cpu_backend() -> None:
+    """In this worker process, the CPU platform's attention is ours from now on; repeatable.
+
+    The CPU platform always takes the backend registered as CPU_ATTN, whatever
+    --attention-backend says, so that member's class path is overridden.
+    """
+    register_backend(AttentionBackendEnum.CPU_ATTN, _CPU)
+
+
+def use_gpu_backend(vllm_config: VllmConfig, kernels: str) -> None:
+    """In this worker process, the backend CUSTOM is ours from now on; repeatable.
+
+    Args:
+        vllm_config: must name that backend, since vLLM would take another.
+        kernels: flash or triton.
+
+    Raises:
+        UnsupportedError: another kind of GPU; or the configuration names another backend, or none.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        raise UnsupportedError(
+            f"compression on GPUs was made for CUDA, and this is {current_platform.device_type}; "
+            "serve without --kv-policy."
+        )
+    config = vllm_config.attention_config
+    chosen = set(config.backend_per_kind.values()) | {config.backend}
+    if chosen != {AttentionBackendEnum.CUSTOM}:
+        named = ", ".join(sorted("none" if each is None else each.name for each in chosen))
+        raise UnsupportedError(
+            f"compression on GPUs is an attention backend of its own, CUSTOM, and vLLM was told "
+            f"to take {named}; add --attention-backend CUSTOM, or start with `vllm-kvcompress "
+            "serve`."
+        )
+    register_backend(AttentionBackendEnum.CUSTOM, _GPU[kernels])
+
+
+def backend_paths() -> dict[str, str]:
+    """By kernels, the attention backends that serving may take on vLLM's platform."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return {"cpu": _CPU}
+    return {name: path for name, path in _GPU.items() if name != "flash" or _has_flash()}
+
+
+def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
+    """The kernels that vLLM would take for this model, of those that take our pages.
+
+    Args:
+        vllm_config: says the model.
+        wanted: flash or triton; anything else leaves the choice: FlashAttention where it can be,
+            else Triton, which takes every model.
+    """
+    if wanted in _GPU:
+        return wanted
+    if is_fp8(vllm_config):  # FlashAttention takes queries in fp8 alone then
+        return "triton"
+    return "flash" if _takes_flash(vllm_config) else "triton"
+
+
+def _takes_flash(vllm_config: VllmConfig) -> bool:
+    """Whether FlashAttention is there, and takes the model's heads and type on this GPU."""
+    if not _has_flash():
+        return False
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    model = vllm_config.model_config
+    return not FlashAttentionBackend.validate_configuration(
+        head_size=model.get_head_size(),
+        dtype=model.dtype,
+        kv_cache_dtype=vllm_config.cache_config.cache_dtype,
+        block_size=None,
+        use_mla=False,
+        has_sink=False,
+        use_sparse=False,
+        use_mm_prefix=False,
+        use_per_head_quant_scales=False,
+        device_capability=current_platform.get_device_capability(),
+        attn_type="decoder",
+    )
+
+
+def _has_flash() -> bool:
+    """Whether vLLM was built with FlashAttention."""
+    try:
+        from vllm.v1.attention.backends.fa_utils import is_flash_attn_varlen_func_available
+        from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend  # noqa: F401
+    except ImportError:
+        return False
+    available: bool = is_flash_attn_varlen_func_available()
+    return available

@@ -1,0 +1,1 @@
+"""Worker processes: attention over pages, events, and the memory that they need."""

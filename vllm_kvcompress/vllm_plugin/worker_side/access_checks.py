@@ -1,0 +1,147 @@
+"""What attention and events read and write in a worker, against whose every block is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.compression.runner import Event
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan
+from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+POISON = 30000.0  # as a value, or the largest that the cache's type has
+
+
+class WorkerChecks:
+    """Checks a worker's steps; on a GPU every one of them waits for the device."""
+
+    def __init__(self) -> None:
+        os.environ.setdefault("VLLM_RAISE_ON_LOGIT_NANS", "1")  # ends the engine where one is
+        self._tags = BlockTags()
+        self._are_ours = False
+
+    def begin_step(self, plan: StepPlan, pools: Iterable[PagePool]) -> None:
+        """Takes whose every block is, and poisons what nobody may read.
+
+        Keys become NaN. Values become large, since vLLM's kernels multiply those behind a request's
+        last token by 0.
+
+        Args:
+            plan: of the step.
+            pools: of all groups.
+        """
+        self._tags = plan.tags or BlockTags()
+        # Requests that vLLM makes up to warm up its kernels come from no scheduler.
+        self._are_ours = plan.tags is not None
+        for pool in pools if self._tags.poisoned else ():
+            pages = pool.fresh_pages(torch.tensor(self._tags.poisoned, device=pool.device))
+            shape = (len(pages), pool.block_size, pool.head_size)
+            both = (torch.nan, min(POISON, torch.finfo(pool.stored).max))
+            rows = (torch.full(shape, each, device=pool.device) for each in both)
+            pool.write(pages, *(each.to(pool.stored).view(pool.pages.dtype) for each in rows))
+
+    def check(
+        self,
+        group: GroupCompression,
+        work: StepWork,
+        request_ids: list[str],
+        common: CommonAttentionMetadata,
+    ) -> None:
+        """Checks one group's step before it runs.
+
+        Raises:
+            InvariantError: a request would read or write a block of another one, or two heads
+                have the same page.
+        """
+        if not self._are_ours:
+            return
+        pool, size = group.tables.pool, group.tables.pool.block_size
+        starts = common.query_start_loc_cpu.tolist()
+        lengths = compat.host_lengths(common).tolist()
+        compressed = {row for batch in work.compressed for row in batch.rows.tolist()}
+        writers: dict[int, str] = {}
+        for row, request_id in enumerate(request_ids):
+            slots = common.slot_mapping[starts[row] : starts[row + 1]]
+            self._expect_own(group, request_id, "writes tokens to", slots // size)
+            self._expect_only_writer(writers, request_id, slots // size)
+            if row not in compressed:
+                blocks = common.block_table_tensor[row, : -(-lengths[row] // size)]
+                self._expect_own(group, request_id, "attends to", blocks)
+        for batch in work.compressed:
+            tables = batch.page_table.unflatten(1, (-1, pool.num_heads))
+            counts = (-(-batch.seq_lens // size)).unflatten(1, (-1, pool.num_heads))
+            for nth, row in enumerate(batch.rows.tolist()):
+                pages = _first(tables[:, nth], counts[:, nth])
+                self._expect_pages(group, request_ids[row], "attends to", pages)
+                if batch.policy_state is not None:
+                    runs = batch.policy_state
+                    ends = (runs.starts + runs.lengths).unflatten(1, (-1, pool.num_heads))
+                    used = -(-ends[:, nth].amax(1) * 4 // pool.page_bytes)
+                    state = _first(runs.pages[:, nth], used)
+                    self._expect_pages(group, request_ids[row], "reads policy state of", state)
+        for event in work.events:
+            self._check_event(group, event)
+
+    def _check_event(self, group: GroupCompression, event: Event) -> None:
+        """What an event reads, and that it writes to fresh blocks alone."""
+        tables, plan, pool = group.tables, event.plan, group.tables.pool
+        self._expect_own(group, plan.request_id, "compresses", event.blocks)
+        sources = set(event.blocks.tolist())
+        if plan.resident_blocks:
+            counts = tables.counts[:, event.slot] + plan.end_block - plan.first_block
+            slot = torch.tensor([event.slot])
+            pages = _first(tables.gather(slot, int(counts.max()))[:, 0], counts)
+            self._expect_pages(group, plan.request_id, "compresses", pages)
+            sources |= set((pages // pool.pages_per_block).tolist())
+        fresh = torch.tensor(plan.fresh_block_ids)
+        self._expect_own(group, plan.request_id, "keeps tokens in", fresh)
+        if both := sources & set(plan.fresh_block_ids):
+            raise InvariantError(
+                f"an event of {plan.request_id}: expected fresh blocks, found sources {both}."
+            )
+
+    def _expect_pages(
+        self, group: GroupCompression, request_id: str, does: str, pages: Tensor
+    ) -> None:
+        """Raises where [n] pages are not the request's, or not all different."""
+        if len(pages.unique()) != len(pages):
+            raise InvariantError(
+                f"{request_id} {does} {len(pages)} pages: expected all different, found "
+                f"{len(pages.unique())} different ones; two heads have the same."
+            )
+        self._expect_own(group, request_id, does, pages // group.tables.pool.pages_per_block)
+
+    def _expect_only_writer(self, writers: dict[int, str], request_id: str, blocks: Tensor) -> None:
+        """Raises where another request writes to the same blocks in this step."""
+        for block in blocks.unique().tolist():
+            if (other := writers.setdefault(block, request_id)) != request_id:
+                raise InvariantError(
+                    f"block {block}: expected one request to write to it, found {other} and "
+                    f"{request_id}."
+                )
+
+    def _expect_own(
+        self, group: GroupCompression, request_id: str, does: str, blocks: Tensor
+    ) -> None:
+        """Raises where blocks are not the request's."""
+        owned = self._tags.owned.get((group.group, request_id), frozenset())
+        if others := set(blocks.tolist()) - owned:
+            raise InvariantError(
+                f"{request_id} {does} blocks of group {group.group}: expected some of "
+                f"{sorted(owned)}, found {sorted(others)} besides."
+            )
+
+
+def _first(table: Tensor, counts: Tensor) -> Tensor:
+    """[sum of counts]: of [..., width] page ids the first `counts` [...] of each row."""
+    return table[torch.arange(table.shape[-1], device=table.device) < counts[..., None]]

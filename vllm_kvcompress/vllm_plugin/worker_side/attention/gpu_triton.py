@@ -1,0 +1,61 @@
+"""vLLM's Triton attention, with compression."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backends import triton_attn
+
+from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBuilder, CompressedImpl
+from vllm_kvcompress.vllm_plugin.worker_side.attention.gpu import FP32_BYTES, CompressedGPUBackend
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+class CompressedTritonImpl(CompressedImpl, triton_attn.TritonAttentionImpl):
+    """Runs wherever Triton does, at any head size and in fp32 too."""
+
+    per_head_class = triton_attn.TritonAttentionImpl
+
+
+class CompressedTritonBuilder(CompressedBuilder, triton_attn.TritonAttentionMetadataBuilder):
+    """Has, beside vLLM's, room for the splits of sequences of one KV head."""
+
+    _splits: dict[str, Any] | None = None
+
+    def per_head_fields(self, num_rows: int, queries_per_kv: int, head_size: int) -> dict[str, Any]:
+        """Few sequences are split among more programs, by the same rule as vLLM's."""
+        if self._splits is None:
+            *shape, padded = _split_shape(queries_per_kv, head_size)
+            options = {"dtype": torch.float32, "device": self.device}
+            self._splits = {
+                "seq_threshold_3D": shape[0],
+                "num_par_softmax_segments": shape[2],
+                "softmax_segm_output": torch.empty((*shape, padded), **options),
+                "softmax_segm_max": torch.empty(shape, **options),
+                "softmax_segm_expsum": torch.empty(shape, **options),
+            }
+        return self._splits
+
+
+def _split_shape(queries_per_kv: int, head_size: int) -> tuple[int, int, int, int]:
+    """Sequences, query heads, splits, and a head's size as Triton takes it."""
+    most, segments = triton_attn.MIN_LAUNCH_GRID_SIZE_2D, triton_attn.NUM_PAR_SOFTMAX_SEGMENTS
+    return most, queries_per_kv, segments, 1 << (head_size - 1).bit_length()
+
+
+class CompressedTritonBackend(CompressedGPUBackend, triton_attn.TritonAttentionBackend):
+    """Triton attention over a block-major cache, of which heads may own pages."""
+
+    impl_class, builder_class = CompressedTritonImpl, CompressedTritonBuilder
+
+    @classmethod
+    def scratch_bytes(cls, vllm_config: VllmConfig) -> int:
+        """Outputs, maxima and sums of splits, of one cache group's layers."""
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        queries_per_kv = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+        *shape, padded = _split_shape(queries_per_kv, model.get_head_size())
+        return FP32_BYTES * math.prod(shape) * (padded + 2)

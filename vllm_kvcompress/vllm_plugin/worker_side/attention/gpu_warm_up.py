@@ -1,0 +1,87 @@
+"""vLLM's attention over single heads, once before there are requests.
+
+Some of its kernels are compiled when they first run: Triton's, and FlashAttention's of version 4.
+Triton compiles anew when numbers of sequences are divisible by 16 or are not, and likewise for the
+addresses of tensors.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
+from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression
+
+if TYPE_CHECKING:
+    from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
+
+ALIGNMENT = 16
+LAYERS = 4  # whose lengths lie one after another, and begin anywhere
+
+
+def warm_up_heads(compression: WorkerCompression, model_runner: Any) -> None:
+    """Attention of few and of 16 sequences, for a generated token each and for two.
+
+    Pages of the block that nobody reads stand for what is kept.
+    """
+    for number, group in compression.groups.items():
+        layers = compat.attention_layers(compression.vllm_config, list(group.layer_index))
+        builder = compat.metadata_builder(model_runner, number, layers[0].layer_name)
+        for num_requests in {1, ALIGNMENT // gcd(ALIGNMENT, group.tables.pool.num_heads)}:
+            for num_queries in (1, 2):
+                _attend(group, builder, layers, num_requests, num_queries)
+
+
+def _attend(
+    group: GroupCompression,
+    builder: Any,
+    layers: list[Any],
+    num_requests: int,
+    num_queries: int,
+) -> None:
+    pool, impl = group.tables.pool, layers[0].impl
+    starts = np.arange(num_requests + 1, dtype=np.int32) * num_queries
+    common = _common(starts, num_queries, pool)
+    subset = builder.per_head(_batch(num_requests, pool), builder.build_all(common), common, starts)
+    shape = (common.num_actual_tokens, impl.num_heads, pool.head_size)
+    rows = pool.pages.new_zeros(shape, dtype=pool.dtype)
+    for index, layer in enumerate(layers[:LAYERS]):
+        layer.impl.attend_per_head(layer, subset, index, group, rows, torch.empty_like(rows))
+
+
+def _common(starts: Any, num_queries: int, pool: Any) -> CommonAttentionMetadata:
+    """What vLLM says of requests that hold one block."""
+    num_requests, device = len(starts) - 1, pool.device
+    lengths = torch.full((num_requests,), pool.block_size, dtype=torch.int32)
+    return CommonAttentionMetadata(
+        query_start_loc=torch.from_numpy(starts).to(device),
+        query_start_loc_cpu=torch.from_numpy(starts),
+        seq_lens=lengths.to(device),
+        seq_lens_cpu_upper_bound=lengths,
+        num_reqs=num_requests,
+        num_actual_tokens=int(starts[-1]),
+        max_query_len=num_queries,
+        max_seq_len=pool.block_size,
+        block_table_tensor=torch.zeros((num_requests, 1), dtype=torch.int32, device=device),
+        slot_mapping=torch.zeros(int(starts[-1]), dtype=torch.int64, device=device),
+    )
+
+
+def _batch(num_requests: int, pool: Any) -> ResidentBatch:
+    """All of them compressed, to one page per head."""
+    found = BatchRows.of(np.arange(num_requests, dtype=np.int64), pool.device)
+    sequences = (pool.num_layers, num_requests * pool.num_heads)
+    numbers = {"dtype": torch.int32, "device": pool.device}
+    page = compat.NULL_BLOCK * pool.pages_per_block
+    return ResidentBatch(
+        **vars(found),
+        page_table=torch.full((*sequences, ALIGNMENT), page, **numbers),
+        seq_lens=torch.full(sequences, pool.block_size, **numbers),
+        same_in_all_layers=True,
+    )

@@ -1,0 +1,133 @@
+"""How much of a GPU's memory compression needs beside the KV cache: measured, as vLLM's own needs.
+
+Before there is a cache, events of the longest request run on a single block that stands for all of
+theirs. What they hold at once on the device is left out of the cache.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_kvcompress.attention.reading import summary_kind
+from vllm_kvcompress.cache.page_summaries import SummaryKind, bytes_beside
+from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.compression.dummy_runs import DummyRuns
+from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype, quantization_of
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+
+    from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
+
+# Page tables hold 4 bytes for a page of some thousand; rows are as wide as the longest head's, and
+# room is doubled when there is too little.
+TABLES_SHARE = 0.01
+FRAGMENTATION = 1.1  # bytes that an allocator takes from the device for each that it hands out
+
+
+def reserved_bytes(
+    compression: WorkerCompression, model: Any, specs: dict[str, KVCacheSpec], available: int
+) -> int:
+    """Bytes that are not to become KV cache, on one rank.
+
+    Args:
+        compression: of the worker.
+        model: with the weights that policies read.
+        specs: of all layers.
+        available: bytes for the cache and this.
+
+    Raises:
+        UnsupportedError: an event does not even fit beside the model.
+    """
+    layers: dict[tuple[int, int], list[str]] = {}
+    for name, spec in specs.items():
+        if isinstance(spec, CompressedAttentionSpec):
+            layers.setdefault((spec.num_kv_heads, spec.head_size), []).append(name)
+    events = [_event_bytes(compression, model, names, specs[names[0]]) for names in layers.values()]
+    rule = compression.settings.read_rule
+    kind = None if rule is None else summary_kind(rule)
+    kinds = [
+        (specs[names[0]], key_dtype(specs[names[0]], compression.vllm_config), kind)
+        for names in layers.values()
+        if kind is not None
+    ]
+    return reserve(sum(events), available, kinds)  # ring buffers of all kinds stay
+
+
+def reserve(
+    event_bytes: int,
+    available: int,
+    summarised: Sequence[tuple[Any, torch.dtype, SummaryKind]] = (),
+) -> int:
+    """Bytes that are not to become KV cache, but for what vLLM's kernels take.
+
+    Args:
+        event_bytes: most that events hold at once, ring buffers among it.
+        available: bytes for the cache and this.
+        summarised: specs of layers, one of each kind, their keys' types, and what they remember
+            of pages' keys.
+    """
+    found = int(FRAGMENTATION * event_bytes + TABLES_SHARE * available)
+    room = available - found
+    beside = [
+        bytes_beside(room, _page_bytes(spec), spec.head_size, dtype, kind)
+        for spec, dtype, kind in summarised
+    ]
+    return found + sum(beside)
+
+
+def _page_bytes(spec: Any) -> int:
+    found: int = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+    return found
+
+
+def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> int:
+    """Most bytes that are held at once while events of every policy run, which hold none after.
+
+    First page tables, first ring buffers and what policies make of weights are among them.
+    """
+    memory = torch.accelerator
+    memory.reset_peak_memory_stats()
+    before = memory.memory_allocated()
+    try:
+        _run_longest(compression, model, names, spec)
+    except torch.OutOfMemoryError as error:
+        num_tokens = compression.vllm_config.model_config.max_model_len
+        raise UnsupportedError(
+            f"an event of a request of {num_tokens} tokens does not fit in the GPU's memory beside "
+            "the model; lower --max-model-len, or take a policy that needs less (docs/gpu.md)."
+        ) from error
+    peak = memory.max_memory_allocated() - before
+    gc.collect()
+    memory.empty_cache()
+    return peak
+
+
+def _run_longest(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> None:
+    layers = compat.attention_layers(compression.vllm_config, names)
+    device = next(model.parameters()).device
+    pool = InterleavedPagePool(
+        pages=torch.zeros(
+            spec.num_kv_heads,
+            2 * spec.block_size * spec.head_size,
+            dtype=spec.dtype,
+            device=device,
+        ),
+        pages_per_block=spec.num_kv_heads,
+        layer_offsets=torch.zeros(len(layers), dtype=torch.int64, device=device),
+        num_heads=spec.num_kv_heads,
+        block_size=spec.block_size,
+        head_size=spec.head_size,
+        quantization=quantization_of(layers, compression.vllm_config),
+    )
+    runner = compression.make_runner(layers, pool, model)
+    num_tokens = compression.vllm_config.model_config.max_model_len
+    runs = DummyRuns(runner, compression.num_query_heads, block=0)
+    runs.longest(num_tokens, prepares=compression.settings.reuse_contexts)

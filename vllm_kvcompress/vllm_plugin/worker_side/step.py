@@ -1,0 +1,247 @@
+"""One cache group's compressed requests in one worker, and its work in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch, ResidentBatches
+from vllm_kvcompress.attention.decode_steps import DecodeSteps
+from vllm_kvcompress.attention.reading import Readers
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.query_windows.rings import Located
+from vllm_kvcompress.compression import guard
+from vllm_kvcompress.compression.batch import EventBatch
+from vllm_kvcompress.compression.repetitions import Repetition
+from vllm_kvcompress.compression.runner import Event, EventRunner
+from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.scheduling.plan import Observation, StepPlan
+from vllm_kvcompress.vllm_plugin.startup import compat
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+
+@dataclass
+class StepWork:
+    """One cache group's work in one step.
+
+    Attributes:
+        compressed: the compressed requests; empty when every request is uncompressed.
+        events: compression events at the end of each layer's attention.
+        batches: the same as they run, some together.
+        observed: where queries to remember are, and where they go; or None.
+        repetitions: queries that score their request's context, but for a lone one in a step
+            that may be replayed.
+        filled: [N] int64 blocks that become full, where decode steps read a part; or None.
+        decodes: all requests have one token in the step, and a CUDA graph may replay it: events
+            run behind it.
+    """
+
+    compressed: list[ResidentBatch] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    batches: list[EventBatch] = field(default_factory=list)
+    observed: Located | None = None
+    repetitions: list[Repetition] = field(default_factory=list)
+    filled: Tensor | None = None
+    decodes: bool = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do, and all requests are uncompressed."""
+        nothing = self.observed is None and self.filled is None and not self.repetitions
+        return not (self.compressed or self.events or self.decodes) and nothing
+
+
+class GroupCompression:
+    """One cache group of compressed layers, in one worker.
+
+    Attributes:
+        group: vLLM's number of it.
+        runner: of its events.
+        layer_index: by vLLM's names of layers, their numbers in the group.
+        softcap: of the attention logits; 0: none.
+        readers: who reads a part in decode steps; None: nobody.
+        decode_steps: what CUDA graphs of these replay; None: attention runs between graphs.
+    """
+
+    def __init__(
+        self,
+        group: int,
+        runner: EventRunner,
+        layer_index: dict[str, int],
+        softcap: float,
+        readers: Readers | None = None,
+        decode_steps: DecodeSteps | None = None,
+    ) -> None:
+        self.group = group
+        self.runner = runner
+        self.layer_index = layer_index
+        self.softcap = softcap
+        self.readers = readers
+        self.decode_steps = decode_steps
+        self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
+
+    @property
+    def tables(self) -> PageTables:
+        """The page tables of the group's compressed requests."""
+        return self.runner.tables
+
+    def forget(self, request_id: str, state: int | None = None) -> None:
+        """Drops a request, but for the state that it leaves; unknown ones are ignored."""
+        if state is not None:
+            self.tables.save(request_id, state)
+        self.tables.release(request_id)
+        self.runner.windows.release(request_id)
+        self.runner.repetitions.forget(request_id)
+        if self.readers is not None:
+            self.readers.forget(request_id)
+
+    def copy(self, plan: StepPlan) -> None:
+        """Copies blocks of states that requests go on writing to, before anybody writes."""
+        copies = [(copy.source, copy.target) for copy in plan.copies if copy.group == self.group]
+        if copies:
+            self.tables.pool.copy_blocks(copies)
+
+    def prepare(
+        self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
+    ) -> StepWork:
+        """Everything that the layers of the group share in this step."""
+        self.tables.poll()
+        for (group, request_id), block_ids in plan.windows.items():
+            if group == self.group:
+                self.runner.windows.hold(request_id, block_ids)
+        for adoption in plan.adoptions:
+            if adoption.group == self.group:
+                self.tables.restore(adoption.request_id, adoption.state, adoption.end_block)
+        lengths, blocks = compat.host_lengths(common), common.block_table_tensor
+        filled = None
+        if self.readers is not None:
+            num_queries = np.diff(common.query_start_loc_cpu.numpy())
+            self.readers.tell(plan.reads)
+            self.readers.admit(request_ids, lengths, num_queries)
+            if self.readers.summaries is not None:
+                filled = self._filled_blocks(lengths, num_queries, blocks)
+        compressed = self.batches.read(request_ids, lengths, common.seq_lens, blocks)
+        work = StepWork(compressed=compressed, filled=filled, decodes=self._decodes(common))
+        row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+        starts = common.query_start_loc_cpu.numpy()
+        self.runner.repetitions.tell(plan.preparations)
+        work.repetitions = self.runner.repetitions.of_step(row_of, starts, lengths, blocks)
+        for event in plan.events:
+            if event.group == self.group:
+                block_row = common.block_table_tensor[row_of[event.request_id]]
+                work.events.append(guard.begin(self.runner, event, block_row))
+        observed = []
+        if plan.observations:
+            first_tokens = common.query_start_loc_cpu.tolist()
+            observed = [
+                (rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()
+            ]
+        if work.decodes:
+            self._fill(common, compressed, observed)
+        elif observed:
+            events = [event.plan for event in work.events]
+            work.observed = self.runner.windows.locate(observed, events)
+        whole = () if work.observed is None else work.observed.whole
+        work.batches = self.runner.batches(work.events, whole)
+        return work
+
+    def prepare_dummy(self, common: CommonAttentionMetadata) -> StepWork | None:
+        """Of a step of nobody's requests, which may be captured; None: nothing is to be done."""
+        if not self._decodes(common):
+            return None
+        self._fill(common, [], [])
+        return StepWork(decodes=True)
+
+    def _decodes(self, common: CommonAttentionMetadata) -> bool:
+        return self.decode_steps is not None and common.max_query_len == 1
+
+    def _fill(
+        self,
+        common: CommonAttentionMetadata,
+        compressed: list[ResidentBatch],
+        observed: list[tuple[str, int, Observation]],
+    ) -> None:
+        """What launches read that may be a CUDA graph's."""
+        steps, seen = self.decode_steps, None
+        assert steps is not None
+        if observed:
+            seen = self.runner.windows.destinations(observed, steps.like)
+        steps.fill(compressed, common.seq_lens, common.block_table_tensor, seen)
+
+    def finish_step(self, work: StepWork) -> None:
+        """Behind the model's forward pass: what events have kept is the requests' from now on.
+
+        In a step of single tokens the events run only now, since the pass may be a replay that ran
+        nothing of this.
+        """
+        summaries = None if self.readers is None else self.readers.summaries
+        with torch.inference_mode():  # as the forward pass
+            if work.decodes and work.batches:
+                assert self.decode_steps is not None
+                for layer, scale in enumerate(self.decode_steps.scales):
+                    work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
+            if summaries is not None:
+                for event in work.events:
+                    for layer in range(self.tables.pool.num_layers):
+                        summaries.fill(layer, event.kept_pages(layer))
+        for event in work.events:
+            self.runner.finish(event)
+
+    def _filled_blocks(
+        self, lengths: HostNumbers, num_queries: HostNumbers, block_table: Tensor
+    ) -> Tensor | None:
+        """[N] int64 blocks whose last token is in this step; None: there are none."""
+        size = self.tables.pool.block_size
+        first = (lengths - num_queries) // size
+        numbers = lengths // size - first
+        if not numbers.any():
+            return None
+        rows = np.repeat(np.arange(len(lengths)), numbers)
+        nth = np.arange(len(rows)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+        there = upload(np.stack((rows, first[rows] + nth)).astype(np.int64), block_table.device)
+        return block_table[*there].to(torch.int64)
+
+    def begin_layer(self, work: StepWork, layer: int) -> None:
+        """Before a layer's attention, when the step's keys are in the cache: requests may choose
+        among pages that others have filled in the same step."""
+        summaries = None if self.readers is None else self.readers.summaries
+        if summaries is not None and work.filled is not None:
+            summaries.fill_blocks(layer, work.filled)
+
+    def finish_layer(
+        self,
+        work: StepWork,
+        layer: int,
+        metadata: Any,
+        queries: Tensor,
+        outputs: Tensor,
+        scale: float,
+    ) -> None:
+        """What follows a layer's attention: queries are remembered, and events run.
+
+        Args:
+            work: the group's, in this step.
+            layer: of the group.
+            metadata: vLLM's, of all requests.
+            queries, outputs: [tokens, num_query_heads, head_size] of all requests.
+            scale: softmax scale.
+        """
+        if self.runner.observer is not None:
+            starts, lengths = metadata.query_start_loc, metadata.seq_lens
+            for batch in work.compressed:
+                self.runner.observer.attended(
+                    layer, batch, starts, lengths, queries, outputs, scale
+                )
+        if work.decodes:
+            return
+        if work.observed is not None:
+            self.runner.windows.record(layer, queries, work.observed)
+        for repetition in work.repetitions:
+            self.runner.repetitions.observe(layer, repetition, queries, scale)
+        work.batches = guard.run_layer(self.runner, work.batches, layer, scale)

@@ -1,0 +1,384 @@
+"""What a worker holds for compressed requests, and what it does for them in a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import reduce
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_kvcompress.attention.decode_steps import DecodeSteps
+from vllm_kvcompress.attention.reading import Readers
+from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
+from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
+from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.batch import MOST_LAYERS, MOST_TOKENS
+from vllm_kvcompress.compression.dummy_runs import DummyRuns
+from vllm_kvcompress.compression.recent_events import RecentEvents
+from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
+from vllm_kvcompress.compression.stopwatch import Stopwatch
+from vllm_kvcompress.config import Settings
+from vllm_kvcompress.policies import Pipeline, resolve_settings
+from vllm_kvcompress.policies.base import Needs
+from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
+from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
+from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.startup.graphs import reason_for_pieces
+from vllm_kvcompress.vllm_plugin.startup.layer_refusals import check_groups, check_layer
+from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype
+from vllm_kvcompress.vllm_plugin.worker_side.access_checks import WorkerChecks
+from vllm_kvcompress.vllm_plugin.worker_side.ranks import on_any_rank
+from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
+FEWEST_RINGS = 8
+_FAILED = (
+    "request %s: its policy %s failed at an event; the request keeps its first and latest tokens "
+    "instead, and ends with an error. No other is affected."
+)
+
+
+class WorkerCompression:
+    """All compressed cache groups of a worker, and the step that is running.
+
+    Attributes:
+        settings: the user's settings.
+        pipelines: the policies of requests, the server's own first (not yet bound to heads).
+        groups: by vLLM's group number.
+        group_of_layer: the same by vLLM's names of layers.
+        recent_events: the last ones.
+        reason_for_pieces: why attention is no part of CUDA graphs; None: those that vLLM captures
+            are of whole decode steps.
+        own_kernels: whether this package's attend for every compressed request.
+        most_sequences: of a step, one per KV head of each compressed request, that vLLM's kernels
+            take without waiting for the longest; None: any number.
+        checks: of the debug mode; None: it is off.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
+        self.vllm_config = vllm_config
+        self.settings = settings
+        self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
+        self.reason_for_pieces = reason_for_pieces(vllm_config, settings)
+        self.own_kernels = settings.attention == "own" or self.reason_for_pieces is None
+        self.groups: dict[int, GroupCompression] = {}
+        self.group_of_layer: dict[str, GroupCompression] = {}
+        self.recent_events = RecentEvents()
+        self.most_sequences: int | None = None
+        self.checks = WorkerChecks() if switched_on() else None
+        self._model_runner = None
+        self._plan: StepPlan | None = None
+        self._scheduler_output: SchedulerOutput | None = None
+        self._running: list[tuple[GroupCompression, StepWork]] = []
+        self._timed: list[tuple[str, list[Stopwatch]]] = []
+        self._failed: list[str] = []
+
+    @property
+    def needs(self) -> Needs:
+        """What all policies together need."""
+        return reduce(Needs.joined, (pipeline.needs for pipeline in self.pipelines.values()))
+
+    def takes_own_kernels(self, num_sequences: int = 0) -> bool:
+        """Whether this package's kernels attend for a step's compressed requests.
+
+        Since attention is more than vLLM's kernels give, or these would wait for the longest of so
+        many sequences, or they attend for all.
+        """
+        policies_need_it = any(p.needs_biased_attention for p in self.pipelines.values())
+        too_many = self.most_sequences is not None and num_sequences > self.most_sequences
+        return policies_need_it or too_many or self.own_kernels
+
+    @property
+    def num_query_heads(self) -> int:
+        """Of this rank, per layer."""
+        config = self.vllm_config
+        heads: int = config.model_config.get_num_attention_heads(config.parallel_config)
+        return heads
+
+    def demands(self, spec: AttentionSpec) -> tuple[PolicyDemand, ...]:
+        """What every policy asks of the rule that plans its events.
+
+        An event has to leave a page per layer and head beside the policy state.
+
+        Raises:
+            ConfigError: a budget in tokens that is smaller, or leaves fewer than are protected.
+        """
+        page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+        shape = (spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes)
+        found = []
+        for policy, pipeline in self.pipelines.items():
+            if isinstance(self.settings.budget, int):
+                pipeline.check_room(self.settings.budget, *shape)
+            window_size = pipeline.needs.window_size
+            demand = PolicyDemand(
+                policy,
+                window_size,
+                pipeline.least_blocks(*shape),
+                blocks_on_top=pipeline.blocks_on_top(spec.num_kv_heads, spec.head_size, page_bytes),
+            )
+            if self.settings.pressure_mark is not None:
+                row_bytes = spec.head_size * key_dtype(spec, self.vllm_config).itemsize
+                ring = window_blocks(
+                    self.needs.window_size,
+                    self.num_query_heads,
+                    spec.num_kv_heads,
+                    page_bytes // row_bytes,
+                )
+                demand = replace(demand, window_blocks=ring if window_size else 0)
+            found.append(demand)
+        return tuple(found)
+
+    def bind(self, model_runner, kv_cache_config: KVCacheConfig) -> None:
+        """Lays page views over the allocated cache, once it exists."""
+        self._model_runner = model_runner
+        groups = {
+            number: group
+            for number, group in enumerate(kv_cache_config.kv_cache_groups)
+            if isinstance(group.kv_cache_spec, CompressedAttentionSpec)
+        }
+        check_groups(
+            [group.layer_names for group in groups.values()],
+            self.pipelines,
+            compat.shared_caches(self.vllm_config),
+        )
+        for number, group in groups.items():
+            self.groups[number] = bound = self._bind_group(number, group)
+            self.group_of_layer |= dict.fromkeys(group.layer_names, bound)
+
+    def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupCompression:
+        layers = compat.attention_layers(self.vllm_config, group.layer_names)
+        for layer in layers:
+            check_layer(layer, self.own_kernels, self.pipelines)
+        pool = layers[0].get_attn_backend().page_pool(layers, group.kv_cache_spec)
+        runner = self.make_runner(layers, pool, self._model_runner.model)
+        index = {name: i for i, name in enumerate(group.layer_names)}
+        softcap = layers[0].impl.logits_soft_cap or 0.0
+        steps = self._decode_steps(layers, pool, runner.pipeline)
+        return GroupCompression(number, runner, index, softcap, self._readers(runner), steps)
+
+    def _readers(self, runner: EventRunner) -> Readers | None:
+        """Who reads a part of a new group, if anybody does."""
+        if self.settings.read_rule is None:
+            return None
+        former = (group.readers for group in self.groups.values() if group.readers is not None)
+        found = [each.summaries for each in former if each.summaries is not None]
+        return Readers(self.settings.read_rule, runner.tables, found)
+
+    def _decode_steps(
+        self, layers: list[Any], pool: PagePool, pipeline: Pipeline
+    ) -> DecodeSteps | None:
+        """Where whole decode steps are captured, if they are."""
+        if self.reason_for_pieces is not None or not isinstance(pool, InterleavedPagePool):
+            return None
+        most_requests = self.vllm_config.scheduler_config.max_num_seqs
+        scales, observes = [layer.impl.scale for layer in layers], self.needs.window_size > 0
+        heads = layers[0].impl.num_heads
+        return DecodeSteps(pool, most_requests, heads, scales, pipeline, observes)
+
+    def make_runner(self, layers: list[Any], pool: PagePool, model: Any) -> EventRunner:
+        """What compresses requests of these layers, whose cache is `pool`."""
+        parallel = self.vllm_config.parallel_config
+        pipelines = {
+            policy: pipeline.bind(
+                num_layers=len(layers),
+                num_kv_heads=pool.num_heads,
+                num_query_heads=layers[0].impl.num_heads,
+                block_size=pool.block_size,
+                tp_rank=parallel.rank % parallel.tensor_parallel_size,
+                tp_size=parallel.tensor_parallel_size,
+            )
+            for policy, pipeline in self.pipelines.items()
+        }
+        windows: QueryWindows | PagedWindows
+        if self.settings.pressure_mark is None:
+            size, device = self.needs.window_size, pool.device
+            windows = QueryWindows(len(layers), size, device, self.num_rings(device))
+        else:
+            windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
+        weights = [layer_weights(layer, model, self.needs) for layer in layers]
+        longest = self.vllm_config.model_config.max_model_len
+        most_tokens = min(MOST_TOKENS, MOST_LAYERS * longest)
+        scales = {layer.impl.scale for layer in layers}
+        alike = len(scales) == 1 and all(each.rotates_as(weights[0]) for each in weights)
+        return EventRunner(PageTables(pool), windows, pipelines, weights, most_tokens, alike)
+
+    def num_rings(self, device: torch.device) -> int:
+        """Rings of last queries that are made at once.
+
+        On a GPU all that there can be: measured before there is a cache, and never copied to grow.
+        While prompts are read, few have a window in two steps, unless vLLM reads many at once.
+        """
+        config = self.vllm_config.scheduler_config
+        if device.type != "cuda":
+            return FEWEST_RINGS
+        if self.settings.compresses_while_generating:
+            return int(config.max_num_seqs)
+        longest = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        at_once = -(-config.max_num_batched_tokens // longest)
+        return min(config.max_num_seqs, max(FEWEST_RINGS, at_once))
+
+    def warm_up(self) -> None:
+        """Runs what this package's kernels compute once, so that no request waits for compilers."""
+        most_requests = self.vllm_config.scheduler_config.max_num_seqs
+        for group in self.groups.values():
+            attends = self.takes_own_kernels(most_requests * group.tables.pool.num_heads)
+            DummyRuns(group.runner, self.num_query_heads, compat.NULL_BLOCK).warm_up(attends)
+            if group.decode_steps is not None:
+                group.decode_steps.warm_up(compat.NULL_BLOCK)
+        self.warm_up_readers()
+
+    def warm_up_readers(self) -> None:
+        """The same of choosing pages, whose kernel is compiled on CPUs, too."""
+        for group in self.groups.values():
+            if group.readers is not None:
+                group.readers.warm_up(self.num_query_heads // group.tables.pool.num_heads)
+
+    def refresh_weights(self) -> None:
+        """Takes what policies know of the model's weights from the weights once more."""
+        model, needs = self._model_runner.model, self.needs
+        for group in self.groups.values():
+            layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
+            if (quantization := group.tables.pool.quantization) is not None:
+                quantization.rescale(compat.cache_scales(layers))
+            for number, layer in enumerate(layers):
+                group.runner.weights[number] = layer_weights(layer, model, needs)
+
+    def output_weights(self, group: GroupCompression) -> list[Tensor]:
+        """[num_query_heads, head_size, hidden size] o_proj of a group's layers, for measuring."""
+        model, needs = self._model_runner.model, Needs(output_weight=True)
+        layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
+        weights = (layer_weights(layer, model, needs).output_weight for layer in layers)
+        return [weight.transpose(1, 2).flatten(0, 1) for weight in weights]
+
+    def begin_step(self, scheduler_output: SchedulerOutput) -> None:
+        """Takes the step's plan and forgets the requests that are gone."""
+        self._plan = plan = compat.attached_plan(scheduler_output) or StepPlan()
+        for request_id in compat.gone_request_ids(scheduler_output):
+            for group in self.groups.values():
+                group.forget(request_id, plan.saves.get(request_id))
+        self._scheduler_output = scheduler_output
+        self._running = []
+        self._make_way()
+        for group in self.groups.values():
+            group.copy(plan)
+        if self.checks is not None:
+            pools = [group.tables.pool for group in self.groups.values()]
+            self.checks.begin_step(self._plan, pools)
+
+    def _make_way(self) -> None:
+        """Leaves nothing in the step's new blocks that is no key or value."""
+        states = [group.runner.policy_state for group in self.groups.values()]
+        holding = [state for state in states if state.blocks]
+        if holding:
+            new = new_block_ids(self._scheduler_output)
+            for state in holding:
+                state.make_way(new)
+
+    def prepare(self, layer_name: str, common: CommonAttentionMetadata) -> StepWork | None:
+        """The step's work of the layer's cache group; None: it has none."""
+        group = self.group_of_layer.get(layer_name)
+        if group is None:
+            return None
+        if self._plan is None:
+            return group.prepare_dummy(common)
+        request_ids = compat.batch_request_ids(self._model_runner, self._scheduler_output, common)
+        work = group.prepare(self._plan, request_ids, common)
+        if self.checks is not None:
+            self.checks.check(group, work, request_ids, common)
+        if work.is_empty:
+            return None
+        self._running.append((group, work))
+        return work
+
+    def end_step(self) -> None:
+        """Records the events of the step that has just run, and drops what no later one needs."""
+        by_request: dict[str, list[Event]] = {}
+        for group, work in self._running:
+            group.finish_step(work)
+            for event in work.events:
+                by_request.setdefault(event.plan.request_id, []).append(event)
+        failed = self._agree_on_failed(by_request)
+        for request_id, events in by_request.items():
+            if request_id not in failed:
+                self._timed.append((events[0].plan.policy, [event.stopwatch for event in events]))
+                block_size = self.groups[events[0].plan.group].tables.pool.block_size
+                self.recent_events.add(events, block_size)
+        self._failed += failed
+        if self._plan is not None:
+            for group in self.groups.values():
+                group.tables.drop_saved(self._plan.dropped)
+        self._plan, self._scheduler_output, self._running = None, None, []
+
+    def _agree_on_failed(self, by_request: dict[str, list[Event]]) -> list[str]:
+        """Requests whose event failed on any rank; only the first one's words are heard."""
+        plans = [] if self._plan is None else self._plan.events
+        request_ids = list(dict.fromkeys(plan.request_id for plan in plans))
+        errors = {
+            request_id: event
+            for request_id, events in by_request.items()
+            for event in events
+            if event.error is not None
+        }
+        for request_id, event in errors.items():
+            logger.error(_FAILED, request_id, event.plan.policy, exc_info=event.error)
+        flags = on_any_rank([request_id in errors for request_id in request_ids])
+        return [each for each, failed in zip(request_ids, flags, strict=True) if failed]
+
+    def take_report(self) -> StepReport:
+        """What the scheduler has not been told yet."""
+        failed, self._failed = self._failed, []
+        return StepReport(self._take_seconds(), failed)
+
+    def _take_seconds(self) -> list[tuple[str, float]]:
+        """Policy and duration of events whose duration became known since the last call.
+
+        Of a GPU's events that is some steps later. A request's events in one step, of several
+        cache groups, count as one.
+        """
+        known, waiting = [], []
+        for policy, stopwatches in self._timed:
+            seconds = [stopwatch.seconds for stopwatch in stopwatches]
+            if None in seconds:
+                waiting.append((policy, stopwatches))
+            else:
+                known.append((policy, sum(seconds)))
+        self._timed = waiting
+        return known
+
+
+def new_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
+    """Blocks that requests were given for tokens in this step, and cached ones that they hit."""
+    found = [request.block_ids for request in scheduler_output.scheduled_new_reqs]
+    found += filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids)
+    return {block_id for groups in found for group in groups for block_id in group}
+
+
+def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
+    """What policies need of an attention layer's weights, as they are now."""
+    rotary = gram = by_kv_head = None
+    if needs.positions or needs.rotary:
+        rotary = compat.rotary_embedding(model, layer.layer_name)
+    if needs.output_weight or needs.output_gram:
+        impl = layer.impl
+        width = impl.num_heads * impl.head_size
+        flat = compat.output_projection(model, layer.layer_name, width)
+        weight = flat.t().reshape(impl.num_heads, impl.head_size, -1)
+        if needs.output_gram:
+            wide = weight.float()
+            gram = wide @ wide.transpose(1, 2)
+        if needs.output_weight:
+            by_kv_head = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2)
+            if not by_kv_head.is_cuda:  # GPU kernels read it as it lies, and memory is scarce there
+                by_kv_head = by_kv_head.contiguous()
+    return LayerWeights(output_weight=by_kv_head, output_gram=gram, rotary=rotary)
