@@ -83,6 +83,37 @@ def two_tables(report: dict[str, Any]) -> None:
     batch._side_by_side = noting
 
 
+def order(report: dict[str, Any]) -> None:
+    """Reports, in order, when a forward pass begins and ends, when sampling ends, and by which
+    trigger and for which policy an event runs in the first layer."""
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    from vllm_kvcompress.compression.runner import EventRunner
+
+    report["order"] = order = []
+    forward, sample = GPUModelRunner.execute_model, GPUModelRunner.sample_tokens
+    run_layer = EventRunner.run_layer
+
+    def stepping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        order.append("forward begins")
+        output = forward(self, *args, **kwargs)
+        order.append("forward ends")
+        return output
+
+    def sampling(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = sample(self, *args, **kwargs)
+        order.append("sampled")
+        return output
+
+    def running(self: Any, batch: Any, layer: int, *args: Any) -> None:
+        if layer == 0:
+            order.append(f"{batch.events[0].plan.trigger} {batch.pipeline.name}")
+        run_layer(self, batch, layer, *args)
+
+    GPUModelRunner.execute_model, GPUModelRunner.sample_tokens = stepping, sampling
+    EventRunner.run_layer = running
+
+
 def flash_calls(report: dict[str, Any]) -> None:
     """Reports what FlashAttention is called with while requests are served."""
     from vllm.v1.worker import gpu_worker

@@ -11,6 +11,7 @@ from tests.gpu_path.conftest import Run
 from tests.gpu_path.graphs import IN_GRAPHS, SIZES
 from tests.tiny_models import prompt
 
+STEP = ["forward begins", "forward ends", "sampled"]
 LAYERS = 3  # of the model, each of which launches what is left without Python
 LAUNCHES = ("write_cache", "decode_rows", "record_queries")
 POLICIES = {
@@ -98,3 +99,41 @@ def test_queries_of_lone_last_tokens_count(llama: str, run_gpu_path: Run) -> Non
     kept = [record["kept"] for record in report["kept"]]
     assert kept[2 * LAYERS : 3 * LAYERS] == kept[4 * LAYERS :]
     assert len(kept) == 5 * LAYERS
+
+
+@pytest.mark.parametrize("how", ["replayed", "eager"])
+def test_no_token_waits_for_an_event_that_can_run_later(
+    llama: str, run_gpu_path: Run, how: str
+) -> None:
+    """Events run behind sampling, in steps that are replayed and beside a prompt that is read, but
+    for those that look at queries which only the forward pass has: a prompt's own."""
+    report = run_gpu_path(
+        llama,
+        [
+            [
+                request("decodes", prompt(200, seed=1), 80),
+                request("beside", prompt(900, seed=2), 70, at_step=6),
+                request("no queries", prompt(201, seed=3), 2, xargs={"kv_policy": "knorm"}),
+            ]
+        ],
+        settings={
+            "policy": "snapkv",
+            "budget": 0.3,
+            "trigger": "prompt,decode:8",
+            "request_policies": ["knorm"],
+        },
+        max_num_batched_tokens=512,
+        **IN_GRAPHS | {"probes": [*IN_GRAPHS["probes"], "order"], "enforce_eager": how == "eager"},
+    )
+    steps: list[list[str]] = []
+    for what in report["order"]:
+        if what == STEP[0]:
+            steps.append([])
+        steps[-1].append(what)
+    inside, behind = set(), set()
+    for step in steps:
+        if "sampled" in step:
+            inside.update(step[: step.index("sampled")])
+            behind.update(step[step.index("sampled") :])
+    assert inside - set(STEP) == {"prompt snapkv"}
+    assert behind - set(STEP) == {"decode snapkv", "prompt knorm"}

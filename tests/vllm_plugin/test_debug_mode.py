@@ -24,7 +24,7 @@ class Checked:
 
     def __init__(self, policy: str = "snapkv") -> None:
         self.step = Step(resolve(policy, {}), make_pool(PackedPagePool))
-        self.group = GroupCompression(0, self.step.runner, {}, 0.0)
+        self.group = GroupCompression(0, self.step.runner, {}, [], 0.0)
         lengths = [request.num_tokens for request in REQUESTS]
         slots = []
         for row, request in enumerate(REQUESTS):

@@ -32,19 +32,21 @@ class StepWork:
 
     Attributes:
         compressed: the compressed requests; empty when every request is uncompressed.
-        events: compression events at the end of each layer's attention.
-        batches: the same as they run, some together.
+        events: compression events of the step.
+        batches: those that look at queries of this step's forward pass, as they run behind each
+            layer's attention, some together.
+        waiting: the others, as they run behind sampling, so that no token waits for them.
         observed: where queries to remember are, and where they go; or None.
         repetitions: queries that score their request's context, but for a lone one in a step
             that may be replayed.
         filled: [N] int64 blocks that become full, where decode steps read a part; or None.
-        decodes: all requests have one token in the step, and a CUDA graph may replay it: events
-            run behind it.
+        decodes: all requests have one token in the step, and a CUDA graph may replay it.
     """
 
     compressed: list[ResidentBatch] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     batches: list[EventBatch] = field(default_factory=list)
+    waiting: list[EventBatch] = field(default_factory=list)
     observed: Located | None = None
     repetitions: list[Repetition] = field(default_factory=list)
     filled: Tensor | None = None
@@ -64,6 +66,7 @@ class GroupCompression:
         group: vLLM's number of it.
         runner: of its events.
         layer_index: by vLLM's names of layers, their numbers in the group.
+        scales: softmax scale of every layer.
         softcap: of the attention logits; 0: none.
         readers: who reads a part in decode steps; None: nobody.
         decode_steps: what CUDA graphs of these replay; None: attention runs between graphs.
@@ -74,6 +77,7 @@ class GroupCompression:
         group: int,
         runner: EventRunner,
         layer_index: dict[str, int],
+        scales: list[float],
         softcap: float,
         readers: Readers | None = None,
         decode_steps: DecodeSteps | None = None,
@@ -81,6 +85,7 @@ class GroupCompression:
         self.group = group
         self.runner = runner
         self.layer_index = layer_index
+        self.scales = scales
         self.softcap = softcap
         self.readers = readers
         self.decode_steps = decode_steps
@@ -148,7 +153,9 @@ class GroupCompression:
             events = [event.plan for event in work.events]
             work.observed = self.runner.windows.locate(observed, events)
         whole = () if work.observed is None else work.observed.whole
-        work.batches = self.runner.batches(work.events, whole)
+        for batch in self.runner.batches(work.events, whole):
+            reads_step = batch.window_size > 0 and batch.events[0].plan.request_id in whole
+            (work.batches if reads_step else work.waiting).append(batch)
         return work
 
     def prepare_dummy(self, common: CommonAttentionMetadata) -> StepWork | None:
@@ -175,17 +182,15 @@ class GroupCompression:
         steps.fill(compressed, common.seq_lens, common.block_table_tensor, seen)
 
     def finish_step(self, work: StepWork) -> None:
-        """Behind the model's forward pass: what events have kept is the requests' from now on.
+        """Runs the events that waited, then gives requests what all events of the step have kept.
 
-        In a step of single tokens the events run only now, since the pass may be a replay that ran
-        nothing of this.
+        Called behind sampling. The device works in the order in which it is asked: events read
+        what the step has written, and later steps write behind them.
         """
         summaries = None if self.readers is None else self.readers.summaries
         with torch.inference_mode():  # as the forward pass
-            if work.decodes and work.batches:
-                assert self.decode_steps is not None
-                for layer, scale in enumerate(self.decode_steps.scales):
-                    work.batches = guard.run_layer(self.runner, work.batches, layer, scale)
+            for layer, scale in enumerate(self.scales if work.waiting else ()):
+                work.waiting = guard.run_layer(self.runner, work.waiting, layer, scale)
             if summaries is not None:
                 for event in work.events:
                     for layer in range(self.tables.pool.num_layers):
@@ -221,17 +226,16 @@ class GroupCompression:
         metadata: Any,
         queries: Tensor,
         outputs: Tensor,
-        scale: float,
     ) -> None:
-        """What follows a layer's attention: queries are remembered, and events run.
+        """Remembers queries behind a layer's attention, and runs the events that look at them.
 
         Args:
             work: the group's, in this step.
             layer: of the group.
             metadata: vLLM's, of all requests.
             queries, outputs: [tokens, num_query_heads, head_size] of all requests.
-            scale: softmax scale.
         """
+        scale = self.scales[layer]
         if self.runner.observer is not None:
             starts, lengths = metadata.query_start_loc, metadata.seq_lens
             for batch in work.compressed:

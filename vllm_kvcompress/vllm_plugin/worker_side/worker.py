@@ -51,21 +51,21 @@ class CompressionWorker:
             self.compression.bind(self.model_runner, kv_cache_config)
 
     def execute_model(self, scheduler_output: SchedulerOutput):
-        """Runs a step with its plan."""
+        """Runs a step with its plan; what its events do behind sampling is left to be done."""
         if self.compression is None:
             return super().execute_model(scheduler_output)
         self.compression.begin_step(scheduler_output)
         output = super().execute_model(scheduler_output)
-        self.compression.end_step()
-        if output is not None:
-            self._attach_report(output)
+        self.compression.end_forward()
+        if output is not None:  # nothing will be sampled
+            self._end_step(output)
         return output
 
     def sample_tokens(self, grammar_output: GrammarOutput | None):
-        """Samples, and sends back with the tokens how events went."""
+        """Samples, then runs events, and sends back with the tokens how events went."""
         output = super().sample_tokens(grammar_output)
-        if self.compression is not None and output is not None:
-            self._attach_report(output)
+        if self.compression is not None:
+            self._end_step(output)
         return output
 
     def reload_weights(self, *args, **kwargs) -> None:
@@ -87,7 +87,10 @@ class CompressionWorker:
         """For `collective_rpc`: what the last events did, the latest first."""
         return [] if self.compression is None else self.compression.recent_events.to_list()
 
-    def _attach_report(self, output) -> None:
-        report = self.compression.take_report()
-        self.last_event_seconds = report.seconds
-        compat.attach_report(output, report)
+    def _end_step(self, output) -> None:
+        """Ends the step; `output` is None on ranks that send none."""
+        self.compression.end_step()
+        if output is not None:
+            report = self.compression.take_report()
+            self.last_event_seconds = report.seconds
+            compat.attach_report(output, report)

@@ -163,9 +163,10 @@ class WorkerCompression:
         pool = layers[0].get_attn_backend().page_pool(layers, group.kv_cache_spec)
         runner = self.make_runner(layers, pool, self._model_runner.model)
         index = {name: i for i, name in enumerate(group.layer_names)}
+        scales = [layer.impl.scale for layer in layers]
         softcap = layers[0].impl.logits_soft_cap or 0.0
-        steps = self._decode_steps(layers, pool, runner.pipeline)
-        return GroupCompression(number, runner, index, softcap, self._readers(runner), steps)
+        readers, steps = self._readers(runner), self._decode_steps(layers, pool, runner.pipeline)
+        return GroupCompression(number, runner, index, scales, softcap, readers, steps)
 
     def _readers(self, runner: EventRunner) -> Readers | None:
         """Who reads a part of a new group, if anybody does."""
@@ -263,6 +264,7 @@ class WorkerCompression:
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the step's plan and forgets the requests that are gone."""
+        self.end_step()  # where nothing was sampled from the former one
         self._plan = plan = compat.attached_plan(scheduler_output) or StepPlan()
         for request_id in compat.gone_request_ids(scheduler_output):
             for group in self.groups.values():
@@ -290,7 +292,7 @@ class WorkerCompression:
         group = self.group_of_layer.get(layer_name)
         if group is None:
             return None
-        if self._plan is None:
+        if self._plan is None or self._scheduler_output is None:
             return group.prepare_dummy(common)
         request_ids = compat.batch_request_ids(self._model_runner, self._scheduler_output, common)
         work = group.prepare(self._plan, request_ids, common)
@@ -301,8 +303,12 @@ class WorkerCompression:
         self._running.append((group, work))
         return work
 
+    def end_forward(self) -> None:
+        """Takes batches for dummy ones until the next step begins; this step's events may wait."""
+        self._scheduler_output = None
+
     def end_step(self) -> None:
-        """Records the events of the step that has just run, and drops what no later one needs."""
+        """Runs events that waited for sampling, records all, and drops what no later step needs."""
         by_request: dict[str, list[Event]] = {}
         for group, work in self._running:
             group.finish_step(work)

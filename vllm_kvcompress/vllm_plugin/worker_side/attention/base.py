@@ -350,7 +350,7 @@ class CompressedImpl:
             subset = compressed.uncompressed
             with rows_at(subset.where, rows, out_rows) as (mine, written):
                 super().forward(layer, mine, mine, mine, kv_cache, subset.metadata, written)
-        group.finish_layer(work, index, attn_metadata, rows, out_rows, self.scale)
+        group.finish_layer(work, index, attn_metadata, rows, out_rows)
         return output
 
     def attend_per_head(
