@@ -19,10 +19,10 @@ def note_drafts(report: dict[str, Any]) -> None:
     """Reports how many drafts there were, and how many stayed; and where events happened."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
+    from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
 
     report["drafts"], report["positions"] = [0, 0], []
-    count, plan = Scheduler.make_spec_decoding_stats, RequestTable.plan_event
+    count, plan = Scheduler.make_spec_decoding_stats, CompressedBlockManager.plan_event
 
     def counting(self: Any, *args: Any, **given: Any) -> Any:
         report["drafts"][0] += given["num_draft_tokens"]
@@ -30,12 +30,13 @@ def note_drafts(report: dict[str, Any]) -> None:
         return count(self, *args, **given)
 
     def noting(self: Any, request_id: str, position: int) -> None:
-        former = len(self[request_id].unsent.events)
+        unsent = self.table[request_id].unsent
+        former = len(unsent.events)
         plan(self, request_id, position)
-        if len(self[request_id].unsent.events) > former:
+        if len(unsent.events) > former:
             report["positions"].append([request_id.rpartition("-")[0], position])
 
-    Scheduler.make_spec_decoding_stats, RequestTable.plan_event = counting, noting
+    Scheduler.make_spec_decoding_stats, CompressedBlockManager.plan_event = counting, noting
 
 
 def requests() -> list[dict[str, Any]]:

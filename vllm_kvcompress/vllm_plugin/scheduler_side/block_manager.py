@@ -17,8 +17,7 @@ from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
 from vllm_kvcompress.scheduling.plan import Adoption, BlockCopy, EventPlan
 from vllm_kvcompress.scheduling.rule import CompressionRule
 from vllm_kvcompress.vllm_plugin.scheduler_side.dependent_blocks import LimitedCaching
-from vllm_kvcompress.vllm_plugin.scheduler_side.request_records import GroupBlocks
-from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import block_ids
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_records import GroupBlocks, block_ids
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             held.window = self.block_pool.get_new_blocks(num_window_blocks)
             record.unsent.windows[self.kv_cache_group_id, request_id] = block_ids(held.window)
         if self is self.table.managers[-1]:  # so that all have their blocks for new tokens
-            self.table.plan_event(request_id, num_tokens_main_model)
+            self.plan_event(request_id, num_tokens_main_model)
         return new_blocks
 
     def remove_skipped_blocks(
@@ -240,6 +239,19 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         fresh = rule.target_blocks(num_tokens, num_tokens)
         peak = rule.admission_blocks(num_tokens) - self.num_blocks_held(request_id)
         return min(peak, unread + fresh)
+
+    def plan_event(self, request_id: str, position: int) -> None:
+        """Decides what happens to a request at the end of this step, in all groups at once."""
+        record = self.table[request_id]
+        decision = record.decide(position)
+        if decision is None:
+            return
+        if decision.skipped:
+            self.table.skipped[record.ledger.policy, decision.skipped] += 1
+            return
+        for manager in self.table.managers:
+            record.unsent.events.append(manager.begin_event(request_id, position, decision))
+        record.ledger.commit(position, decision.num_kept_blocks)
 
     def begin_event(self, request_id: str, position: int, decision: Decision) -> EventPlan:
         """Allocates an event's fresh blocks; it happens in this step.

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan
-from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable, block_ids
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_records import block_ids
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

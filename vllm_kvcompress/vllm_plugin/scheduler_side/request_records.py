@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,11 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import Beginning, Ke
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+
+
+def block_ids(blocks: Iterable[KVCacheBlock]) -> tuple[int, ...]:
+    """Numbers of blocks, by which workers know them."""
+    return tuple(block.block_id for block in blocks)
 
 
 @dataclass

@@ -25,6 +25,7 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import (
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_records import (
     GroupBlocks,
     RequestCompression,
+    block_ids,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
 
-    from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
     from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 
 logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
@@ -60,7 +60,7 @@ class RequestTable:
     def __init__(
         self,
         all_managers: Sequence[SingleTypeKVCacheManager],
-        managers: Sequence[CompressedBlockManager],
+        managers: Sequence[SingleTypeKVCacheManager],
         block_pool: BlockPool,
     ) -> None:
         assert len({manager.block_size for manager in managers}) == 1
@@ -162,19 +162,6 @@ class RequestTable:
         return self.num_shared(
             request_id, num_tokens if longest is None else min(num_tokens, longest)
         )
-
-    def plan_event(self, request_id: str, position: int) -> None:
-        """Decides what happens to a request at the end of this step, in all groups at once."""
-        record = self._records[request_id]
-        decision = record.decide(position)
-        if decision is None:
-            return
-        if decision.skipped:
-            self.skipped[record.ledger.policy, decision.skipped] += 1
-            return
-        for manager in self.managers:
-            record.unsent.events.append(manager.begin_event(request_id, position, decision))
-        record.ledger.commit(position, decision.num_kept_blocks)
 
     def find_beginning(self, request: Request, num_cached: int = 0) -> Beginning | None:
         """The state with the most tokens that a request can begin with; None: it reads on.
@@ -340,7 +327,7 @@ class RequestTable:
             self._check_blocks(request_id, manager)
         self.states.check_integrity()
 
-    def _check_blocks(self, request_id: str, manager: CompressedBlockManager) -> None:
+    def _check_blocks(self, request_id: str, manager: SingleTypeKVCacheManager) -> None:
         """Raises where a request holds other blocks in a group than its ledger and event say."""
         record = self._records[request_id]
         part, ledger = record.groups[manager.kv_cache_group_id], record.ledger
@@ -367,11 +354,6 @@ class RequestTable:
             "shared": unexpected,
         }
         _expect(f"blocks of {request_id} in group {manager.kv_cache_group_id}", expected, found)
-
-
-def block_ids(blocks: Iterable[KVCacheBlock]) -> tuple[int, ...]:
-    """Their numbers, as workers know them."""
-    return tuple(block.block_id for block in blocks)
 
 
 def _reads_all(request: Request) -> bool:

@@ -24,7 +24,7 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.block_owners import SchedulerChe
 from vllm_kvcompress.vllm_plugin.scheduler_side.dependent_blocks import LimitedCaching
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.startup import compat, versions
-from vllm_kvcompress.vllm_plugin.startup.needed_classes import check_classes
+from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingScheduler, check_classes
 from vllm_kvcompress.vllm_plugin.startup.refusals import engine_settings
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ _BY_ITSELF = {
 }
 
 
-class CompressionMixin:
+class CompressionMixin(CompressingScheduler):
     """Adds to a scheduler: chunk ends at event positions, plans for the workers, statistics.
 
     Without compressed layers (no policy, or a budget of 1.0) every method only calls `super()`.

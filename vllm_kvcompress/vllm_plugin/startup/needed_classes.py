@@ -15,6 +15,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+class CompressingScheduler:
+    """Base of our schedulers, by which `is_ours` knows them and their subclasses."""
+
+
+class CompressingWorker:
+    """Base of our workers, by which `is_ours` knows them and their subclasses."""
+
+
+_BASES = {"scheduler_cls": CompressingScheduler, "worker_cls": CompressingWorker}
+
+
 def check_classes(vllm_config: VllmConfig, settings: Settings | None) -> None:
     """Refuses to start without one of the classes that compress, which wait for each other.
 
@@ -40,11 +51,17 @@ def is_ours(name: str, value: object) -> bool:
     Raises:
         UnsupportedError: the path leads nowhere.
     """
-    from vllm_kvcompress.vllm_plugin.scheduler_side.scheduler import CompressionMixin
-    from vllm_kvcompress.vllm_plugin.worker_side.worker import CompressionWorker
-
-    bases = {"scheduler_cls": CompressionMixin, "worker_cls": CompressionWorker}
-    return _is_subclass(value, bases[name])
+    given = value
+    if isinstance(value, str):
+        try:
+            given = resolve_obj_by_qualname(value)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UnsupportedError(
+                f"{value} cannot be imported ({type(error).__name__}: {error}); expected the path "
+                f"of a class for --{name.replace('_', '-')}, such as "
+                "my_package.my_module.MyClass."
+            ) from error
+    return isinstance(given, type) and issubclass(given, _BASES[name])
 
 
 def missing_classes(config: VllmConfig, settings: Settings) -> Iterator[str]:
@@ -63,21 +80,3 @@ def missing_classes(config: VllmConfig, settings: Settings) -> Iterator[str]:
             f"nothing would be compressed; add {option} {ours[name]} (or a subclass of it), or "
             "start with `vllm-kvcompress serve`, which gives all options that are needed."
         )
-
-
-def _is_subclass(named: object, base: type) -> bool:
-    """Whether an option of vLLM that takes a class, or its dotted path, was given a subclass.
-
-    Raises:
-        UnsupportedError: the path leads nowhere.
-    """
-    found = named
-    if isinstance(named, str):
-        try:
-            found = resolve_obj_by_qualname(named)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise UnsupportedError(
-                f"{named} cannot be imported ({type(error).__name__}: {error}); expected the path "
-                f"of a class, such as {base.__module__}.{base.__qualname__}."
-            ) from error
-    return isinstance(found, type) and issubclass(found, base)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingWorker
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from vllm_kvcompress.config import Settings
 
 
-class CompressionWorker:
+class CompressionWorker(CompressingWorker):
     """Mixed into a worker of vLLM; does nothing unless the settings ask for compression.
 
     Attributes:
