@@ -15,7 +15,8 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
 from vllm_kvcompress.cache.quantization import Quantization
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
+from vllm_kvcompress.compression.event import Event, LayerWeights
+from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies import Pipeline

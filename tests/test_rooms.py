@@ -11,8 +11,18 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "vllm_kvcompress"
 # Each imports those before it alone.
 ROOMS = (
-    *("errors", "scheduling", "prompts", "config", "kernels", "policies", "cache", "attention"),
-    *("compression", "metrics", "vllm_plugin", "tools", "cli"),
+    *(
+        "errors",
+        "rounding",
+        "scheduling",
+        "prompts",
+        "config",
+        "kernels",
+        "policies",
+        "cache",
+        "attention",
+    ),
+    *("attention", "compression", "metrics", "vllm_plugin", "tools", "cli"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -22,6 +22,7 @@ from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments.correction_triton import correct_with_moments
 from vllm_kvcompress.kernels.merging.moments.reference import packed_size
+from vllm_kvcompress.rounding import ceil_div
 
 Row = dict[str, Any]
 
@@ -127,7 +128,7 @@ def _carried(entries: PagedEntries, room: int, lengths: torch.Tensor) -> PagedNu
     """
     heads = shapes.NUM_HEADS
     page = entries.pages.shape[1] * entries.pages.element_size() // 4
-    pages_each = -(-heads * room // page)
+    pages_each = ceil_div(heads * room, page)
     num_pages = entries.num_sequences // heads * pages_each
     ids = torch.randperm(num_pages, dtype=torch.int32, device=entries.device)
     nth = torch.arange(entries.num_sequences, dtype=torch.int32, device=entries.device)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.rounding import ceil_div
 
 NUM_LAYERS = 32
 NUM_HEADS = 8
@@ -68,7 +69,7 @@ def lengths_of(
 
 def make_entries(lengths: Tensor, block_size: int, spare_pages: int = 0) -> PagedEntries:
     """A cache on the GPU; `spare_pages` at its end belong to nobody."""
-    counts = -(-lengths // block_size)
+    counts = ceil_div(lengths, block_size)
     total, width = int(counts.sum()), int(counts.max())
     pages = torch.randn(total + spare_pages, 2 * block_size * HEAD_SIZE, dtype=DTYPE, device="cuda")
     held = torch.arange(width) < counts[:, None]

@@ -18,7 +18,8 @@ from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
-from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
+from vllm_kvcompress.compression.event import LayerWeights
+from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels import dispatch
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation

@@ -37,7 +37,8 @@ from vllm_kvcompress.compression.batch import (
     most_together,
     together,
 )
-from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
+from vllm_kvcompress.compression.event import Event, LayerWeights
+from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies import Pipeline

@@ -22,7 +22,7 @@ from tests.kernels import oracles
 from tests.policies.cases import HEAD_SIZE, NUM_LAYERS
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
 from vllm_kvcompress.compression import guard
-from vllm_kvcompress.compression.runner import Event
+from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE
 

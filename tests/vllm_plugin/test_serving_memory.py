@@ -25,7 +25,8 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
-from vllm_kvcompress.compression.runner import EventRunner, LayerWeights
+from vllm_kvcompress.compression.event import LayerWeights
+from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 from vllm_kvcompress.scheduling.read_rule import ReadRule

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.rounding import ceil_div
 
 RUN = 64
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -46,7 +47,7 @@ class PageRows:
 
     def reserve(self, slot: int, width: int) -> None:
         """Makes a slot's rows at least so many columns wide."""
-        have, need = int(self.num_runs[slot]), -(-width // RUN)
+        have, need = int(self.num_runs[slot]), ceil_div(width, RUN)
         if need <= have:
             return
         if need > self._numbers.shape[1]:
@@ -57,7 +58,7 @@ class PageRows:
 
     def shorten(self, slot: int, width: int) -> None:
         """Gives back what a slot has behind so many columns; later steps may give it others."""
-        have, need = int(self.num_runs[slot]), -(-width // RUN)
+        have, need = int(self.num_runs[slot]), ceil_div(width, RUN)
         if need < have:
             self._free += self._numbers[slot, need:have].tolist()
             self._numbers[slot, need:have] = 0
@@ -84,8 +85,8 @@ class PageRows:
             width: columns; there are as many more as make whole runs.
             layers: of which.
         """
-        numbers = self._where()[slots, : -(-width // RUN)]
-        missing = -(-width // RUN) - numbers.shape[1]
+        numbers = self._where()[slots, : ceil_div(width, RUN)]
+        missing = ceil_div(width, RUN) - numbers.shape[1]
         if missing > 0:
             numbers = torch.nn.functional.pad(numbers, (0, missing))
         return self.runs[self._layers[layers], numbers[:, None], self._heads].flatten(3)

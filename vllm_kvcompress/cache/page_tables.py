@@ -21,6 +21,7 @@ from torch import Tensor
 from vllm_kvcompress.cache.page_rows import RUN, Integers, PageRows
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.kernels.common.transfers import Download, upload
+from vllm_kvcompress.rounding import ceil_div
 
 
 @dataclass
@@ -276,7 +277,7 @@ class PageTables:
 
     def widths_at(self, slots: Integers, num_tokens: Integers) -> Integers:
         """[R] the same, once tails reach up to [R] logical tokens."""
-        tails: Integers = -(-num_tokens // self.pool.block_size) - self.tails.first_block[slots]
+        tails: Integers = ceil_div(num_tokens, self.pool.block_size) - self.tails.first_block[slots]
         widths: Integers = np.maximum(self.tails.max_kept[slots] + tails, self.widths(slots))
         return widths
 
@@ -301,13 +302,13 @@ class PageTables:
         """
         tails, size = self.tails, self.pool.block_size
         have = tails.num_pages[slots]
-        missing = -(-num_tokens // size) - tails.first_block[slots] - have
+        missing = ceil_div(num_tokens, size) - tails.first_block[slots] - have
         missing = np.maximum(missing, 0)  # drafts that were taken back leave a page too many
         if not missing.any():
             return None
         self.version += 1
         widths = self.widths(slots) + missing
-        for nth in np.flatnonzero(-(-widths // RUN) > self.rows.num_runs[slots]):
+        for nth in np.flatnonzero(ceil_div(widths, RUN) > self.rows.num_runs[slots]):
             self.rows.reserve(int(slots[nth]), int(widths[nth]))
         which: Integers = np.repeat(np.arange(len(slots)), missing)
         nth = np.arange(len(which)) - np.repeat(np.cumsum(missing) - missing, missing)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +28,11 @@ from torch.nn.utils.rnn import pad_sequence
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.cache.policy_state import StateRows
 from vllm_kvcompress.cache.query_windows.rings import WindowPlaces
+from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.compression.layer import Totals, protected_pages
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies import Pipeline
-
-if TYPE_CHECKING:
-    from vllm_kvcompress.compression.runner import Event
+from vllm_kvcompress.rounding import ceil_div
 
 MOST_PADDING = 1.25  # of the shortest one's length: what is computed for nothing
 MOST_TOKENS = 16_384  # of all that run together, padded; longer events are work enough alone
@@ -188,7 +187,7 @@ def together(events: Iterable[Event], whole: Iterable[str], most_tokens: int) ->
 
 def _layers(events: list[Event], pool: PagePool, num_together: int) -> Iterator[EventLayers]:
     """By layer; layers that run together have the same."""
-    number = -(-pool.num_layers // num_together)
+    number = ceil_div(pool.num_layers, num_together)
     firsts = [nth * pool.num_layers // number for nth in range(number + 1)]
     runs = [range(*ends) for ends in pairwise(firsts)]
     pages = _pages(events, runs, pool)

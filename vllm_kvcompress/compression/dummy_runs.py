@@ -19,6 +19,7 @@ from vllm_kvcompress.cache.query_windows.rings import Located
 from vllm_kvcompress.compression.batch import MOST_WINDOWS
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 _REQUEST, _PREPARED = "dummy", "dummy context"
@@ -78,11 +79,11 @@ class DummyRuns:
         if prepares:
             self._score(num_tokens)
         for name, pipeline in self._runner.pipelines.items():
-            num_blocks = -(-num_tokens // self._pool.block_size)
+            num_blocks = ceil_div(num_tokens, self._pool.block_size)
             num_blocks = max(num_blocks, 2 * self._least_blocks(pipeline))
             plans = [self._plan(name, 0, num_blocks, 0, num_blocks)]
             if pipeline.repeats:
-                half = -(-num_blocks // 2)
+                half = ceil_div(num_blocks, 2)
                 plans = [
                     self._plan(name, 0, half, 0, half),
                     self._plan(name, half, 2 * half, half, 2 * half),
@@ -97,7 +98,7 @@ class DummyRuns:
         pool, repetitions = self._pool, self._runner.repetitions
         repetitions.tell({_PREPARED: num_tokens})
         length = num_tokens + SCORING
-        blocks = (1, -(-length // pool.block_size))
+        blocks = (1, ceil_div(length, pool.block_size))
         row = torch.full(blocks, self._block, dtype=torch.int32, device=pool.device)
         starts, lengths = np.array([0, SCORING]), np.array([length])
         (work,) = repetitions.of_step({_PREPARED: 0}, starts, lengths, row)
@@ -174,7 +175,7 @@ class DummyRuns:
         runner, size = self._runner, self._pool.block_size
         pipeline = runner.pipelines[policy]
         num_tokens = max(SHORT, pipeline.needs.window_size)
-        num_blocks = max(2 * self._least_blocks(pipeline), -(-num_tokens // size))
+        num_blocks = max(2 * self._least_blocks(pipeline), ceil_div(num_tokens, size))
         at_once = runner.layers_at_once(pipeline, num_blocks * size)
         number = 0
         if together and pipeline.batches:

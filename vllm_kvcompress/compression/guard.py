@@ -16,7 +16,8 @@ import logging
 from torch import Tensor
 
 from vllm_kvcompress.compression.batch import EventBatch
-from vllm_kvcompress.compression.runner import Event, EventRunner
+from vllm_kvcompress.compression.event import Event
+from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies.parts.allocation import UNIFORM
 from vllm_kvcompress.policies.streamingllm import StreamingLLM
 from vllm_kvcompress.scheduling.plan import EventPlan

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatch
+from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.policies.base import LayerView, Selection
-
-if TYPE_CHECKING:
-    from vllm_kvcompress.compression.runner import Event
 
 
 class EventObserver(Protocol):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vllm_kvcompress.compression.runner import Event
+from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.scheduling.plan import EventPlan
 

@@ -22,6 +22,7 @@ from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.kernels.repetition_peaks import repetition_peaks
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.reconstruction import by_reconstruction
+from vllm_kvcompress.rounding import ceil_div
 
 logger = logging.getLogger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
 
@@ -90,7 +91,7 @@ class Repetitions:
                 shape = (pool.num_layers, pool.num_heads, num_context)
                 zeros = torch.zeros(shape, dtype=torch.float32, device=pool.device)
                 self._scores[request_id] = zeros.unbind()
-            blocks = block_table[row, : -(-length // pool.block_size)].to(torch.int64)
+            blocks = block_table[row, : ceil_div(length, pool.block_size)].to(torch.int64)
             queries = slice(end - (length - first), end)
             found.append(Repetition(request_id, blocks, length, queries))
         return found

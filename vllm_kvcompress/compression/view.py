@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,12 +16,10 @@ from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.policy_state import PolicyState
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.compression.batch import EventBatch
+from vllm_kvcompress.compression.event import LayerWeights
 from vllm_kvcompress.kernels.common.kv_view import KVView, PagedKV
 from vllm_kvcompress.policies.base import LayerView
-
-if TYPE_CHECKING:
-    from vllm_kvcompress.compression.batch import EventBatch
-    from vllm_kvcompress.compression.runner import LayerWeights
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
 
@@ -32,7 +33,7 @@ class PromptChunks:
         """None: prompts are read whole."""
         if rule is None or not rule.prefill_tokens:
             return None
-        size = -(-rule.prefill_tokens // block_size) * block_size
+        size = ceil_div(rule.prefill_tokens, block_size) * block_size
         least = rule.of_chunk(size).reads_less_from(block_size)
         return cls(size, (least - 1) // size * size)
 

@@ -7,6 +7,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple, Self
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.budgets import MOST_TOKENS
 from vllm_kvcompress.scheduling.triggers import parse_number
 
@@ -46,7 +47,7 @@ class Share(NamedTuple):
 
     def of(self, num_pages: Any) -> Any:
         """Pages out of `num_pages`, without bounds; for ints, numpy arrays and tensors."""
-        return -(-(num_pages * self.numerator) // self.denominator) + self.pages
+        return ceil_div(num_pages * self.numerator, self.denominator) + self.pages
 
 
 @dataclass(frozen=True)
@@ -131,11 +132,11 @@ class ReadRule:
 
     def num_first(self, block_size: int) -> int:
         """Pages at the beginning that are always read."""
-        return -(-self.first_tokens // block_size)
+        return ceil_div(self.first_tokens, block_size)
 
     def num_last(self, block_size: int) -> int:
         """Pages at the end that are always read; one may not be full, and has no bounds yet."""
-        return max(1, -(-self.last_tokens // block_size))
+        return max(1, ceil_div(self.last_tokens, block_size))
 
     def least_pages(self, block_size: int) -> int:
         """Pages of a head that reads a part: those that are always read, and one that is chosen."""
@@ -145,11 +146,11 @@ class ReadRule:
         """Of a head's pages, with enough tokens and apart from `least_pages`."""
         if self.fraction is not None:
             return Share(self.fraction.numerator, self.fraction.denominator, 0)
-        return Share(0, 1, min(-(-(self.tokens or 0) // block_size), _MOST_PAGES))
+        return Share(0, 1, min(ceil_div(self.tokens or 0, block_size), _MOST_PAGES))
 
     def read_pages(self, num_tokens: int, block_size: int) -> int:
         """Pages that a head with so many tokens reads."""
-        num_pages = -(-num_tokens // block_size)
+        num_pages = ceil_div(num_tokens, block_size)
         if num_tokens < self.min_tokens:
             return num_pages
         chosen: int = self.share(block_size).of(num_pages)
@@ -163,7 +164,7 @@ class ReadRule:
         elif self.fraction >= 1:
             return NEVER
         else:  # ceil(P * n / d) < P where P * (d - n) >= d
-            most = max(most, -(-1 // (1 - self.fraction)) - 1)
+            most = max(most, ceil_div(1, (1 - self.fraction)) - 1)
         return max(self.min_tokens, most * block_size + 1)
 
     def num_whole(self, num_prompt_tokens: int, block_size: int) -> int:
@@ -173,7 +174,7 @@ class ReadRule:
 
     def most_pages(self, num_pages: int, block_size: int) -> int:
         """Most pages that any head with at most `num_pages` reads, shorter ones included."""
-        short = -(-(self.min_tokens - 1) // block_size)
+        short = ceil_div(self.min_tokens - 1, block_size)
         chosen: int = self.share(block_size).of(num_pages)
         return min(num_pages, max(chosen, short, self.least_pages(block_size)))
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
@@ -231,7 +232,7 @@ class QueryWindows:
         need = len(self.slots) + len(self._free_slots)
         if need <= have:
             return
-        num_rings = max(self.num_rings, -(-need // 8) * 8)
+        num_rings = max(self.num_rings, ceil_div(need, 8) * 8)
         size = (self.num_layers, num_rings, self.window_size, *queries.shape[1:])
         ring = queries.new_zeros(size)
         if self.ring is not None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.rounding import ceil_div
 
 COLUMNS, NUMBERS_COLUMNS = 4, 2  # of `addresses`
 
@@ -53,7 +54,7 @@ class AddressedRows:
     def page_table(self) -> Tensor:
         """[R * H, width] int32 page ids, zeros behind the last; on the host only."""
         first = int(self.layer_offsets[self.layer])
-        counts = (-(-self.lengths // self.block_size)).tolist()
+        counts = ceil_div(self.lengths, self.block_size).tolist()
         table = torch.zeros((len(counts), max([1, *counts])), dtype=torch.int32)
         for sequence, count in enumerate(counts):
             request, head = divmod(sequence, self.num_heads)
@@ -98,7 +99,7 @@ class AddressedNumbers:
     def paged(self) -> PagedNumbers:
         """The same by page ids, which are read; on the host only."""
         ends = torch.where(self.lengths > 0, self.starts + self.lengths, 0)
-        counts = -(-ends.view(-1, self.num_heads).amax(1) // self.pages.shape[1])
+        counts = ceil_div(ends.view(-1, self.num_heads).amax(1), self.pages.shape[1])
         table = torch.zeros((len(counts), max([1, *counts.tolist()])), dtype=torch.int32)
         for request, count in enumerate(counts.tolist()):
             address, layers = self.addresses[request].tolist()

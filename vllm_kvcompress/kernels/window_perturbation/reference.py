@@ -15,6 +15,7 @@ from vllm_kvcompress.kernels.common.tiles import (
     head_slices,
 )
 from vllm_kvcompress.kernels.common.window_columns import WindowColumns, by_head
+from vllm_kvcompress.rounding import ceil_div
 
 TILE_QUERIES = 64  # at most, so that earlier ones leave out columns that only later ones see
 
@@ -49,7 +50,7 @@ def window_perturbation(
     at_once = min(num_queries, TILE_QUERIES)
     slices = head_slices(num_heads, at_once * row_bytes, view.device)
     at_once = min(at_once, max(1, cached_bytes(view.device) // (row_bytes * slices[0].stop)))
-    at_once = -(-num_queries // -(-num_queries // at_once))  # tiles of one size
+    at_once = ceil_div(num_queries, ceil_div(num_queries, at_once))  # tiles of one size
     keys, values = view.keys(), view.values()
     exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
     tail_keys, tail_values = view.tail_keys(), view.tail_values()

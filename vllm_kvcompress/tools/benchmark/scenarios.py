@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.tools.benchmark.shapes import VOCABULARY
 
 BLOCK_SIZE = 32
@@ -200,4 +201,4 @@ def _tokens(draw: random.Random, count: int) -> list[int]:
 
 def _blocks(tokens: int) -> int:
     """Tokens, up to whole blocks."""
-    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
+    return ceil_div(tokens, BLOCK_SIZE) * BLOCK_SIZE

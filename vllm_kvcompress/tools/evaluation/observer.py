@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatch
-from vllm_kvcompress.compression.runner import Event
+from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.kernels.merging.moments import unpack_moments
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss

@@ -13,6 +13,7 @@ from vllm_kvcompress.kernels.page_choice import (
     key_means,
     rounded_outwards,
 )
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.tools.evaluation.dense import BLOCK_SIZE
 
@@ -39,7 +40,7 @@ def read_mask(queries: Tensor, keys: Tensor, rule: ReadRule, held: Tensor) -> Te
 def _read_of_all(queries: Tensor, keys: Tensor, rule: ReadRule) -> Tensor:
     """`read_mask` of heads that hold all of these keys."""
     (num_heads, num_tokens, size), count = keys.shape, queries.shape[1]
-    width = -(-num_tokens // BLOCK_SIZE)
+    width = ceil_div(num_tokens, BLOCK_SIZE)
     missing = width * BLOCK_SIZE - num_tokens
     # What is not there yet lies in a token's last page, which it reads, or behind that.
     padded = torch.nn.functional.pad(keys, (0, 0, 0, missing))
@@ -51,7 +52,7 @@ def _read_of_all(queries: Tensor, keys: Tensor, rule: ReadRule) -> Tensor:
     asked = queries.view(num_heads, -1, count, size).transpose(1, 2).flatten(0, 1)
     first, last = rule.num_first(BLOCK_SIZE), rule.num_last(BLOCK_SIZE)
     choice = Choice(int(num_read.max()), first, last, rule.group == "mean", rule.num_means)
-    counts = (-(-lengths // BLOCK_SIZE)).repeat(num_heads)
+    counts = ceil_div(lengths, BLOCK_SIZE).repeat(num_heads)
     read = num_read.to(keys.device).repeat(num_heads)
     if rule.score == "keys":
         chosen = highest_products(asked, pages.__getitem__, rows, counts, read, choice)

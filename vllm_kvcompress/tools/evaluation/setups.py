@@ -8,6 +8,7 @@ from typing import Any
 
 from vllm_kvcompress.config import NO_POLICY, Settings, named_policy
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.budgets import parse_budget
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
@@ -77,7 +78,7 @@ class Setup:
         if self.read is None:
             return 1.0
         rule = ReadRule.parse(self.read)
-        num_pages = -(-num_tokens // block_size)
+        num_pages = ceil_div(num_tokens, block_size)
         return rule.read_pages(num_tokens, block_size) / num_pages
 
 

@@ -13,6 +13,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
 from vllm_kvcompress.scheduling.plan import Adoption, BlockCopy, EventPlan
 from vllm_kvcompress.scheduling.rule import CompressionRule
@@ -114,7 +115,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
     def _blocks_of_events(self, rule: CompressionRule, num_tokens: int, has_others: bool) -> int:
         """What a request needs at its peak, beyond the blocks of its tokens; may be negative."""
         if rule.first_effective_position(num_tokens) is not None:
-            return rule.peak_blocks(num_tokens) - -(-num_tokens // self.block_size)
+            return rule.peak_blocks(num_tokens) - ceil_div(num_tokens, self.block_size)
         if rule.pressure_mark is not None and has_others:
             # A pool full of uncompressed requests has no room left to compress any of them in.
             return rule.target_blocks(num_tokens, num_tokens)
@@ -226,7 +227,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
                 continue
             missing = 1
             if ahead is not None:
-                missing = max(0, -(-ahead.get(request_id, 0) // self.block_size) - len(blocks))
+                missing = max(0, ceil_div(ahead.get(request_id, 0), self.block_size) - len(blocks))
             if len(blocks) * self.block_size < ledger.num_prompt_tokens:
                 missing = max(missing, self._blocks_to_peak(request_id, ledger))
             reserved += missing
@@ -235,7 +236,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
     def _blocks_to_peak(self, request_id: str, ledger: RequestLedger) -> int:
         """Blocks that a request which is being read will take at most."""
         rule, num_tokens = ledger.rule, ledger.num_prompt_tokens
-        unread = -(-num_tokens // self.block_size) - len(self.req_to_blocks[request_id])
+        unread = ceil_div(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
         fresh = rule.target_blocks(num_tokens, num_tokens)
         peak = rule.admission_blocks(num_tokens) - self.num_blocks_held(request_id)
         return min(peak, unread + fresh)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_records import block_ids
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
@@ -47,7 +48,7 @@ class SchedulerChecks:
             start = requests[request_id].num_computed_tokens - num_tokens
             for manager in self._table.managers:
                 blocks = manager.req_to_blocks.get(request_id) or []
-                unwritten.update(block_ids(blocks[-(-start // manager.block_size) :]))
+                unwritten.update(block_ids(blocks[ceil_div(start, manager.block_size) :]))
                 part = self._table[request_id].groups[manager.kv_cache_group_id]
                 mine = [block for block in blocks if not block.is_null] + part.blocks
                 owned[manager.kv_cache_group_id, request_id] = frozenset(block_ids(mine))

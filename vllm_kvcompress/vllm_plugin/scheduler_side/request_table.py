@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.metrics.stats import UNFINISHED
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.ledger import RequestLedger
 from vllm_kvcompress.scheduling.plan import ReadPlan, StepPlan
 from vllm_kvcompress.scheduling.preparation import PreparationLedger
@@ -178,7 +179,7 @@ class RequestTable:
             return None
         ledger, num_tokens = record.ledger, request.num_prompt_tokens
         room = self._pool.num_gpu_blocks - 1 - ledger.rule.window_blocks
-        room -= -(-num_tokens // ledger.rule.block_size)
+        room -= ceil_div(num_tokens, ledger.rule.block_size)
         room -= ledger.rule.target_blocks(ledger.compress_at, num_tokens)
         found: Beginning | None = None
         for state, num_common in self.states.find(request, record.use):
@@ -245,7 +246,7 @@ class RequestTable:
             request.request_id,
             number,
             hashes=tuple(request.block_hashes[first - 1 : num_tokens // size]),
-            tail=tuple(blocks[first : -(-num_tokens // size)]),
+            tail=tuple(blocks[first : ceil_div(num_tokens, size)]),
             tokens=tuple(request.all_token_ids[first * size : num_tokens]),
         )
 

@@ -13,6 +13,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, RequestLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
 from vllm_kvcompress.scheduling.preparation import PreparationLedger
@@ -116,11 +117,11 @@ class CompressionMixin(CompressingScheduler):
             settings.trigger,
             length,
             rule.held_blocks(length),
-            -(-length // rule.block_size),
+            ceil_div(length, rule.block_size),
             rule.admission_blocks(length),
             pool_blocks,
             rule.concurrency(length, pool_blocks),
-            pool_blocks / -(-length // rule.block_size),
+            pool_blocks / ceil_div(length, rule.block_size),
         )
         if settings.reuse_conversations is not None:
             anew = self.table.compresses_anew(rule.window_size)
@@ -369,7 +370,7 @@ class CompressionMixin(CompressingScheduler):
         if num_tokens <= ledger.num_prompt_tokens:
             return
         resident, block_size = ledger.resident_tokens(num_tokens), self.spec.block_size
-        self._step_stats.held_pages += -(-resident // block_size)
+        self._step_stats.held_pages += ceil_div(resident, block_size)
         self._step_stats.read_pages += rule.read_pages(resident, block_size)
 
     def _of_requests(self, table: RequestTable, events: list[EventPlan]) -> list[EventPlan]:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.pages import PagePool
-from vllm_kvcompress.compression.runner import Event
+from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
@@ -75,18 +76,18 @@ class WorkerChecks:
             self._expect_own(group, request_id, "writes tokens to", slots // size)
             self._expect_only_writer(writers, request_id, slots // size)
             if row not in compressed:
-                blocks = common.block_table_tensor[row, : -(-lengths[row] // size)]
+                blocks = common.block_table_tensor[row, : ceil_div(lengths[row], size)]
                 self._expect_own(group, request_id, "attends to", blocks)
         for batch in work.compressed:
             tables = batch.page_table.unflatten(1, (-1, pool.num_heads))
-            counts = (-(-batch.seq_lens // size)).unflatten(1, (-1, pool.num_heads))
+            counts = (ceil_div(batch.seq_lens, size)).unflatten(1, (-1, pool.num_heads))
             for nth, row in enumerate(batch.rows.tolist()):
                 pages = _first(tables[:, nth], counts[:, nth])
                 self._expect_pages(group, request_ids[row], "attends to", pages)
                 if batch.policy_state is not None:
                     runs = batch.policy_state
                     ends = (runs.starts + runs.lengths).unflatten(1, (-1, pool.num_heads))
-                    used = -(-ends[:, nth].amax(1) * 4 // pool.page_bytes)
+                    used = ceil_div(ends[:, nth].amax(1) * 4, pool.page_bytes)
                     state = _first(runs.pages[:, nth], used)
                     self._expect_pages(group, request_ids[row], "reads policy state of", state)
         for event in work.events:

@@ -16,8 +16,9 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows.rings import Located
 from vllm_kvcompress.compression import guard
 from vllm_kvcompress.compression.batch import EventBatch
+from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.compression.repetitions import Repetition
-from vllm_kvcompress.compression.runner import Event, EventRunner
+from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.scheduling.plan import Observation, StepPlan
 from vllm_kvcompress.vllm_plugin.startup import compat

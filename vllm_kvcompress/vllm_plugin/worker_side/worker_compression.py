@@ -16,12 +16,14 @@ from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_block
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.batch import MOST_LAYERS, MOST_TOKENS
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
+from vllm_kvcompress.compression.event import Event, LayerWeights
 from vllm_kvcompress.compression.recent_events import RecentEvents
-from vllm_kvcompress.compression.runner import Event, EventRunner, LayerWeights
+from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
@@ -226,7 +228,7 @@ class WorkerCompression:
         if self.settings.compresses_while_generating:
             return int(config.max_num_seqs)
         longest = config.long_prefill_token_threshold or config.max_num_batched_tokens
-        at_once = -(-config.max_num_batched_tokens // longest)
+        at_once = ceil_div(config.max_num_batched_tokens, longest)
         return min(config.max_num_seqs, max(FEWEST_RINGS, at_once))
 
     def warm_up(self) -> None:
