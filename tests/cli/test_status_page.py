@@ -237,7 +237,7 @@ def test_a_browser_shows_the_numbers_move(address: str, tmp_path: Path) -> None:
         assert page.value(tile).isdecimal()
         tile = "document.querySelector('#tiles [data-name=\"pages read\"]').textContent"
         page.wait_for(f"{tile}.endsWith('%')")
-        tile = "document.querySelector('#tiles [data-name=\"compression ratio\"]').textContent"
+        tile = "document.querySelector('#tiles [data-name=\"ratio, last 5 minutes\"]').textContent"
         page.wait_for("Object.values(shown.engines).every(engine => !engine.running)")
         assert 1.5 < float(page.value(tile).removesuffix("x")) < 4  # although nothing runs
         quiet = "{...shown, recent_ratios: {...shown.recent_ratios, all: null}}"
