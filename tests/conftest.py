@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.kernels.child import Child
 
 # Machines that run tests are often busy.
 settings.register_profile("unhurried", deadline=None)
@@ -21,6 +24,14 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 
 # Folders whose files take minutes. What runs at the end is short, so two processes end together.
 LONG = ("gpu_path", "engine", "cli", "evaluation", "scripts", "kernels", "benchmark")
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[Child]:
+    """A process in which Triton interprets."""
+    process = Child(interprets=True)
+    yield process
+    process.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.kernels.child import Child
 from tests.kernels.oracles import Vector, attend, corrected
 from tests.step_cases import GROUP, NUM_HEADS, NUM_LAYERS, REQUESTS, Request, Step, make_pool
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
@@ -60,6 +61,12 @@ def test_outputs_are_those_of_plain_loops(
                         continue
                     wanted = torch.tensor(expected(step, request, layer, query_head, nth))
                     torch.testing.assert_close(output, wanted, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_outputs_of_kernels_are_those_of_plain_loops(policy: str, interpreter: Child) -> None:
+    test = f"{__name__}.test_outputs_are_those_of_plain_loops"
+    interpreter.call("tests.kernels.events.in_triton", test, InterleavedPagePool, policy, "mixed")
 
 
 def test_requests_that_decode_are_one_group_and_chunks_are_alone() -> None:

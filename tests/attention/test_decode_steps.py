@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.accelerator import ACCELERATOR, Operators, launched, watched
+from tests.kernels.child import Child
 from tests.kernels.oracles import attend, corrected
 from tests.step_cases import (
     CPU,
@@ -101,6 +102,12 @@ def test_outputs_are_those_of_plain_loops(policy: str, padding: int, device: tor
                 for head in range(QUERY_HEADS):
                     wanted = expected(step, request, layer, head)
                     torch.testing.assert_close(found[row, head], wanted, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "asymkv", "momentkv"])
+def test_outputs_of_kernels_are_those_of_plain_loops(policy: str, interpreter: Child) -> None:
+    test = f"{__name__}.test_outputs_are_those_of_plain_loops"
+    interpreter.call("tests.kernels.events.in_triton", test, policy, 2, CPU)
 
 
 def make_windows(

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import random
+from vllm_kvcompress.kernels.attention import sum_tiles
 from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers, AddressedRows
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, tile_size
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
 LAYERS, HEADS, LAYER, PER_BLOCK, OFFSETS = 3, 2, 1, 9, [1, 4, 6]
@@ -59,10 +60,14 @@ def make_rows(entries: PagedEntries, device: str) -> tuple[AddressedRows, list[T
             ids, layers, heads, per_block = table.to(device), table.stride(0), table.stride(1), 0
         kept.append(ids)
         addresses.append([ids.data_ptr(), layers, heads, per_block])
+    lengths = entries.lengths.to(device)
+    tile_ends = torch.empty_like(lengths)
+    sum_tiles(lengths[None], tile_ends[None], tile_size(entries))
     found = AddressedRows(
         entries.pages.to(device),
         torch.tensor(addresses).to(device),
-        entries.lengths.to(device),
+        lengths,
+        tile_ends,
         torch.tensor(OFFSETS).to(device),
         LAYER,
         HEADS,

@@ -59,7 +59,8 @@ def addressed_rows(entries: PagedEntries) -> AddressedRows:
     """Two sequences as the heads of one request."""
     addresses, offsets = torch.zeros(2, 4, dtype=torch.int64).split(1)
     sizes = (entries.block_size, entries.head_size)
-    return AddressedRows(entries.pages, addresses, entries.lengths, offsets[0], 0, 2, *sizes)
+    runs = entries.lengths, entries.lengths.clone()
+    return AddressedRows(entries.pages, addresses, *runs, offsets[0], 0, 2, *sizes)
 
 
 def addressed_numbers(numbers: PagedNumbers) -> AddressedNumbers:
@@ -91,7 +92,7 @@ def launches(
     bias, weights, kept = some_bias([70, 3]), random(2, entries.capacity), entries.valid()
     queries = random(2, GROUP, num_queries, head_size, dtype=dtype)
     yield launch(
-        "attention.decode_triton.decode_attention", 2, entries, queries[:, :, 0], 0.1, bias
+        "attention.decode_triton.decode_attention", 3, entries, queries[:, :, 0], 0.1, bias
     )
     rows, together = addressed_rows(entries), random(1, 2 * GROUP, head_size, dtype=dtype)
     attend = "attention.decode_triton.decode_rows"

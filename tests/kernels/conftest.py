@@ -16,13 +16,6 @@ ON_DEVICE = ["cuda-float32", "cuda-float16", "cuda-bfloat16"]
 
 
 @pytest.fixture(scope="session")
-def interpreter() -> Iterator[Child]:
-    process = Child(interprets=True)
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="session")
 def compiler() -> Iterator[Child]:
     process = Child(interprets=False)
     yield process

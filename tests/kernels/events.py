@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -36,6 +37,12 @@ def leave(
             request.compress(position)
             left.append(left_by(request))
     return left, taken
+
+
+def in_triton(test: str, *args: Any) -> None:
+    """Runs the test of that dotted name with all kernels Triton's."""
+    with only_triton():
+        pkgutil.resolve_name(test)(*args)
 
 
 @contextmanager

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import pkgutil
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.runtime.interpreter import InterpreterBuilder
 
 from gpu_parts.vllm_attention import vllm_attention
 from tests.kernels.cases import make_entries, random
@@ -19,9 +23,10 @@ from vllm_kvcompress.kernels.attention.decode_triton import (
     decode_attention,
     launch_decode,
 )
+from vllm_kvcompress.kernels.attention.shares_triton import sum_tiles
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.launch_triton import FEWEST_ROWS
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, tile_size
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.compaction.compact_triton import compact_pages
 
@@ -44,11 +49,46 @@ def corrected(module: str, state: PagedNumbers, outputs: Tensor, *args: object) 
     return outputs
 
 
-def decode_scanning(entries: PagedEntries, queries: Tensor, scale: float, scan: int) -> Tensor:
-    """Decode attention that reads `scan` lengths at once."""
-    settings = replace(DEFAULT_SETTINGS, scan=scan)
+def decode_searching(entries: PagedEntries, queries: Tensor, scale: float, search: int) -> Tensor:
+    """Decode attention whose programs compare `search` sequences at once."""
+    settings = replace(DEFAULT_SETTINGS, search=search)
     outputs, _ = launch_decode(entries, queries, scale, None, False, None, settings)
     return outputs
+
+
+def decode_counting(
+    entries: PagedEntries, queries: Tensor, scale: float
+) -> tuple[Tensor, Tensor, dict[int, int]]:
+    """Outputs of decode attention, the tile ends that it was given, and by the number of a kernel's
+    programs how many lengths and ends one of them reads at most."""
+    lengths, counts = entries.lengths, Counter[tuple[int, tuple[int, ...]]]()
+    tile_ends = torch.empty_like(lengths)
+    sum_tiles(lengths[None], tile_ends[None], tile_size(entries))
+    load = InterpreterBuilder.create_masked_load
+
+    def counting(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
+        for tensor in (lengths, tile_ends):
+            first = tensor.data_ptr()
+            inside = (pointers.data >= first) & (pointers.data < first + tensor.nbytes)
+            programs = math.prod(self.grid_dim)
+            counts[programs, self.grid_idx] += int((inside & mask.data).sum())
+        return load(self, pointers, mask, *others)
+
+    with mock.patch.object(InterpreterBuilder, "create_masked_load", counting):
+        outputs, _ = decode_attention(entries, queries, scale, None, False, None, tile_ends)
+    most: dict[int, int] = {}
+    for (programs, _), count in counts.items():
+        most[programs] = max(most.get(programs, 0), count)
+    return outputs, tile_ends, most
+
+
+def tiles_summed(module: str, lengths: Tensor, device: str) -> Tensor:
+    """What the `sum_tiles` of a module makes of all but the first and last columns of lengths."""
+    lengths = lengths.to(device)
+    tile_ends = torch.full_like(lengths, -1)
+    kernels = importlib.import_module(f"vllm_kvcompress.kernels.attention.{module}")
+    kernels.sum_tiles(lengths[:, 1:-1], tile_ends[:, 1:-1], 64)
+    return tile_ends.cpu()
 
 
 def decode_far_and_near(dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:

@@ -69,7 +69,7 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
     found = check(
         compiler,
         DECODE,
-        2,
+        3,
         entries,
         queries,
         0.1,
@@ -109,7 +109,7 @@ def check_pieces(pieces: Any) -> None:
 def test_decode_without_bias_and_lse(compiler: Child) -> None:
     entries = make_entries([40, 3], 16, 128, BF16)
     queries = random(2, 4, 128, dtype=BF16)
-    check(compiler, DECODE, 2, entries, queries, 0.1, None, False)
+    check(compiler, DECODE, 2, entries, queries, 0.1, None, False, None, entries.lengths)
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(128, 16), (80, 128)])

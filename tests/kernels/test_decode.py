@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from tests.kernels import oracles
-from tests.kernels.backends import Backend, assert_close
+from tests.kernels.backends import Backend, Device, assert_close
 from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
@@ -72,14 +74,54 @@ def test_bias_in_a_page_per_sequence(backend: Backend) -> None:
     check(backend, entries, 4, PagedNumbers.of_rows(3 * random(len(RAGGED), 40)))
 
 
-def test_more_sequences_than_are_scanned_at_once(backend: Backend) -> None:
+@pytest.mark.parametrize("search", [4, 16])
+def test_more_sequences_than_are_compared_at_once(backend: Backend, search: int) -> None:
+    """A search in two steps, and in three."""
     lengths = [0] * 45
     lengths[0], lengths[3], lengths[20], lengths[44] = 40, 1, 90, 17
     entries = make_entries(lengths, head_size=16, dtype=backend.dtype)
     queries = random(45, 2, 16, dtype=backend.dtype)
     expected, _ = backend.twin(reference.decode_attention, entries, queries, 0.1)
-    outputs = backend.call("tests.kernels.launches.decode_scanning", entries, queries, 0.1, 16)
+    launch = "tests.kernels.launches.decode_searching"
+    outputs = backend.call(launch, entries, queries, 0.1, search)
     assert_close(outputs, expected, backend.dtype)
+
+
+@pytest.mark.parametrize("requests", [256, 1024])
+def test_what_a_program_reads_hardly_grows_with_the_requests(
+    interpreter: Child, requests: int
+) -> None:
+    """To find its share: all lengths twice before, and once in a reduction. One head each."""
+    lengths = [0] * requests
+    lengths[-6:] = [40, 0, 1, 130, 16, 9]
+    entries = make_entries(lengths, head_size=16)
+    queries = random(len(lengths), 1, 16)
+    launch = "tests.kernels.launches.decode_counting"
+    outputs, tile_ends, most = interpreter.call(launch, entries, queries, 0.1)
+    assert_close(outputs, reference.decode_attention(entries, queries, 0.1)[0], torch.float32)
+    assert tile_ends[-7:].tolist() == [0, 1, 1, 2, 4, 5, 6]
+    # Two steps of a search, how many tiles there are, and two numbers for each of its sequences.
+    of_pieces, of_reduction = most[min(most)], most[requests]
+    assert of_pieces <= 2 * 128 + 1 + 2 * 4
+    assert of_reduction == 3
+
+
+@pytest.mark.parametrize("num_sequences", [1, 1024, 2500])
+def test_tiles_are_summed_up_layer_by_layer(backend: Backend, num_sequences: int) -> None:
+    """Rows of both are parts of longer ones."""
+    generator = torch.Generator().manual_seed(4)
+    lengths = torch.randint(0, 200, (3, num_sequences + 2), generator=generator).to(torch.int32)
+    expected = torch.full_like(lengths, -1)
+    for layer, row in enumerate(lengths[:, 1:-1].tolist()):
+        ends, total = [], 0
+        for length in row:
+            total += math.ceil(length / 64)
+            ends.append(total)
+        expected[layer, 1:-1] = torch.tensor(ends)
+    device = "cuda" if isinstance(backend, Device) else "cpu"
+    for module in ("reference", "shares_triton"):
+        launch = "tests.kernels.launches.tiles_summed"
+        assert torch.equal(backend.call(launch, module, lengths, device), expected)
 
 
 def test_nothing_at_all(backend: Backend) -> None:

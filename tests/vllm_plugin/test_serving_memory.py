@@ -18,6 +18,7 @@ import torch
 from tests.accelerator import ACCELERATOR, launched
 from tests.live_bytes import LiveBytes
 from vllm_kvcompress.attention.batch import ResidentBatches
+from vllm_kvcompress.attention.biased import query_batches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import Readers, summary_kind
 from vllm_kvcompress.cache.page_rows import Integers
@@ -129,7 +130,10 @@ def step(
     batches: ResidentBatches, names: list[str], lengths: Integers, block_table: torch.Tensor
 ) -> None:
     seq_lens = torch.zeros(len(names), dtype=torch.int32, device=ACCELERATOR)
-    batches.read(names, lengths, seq_lens, block_table)
+    found = batches.read(names, lengths, seq_lens, block_table)
+    starts = np.arange(len(names) + 1)
+    queries = [each for batch in found for each in query_batches(batch, starts)]
+    assert all(each.tile_ends(batches.tables.pool) for each in queries)
 
 
 def runner_of(shape: Shape, policy: str, num_rings: int) -> EventRunner:

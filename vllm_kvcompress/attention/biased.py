@@ -7,7 +7,7 @@ those of CPUs, which only vLLM's own kernels read as they are, are gathered firs
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +22,9 @@ from vllm_kvcompress.kernels.attention import (
     attention_with_lse,
     decode_attention,
     prefill_attention,
+    sum_tiles,
 )
+from vllm_kvcompress.kernels.common.paged_entries import tile_size
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.merging.moments import correct_with_moments
@@ -46,13 +48,24 @@ class QueryBatch:
         tokens: [N * m] places of their queries among the batch's tokens.
         num_queries: m.
         layers: each one's page table [S, width] int32 and resident tokens [S] int32.
+        seq_lens: [num_layers, S] int32 these resident tokens.
         policy_state: what attention reads of it; None: nothing.
     """
 
     tokens: Places
     num_queries: int
     layers: list[tuple[Tensor, Tensor]]
+    seq_lens: Tensor
     policy_state: PolicyStateRuns | None
+    _tile_ends: list[Tensor] = field(default_factory=list, init=False)
+
+    def tile_ends(self, pool: InterleavedPagePool) -> list[Tensor]:
+        """Every layer's, as `sum_tiles` makes them; the step's first layer does it for all."""
+        if not self._tile_ends:
+            tile_ends = torch.empty_like(self.seq_lens)
+            sum_tiles(self.seq_lens, tile_ends, tile_size(pool))
+            self._tile_ends.extend(tile_ends.unbind())
+        return self._tile_ends
 
     def by_head(self, rows: Tensor, num_heads: int) -> Tensor:
         """[N * m, num_query_heads, head_size] -> [S, queries_per_kv, m, head_size].
@@ -88,7 +101,7 @@ def _query_batch(
     first = starts[batch.rows[requests]].astype(np.int64)
     tokens = places((first[:, None] + np.arange(num_queries)).flatten(), device)
     if len(requests) == len(batch.rows):
-        return QueryBatch(tokens, num_queries, batch.layers, batch.policy_state)
+        return QueryBatch(tokens, num_queries, batch.layers, batch.seq_lens, batch.policy_state)
     num_heads = batch.page_table.shape[1] // len(batch.rows)
     heads = (requests[:, None] * num_heads + np.arange(num_heads)).flatten()
     sequences, state = upload(heads, device), batch.policy_state
@@ -96,7 +109,7 @@ def _query_batch(
         state = state.select(upload(requests, device), sequences)
     tables, lengths = batch.page_table[:, sequences], batch.seq_lens[:, sequences]
     layers = list(zip(tables.unbind(), lengths.unbind(), strict=True))
-    return QueryBatch(tokens, num_queries, layers, state)
+    return QueryBatch(tokens, num_queries, layers, lengths, state)
 
 
 def biased_attention(
@@ -121,7 +134,7 @@ def biased_attention(
     bias = state if pipeline.weighs_entries else None
     with rows_at(batch.tokens, queries, outputs) as (rows, out_rows):
         mine, out = (batch.by_head(each, pool.num_heads) for each in (rows, out_rows))
-        lse = _attend(pool, layer, *batch.layers[layer], mine, scale, bias, pipeline.corrects, out)
+        lse = _attend(pool, layer, batch, mine, scale, bias, pipeline.corrects, out)
         if pipeline.corrects:
             assert state is not None
             assert lse is not None
@@ -131,8 +144,7 @@ def biased_attention(
 def _attend(
     pool: PagePool,
     layer: int,
-    page_table: Tensor,
-    lengths: Tensor,
+    batch: QueryBatch,
     queries: Tensor,
     scale: float,
     bias: PagedNumbers | None,
@@ -140,6 +152,7 @@ def _attend(
     out: Tensor,
 ) -> Tensor | None:
     """Outputs, shaped as the queries, and, if wanted, log-sum-exps [S, queries_per_kv, m]."""
+    page_table, lengths = batch.layers[layer]
     if not isinstance(pool, InterleavedPagePool):
         keys, values = _copies(pool, layer, page_table, lengths)
         added = None if bias is None else bias.gathered(keys.shape[1])
@@ -150,7 +163,8 @@ def _attend(
     if queries.shape[2] > 1:
         return prefill_attention(entries, queries, scale, bias, with_lse, out)[1]
     one, to = queries[:, :, 0], out[:, :, 0]
-    lse_of_one = decode_attention(entries, one, scale, bias, with_lse, to)[1]
+    ends = batch.tile_ends(pool)[layer]
+    lse_of_one = decode_attention(entries, one, scale, bias, with_lse, to, ends)[1]
     return None if lse_of_one is None else lse_of_one[:, :, None]
 
 

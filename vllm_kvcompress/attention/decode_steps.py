@@ -21,13 +21,14 @@ from torch import Tensor
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.rings import Destinations
-from vllm_kvcompress.kernels.attention import decode_rows
+from vllm_kvcompress.kernels.attention import decode_rows, sum_tiles
 from vllm_kvcompress.kernels.common.addressed_rows import (
     COLUMNS,
     NUMBERS_COLUMNS,
     AddressedNumbers,
     AddressedRows,
 )
+from vllm_kvcompress.kernels.common.paged_entries import tile_size
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.merging.moments import correct_with_moments
 from vllm_kvcompress.kernels.recording import record_queries
@@ -118,6 +119,7 @@ class DecodeSteps:
         self._addresses = _FromHost(most_requests, COLUMNS, device)
         shape = (pool.num_layers, most_requests, pool.num_heads)
         self._lengths = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._tile_ends = self._lengths.flatten(1).clone()
         self._state: _PolicyState | None = None
         if pipeline.needs_biased_attention:
             self._state = _PolicyState(pool, most_requests)
@@ -156,6 +158,8 @@ class DecodeSteps:
             addresses[batch.rows, 1:] = layers, heads, 0
             lengths[:, batch.device_rows] = batch.seq_lens.unflatten(1, (-1, pool.num_heads))
         self._addresses.put(addresses)
+        tile_ends = self._tile_ends[:, : number * pool.num_heads]
+        sum_tiles(lengths.flatten(1), tile_ends, tile_size(pool))
         if self._state is not None:
             self._state.fill(batches, number)
         if self._records:
@@ -195,18 +199,20 @@ class DecodeSteps:
         self._its_targets = self._targets.numbers[:number]
         self._numbers = [] if self._state is None else self._state.of_layers(number)
         addresses = self._addresses.numbers[:number]
+        runs = self._lengths[:, :number].flatten(1), self._tile_ends[:, : number * pool.num_heads]
         self._rows = [
             AddressedRows(
                 pages=pool.pages,
                 addresses=addresses,
                 lengths=lengths,
+                tile_ends=tile_ends,
                 layer_offsets=pool.layer_offsets,
                 layer=layer,
                 num_heads=pool.num_heads,
                 block_size=pool.block_size,
                 head_size=pool.head_size,
             )
-            for layer, lengths in enumerate(self._lengths[:, :number].flatten(1).unbind())
+            for layer, (lengths, tile_ends) in enumerate(zip(*runs, strict=True))
         ]
 
     def warm_up(self, block: int) -> None:

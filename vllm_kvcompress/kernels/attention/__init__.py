@@ -7,3 +7,4 @@ attention_with_lse = reference.attention_with_lse
 decode_attention = by_device(reference.decode_attention, "attention.decode_triton")
 decode_rows = by_device(reference.decode_rows, "attention.decode_triton")
 prefill_attention = by_device(reference.prefill_attention, "attention.prefill_triton")
+sum_tiles = by_device(reference.sum_tiles, "attention.shares_triton")

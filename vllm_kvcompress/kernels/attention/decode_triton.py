@@ -21,7 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.attention.shares_triton import find_tile, tiles_before
+from vllm_kvcompress.kernels.attention.shares_triton import find_share, sum_tiles
 from vllm_kvcompress.kernels.attention.tiles_triton import attend_tiles
 from vllm_kvcompress.kernels.common.addressed_rows import (
     AddressedNumbers,
@@ -29,15 +29,19 @@ from vllm_kvcompress.kernels.common.addressed_rows import (
     check_rows,
 )
 from vllm_kvcompress.kernels.common.launch_triton import NumbersArguments, kernel, on_device, padded
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, check_out, check_queries
+from vllm_kvcompress.kernels.common.paged_entries import (
+    TILE_BYTES,
+    PagedEntries,
+    check_out,
+    check_queries,
+    tile_size,
+)
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers, check_bias
 from vllm_kvcompress.kernels.common.paged_rows_triton import (
     LOG2_E,
-    TILE_BYTES,
     addressed_ids,
     finite_maximum,
     sequence_numbers,
-    tile_size,
 )
 
 INTERPRETED_PROGRAMS = 5  # few, so that small tests have sequences of several pieces
@@ -53,7 +57,7 @@ class DecodeSettings:
         num_warps, num_stages: of a program. Keys are found through the page table, and of the
             stages such a load takes two: 5 keep two tiles in flight, 3 only one.
         pieces: that a reduction reads at once.
-        scan: lengths that are read at once.
+        search: sequences that a program compares at once, to find its first tile.
     """
 
     programs_per_sm: int = 2
@@ -61,7 +65,7 @@ class DecodeSettings:
     num_warps: int = 4
     num_stages: int = 5
     pieces: int = 16
-    scan: int = 1024
+    search: int = 128
 
 
 DEFAULT_SETTINGS = DecodeSettings()
@@ -75,6 +79,7 @@ def _pieces_kernel(
     layer_offsets,
     layer,
     lengths,
+    tile_ends,
     bias_pages,
     bias_table,
     bias_starts,
@@ -99,7 +104,7 @@ def _pieces_kernel(
     DIMS: tl.constexpr,
     BIAS_HEADS: tl.constexpr,
     BIAS_PAGE: tl.constexpr,
-    SCAN: tl.constexpr,
+    SEARCH: tl.constexpr,
 ):
     """One program: its run of tiles, sequence by sequence, HEADS of them to a row of queries.
 
@@ -109,17 +114,16 @@ def _pieces_kernel(
     log-sum-exps of the logits in base 2, both fp32; only the rows of pieces are written.
     """
     program = tl.program_id(0)
-    _, total = tiles_before(lengths, 0, num_sequences, TILE, SCAN)
-    share = tl.cdiv(total, tl.num_programs(0))
-    tile = program * share
-    end = tl.minimum(tile + share, total)
-    sequence, before = find_tile(lengths, tile, num_sequences, TILE, SCAN)
+    tile, end, sequence, before = find_share(
+        tile_ends, program, tl.num_programs(0), num_sequences, SEARCH
+    )
     member = tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
     inside = (member < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
     while tile < end:
         length = tl.load(lengths + sequence).to(tl.int32)
-        stop = tl.minimum(end, before + tl.cdiv(length, TILE))
+        sequence_end = tl.load(tile_ends + sequence)
+        stop = tl.minimum(end, sequence_end)
         if tile < stop:
             wide = sequence.to(tl.int64)
             request, head = wide // HEADS, wide % HEADS
@@ -177,7 +181,7 @@ def _pieces_kernel(
             tl.store(piece_lse + row, maximum + tl.log2(whole), mask=member < GROUP)
             tl.store(piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :], outputs, mask=inside)
         tile = stop
-        before += tl.cdiv(length, TILE)
+        before = sequence_end
         sequence += 1
 
 
@@ -185,7 +189,7 @@ def _pieces_kernel(
 def _reduce_kernel(
     piece_outputs,
     piece_lse,
-    lengths,
+    tile_ends,
     outputs,
     lse,
     num_sequences,
@@ -196,21 +200,20 @@ def _reduce_kernel(
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
     DIMS: tl.constexpr,
     PIECES: tl.constexpr,
     HAS_LSE: tl.constexpr,
-    SCAN: tl.constexpr,
 ):
     """One query head of one sequence: its pieces, weighted by their share of the softmax."""
     sequence = tl.program_id(0)
     member = tl.program_id(1)
-    before, total = tiles_before(lengths, sequence, num_sequences, TILE, SCAN)
-    length = tl.load(lengths + sequence).to(tl.int32)
+    total = tl.load(tile_ends + num_sequences - 1)
+    end = tl.load(tile_ends + sequence)
+    before = tl.load(tile_ends + sequence - 1, mask=sequence > 0, other=0)
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
     first = before // share
     # One before the first where the sequence is empty: then there are no pieces.
-    last = tl.where(length > 0, (before + tl.cdiv(length, TILE) - 1) // share, first - 1)
+    last = tl.where(end > before, (end - 1) // share, first - 1)
     dims = tl.arange(0, DIMS)
     maximum = tl.full([1], float("-inf"), tl.float32)
     whole = tl.zeros([1], tl.float32)
@@ -258,9 +261,10 @@ def decode_attention(
     bias: PagedNumbers | None = None,
     with_lse: bool = True,
     out: Tensor | None = None,
+    tile_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """As `reference.decode_attention`, in Triton."""
-    return launch_decode(entries, queries, scale, bias, with_lse, out, DEFAULT_SETTINGS)
+    return launch_decode(entries, queries, scale, bias, with_lse, out, DEFAULT_SETTINGS, tile_ends)
 
 
 def decode_rows(
@@ -278,7 +282,8 @@ def decode_rows(
     lse = None
     if with_lse:
         lse = queries.new_empty((len(rows.lengths), mine.shape[2]), dtype=torch.float32)
-    _launch(rows, mine, to, rows.lengths, scale, bias, lse, DEFAULT_SETTINGS)
+    runs = (rows.lengths, rows.tile_ends)
+    _launch(rows, mine, to, runs, scale, bias, lse, DEFAULT_SETTINGS)
     return lse
 
 
@@ -290,16 +295,20 @@ def launch_decode(
     with_lse: bool,
     out: Tensor | None,
     settings: DecodeSettings,
+    tile_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`decode_attention` with the work cut by `settings`."""
+    """`decode_attention` with the work cut by `settings`, whose tiles `tile_ends` are of."""
     out = torch.empty_like(queries) if out is None else out
     check_queries(entries, queries, "group")
     check_out(queries, out)
     check_bias(entries, bias)
     lse = queries.new_empty(queries.shape[:2], dtype=torch.float32) if with_lse else None
-    if queries.shape[0] > 0:
-        lengths = entries.flat_lengths
-        _launch(entries, queries[:, None], out[:, None], lengths, scale, bias, lse, settings)
+    lengths = entries.flat_lengths
+    if tile_ends is None:
+        tile_ends = torch.empty_like(lengths, dtype=torch.int32)
+        sum_tiles(lengths[None], tile_ends[None], tile_size(entries, settings.tile_bytes))
+    runs = (lengths, tile_ends)
+    _launch(entries, queries[:, None], out[:, None], runs, scale, bias, lse, settings)
     return out, lse
 
 
@@ -307,34 +316,38 @@ def _launch(
     holder: PagedEntries | AddressedRows,
     queries: Tensor,
     out: Tensor,
-    lengths: Tensor,
+    runs: tuple[Tensor, Tensor],
     scale: float,
     bias: PagedNumbers | AddressedNumbers | None,
     lse: Tensor | None,
     settings: DecodeSettings,
 ) -> None:
-    """Of [requests, heads, group, head size] queries, a sequence for every head."""
+    """Of [requests, heads, group, head size] queries, a sequence for every head.
+
+    `runs` are the sequences' lengths, and the tiles up to each one's end.
+    """
     num_requests, heads, group, head_size = queries.shape
     num_sequences, programs = num_requests * heads, _num_programs(holder.device, settings)
+    if num_sequences == 0:
+        return
     num_pieces = num_sequences + programs
     # Not parts of one tensor: where the second began would change with the number of requests, and
     # Triton compiles a kernel anew for tensors that do not begin at a multiple of 16 bytes.
     pieces = queries.new_empty((num_pieces, group, head_size), dtype=torch.float32)
     piece_lse = queries.new_empty((num_pieces, group), dtype=torch.float32)
-    tile, numbers = tile_size(holder, settings.tile_bytes), NumbersArguments.of(bias)
+    numbers, tile_ends = NumbersArguments.of(bias), runs[1]
     table: tuple[Tensor, Tensor | None, int]
     if addressed := isinstance(holder, AddressedRows):
         table, table_stride = (holder.addresses, holder.layer_offsets, holder.layer), 0
     else:
         table, table_stride = (holder.page_table, None, 0), holder.page_table.stride(0)
     sizes = dict(HEADS=heads, GROUP=group, HEAD_SIZE=head_size, DIMS=padded(head_size))
-    sizes |= dict(TILE=tile, SCAN=settings.scan)
     with on_device(holder.pages):
         _pieces_kernel[(programs,)](
             queries,
             holder.pages,
             *table,
-            lengths,
+            *runs,
             *numbers.tensors,
             pieces,
             piece_lse,
@@ -346,9 +359,11 @@ def _launch(
             scale * LOG2_E,
             ADDRESSED=addressed,
             BLOCK_SIZE=holder.block_size,
+            TILE=tile_size(holder, settings.tile_bytes),
             ROWS=padded(group),
             BIAS_HEADS=numbers.heads,
             BIAS_PAGE=numbers.page,
+            SEARCH=settings.search,
             num_warps=settings.num_warps,
             num_stages=settings.num_stages,
             **sizes,
@@ -356,7 +371,7 @@ def _launch(
         _reduce_kernel[(num_sequences, group)](
             pieces,
             piece_lse,
-            lengths,
+            tile_ends,
             out,
             lse,
             num_sequences,

@@ -25,9 +25,14 @@ from vllm_kvcompress.kernels.common.launch_triton import (
     padded,
     query_rows,
 )
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, check_out, check_queries
+from vllm_kvcompress.kernels.common.paged_entries import (
+    PagedEntries,
+    check_out,
+    check_queries,
+    tile_size,
+)
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers, check_bias
-from vllm_kvcompress.kernels.common.paged_rows_triton import LOG2_E, sequence_numbers, tile_size
+from vllm_kvcompress.kernels.common.paged_rows_triton import LOG2_E, sequence_numbers
 
 
 @kernel("num_queries", "table_stride", "bias_table_stride")

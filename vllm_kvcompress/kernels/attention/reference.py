@@ -15,6 +15,20 @@ from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 TILE_BYTES = 1 << 26  # of the mask of one call
 
 
+def sum_tiles(lengths: Tensor, tile_ends: Tensor, tile: int) -> None:
+    """Writes how many tiles sequences have up to each one's end: what decode attention divides.
+
+        lengths     40  0  17      in tiles of 16:  3  0  2
+        tile_ends    3  3   5
+
+    Args:
+        lengths: [num_layers, S] int32 or int64 resident tokens; rows may be parts of longer ones.
+        tile_ends: [num_layers, S] int32 to write to; likewise.
+        tile: tokens of a tile, as `tile_size` has it.
+    """
+    torch.cumsum((lengths + tile - 1) // tile, 1, dtype=torch.int32, out=tile_ends)
+
+
 def decode_attention(
     entries: PagedEntries,
     queries: Tensor,
@@ -22,6 +36,7 @@ def decode_attention(
     bias: PagedNumbers | None = None,
     with_lse: bool = True,
     out: Tensor | None = None,
+    tile_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of one query per query head over each sequence's entries.
 
@@ -32,6 +47,8 @@ def decode_attention(
         bias: of S sequences, added to the logits of their first entries; None: nothing.
         with_lse: whether to return the log-sum-exp.
         out: [S, G, D] to write to; None: a new tensor.
+        tile_ends: [S] int32 what `sum_tiles` makes of the lengths, which only kernels read; None:
+            they count by themselves.
 
     Returns:
         [S, G, D] in the queries' type, 0 for an empty sequence; and [S, G] fp32 natural

@@ -29,6 +29,8 @@ class AddressedRows:
             how many ids lie between layers, and between heads; and pages per block, where these
             are ids of blocks that hold the pages of all layers and heads, or 0 for ids of pages.
         lengths: [R * H] int32 resident tokens.
+        tile_ends: [R * H] int32 tiles of all heads up to each one, itself included, as `sum_tiles`
+            counts them.
         layer_offsets: [num_layers] int64 a layer's first page inside a block.
         layer: of these.
         num_heads: H.
@@ -39,6 +41,7 @@ class AddressedRows:
     pages: Tensor
     addresses: Tensor
     lengths: Tensor
+    tile_ends: Tensor
     layer_offsets: Tensor
     layer: int
     num_heads: int

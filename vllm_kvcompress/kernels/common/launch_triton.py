@@ -21,7 +21,7 @@ FEWEST_ROWS = 16  # of any factor of a tl.dot
 MOST_ROWS = 128  # of queries that a program has
 # Tensors that may be parts of larger ones, and begin anywhere in these.
 PARTS = (
-    *("page_table", "lengths", "targets", "starts"),
+    *("page_table", "lengths", "tile_ends", "targets", "starts"),
     *("bias_table", "bias_starts", "bias_lengths", "num_pages", "num_read"),
 )
 

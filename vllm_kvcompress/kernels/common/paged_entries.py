@@ -3,11 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import InvariantError
+
+# Keys of a tile. With as many bytes of values, and the next tile in flight, a program takes about
+# 72 KB of shared memory, so that three fit a multiprocessor of an H100 or H200.
+TILE_BYTES = 1 << 14
+
+
+class KeysInPages(Protocol):
+    """Pages of keys and values, or what holds some."""
+
+    @property
+    def pages(self) -> Tensor: ...
+
+    @property
+    def head_size(self) -> int: ...
+
+
+def tile_size(holder: KeysInPages, tile_bytes: int = TILE_BYTES) -> int:
+    """Entries of a kernel's tile so that its keys take about `tile_bytes`; a power of two."""
+    row = int(holder.pages.element_size()) << (holder.head_size - 1).bit_length()
+    return max(16, min(128, tile_bytes // row))
 
 
 @dataclass(frozen=True)

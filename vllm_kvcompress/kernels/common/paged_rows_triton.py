@@ -7,14 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedRows
-from vllm_kvcompress.kernels.common.launch_triton import padded
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-
 LOG2_E = 1.4426950408889634
-# Keys of a tile. With as many bytes of values, and the next tile in flight, a program takes about
-# 72 KB of shared memory, so that three fit a multiprocessor of an H100 or H200.
-TILE_BYTES = 1 << 14
 
 
 @triton.jit
@@ -133,11 +126,3 @@ def paged_numbers(pages, table_row, numbers, held, PAGE: tl.constexpr):
 def finite_maximum(maximum):
     """A number to subtract from logits: 0 where there was none at all (minus infinity)."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)
-
-
-def tile_size(
-    entries: PagedEntries | AddressedRows, tile_bytes: int = TILE_BYTES, most: int = 128
-) -> int:
-    """Entries of a tile so that its keys take about `tile_bytes`."""
-    row = padded(entries.head_size) * entries.pages.element_size()
-    return min(most, padded(tile_bytes // row))

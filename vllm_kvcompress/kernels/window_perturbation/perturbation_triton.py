@@ -26,8 +26,8 @@ from vllm_kvcompress.kernels.common.launch_triton import (
     padded,
     query_rows,
 )
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect
-from vllm_kvcompress.kernels.common.paged_rows_triton import LOG2_E, entry_offsets, tile_size
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect, tile_size
+from vllm_kvcompress.kernels.common.paged_rows_triton import LOG2_E, entry_offsets
 from vllm_kvcompress.kernels.common.window_rows_triton import (
     CHANGING,
     check_window,

@@ -17,8 +17,8 @@ from torch import Tensor
 from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.common.kv_view import KVView, paged
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
-from vllm_kvcompress.kernels.common.paged_entries import per_entry
-from vllm_kvcompress.kernels.common.paged_rows_triton import load_rows, tile_size
+from vllm_kvcompress.kernels.common.paged_entries import per_entry, tile_size
+from vllm_kvcompress.kernels.common.paged_rows_triton import load_rows
 
 # Of the evicted keys that a program has, and of each tile of kept ones that it goes over.
 ROWS_BYTES, TILE_BYTES = 1 << 16, 1 << 15
