@@ -42,7 +42,7 @@ def check_kernels(block_sizes: tuple[int, ...]) -> list[dict[str, Any]]:
         entries = shapes.make_entries(torch.tensor(LENGTHS), block_size, spare_pages=4)
         for name, operator, run in _checks(entries):
             found, expected = run(operator), run(operator.__wrapped__)
-            errors = [_error(*pair) for pair in zip(found, expected, strict=True)]
+            errors = [largest_error(*pair) for pair in zip(found, expected, strict=True)]
             row = {"kernel": name, "block_size": block_size, "error": max(errors)}
             rows.append({**row, "passed": max(errors) <= TOLERANCE})
     return rows
@@ -95,12 +95,12 @@ def _queries(entries: PagedEntries) -> Tensor:
 
 def _flash_row(how: str, entries: PagedEntries, queries: Tensor, found: Tensor) -> dict[str, Any]:
     expected = reference.decode_attention(entries, queries, shapes.SCALE, None)[0]
-    error = _error(found, expected)
+    error = largest_error(found, expected)
     row = {"kernel": f"FlashAttention {how}", "block_size": entries.block_size, "error": error}
     return {**row, "passed": error <= TOLERANCE}
 
 
-def _error(found: Tensor, expected: Tensor) -> float:
+def largest_error(found: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest number expected; NaN counts as infinite."""
     same = found == expected  # infinities, too
     difference = torch.where(same, 0.0, (found.float() - expected.float()).abs())

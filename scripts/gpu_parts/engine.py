@@ -1,22 +1,29 @@
-"""A whole engine, stock and compressed, over the same requests: what only a real start shows."""
+"""Whole engines, compressed and stock, over the same requests: what only a real start shows."""
 
 from __future__ import annotations
 
-import operator
-import os
 import random
 import time
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gpu_parts.decode_only import DecodeCase, time_decode_steps
+from gpu_parts.goals import COMPRESSED, OFF, PIECEWISE, STOCK
 from gpu_parts.measure import progress
-from gpu_parts.report import COMPRESSED, PIECEWISE, STOCK
+from gpu_parts.report import file_name
+from gpu_parts.served import allocated, counter_of, path_of, serve_options
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.tools.engine_process import EngineProcess
 
+Figures = dict[str, Any]
 SHORT_TOKENS = 48  # shorter than what is compressed
 COMPILED = "during inference"  # vLLM's word for kernels that were compiled while requests waited
+NOTHING_KEPT_OFF = {"policy": "none", "budget": 1.0}  # our classes, which compress nobody
+CHECKED = {"jit_monitor_mode": "error"}  # ends an engine that compiles while it serves
+SECONDS_TO_START = 60  # an engine that has less is not started
 
 
 @dataclass(frozen=True)
@@ -25,130 +32,196 @@ class EnginePlan:
 
     Attributes:
         model: name or directory.
-        requests: half of them long, half too short to be compressed.
+        settings: of `serve`, by its options without `--kv-`.
+        engine: further keyword arguments of `vllm.LLM`.
+        names: which engines, in this order.
+        requests: served at once; 0: none. Half of them long, half too short to be compressed;
+            all long where the pool is full.
         prompt: tokens of the long ones.
         output: tokens that each generates.
-        settings: ours.
-        engine: further keyword arguments of `vllm.LLM`.
-        piecewise: once more with vLLM's kernels, between piecewise CUDA graphs.
+        pool: memory for so many uncompressed requests; None: all that there is.
+        batches, lengths: requests, and their tokens, of steps in which all generate; either may
+            be empty.
+        steps: that are timed of each.
+        checked: engines end where a step waits for the GPU or compiles; then times are others'.
     """
 
-    model: str = "Qwen/Qwen3-8B"
+    model: str
+    settings: dict[str, Any] = field(
+        default_factory=lambda: {"policy": "adakv+criticalkv", "budget": 0.25, "trigger": "prompt"}
+    )
+    engine: dict[str, Any] = field(default_factory=dict)
+    names: tuple[str, ...] = (COMPRESSED, STOCK, OFF, PIECEWISE)
     requests: int = 20
     prompt: int = 4096
     output: int = 64
-    settings: dict[str, Any] = field(
-        default_factory=lambda: {"policy": "adakv+criticalkv", "budget": 0.25}
-    )
-    engine: dict[str, Any] = field(default_factory=dict)
-    piecewise: bool = True
+    pool: int | None = None
+    batches: tuple[int, ...] = ()
+    lengths: tuple[int, ...] = ()
+    steps: int = 128
+    checked: bool = False
+
+    @property
+    def label(self) -> str:
+        """Of the run, in the report."""
+        parts = [str(self.settings["trigger"])]
+        parts += [f"pool of {self.pool}"] if self.pool else []
+        return ", ".join(parts + (["checked"] if self.checked else []))
 
     @property
     def num_long(self) -> int:
         """Requests that are compressed."""
-        return (self.requests + 1) // 2
+        return self.requests if self.pool else (self.requests + 1) // 2
 
     def prompts(self, seed: int) -> list[list[int]]:
         """Token ids, long and short in turns; other ones for every seed."""
         draw = random.Random(seed)
-        lengths = [self.prompt if n % 2 == 0 else SHORT_TOKENS for n in range(self.requests)]
-        return [[draw.randrange(10, 200) for _ in range(length)] for length in lengths]
+        long = [True] * self.requests if self.pool else [n % 2 == 0 for n in range(self.requests)]
+        return [
+            [draw.randrange(10, 200) for _ in range(self.prompt if is_long else SHORT_TOKENS)]
+            for is_long in long
+        ]
+
+    def cases(self, tokens_of_step: int) -> list[DecodeCase]:
+        """Steps in which all requests generate, of a server that reads so many tokens in one."""
+        return [
+            DecodeCase(length, batch, self.steps, tokens_of_step)
+            for length in self.lengths
+            for batch in self.batches
+        ]
+
+    def engine_settings(self, name: str) -> dict[str, Any] | None:
+        """Of the engine of that name."""
+        return {STOCK: None, OFF: NOTHING_KEPT_OFF}.get(name, self.settings)
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Keyword arguments of `vllm.LLM` for the engine of that name: those of `serve`."""
+        own: dict[str, Any] = dict(self.engine)
+        if name == PIECEWISE:
+            own["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}
+        if self.checked:
+            own |= CHECKED
+        own = {"max_model_len": self.prompt + self.output, **own}
+        options = serve_options(self.model, self.engine_settings(name), own)
+        lengths = [options["max_model_len"] if "max_model_len" in self.engine else 0]
+        lengths += [self.prompt + self.output] * bool(self.requests)
+        lengths += [case.max_model_len for case in self.cases(options["max_num_batched_tokens"])]
+        options["max_model_len"] = max(lengths)
+        if self.pool:
+            size = options["block_size"] or 16
+            blocks = self.pool * -(-(self.prompt + self.output) // size)
+            options["num_gpu_blocks_override"] = (
+                blocks + 1
+            )  # one of every pool is vLLM's null block
+        # Prompts are token ids, and some models here are no more than a configuration.
+        return options | {"skip_tokenizer_init": True}
+
+    def facts(self) -> Figures:
+        """What must be the same for engines to be compared."""
+        return {
+            "model": Path(self.model).name if Path(self.model).is_dir() else self.model,
+            "settings": self.settings,
+            "requests": self.requests,
+            "prompt": self.prompt,
+            "output": self.output,
+            "pool": self.pool,
+            "checked": self.checked,
+            "long": self.num_long,
+            "short": self.requests - self.num_long,
+        }
 
 
-def measure_engine(plan: EnginePlan, logs: Path) -> dict[str, Any]:
-    """Starts stock vLLM, then compressed engines, and serves the plan's requests twice in each.
+def measure_engines(
+    plan: EnginePlan,
+    folder: Path,
+    save: Callable[[Figures], None],
+    deadline: float = float("inf"),
+    handle: Callable[[Any, Any], Any] | None = None,
+) -> Figures:
+    """Starts one engine after the other, and serves the plan's requests twice in each.
 
-    The first of these is what `serve` starts, with CUDA graphs of whole decode steps and this
-    package's kernels where the model and its options allow it.
-
-    vLLM checks meanwhile that no step waits for the GPU (VLLM_GPU_SYNC_CHECK=error ends the
-    engine), and notes kernels that are compiled while it serves.
+    Nothing looks on while they serve: events run together, several layers at once, and steps are
+    replayed as graphs, as in a server.
 
     Args:
         plan: what is served.
-        logs: folder for what the engines print.
+        folder: takes what the engines print.
+        save: called with the figures so far, after every engine and every case in it.
+        deadline: of `time.monotonic`; no engine is started that could not end before.
+        handle: what serves in the engine's process, as `serve_call`; for tests.
 
     Returns:
-        `engines`: by name what `_serve` says of the second round, with the seconds of the start,
-        the kernels compiled while serving, and how many requests that are too short to be
-        compressed got stock's reply (`equal`; in some types of numbers a few differ by rounding
-        with this package's kernels); or `refused` with the engine's last words.
+        `facts` of the plan, and by name of the engine what it did: how long its start took,
+        kernels compiled while serving, the `path` of its steps, what `serve` says of the second
+        round, and `decode_only` rows; or `refused` with its last words.
     """
-    os.environ["VLLM_GPU_SYNC_CHECK"] = "error"
-    logs.mkdir(parents=True, exist_ok=True)
-    wanted: dict[str, dict[str, Any] | None] = {STOCK: None, COMPRESSED: plan.settings}
-    pieces = {"compilation_config": {"cudagraph_mode": "PIECEWISE"}}
-    if plan.piecewise:
-        wanted[PIECEWISE] = plan.settings
-    engines = {
-        name: _engine(plan, settings, logs / f"{name}.log", pieces if name == PIECEWISE else {})
-        for name, settings in progress(list(wanted.items()), "engines")
-    }
-    expected = engines[STOCK].get("replies", [])
-    for figures in engines.values():
-        replies = figures.pop("replies", [])
-        figures["equal"] = sum(map(operator.eq, replies[1::2], expected[1::2]))
-    return {
-        "model": plan.model,
-        "requests": plan.requests,
-        "prompt": plan.prompt,
-        "settings": plan.settings,
-        "long": plan.num_long,
-        "short": plan.requests - plan.num_long,
-        "engines": engines,
-    }
+    folder.mkdir(parents=True, exist_ok=True)
+    engines: Figures = {}
+    results = {**plan.facts(), "engines": engines}
+    for name in progress(plan.names, "engines"):
+        engines[name] = figures = {}
+        if time.monotonic() + SECONDS_TO_START > deadline:
+            figures["refused"] = "not started: the time of this call is over"
+        else:
+            _measure_engine(plan, name, folder, figures, lambda: save(results), deadline, handle)
+        save(results)
+    return results
 
 
-def _engine(
-    plan: EnginePlan, settings: dict[str, Any] | None, log: Path, more: dict[str, Any]
-) -> dict[str, Any]:
+def _measure_engine(
+    plan: EnginePlan,
+    name: str,
+    folder: Path,
+    figures: Figures,
+    save: Callable[[], None],
+    deadline: float,
+    handle: Callable[[Any, Any], Any] | None,
+) -> None:
+    log = folder / file_name("engine", plan.label, name, suffix=".log")
     log.unlink(missing_ok=True)
-    length = plan.prompt + plan.output
-    options = {"max_model_len": length, "skip_tokenizer_init": True, **plan.engine, **more}
     started = time.perf_counter()
     try:
-        with EngineProcess(plan.model, settings, options, log, _serve) as engine:
-            seconds = time.perf_counter() - started
-            for seed in (1, 2):
-                figures = engine.call((plan.prompts(seed), plan.output, settings is not None))
+        options = plan.options(name)
+        with EngineProcess(plan.model, None, options, log, handle or serve_call) as engine:
+            figures["start_seconds"] = time.perf_counter() - started
+            for seed in (1, 2) if plan.requests else ():
+                asked = ("load", plan.prompts(seed), plan.output)
+                figures["load"] = engine.call(asked)
+            save()
+            rows = figures["decode_only"] = []
+            for case in plan.cases(options["max_num_batched_tokens"]):
+                rows.append(engine.call(("decode", case, deadline)))
+                save()
+            figures["path"] = engine.call(("path",))
     except EngineError as error:
-        return {"refused": str(error).splitlines()[-1]}
-    compiled = log.read_text(errors="replace").count(COMPILED)
-    return {"start_seconds": seconds, "compiled": compiled, **figures}
+        figures["refused"] = str(error).splitlines()[-1]
+    figures["compiled"] = log.read_text(errors="replace").count(COMPILED)
 
 
-def allocated(worker: Any) -> dict[str, int]:
-    """In the worker: bytes that torch has handed out on the GPU, 0 where there is none.
+def serve_call(llm: Any, call: tuple[Any, ...]) -> Any:
+    """In the engine's process: carries out a call.
 
-    Returns:
-        `now`; `most` at any time since the last call; and what ours has `left` out of the cache.
+    Args:
+        llm: the engine.
+        call: `load` with prompts and tokens to generate; `decode` with a case; or `path`.
     """
-    import torch
-
-    found = {"now": 0, "most": 0, "left": getattr(worker, "left_bytes", 0)}
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-        stats = torch.cuda.memory_stats()
-        found["now"] = stats["allocated_bytes.all.current"]
-        found["most"] = stats["allocated_bytes.all.peak"]
-        torch.cuda.reset_peak_memory_stats()
-    return found
+    kind, *given = call
+    if kind == "path":
+        return llm.collective_rpc(path_of)[0]
+    return {"load": serve_load, "decode": time_decode_steps}[kind](llm, *given)
 
 
-def _serve(llm: Any, call: tuple[list[list[int]], int, bool]) -> dict[str, Any]:
-    """In the engine's process: all requests at once; what they took, and what was left behind."""
+def serve_load(llm: Any, prompts: list[list[int]], max_tokens: int) -> Figures:
+    """All requests at once; what they took, and what was left behind."""
     import statistics
 
     from vllm import SamplingParams
 
-    from vllm_kvcompress.tools.evaluation.observer import watch, watched
     from vllm_kvcompress.vllm_plugin.startup import compat
 
-    prompts, max_tokens, compresses = call
+    counter = counter_of(llm)
     pool = compat.engine_parts(llm.llm_engine)[0].kv_cache_manager.block_pool
-    free = pool.get_num_free_blocks()
-    if compresses:
-        llm.collective_rpc(watch, args=(False,))
+    free, events = pool.get_num_free_blocks(), counter.events
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     before = llm.collective_rpc(allocated)[0]
     started = time.perf_counter()
@@ -160,15 +233,20 @@ def _serve(llm: Any, call: tuple[list[list[int]], int, bool]) -> dict[str, Any]:
         metrics = output.metrics
         return (metrics.last_token_ts - metrics.first_token_ts) / max(1, max_tokens - 1)
 
-    events = llm.collective_rpc(watched)[0]["events"] if compresses else []
     return {
         "taken_bytes": after["most"] - before["now"],
         "left_bytes": after["left"],
         "seconds": seconds,
+        "requests_per_second": len(prompts) / seconds,
         "tokens_per_second": len(prompts) * max_tokens / seconds,
         "token_seconds": statistics.median(map(seconds_per_token, outputs)),
         "first_token_seconds": statistics.median(o.metrics.first_token_latency for o in outputs),
-        "events": len(events),
+        "events": counter.events - events,
         "lost_blocks": free - pool.get_num_free_blocks(),
-        "replies": [list(output.outputs[0].token_ids) for output in outputs],
+        # Of the short ones: those that are not compressed are answered as by stock vLLM.
+        "replies": [
+            zlib.crc32(bytes(str(list(output.outputs[0].token_ids)), "ascii"))
+            for output, prompt in zip(outputs, prompts, strict=True)
+            if len(prompt) == SHORT_TOKENS
+        ],
     }

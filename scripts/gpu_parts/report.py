@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_parts.goals import OFF, STOCK, Goal, decode_steps, goals
+
 Results = dict[str, Any]
 # What parts that are measured one after the other must have in common to be one report.
 SETTINGS = ("device", "versions", "quick", "block_size", "sources")
-STOCK, COMPRESSED, PIECEWISE = "stock", "compressed", "compressed, piecewise graphs"
 MIB = 2**20
 # Of attention, as parts name them.
 KERNELS = {
@@ -31,6 +33,11 @@ def result_files(device: str, folder: Path) -> tuple[Path, Path]:
     return folder / f"{name}.json", folder / f"{name}.md"
 
 
+def file_name(*parts: str, suffix: str) -> str:
+    """A name of [A-Za-z0-9._-] for what belongs to these parts."""
+    return re.sub(r"[^A-Za-z0-9._]+", "-", "-".join(parts)).strip("-") + suffix
+
+
 def with_earlier(results: Results, folder: Path) -> Results:
     """The results, and the parts that an earlier run with the same settings left in the folder."""
     numbers, _ = result_files(str(results["device"]), folder)
@@ -39,6 +46,17 @@ def with_earlier(results: Results, folder: Path) -> Results:
     earlier = json.loads(numbers.read_text(encoding="utf-8"))
     same = all(earlier.get(name) == results[name] for name in SETTINGS)
     return {**earlier, **results} if same else results
+
+
+def add_results(results: Results, part: Results) -> None:
+    """Adds what a part found; engines to those of a run over the same requests."""
+    runs = dict(results.get("engine", {}))
+    for label, run in part.get("engine", {}).items():
+        earlier = runs.get(label, {})
+        same = all(earlier.get(name) == run[name] for name in run if name != "engines")
+        engines = {**(earlier["engines"] if same else {}), **run["engines"]}
+        runs[label] = {**run, "engines": engines}
+    results.update({**part, "engine": runs} if runs else part)
 
 
 def write_results(results: Results, folder: Path) -> tuple[Path, Path]:
@@ -54,12 +72,13 @@ def as_markdown(results: Results) -> str:
     """The whole report."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     parts = [
-        f"# Kernels on {results['device']}",
+        f"# Measured on {results['device']}",
         f"Measured by `scripts/gpu_check.py`{_flags(results)} with {versions}. "
         "Times are medians on the device, of kernels from replayed graphs with flushed caches.",
     ]
     sections = {
         "checks": _checks,
+        "capture": _capture,
         "engine": _engine,
         "bandwidth": _bandwidth,
         "decode": _decode,
@@ -71,6 +90,8 @@ def as_markdown(results: Results) -> str:
     }
     bandwidths = {name: results[name] for name in BANDWIDTHS if name in results}
     shown = {**results, "bandwidth": bandwidths}
+    if reached := goals(results):
+        parts.append(_goals(reached))
     parts += [section(shown[name]) for name, section in sections.items() if shown.get(name)]
     return "\n\n".join(parts) + "\n"
 
@@ -105,57 +126,167 @@ def _checks(checks: Results) -> str:
     return "## Checks\n\n" + text
 
 
-def engine_passed(results: Results) -> bool:
-    """Whether all engines served: an event per long request, every block given back, and no
-    more memory taken beyond stock's than was left for it."""
-    engines = dict(results["engines"])
-    if any("refused" in row for row in engines.values()):
-        return False
-    stock = engines.pop(STOCK)
-    return stock["events"] == stock["lost_blocks"] == 0 and all(
-        ours["events"] == results["long"]
-        and ours["lost_blocks"] == 0
-        and ours["compiled"] <= stock["compiled"]
-        and ours["taken_bytes"] - stock["taken_bytes"] <= ours["left_bytes"]
-        for ours in engines.values()
-    )
+def _goals(reached: Sequence[Goal]) -> str:
+    cells = [(goal.text, goal.measured, "yes" if goal.holds else "no") for goal in reached]
+    return "## Goals\n\n" + table(("goal", "measured", "holds"), cells)
 
 
-def _engine(results: Results) -> str:
-    engines = results["engines"]
+def capture_passed(rows: Sequence[Results]) -> bool:
+    """Whether replayed steps were those that ran, and nothing faulted."""
+    return all(row.get("passed") for row in rows)
+
+
+def _capture(rows: Sequence[Results]) -> str:
     text = (
-        f"## A whole engine\n\n{results['model']}, {results['long']} requests of "
-        f"{results['prompt']} tokens and {results['short']} too short to be compressed, at once; "
-        f"compressed with {results['settings']}. "
-        f"{'Passed' if engine_passed(results) else 'Failed'}."
+        "## Decode steps, captured and replayed\n\nWithout vLLM, while block tables, page tables "
+        "and ring buffers move; `eager` captures nothing, and unmaps freed memory. "
+        f"{'Passed' if capture_passed(rows) else 'Failed'}."
     )
-    refused = {name: row["refused"] for name, row in engines.items() if "refused" in row}
-    for name, reason in refused.items():
-        text += f"\n\n{name} ended: {reason}"
+    cells = [
+        (
+            row["mode"],
+            row["policy"],
+            ", ".join(map(str, row["rows"])),
+            row["layers"],
+            row["rounds"],
+            f"{row['error']:.2g}",
+            row["forgotten"],
+            ", ".join(f"{name} {count}" for name, count in row["moved"].items()),
+        )
+        for row in rows
+        if "refused" not in row
+    ]
+    for row in rows:
+        if "refused" in row:
+            text += f"\n\n{row['mode']}, {row['policy']}: {row['refused']}"
+    if not cells:
+        return text
+    header = ("mode", "policy", "requests", "layers", "steps", "largest error")
+    return f"{text}\n\n" + table((*header, "layers that forgot queries", "times moved"), cells)
+
+
+def engine_passed(run: Results) -> bool:
+    """Whether all engines of a run served as they should.
+
+    With nobody looking on and events that run together; an event per long request, as long as
+    prompts alone have some; every block given back; no more kernels compiled than stock vLLM
+    compiles while it serves, and no more memory taken beyond its than was left for it; and steps
+    in which all generate were just that.
+    """
+    engines = run["engines"]
+    ended = all("path" in row and "refused" not in row for row in engines.values())
+    return ended and not any(_faults(run, name) for name in engines)
+
+
+def _faults(run: Results, name: str) -> list[str]:
+    """What an engine did that it must not."""
+    ours, stock = run["engines"][name], run["engines"].get(STOCK)
+    compresses, load, path = name not in (STOCK, OFF), ours.get("load"), ours["path"]
+    faults = {
+        "somebody looked on": path["observers"] != 0,
+        "events ran one by one": compresses and not path["batched_tokens"],
+        "other steps were timed": any(row.get("others") for row in ours.get("decode_only", ())),
+        "kernels compiled while serving": ours["compiled"]
+        > (stock or ours).get("compiled", ours["compiled"]),
+    }
+    if load is not None:
+        by_prompt = run["settings"]["trigger"] == "prompt"
+        fewest, most = (run["long"], run["long"] if by_prompt else float("inf"))
+        events = (fewest, most) if compresses else (0, 0)
+        faults["events"] = not events[0] <= load["events"] <= events[1]
+        faults["blocks lost"] = load["lost_blocks"] != 0
+        if stock is not None and "load" in stock:
+            taken = load["taken_bytes"] - stock["load"]["taken_bytes"]
+            faults["memory taken"] = compresses and taken > load["left_bytes"]
+    return [fault for fault, there in faults.items() if there]
+
+
+def _engine(runs: Results) -> str:
+    return "\n\n".join(_engine_run(label, run) for label, run in runs.items())
+
+
+def _engine_run(label: str, run: Results) -> str:
+    text = (
+        f"## Whole engines, events by {label}\n\n{run['model']}, compressed with "
+        f"{run['settings']}. {'Passed' if engine_passed(run) else 'Failed'}."
+    )
+    if run["requests"]:
+        text += (
+            f" At once {run['long']} requests of {run['prompt']} tokens and {run['short']} too "
+            f"short to be compressed, of {run['output']} tokens each."
+        )
+    started = {name: row for name, row in run["engines"].items() if "refused" not in row}
+    for name, row in run["engines"].items():
+        if "refused" in row:
+            text += f"\n\n{name} ended: {row['refused']}"
+        elif "path" not in row:
+            text += f"\n\n{name} has not ended."
+        elif faults := _faults(run, name):
+            text += f"\n\n{name}: {', '.join(faults)}."
+    loads = {name: row for name, row in started.items() if "load" in row}
+    if loads:
+        text += "\n\n" + _loads(loads)
+    if rows := _decode_only_rows(run):
+        text += "\n\nSteps in which all requests generate, in ms:\n\n" + _decode_only(run, rows)
+    return text
+
+
+def _loads(engines: Results) -> str:
+    expected = engines.get(STOCK, {}).get("load", {}).get("replies", [])
     cells = [
         (
             name,
+            row.get("path", {}).get("graphs", ""),
             f"{row['start_seconds']:.0f}",
-            f"{row['tokens_per_second']:.0f}",
-            f"{1e3 * row['first_token_seconds']:.0f}",
-            f"{1e3 * row['token_seconds']:.1f}",
-            row["events"],
-            row["lost_blocks"],
-            row["compiled"],
-            f"{row['taken_bytes'] / MIB:.0f}",
-            f"{row['left_bytes'] / MIB:.0f}",
-            row["equal"],
+            f"{load['requests_per_second']:.2f}",
+            f"{load['tokens_per_second']:.0f}",
+            f"{1e3 * load['first_token_seconds']:.0f}",
+            f"{1e3 * load['token_seconds']:.1f}",
+            load["events"],
+            load["lost_blocks"],
+            row.get("compiled", ""),
+            f"{load['taken_bytes'] / MIB:.0f}",
+            f"{load['left_bytes'] / MIB:.0f}",
+            sum(map(operator.eq, load["replies"], expected)),
         )
         for name, row in engines.items()
-        if name not in refused
+        for load in [row["load"]]
     ]
-    if not cells:
-        return text
-    header = ("engine", "start, s", "tokens/s", "first token, ms", "next ones, ms")
-    more = ("events", "blocks lost", "kernels compiled while serving")
+    header = ("engine", "graphs", "start, s", "requests/s", "tokens/s", "first token, ms")
+    more = ("next ones, ms", "events", "blocks lost", "kernels compiled while serving")
     taken = ("taken while serving, MiB", "left for it, MiB")
-    equal = "of the short ones with stock's reply"
-    return text + "\n\n" + table((*header, *more, *taken, equal), cells)
+    return table((*header, *more, *taken, "of the short ones with stock's reply"), cells)
+
+
+def _decode_only_rows(run: Results) -> list[tuple[int, int]]:
+    """Lengths and batches of which an engine said something."""
+    rows = [row for engine in run["engines"].values() for row in engine.get("decode_only", ())]
+    return sorted({(row["length"], row["batch"]) for row in rows})
+
+
+def _decode_only(run: Results, cases: Sequence[tuple[int, int]]) -> str:
+    names = [name for name, row in run["engines"].items() if row.get("decode_only")]
+    seconds = {
+        name: {case: row["seconds"] for case, row in decode_steps(run, name).items()}
+        for name in names
+    }
+    stock = seconds.get(STOCK, {})
+    cells = []
+    for case in cases:
+        times = [
+            f"{1e3 * seconds[name][case]:.2f}" if case in seconds[name] else "left out"
+            for name in names
+        ]
+        ratios = [
+            f"{seconds[name][case] / stock[case]:.2f}x"
+            if case in seconds[name] and case in stock
+            else ""
+            for name in names
+            if name != STOCK
+        ]
+        cells.append((*case, *times, *ratios))
+    ratio_names = [f"{name} to stock" for name in names if name != STOCK]
+    return table(("tokens", "requests", *names, *ratio_names), cells)
 
 
 def _bandwidth(bandwidths: Results) -> str:

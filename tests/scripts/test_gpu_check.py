@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gpu_parts.batched import WAYS, PromptsEnd, blocks_of, launches
-from gpu_parts.engine import EnginePlan, measure_engine
 from gpu_parts.flash import attention_of_requests, attention_per_head
 from gpu_parts.measure import fill_caches_with
 from gpu_parts.reading import chosen, means_of
 from gpu_parts.report import (
+    add_results,
     as_markdown,
     engine_passed,
+    file_name,
     raggedness,
     result_files,
     table,
@@ -37,7 +39,6 @@ from gpu_parts.whole_events import (
     every_policy,
     make_pipeline,
 )
-from tests import tiny_models
 from vllm_kvcompress.kernels.attention import decode_attention, prefill_attention
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.policies import all_policies
@@ -181,14 +182,49 @@ def test_files_are_named_after_the_device(tmp_path: Path) -> None:
     assert (numbers, text) == result_files("NVIDIA H200", tmp_path / "new")
     assert (numbers.name, text.name) == ("gpu-nvidia-h200.json", "gpu-nvidia-h200.md")
     assert json.loads(numbers.read_text()) == results()
-    assert text.read_text().startswith("# Kernels on NVIDIA H200\n")
+    assert text.read_text().startswith("# Measured on NVIDIA H200\n")
+
+
+def test_files_have_plain_names() -> None:
+    name = file_name("engine", "prompt,decode:64, pool of 4", "stock", suffix=".log")
+    assert name == "engine-prompt-decode-64-pool-of-4-stock.log"
+
+
+@pytest.mark.parametrize(
+    ("command", "limit", "last"),
+    [
+        ("print('=== 3 passed ===')", 30, "3 passed"),
+        ("print('1 failed'); exit(1)", 30, "error, exit status 1: 1 failed"),
+        (
+            "print('one', flush=True); import time; time.sleep(60)",
+            2,
+            "ended after 2 s; before: one",
+        ),
+    ],
+)
+def test_what_pytest_prints_is_shown_as_it_comes_and_kept(
+    command: str, limit: float, last: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = runpy.run_path(str(SCRIPT))
+    log = tmp_path / "new" / "pytest.log"
+    said = script["stream"]([sys.executable, "-c", command], limit, log)
+    assert said.endswith(last)
+    assert script["passed"]({**CHECKS, "pytest": said}) is (said == last == "3 passed")
+    assert log.read_text() == capfd.readouterr().out
+
+
+def test_pytest_is_ended_before_the_call_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = runpy.run_path(str(SCRIPT))
+    options = script["parse"]([])
+    options.deadline = time.monotonic() + options.limit
+    assert 0 < script["seconds_left"](options) < options.limit < 600
 
 
 def test_options() -> None:
     parse = runpy.run_path(str(SCRIPT))["parse"]
     options = parse(["--quick", "--out", "elsewhere"])
     assert (options.quick, options.out) == (True, Path("elsewhere"))
-    assert options.part == ("tests", "decode", "prefill", "events", "batched", "reading")
+    assert options.part == ("tests", "capture", "decode", "prefill", "events", "batched", "reading")
     assert parse(["--part", "tune", "tests"]).part == ["tune", "tests"]
     assert parse([]).out == SCRIPT.parents[1] / "docs" / "results"
 
@@ -200,73 +236,111 @@ def test_what_counts_as_passed(said: str, good: bool) -> None:
     assert not passed({"kernels": [{"passed": False}], "pytest": None})
 
 
-def test_an_engine_serves_as_gpus_will(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same code on this build of vLLM, over a tiny model."""
-    monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "warn")  # set anew, and put back afterwards
-    model = str(tiny_models.build("llama", tmp_path))
-    engine = {"enforce_eager": True, "dtype": "float32", "num_gpu_blocks_override": 60}
-    plan = EnginePlan(model, requests=4, prompt=400, output=4, engine=engine, piecewise=False)
-    found = measure_engine(plan, tmp_path / "logs")
-    assert engine_passed(found), found
-    stock, ours = (found["engines"][name] for name in ("stock", "compressed"))
-    assert (found["long"], found["short"], ours["equal"]) == (2, 2, 2)
-    assert (stock["events"], ours["events"]) == (0, 2)
-    assert ours["tokens_per_second"] == pytest.approx(4 * 4 / ours["seconds"])
-    assert 0 < ours["first_token_seconds"] < ours["seconds"]
-    assert 0 < ours["token_seconds"] < ours["seconds"]
-    assert json.dumps(found)
-
-
-ENGINE = {
+LOAD = {
+    "taken_bytes": 500 * 2**20,
+    "left_bytes": 0,
+    "seconds": 2.0,
+    "requests_per_second": 2.0,
+    "tokens_per_second": 812.4,
+    "first_token_seconds": 0.25,
+    "token_seconds": 0.0125,
+    "events": 0,
+    "lost_blocks": 0,
+    "replies": [1, 2],
+}
+PATH = {"graphs": "FULL_AND_PIECEWISE", "observers": 0, "batched_tokens": None}
+SERVED = {"start_seconds": 61.2, "compiled": 0, "path": PATH, "load": LOAD, "decode_only": []}
+OURS = {
+    **SERVED,
+    "path": {**PATH, "batched_tokens": 16384},
+    "load": {**LOAD, "events": 2, "taken_bytes": 680 * 2**20, "left_bytes": 200 * 2**20},
+    "decode_only": [
+        {
+            "length": 32768,
+            "batch": 8,
+            "steps": 128,
+            "seconds": 0.01,
+            "events_before": 8,
+            "others": 0,
+        }
+    ],
+}
+RUN = {
     "model": "some/model",
+    "settings": {"policy": "adakv", "budget": 0.25, "trigger": "prompt"},
     "requests": 4,
     "prompt": 4096,
-    "settings": {"policy": "adakv"},
+    "output": 64,
+    "pool": None,
+    "checked": False,
     "long": 2,
     "short": 2,
     "engines": {
-        name: {
-            "start_seconds": 61.2,
-            "tokens_per_second": 812.4,
-            "first_token_seconds": 0.25,
-            "token_seconds": 0.0125,
-            "events": events,
-            "lost_blocks": 0,
-            "compiled": 0,
-            "taken_bytes": 500 * 2**20 + 90 * 2**20 * events,
-            "left_bytes": 200 * 2**20 * events // 2,
-            "equal": 2,
-        }
-        for name, events in (("stock", 0), ("compressed", 2), ("compressed, piecewise graphs", 2))
+        "compressed": OURS,
+        "stock": {**SERVED, "decode_only": [{**OURS["decode_only"][0], "seconds": 0.02}]},
+        "piecewise": OURS,
     },
 }
 
 
 def test_an_engine_has_a_table() -> None:
-    text = as_markdown(results(engine=ENGINE))
+    text = as_markdown(results(engine={"prompt": RUN}))
+    assert "events by prompt" in text
     assert "Passed." in text
-    assert "| compressed | 61 | 812 | 250 | 12.5 | 2 | 0 | 0 | 680 | 200 | 2 |" in text
+    load = "| 61 | 2.00 | 812 | 250 | 12.5 | 2 | 0 | 0 | 680 | 200 | 2 |"
+    assert f"| compressed | FULL_AND_PIECEWISE {load}" in text
+    assert "| tokens | requests | compressed | stock | piecewise |" in text
+    assert "| 32768 | 8 | 10.00 | 20.00 | 10.00 | 0.50x | 0.50x |" in text
 
 
-@pytest.mark.parametrize("name", ["compressed", "compressed, piecewise graphs"])
+@pytest.mark.parametrize("name", ["compressed", "piecewise"])
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"events": 1},
-        {"lost_blocks": 3},
+        {"load": {**OURS["load"], "events": 1}},
+        {"load": {**OURS["load"], "events": 3}},
+        {"load": {**OURS["load"], "lost_blocks": 3}},
+        {"load": {**OURS["load"], "left_bytes": 100 * 2**20}},
         {"compiled": 2},
-        {"left_bytes": 100 * 2**20},
+        {"path": {**OURS["path"], "observers": 1}},
+        {"path": {**OURS["path"], "batched_tokens": 0}},
+        {"decode_only": [{**OURS["decode_only"][0], "others": 1}]},
         {"refused": "RuntimeError: no"},
     ],
+    ids=str,
 )
 def test_what_an_engine_must_not_do(wrong: dict[str, Any], name: str) -> None:
-    engines = ENGINE["engines"]
-    found = {**ENGINE, "engines": {**engines, name: {**engines[name], **wrong}}}
-    assert engine_passed(ENGINE)
-    assert not engine_passed(found)
-    assert "Failed." in as_markdown(results(engine=found))
+    engines = RUN["engines"]
+    run = {**RUN, "engines": {**engines, name: {**engines[name], **wrong}}}
+    assert engine_passed(RUN)
+    assert not engine_passed(run)
+    text = as_markdown(results(engine={"prompt": run}))
+    assert "Failed." in text
     if "refused" in wrong:
-        assert f"{name} ended: RuntimeError: no" in as_markdown(results(engine=found))
+        assert f"{name} ended: RuntimeError: no" in text
+
+
+def test_a_run_that_is_not_over_has_a_report() -> None:
+    unfinished = {name: OURS[name] for name in ("start_seconds", "load")}
+    run = {**RUN, "engines": {"compressed": unfinished, "stock": {}}}
+    assert not engine_passed(run)
+    text = as_markdown(results(engine={"prompt": run}))
+    assert "compressed has not ended." in text
+    run["engines"] = {"compressed": OURS, "stock": unfinished}
+    assert not engine_passed(run)
+    assert "stock has not ended." in as_markdown(results(engine={"prompt": run}))
+    assert "| compressed |  | 61 | 2.00 |" in text
+
+
+def test_engines_join_those_that_served_the_same_requests() -> None:
+    engines = RUN["engines"]
+    found = results(engine={"prompt": {**RUN, "engines": {"compressed": engines["compressed"]}}})
+    more = {**RUN, "engines": {"stock": engines["stock"]}}
+    add_results(found, {"engine": {"prompt": more, "decode:64": more}})
+    assert list(found["engine"]["prompt"]["engines"]) == ["compressed", "stock"]
+    assert list(found["engine"]["decode:64"]["engines"]) == ["stock"]
+    add_results(found, {"engine": {"prompt": {**more, "requests": 5}}})
+    assert list(found["engine"]["prompt"]["engines"]) == ["stock"]
 
 
 def test_caches_are_flushed_by_reading() -> None:

@@ -1,0 +1,100 @@
+"""Half an hour on a GPU: the commands in order, what each needs, and what it tells. Pure text."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+
+# All of them quick, since parts of one report are.
+CHECK = "python scripts/gpu_check.py --quick --out results"
+ENGINE = "--prompt 4096"
+VLLM = "vLLM for CUDA; no model, since weights are random"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A command of the plan.
+
+    Attributes:
+        command: as it is typed in this repository.
+        minutes: after which it is over; calls on a lent machine end after ten.
+        needs: what has to be there.
+        tells: what is known afterwards.
+    """
+
+    command: str
+    minutes: int
+    needs: str
+    tells: str
+
+
+PLAN = (
+    Step(
+        f"{CHECK} --part tests capture --limit 230",
+        4,
+        "torch, triton, pytest and pytest-xdist; no vLLM",
+        "whether kernels compute on this GPU what they compute on a CPU, and whether captured "
+        "decode steps do when they are replayed. If not, stop here and mend it",
+    ),
+    Step(
+        f"{CHECK} --checked {ENGINE} --part engine --engines compressed --limit 170",
+        3,
+        VLLM,
+        "whether the engine starts with CUDA graphs of whole steps, and serves without waiting "
+        "for the GPU (VLLM_GPU_SYNC_CHECK=error) or compiling (--jit-monitor-mode error); events "
+        "by `prompt`",
+    ),
+    Step(
+        f"{CHECK} --checked {ENGINE} --part engine --engines compressed --kv-trigger decode:64 "
+        f"--output 160 --limit 170",
+        3,
+        VLLM,
+        "the same with events by `decode:64`, between replayed steps",
+    ),
+    Step(
+        f"{CHECK} {ENGINE} --part engine decode-only --engines compressed stock off --limit 410",
+        7,
+        VLLM,
+        "ms per step when all requests generate, against stock vLLM at 1, 8 and 64 requests; "
+        "tokens/s, time to the first token and memory under load; what our classes cost when they "
+        "compress nobody",
+    ),
+    Step(
+        f"{CHECK} {ENGINE} --part engine --engines compressed stock --pool 4 --requests 32 "
+        "--output 128 --limit 170",
+        3,
+        VLLM,
+        "requests/s against stock vLLM when memory is short",
+    ),
+    Step(
+        f"{CHECK} --part events --limit 110",
+        2,
+        "torch, triton and numpy; no vLLM",
+        "from which prompt length on the prefill hides what the host does for an event",
+    ),
+    Step(
+        "vllm-kvcompress eval models/smollm2 --tasks ruler/niah_single_2,ruler/vt,text "
+        "--lengths 2048 --samples 10 --policies adakv --budgets 0.25 --concurrency 64 "
+        "--out results/eval",
+        2,
+        "vLLM for CUDA, and models/smollm2 (vllm-kvcompress fetch-model smollm2)",
+        "quality of RULER and text on a real model, to be compared with docs/results/spans.md; "
+        "goes on where it was stopped",
+    ),
+    Step(
+        "vllm-kvcompress bench --scenario all --repeats 1 --out results/bench",
+        6,
+        "vLLM for CUDA; no model",
+        "all loads against stock vLLM, on a small shape; goes on where it was stopped",
+    ),
+)
+
+
+def as_text() -> str:
+    """The plan as a shell script that nobody has to run as a whole."""
+    minutes = sum(step.minutes for step in PLAN)
+    lines = [f"# {minutes} minutes on a GPU. Results and goals: results/gpu-*.md, after each step."]
+    for number, step in enumerate(PLAN, start=1):
+        said = f"{number}. {step.minutes} min. Needs {step.needs}. Tells {step.tells}."
+        lines += ["", *(f"# {line}" for line in textwrap.wrap(said, 96)), step.command]
+    return "\n".join(lines)
