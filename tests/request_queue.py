@@ -16,7 +16,9 @@ from tests.tiny_models import prompt
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.scheduling.triggers import parse_triggers
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
+from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import check_integrity
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
+from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
 from vllm_kvcompress.vllm_plugin.spec import (
     CompressedAttentionSpec,
     DependentSlidingWindowSpec,
@@ -72,9 +74,11 @@ class Queue:
         )
         managers = self.cache.coordinator.single_type_managers
         compressed = [each for each in managers if isinstance(each, CompressedBlockManager)]
-        self.table = RequestTable(managers, compressed, self.cache.block_pool)
+        self.table = RequestTable(managers, compressed)
+        self.states = StateReuse(self.table.spec, self.cache.block_pool)
+        self.kept = self.states.kept
         for manager in managers:
-            manager.table = self.table
+            manager.table, manager.states, manager.siblings = self.table, self.states, compressed
         self.asynchronous = asynchronous
         self.requests: dict[str, Request] = {}
         self.sent: dict[str, list[int]] = {}
@@ -102,11 +106,10 @@ class Queue:
         blocks, num_hit = None, 0
         if request.num_computed_tokens == 0:
             blocks, num_hit, _ = self.cache.get_computed_blocks(request)
-            hit = record.beginning = self.table.find_beginning(request, num_hit)
+            hit = record.reuse.beginning = self.states.find_beginning(request, record, num_hit)
             if hit is not None:
                 null = [self.cache.block_pool.null_block] * hit.state.first_block
-                tail = hit.state.tail[: hit.num_whole_blocks]
-                blocks = self.cache.create_kv_cache_blocks(([*null, *tail],))
+                blocks = self.cache.create_kv_cache_blocks(([*null, *hit.tail],))
                 num_hit = hit.num_tokens
         start = request.num_computed_tokens + num_hit
         end = min(start + num_tokens, request.num_tokens)
@@ -136,8 +139,8 @@ class Queue:
 
     def end(self, name: str) -> None:
         request = self.requests.pop(name)
-        self.table.end(request)
+        self.states.end(request, self.table[name], self.table.managers[0])
         self.cache.free(request)
 
     def check(self) -> None:
-        self.table.check_integrity(self.requests)
+        check_integrity(self.table, self.kept, self.requests)

@@ -158,7 +158,9 @@ def _left_over(scheduler: Any) -> str:
     pool = scheduler.kv_cache_manager.block_pool
     if scheduler.requests:
         return f"requests left over: {sorted(scheduler.requests)}"
-    scheduler.table.check_integrity({})
+    from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import check_integrity
+
+    check_integrity(scheduler.table, scheduler.states.kept, {})
     if pool.get_num_free_blocks() != pool.num_gpu_blocks - 1:
         return f"{pool.get_num_free_blocks()} of {pool.num_gpu_blocks - 1} blocks are free"
     return ""

@@ -122,13 +122,14 @@ NARROWED = {
     "vllm.v1.kv_cache_interface.KVCacheSpec": "vllm.v1.kv_cache_interface.FullAttentionSpec",
     "vllm.v1.kv_cache_interface.AttentionSpec": "vllm.v1.kv_cache_interface.FullAttentionSpec",
     "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": (
-        "vllm_kvcompress.vllm_plugin.scheduler_side.dependent_blocks.DependentSlidingWindowManager"
+        "vllm_kvcompress.vllm_plugin.scheduler_side.block_manager.CompressedBlockManager"
     ),
 }
 
 # Members of ours in the place of vLLM's that do not call `super()`: see `Reliance.replacing`.
 REPLACING = {
-    *("__init__", "add_request", "apply", "fused_output_quant_supported"),
+    *("__init__", "_free_request", "_get_local_prefix_cache_hit", "_preempt_request"),
+    *("add_request", "apply", "fused_output_quant_supported"),
     *("get_builder_cls", "get_impl_cls", "get_name"),
     *("is_argmax_invariant", "log_engine_initialized", "max_memory_usage_bytes", "merge"),
     *("record", "remove_skipped_blocks", "supported_kv_cache_layouts", "supports_batch_invariance"),

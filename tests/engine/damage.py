@@ -22,7 +22,7 @@ def free_sources_early(report: dict[str, Any]) -> None:
 
 def free_sources_unseen(report: dict[str, Any]) -> None:
     """The same where nobody compares owners: poison has to show it."""
-    from vllm_kvcompress.vllm_plugin.scheduler_side.block_owners import SchedulerChecks
+    from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
     from vllm_kvcompress.vllm_plugin.worker_side.access_checks import WorkerChecks
 
     free_sources_early(report)

@@ -79,7 +79,10 @@ class Bookkeeping:
     def check(self) -> None:
         """free + owned = pool, fresh blocks have one owner, pages lie in their owner's blocks."""
         if self.table is not None:
-            self.table.check_integrity(self.scheduler.requests)
+            from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import check_integrity
+
+            kept = self.scheduler.states.kept
+            check_integrity(self.table, kept, self.scheduler.requests)
         owners: Counter[int] = Counter()
         for manager in self.managers:
             for request_id in set(manager.req_to_blocks) | set(self.scheduler.requests):
@@ -94,9 +97,9 @@ class Bookkeeping:
 
     def check_states(self) -> int:
         """Workers have the rows of every state but those they are to hear of, and no others."""
-        kept, (group,) = self.table.states, self.worker.compression.groups.values()
+        kept, (group,) = self.scheduler.states.kept, self.worker.compression.groups.values()
         numbers = {state.number for states in kept._by_hash.values() for state in states}
-        unsent = set(self.table._unsent.saves.values())
+        unsent = set(self.scheduler.states._saves.values())
         assert numbers - unsent <= set(group.tables.saved) <= numbers | set(kept._dropped)
         return len(numbers)
 
@@ -135,7 +138,7 @@ class Bookkeeping:
             record = self.table[request_id]
             held = record.groups[manager.kv_cache_group_id]
             for block in held.kept + held.fresh:
-                assert owners[block.block_id] == 1 or record.state is not None
+                assert owners[block.block_id] == 1 or record.reuse.state is not None
                 assert block.block_hash is None, "a compressed block is in the prefix cache"
 
 
@@ -305,8 +308,8 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     def counting(request: Any, *args: Any, **kwargs: Any) -> Any:
         report["preemptions"] += 1
         if books.table is not None:
-            began_with = books.table[request.request_id].began_with
-            report["preempted_going_on"] += began_with is not None
+            state = books.table[request.request_id].reuse.state
+            report["preempted_going_on"] += state is not None
         return preempt(request, *args, **kwargs)
 
     books.scheduler._preempt_request = counting

@@ -69,10 +69,10 @@ class Schedules(RuleBasedStateMachine):
         name = self.some(data, running=False)
         request = self.queue.requests[name]
         _, num_hit, _ = self.queue.cache.get_computed_blocks(request)
-        known = self.queue.table.find_beginning(request, num_hit)
+        known = self.queue.states.find_beginning(request, self.queue.table[name], num_hit)
         if self.queue.step(name) and known is not None:
             assert request.num_computed_tokens > known.num_tokens
-            assert self.queue.table[name].began_with == known.state.number
+            assert self.queue.table[name].reuse.state is known.state
 
     @precondition(lambda self: self.has(running=True))
     @rule(data=st.data(), num_tokens=st.sampled_from([1, 16, 40, 64]))
@@ -95,9 +95,9 @@ class Schedules(RuleBasedStateMachine):
     def event(self, data: st.DataObject) -> None:
         """A request is selected because room is needed."""
         name = self.some(data, running=True)
-        self.queue.table[name].selected = True
+        self.queue.table.selected.add(name)
         self.queue.step(name, 1)
-        self.queue.table[name].selected = False
+        self.queue.table.selected.discard(name)
 
     @precondition(lambda self: self.has(running=True))
     @rule(data=st.data())
@@ -117,7 +117,7 @@ class Schedules(RuleBasedStateMachine):
         """Somebody else takes blocks for a moment: prefixes and contexts in them are forgotten."""
         pool = self.queue.cache.block_pool
         taken = pool.get_new_blocks(int(share * pool.get_num_free_blocks()))
-        assert not any(self.queue.table.states.knows(block) for block in taken)
+        assert not any(block in self.queue.kept for block in taken)
         pool.free_blocks(taken)
 
     @invariant()

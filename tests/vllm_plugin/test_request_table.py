@@ -57,7 +57,8 @@ class Preempting(CompressionMixin, Stock):
 
     def __init__(self, queue: Queue) -> None:
         self.table, self.kv_cache_manager = queue.table, queue.cache
-        self.spec = queue.table.spec
+        self.spec, self.states = queue.table.spec, queue.states
+        self.compressed = queue.table.managers
 
 
 @pytest.mark.parametrize(
@@ -88,11 +89,11 @@ def test_a_context_is_forgotten_with_its_first_block() -> None:
     while queue.requests["a"].num_computed_tokens < 200:
         assert queue.step("a")
     queue.end("a")
-    assert len(queue.table.states) == 1
+    assert len(queue.kept) == 1
     pool = queue.cache.block_pool
     pool.free_blocks(pool.get_new_blocks(pool.get_num_free_blocks()))
     queue.check()
-    assert len(queue.table.states) == 0
+    assert len(queue.kept) == 0
 
 
 CONTEXT = prompt(160, seed=9)
@@ -130,9 +131,9 @@ def test_a_prepared_context_takes_the_place_of_an_ordinary_one(asynchronous: boo
     request.num_in_flight_tokens = 0  # its last step has been processed
     queue.end("preparing")
     queue.check()
-    assert len(queue.table.states) == 2
+    assert len(queue.kept) == 2
     ask(queue, "asking")
-    state = queue.table["asking"].state
+    state = queue.table["asking"].reuse.state
     assert (state.number, state.position, len(state.kept), state.tail) == (1, 160, 3, ())
     queue.check()
 
@@ -146,7 +147,7 @@ def test_a_preparation_that_ends_early_leaves_nothing() -> None:
             assert queue.step("a")
         queue.end("a")
         queue.check()
-        assert len(queue.table.states) == 0
+        assert len(queue.kept) == 0
 
 
 def test_a_preempted_preparation_begins_anew() -> None:
@@ -154,13 +155,13 @@ def test_a_preempted_preparation_begins_anew() -> None:
     request = queue.add("a", 170, context_tokens=160, history=CONTEXT, prepares=True)
     while request.num_computed_tokens < 250:
         assert queue.step("a")
-    queue.table["a"].unsent.preparations.clear()  # the workers have been told
+    queue.table["a"].unsent.requests.clear()  # workers have been told
     queue.preempt("a")
-    assert queue.table["a"].unsent.preparations == {"a": 160}
+    assert queue.table["a"].unsent.requests["a"].scored_tokens == 160
     while request.num_computed_tokens < 330:
         assert queue.step("a")
     queue.end("a")
-    assert len(queue.table.states) == 1
+    assert len(queue.kept) == 1
 
 
 def test_what_only_repeats_nothing_is_no_preparation() -> None:
@@ -168,7 +169,7 @@ def test_what_only_repeats_nothing_is_no_preparation() -> None:
     queue = Queue(1, reuse_contexts=True)
     for name, context_tokens in (("a", 170), ("bb", 500), ("ccc", 15)):
         queue.add(name, 170, context_tokens=context_tokens, prepares=True)
-        assert not queue.table[name].unsent.preparations
+        assert not queue.table[name].unsent.requests
 
 
 def end_after(queue: Queue, name: str, num_reply_tokens: int) -> list[int]:
@@ -187,7 +188,7 @@ def test_a_conversation_goes_on_where_it_ended() -> None:
     queue = Queue(1, reuse_conversations="reuse")
     queue.add("a", 300)
     history = end_after(queue, "a", 25)
-    (state,) = queue.table.states.find(queue.add("b", 100, history=history), _use(queue, "b"))
+    (state,) = queue.kept.find(queue.add("b", 100, history=history), _use(queue, "b"))
     assert state[1] == 324  # the last token was not computed
     queue.add("cc", 90, history=history)
     for name in ("b", "cc"):
@@ -201,13 +202,11 @@ def test_a_conversation_goes_on_where_it_ended() -> None:
     assert ours[18:20] == theirs[18:20]
     assert ours[20] is not theirs[20]
     copied = state[0].tail[2].block_id
-    copies = {
-        (copy.source, copy.target) for n in ("b", "cc") for copy in queue.table[n].unsent.copies
-    }
+    copies = {adoption.copied for n in ("b", "cc") for adoption in queue.table[n].unsent.adoptions}
     assert copies == {(copied, ours[20].block_id), (copied, theirs[20].block_id)}
     for name in ("b", "cc"):
         end_after(queue, name, 3)
-    assert len(queue.table.states) == 3
+    assert len(queue.kept) == 3
 
 
 def test_a_longer_state_of_the_same_event_takes_the_place_of_a_shorter_one() -> None:
@@ -219,8 +218,8 @@ def test_a_longer_state_of_the_same_event_takes_the_place_of_a_shorter_one() -> 
         assert queue.step("b", 10)
     queue.end("b")
     queue.check()
-    assert len(queue.table.states) == 1
-    assert queue.table.states.take_counts().forgotten == {"extended": 1}
+    assert len(queue.kept) == 1
+    assert queue.kept.take_counts().forgotten == {"extended": 1}
 
 
 @pytest.mark.parametrize(("num_blocks", "first_to_go"), [(30, "a"), (100, "other")])
@@ -229,7 +228,7 @@ def test_where_states_crowd_the_pool_those_of_former_turns_go_first(
 ) -> None:
     """Before another conversation, which nobody has continued for longer."""
     queue = Queue(1, reuse_conversations="reuse")
-    pool, states = queue.cache.block_pool, queue.table.states
+    pool, states = queue.cache.block_pool, queue.kept
     kept: dict[str, KeptState] = {}
     for name in ("other", "a"):
         queue.add(name, 300)
@@ -309,7 +308,7 @@ def test_layers_of_other_kinds_keep_no_states(option: str) -> None:
 
 
 def _use(queue: Queue, name: str) -> object:
-    return queue.table[name].use
+    return queue.table[name].reuse.key
 
 
 def forget_window(queue: Queue) -> None:
@@ -351,7 +350,7 @@ def cache_fresh_block(queue: Queue) -> None:
 
 
 def forget_context_block(queue: Queue) -> None:
-    queue.table.states._by_block.popitem()
+    queue.kept._by_block.popitem()
 
 
 @pytest.mark.parametrize(
@@ -376,7 +375,7 @@ def test_damage_is_found(damage: Callable[[Queue], None], message: str) -> None:
     while queue.requests["context"].num_computed_tokens < 200:
         assert queue.step("context")
     queue.end("context")
-    assert len(queue.table.states) == 1
+    assert len(queue.kept) == 1
     queue.add("a", 300)
     while queue.requests["a"].num_computed_tokens < 300:
         assert queue.step("a")

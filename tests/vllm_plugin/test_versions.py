@@ -62,27 +62,19 @@ class Stock:
         return "vLLM's", max_cache_hit_length or 0
 
 
-class Table(dict[str, Any]):
-    """Of records, and with a state of two blocks for every request."""
-
-    beginning = SimpleNamespace(
-        state=SimpleNamespace(first_block=2, tail=()), num_whole_blocks=0, num_tokens=64
-    )
-
-    def find_beginning(self, request: Any, num_cached: int) -> Any:
-        return self.beginning
-
-    def longest_hit(self, request_id: str, num_tokens: int) -> int:
-        return num_tokens
+BEGINNING = SimpleNamespace(state=SimpleNamespace(first_block=2), tail=(), num_tokens=64)
 
 
 class Hits(scheduler.CompressionMixin, Stock):
-    """A scheduler that knows such a state."""
+    """A scheduler that keeps a state of two blocks for every request."""
 
     def __init__(self) -> None:
-        self.record = SimpleNamespace(ledger=SimpleNamespace(max_prefix_hit=None))
-        self.table: Any = Table(a=self.record)
-        self.spec: Any = SimpleNamespace(block_size=32)
+        self.record = SimpleNamespace(
+            reuse=SimpleNamespace(), longest_hit=lambda num_tokens, chunks: num_tokens
+        )
+        self.table: Any = {"a": self.record}
+        self.states: Any = SimpleNamespace(find_beginning=lambda *args: BEGINNING)
+        self.spec: Any = SimpleNamespace(block_size=32, chunks=None)
         self.kv_cache_manager = SimpleNamespace(
             block_pool=SimpleNamespace(null_block="null"), create_kv_cache_blocks=lambda b: b
         )
@@ -94,7 +86,7 @@ def test_a_state_is_not_taken_where_vllm_limits_hits() -> None:
     state = ((["null", "null"],), 64, 0, False)
     assert hits._get_local_prefix_cache_hit(request) == state
     assert hits._get_local_prefix_cache_hit(request, None) == state
-    assert hits.record.beginning is Table.beginning
+    assert hits.record.reuse.beginning is BEGINNING
     assert hits._get_local_prefix_cache_hit(request, 50) == ("vLLM's", 50)
     assert hits._get_local_prefix_cache_hit(request, max_cache_hit_length=9) == ("vLLM's", 9)
-    assert hits.record.beginning is None
+    assert hits.record.reuse.beginning is None

@@ -68,26 +68,15 @@ class Adoption:
         group: vLLM's KV-cache group.
         state: the state's number.
         end_block: logical blocks [0, end_block) are compressed.
+        copied: source and target of the partial block that the request goes on writing to, copied
+            before the step since others may read the source; None: there is no such block.
     """
 
     request_id: str
     group: int
     state: int
     end_block: int
-
-
-@dataclass(frozen=True)
-class BlockCopy:
-    """A block that a request goes on writing to, copied from a state's: others may read that.
-
-    Attributes:
-        group: vLLM's KV-cache group.
-        source, target: blocks.
-    """
-
-    group: int
-    source: int
-    target: int
+    copied: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -121,6 +110,26 @@ class ReadPlan:
     num_in_chunks: int = 0
 
 
+@dataclass
+class RequestPlan:
+    """What workers need to know of a request that is new to them.
+
+    Attributes:
+        read: how it is read; None: all of it.
+        scored_tokens: leading tokens that the prompt's other tokens score, where the request
+            prepares a context; 0 elsewhere.
+        windows: by cache group, blocks for the request's last queries.
+    """
+
+    read: ReadPlan | None = None
+    scored_tokens: int = 0
+    windows: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        """Whether there is anything to tell."""
+        return any(vars(self).values())
+
+
 @dataclass(frozen=True)
 class BlockTags:
     """In the debug mode: whose every block is, for workers to check what they read and write.
@@ -139,28 +148,21 @@ class StepPlan:
     """What workers do in one step besides running the model.
 
     Attributes:
-        events: the compression events at the end of this step's attention.
-        adoptions: requests that begin with a state, compressed before.
-        copies: of blocks, before the step.
-        saves: by request that has ended, the number of the state that it leaves.
-        dropped: numbers of states that are no more, after the step.
-        preparations: of requests that are new to the workers, how many tokens of context those
-            behind them score.
-        windows: by group and request id, the blocks that its last queries are to lie in.
-        observations: by request id; only for policies that look at queries.
-        reads: of requests that are new to the workers, where decode steps read a part.
-        tags: only in the debug mode.
+        events: compression events at the end of this step's attention.
+        adoptions: requests that begin with a kept state.
+        requests: by id, requests that are new to the workers, where there is anything to tell.
+        observations: by request id, queries that a later event observes.
+        saves: by id of a request that has ended, the number of the state that it leaves.
+        dropped: numbers of states that are forgotten after the step.
+        tags: owners of all blocks, in the debug mode.
     """
 
     events: list[EventPlan] = field(default_factory=list)
     adoptions: list[Adoption] = field(default_factory=list)
-    copies: list[BlockCopy] = field(default_factory=list)
+    requests: dict[str, RequestPlan] = field(default_factory=dict)
+    observations: dict[str, Observation] = field(default_factory=dict)
     saves: dict[str, int] = field(default_factory=dict)
     dropped: list[int] = field(default_factory=list)
-    preparations: dict[str, int] = field(default_factory=dict)
-    windows: dict[tuple[int, str], tuple[int, ...]] = field(default_factory=dict)
-    observations: dict[str, Observation] = field(default_factory=dict)
-    reads: dict[str, ReadPlan] = field(default_factory=dict)
     tags: BlockTags | None = None
 
     def __bool__(self) -> bool:
@@ -168,16 +170,10 @@ class StepPlan:
         return any(vars(self).values())
 
     def add(self, other: StepPlan) -> None:
-        """Does what another plan says, too."""
+        """Merges the unsent plan of one request into this one."""
         self.events += other.events
         self.adoptions += other.adoptions
-        self.copies += other.copies
-        self.saves |= other.saves
-        self.dropped += other.dropped
-        self.preparations |= other.preparations
-        self.windows |= other.windows
-        self.observations |= other.observations
-        self.reads |= other.reads
+        self.requests |= other.requests
 
 
 @dataclass(frozen=True)

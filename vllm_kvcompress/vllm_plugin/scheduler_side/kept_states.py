@@ -1,8 +1,9 @@
-"""Compressed states that outlive their request, so that later ones need not read them again.
+"""Compressed states that outlive their request, so that later requests need not read them again.
 
-What an event kept, and what was computed behind it, says the same to every request that begins
-with the same tokens. Its blocks stay readable when nobody uses them: they go to the end of vLLM's
-free queue, as cached prefixes do, and a state is forgotten once one of them is handed out.
+What an event kept, and what was computed behind it, is the same for every request that begins with
+the same tokens. The blocks of a state stay readable while no request holds them: they wait at the
+end of vLLM's free queue, as cached prefixes do. A state is forgotten once vLLM hands out one of its
+blocks.
 
     tokens    0 ........... first_block .. position ............. end
     blocks    [ kept: what the last event left ][ tail: ordinary blocks, the last one partial ]
@@ -31,21 +32,21 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True, eq=False)
 class KeptState:
-    """What is left of a request.
+    """Blocks that a request left behind, and the tokens that they stand for.
 
     Attributes:
-        number: by which workers know its page tables.
-        use: which requests may begin with it: the policy, the rule and what they name as context.
+        number: number by which workers know its page tables.
+        key: policy, rule and named context that a request must share to begin with it.
         block_size: tokens of a block.
-        position: tokens that had been computed at its last event, which saw all of them.
-        kept: the blocks that hold what the event left of whole blocks.
-        hashes: of the last compressed block, and of the tail's full ones.
-        tail: ordinary blocks behind these.
-        tokens: in the tail.
+        position: computed tokens at its last event, which saw all of them.
+        kept: blocks with the kept tokens of the compressed logical blocks.
+        hashes: hash of the last compressed block, then those of the tail's full blocks.
+        tail: ordinary blocks behind the compressed ones.
+        tokens: token ids of the tail.
     """
 
     number: int
-    use: Hashable
+    key: Hashable
     block_size: int
     position: int
     kept: tuple[KVCacheBlock, ...]
@@ -55,77 +56,92 @@ class KeptState:
 
     @property
     def first_block(self) -> int:
-        """Logical blocks that were compressed."""
+        """Number of logical blocks that were compressed."""
         return self.position // self.block_size
 
     @property
     def blocks(self) -> tuple[KVCacheBlock, ...]:
-        """All of them."""
+        """All blocks, kept ones and tail."""
         return self.kept + self.tail
 
     def num_common_tokens(self, request: Request) -> int:
-        """Tokens that a request with the same compressed blocks has in common with it.
+        """Counts the leading tokens shared with a request that has the same compressed blocks.
 
-        Whole blocks by their hashes, which stand for images and adapters too; what is behind them
-        token by token, where tokens say all.
+        Full blocks are compared by hash, which covers images and adapters. The rest is compared
+        token by token, if the request is nothing but tokens.
         """
-        theirs = request.block_hashes[self.first_block - 1 :]
-        num_same = _num_equal(self.hashes, theirs)
-        end = (self.first_block - 1 + num_same) * self.block_size
-        if not tokens_say_all(request):
+        hashes = request.block_hashes[self.first_block - 1 :]
+        num_equal = _num_equal(self.hashes, hashes)
+        end = (self.first_block - 1 + num_equal) * self.block_size
+        if not has_only_tokens(request):
             return end
-        rest = self.tokens[(num_same - 1) * self.block_size :]
+        rest = self.tokens[(num_equal - 1) * self.block_size :]
         return end + _num_equal(rest, request.all_token_ids[end : end + self.block_size])
 
     def extends(self, other: KeptState) -> bool:
-        """Whether it serves whoever the other one serves: the same event, and more behind it.
+        """Whether it serves every request that the other serves: the same event and more tail.
 
-        One without a tail is left alone: it lasts longer than what came behind it.
+        A state without a tail is not replaced: it lasts longer than what came behind it.
         """
-        same_event = self.use == other.use and self.kept == other.kept
+        same_event = self.key == other.key and self.kept == other.kept
         is_longer = self.tokens[: len(other.tokens)] == other.tokens
         return same_event and is_longer and bool(other.tail)
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Tokens that a request need not read, since it begins with a state.
+    """Leading tokens that a request need not read, since it begins with a kept state.
 
     Attributes:
-        state: an earlier request's.
-        num_tokens: of it, at least those that its event saw.
+        state: the state, left by an earlier request.
+        num_tokens: tokens taken from it, at least those that its event saw.
     """
 
     state: KeptState
     num_tokens: int
 
     @property
-    def num_whole_blocks(self) -> int:
-        """Of the state's tail, that are only read."""
-        return self.num_tokens // self.state.block_size - self.state.first_block
-
-    @property
-    def blocks(self) -> tuple[KVCacheBlock, ...]:
-        """That the request shares with others."""
-        return self.state.kept + self.state.tail[: self.num_whole_blocks]
+    def tail(self) -> tuple[KVCacheBlock, ...]:
+        """Full blocks of the state's tail, which the request only reads."""
+        num_full = self.num_tokens // self.state.block_size - self.state.first_block
+        return self.state.tail[:num_full]
 
     @property
     def copied_block(self) -> KVCacheBlock | None:
-        """The one that the request goes on writing to, in a copy; None: it begins a new one."""
+        """Partial block that the request goes on writing to, in a copy; None: there is none."""
         if self.num_tokens % self.state.block_size == 0:
             return None
-        return self.state.tail[self.num_whole_blocks]
+        return self.state.tail[len(self.tail)]
+
+
+@dataclass
+class StateUse:
+    """How one request uses kept states.
+
+    Attributes:
+        key: key of the states that it may begin with and leaves; None: it does neither.
+        context_hash: hash of its context's last block, if the event there leaves a state.
+        begins_anew: whether it must begin without a state.
+        beginning: state that it can begin with, until it is admitted.
+        state: last state that it began with or left, whose blocks it may share with others.
+    """
+
+    key: Hashable = None
+    context_hash: BlockHash | None = None
+    begins_anew: bool = False
+    beginning: Beginning | None = None
+    state: KeptState | None = None
 
 
 @dataclass
 class StateCounts:
-    """What became of states.
+    """Counts of what became of kept states.
 
     Attributes:
         contexts_reused: requests that began with a context.
-        conversations_continued: requests that began with what another one left at its end.
-        continued_tokens: that these neither read nor compressed again.
-        forgotten: states, by reason; and requests whose event was not finished at their end.
+        conversations_continued: requests that began with what another request left at its end.
+        continued_tokens: tokens that those requests neither read nor compressed again.
+        forgotten: forgotten states by reason, and requests that ended before their event did.
     """
 
     contexts_reused: int = 0
@@ -135,18 +151,16 @@ class StateCounts:
 
 
 class KeptStates:
-    """The states of one cache group.
+    """Kept states of one cache group, found by the hash of their last compressed block.
 
     Attributes:
-        counts: of what became of them, since they were last taken.
-
-    Args:
-        block_pool: vLLM's.
+        block_pool: vLLM's block pool.
+        counts: what became of states since `take_counts` was last called.
     """
 
     def __init__(self, block_pool: BlockPool) -> None:
+        self.block_pool = block_pool
         self.counts = StateCounts()
-        self._pool = block_pool
         self._by_hash: dict[Hashable, list[KeptState]] = {}
         self._by_block: dict[int, list[KeptState]] = {}
         self._numbers = itertools.count()
@@ -155,36 +169,39 @@ class KeptStates:
     def __len__(self) -> int:
         return sum(map(len, self._by_hash.values()))
 
+    def __contains__(self, block: KVCacheBlock) -> bool:
+        """Whether a block is part of a state that a request may begin with."""
+        return block.block_id in self._by_block
+
     def next_number(self) -> int:
-        """For a state that is about to be kept."""
+        """Returns the number of a state that is about to be kept."""
         return next(self._numbers)
 
-    def find(self, request: Request, use: Hashable) -> Iterator[tuple[KeptState, int]]:
-        """States that a request may begin with, and how many tokens it has in common with each.
+    def find(self, request: Request, key: Hashable) -> Iterator[tuple[KeptState, int]]:
+        """Yields states that a request may begin with, and how many tokens it shares with each.
 
-        All that their events have seen is in the request's prompt, and at least a token is not. The
-        latest comes first: a context that was prepared after one that was not.
+        The request's prompt has all tokens that the state's event saw, and at least one more.
+        Later states come first: a prepared context before an ordinary one.
         """
         for block_hash in reversed(request.block_hashes if self._by_hash else ()):
             for state in reversed(self._by_hash.get(block_hash, ())):
-                if state.use == use and state.position < request.num_prompt_tokens:
-                    num_tokens = min(
-                        state.num_common_tokens(request), request.num_prompt_tokens - 1
-                    )
+                if state.key == key and state.position < request.num_prompt_tokens:
+                    num_common = state.num_common_tokens(request)
+                    num_tokens = min(num_common, request.num_prompt_tokens - 1)
                     if num_tokens >= state.position:
                         yield state, num_tokens
 
     def keep(self, state: KeptState) -> None:
-        """Makes a state known, whose blocks a request holds."""
+        """Adds a state whose blocks a request holds, and drops the states that it extends."""
         known = self._by_hash.setdefault(state.hashes[0], [])
         for other in [other for other in known if state.extends(other)]:
-            self._forget_state(other, EXTENDED)
+            self._forget(other, EXTENDED)
         self._by_hash.setdefault(state.hashes[0], []).append(state)
         for block in state.blocks:
             self._by_block.setdefault(block.block_id, []).append(state)
 
     def drop(self, number: int) -> None:
-        """Workers may forget a state that never was known."""
+        """Has workers forget a state that was never added."""
         self._dropped.append(number)
 
     def release(
@@ -193,31 +210,27 @@ class KeptStates:
         """Ends a request's hold of blocks; those of states stay readable until they are reused.
 
         Args:
-            blocks: that the request holds.
-            superseded: the request has compressed them, so that only a branch of its conversation
-                would begin with them. Where states take more than half of the pool these go
-                first; else they wait their turn.
+            blocks: blocks that the request holds.
+            superseded: whether the request has compressed them, so that only a branch of its
+                conversation would begin with them. Where states take more than half of the pool
+                these blocks go first; else they wait their turn.
 
         Returns:
-            Those to be freed.
+            The blocks that the caller frees.
         """
         held = list(blocks)
-        known = [block for block in held if block.block_id in self._by_block]
-        self._pool.unpin_blocks(known, self._forget)
-        freed = [block for block in held if block.block_id not in self._by_block]
-        if superseded and 2 * len(self._by_block) > self._pool.num_gpu_blocks:
-            idle = [block for block in known if block.ref_cnt == 0]
-            self._pool.touch(idle)  # freed once more, they go to the front of the queue
+        kept = [block for block in held if block in self]
+        self.block_pool.unpin_blocks(kept, self._evict)
+        freed = [block for block in held if block not in self]
+        if superseded and 2 * len(self._by_block) > self.block_pool.num_gpu_blocks:
+            idle = [block for block in kept if block.ref_cnt == 0]
+            self.block_pool.touch(idle)  # freed once more, they go to the front of the queue
             freed += idle
         return freed
 
-    def knows(self, block: KVCacheBlock) -> bool:
-        """Whether a block is part of a state that a request may begin with."""
-        return block.block_id in self._by_block
-
     def begin(self, beginning: Beginning, is_context: bool) -> None:
-        """Holds what a request begins with, but for the tail, which vLLM holds."""
-        self._pool.touch(beginning.state.kept)
+        """Holds a state's kept blocks for a request; vLLM holds those of the tail."""
+        self.block_pool.touch(beginning.state.kept)
         if is_context and not beginning.state.tail:
             self.counts.contexts_reused += 1
         else:
@@ -225,41 +238,41 @@ class KeptStates:
             self.counts.continued_tokens += beginning.num_tokens
 
     def take_counts(self) -> StateCounts:
-        """What became of states since this was last asked."""
+        """Returns what became of states since the last call."""
         counts, self.counts = self.counts, StateCounts()
         return counts
 
     def take_dropped(self) -> list[int]:
-        """Numbers of states that were forgotten since this was last asked."""
+        """Returns the numbers of states that were dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
     def check_integrity(self) -> None:
-        """Checks that every block of a known state, and no other, stands for that state.
+        """Checks that the index by block and the states agree.
 
         Raises:
-            InvariantError: one does not.
+            InvariantError: a block is indexed for other states than those that have it.
         """
         expected: dict[int, set[int]] = {}
         for state in itertools.chain.from_iterable(self._by_hash.values()):
             for block in state.blocks:
                 expected.setdefault(block.block_id, set()).add(state.number)
-        found = {
+        indexed = {
             block_id: {state.number for state in states}
             for block_id, states in self._by_block.items()
         }
-        if expected != found:
+        if expected != indexed:
             raise InvariantError(
                 f"blocks of kept states: expected {sorted(expected.items())}, found "
-                f"{sorted(found.items())}."
+                f"{sorted(indexed.items())}."
             )
 
-    def _forget(self, block: KVCacheBlock) -> None:
-        """vLLM hands a block out, or empties its cache."""
+    def _evict(self, block: KVCacheBlock) -> None:
+        """Forgets the states of a block that vLLM hands out or takes out of its cache."""
         for state in list(self._by_block.get(block.block_id, ())):
-            self._forget_state(state, EVICTED)
+            self._forget(state, EVICTED)
 
-    def _forget_state(self, state: KeptState, reason: str) -> None:
+    def _forget(self, state: KeptState, reason: str) -> None:
         self.counts.forgotten[reason] += 1
         self._dropped.append(state.number)
         _remove(self._by_hash, state.hashes[0], state)
@@ -267,20 +280,20 @@ class KeptStates:
             _remove(self._by_block, block.block_id, state)
 
 
-def tokens_say_all(request: Request) -> bool:
-    """Whether a request is nothing but tokens; else only hashes of whole blocks say what it is."""
+def has_only_tokens(request: Request) -> bool:
+    """Whether token ids say all of a request; else only block hashes do, as with images."""
     return not request.mm_features and request.prompt_embeds is None
 
 
-def _num_equal(ours: Sequence[object], theirs: Sequence[object]) -> int:
-    """How many they have in common before the first that differs."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    differing = (number for number, (one, other) in pairs if one != other)
-    return next(differing, min(len(ours), len(theirs)))
+def _num_equal(first: Sequence[object], second: Sequence[object]) -> int:
+    """Counts the leading elements that two sequences share."""
+    pairs = enumerate(zip(first, second, strict=False))
+    differing = (index for index, (one, other) in pairs if one != other)
+    return next(differing, min(len(first), len(second)))
 
 
 def _remove(states: dict[Key, list[KeptState]], key: Key, state: KeptState) -> None:
-    """Takes a state out of the list under a key, and the list with the last one."""
+    """Takes a state out of the list under a key, and the list with its last state."""
     states[key].remove(state)
     if not states[key]:
         del states[key]

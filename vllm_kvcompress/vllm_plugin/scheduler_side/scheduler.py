@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -14,16 +14,21 @@ from vllm.v1.request import RequestStatus
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.rounding import ceil_div
-from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, RequestLedger
+from vllm_kvcompress.scheduling.ledger import SKIP_ERROR
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
 from vllm_kvcompress.scheduling.preparation import PreparationLedger
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
-from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
-from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
-from vllm_kvcompress.vllm_plugin.scheduler_side.block_owners import SchedulerChecks
-from vllm_kvcompress.vllm_plugin.scheduler_side.dependent_blocks import LimitedCaching
-from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
+from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
+    CompressedBlockManager,
+    LimitedCaching,
+)
+from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import (
+    RequestCompression,
+    RequestTable,
+)
+from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
 from vllm_kvcompress.vllm_plugin.startup import compat, versions
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingScheduler, check_classes
 from vllm_kvcompress.vllm_plugin.startup.refusals import engine_settings
@@ -37,43 +42,62 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
 
-
-_WINDOW = "; the last %d tokens before an event are read again, since it looks at their queries"
-_BY_ITSELF = {
+_CAPACITY = (
+    "KV cache compressed with %s, budget %s, trigger %s: a prompt of %d tokens holds %d of its %d "
+    "blocks, and up to %d while it is read; %d blocks serve %.2f such requests at a time "
+    "(uncompressed: %.2f)."
+)
+_CONVERSATIONS = (
+    "What requests leave is kept for the next turn of their conversation, as long as there is no "
+    "other use for its blocks (--kv-reuse-conversations %s%s%s)."
+)
+_AUTO_MEANS = {
     True: " = anew while the whole history is cached, since the policy looks at the last queries",
     False: " = reuse, since the policy does not look at queries",
 }
+_WINDOW = "; the last %d tokens before an event are read again, since it looks at their queries"
 
 
-class CompressionMixin(CompressingScheduler):
+class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
     """Adds to a scheduler: chunk ends at event positions, plans for the workers, statistics.
 
     Without compressed layers (no policy, or a budget of 1.0) every method only calls `super()`.
+
+    Attributes:
+        compressed: block managers of the compressed cache groups.
+        table: records of all requests; None: nothing is compressed.
+        states: kept states, for later requests.
+        spec: cache spec of the compressed layers.
+        checks: checks of the debug mode; None: it is off.
     """
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         check_classes(self.vllm_config, engine_settings(self.vllm_config))
         managers = self.kv_cache_manager.coordinator.single_type_managers
-        compressed = [each for each in managers if isinstance(each, CompressedBlockManager)]
+        self.compressed = [each for each in managers if isinstance(each, CompressedBlockManager)]
         self.table: RequestTable | None = None
         self.checks: SchedulerChecks | None = None
         self._step_stats = StepStats()
-        if not compressed:
+        if not self.compressed:
             return
-        self.table = RequestTable(managers, compressed, self.kv_cache_manager.block_pool)
+        self.table = RequestTable(managers, self.compressed)
         self.spec = self.table.spec
+        self.states = StateReuse(self.spec, self.kv_cache_manager.block_pool)
         self._check_reuse()
         if switched_on():
-            self.checks = SchedulerChecks(self.table, self.kv_cache_manager.block_pool)
+            self.checks = SchedulerChecks(self.table, self.states.kept)
         compat.enable_chunk_ends(self)
         for manager in managers:
             self._share_table(manager)
         self._announce()
 
     def _share_table(self, manager: SingleTypeKVCacheManager) -> None:
-        """Lets a block manager know the requests' records, such as which blocks it may cache."""
+        """Gives a block manager the requests' records, so that it knows which blocks to cache."""
+        if isinstance(manager, CompressedBlockManager):
+            manager.states, manager.siblings = self.states, self.compressed
         if isinstance(manager, LimitedCaching):
+            assert self.table is not None
             manager.table = self.table
         elif manager.enable_caching:
             raise UnsupportedError(
@@ -83,62 +107,56 @@ class CompressionMixin(CompressingScheduler):
             )
 
     def _check_reuse(self) -> None:
+        """Refuses options that share states or chunks, if the model has other kinds of layers."""
         settings = self.spec.settings
-        managers = self.kv_cache_manager.coordinator.single_type_managers
+        shares_chunks = self.spec.chunks is not None and self.kv_cache_manager.enable_caching
         for option, given in (
             ("--kv-reuse-contexts", settings.reuse_contexts),
             ("--kv-reuse-conversations", settings.reuse_conversations),
-            ("prefill in --kv-read, with prefix caching,", self._shares_chunks()),
+            ("prefill in --kv-read, with prefix caching,", shares_chunks),
         ):
-            if given and len(managers) > 1:
+            if given and len(self.kv_cache_manager.coordinator.single_type_managers) > 1:
                 raise UnsupportedError(
                     f"{option} needs a model of full-attention layers only: the others of this one "
                     "would have to read the tokens again; leave it out."
                 )
 
-    def _shares_chunks(self) -> bool:
-        return self.spec.chunks is not None and self.kv_cache_manager.enable_caching
-
     def _announce(self) -> None:
-        """One line at start-up: what is compressed, and what that means for capacity."""
+        """Logs at start-up what is compressed, and what that means for capacity."""
         settings, rule, length = self.spec.settings, self.spec.rule, self.max_model_len
+        num_blocks = ceil_div(length, rule.block_size)
         pool_blocks = self.kv_cache_manager.block_pool.num_gpu_blocks
         if settings.read is not None:
             logger.info("Decode steps read a part of what is held (--kv-read %s).", settings.read)
-        if not settings.may_compress:
-            versions.warn_of_version(logger)
-            return
-        logger.info(
-            "KV cache compressed with %s, budget %s, trigger %s: a prompt of %d tokens holds %d of "
-            "its %d blocks, and up to %d while it is read; %d blocks serve %.2f such requests at a "
-            "time (uncompressed: %.2f).",
-            settings.policy,
-            settings.budget_text,
-            settings.trigger,
-            length,
-            rule.held_blocks(length),
-            ceil_div(length, rule.block_size),
-            rule.admission_blocks(length),
-            pool_blocks,
-            rule.concurrency(length, pool_blocks),
-            pool_blocks / ceil_div(length, rule.block_size),
-        )
-        if settings.reuse_conversations is not None:
-            anew = self.table.compresses_anew(rule.window_size)
-            by_itself = _BY_ITSELF[anew] if settings.reuse_conversations == "auto" else ""
+        if settings.may_compress:
             logger.info(
-                "What requests leave is kept for the next turn of their conversation, as long as "
-                "there is no other use for its blocks (--kv-reuse-conversations %s%s%s).",
+                _CAPACITY,
+                settings.policy,
+                settings.budget_text,
+                settings.trigger,
+                length,
+                rule.held_blocks(length),
+                num_blocks,
+                rule.admission_blocks(length),
+                pool_blocks,
+                rule.concurrency(length, pool_blocks),
+                pool_blocks / num_blocks,
+            )
+        if settings.may_compress and settings.reuse_conversations is not None:
+            meaning = _AUTO_MEANS[self.states.compresses_anew(rule.window_size)]
+            logger.info(
+                _CONVERSATIONS,
                 settings.reuse_conversations,
-                by_itself,
+                meaning if settings.reuse_conversations == "auto" else "",
                 _WINDOW % rule.window_size if rule.window_size else "",
             )
         versions.warn_of_version(logger)
 
-    def schedule(self, *args, **kwargs) -> SchedulerOutput:
-        """vLLM's schedule, with the step's plan attached when there is anything to do."""
+    def schedule(self, *args: Any, **kwargs: Any) -> SchedulerOutput:
+        """Schedules a step, and attaches our plan if workers have anything to do for it."""
         if self.table is None:
             return super().schedule(*args, **kwargs)
+        self.table.selected.clear()
         if self.spec.pressure_mark is not None and self.running:
             self._select_under_pressure(self.table, self.spec.pressure_mark)
         output = super().schedule(*args, **kwargs)
@@ -151,63 +169,44 @@ class CompressionMixin(CompressingScheduler):
         return output
 
     def _select_under_pressure(self, table: RequestTable, mark: float) -> None:
-        """Under the pressure trigger: selects the requests that this step compresses for room."""
-        block_pool = self.kv_cache_manager.block_pool
+        """Selects the requests that this step compresses because of memory pressure."""
+        block_pool, num_groups = self.kv_cache_manager.block_pool, len(self.compressed)
         ahead = {r.request_id: r.num_computed_tokens + STEPS_UNTIL_FREED for r in self.running}
         pool = Pool(
             size=block_pool.num_gpu_blocks - 1,
             free=block_pool.get_num_free_blocks(),
-            pending_frees=sum(each.num_pending_frees() for each in table.managers),
-            reserved=sum(each.reserved_blocks() for each in table.managers),
-            growth=len(self.running) * len(table.managers),
-            needed_until_freed=sum(each.reserved_blocks(ahead=ahead) for each in table.managers),
+            pending_frees=sum(each.num_pending_frees() for each in self.compressed),
+            reserved=sum(each.reserved_blocks() for each in self.compressed),
+            growth=len(self.running) * num_groups,
+            needed_until_freed=sum(each.reserved_blocks(ahead=ahead) for each in self.compressed),
             wanted=compat.blocks_to_admit(self),
         )
-        candidates = []
-        for request in self.running:
-            record = table[request.request_id]
-            record.selected = False
-            if not request.is_prefill_chunk:
-                position = request.num_computed_tokens + 1
-                candidates.append(record.candidate(request.request_id, position))
+        candidates = [
+            table[request.request_id].candidate(request.request_id, request.num_computed_tokens + 1)
+            for request in self.running
+            if not request.is_prefill_chunk
+        ]
         worth = [candidate for candidate in candidates if candidate and candidate.is_worth_it]
-        gain = sum(candidate.gain for candidate in worth) * len(table.managers)
+        gain = sum(candidate.gain for candidate in worth) * num_groups
         self._step_stats.reclaimable_blocks = gain
-        if not worth:
-            return
-        shortage = pool.shortage(mark, min(candidate.written for candidate in worth))
-        for candidate in choose(worth, shortage, pool.room // len(table.managers)):
-            table[candidate.request_id].selected = True
+        if worth:
+            shortage = pool.shortage(mark, min(candidate.written for candidate in worth))
+            chosen = choose(worth, shortage, pool.room // num_groups)
+            table.selected = {candidate.request_id for candidate in chosen}
 
-    def _mamba_block_aligned_split(
-        self,
-        request: Request,
-        num_new_tokens: int,
-        num_new_local_computed_tokens: int = 0,
-        num_external_computed_tokens: int = 0,
-    ) -> int:
-        """Ends a prefill chunk at the next event position, or where one that chooses ends.
+    def clip_chunk(self, request: Request, num_new_tokens: int, start: int) -> int | None:
+        """Ends a prefill chunk at the next event position, or at the end of a chunk that chooses.
 
-        Chunks that would run past it are those of resumed requests, whose generated tokens
-        are computed anew together with the prompt, and those of the chunk trigger. Drafts end
-        before it: they may be taken back, and an event cannot.
+        Chunks that would run past it are those of resumed requests, whose generated tokens are
+        computed anew together with the prompt, and those of the chunk trigger. Drafts end before
+        it: they may be taken back, and an event cannot.
         """
         if self.table is None:
-            return super()._mamba_block_aligned_split(
-                request,
-                num_new_tokens,
-                num_new_local_computed_tokens,
-                num_external_computed_tokens,
-            )
-        start = (
-            request.num_computed_tokens
-            + num_new_local_computed_tokens
-            + num_external_computed_tokens
-        )
+            return None
         ledger, chunks = self.table[request.request_id].ledger, self.spec.chunks
         if isinstance(ledger, PreparationLedger):
             if start >= ledger.scored_from and not self.table.may_score(ledger, self.max_model_len):
-                return 0  # until another one has ended
+                return 0  # until another context has been scored
             if chunks is None:
                 num_new_tokens = ledger.chunk(start, num_new_tokens)
         if chunks is not None and start < ledger.compress_at:
@@ -216,90 +215,90 @@ class CompressionMixin(CompressingScheduler):
         if position is None:
             return num_new_tokens
         room = position - start
-        if position > request.num_tokens:  # what leads there are drafts, but for the first
+        if position > request.num_tokens:  # all tokens before it but the first are drafts
             room = max(1, room - 1)
         return min(num_new_tokens, room)
 
-    def _get_local_prefix_cache_hit(self, request: Request, *args, **kwargs):
-        """vLLM's, or a kept state: null blocks for what is compressed, since it is elsewhere.
+    def find_prefix_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Returns a kept state's blocks, or as much of vLLM's prefix-cache hit as is allowed.
 
-        Of vLLM's no more is taken than `RequestTable.longest_hit` says. Since 0.33 vLLM also says
-        how long a hit may be, where something else than the cache limits it: then there is no
-        state, whose compressed part can only be taken whole.
+        A kept state has null blocks in place of the compressed ones, then its tail. Since 0.33 vLLM
+        also limits how long a hit may be, for reasons beside the cache. Then no state is taken,
+        since its compressed part cannot be shortened.
         """
-        hit = super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+        hit = super().find_prefix_hit(request, *args, **kwargs)
         if self.table is None:
             return hit
         record, size = self.table[request.request_id], self.spec.block_size
-        longest = self.table.longest_hit(request.request_id, hit[1])
+        longest = record.longest_hit(hit[1], self.spec.chunks)
         if longest < hit[1]:
             limit = longest // size
-            kept = tuple(group[:limit] for group in hit[0].blocks)
-            blocks = self.kv_cache_manager.create_kv_cache_blocks(kept)
+            shortened = tuple(group[:limit] for group in hit[0].blocks)
+            blocks = self.kv_cache_manager.create_kv_cache_blocks(shortened)
             hit = (blocks, limit * size, *hit[2:])
-        limited = any(value is not None for value in (*args, *kwargs.values()))
-        record.beginning = None if limited else self.table.find_beginning(request, hit[1])
-        if record.beginning is None:
+        if any(value is not None for value in (*args, *kwargs.values())):
+            record.reuse.beginning = None
             return hit
-        state, num_whole = record.beginning.state, record.beginning.num_whole_blocks
-        compressed = [self.kv_cache_manager.block_pool.null_block] * state.first_block
-        blocks = self.kv_cache_manager.create_kv_cache_blocks(
-            ([*compressed, *state.tail[:num_whole]],)
-        )
-        return blocks, record.beginning.num_tokens, 0, False
+        beginning = record.reuse.beginning = self.states.find_beginning(request, record, hit[1])
+        if beginning is None:
+            return hit
+        null_blocks = [self.kv_cache_manager.block_pool.null_block] * beginning.state.first_block
+        blocks = self.kv_cache_manager.create_kv_cache_blocks(([*null_blocks, *beginning.tail],))
+        return blocks, beginning.num_tokens, 0, False
 
     def add_request(self, request: Request) -> None:
-        """Queues a request; one that is known already only brings more input."""
+        """Queues a request; a known one only brings more input."""
         if self.table is not None and request.request_id not in self.requests:
             self.table.open(request)
         super().add_request(request)
 
-    def _preempt_request(self, request: Request, *args, **kwargs) -> None:
-        """A preempted request drops everything, and computes every event's queries anew.
+    def preempt(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Preempts a request, which drops all its blocks and computes every event's queries anew.
 
         It reads no prefix cache if an event was before, or one comes while it generates: hits may
         reach as far as it had come.
         """
         if self.table is None:
-            return super()._preempt_request(request, *args, **kwargs)
+            return super().preempt(request, *args, **kwargs)
         record, end = self.table[request.request_id], request.num_computed_tokens
-        ledger, began_with = record.ledger, record.began_with
+        ledger, reuse = record.ledger, record.reuse
         is_ahead = ledger.rule.next_position(ledger.compress_at, end) is not None
         if ledger.first_event_position is not None or (end > ledger.compress_at and is_ahead):
             request.skip_reading_prefix_cache = True
-        super()._preempt_request(request, *args, **kwargs)
-        # Its record was closed with its blocks.
-        self.table.open(request, begins_anew=began_with is None and record.context_hash is None)
+        super().preempt(request, *args, **kwargs)  # closes the record
+        begins_anew = reuse.state is None and reuse.context_hash is None
+        self.table.open(request, begins_anew=begins_anew)
 
-    def _free_request(self, request: Request, *args, **kwargs):
-        """vLLM's, at the end of a request, whose state may be kept."""
+    def free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Frees a request that has ended, after keeping its state for later ones."""
         if self.table is not None:
-            self.table.end(request)
-        return super()._free_request(request, *args, **kwargs)
+            record = self.table[request.request_id]
+            self.states.end(request, record, self.compressed[0])
+        return super().free_request(request, *args, **kwargs)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Records the events that the workers ran; requests whose event failed end with an error.
+        """Records the events that workers ran; requests whose event failed end with an error.
 
-        One that ends with this step's token anyway does not, since an event is for later ones,
-        unless it was sent to prepare a context.
+        A request that ends with this step's token anyway has no error, since an event is for later
+        tokens, unless it was sent to prepare a context.
         """
         plan = compat.attached_plan(scheduler_output)
         report = compat.attached_report(model_runner_output)
-        if self.table is not None and plan is not None:
-            for each in self._of_requests(self.table, plan.events):
-                if each.request_id in report.failed:
-                    self.table.skipped[each.policy, SKIP_ERROR] += 1
-                else:
-                    self._step_stats.events.append(self._record(self.table, each))
         for policy, seconds in report.seconds:
             self._step_stats.durations.append(DurationRecord(policy, seconds))
         errors: list[tuple[int, EngineCoreOutput]] = []
-        if self.table is not None and report.failed:
-            self.table.keep_nothing(report.failed)
-            errors += self._end_with_errors(filter(self.table.prepares, report.failed))
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.table is not None:
+            self._record_events(self.table, [] if plan is None else plan.events, report.failed)
+            records = self.table.records
+            known = [request_id for request_id in report.failed if request_id in records]
+            for request_id in known:
+                records[request_id].reuse.key = None  # it leaves no state
+            errors += self._end_with_errors(each for each in known if records[each].prepares)
+        outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
+            scheduler_output, model_runner_output
+        )
         if report.failed:
             errors += self._end_with_errors(report.failed)
         for client_index, output in errors:
@@ -309,7 +308,11 @@ class CompressionMixin(CompressingScheduler):
         return outputs
 
     def _end_with_errors(self, request_ids: Iterable[str]) -> list[tuple[int, EngineCoreOutput]]:
-        """Ends requests as vLLM does failed ones, HTTP 500; whom to tell, and what."""
+        """Ends requests as vLLM ends failed ones, with HTTP 500.
+
+        Returns:
+            For each request the index of its client, and what to tell that.
+        """
         return [
             (
                 request.client_index,
@@ -324,8 +327,34 @@ class CompressionMixin(CompressingScheduler):
             for request in self.finish_requests(list(request_ids), RequestStatus.FINISHED_ERROR)
         ]
 
-    def make_stats(self, *args, **kwargs) -> SchedulerStats | None:
-        """vLLM's statistics, with ours in the field that reaches the API process."""
+    def _record_events(
+        self, table: RequestTable, plans: Iterable[EventPlan], failed: Iterable[str]
+    ) -> None:
+        """Records a step's events for statistics.
+
+        The first group's event stands for those of all groups, which have as many tokens and
+        blocks each. Tokens are counted per group, blocks over all groups.
+        """
+        size, num_groups = self.spec.block_size, len(self.compressed)
+        for plan in plans:
+            if plan.group != self.compressed[0].kv_cache_group_id:
+                continue
+            if plan.request_id in failed:
+                table.skipped[plan.policy, SKIP_ERROR] += 1
+                continue
+            num_sources, num_fresh = plan.num_source_blocks, len(plan.fresh_block_ids)
+            record = EventRecord(
+                policy=plan.policy,
+                trigger=plan.trigger,
+                source_tokens=num_sources * size,
+                resident_tokens=num_fresh * size,
+                blocks_freed=num_sources * num_groups,
+                blocks_written=num_fresh * num_groups,
+            )
+            self._step_stats.events.append(record)
+
+    def make_stats(self, *args: Any, **kwargs: Any) -> SchedulerStats | None:
+        """Returns vLLM's statistics, with ours in the field that reaches the API process."""
         stats = super().make_stats(*args, **kwargs)
         if stats is None or self.table is None:
             return stats
@@ -333,7 +362,7 @@ class CompressionMixin(CompressingScheduler):
         self._step_stats = StepStats()
         step.skipped = [SkippedRecord(*names, n) for names, n in self.table.skipped.items()]
         self.table.skipped.clear()
-        counts = self.table.states.take_counts()
+        counts = self.states.kept.take_counts()
         step.contexts_reused = counts.contexts_reused
         step.conversations_continued = counts.conversations_continued
         step.continued_tokens = counts.continued_tokens
@@ -348,8 +377,8 @@ class CompressionMixin(CompressingScheduler):
         return stats
 
     def _step_plan(self, table: RequestTable, output: SchedulerOutput) -> StepPlan:
-        """The events and observations of the requests that are in this step."""
-        plan = table.take_unsent()
+        """Merges what workers have to do for the requests in this step."""
+        plan = self.states.take_unsent()
         observes = any(rule.window_size for rule in self.spec.rules)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             record = table[request_id]
@@ -357,42 +386,27 @@ class CompressionMixin(CompressingScheduler):
             if record.unsent:
                 plan.add(record.unsent)
                 record.unsent = StepPlan()
-            if record.read_rule is not None and num_tokens == 1:
-                self._count_pages(record.read_rule, record.ledger, end)
+            if num_tokens == 1:
+                self._count_pages(record, end)
             if observes:
-                seen = record.ledger.observation(end - num_tokens, end)
-                if seen is not None:
-                    plan.observations[request_id] = seen
+                observation = record.ledger.observation(end - num_tokens, end)
+                if observation is not None:
+                    plan.observations[request_id] = observation
         return plan
 
-    def _count_pages(self, rule: ReadRule, ledger: RequestLedger, num_tokens: int) -> None:
-        """Of a step that decodes the last of a request's `num_tokens`."""
-        if num_tokens <= ledger.num_prompt_tokens:
+    def _count_pages(self, record: RequestCompression, num_tokens: int) -> None:
+        """Counts the pages of a decode step at `num_tokens` tokens, if it reads only a part."""
+        rule, ledger = record.read_rule, record.ledger
+        if rule is None or num_tokens <= ledger.num_prompt_tokens:
             return
-        resident, block_size = ledger.resident_tokens(num_tokens), self.spec.block_size
-        self._step_stats.held_pages += ceil_div(resident, block_size)
-        self._step_stats.read_pages += rule.read_pages(resident, block_size)
-
-    def _of_requests(self, table: RequestTable, events: list[EventPlan]) -> list[EventPlan]:
-        """One event per request: those of the first group, which stand for all."""
-        return [plan for plan in events if plan.group == table.managers[0].kv_cache_group_id]
-
-    def _record(self, table: RequestTable, plan: EventPlan) -> EventRecord:
-        """Tokens of a group, blocks of all, each of which has as many."""
-        block_size, num_groups = self.spec.block_size, len(table.managers)
-        return EventRecord(
-            policy=plan.policy,
-            trigger=plan.trigger,
-            source_tokens=plan.num_source_blocks * block_size,
-            resident_tokens=len(plan.fresh_block_ids) * block_size,
-            blocks_freed=plan.num_source_blocks * num_groups,
-            blocks_written=len(plan.fresh_block_ids) * num_groups,
-        )
+        num_resident, size = ledger.resident_tokens(num_tokens), self.spec.block_size
+        self._step_stats.held_pages += ceil_div(num_resident, size)
+        self._step_stats.read_pages += rule.read_pages(num_resident, size)
 
 
 class CompressionScheduler(CompressionMixin, Scheduler):
-    """For engines without asynchronous scheduling (the CPU build)."""
+    """Scheduler for engines without asynchronous scheduling (the CPU build)."""
 
 
 class AsyncCompressionScheduler(CompressionMixin, AsyncScheduler):
-    """For engines with asynchronous scheduling (CUDA)."""
+    """Scheduler for engines with asynchronous scheduling (CUDA)."""

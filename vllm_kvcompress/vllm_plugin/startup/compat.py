@@ -19,9 +19,13 @@ from vllm_kvcompress.vllm_plugin.startup.versions import vllm_version
 
 if TYPE_CHECKING:
     import torch
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
 
     from vllm_kvcompress.config import Settings
     from vllm_kvcompress.kernels.common.rotary import Rotary
+else:
+    Scheduler = object
 
 NULL_BLOCK = 0  # whose tokens nobody reads: it stands where a request holds no block
 # What an engine imports; loading it once serves several engines that are forked from there.
@@ -124,8 +128,54 @@ def reason_against_cpu_cache(vllm_config: Any) -> str | None:
 # --- scheduler ---------------------------------------------------------------------------
 
 
-def enable_chunk_ends(scheduler: Any) -> None:
-    """Makes vLLM ask `_mamba_block_aligned_split` where to end each prefill chunk."""
+class SchedulerHooks(Scheduler):
+    """Mixed into vLLM's scheduler: its private methods that we extend, under public names.
+
+    vLLM calls the private methods, which call the public ones. Those return what vLLM does.
+    """
+
+    def clip_chunk(self, request: Request, num_new_tokens: int, start: int) -> int | None:
+        """Limits the tokens of a prefill chunk that begins at `start`; None: vLLM does."""
+        return None
+
+    def find_prefix_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Looks up a new request in the prefix cache."""
+        return super()._get_local_prefix_cache_hit(request, *args, **kwargs)
+
+    def preempt(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Takes all blocks of a running request, and queues it again."""
+        super()._preempt_request(request, *args, **kwargs)
+
+    def free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        """Frees the blocks of a request that has ended."""
+        return super()._free_request(request, *args, **kwargs)
+
+    def _mamba_block_aligned_split(
+        self,
+        request: Request,
+        num_new_tokens: int,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+    ) -> int:
+        computed = (num_new_local_computed_tokens, num_external_computed_tokens)
+        start = request.num_computed_tokens + sum(computed)
+        clipped = self.clip_chunk(request, num_new_tokens, start)
+        if clipped is None:
+            return super()._mamba_block_aligned_split(request, num_new_tokens, *computed)
+        return clipped
+
+    def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        return self.find_prefix_hit(request, *args, **kwargs)
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.preempt(request, *args, **kwargs)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        return self.free_request(request, *args, **kwargs)
+
+
+def enable_chunk_ends(scheduler: SchedulerHooks) -> None:
+    """Makes vLLM call `clip_chunk` for each prefill chunk."""
     scheduler.need_mamba_block_aligned_split = True
 
 

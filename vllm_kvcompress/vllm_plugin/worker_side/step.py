@@ -109,7 +109,8 @@ class GroupCompression:
 
     def copy(self, plan: StepPlan) -> None:
         """Copies blocks of states that requests go on writing to, before anybody writes."""
-        copies = [(copy.source, copy.target) for copy in plan.copies if copy.group == self.group]
+        adopted = [each for each in plan.adoptions if each.group == self.group]
+        copies = [each.copied for each in adopted if each.copied is not None]
         if copies:
             self.tables.pool.copy_blocks(copies)
 
@@ -118,9 +119,9 @@ class GroupCompression:
     ) -> StepWork:
         """Everything that the layers of the group share in this step."""
         self.tables.poll()
-        for (group, request_id), block_ids in plan.windows.items():
-            if group == self.group:
-                self.runner.windows.hold(request_id, block_ids)
+        for request_id, request in plan.requests.items():
+            if self.group in request.windows:
+                self.runner.windows.hold(request_id, request.windows[self.group])
         for adoption in plan.adoptions:
             if adoption.group == self.group:
                 self.tables.restore(adoption.request_id, adoption.state, adoption.end_block)
@@ -128,7 +129,8 @@ class GroupCompression:
         filled = None
         if self.readers is not None:
             num_queries = np.diff(common.query_start_loc_cpu.numpy())
-            self.readers.tell(plan.reads)
+            reads = {name: new.read for name, new in plan.requests.items() if new.read is not None}
+            self.readers.tell(reads)
             self.readers.admit(request_ids, lengths, num_queries)
             if self.readers.summaries is not None:
                 filled = self._filled_blocks(lengths, num_queries, blocks)
@@ -136,7 +138,8 @@ class GroupCompression:
         work = StepWork(compressed=compressed, filled=filled, decodes=self._decodes(common))
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
         starts = common.query_start_loc_cpu.numpy()
-        self.runner.repetitions.tell(plan.preparations)
+        scored = {name: new.scored_tokens for name, new in plan.requests.items()}
+        self.runner.repetitions.tell({name: number for name, number in scored.items() if number})
         work.repetitions = self.runner.repetitions.of_step(row_of, starts, lengths, blocks)
         for event in plan.events:
             if event.group == self.group:

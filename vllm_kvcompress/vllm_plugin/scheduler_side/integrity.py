@@ -1,0 +1,142 @@
+"""Integrity of the scheduler's bookkeeping: who owns every block, compared with vLLM's counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.rounding import ceil_div
+from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan
+from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import KeptStates
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable, block_ids
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.request import Request
+
+
+def check_integrity(table: RequestTable, kept: KeptStates, request_ids: Iterable[str]) -> None:
+    """Compares the records with vLLM's bookkeeping, between two steps.
+
+    Args:
+        table: records of all requests.
+        kept: kept states.
+        request_ids: all requests that have not ended.
+
+    Raises:
+        InvariantError: a record is missing or left over, a block has other owners than its
+            count of references says, or a request holds other blocks than its ledger says.
+    """
+    records, pool = table.records, kept.block_pool
+    _expect("requests with a record", set(request_ids), set(records))
+    held = [held for record in records.values() for held in record.groups.values()]
+    owned = Counter(block for each in held for block in block_ids(each.blocks))
+    for manager in table.all_managers:
+        unknown = set(manager.req_to_blocks) - set(records)
+        _expect("requests without a record that hold blocks", set(), unknown)
+        for blocks in manager.req_to_blocks.values():
+            owned.update(block.block_id for block in blocks if not block.is_null)
+    in_use = [block for block in pool.blocks if block.ref_cnt and not block.is_null]
+    _expect("owners by block", {block.block_id: block.ref_cnt for block in in_use}, dict(owned))
+    num_free = pool.num_gpu_blocks - 1 - len(owned)  # no request owns the null block
+    _expect("free blocks", num_free, pool.get_num_free_blocks())
+    for request_id, manager in itertools.product(records, table.managers):
+        _check_request(table, request_id, manager)
+    kept.check_integrity()
+
+
+def _check_request(table: RequestTable, request_id: str, manager: SingleTypeKVCacheManager) -> None:
+    """Raises if a request holds other blocks in a group than its ledger and event say."""
+    record = table[request_id]
+    held, ledger = record.groups[manager.kv_cache_group_id], record.ledger
+    blocks, event = manager.req_to_blocks.get(request_id) or [], held.event
+    num_null = ledger.compressed_blocks if event is None else event.first_block
+    shareable = () if record.reuse.state is None else record.reuse.state.blocks
+    wrongly_shared = [
+        block.block_id
+        for block in held.blocks
+        if block.block_hash is not None or (block.ref_cnt != 1 and block not in shareable)
+    ]
+    expected = {
+        "null": [number < num_null for number in range(len(blocks))],
+        "kept": ledger.resident_blocks if event is None else event.resident_blocks,
+        "fresh": () if event is None else event.fresh_block_ids,
+        "window": ledger.rule.window_blocks if blocks else 0,
+        "shared": [],
+    }
+    actual = {
+        "null": [block.is_null for block in blocks],
+        "kept": len(held.kept),
+        "fresh": block_ids(held.fresh),
+        "window": len(held.window),
+        "shared": wrongly_shared,
+    }
+    _expect(f"blocks of {request_id} in group {manager.kv_cache_group_id}", expected, actual)
+
+
+def _expect(what: str, expected: object, actual: object) -> None:
+    if expected != actual:
+        raise InvariantError(f"{what}: expected {expected}, found {actual}.")
+
+
+class SchedulerChecks:
+    """Checks of the debug mode: the bookkeeping after every step, and block owners for workers.
+
+    Args:
+        table: records of all requests.
+        kept: kept states.
+    """
+
+    def __init__(self, table: RequestTable, kept: KeptStates) -> None:
+        self._table = table
+        self._kept = kept
+        self._unreadable: set[int] = set()
+
+    def after_step(self, requests: Mapping[str, Request]) -> None:
+        """Raises `InvariantError` where records, pool and vLLM's lists differ."""
+        check_integrity(self._table, self._kept, requests)
+
+    def tags(
+        self, output: SchedulerOutput, plan: StepPlan, requests: Mapping[str, Request]
+    ) -> BlockTags:
+        """Returns the owners of all blocks in a planned step, and the blocks to poison.
+
+        Args:
+            output: vLLM's step.
+            plan: what workers do in it besides running the model.
+            requests: the scheduler's requests by id.
+        """
+        owned, unwritten = {}, set(_event_blocks(plan))
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            start = requests[request_id].num_computed_tokens - num_tokens
+            for manager in self._table.managers:
+                group = manager.kv_cache_group_id
+                blocks = manager.req_to_blocks.get(request_id) or []
+                unwritten.update(block_ids(blocks[ceil_div(start, manager.block_size) :]))
+                own = [block for block in blocks if not block.is_null]
+                own += self._table[request_id].groups[group].blocks
+                owned[group, request_id] = frozenset(block_ids(own))
+        unreadable = set(self._find_unreadable())
+        poisoned = unwritten | (unreadable - self._unreadable)
+        self._unreadable = unreadable
+        return BlockTags(owned, tuple(sorted(poisoned)))
+
+    def _find_unreadable(self) -> Iterator[int]:
+        """Yields blocks that no request holds and that no cached prefix or kept state has."""
+        for block in self._kept.block_pool.blocks:
+            in_use = block.is_null or block.ref_cnt or block.block_hash is not None
+            if not in_use and block not in self._kept:
+                yield block.block_id
+
+
+def _event_blocks(plan: StepPlan) -> Iterator[int]:
+    """Yields blocks that get their content in this step, besides those for new tokens."""
+    for event in plan.events:
+        yield from event.fresh_block_ids
+    for request in plan.requests.values():
+        for window in request.windows.values():
+            yield from window

@@ -1,0 +1,177 @@
+"""State reuse: which kept state a request begins with, and what it leaves to later requests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm_kvcompress.metrics.stats import UNFINISHED
+from vllm_kvcompress.rounding import ceil_div
+from vllm_kvcompress.scheduling.ledger import RequestLedger
+from vllm_kvcompress.scheduling.plan import StepPlan
+from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import (
+    Beginning,
+    KeptState,
+    KeptStates,
+    has_only_tokens,
+)
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import (
+    GroupBlocks,
+    RequestCompression,
+    must_read_prompt,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.request import Request
+
+    from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+
+
+class StateReuse:
+    """Finds kept states for new requests, and keeps what others leave.
+
+    Attributes:
+        kept: the kept states.
+    """
+
+    def __init__(self, spec: CompressedAttentionSpec, block_pool: BlockPool) -> None:
+        self.kept = KeptStates(block_pool)
+        self._spec = spec
+        self._saves: dict[str, int] = {}
+
+    def find_beginning(
+        self, request: Request, record: RequestCompression, num_cached: int = 0
+    ) -> Beginning | None:
+        """Returns the state with the most tokens that a request can begin with, if any.
+
+        A request that names a shared context begins with that. Others continue an earlier turn if
+        this saves more than the prefix cache does, in the way that the operator chose.
+
+        Args:
+            request: a request that holds no blocks yet.
+            record: its record.
+            num_cached: its tokens in the prefix cache.
+        """
+        use, ledger = record.reuse, record.ledger
+        if use.key is None or use.begins_anew or must_read_prompt(request):
+            return None
+        room = self._room_for_kept(ledger)
+        best: Beginning | None = None
+        for state, num_common in self.kept.find(request, use.key):
+            usable = ledger.usable_tokens(state.position, num_common)
+            fits = len(state.kept) - state.first_block <= room
+            if fits and usable > (best.num_tokens if best else 0):
+                best = Beginning(state, usable)
+        if best is None or use.context_hash is not None:
+            return best
+        if self.compresses_anew(ledger.rule.window_size):
+            # The queries that the event observes are computed anew even if they are cached.
+            size = ledger.rule.block_size
+            longest = self._spec.max_prefix_hit(ledger.num_prompt_tokens)
+            enough = min(best.state.first_block, longest // size) * size
+        else:
+            enough = best.num_tokens
+        return None if num_cached >= enough else best
+
+    def _room_for_kept(self, ledger: RequestLedger) -> int:
+        """Blocks of the pool that are left for a state's kept blocks beside the whole prompt."""
+        rule, num_tokens = ledger.rule, ledger.num_prompt_tokens
+        room: int = self.kept.block_pool.num_gpu_blocks - 1 - rule.window_blocks
+        room -= ceil_div(num_tokens, rule.block_size)
+        return room - rule.target_blocks(ledger.compress_at, num_tokens)
+
+    def compresses_anew(self, window_size: int) -> bool:
+        """Whether a conversation whose history is cached uncompressed is compressed from that.
+
+        `auto` does so if the policy observes the last queries: then the new question decides what
+        is kept of old turns, which continuing from a kept state would lose.
+
+        Args:
+            window_size: queries that the request's policy observes.
+        """
+        how = self._spec.settings.reuse_conversations
+        return how == "anew" or (how == "auto" and window_size > 0)
+
+    def begin(self, record: RequestCompression, group: int) -> None:
+        """Holds the state that an admitted request begins with."""
+        use = record.reuse
+        assert use.beginning is not None
+        state = use.state = use.beginning.state
+        self.kept.begin(use.beginning, is_context=use.context_hash is not None)
+        record.groups[group].kept = list(state.kept)
+        record.ledger.commit(state.position, len(state.kept))
+
+    def number_of_context(self, record: RequestCompression, position: int) -> int | None:
+        """Numbers the state that an event at the end of a shared context leaves; None: none."""
+        if record.reuse.context_hash is None or position != record.ledger.compress_at:
+            return None
+        return self.kept.next_number()
+
+    def end(
+        self, request: Request, record: RequestCompression, manager: SingleTypeKVCacheManager
+    ) -> None:
+        """Keeps what a request leaves at its end, before its blocks are freed.
+
+        A request that prepared a context leaves what its event kept, in its last step.
+        """
+        continues = self._spec.settings.reuse_conversations is not None
+        if record.reuse.key is None or not (record.prepares or continues):
+            return
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        num_tokens = min(computed, request.num_tokens)
+        manager.remove_skipped_blocks(request.request_id, num_tokens)
+        if record.prepares:
+            return
+        (held,) = record.groups.values()
+        if held.event is not None:
+            self.kept.counts.forgotten[UNFINISHED] += 1
+        elif held.kept:
+            number = self._saves[request.request_id] = self.kept.next_number()
+            size, first = manager.block_size, record.ledger.compressed_blocks
+            if not has_only_tokens(request):  # only full blocks have hashes
+                num_tokens -= num_tokens % size
+            blocks = manager.req_to_blocks[request.request_id]
+            self.keep(
+                record,
+                number,
+                hashes=tuple(request.block_hashes[first - 1 : num_tokens // size]),
+                tail=tuple(blocks[first : ceil_div(num_tokens, size)]),
+                tokens=tuple(request.all_token_ids[first * size : num_tokens]),
+            )
+
+    def keep(
+        self,
+        record: RequestCompression,
+        number: int,
+        hashes: tuple[BlockHash, ...],
+        tail: tuple[KVCacheBlock, ...] = (),
+        tokens: tuple[int, ...] = (),
+    ) -> None:
+        """Makes a state of what a request's last event kept, with the tail behind it."""
+        (held,) = record.groups.values()
+        ledger, use = record.ledger, record.reuse
+        use.state = KeptState(
+            number,
+            use.key,
+            ledger.rule.block_size,
+            ledger.last_position,
+            tuple(held.kept),
+            hashes,
+            tail,
+            tokens,
+        )
+        self.kept.keep(use.state)
+
+    def drop_unprocessed(self, held: GroupBlocks) -> None:
+        """Drops the state that an event was to leave whose step has not been processed."""
+        if held.event is not None and held.event.kept_as is not None:
+            self.kept.drop(held.event.kept_as)
+            held.event = replace(held.event, kept_as=None)
+
+    def take_unsent(self) -> StepPlan:
+        """Returns what workers have not been told of states."""
+        saves, self._saves = self._saves, {}
+        return StepPlan(saves=saves, dropped=self.kept.take_dropped())
