@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvcompress.cli.cache_options import policy_param
+from vllm_kvcompress.options import assignment
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.tools.dtypes import fast_dtype
@@ -70,7 +70,7 @@ def pipeline_of(setup: str) -> tuple[Pipeline, float]:
     """POLICY[:NAME=VALUE,...]@BUDGET; of parameters `profile` is the file of measured heads."""
     policy, _, budget = setup.rpartition("@")
     name, _, text = policy.partition(":")
-    params = dict(map(policy_param, filter(None, text.split(","))))
+    params = dict(assignment("parameter", part) for part in text.split(",") if part)
     profile = params.pop("profile", None)
     return resolve(name, params, None if profile is None else Path(str(profile))), float(budget)
 

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from vllm_kvcompress.cli.eval import engine_option
-from vllm_kvcompress.config import parse_budget
+from vllm_kvcompress.scheduling.budgets import parse_budget
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question
 from vllm_kvcompress.tools.evaluation.items import load_texts

@@ -14,7 +14,6 @@ from vllm.v1.request import Request
 
 from tests.tiny_models import prompt
 from vllm_kvcompress.config import Settings
-from vllm_kvcompress.scheduling.triggers import parse_triggers
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import check_integrity
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
@@ -55,7 +54,7 @@ class Queue:
             policy="snapkv",
             budget=0.25,
             min_tokens=32,
-            triggers=parse_triggers("prompt,decode:40,pressure:0.9"),
+            trigger="prompt,decode:40,pressure:0.9",
             reuse_contexts=reuse_contexts,
             reuse_conversations=reuse_conversations,
         )

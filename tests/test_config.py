@@ -15,13 +15,11 @@ from vllm_kvcompress.config import (
     DEFAULT_POLICY,
     PROFILED_POLICY,
     Settings,
-    Trigger,
-    parse_triggers,
 )
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.scheduling.budgets import parse_budget
-from vllm_kvcompress.scheduling.triggers import DEFAULT_CHUNK_TOKENS
+from vllm_kvcompress.scheduling.triggers import DEFAULT_CHUNK_TOKENS, Trigger, parse_triggers
 
 BUDGETS = st.one_of(
     st.floats(min_value=1e-4, max_value=1.0, exclude_min=True),
@@ -29,14 +27,14 @@ BUDGETS = st.one_of(
 )
 TRIGGERS = st.lists(
     st.one_of(
-        st.just(Trigger("prompt")),
-        st.builds(Trigger, st.just("chunk"), st.integers(1, 10**5)),
-        st.builds(Trigger, st.just("decode"), st.integers(1, 10**5)),
+        st.just("prompt"),
+        st.integers(1, 10**5).map("chunk:{}".format),
+        st.integers(1, 10**5).map("decode:{}".format),
     ),
     min_size=1,
     max_size=3,
-    unique_by=lambda trigger: trigger.kind,
-).map(tuple)
+    unique_by=lambda trigger: trigger.partition(":")[0],
+).map(",".join)
 SCALARS = st.one_of(
     st.integers(),
     st.booleans(),
@@ -47,7 +45,7 @@ SETTINGS = st.builds(
     Settings,
     policy=st.sampled_from(["snapkv", "adakv+criticalkv"]),
     budget=BUDGETS,
-    triggers=TRIGGERS,
+    trigger=TRIGGERS,
     params=st.dictionaries(st.text(min_size=1, max_size=8), SCALARS, max_size=3),
     profile=st.one_of(st.none(), st.just("heads.json")),
     min_tokens=st.integers(0, 10**4),
@@ -73,27 +71,16 @@ def test_budget_is_a_fraction_or_tokens(given_value: object, expected: float | i
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"),
+    "value",
     [
-        ("1", "could mean"),
-        (1, "could mean"),
-        ("0", "positive"),
-        ("0.0", "positive"),
-        ("-3", "positive"),
-        ("nan", "finite"),
-        ("inf", "finite"),
-        (math.nan, "finite"),
-        ("2048.0", "without a point"),
-        ("a quarter", "expected a number"),
-        ("", "expected a number"),
-        (True, "expected a number"),
-        (None, "expected a number"),
-        ([0.25], "expected a number"),
+        *("1", 1, "0", "0.0", "-3", "nan", "inf", math.nan, "2048.0", "a quarter", "", True, None),
+        *([0.25], 2**60),
     ],
 )
-def test_budgets_that_mean_nothing_are_refused(value: object, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
+def test_budgets_that_mean_nothing_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match=r"such as 0\.25, or tokens .* such as 2048") as caught:
         parse_budget(value)
+    assert repr(value) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -101,7 +88,7 @@ def test_budgets_that_mean_nothing_are_refused(value: object, reason: str) -> No
 def test_kept_blocks_are_the_budget_rounded_up(
     budget: float | int, num_full_blocks: int, block_size: int
 ) -> None:
-    kept = Settings("snapkv", budget).num_kept_blocks(num_full_blocks, block_size)
+    kept = Settings(policy="snapkv", budget=budget).num_kept_blocks(num_full_blocks, block_size)
     # Counting up by hand: the fewest blocks that hold the budget.
     wanted_tokens = budget * num_full_blocks * block_size if isinstance(budget, float) else budget
     fewest = 1
@@ -129,7 +116,10 @@ def test_kept_blocks_are_the_budget_rounded_up(
     ],
 )
 def test_kept_blocks(budget: float | int, num_full_blocks: int, expected: int) -> None:
-    assert Settings("snapkv", budget).num_kept_blocks(num_full_blocks, block_size=32) == expected
+    assert (
+        Settings(policy="snapkv", budget=budget).num_kept_blocks(num_full_blocks, block_size=32)
+        == expected
+    )
 
 
 def test_triggers_combine_with_commas() -> None:
@@ -141,77 +131,74 @@ def test_triggers_combine_with_commas() -> None:
     )
     assert parse_triggers(["prompt", "decode:256"]) == (triggers[0], triggers[2])
     assert parse_triggers("pressure") == parse_triggers("pressure:0.9")
-    assert str(Settings("snapkv", 0.5, parse_triggers("chunk:64,pressure:0.85")).trigger) == (
+    assert str(Settings(policy="snapkv", budget=0.5, trigger="chunk:64,pressure:0.85").trigger) == (
         "chunk:64,pressure:0.85"
     )
-    assert Settings("snapkv", 0.5, parse_triggers("pressure:0.8")).rule(32, 8).pressure_mark == 0.8
+    assert (
+        Settings(policy="snapkv", budget=0.5, trigger="pressure:0.8").rule(32, 8).pressure_mark
+        == 0.8
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "reason"),
+    "value",
     [
-        ("pressure:1", "between 0 and 1"),
-        ("pressure:0", "between 0 and 1"),
-        ("pressure:high", "between 0 and 1"),
-        ("pressure:0.5,pressure:0.9", "names one kind twice"),
-        ("sometimes", 'unknown trigger "sometimes"'),
-        ("", 'unknown trigger ""'),
-        ("prompt:3", "no number"),
-        ("decode", "needs the number of tokens"),
-        ("decode:0", "needs the number of tokens"),
-        ("decode:-5", "expected a number of tokens"),
-        ("decode:2.5", "expected a number of tokens"),
-        ("decode:x", "expected a number of tokens"),
-        ("decode:1,decode:2", "twice"),
-        (7, "expected text"),
+        *("pressure:1", "pressure:0", "pressure:high", "pressure:nan", "pressure:0.5,pressure:0.9"),
+        *("sometimes", "", "prompt:3", "decode", "decode:0", "decode:-5", "decode:2.5", "decode:x"),
+        *("decode:1,decode:2", 7, [], [7], "decode:" + "9" * 5000),
     ],
 )
-def test_triggers_that_mean_nothing_are_refused(text: object, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        parse_triggers(text)
-
-
-def test_no_trigger_at_all_is_refused() -> None:
-    with pytest.raises(ConfigError, match="at least one"):
-        Settings.from_dict({"policy": "snapkv", "budget": 0.5, "trigger": []})
+def test_triggers_that_mean_nothing_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError, match="expected triggers joined by commas, each kind once"):
+        parse_triggers(value)
 
 
 @pytest.mark.parametrize(
-    ("values", "reason"),
+    ("values", "sentence"),
     [
-        ({"policy": "snapkv", "budget": 0.5, "bugdet": 1}, "unknown setting bugdet.*budget, min_"),
-        ({"budget": 0.5}, "policy missing"),
-        ({"policy": None, "budget": 0.5}, "policy missing"),
-        ({}, "policy missing"),
-        ("snapkv", "expected a section"),
-        ({"policy": "", "budget": 0.5}, "policy: expected a name"),
-        ({"policy": 3, "budget": 0.5}, "policy: expected a name"),
-        ({"policy": "snapkv", "budget": 0.5, "params": [1]}, "params: expected names"),
-        ({"policy": "snapkv", "budget": 0.5, "params": {"a": [1]}}, "parameter a: expected"),
-        ({"policy": "snapkv", "budget": 0.5, "params": {"a": math.nan}}, "finite"),
-        ({"policy": "snapkv", "budget": 0.5, "profile": 3}, "profile: expected the path"),
-        ({"policy": "snapkv", "budget": 0.5, "min_tokens": -1}, "min_tokens: expected"),
-        ({"policy": "snapkv", "budget": 0.5, "min_tokens": True}, "min_tokens: expected"),
-        ({"policy": "snapkv", "budget": 0.5, "min_tokens": 1.5}, "min_tokens: expected"),
+        ({"budget": 0.5}, "policy (--kv-policy) is missing; give for example auto."),
+        ({"policy": None, "budget": 0.5}, "policy (--kv-policy) is missing"),
+        ({}, "policy (--kv-policy) is missing"),
+        ("snapkv", "kvcompress: expected names with values, found 'snapkv'."),
+        ({"policy": "snapkv", "bugdet": 1}, "kvcompress: bugdet is not known; valid are attention"),
+        ({"policy": ""}, "policy (--kv-policy) should have at least 1 character, found ''"),
+        ({"policy": 3}, "policy (--kv-policy) should be a valid string, found 3"),
+        ({"policy": "snapkv", "params": {"a": [1]}}, "params (--kv-param) should be"),
+        ({"policy": "snapkv", "params": {"a": math.nan}}, "a: expected a finite number, found nan"),
+        (
+            {"policy": "snapkv", "min_tokens": -1},
+            "min_tokens (--kv-min-tokens) should be greater than or equal to 0, found -1; leave it "
+            "out for the default.",
+        ),
+        ({"policy": "snapkv", "trigger": "now"}, "trigger (--kv-trigger): expected triggers"),
+        (
+            {"policy": "none", "prompts": {"compressor": "llmlingua2:m", "rate": 2}},
+            "rate (--prompt-rate) should be less than or equal to 1, found 2",
+        ),
+        ({"policy": "none", "prompts": {}}, "compressor (--prompt-compressor) is missing"),
+        ({"policy": 3, "min_tokens": "x"}, "found 3; give for example auto. min_tokens"),
     ],
 )
-def test_wrong_sections_are_refused_in_one_sentence(values: object, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason) as caught:
+def test_refusals_say_what_was_expected_what_came_and_what_to_do(
+    values: object, sentence: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
         Settings.from_dict(values)
+    assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("values", [{}, {"budget": None}])
 def test_without_a_budget_half_is_kept_and_said_with_how_to_change_it(values: dict) -> None:
     settings = Settings.from_dict({"policy": "snapkv", **values})
-    assert settings == Settings("snapkv", 0.5)
+    assert settings == Settings(policy="snapkv", budget=0.5)
     assert settings.to_dict()["budget"] == 0.5
     assert settings.budget_text.startswith("0.5 of each prompt (the default; --kv-budget")
 
 
 @pytest.mark.parametrize(("budget", "text"), [(0.25, "0.25 of each"), (512, "512 tokens per KV")])
 def test_a_chosen_budget_is_said_without_advice(budget: float | int, text: str) -> None:
-    said = Settings("snapkv", budget).budget_text
+    said = Settings(policy="snapkv", budget=budget).budget_text
     assert said.startswith(text)
     assert "default" not in said
 
@@ -226,19 +213,19 @@ def test_dashes_in_keys_and_missing_values_are_understood() -> None:
 
 
 def test_only_a_policy_and_a_budget_below_the_whole_prompt_compress() -> None:
-    assert Settings("snapkv", 0.999).compresses
-    assert Settings("snapkv", 10**9).compresses
-    assert not Settings("snapkv", 1.0).compresses
-    assert not Settings("none", 0.25).compresses
+    assert Settings(policy="snapkv", budget=0.999).compresses
+    assert Settings(policy="snapkv", budget=10**9).compresses
+    assert not Settings(policy="snapkv", budget=1.0).compresses
+    assert not Settings(policy="none", budget=0.25).compresses
 
 
 def test_rule_rounds_chunks_up_to_whole_blocks() -> None:
-    settings = Settings("snapkv", 0.25, parse_triggers("chunk:100,decode:70"))
+    settings = Settings(policy="snapkv", budget=0.25, trigger="chunk:100,decode:70")
     rule = settings.rule(block_size=32, window_size=5)
     assert (rule.chunk_tokens, rule.decode_tokens, rule.at_prompt_end) == (128, 70, False)
     assert (rule.fraction, rule.tokens, rule.window_size) == (0.25, None, 5)
     assert (rule.block_size, rule.min_tokens) == (32, DEFAULT_MIN_TOKENS)
-    tokens = Settings("snapkv", 300).rule(block_size=16, window_size=0)
+    tokens = Settings(policy="snapkv", budget=300).rule(block_size=16, window_size=0)
     assert (tokens.fraction, tokens.tokens, tokens.at_prompt_end) == (None, 300, True)
     assert (tokens.chunk_tokens, tokens.decode_tokens) == (None, None)
 
@@ -294,11 +281,11 @@ def test_requests_may_choose_what_the_operator_allows() -> None:
         ({"min_request_budget": 0.1}, "expected both"),
         ({"min_request_budget": 0.5, "max_request_budget": 0.1}, "in this order"),
         ({"min_request_budget": 100, "max_request_budget": 200}, "as fractions"),
-        ({"min_request_budget": 0, "max_request_budget": 0.5}, "expected a positive"),
-        ({"request_policies": 5}, "expected names of policies, found 5"),
-        ({"reuse_contexts": "yes"}, "expected true or false, found 'yes'"),
-        ({"reuse_conversations": True}, "expected one of reuse, anew, auto, found True"),
-        ({"attention": "xformers"}, "expected one of auto, flash, triton, own, found 'xformers'"),
+        ({"min_request_budget": 0, "max_request_budget": 0.5}, "expected a budget: a fraction"),
+        ({"request_policies": 5}, "should be a valid list, found 5; give for example snapkv,none"),
+        ({"reuse_contexts": "yes"}, "should be a valid boolean, found 'yes'"),
+        ({"reuse_conversations": True}, "should be 'reuse', 'anew' or 'auto', found True"),
+        ({"attention": "xformers"}, "should be 'auto', 'flash', 'triton' or 'own', found 'xform"),
     ],
 )
 def test_limits_of_requests_that_cannot_work(values: dict[str, object], sentence: str) -> None:
@@ -324,7 +311,7 @@ def test_a_server_may_compress_what_requests_ask_for(values: dict[str, object], 
 
 
 def test_what_is_left_whole_has_no_events() -> None:
-    rule = Settings("none", 0.25, parse_triggers("chunk:64,decode:32")).rule(32, 32)
+    rule = Settings(policy="none", budget=0.25, trigger="chunk:64,decode:32").rule(32, 32)
     assert rule.next_position(1000, 0) is None
     assert rule.admission_blocks(1000) == rule.held_blocks(1000) == 32
 
@@ -333,19 +320,19 @@ def test_auto_is_the_default_policy_wherever_one_is_named() -> None:
     settings = Settings.from_dict({"policy": "auto", "request_policies": "snapkv,auto"})
     assert settings.policy == DEFAULT_POLICY == resolve("auto").name
     assert settings.request_policies == ("snapkv", DEFAULT_POLICY)
-    other = Settings("keydiff", request_policies=("auto",))
+    other = Settings(policy="keydiff", request_policies=("auto",))
     assert other.for_request("auto", None).policy == DEFAULT_POLICY
     with pytest.raises(ConfigError, match=f'policy "{DEFAULT_POLICY}": this server allows snapkv'):
-        Settings("snapkv").for_request("auto", None)
+        Settings(policy="snapkv").for_request("auto", None)
 
 
 def test_auto_reads_a_profile_of_its_own() -> None:
     """Where heads were measured it stands for what uses that; not beside another policy's file."""
-    settings = Settings("auto", profile="heads.json", request_policies=("auto", "snapkv"))
+    settings = Settings(policy="auto", profile="heads.json", request_policies=("auto", "snapkv"))
     assert settings.policy == PROFILED_POLICY
     assert settings.request_policies == (PROFILED_POLICY, "snapkv")
     assert settings.for_request("auto", None).profile == "heads.json"
-    other = Settings("headkv", profile="heads.json", request_policies=("auto",))
+    other = Settings(policy="headkv", profile="heads.json", request_policies=("auto",))
     assert other.for_request("auto", None).policy == DEFAULT_POLICY
     assert other.for_request("auto", None).profile is None
     assert Settings.from_dict(settings.to_dict()) == settings

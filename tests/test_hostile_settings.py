@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,18 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 
 from vllm_kvcompress.cli import serve
-from vllm_kvcompress.config import (
-    CONTEXT_TOKENS,
-    REQUEST_BUDGET,
-    REQUEST_POLICY,
-    REQUEST_READ,
-    SETTING_NAMES,
-    Settings,
-)
+from vllm_kvcompress.config import RequestOptions, Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.settings import REQUEST_RATE, PromptSettings
 from vllm_kvcompress.vllm_plugin import debug_mode
-from vllm_kvcompress.vllm_plugin.request_options import PREPARE, RequestCheck
+from vllm_kvcompress.vllm_plugin.request_options import RequestCheck
 from vllm_kvcompress.vllm_plugin.startup import lifeline
 
 LONGEST = 1000  # characters of a refusal, whatever was said
 HUGE = 10**400
-KEYS = sorted(SETTING_NAMES)
-PROMPT_KEYS = [field.name for field in fields(PromptSettings)]
+KEYS = sorted(Settings.model_fields)
+PROMPT_KEYS = sorted(PromptSettings.model_fields)
 FLAGS = [
     action.option_strings[0]
     for action in serve.options_parser()._actions
@@ -111,7 +103,7 @@ def test_flags_are_all_of_them() -> None:
 @example([("--kv-param", "window_size=" + "[" * 100_000)])
 def test_flags(flags: list[tuple[str, str]]) -> None:
     arguments = ["m", *(f"{name}={value}" for name, value in flags)]
-    request = refused_or_taken(lambda: serve.sort_out(*serve.parse_options(arguments)))
+    request = refused_or_taken(lambda: serve.parse_request(arguments))
     if request is not None:
         refused_or_taken(lambda: request.command({}))
 
@@ -123,7 +115,7 @@ def test_files(section: Any, whole: Any, tmp_path: Path) -> None:
     for document in (whole, {"kvcompress": section}, {"additional-config": section}):
         path.write_text(yaml.safe_dump(document))
         request = ["m", "--config", str(path)]
-        refused_or_taken(lambda request=request: serve.sort_out(*serve.parse_options(request)))
+        refused_or_taken(lambda request=request: serve.parse_request(request))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +125,7 @@ def test_files_that_are_no_settings(tmp_path: Path, text: str) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=str(path)):
-        serve.sort_out(*serve.parse_options(["m", "--config", str(path)]))
+        serve.parse_request(["m", "--config", str(path)])
 
 
 @pytest.mark.parametrize(
@@ -147,23 +139,21 @@ def test_variables_of_the_environment(value: str, monkeypatch: pytest.MonkeyPatc
     taken = refused_or_taken(lambda: [debug_mode.switched_on()])
     assert (taken is not None) == (value == "")
     request = ["m", "--kv-policy", "snapkv"]
-    assert refused_or_taken(lambda: serve.sort_out(*serve.parse_options(request))) is None
+    assert refused_or_taken(lambda: serve.parse_request(request)) is None
     if value != "2":  # a process that may be there, which this one would end with
         monkeypatch.setenv("KVCOMPRESS_SERVER", value)
         lifeline.follow()
 
 
-XARGS = (
-    *(CONTEXT_TOKENS, PREPARE, REQUEST_POLICY, REQUEST_BUDGET, REQUEST_READ, REQUEST_RATE),
-    "kv_transfer_params",
-)
+XARGS = [*(f"kv_{name}" for name in RequestOptions.model_fields), REQUEST_RATE]
+XARGS.append("kv_transfer_params")
 
 
 class OwnCheck(RequestCheck):
     """Of a server that lets requests choose."""
 
     settings = Settings(
-        "snapkv",
+        policy="snapkv",
         request_policies=("keydiff",),
         min_request_budget=0.1,
         max_request_budget=0.5,
@@ -175,10 +165,10 @@ class OwnCheck(RequestCheck):
 
 @MANY
 @given(st.dictionaries(st.sampled_from(XARGS), ANY))
-@example({CONTEXT_TOKENS: float("inf")})
-@example({CONTEXT_TOKENS: HUGE})
-@example({REQUEST_BUDGET: HUGE})
-@example({REQUEST_READ: HUGE})
+@example({"kv_context_tokens": float("inf")})
+@example({"kv_context_tokens": HUGE})
+@example({"kv_budget": HUGE})
+@example({"kv_read": HUGE})
 def test_requests(xargs: dict[str, Any]) -> None:
     """What is taken is within the limits; all else is a ValueError, which vLLM makes a 400 of."""
     for check in (RequestCheck, OwnCheck):
@@ -190,21 +180,21 @@ def test_requests(xargs: dict[str, Any]) -> None:
         if taken is None:
             continue
         assert isinstance(xargs.get("kv_transfer_params") or {}, dict)
-        assert xargs.get(CONTEXT_TOKENS) is None or xargs[CONTEXT_TOKENS] >= 1
+        assert xargs.get("kv_context_tokens") is None or xargs["kv_context_tokens"] >= 1
         if check is RequestCheck:
-            assert xargs.get(REQUEST_POLICY) is None
-            assert xargs.get(REQUEST_BUDGET) is None
-            assert xargs.get(REQUEST_READ) is None
-            assert not xargs.get(PREPARE)
+            assert xargs.get("kv_policy") is None
+            assert xargs.get("kv_budget") is None
+            assert xargs.get("kv_read") is None
+            assert not xargs.get("kv_prepare")
         else:
-            assert xargs.get(REQUEST_POLICY) in (None, "snapkv", "keydiff")
-            assert xargs.get(REQUEST_BUDGET) is None or 0.1 <= xargs[REQUEST_BUDGET] <= 0.5
-            assert xargs.get(REQUEST_READ) is None or 0.25 <= xargs[REQUEST_READ] <= 1
-            assert not xargs.get(PREPARE)  # of one token alone
+            assert xargs.get("kv_policy") in (None, "snapkv", "keydiff")
+            assert xargs.get("kv_budget") is None or 0.1 <= xargs["kv_budget"] <= 0.5
+            assert xargs.get("kv_read") is None or 0.25 <= xargs["kv_read"] <= 1
+            assert not xargs.get("kv_prepare")  # of one token alone
 
 
 @pytest.mark.parametrize("key", ["kv_" + "x" * 1_000_000, "kv_\x00", "kv_"])
 def test_unknown_names(key: str) -> None:
-    with pytest.raises(ValueError, match="not known") as refusal:
+    with pytest.raises(ValueError, match="is not known") as refusal:
         RequestCheck.validate_params(SamplingParams(extra_args={key: 1}))
     assert len(str(refusal.value)) <= LONGEST

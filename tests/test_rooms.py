@@ -11,18 +11,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "vllm_kvcompress"
 # Each imports those before it alone.
 ROOMS = (
-    *(
-        "errors",
-        "rounding",
-        "scheduling",
-        "prompts",
-        "config",
-        "kernels",
-        "policies",
-        "cache",
-        "attention",
-    ),
-    *("attention", "compression", "metrics", "vllm_plugin", "tools", "cli"),
+    *("errors", "rounding", "options", "scheduling", "prompts", "config", "kernels", "policies"),
+    *("cache", "attention", "compression", "metrics", "vllm_plugin", "tools", "cli"),
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -7,17 +7,18 @@ They come from flags, from a YAML file or from vLLM's `--additional-config`, alw
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from copy import copy
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.options import MAX_TOKENS, Options, option
 from vllm_kvcompress.prompts.settings import PromptSettings
-from vllm_kvcompress.scheduling.budgets import MOST_TOKENS, parse_budget
-from vllm_kvcompress.scheduling.read_rule import ReadRule, check_reading, request_rule
+from vllm_kvcompress.scheduling.budgets import Budget
+from vllm_kvcompress.scheduling.read_rule import DEFAULT_MIN_TOKENS as READ_MIN_TOKENS
+from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.scheduling.rule import CompressionRule
-from vllm_kvcompress.scheduling.triggers import TRIGGER_HELP, Trigger, parse_triggers
+from vllm_kvcompress.scheduling.triggers import Trigger, parse_triggers
 
 Scalar = str | int | float | bool
 
@@ -28,14 +29,10 @@ NO_POLICY = "none"
 AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
 DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
 PROFILED_POLICY = "spans+headkv"  # instead, where heads were measured
-CONTEXT_TOKENS = "kv_context_tokens"  # of a request's vllm_xargs, like the next three
-REQUEST_POLICY = "kv_policy"
-REQUEST_BUDGET = "kv_budget"
-REQUEST_READ = "kv_read"
 DEFAULT_BUDGET = 0.5  # of each prompt: loses next to nothing, see docs/results/spans.md
-CONVERSATIONS = ("reuse", "anew", "auto")  # how one goes on from turn to turn
-ATTENTION_KERNELS = ("auto", "flash", "triton", "own")
 DEFAULT_MIN_TOKENS = 256  # shorter ones lose most and free least: docs/results/spans.md
+
+Part = Annotated[float, Field(gt=0, le=1)]
 
 
 def named_policy(policy: str, profile: str | None = None) -> str:
@@ -45,174 +42,200 @@ def named_policy(policy: str, profile: str | None = None) -> str:
     return DEFAULT_POLICY if profile is None else PROFILED_POLICY
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Everything that decides how requests are compressed; see `from_dict` for the keys.
+def _names(value: object) -> object:
+    """A tuple of names from `"snapkv,none"` or from a list."""
+    parts = value.split(",") if isinstance(value, str) else value
+    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+        return value
+    return tuple(part.strip() for part in parts if part.strip())
 
-    Attributes:
-        policy: parts joined by `+`, such as `adakv+criticalkv`; `none` serves stock vLLM. `auto` is
-            replaced by what it stands for, here and among `request_policies`.
-        budget: kept fraction of the prompt (float), or kept tokens per head (int); 0.5 unless said.
-        triggers: when requests are compressed.
-        params: overrides of the policy's parameters, by name.
-        profile: path of the head profile or pattern file, for policies that need one.
-        min_tokens: requests with fewer logical tokens are left alone.
-        request_policies: other policies that a request may ask for; `none`: to stay uncompressed.
-        min_request_budget, max_request_budget: fractions that a request may ask for; None: only
-            the server's own budget.
-        reuse_contexts: keep contexts that requests name and that were compressed, for later
-            requests with the same one.
-        reuse_conversations: keep what requests leave at their end, for later ones that begin with
-            their tokens; where the prefix cache has these too: reuse (go on from what is kept),
-            anew (compress all of them together) or auto. None: keep nothing.
-        attention: kernels for attention on GPUs: vLLM's flash or triton; own: this package's for
-            compressed requests, and for all where each has one token; auto: these where that
-            gives CUDA graphs of whole steps, else vLLM's.
-        read: how much of what is held a decode step reads, such as quest:0.25; None: everything.
-        read_min_tokens: heads with fewer tokens read everything; None: the default.
-        min_request_read: fraction from which on up to 1 a request may ask for; None: none may.
-        prompts: how chat messages are made shorter before they are read; None: they are not.
+
+def _whole(value: object) -> object:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _switch(value: object) -> object:
+    return bool(value) if isinstance(value, int) and value in (0, 1) else value
+
+
+class Settings(Options):
+    """Everything that decides how requests are compressed.
+
+    `auto` is replaced by the policy that it stands for, in `policy` and `request_policies`.
     """
 
-    policy: str
-    budget: float | int = DEFAULT_BUDGET
-    triggers: tuple[Trigger, ...] = (Trigger("prompt"),)
-    params: dict[str, Scalar] = field(default_factory=dict, hash=False)
-    profile: str | None = None
-    min_tokens: int = DEFAULT_MIN_TOKENS
-    request_policies: tuple[str, ...] = ()
-    min_request_budget: float | None = None
-    max_request_budget: float | None = None
-    reuse_contexts: bool = False
-    reuse_conversations: str | None = None
-    attention: str = "auto"
-    read: str | None = None
-    read_min_tokens: int | None = None
-    min_request_read: float | None = None
-    prompts: PromptSettings | None = None
+    name: ClassVar[str] = SETTINGS_KEY
+    flags: ClassVar[str] = "--kv-"
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.policy, str) or not self.policy:
-            raise ConfigError(
-                f"policy: expected a name, found {self.policy!r}; "
-                "`vllm-kvcompress policies` lists them."
-            )
+    policy: str = option(
+        ...,
+        f"what to keep: `auto` ({DEFAULT_POLICY}; with a profile {PROFILED_POLICY}; [which "
+        "one](policies.md#which-one)), or a [policy](policies.md) and modifiers joined by `+`, "
+        "such as `adakv+criticalkv` (`vllm-kvcompress policies` lists them); `none`: stock vLLM",
+        "P",
+        min_length=1,
+        example=AUTO,
+    )
+    budget: Budget = option(
+        DEFAULT_BUDGET,
+        "how much to keep, rounded up to whole blocks: a fraction of the prompt such as `0.25` "
+        "(`1.0`: all), or tokens per KV head such as `2048`, in the mean over heads and layers",
+        "B",
+    )
+    trigger: str = option(
+        "prompt",
+        "[when](#triggers): `prompt` (when the prompt has been read), `chunk` or `chunk:N` (while "
+        "it is being read, so that memory stays bounded), `decode:N` (every N generated tokens), "
+        "`pressure:0.9` (only while the pool is fuller than that, or a request waits for room); "
+        "joined by commas",
+        "T",
+    )
+    params: dict[str, Scalar] = option(
+        {},
+        "a parameter of the policy, such as `window_size=64`; may be repeated",
+        "NAME=VALUE",
+        flag="param",
+        repeats=True,
+    )
+    profile: str | None = option(
+        None,
+        "[measured heads](#profiles) for `auto` and `headkv`, or pattern file for `duoattention` "
+        "(`vllm-kvcompress profile` makes one; `auto` finds the one in the model's directory)",
+        "FILE",
+    )
+    min_tokens: int = option(
+        DEFAULT_MIN_TOKENS,
+        "leave requests alone while they have fewer tokens than this",
+        "N",
+        ge=0,
+        le=MAX_TOKENS,
+    )
+    request_policies: Annotated[tuple[str, ...], BeforeValidator(_names)] = option(
+        (),
+        "policies that a request may ask for instead, with `vllm_xargs` `kv_policy`; `none`: not "
+        "to be compressed",
+        "P,...",
+        flag="allow_request_policies",
+        example="snapkv,none",
+    )
+    min_request_budget: Budget | None = option(
+        None, "smallest fraction that a request may ask for, with `vllm_xargs` `kv_budget`", "B"
+    )
+    max_request_budget: Budget | None = option(
+        None, "largest fraction that a request may ask for", "B"
+    )
+    reuse_contexts: bool = option(
+        False,
+        "keep [contexts that requests name](#contexts-that-many-ask-about) with `vllm_xargs` "
+        "`kv_context_tokens`, compressed, for later requests about the same one",
+    )
+    reuse_conversations: Literal["reuse", "anew", "auto"] | None = option(
+        None,
+        "keep what requests leave, compressed, for the next turn of their "
+        "[conversation](#conversations); where the prefix cache has its beginning too: `reuse` (go "
+        "on from what is kept), `anew` (compress the whole history together, so that the question "
+        "decides) or `auto` (default where the flag has no value)",
+        "HOW",
+        const="auto",
+    )
+    read: str | None = option(
+        None,
+        "have decode steps [read](#reading-less) a part of what is held: `quest:0.25` of each "
+        "head's pages, or `quest:2048` tokens of it; `longcache`, or "
+        "`longcache:global=32,local=4096,span=32,top=64`: the first and last tokens and the best "
+        "spans, with `prefill=512` also for prompts; frees no memory; works without --kv-policy, "
+        "too",
+        "R",
+    )
+    read_min_tokens: int | None = option(
+        None,
+        f"read everything of requests with fewer tokens (default {READ_MIN_TOKENS})",
+        "N",
+        ge=0,
+        le=MAX_TOKENS,
+    )
+    min_request_read: Part | None = option(
+        None,
+        "smallest fraction that a request may ask for instead, with `vllm_xargs` `kv_read`; up to "
+        "1.0, which reads everything",
+        "F",
+    )
+    attention: Literal["auto", "flash", "triton", "own"] = option(
+        "auto",
+        "[kernels for attention on GPUs](gpu.md#attention): `flash` or `triton` (vLLM's), `own` "
+        "(this package's, for compressed requests, and with CUDA graphs of whole decode steps), or "
+        "`auto`: own where it gives such graphs, else vLLM's",
+        "K",
+    )
+    prompts: PromptSettings | None = option(
+        None, "a section with the settings of [shorter prompts](#shorter-prompts)"
+    )
+
+    @field_validator("trigger", mode="before")
+    @classmethod
+    def _check_trigger(cls, value: object) -> str:
+        return ",".join(map(str, parse_triggers(value)))
+
+    @field_validator("params")
+    @classmethod
+    def _check_params(cls, params: dict[str, Scalar]) -> dict[str, Scalar]:
+        for name, value in params.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name}: expected a finite number, found {value!r}.")
+        return params
+
+    @field_validator("read")
+    @classmethod
+    def _check_read(cls, read: str | None) -> str | None:
+        if read is not None:
+            ReadRule.parse(read)
+        return read
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
         object.__setattr__(self, "policy", named_policy(self.policy, self.profile))
         others = tuple(map(self._named, self.request_policies))
         object.__setattr__(self, "request_policies", others)
-        object.__setattr__(self, "budget", parse_budget(self.budget))
-        if not self.triggers:
-            raise ConfigError(f"trigger: expected at least one; {TRIGGER_HELP}.")
-        if self.profile is not None and not isinstance(self.profile, str):
-            raise ConfigError(
-                f"profile: expected the path of a file, found {self.profile!r}; "
-                "`vllm-kvcompress profile` makes one."
+        bounds = (self.min_request_budget, self.max_request_budget)
+        fractions = [bound for bound in bounds if isinstance(bound, float)]
+        if bounds != (None, None) and (len(fractions) < 2 or fractions != sorted(fractions)):
+            raise ValueError(
+                f"request budgets from {bounds[0]} to {bounds[1]}: expected both, as fractions in "
+                "this order, such as --kv-min-request-budget 0.1 --kv-max-request-budget 0.5."
             )
-        if not _is_count(self.min_tokens):
-            raise ConfigError(
-                f"min_tokens: expected a number of tokens, at least 0, found "
-                f"{self.min_tokens!r}; leave it out for {DEFAULT_MIN_TOKENS}."
+        for name in ("read_min_tokens", "min_request_read"):
+            if getattr(self, name) is not None and self.read is None:
+                raise ValueError(
+                    f"{name}: expected read beside it, found none; add --kv-read quest:0.25, or "
+                    f"leave {name} out."
+                )
+        if self.min_request_read is not None and ReadRule.parse(str(self.read)).prefill_tokens:
+            raise ValueError(
+                f'min_request_read: with read "{self.read}" prompts are read in part, and what the '
+                "prefix cache shares of them is only the same for requests that read alike; leave "
+                "out min_request_read, or prefill."
             )
-        _check_params(self.params)
-        self._check_request_limits()
-        check_reading(self.read, self.read_min_tokens, self.min_request_read)
-        self._check_prompts()
-        if not isinstance(self.reuse_contexts, bool):
-            raise ConfigError(
-                f"reuse_contexts: expected true or false, found {self.reuse_contexts!r}."
+        if self.prompts and (self.reuse_contexts or self.reuse_conversations):
+            raise ValueError(
+                "prompts that are made shorter have other tokens in the next turn (a question, "
+                "once answered, is shortened too), so that reuse_contexts and reuse_conversations "
+                "would find nothing; remove them, or prompts."
             )
-        if self.reuse_conversations not in (None, *CONVERSATIONS):
-            raise ConfigError(
-                f"reuse_conversations: expected one of {', '.join(CONVERSATIONS)}, found "
-                f"{self.reuse_conversations!r}; leave it out to keep no conversations."
-            )
-        if self.attention not in ATTENTION_KERNELS:
-            raise ConfigError(
-                f"attention: expected one of {', '.join(ATTENTION_KERNELS)}, found "
-                f"{self.attention!r}; leave it out for auto."
-            )
+        return self
 
     def _named(self, policy: str) -> str:
         """The policy that a request asks for; a profile is that of the server's own."""
         return named_policy(policy, self.profile if self.policy == PROFILED_POLICY else None)
 
-    def _check_prompts(self) -> None:
-        reuse = self.reuse_contexts or self.reuse_conversations is not None
-        if self.prompts is not None and reuse:
-            raise ConfigError(
-                "prompts that are made shorter have other tokens in the next turn (a question, "
-                "once answered, is shortened too), so that reuse_contexts and reuse_conversations "
-                "would find nothing; remove them, or prompts."
-            )
-
-    def _check_request_limits(self) -> None:
-        bounds = (self.min_request_budget, self.max_request_budget)
-        if bounds == (None, None):
-            return
-        given = [parse_budget(bound) for bound in bounds if bound is not None]
-        if len(given) < 2 or not all(isinstance(b, float) for b in given) or given[0] > given[1]:
-            raise ConfigError(
-                f"request budgets from {bounds[0]} to {bounds[1]}: expected both, as fractions in "
-                "this order, such as --kv-min-request-budget 0.1 --kv-max-request-budget 0.5."
-            )
-        object.__setattr__(self, "min_request_budget", given[0])
-        object.__setattr__(self, "max_request_budget", given[1])
-
-    @classmethod
-    def from_dict(cls, values: object) -> Self:
-        """Settings from a section of YAML or of `--additional-config`.
-
-        Args:
-            values: `policy`, and optionally the other attributes by name; `trigger` in the place
-                of `triggers`, which like `request_policies` is text or a list; `prompts` is for
-                `PromptSettings.from_dict`.
-
-        Raises:
-            ConfigError: an unknown or missing key, or a value that cannot work.
-        """
-        if not isinstance(values, Mapping):
-            raise ConfigError(
-                f"{SETTINGS_KEY}: expected a section with a policy, found {values!r}."
-            )
-        given = {str(key).replace("-", "_"): v for key, v in values.items() if v is not None}
-        unknown = sorted(given.keys() - set(SETTING_NAMES))
-        if unknown:
-            raise ConfigError(
-                f"{SETTINGS_KEY}: unknown setting {', '.join(unknown)}; "
-                f"valid ones are {', '.join(sorted(SETTING_NAMES))}."
-            )
-        if "policy" not in given:
-            raise ConfigError(
-                f"{SETTINGS_KEY}: policy missing; say what to compress with, such as --kv-policy "
-                "auto, or the same as policy in YAML."
-            )
-        arguments: dict[str, Any] = dict(given)
-        if "trigger" in arguments:
-            arguments["triggers"] = parse_triggers(arguments.pop("trigger"))
-        if "params" in arguments and not isinstance(arguments["params"], Mapping):
-            raise ConfigError(
-                f"params: expected names with values, found {arguments['params']!r}; "
-                "write for example params: {window_size: 64}."
-            )
-        arguments["params"] = dict(arguments.get("params", {}))
-        if "request_policies" in arguments:
-            arguments["request_policies"] = _names(arguments["request_policies"])
-        if "prompts" in arguments:
-            arguments["prompts"] = PromptSettings.from_dict(arguments["prompts"])
-        return cls(**arguments)
-
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able form; `from_dict` of it gives equal settings. Defaults are left out."""
-        values: dict[str, Any] = {"policy": self.policy, "budget": self.budget}
-        values["trigger"] = self.trigger
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name == "triggers" or each.name in values or value in (each.default, {}, ()):
-                continue
-            if isinstance(value, PromptSettings):
-                value = value.to_dict()
-            values[each.name] = list(value) if isinstance(value, tuple) else copy(value)
-        return values
+        """JSON-able form; `from_dict` of it gives equal settings. Most defaults are left out."""
+        always = {"policy": self.policy, "budget": self.budget, "trigger": self.trigger}
+        return always | super().to_dict()
+
+    @property
+    def triggers(self) -> tuple[Trigger, ...]:
+        """When requests are compressed."""
+        return parse_triggers(self.trigger)
 
     @property
     def read_rule(self) -> ReadRule | None:
@@ -220,9 +243,19 @@ class Settings:
         return None if self.read is None else ReadRule.parse(self.read, self.read_min_tokens)
 
     def request_read_rule(self, read: float | None) -> ReadRule | None:
-        """As `read_rule`, of a request that may ask for a part; ConfigError: it may not."""
+        """The read rule of a request that may ask for a part; ConfigError: it may not."""
         rule = self.read_rule
-        return rule if read is None else request_rule(rule, read, self.min_request_read)
+        if read is None:
+            return rule
+        if rule is None or self.min_request_read is None:
+            raise ConfigError(
+                f"read {read}: this server lets no request choose how much is read; leave it out."
+            )
+        if read < self.min_request_read:
+            raise ConfigError(
+                f"read {read}: this server allows fractions from {self.min_request_read} to 1.0."
+            )
+        return rule.reading(read)
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -256,9 +289,10 @@ class Settings:
                 raise ConfigError(
                     f"budget {budget}: this server allows fractions from {lowest} to {highest}."
                 )
-        if policy == self.policy:
-            return replace(self, budget=chosen)
-        return replace(self, policy=policy, budget=chosen, params={}, profile=None)
+        changes: dict[str, Any] = {"policy": policy, "budget": chosen}
+        if policy != self.policy:
+            changes |= {"params": {}, "profile": None}
+        return self.model_copy(update=changes)
 
     @property
     def budget_text(self) -> str:
@@ -269,11 +303,6 @@ class Settings:
         if self.budget == DEFAULT_BUDGET:
             text += f" (the default; --kv-budget, or budget under {SETTINGS_KEY}, changes it)"
         return text
-
-    @property
-    def trigger(self) -> str:
-        """The triggers as text, joined by commas."""
-        return ",".join(str(trigger) for trigger in self.triggers)
 
     @property
     def repeats(self) -> bool:
@@ -356,33 +385,51 @@ class Settings:
         return min(num_full_blocks, target)
 
 
-# The keys of `Settings.from_dict`.
-SETTING_NAMES = tuple("trigger" if f.name == "triggers" else f.name for f in fields(Settings))
+class RequestOptions(Options):
+    """What a request asks for in `vllm_xargs`, each name with `kv_` before it."""
 
+    name: ClassVar[str] = "vllm_xargs"
+    prefix: ClassVar[str] = "kv_"
 
-def _names(value: object) -> tuple[str, ...]:
-    """Names from `"snapkv,none"` or from a list of them."""
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-        raise ConfigError(
-            f"request_policies: expected names of policies, found {value!r}; write for example "
-            "snapkv,none."
-        )
-    return tuple(part.strip() for part in parts if part.strip())
+    context_tokens: Annotated[int, BeforeValidator(_whole)] | None = option(
+        None,
+        "that many tokens of the prompt are compressed before the rest is read, so that the "
+        "question does not decide what is kept; of the prefix cache such requests use what lies "
+        "before the context's last queries (nothing in models that also have layers of other "
+        "kinds, such as sliding windows)",
+        ge=1,
+        example=1024,
+    )
+    prepare: Annotated[bool, BeforeValidator(_switch)] = option(
+        False,
+        "the context is compressed at the end of the prompt, by what the rest of it attends to, "
+        "and [kept for later requests](#preparing-a-context)",
+    )
+    policy: str | None = option(
+        None,
+        'another policy, if the operator allows it; `"none"`: not to be compressed',
+        example="snapkv",
+    )
+    budget: Part | None = option(
+        None, "another fraction of the prompt, within the operator's limits", example=0.5
+    )
+    read: Part | None = option(
+        None,
+        "decode steps [read](#reading-less) another fraction of what is held, from "
+        "`--kv-min-request-read` to 1.0",
+        example=0.5,
+    )
 
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_TOKENS
-
-
-def _check_params(params: Mapping[str, object]) -> None:
-    """Raises ConfigError unless every parameter is a finite scalar under a text name."""
-    for name, value in params.items():
-        finite = not isinstance(value, float) or math.isfinite(value)
-        if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
-            raise ConfigError(
-                f"parameter {name}: expected text, a number or true/false, found {value!r}; "
-                "`vllm-kvcompress policies` lists the parameters."
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if self.prepare and self.context_tokens is None:
+            raise ValueError(
+                "vllm_xargs kv_prepare: expected kv_context_tokens beside it, found none; say how "
+                "many tokens of the prompt are the context, and repeat that behind them."
             )
-        if not finite:
-            raise ConfigError(f"parameter {name}: expected a finite number, found {value!r}.")
+        return self
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it asks for anything that the operator may not allow."""
+        return self.prepare or (self.policy, self.budget, self.read) != (None, None, None)

@@ -24,7 +24,7 @@ def parsed(reader: str, words: list[str]) -> dict[str, Any]:
     """The options of `vllm serve`, with every default."""
     command = ["serve", *words]
     if reader == "ours":
-        command = launch.vllm_command(serve.sort_out(*serve.parse_options(words)))
+        command = launch.vllm_command(serve.parse_request(words))
     return vars(launch.parse(command)[1])
 
 

@@ -23,7 +23,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 
 def sorted_out(*arguments: str) -> ServeRequest:
-    return serve.sort_out(*serve.parse_options(list(arguments)))
+    return serve.parse_request(list(arguments))
 
 
 @pytest.fixture
@@ -123,14 +123,20 @@ def test_configurations_are_shipped() -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ("m --kv-budget 0.5", "policy missing"),
-        ("m --kv-policy snapkv --kv-budget 0", "positive"),
-        ("m --kv-policy snapkv --kv-budget 1", "could mean"),
-        ("m --kv-policy snapkv --kv-budget .5 --kv-trigger pressure:90", "between 0 and 1"),
+        ("m --kv-budget 0.5", "policy (--kv-policy) is missing"),
+        ("m --kv-policy snapkv --kv-budget 0", "above 0 and at most 1.0"),
+        ("m --kv-policy snapkv --kv-budget 1", "tokens per KV head, a whole number of at least 2"),
+        (
+            "m --kv-policy snapkv --kv-budget .5 --kv-trigger pressure:90",
+            "pressure:0.9 (above 0, below 1)",
+        ),
         ("m --kv-policy snapkv --kv-budget .5 --kv-param window", "NAME=VALUE"),
         ("m --kv-policy snapkv --kv-budget .5 --kv-param =3", "NAME=VALUE"),
         ("m --kv-policy snapkv --kv-budget .5 --kv-param w=NaN", "finite"),
-        ("m --kv-policy snapkv --kv-budget .5 --kv-min-tokens few", "number of tokens"),
+        (
+            "m --kv-policy snapkv --kv-budget .5 --kv-min-tokens few",
+            "should be a valid integer, found 'few'",
+        ),
         ("m --kv-policy headkv --kv-budget .5 --kv-profile /no/file", "no such file"),
         ("m --config a.yaml --config b.yaml", "merge the files"),
     ],
@@ -279,4 +285,4 @@ def test_settings_in_the_command_are_json(tmp_path: Path) -> None:
 )
 def test_the_line_at_the_start_says_who_reads_a_part(prefill: int, who: str) -> None:
     read = f"longcache:top=4,prefill={prefill}"
-    assert serve.summary(Settings("none", read=read)).endswith(f"; {who} read {read}")
+    assert serve.summary(Settings(policy="none", read=read)).endswith(f"; {who} read {read}")

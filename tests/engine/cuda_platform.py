@@ -66,7 +66,7 @@ def main() -> None:
     platforms._current_platform = importlib.import_module(
         "vllm.platforms.cuda"
     ).NonNvmlCudaPlatform()
-    options = plugin_options(Settings("adakv", 0.25))
+    options = plugin_options(Settings(policy="adakv", budget=0.25))
     parents = {}
     for option in ("scheduler_cls", "worker_cls"):
         module, _, name = options[option].rpartition(".")
@@ -75,7 +75,7 @@ def main() -> None:
     said = {name: registered(config, attention) for name, attention in ATTENTION.items()}
     graphs = {
         f"{policy} {attention} {kernels} {runner}": cuda_graphs(
-            sys.argv[1], Settings(policy, 0.25, attention=attention), kernels, runner
+            sys.argv[1], Settings(policy=policy, budget=0.25, attention=attention), kernels, runner
         )
         for policy, attention in AND_KERNELS
         for kernels in ("flash", "triton")
@@ -131,7 +131,8 @@ def cuda_graphs(model: str, settings: Settings, kernels: str, runner: str) -> li
 
 def takes_own(model: str, settings: dict[str, Any], engine: dict[str, Any]) -> bool:
     """Whether this package's kernels attend for every compressed request."""
-    return compression(model, Settings("adakv", 0.25, **settings), **engine)[1].own_kernels
+    chosen = Settings(policy="adakv", budget=0.25, **settings)
+    return compression(model, chosen, **engine)[1].own_kernels
 
 
 if __name__ == "__main__":

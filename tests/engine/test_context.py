@@ -74,10 +74,13 @@ def test_a_wrong_value_that_nobody_checked_ends_no_engine(llama: str, run_engine
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"kv_context_tokens": 0}, "expected at least 1, found 0"),
-        ({"kv_context_tokens": 2.5}, "expected a whole number of tokens, found 2.5"),
-        ({"kv_context_tokens": "10"}, "expected a whole number of tokens, found '10'"),
-        ({"kv_contextt": 10}, "kv_contextt: not known; a request may set kv_context_tokens, kv_p"),
+        ({"kv_context_tokens": 0}, "should be greater than or equal to 1, found 0"),
+        ({"kv_context_tokens": 2.5}, "should be a valid integer, found 2.5; give for example"),
+        ({"kv_context_tokens": "10"}, "should be a valid integer, found '10'"),
+        (
+            {"kv_contextt": 10},
+            "kv_contextt is not known; valid are kv_budget, kv_context_tokens, kv_p",
+        ),
     ],
 )
 def test_wrong_values_are_refused(extra: dict[str, object], message: str) -> None:

@@ -95,9 +95,11 @@ def test_too_little_memory_for_an_event_is_refused(
     for name in ("reset_peak_memory_stats", "memory_allocated"):
         monkeypatch.setattr(torch.accelerator, name, lambda: 0)
     config = engine_config(llama, SETTINGS)
-    state = SimpleNamespace(vllm_config=config, settings=Settings("adakv", 0.25))
+    state = SimpleNamespace(vllm_config=config, settings=Settings(policy="adakv", budget=0.25))
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
-    spec = CompressedAttentionSpec.from_full_attention(full, Settings("adakv", 0.25), ())
+    spec = CompressedAttentionSpec.from_full_attention(
+        full, Settings(policy="adakv", budget=0.25), ()
+    )
     with pytest.raises(UnsupportedError, match=r"does not fit.* lower --max-model-len"):
         memory.reserved_bytes(state, None, {"layer": spec}, 0)
     assert memory.reserved_bytes(state, None, {"layer": full}, 100) == 1
@@ -112,7 +114,7 @@ def test_summaries_of_pages_are_reserved(
 ) -> None:
     """Some vectors beside the 32 of a page of 16 tokens, of what tables and events leave."""
     monkeypatch.setattr(memory, "_event_bytes", lambda *_: 100)
-    settings = Settings("none", read=f"quest:0.25,{option}")
+    settings = Settings(policy="none", read=f"quest:0.25,{option}")
     state = SimpleNamespace(vllm_config=engine_config(llama, SETTINGS), settings=settings)
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     spec = CompressedAttentionSpec.from_full_attention(full, settings, ())

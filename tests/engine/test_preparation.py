@@ -231,9 +231,9 @@ def test_a_preparation_says_one_token(asked: Any) -> None:
     ("xargs", "message"),
     [
         ({"kv_prepare": True}, "expected kv_context_tokens beside it, found none"),
-        ({**NAMED, "kv_prepare": 2}, "expected true or false, found 2"),
-        ({**NAMED, "kv_prepare": 1.0}, "expected true or false, found 1.0"),
-        ({**NAMED, "kv_prepare": "yes"}, "expected true or false, found 'yes'"),
+        ({**NAMED, "kv_prepare": 2}, "should be a valid boolean, found 2"),
+        ({**NAMED, "kv_prepare": 1.0}, "should be a valid boolean, found 1.0"),
+        ({**NAMED, "kv_prepare": "yes"}, "should be a valid boolean, found 'yes'"),
     ],
 )
 def test_what_makes_no_sense_is_refused(xargs: dict[str, Any], message: str) -> None:
@@ -242,7 +242,7 @@ def test_what_makes_no_sense_is_refused(xargs: dict[str, Any], message: str) -> 
 
 
 def test_who_does_not_prepare_says_so() -> None:
-    assert not request_options({**NAMED, "kv_prepare": False}).prepares
+    assert not request_options({**NAMED, "kv_prepare": False}).prepare
     check_of({**SETTINGS, "policy": "momentkv"}).validate_params(
         SamplingParams(extra_args={**NAMED, "kv_prepare": 0})
     )

@@ -81,7 +81,7 @@ def engine_config(model: str, settings: dict[str, Any] | None, **options: Any) -
 
     given: dict[str, Any] = {"max_model_len": 256}
     if settings:
-        paths = plugin_options(Settings("adakv"))
+        paths = plugin_options(Settings(policy="adakv"))
         given |= {name: paths[name] for name in ("scheduler_cls", "worker_cls")}
         given["additional_config"] = {"kvcompress": settings}
     return EngineArgs(model=model, **{**given, **options}).create_engine_config()
@@ -275,7 +275,7 @@ def test_policies_whose_formulas_leave_caps_out(tmp_path: Path) -> None:
     config = engine_config(str(tmp_path), settings, skip_tokenizer_init=True)
     with pytest.raises(UnsupportedError, match=r"caps its attention logits.*momentkv.*adakv"):
         check_engine(config)
-    own = Settings("keydiff", 0.5, attention="own")
+    own = Settings(policy="keydiff", budget=0.5, attention="own")
     with pytest.raises(UnsupportedError, match=r"logits.*remove --kv-attention own"):
         check_engine(engine_config(str(tmp_path), own.to_dict(), skip_tokenizer_init=True))
     with set_current_vllm_config(config):
@@ -314,7 +314,7 @@ def test_layers_without_a_cache_of_their_own(llama: str) -> None:
 
 def test_unknown_settings(llama: str) -> None:
     config = engine_config(llama, {**SETTINGS, "bugdet": 0.5})
-    with pytest.raises(ConfigError, match="unknown setting bugdet; valid ones are attention"):
+    with pytest.raises(ConfigError, match="bugdet is not known; valid are attention"):
         check_engine(config)
 
 

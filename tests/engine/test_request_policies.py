@@ -87,10 +87,10 @@ def test_a_server_that_compresses_nothing_of_itself(llama: str, run_engine: Run)
     ("xargs", "message"),
     [
         ({"kv_policy": "tova"}, 'policy "tova": this server allows adakv and keydiff and'),
-        ({"kv_policy": 3}, "kv_policy: expected a name, found 3"),
+        ({"kv_policy": 3}, "kv_policy should be a valid string, found 3"),
         ({"kv_budget": 0.05}, "budget 0.05: this server allows fractions from 0.1 to 0.75"),
-        ({"kv_budget": 0}, "above 0 and at most 1, such as 0.25, found 0"),
-        ({"kv_budget": 2048}, "above 0 and at most 1, such as 0.25, found 2048"),
+        ({"kv_budget": 0}, "kv_budget should be greater than 0, found 0; give for example 0.5"),
+        ({"kv_budget": 2048}, "less than or equal to 1, found 2048"),
         ({"kv_budget": "0.5"}, "found '0.5'"),
         ({"kv_budget": True}, "found True"),
     ],
@@ -108,7 +108,7 @@ def test_what_is_allowed_passes(xargs: dict[str, Any]) -> None:
 @pytest.mark.parametrize("xargs", [{"kv_budget": 0.5}, {"kv_read": 0.5}, {"kv_read": 1.0}])
 @pytest.mark.parametrize("read", [None, "longcache:prefill=512"])
 def test_without_leave_requests_choose_nothing(xargs: dict[str, Any], read: str | None) -> None:
-    check = check_of(Settings("adakv", 0.25, read=read))
+    check = check_of(Settings(policy="adakv", budget=0.25, read=read))
     assert check is RequestCheck
     with pytest.raises(ValueError, match="this server lets no request choose"):
         check.validate_params(params(xargs))
@@ -119,12 +119,12 @@ def test_without_leave_requests_choose_nothing(xargs: dict[str, Any], read: str 
     [
         *(({"kv_read": part}, "lets no request choose how much is read") for part in (0.5, 1, 1.0)),
         *(
-            ({"kv_read": part}, f"fraction of what is held .* found {re.escape(repr(part))}")
+            ({"kv_read": part}, f"vllm_xargs kv_read should be .*, found {re.escape(repr(part))}")
             for part in (0, -0.5, 1.5, 512, "0.5", True, [0.5])
         ),
         ({"kv_policy": "none", "kv_read": 0.5}, "lets no request choose how much is read"),
         ({"kv_prepare": True, "kv_context_tokens": 600}, "keeps no contexts"),
-        ({"kv_prefill": 512}, "kv_prefill: not known"),
+        ({"kv_prefill": 512}, "kv_prefill is not known"),
     ],
 )
 def test_all_requests_read_alike_where_prompts_are_read_in_part(
@@ -142,7 +142,9 @@ def test_the_check_survives_pickling() -> None:
     assert pickle.loads(pickle.dumps(check)).settings == check.settings
 
 
-@pytest.mark.parametrize("settings", [Settings("adakv", 0.25), Settings.from_dict(SERVER)])
+@pytest.mark.parametrize(
+    "settings", [Settings(policy="adakv", budget=0.25), Settings.from_dict(SERVER)]
+)
 def test_the_check_loads_for_both_model_runners(settings: Settings) -> None:
     """By the name that vLLM is given, in the API process, which checks, and in the worker."""
     from vllm.exceptions import VLLMValidationError

@@ -72,8 +72,8 @@ def test_a_part_of_what_a_policy_keeps_is_read() -> None:
     [
         ("spans quest:0.5", 'expected POLICY@BUDGET before.*found "spans"'),
         ("nosuch@0.5 quest:0.5", "nosuch"),
-        ("spans@1.5 quest:0.5", "budget 1.5: a fraction cannot exceed"),
-        ("spans@0.5 quest:2.5", "a fraction cannot exceed"),
+        ("spans@1.5 quest:0.5", "expected a budget.*found '1.5'"),
+        ("spans@0.5 quest:2.5", "expected a fraction of at most 1.0"),
     ],
 )
 def test_what_cannot_be_read_is_refused(read: str, message: str) -> None:

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_kvcompress import __version__
-from vllm_kvcompress.config import Settings, parse_triggers
+from vllm_kvcompress.config import Settings
 from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 from vllm_kvcompress.metrics.stats import (
     FORGOTTEN_BECAUSE,
@@ -20,7 +20,7 @@ from vllm_kvcompress.metrics.stats import (
     StepStats,
 )
 
-SETTINGS = Settings("adakv+criticalkv", 0.25, parse_triggers("prompt,decode:64"))
+SETTINGS = Settings(policy="adakv+criticalkv", budget=0.25, trigger="prompt,decode:64")
 LABELS = {"model_name": "m", "engine": "0"}
 OWN = {**LABELS, "policy": "adakv+criticalkv"}
 STEP = StepStats(

@@ -21,7 +21,7 @@ from vllm_kvcompress.vllm_plugin.api_server.status_page import Status, latest_fi
 def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
     registry = CollectorRegistry()
     metrics = CompressionMetrics(registry)
-    settings = Settings("snapkv", request_policies=("keydiff",))
+    settings = Settings(policy="snapkv", request_policies=("keydiff",))
     usage = Gauge("vllm:kv_cache_usage_perc", "", ["model_name", "engine"], registry=registry)
     for engine, share in (("0", 0.25), ("1", 0.5)):
         metrics.start(settings, "tiny", engine)
@@ -89,7 +89,7 @@ def test_the_ratio_is_that_of_the_last_five_minutes_and_none_while_idle() -> Non
     registry, recent = CollectorRegistry(), RecentRatio()
     metrics = CompressionMetrics(registry)
     for engine in ("0", "1"):
-        metrics.start(Settings("snapkv"), "tiny", engine)
+        metrics.start(Settings(policy="snapkv"), "tiny", engine)
 
     def sample(seconds: float) -> dict[str, float | None]:
         engines = totals(registry.collect())["engines"]
@@ -116,7 +116,7 @@ def test_an_engine_left_to_vllm_is_asked_for_no_events() -> None:
     args = Namespace(additional_config={SETTINGS_KEY: section}, **arguments)
     document = asyncio.run(Status(None, args).document())
     assert document["events"] == []
-    assert document["settings"]["prompts"] == {"compressor": "llmlingua2:m", "rate": 0.5}
+    assert document["settings"]["prompts"] == {"compressor": "llmlingua2:m"}
 
 
 def test_events_of_all_engines_are_in_one_order_with_the_heads_of_all_ranks() -> None:

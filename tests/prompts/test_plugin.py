@@ -196,9 +196,7 @@ def refused(*arguments: str) -> str:
     from vllm_kvcompress.cli import launch, serve
 
     with pytest.raises(ConfigError) as caught:
-        launch.check_command(
-            launch.vllm_command(serve.sort_out(*serve.parse_options(list(arguments))))
-        )
+        launch.check_command(launch.vllm_command(serve.parse_request(list(arguments))))
     return str(caught.value)
 
 
@@ -208,9 +206,11 @@ def test_refusals_come_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -
     assert "no model there that can be read" in refused(reference, *option)
     llama = ["--prompt-compressor", f"llmlingua2:{reference}"]
     assert "found LlamaForCausalLM" in refused(reference, *llama)
-    assert "from 0.01 to 1" in refused(reference, *option, "--prompt-rate", "2")
-    assert "compressor missing" in refused(reference, "--prompt-rate", "0.5")
-    assert "expected ROLE=RATE" in refused(reference, *option, "--prompt-role-rate", "tool")
+    assert "less than or equal to 1, found 2" in refused(reference, *option, "--prompt-rate", "2")
+    assert "compressor (--prompt-compressor) is missing" in refused(
+        reference, "--prompt-rate", "0.5"
+    )
+    assert "expected NAME=VALUE" in refused(reference, *option, "--prompt-role-rate", "tool")
     reuse = ["--kv-policy", "snapkv", "--kv-reuse-conversations"]
     assert "would find nothing" in refused(reference, *option, *reuse)
     assert "--grpc takes another server" in refused(reference, *option, "--grpc")
@@ -227,12 +227,11 @@ def test_prompts_alone_leave_the_engine_to_vllm(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     options = ["m", "--prompt_compressor", "llmlingua2:c", "--prompt-role-rate", "tool=0.3"]
-    request = serve.sort_out(*serve.parse_options([*options, "--prompt-force-token", r"\n"]))
+    request = serve.parse_request([*options, "--prompt-force-token", r"\n"])
     command = launch.vllm_command(request)
     assert "--worker-cls" not in command
     assert json.loads(command[-1])[SETTINGS_KEY]["prompts"] == {
         "compressor": "llmlingua2:c",
-        "rate": 0.5,
         "roles": {"tool": 0.3},
         "force_tokens": ["\n"],
     }
@@ -240,7 +239,7 @@ def test_prompts_alone_leave_the_engine_to_vllm(monkeypatch: pytest.MonkeyPatch)
         names = launch.environment(request, status_page=page)["VLLM_PLUGINS"].split(",")
         assert "kvcompress-prompts" in names
         assert ("kvcompress-status" in names) == page
-    both = serve.sort_out(*serve.parse_options([*options, "--kv-policy", "snapkv"]))
+    both = serve.parse_request([*options, "--kv-policy", "snapkv"])
     assert "--worker-cls" in launch.vllm_command(both)
     assert "shortened to 0.5 of their tokens by c" in serve.summary(both.settings)
     with pytest.raises(ConfigError, match="Ray Serve"):

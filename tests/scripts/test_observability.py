@@ -24,7 +24,7 @@ OURS = re.compile(r"\bkvcompress_[a-z0-9_]+")
 def samples() -> set[str]:
     """Names of the series that servers of ours show before the first request."""
     registry = CollectorRegistry()
-    CompressionMetrics(registry).start(Settings("snapkv"), "tiny", "0")
+    CompressionMetrics(registry).start(Settings(policy="snapkv"), "tiny", "0")
     PromptMetrics(registry).start("tiny")
     return {sample.name for metric in registry.collect() for sample in metric.samples}
 

@@ -7,14 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.cli.cache_options import policy_param
 from vllm_kvcompress.cli.eval import engine_option
 from vllm_kvcompress.cli.serve import summary
-from vllm_kvcompress.config import DEFAULT_BUDGET, Settings
+from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.options import add_flags, given
 from vllm_kvcompress.tools.dtypes import dtype_text
 
 _NAMES = ("pool", "long-decode", "oversize", "chat", "chat-crowded", "off", "mixed")
+_SETTINGS = ("policy", "budget", "trigger", "reuse_conversations", "read", "params")
 _DESCRIPTION = """\
 Drives a load through stock vLLM and through compressed serving, in turns, on a model with random
 weights, and writes the figures of both and the ratios between them:
@@ -52,23 +53,10 @@ def add_parser(subparsers: Any) -> None:
         help="takes SCENARIO.json, SCENARIO.md, SCENARIO.svg and engines.log",
     )
     parser.add_argument("--repeats", type=int, default=3, help="measured repetitions (3)")
-    _add_settings(parser)
+    add_flags(parser.add_argument_group("compression, as of serve"), Settings, _SETTINGS)
+    parser.set_defaults(kv_policy="adakv")
     _add_load(parser)
     parser.set_defaults(func=run)
-
-
-def _add_settings(parser: argparse.ArgumentParser) -> None:
-    ours = parser.add_argument_group("compression")
-    ours.add_argument("--kv-policy", default="adakv", metavar="P", help="as of serve (adakv)")
-    ours.add_argument("--kv-budget", metavar="B", help=f"as of serve ({DEFAULT_BUDGET})")
-    ours.add_argument("--kv-trigger", metavar="T", help="as of serve (prompt)")
-    ours.add_argument(
-        "--kv-reuse-conversations", nargs="?", const="auto", metavar="HOW", help="as of serve"
-    )
-    ours.add_argument("--kv-read", metavar="R", help="as of serve; with --kv-policy none it alone")
-    ours.add_argument(
-        "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="as of serve"
-    )
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
@@ -138,23 +126,14 @@ def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Any:
     from vllm_kvcompress.tools.benchmark.scenarios import SIZES, Size
     from vllm_kvcompress.tools.benchmark.shapes import ModelShape
 
-    given = {key: getattr(arguments, key) for key in ("requests", "prompt", "output")}
-    given = {key: value for key, value in given.items() if value is not None}
-    if any(value < 1 for value in (*given.values(), arguments.repeats)):
+    sizes = {key: getattr(arguments, key) for key in ("requests", "prompt", "output")}
+    sizes = {key: value for key, value in sizes.items() if value is not None}
+    if any(value < 1 for value in (*sizes.values(), arguments.repeats)):
         raise ConfigError("--requests, --prompt, --output, --repeats: expected at least 1.")
-    settings = Settings.from_dict(
-        {
-            "policy": arguments.kv_policy,
-            "budget": arguments.kv_budget,
-            "trigger": arguments.kv_trigger,
-            "reuse_conversations": arguments.kv_reuse_conversations,
-            "read": arguments.kv_read,
-            "params": dict(map(policy_param, arguments.kv_param)),
-        }
-    )
+    settings = Settings.from_dict(given(Settings, arguments, _SETTINGS))
     return Benchmark(
         scenario=scenario,
-        size=replace(SIZES.get(scenario, Size()), **given),
+        size=replace(SIZES.get(scenario, Size()), **sizes),
         shape=ModelShape.parse(arguments.shape),
         settings=settings.to_dict(),
         repeats=arguments.repeats,

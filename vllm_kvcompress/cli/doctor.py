@@ -156,7 +156,7 @@ def _backend() -> Iterator[Finding]:
 
     yield Finding("backend", str(current_platform.device_name or current_platform.device_type))
     try:
-        options = plugin_options(Settings("adakv"))
+        options = plugin_options(Settings(policy="adakv"))
     except ConfigError as error:
         yield Finding("compression", "not available", str(error))
         return
@@ -185,8 +185,7 @@ def _served(arguments: list[str]) -> Finding:
     from vllm_kvcompress.cli import launch, serve
 
     try:
-        namespace, rest = serve.parse_options(arguments)
-        launch.check_command(launch.vllm_command(serve.sort_out(namespace, rest)))
+        launch.check_command(launch.vllm_command(serve.parse_request(arguments)))
     except ConfigError as error:
         return Finding("serve", "would refuse this", str(error))
     return Finding("serve", "would accept this")

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress.cli.cache_options import policy_param
-from vllm_kvcompress.cli.vllm_command import json_or_text
-from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, DEFAULT_MIN_TOKENS
+from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, Settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.options import add_flags, given, json_or_text
 from vllm_kvcompress.scheduling.budgets import parse_budget
-from vllm_kvcompress.scheduling.triggers import parse_triggers
 from vllm_kvcompress.tools.model_folder import profile_beside
+
+_SHARED = ("trigger", "params", "profile", "min_tokens")  # settings of all policies
 
 if TYPE_CHECKING:
     from vllm_kvcompress.tools.evaluation.runner import Plan
@@ -141,21 +141,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         'so of what a policy keeps, such as "spans@0.5 quest:0.5"; may be repeated. Not asked for '
         "texts, which are prompts and read whole",
     )
-    compared.add_argument("--kv-trigger", metavar="T", help="of all policies (prompt)")
-    compared.add_argument(
-        "--kv-param", action="append", default=[], metavar="NAME=VALUE", help="of all policies"
-    )
-    compared.add_argument(
-        "--kv-profile",
-        metavar="FILE",
-        help="for policies that read one: auto, headkv, duoattention",
-    )
-    compared.add_argument(
-        "--kv-min-tokens",
-        type=_whole_number,
-        metavar="N",
-        help=f"leave shorter requests alone, as serve does ({DEFAULT_MIN_TOKENS})",
-    )
+    add_flags(compared, Settings, _SHARED)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -193,10 +179,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     read_of = [read.partition("@")[0].strip() for read in arguments.kv_read]
     if profile is None and AUTO in [*arguments.policies, *read_of]:
         profile = profile_beside(arguments.model)
-    params: dict[str, Any] = {"trigger": arguments.kv_trigger, "profile": profile}
-    params["params"] = dict(map(policy_param, arguments.kv_param))
-    if arguments.kv_min_tokens is not None:
-        params["min_tokens"] = arguments.kv_min_tokens
+    params: dict[str, Any] = {"trigger": None, "params": {}, **given(Settings, arguments, _SHARED)}
+    params["profile"] = profile
     if arguments.mode == "prepared":
         params["reuse_contexts"] = True
         _check_prepared(arguments)
@@ -219,7 +203,6 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 def _check_prepared(arguments: argparse.Namespace) -> None:
     """Refuses what no preparation is possible with, before anything is asked."""
-    from vllm_kvcompress.config import Settings
     from vllm_kvcompress.vllm_plugin.request_options import check_preparation
 
     if arguments.base_url:
@@ -228,8 +211,8 @@ def _check_prepared(arguments: argparse.Namespace) -> None:
         )
     for policy in arguments.policies:
         if policy != "full":
-            trigger = parse_triggers(arguments.kv_trigger or "prompt")
-            check_preparation(Settings(policy, triggers=trigger, reuse_contexts=True))
+            chosen = {"policy": policy, "trigger": arguments.kv_trigger, "reuse_contexts": True}
+            check_preparation(Settings.from_dict(chosen))
 
 
 def write_results(plan: Plan, folder: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -325,12 +308,6 @@ def _list(text: str) -> list[str]:
 def _count(text: str) -> int:
     if not text.isdecimal() or len(text) > 15 or int(text) < 1:
         raise ConfigError(f"--lengths {text}: expected numbers of tokens, such as 1024,4096.")
-    return int(text)
-
-
-def _whole_number(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"--kv-min-tokens {text}: expected a number of tokens, at least 0.")
     return int(text)
 
 

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import sys
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -16,9 +17,10 @@ from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvcompress.cli import one_server
-from vllm_kvcompress.cli.command_forms import Given, PlainCommand, native
-from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values
+from vllm_kvcompress.cli.command_forms import RAY, Given, PlainCommand, native
+from vllm_kvcompress.cli.vllm_command import ServeRequest
 from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, STATUS_PLUGIN, Settings
+from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.vllm_plugin.startup import compat, lifeline
 from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import is_ours
@@ -29,6 +31,31 @@ _PLUGIN_GROUPS = tuple(
     f"vllm.{kind}_plugins" for kind in ("general", "io_processor", "platform", "stat_logger")
 )
 _CPU_BLOCK_SIZE = "32"  # finer than vLLM's 128 and as fast: budgets are kept more exactly
+
+
+def run(request: ServeRequest, form: str | None, status_page: bool) -> int:
+    """Serves until it is stopped, or prints the plain vLLM command in a form of `FORMS`.
+
+    Raises:
+        ConfigError: something in it cannot work.
+    """
+    if form == RAY and request.settings is not None and request.settings.prompts is not None:
+        raise ConfigError(
+            "Ray Serve has a server of its own, in which --prompt-compressor has no place; leave "
+            "one of the two out."
+        )
+    command = vllm_command(request)
+    variables = environment(request, status_page)
+    if form is None:
+        os.environ.update(variables)
+        serve(command)
+        return 0
+    plain = plain_command(command, variables)
+    print(plain.form(form), end="")
+    if form == RAY and plain.of_the_server:
+        names = ", ".join(f"--{name}" for name in plain.of_the_server)
+        print(f"vllm-kvcompress: left out, Ray Serve has its own: {names}", file=sys.stderr)
+    return 0
 
 
 def vllm_command(request: ServeRequest) -> list[str]:
@@ -42,14 +69,12 @@ def vllm_command(request: ServeRequest) -> list[str]:
     # Shorter prompts alone want nothing of the engine: any model is served with them.
     if settings is not None and (settings.acts or settings.prompts is None):
         paths = compat.plugin_options(settings)
-        for name in ("scheduler_cls", "worker_cls"):  # users may extend ours
-            given = option_values(request.vllm_arguments, f"--{name.replace('_', '-')}")
-            if given and is_ours(name, given[-1]):
-                paths[name] = given[-1]
         options = {name.replace("_", "-"): path for name, path in paths.items()}
         if current_platform.is_cpu():
             options["block-size"] = _CPU_BLOCK_SIZE
-    return request.command(options)
+    return request.command(
+        options, lambda name, path: name.endswith("-cls") and is_ours(name.replace("-", "_"), path)
+    )
 
 
 def environment(request: ServeRequest, status_page: bool) -> dict[str, str]:

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     own = argparse.ArgumentParser(prog="vllm-kvcompress plan", add_help=False, allow_abbrev=False)
     _add_options(own)
     namespace, rest = own.parse_known_args(arguments.rest)
-    request = serve.sort_out(*serve.parse_options(rest))
+    request = serve.parse_request(rest)
     options = {
         name: values[-1]
         for name in ("dtype", "kv-cache-dtype", *_READ)

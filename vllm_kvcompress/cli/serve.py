@@ -7,23 +7,17 @@ import os
 import sys
 from typing import Any
 
-from vllm_kvcompress.cli import cache_options, prompt_options
-from vllm_kvcompress.cli.command_forms import FORMS, RAY, SHELL, PlainCommand
+from vllm_kvcompress.cli.command_forms import FORMS, SHELL
 from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values, read_request
-from vllm_kvcompress.config import (
-    DEFAULT_POLICY,
-    PROMPTS_PLUGIN,
-    SETTING_NAMES,
-    SETTINGS_KEY,
-    Settings,
-)
+from vllm_kvcompress.config import DEFAULT_POLICY, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.options import add_flags, given
+from vllm_kvcompress.prompts.settings import PromptSettings
 from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 
 HELP = "serve a model with vLLM and a compressed KV cache"
 _PRINT = "--print-vllm-command"
 _OURS = tuple(f"--{w}{dash}" for w in ("kv", "no_kv", "no-kv", "print", "prompt") for dash in "_-")
-_MOST_DIGITS = 15  # of a number of tokens
 _DESCRIPTION = """\
 Serves MODEL with vLLM's OpenAI-compatible server, and compresses its KV cache.
 All options of `vllm serve` are accepted besides the ones of this group.
@@ -39,38 +33,40 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until it is stopped, or prints the plain vLLM command."""
-    namespace, rest = parse_options(arguments.rest)
+    namespace, rest = options_parser().parse_known_args(_dashed(arguments.rest))
     if namespace.help is not None:
         return _print_help(namespace.help)
-    request = sort_out(namespace, rest)
-    if namespace.print_vllm_command == RAY and request.settings and request.settings.prompts:
-        raise ConfigError(
-            "Ray Serve has a server of its own, in which --prompt-compressor has no place; leave "
-            "one of the two out."
-        )
+    request = _request(namespace, rest)
     if namespace.print_vllm_command:
         # vLLM logs to stdout, where the command goes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    else:
+        for line in start_lines(request):
+            print(f"vllm-kvcompress: {line}", file=sys.stderr, flush=True)
     from vllm_kvcompress.cli import launch
 
-    command = launch.vllm_command(request)
-    variables = launch.environment(request, status_page=not namespace.no_kv_status_page)
-    if namespace.print_vllm_command:
-        plain = launch.plain_command(command, variables)
-        return _print_command(plain, namespace.print_vllm_command)
-    os.environ.update(variables)
-    if request.settings is not None:
-        for line in (summary(request.settings), *advice(request.settings)):
-            print(f"vllm-kvcompress: {line}", file=sys.stderr, flush=True)
-    if fast_dtype() == FLOAT32 and not option_values(request.vllm_arguments, "--dtype"):
-        print(f"vllm-kvcompress: {WHY_FLOAT32}; --dtype float32 is faster here", file=sys.stderr)
-    launch.serve(command)
-    return 0
+    return launch.run(request, namespace.print_vllm_command, not namespace.no_kv_status_page)
 
 
-def parse_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and everything else in its order."""
-    return options_parser().parse_known_args(_dashed(arguments))
+def parse_request(arguments: list[str]) -> ServeRequest:
+    """What the user asked for, after every check that needs no model.
+
+    Raises:
+        ConfigError: something in it cannot work.
+    """
+    return _request(*options_parser().parse_known_args(_dashed(arguments)))
+
+
+def _request(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
+    if len(namespace.config) > 1:
+        raise ConfigError(
+            f"--config given {len(namespace.config)} times, which of them counts is unclear; "
+            "merge the files."
+        )
+    flags = given(Settings, namespace)
+    if prompts := given(PromptSettings, namespace):
+        flags["prompts"] = prompts
+    return read_request(flags, "".join(namespace.config) or None, rest)
 
 
 def options_parser() -> argparse.ArgumentParser:
@@ -83,21 +79,29 @@ def options_parser() -> argparse.ArgumentParser:
         add_help=False,
         allow_abbrev=False,
     )
-    _add_command_options(cache_options.add_options(parser))
-    prompt_options.add_options(parser)
+    group = parser.add_argument_group("KV cache compression")
+    add_flags(group, Settings)
+    _add_command_options(group)
+    prompts = "Less to read before the first token; works without --kv-policy, too."
+    add_flags(parser.add_argument_group("shorter prompts", prompts), PromptSettings)
     parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
     return parser
 
 
 def _add_command_options(group: argparse._ArgumentGroup) -> None:
-    """Where the settings stand, and printing instead of serving."""
+    """Where the settings stand, the status page, and printing instead of serving."""
+    group.add_argument(
+        "--no-kv-status-page",
+        action="store_true",
+        help="without the page at /kvcompress, which says what compression does",
+    )
     group.add_argument(
         "--config",
         metavar="FILE",
         action="append",
         default=[],
         help=f"YAML with vLLM's options and a {SETTINGS_KEY}: section "
-        f"({', '.join(SETTING_NAMES)}); the command line wins, setting by setting",
+        f"({', '.join(Settings.model_fields)}); the command line wins, setting by setting",
     )
     group.add_argument(
         _PRINT,
@@ -107,46 +111,6 @@ def _add_command_options(group: argparse._ArgumentGroup) -> None:
         "its --config, =args as a list for charts, without quoted JSON, =ray as Ray Serve's "
         "LLMConfig",
     )
-
-
-def sort_out(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
-    """What the user asked for, after every check that needs no model.
-
-    Raises:
-        ConfigError: something in it cannot work.
-    """
-    if len(namespace.config) > 1:
-        raise ConfigError(
-            f"--config given {len(namespace.config)} times, which of them counts is unclear; "
-            "merge the files."
-        )
-    given = cache_options.given(namespace)
-    if prompts := prompt_options.given(namespace):
-        given["prompts"] = prompts
-    yaml_path = namespace.config[0] if namespace.config else None
-    request = read_request(given, yaml_path, rest)
-    if request.settings is not None:
-        _check(request.settings)
-    return request
-
-
-def _check(settings: Settings) -> None:
-    """Refuses what needs neither vLLM nor a model to be seen as wrong."""
-    if settings.profile is not None and not os.path.isfile(settings.profile):
-        raise ConfigError(
-            f"profile {settings.profile}: no such file; make one with `vllm-kvcompress profile`."
-        )
-    plugins = os.environ.get("VLLM_PLUGINS")
-    needed = (SETTINGS_KEY, PROMPTS_PLUGIN) if settings.prompts is not None else (SETTINGS_KEY,)
-    for name in needed if plugins is not None else ():
-        if name not in str(plugins).split(","):
-            raise ConfigError(
-                f"VLLM_PLUGINS={plugins} keeps vLLM from loading this plugin; add {name} to it, or "
-                "unset it."
-            )
-    from vllm_kvcompress.policies import resolve_settings
-
-    resolve_settings(settings)
 
 
 def _dashed(arguments: list[str]) -> list[str]:
@@ -160,6 +124,16 @@ def _dashed(arguments: list[str]) -> list[str]:
             equals, value = "=", SHELL
         result.append(name + equals + value)
     return result
+
+
+def start_lines(request: ServeRequest) -> list[str]:
+    """What is said at the start: what the settings do, and what would serve this user better."""
+    settings, lines = request.settings, []
+    if settings is not None:
+        lines = [summary(settings), *advice(settings)]
+    if fast_dtype() == FLOAT32 and not option_values(request.vllm_arguments, "--dtype"):
+        lines.append(f"{WHY_FLOAT32}; --dtype float32 is faster here")
+    return lines
 
 
 def summary(settings: Settings) -> str:
@@ -197,15 +171,6 @@ def _kept(settings: Settings) -> str:
     if settings.profile is not None:
         text += f"; heads as measured in {settings.profile}"
     return text
-
-
-def _print_command(command: PlainCommand, form: str) -> int:
-    """The plain command on stdout, and what its form leaves out on stderr."""
-    print(command.form(form), end="")
-    if form == RAY and command.of_the_server:
-        names = ", ".join(f"--{name}" for name in command.of_the_server)
-        print(f"vllm-kvcompress: left out, Ray Serve has its own: {names}", file=sys.stderr)
-    return 0
 
 
 def _print_help(keyword: str) -> int:

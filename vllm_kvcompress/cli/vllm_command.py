@@ -8,23 +8,28 @@ would replace the whole dictionary.
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from vllm_kvcompress.config import AUTO, NO_POLICY, SETTINGS_KEY, Settings
+from vllm_kvcompress.config import AUTO, NO_POLICY, PROMPTS_PLUGIN, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.options import json_or_text
 from vllm_kvcompress.tools.files import read_within
 from vllm_kvcompress.tools.model_folder import profile_beside
 
 _ADDITIONAL = "--additional-config"
 _MOST_YAML_BYTES = 2**20
-_NESTED = ("params", "prompts")  # settings that are sections, merged key by key
 _LIST_OPTION = "logits-processors"  # takes several values: ours joins the user's
+
+
+def _never(name: str, value: str) -> bool:
+    return False
 
 
 @dataclass(frozen=True)
@@ -42,11 +47,14 @@ class ServeRequest:
     vllm_arguments: list[str]
     additional_config: dict[str, Any] = field(default_factory=dict)
 
-    def command(self, plugin_options: Mapping[str, str]) -> list[str]:
+    def command(
+        self, plugin_options: Mapping[str, str], is_ours: Callable[[str, str], bool] = _never
+    ) -> list[str]:
         """The arguments of `vllm`, from `serve` on.
 
         Args:
             plugin_options: options of vLLM, by name without dashes, that switch compression on.
+            is_ours: whether a value of such an option, by its name, does the same and may stay.
 
         Raises:
             ConfigError: the user gave one of those options another value.
@@ -58,28 +66,24 @@ class ServeRequest:
             for name, value in plugin_options.items():
                 if name == _LIST_OPTION:
                     arguments = _add_to_list(arguments, f"--{name}", value)
-                else:
-                    arguments += self._plugin_option(name, value)
+                    continue
+                given = option_values(self.vllm_arguments, f"--{name}")[-1:]
+                if not given:
+                    arguments += [f"--{name}", value]
+                elif name != "block-size" and given != [value] and not is_ours(name, given[0]):
+                    raise ConfigError(
+                        f"--{name} {given[0]} takes the place where compression attaches to vLLM "
+                        f"({value}); leave it out, or serve without --kv-policy."
+                    )
         if additional:
             arguments += [_ADDITIONAL, _json_text(additional, _ADDITIONAL)]
         return arguments
-
-    def _plugin_option(self, name: str, value: str) -> list[str]:
-        given = option_values(self.vllm_arguments, f"--{name}")
-        if not given:
-            return [f"--{name}", value]
-        if name != "block-size" and given[-1] != value:
-            raise ConfigError(
-                f"--{name} {given[-1]} takes the place where compression attaches to vLLM "
-                f"({value}); leave it out, or serve without --kv-policy."
-            )
-        return []
 
 
 def read_request(
     flags: Mapping[str, object], yaml_path: str | None, vllm_arguments: Sequence[str]
 ) -> ServeRequest:
-    """Merges command line and YAML.
+    """Merges command line and YAML, and checks all that needs neither vLLM nor a model.
 
     Args:
         flags: our settings on the command line, by their key in `Settings.from_dict`.
@@ -90,62 +94,65 @@ def read_request(
         ConfigError: the file cannot be read, or settings are wrong.
     """
     document = _read_yaml(yaml_path) if yaml_path is not None else {}
-    yaml_section = _section(document.pop(SETTINGS_KEY, None), yaml_path)
+    own_section = document.pop(SETTINGS_KEY, None)
     yaml_additional: dict[str, Any] = {}
     for key in ("additional-config", "additional_config"):
         yaml_additional = _mapping(document.pop(key, None), yaml_path) or yaml_additional
     cli_additional, dotted, rest = _take_additional(vllm_arguments)
-    additional = dict(yaml_additional) if cli_additional is None else cli_additional
-    sections = [_section(yaml_additional.get(SETTINGS_KEY), yaml_path), yaml_section]
-    if cli_additional is not None:
-        sections.append(_section(cli_additional.get(SETTINGS_KEY), _ADDITIONAL))
-    additional.pop(SETTINGS_KEY, None)
-    sections.append(_section(dotted.pop(SETTINGS_KEY, None), _ADDITIONAL))
+    additional = dict(yaml_additional if cli_additional is None else cli_additional)
+    sections = [yaml_additional.get(SETTINGS_KEY), own_section, additional.pop(SETTINGS_KEY, None)]
+    merged: dict[str, Any] = {}
+    for section in (*sections, dotted.pop(SETTINGS_KEY, None), flags):
+        merged = _deep_update(merged, _section(section))
     arguments = _with_yaml(document, rest)
-    settings = _settings([*sections, dict(flags)], _model(arguments))
+    settings = _settings(merged, arguments)
     return ServeRequest(settings, arguments, _deep_update(additional, dotted))
 
 
-def _model(arguments: Sequence[str]) -> str:
-    """The model that is served; empty where vLLM's default is."""
-    if arguments and not arguments[0].startswith("-"):
-        return arguments[0]
-    return (option_values(arguments, "--model") or [""])[-1]
-
-
-def _settings(sections: list[dict[str, Any]], model: str) -> Settings | None:
-    """The settings from several sections, later ones over earlier ones; None for no policy."""
-    merged: dict[str, Any] = {}
-    for section in sections:
-        nested = {
-            key: {**merged.get(key, {}), **section[key]} for key in _NESTED if section.get(key)
-        }
-        merged.update(section | nested)
+def _settings(merged: dict[str, Any], arguments: Sequence[str]) -> Settings | None:
+    """The checked settings; None for no policy."""
     chosen_by_requests = merged.get("request_policies")
     if merged.get("read") is not None or merged.get("prompts"):
         merged.setdefault("policy", NO_POLICY)
     elif not merged or (merged.get("policy") == NO_POLICY and not chosen_by_requests):
         return None
     if merged.get("policy") == AUTO and merged.get("profile") is None:
-        merged["profile"] = profile_beside(model)
-    return Settings.from_dict(merged)
+        is_first = arguments and not arguments[0].startswith("-")
+        model = arguments[:1] if is_first else option_values(arguments, "--model")[-1:]
+        merged["profile"] = profile_beside("".join(model))
+    settings = Settings.from_dict(merged)
+    _check(settings)
+    return settings
 
 
-def _section(value: object, source: str | None) -> dict[str, Any]:
+def _check(settings: Settings) -> None:
+    """Refuses a missing profile, a hidden plugin, and policies that cannot work."""
+    if settings.profile is not None and not os.path.isfile(settings.profile):
+        raise ConfigError(
+            f"profile {settings.profile}: no such file; make one with `vllm-kvcompress profile`."
+        )
+    plugins = os.environ.get("VLLM_PLUGINS")
+    needed = (SETTINGS_KEY, PROMPTS_PLUGIN) if settings.prompts is not None else (SETTINGS_KEY,)
+    for name in needed if plugins is not None else ():
+        if name not in str(plugins).split(","):
+            raise ConfigError(
+                f"VLLM_PLUGINS={plugins} keeps vLLM from loading this plugin; add {name} to it, or "
+                "unset it."
+            )
+    from vllm_kvcompress.policies import resolve_settings
+
+    resolve_settings(settings)
+
+
+def _section(value: object) -> dict[str, Any]:
+    """A section of settings with their names as `Settings` has them."""
     if value is None:
         return {}
     if not isinstance(value, Mapping):
         raise ConfigError(
-            f"{source}: expected settings under {SETTINGS_KEY}, such as policy and budget, found "
-            f"{value!r}."
+            f"{SETTINGS_KEY}: expected settings such as policy and budget, found {value!r}."
         )
-    section = {str(key).replace("-", "_"): item for key, item in value.items()}
-    for key in _NESTED:
-        if not isinstance(section.get(key, {}), Mapping):
-            raise ConfigError(
-                f"{source}: expected names with values under {key}, found {section[key]!r}."
-            )
-    return section
+    return {str(key).replace("-", "_"): item for key, item in value.items()}
 
 
 def _mapping(value: object, source: str | None) -> dict[str, Any]:
@@ -276,14 +283,6 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{_ADDITIONAL}: expected a JSON object, found {text!r}.")
     return value
-
-
-def json_or_text(text: str) -> Any:
-    """A JSON value, or the text where it is none."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 def _deep_update(base: dict[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:

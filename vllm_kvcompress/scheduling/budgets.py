@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.scheduling.triggers import parse_number
+from typing import Annotated
 
-MOST_TOKENS = 2**53  # of anything
+from pydantic import PlainValidator
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.options import MAX_TOKENS, parse_number
 
 
 def parse_budget(value: object) -> float | int:
@@ -16,27 +18,17 @@ def parse_budget(value: object) -> float | int:
         (in the mean over heads and layers).
 
     Raises:
-        ConfigError: no number, not above zero, not finite, or ambiguous.
+        ConfigError: no such number, or 1, which could mean the whole prompt or one token.
     """
     number = parse_number(value) if isinstance(value, str) else value
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        raise ConfigError(
-            f"budget: expected a number, found {value!r}; give a fraction of the prompt such as "
-            "0.25, or tokens per head such as 2048."
-        )
-    if not 0 < number <= MOST_TOKENS:
-        raise ConfigError(
-            f"budget {value}: expected a positive, finite number, since something has to be kept; "
-            "give a fraction of the prompt such as 0.25, or tokens per head such as 2048."
-        )
-    if isinstance(number, int) and number == 1:
-        raise ConfigError(
-            'budget 1 could mean "the whole prompt" or "one token"; write 1.0 to keep everything, '
-            "or tokens per head such as 2048."
-        )
-    if isinstance(number, float) and number > 1:
-        raise ConfigError(
-            f"budget {value}: a fraction cannot exceed 1.0; write a whole number without a point "
-            "for tokens per head, such as 2048."
-        )
-    return number
+    if isinstance(number, float) and 0 < number <= 1:
+        return number
+    if isinstance(number, int) and not isinstance(number, bool) and 1 < number <= MAX_TOKENS:
+        return number
+    raise ConfigError(
+        "expected a budget: a fraction of the prompt above 0 and at most 1.0, such as 0.25, or "
+        f"tokens per KV head, a whole number of at least 2, such as 2048; found {value!r}."
+    )
+
+
+Budget = Annotated[float | int, PlainValidator(parse_budget)]

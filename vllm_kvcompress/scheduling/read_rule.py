@@ -7,9 +7,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple, Self
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.options import parse_number
 from vllm_kvcompress.rounding import ceil_div
-from vllm_kvcompress.scheduling.budgets import MOST_TOKENS
-from vllm_kvcompress.scheduling.triggers import parse_number
 
 DEFAULT_MIN_TOKENS = 128
 NEVER = 2**62  # tokens that no request has
@@ -89,19 +88,25 @@ class ReadRule:
         Raises:
             ConfigError: no such method, or an amount or option that cannot work.
         """
-        method, _, rest = str(text).strip().partition(":")
+        try:
+            return cls._parse(text, DEFAULT_MIN_TOKENS if min_tokens is None else min_tokens)
+        except ValueError as error:
+            raise ConfigError(f'"{text}": {error}; {READ_HELP}.') from None
+
+    @classmethod
+    def _parse(cls, text: str, min_tokens: int) -> Self:
+        method, _, rest = text.strip().partition(":")
         options = [word.strip() for word in rest.split(",")] if rest else []
         if method not in _METHODS:
-            raise ConfigError(f'read "{text}": no method "{method}"; {READ_HELP}.')
-        least = DEFAULT_MIN_TOKENS if min_tokens is None else min_tokens
+            raise ValueError(f'no method "{method}"')
         fraction: Fraction | None = None
         tokens: int | None = None
         if method == "quest":
             amount, *options = options or [""]
-            fraction, tokens = _amount(text, amount)
-            choices, numbers = _options(text, options, _QUEST)
+            fraction, tokens = _amount(amount)
+            choices, numbers = _options(options, _QUEST)
         else:
-            choices, numbers = _options(text, options, _LONGCACHE)
+            choices, numbers = _options(options, _LONGCACHE)
             tokens = numbers["global"] + numbers["local"] + numbers["span"] * numbers["top"]
         first, last = numbers["global"], numbers["local"]
         return cls(
@@ -110,7 +115,7 @@ class ReadRule:
             tokens,
             first_tokens=first,
             last_tokens=last,
-            min_tokens=least,
+            min_tokens=min_tokens,
             prefill_tokens=numbers.get("prefill", 0),
             **choices,
         )
@@ -179,81 +184,22 @@ class ReadRule:
         return min(num_pages, max(chosen, short, self.least_pages(block_size)))
 
 
-def check_reading(read: str | None, min_tokens: object, min_request_read: object) -> None:
-    """Refuses settings of reading that cannot work.
-
-    Raises:
-        ConfigError: an amount, option or limit that is none, or one without `read`.
-    """
-    count = isinstance(min_tokens, int) and not isinstance(min_tokens, bool)
-    if min_tokens is not None and (
-        read is None or not count or not 0 <= min_tokens <= MOST_TOKENS  # type: ignore[operator]
-    ):
-        raise ConfigError(
-            f"read_min_tokens: expected a number of tokens, at least 0, beside read, found "
-            f"{min_tokens!r} beside {read!r}; leave it out, or add read: quest:0.25."
-        )
-    if min_request_read is not None and (read is None or not is_part(min_request_read)):
-        raise ConfigError(
-            f"min_request_read: expected a fraction above 0 and at most 1 beside read, found "
-            f"{min_request_read!r} beside {read!r}; leave it out, or add read: quest:0.25."
-        )
-    if read is not None and ReadRule.parse(read).prefill_tokens and min_request_read is not None:
-        raise ConfigError(
-            f'min_request_read: with read "{read}" prompts are read in part, and what the prefix '
-            "cache shares of them is only the same for requests that read alike; leave out "
-            "min_request_read, or prefill."
-        )
-
-
-def request_rule(rule: ReadRule | None, read: float, lowest: float | None) -> ReadRule:
-    """The rule of a request that asks for a part.
-
-    Args:
-        rule: the server's.
-        read: the part.
-        lowest: that the server allows; None: it allows none.
-
-    Raises:
-        ConfigError: the server does not allow it.
-    """
-    if rule is None or lowest is None:
-        raise ConfigError(
-            f"read {read}: this server lets no request choose how much is read; leave it out."
-        )
-    if read < lowest:
-        raise ConfigError(f"read {read}: this server allows fractions from {lowest} to 1.0.")
-    return rule.reading(read)
-
-
-def is_part(value: object) -> bool:
-    """Whether it is a fraction above 0 and at most 1."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-
-
 def _part(fraction: float) -> Fraction:
     return max(Fraction(fraction).limit_denominator(_FINEST), Fraction(1, _FINEST))
 
 
-def _amount(text: str, amount: str) -> tuple[Fraction | None, int | None]:
+def _amount(text: str) -> tuple[Fraction | None, int | None]:
     """`fraction` and `tokens` of a rule, one of them None."""
-    number = parse_number(amount)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not 0 < number < 2**53:
-        raise ConfigError(f'read "{text}": expected an amount, found "{amount}"; {READ_HELP}.')
-    if isinstance(number, int):
+    number = parse_number(text)
+    if isinstance(number, float) and 0 < number <= 1:
+        return _part(number), None
+    if isinstance(number, int) and 0 < number < 2**53:
         return None, number
-    if number > 1:
-        raise ConfigError(
-            f'read "{text}": a fraction cannot exceed 1.0; write a whole number without a '
-            "point for tokens per KV head."
-        )
-    return _part(number), None
+    raise ValueError(f'expected a fraction of at most 1.0, or a number of tokens, found "{text}"')
 
 
-def _options(
-    text: str, options: list[str], numbers: dict[str, int]
-) -> tuple[dict[str, Any], dict[str, int]]:
-    """Those that are one of some words, and those that are numbers, with what these are else."""
+def _options(options: list[str], numbers: dict[str, int]) -> tuple[dict[str, Any], dict[str, int]]:
+    """Parses enum and integer options, with defaults."""
     choices: dict[str, Any] = {}
     numbers = dict(numbers)
     for option in options:
@@ -263,12 +209,12 @@ def _options(
         elif name in numbers and value.isdecimal() and len(value) < 10:
             numbers[name] = int(value)
         else:
-            raise ConfigError(f'read "{text}": unknown option "{option}"; {READ_HELP}.')
+            raise ValueError(f'unknown option "{option}"')
     for name, score in _ONLY_OF.items():
         if name in choices and choices.setdefault("score", score) != score:
-            raise ConfigError(f'read "{text}": {name} goes with score={score}; leave out one.')
+            raise ValueError(f"{name} goes with score={score}")
     if "parts" in choices:
         choices["parts"] = int(choices["parts"])
     if not numbers.get("span", 1) * numbers.get("top", 1):
-        raise ConfigError(f'read "{text}": expected span and top of at least 1; {READ_HELP}.')
+        raise ValueError("expected span and top of at least 1")
     return choices, numbers

@@ -4,73 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
-from vllm_kvcompress.config import (
-    CONTEXT_TOKENS,
-    REQUEST_BUDGET,
-    REQUEST_POLICY,
-    REQUEST_READ,
-    Settings,
-)
+from vllm_kvcompress.config import RequestOptions, Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.prompts.settings import REQUEST_RATE
-from vllm_kvcompress.scheduling.read_rule import is_part
 
 if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import BatchUpdate
 
-PREFIX = "kv_"
-PREPARE = "kv_prepare"
-_KNOWN = (CONTEXT_TOKENS, PREPARE, REQUEST_POLICY, REQUEST_BUDGET, REQUEST_READ)
+_PREFIX = RequestOptions.prefix
 _VLLM_OWN = "kv_transfer_params"
 _LIMITED = "RequestCheck_"
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """What a request asks for.
-
-    Attributes:
-        context_tokens: at the beginning of the prompt, compressed before the rest is read. What
-            follows them attends to the compressed context, and is not compressed with it: so a
-            document can be compressed before the question about it is known. None: the whole
-            prompt is compressed together.
-        prepares: the context is compressed at the end of the prompt instead, by what the rest of
-            that attends to, and kept for later requests that name the same one.
-        policy: None: the server's.
-        budget: kept fraction; None: the server's.
-        read: fraction of what is held that decode steps read; None: the server's.
-    """
-
-    context_tokens: int | None = None
-    prepares: bool = False
-    policy: str | None = None
-    budget: float | None = None
-    read: float | None = None
-
-    @property
-    def chooses(self) -> bool:
-        """Whether it asks for anything that the operator may not allow."""
-        return self.prepares or (self.policy, self.budget, self.read) != (None, None, None)
-
-    def allowed_by(self, settings: Settings) -> None:
-        """Nothing, or why a server with these settings does not allow it.
-
-        Raises:
-            ConfigError: the reason.
-        """
-        chosen = settings.for_request(self.policy, self.budget)
-        settings.request_read_rule(self.read)
-        if self.prepares:
-            check_preparation(chosen)
 
 
 def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
@@ -85,59 +36,28 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
             f"vllm_xargs {REQUEST_RATE}: only the messages of chats are shortened, on a server "
             "with --prompt-compressor; leave it out."
         )
-    unknown = [key for key in given if key.startswith(PREFIX) and key not in (*_KNOWN, _VLLM_OWN)]
-    if unknown:
-        raise ConfigError(
-            f"vllm_xargs {unknown[0]}: not known; a request may set {', '.join(_KNOWN)}."
-        )
-    if not isinstance(given.get(_VLLM_OWN) or {}, Mapping):  # vLLM answers with a 500
-        raise ConfigError(
-            f"{_VLLM_OWN}: expected an object, found {given[_VLLM_OWN]!r}; leave it out."
-        )
-    prepares = given.get(PREPARE)
-    if prepares not in (None, 0, 1) or isinstance(prepares, float):
-        raise ConfigError(f"vllm_xargs {PREPARE}: expected true or false, found {prepares!r}.")
-    if prepares and given.get(CONTEXT_TOKENS) is None:
-        raise ConfigError(
-            f"vllm_xargs {PREPARE}: expected {CONTEXT_TOKENS} beside it, found none; say how many "
-            "tokens of the prompt are the context, and repeat that behind them."
-        )
-    return RequestOptions(
-        _context_tokens(given.get(CONTEXT_TOKENS)),
-        bool(prepares),
-        _policy(given.get(REQUEST_POLICY)),
-        _part(REQUEST_BUDGET, given.get(REQUEST_BUDGET), "the prompt"),
-        _part(REQUEST_READ, given.get(REQUEST_READ), "what is held"),
+    own = given.pop(_VLLM_OWN, None)
+    if not isinstance(own or {}, Mapping):  # vLLM answers with a 500
+        raise ConfigError(f"{_VLLM_OWN}: expected an object, found {own!r}; leave it out.")
+    return RequestOptions.from_dict(
+        {
+            key.removeprefix(_PREFIX): value
+            for key, value in given.items()
+            if key.startswith(_PREFIX)
+        }
     )
 
 
-def _context_tokens(value: Any) -> int | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1:
-        raise ConfigError(
-            f"vllm_xargs {CONTEXT_TOKENS}: expected a whole number of tokens, found {value!r}."
-        )
-    if value < 1:
-        raise ConfigError(f"vllm_xargs {CONTEXT_TOKENS}: expected at least 1, found {value!r}.")
-    return int(value)
+def check_choice(options: RequestOptions, settings: Settings) -> None:
+    """Refuses what a server with these settings does not let a request choose.
 
-
-def _policy(value: Any) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise ConfigError(f"vllm_xargs {REQUEST_POLICY}: expected a name, found {value!r}.")
-    return value
-
-
-def _part(name: str, value: Any, whole: str) -> float | None:
-    if value is None:
-        return None
-    if not is_part(value):
-        raise ConfigError(
-            f"vllm_xargs {name}: expected a fraction of {whole} above 0 and at most 1, such as "
-            f"0.25, found {value!r}."
-        )
-    return float(value)
+    Raises:
+        ConfigError: the reason.
+    """
+    chosen = settings.for_request(options.policy, options.budget)
+    settings.request_read_rule(options.read)
+    if options.prepare:
+        check_preparation(chosen)
 
 
 def check_preparation(settings: Settings) -> None:
@@ -150,18 +70,18 @@ def check_preparation(settings: Settings) -> None:
 
     if not settings.reuse_contexts:
         raise ConfigError(
-            f"vllm_xargs {PREPARE}: this server keeps no contexts; start it with "
+            "vllm_xargs kv_prepare: this server keeps no contexts; start it with "
             "--kv-reuse-contexts."
         )
     kinds = {trigger.kind for trigger in settings.triggers}
     if not settings.compresses or not kinds & {"prompt", "chunk"}:
         raise ConfigError(
-            f"vllm_xargs {PREPARE}: with policy {settings.policy}, budget {settings.budget} and "
+            f"vllm_xargs kv_prepare: with policy {settings.policy}, budget {settings.budget} and "
             f"trigger {settings.trigger} no context is compressed; leave it out."
         )
     if merging := [part.name for part in describe(settings.policy) if part.stages.merge]:
         raise ConfigError(
-            f"vllm_xargs {PREPARE}: {merging[0]} makes something of the evicted tokens, and what "
+            f"vllm_xargs kv_prepare: {merging[0]} makes something of the evicted tokens, and what "
             "scores a context only chooses; ask for another policy, or leave it out."
         )
 
@@ -196,16 +116,16 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
         if not options.chooses:
             return
         if cls.settings is None:
-            asked = PREPARE if options.prepares else ", ".join(_KNOWN[2:])
+            chosen = ", ".join(f"kv_{name}" for name in options.to_dict())
             raise ConfigError(
-                f"vllm_xargs {asked}: this server lets no request choose, and keeps no contexts; "
+                f"vllm_xargs {chosen}: this server lets no request choose, and keeps no contexts; "
                 "leave it out."
             )
-        options.allowed_by(cls.settings)
-        if options.prepares and sampling_params.max_tokens != 1:
+        check_choice(options, cls.settings)
+        if options.prepare and sampling_params.max_tokens != 1:
             raise ConfigError(
-                f"vllm_xargs {PREPARE}: expected max_tokens 1, found "
-                f"{sampling_params.max_tokens}; what is prepared is for later requests."
+                f"vllm_xargs kv_prepare: expected max_tokens 1, found {sampling_params.max_tokens};"
+                " what is prepared is for later requests."
             )
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:

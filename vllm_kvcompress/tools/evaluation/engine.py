@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from vllm_kvcompress.config import CONTEXT_TOKENS, REQUEST_BUDGET, REQUEST_POLICY
 from vllm_kvcompress.tools.engine_process import EngineProcess
 
 
@@ -49,8 +48,8 @@ class Question:
     @property
     def extra_args(self) -> dict[str, str | float]:
         """What the request says of its compression (`vllm_xargs` through a server)."""
-        chosen = {REQUEST_POLICY: self.policy, REQUEST_BUDGET: self.budget}
-        chosen[CONTEXT_TOKENS] = len(self.context) if self.agnostic else None
+        chosen: dict[str, Any] = {"kv_policy": self.policy, "kv_budget": self.budget}
+        chosen["kv_context_tokens"] = len(self.context) if self.agnostic else None
         return {name: value for name, value in chosen.items() if value is not None}
 
 
@@ -169,15 +168,13 @@ def _sampling(**options: Any) -> Any:
 
 def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
     """Has contexts prepared that are to be; by number of the question who has done it."""
-    from vllm_kvcompress.vllm_plugin.request_options import PREPARE
-
     asking = [number for number, question in enumerate(questions) if question.repetition]
     if not asking:
         return {}
     mine = [questions[number] for number in asking]
     outputs = llm.generate(
         [{"prompt_token_ids": [*each.context, *each.repetition]} for each in mine],
-        [_sampling(max_tokens=1, extra_args={**each.extra_args, PREPARE: 1}) for each in mine],
+        [_sampling(max_tokens=1, extra_args=each.extra_args | {"kv_prepare": 1}) for each in mine],
         use_tqdm=False,
     )
     done = [output.request_id for output in outputs]

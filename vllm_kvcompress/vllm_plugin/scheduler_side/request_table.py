@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_kvcompress.config import Settings
+from vllm_kvcompress.config import RequestOptions, Settings
 from vllm_kvcompress.scheduling.ledger import RequestLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, ReadPlan, RequestPlan, StepPlan
 from vllm_kvcompress.scheduling.preparation import PreparationLedger
 from vllm_kvcompress.scheduling.pressure import Candidate
 from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
 from vllm_kvcompress.scheduling.read_rule import ReadRule
-from vllm_kvcompress.vllm_plugin.request_options import RequestOptions, request_options
+from vllm_kvcompress.vllm_plugin.request_options import check_choice, request_options
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import StateUse
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ def _requested_options(request: Request, settings: Settings) -> RequestOptions:
     params = request.sampling_params
     try:
         options = request_options(None if params is None else params.extra_args)
-        options.allowed_by(settings)
+        check_choice(options, settings)
     except ValueError as error:
         logger.warning("request %s: %s Ignored.", request.request_id, error)
         return RequestOptions()
@@ -236,7 +236,7 @@ def _requested_options(request: Request, settings: Settings) -> RequestOptions:
 
 def _prepares(options: RequestOptions, request: Request) -> bool:
     """Whether a request prepares its context, for which its prompt must go on behind it."""
-    if not options.prepares:
+    if not options.prepare:
         return False
     num_context, num_tokens = options.context_tokens or 0, request.num_prompt_tokens
     if num_context < num_tokens:
