@@ -82,7 +82,6 @@ def _stand_in(module: str, name: str) -> Any:
     reading = {
         "nearest_keys": _nearest_keys,
         "decode_rows": _decode_rows,
-        "record_queries": _unseen,
     }
     twin = reading.get(name) or twin_of(module, name)
 
@@ -108,10 +107,6 @@ def _decode_rows(
 ) -> torch.Tensor | None:
     group = queries.shape[1] // rows.num_heads
     return queries.new_zeros(len(rows.lengths), group) if with_lse else None
-
-
-def _unseen(*_: object) -> None:
-    """Writes somewhere."""
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import torch
 
 from tests.accelerator import ACCELERATOR, Operators, launched, watched
 from tests.kernels.child import Child
+from tests.kernels.events import kernel_names, only_triton
 from tests.kernels.oracles import attend, corrected
 from tests.step_cases import (
     CPU,
@@ -150,6 +151,29 @@ def test_queries_go_where_windows_look_for_them(paged: bool, device: torch.devic
         number = min(5, len(queries))
         found = windows.read(layer, windows.find([(name, 12)], number))
         assert torch.equal(found[:, 0].cpu(), torch.stack(queries[-number:])), (layer, name)
+
+
+def kernels_of_a_step(policy: str) -> list[str]:
+    """All that a step of one token each launches, whose queries may be remembered."""
+    step = make_step("mixed", policy=policy)
+    steps = DecodeSteps(step.pool, ROOM, QUERY_HEADS, SCALES, step.pipeline, records=True)
+    with only_triton(), kernel_names() as names:
+        fill(steps, step)
+        for layer in range(NUM_LAYERS):
+            steps.run(layer, step.queries, torch.empty_like(step.queries))
+    return names
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "asymkv", "momentkv"])
+def test_a_layer_launches_two_kernels_and_a_correction(policy: str, interpreter: Child) -> None:
+    names = interpreter.call(f"{__name__}.kernels_of_a_step", policy)
+    layer = ["_pieces_kernel", "_reduce_kernel"] + ["_correct_kernel"] * (policy == "momentkv")
+    assert names == ["_sum_kernel", *NUM_LAYERS * layer]
+
+
+def test_kernels_copy_queries_where_windows_look_for_them(interpreter: Child) -> None:
+    test = f"{__name__}.test_queries_go_where_windows_look_for_them"
+    interpreter.call("tests.kernels.events.in_triton", test, False, CPU)
 
 
 @pytest.mark.parametrize(("policy", "most"), [("snapkv", 8), ("asymkv", 13), ("momentkv", 13)])

@@ -100,7 +100,6 @@ def captured(report: dict[str, Any]) -> None:
     kernels = (
         (decode_steps, "decode_rows"),
         (decode_steps, "correct_with_moments"),
-        (decode_steps, "record_queries"),
         (triton_attn, "triton_reshape_and_cache_flash"),
         (triton_attn, "unified_attention"),
     )

@@ -13,7 +13,7 @@ from tests.tiny_models import prompt
 
 STEP = ["forward begins", "forward ends", "sampled"]
 LAYERS = 3  # of the model, each of which launches what is left without Python
-LAUNCHES = ("write_cache", "decode_rows", "record_queries")
+LAUNCHES = ("write_cache", "decode_rows")
 POLICIES = {
     "decode": {"policy": "snapkv", "budget": 0.3, "trigger": "prompt,decode:8"},
     "pressure": {"policy": "snapkv", "budget": 0.3, "trigger": "pressure:0.5"},

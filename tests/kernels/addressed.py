@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +11,11 @@ from torch import Tensor
 
 from tests.kernels.cases import random
 from vllm_kvcompress.kernels.attention import sum_tiles
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers, AddressedRows
+from vllm_kvcompress.kernels.common.addressed_rows import (
+    AddressedNumbers,
+    AddressedRows,
+    QueryTargets,
+)
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, tile_size
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
@@ -129,7 +134,7 @@ def corrected(module: str, state: PagedNumbers, outputs: Tensor, *args: object) 
 
 
 def recorded(module: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, list[Any]]:
-    """The memory after a `record_queries` of that module, the queries, and [layer, place] of each
+    """The memory after a `decode_rows` of that module, the queries, and [layer, place] of each
     of their heads, None where it goes nowhere."""
     memory = torch.zeros(2, 12, DIM, dtype=dtype, device=device)
     queries = make_queries(dtype).to(device)
@@ -140,6 +145,9 @@ def recorded(module: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tens
         for row in places
     ]
     layers = torch.tensor([7, memory.stride(0) * item]).to(device)
-    record = importlib.import_module(f"vllm_kvcompress.kernels.recording.{module}").record_queries
-    record(queries, torch.tensor(addresses).to(device), layers, 1)
+    rows, kept = make_rows(make_entries(dtype), device)
+    rows = replace(rows, query_targets=QueryTargets(torch.tensor(addresses).to(device), layers))
+    attend = importlib.import_module(f"vllm_kvcompress.kernels.attention.{module}").decode_rows
+    attend(rows, queries, DIM**-0.5, torch.empty_like(queries))
+    assert kept
     return memory.cpu(), queries.cpu(), places

@@ -9,7 +9,11 @@ from typing import Any
 import torch
 
 from tests.kernels.cases import make_entries, random, some_bias
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers, AddressedRows
+from vllm_kvcompress.kernels.common.addressed_rows import (
+    AddressedNumbers,
+    AddressedRows,
+    QueryTargets,
+)
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
@@ -55,12 +59,13 @@ class Launch:
         return f"{self.launcher.rpartition('.')[2]} {self.variant}".strip()
 
 
-def addressed_rows(entries: PagedEntries) -> AddressedRows:
-    """Two sequences as the heads of one request."""
+def addressed_rows(entries: PagedEntries, group: int) -> AddressedRows:
+    """Two sequences as the heads of one request, whose queries go somewhere."""
     addresses, offsets = torch.zeros(2, 4, dtype=torch.int64).split(1)
     sizes = (entries.block_size, entries.head_size)
     runs = entries.lengths, entries.lengths.clone()
-    return AddressedRows(entries.pages, addresses, *runs, offsets[0], 0, 2, *sizes)
+    targets = QueryTargets(torch.zeros(1, 2 * group, dtype=torch.int64), offsets[0])
+    return AddressedRows(entries.pages, addresses, *runs, offsets[0], 0, 2, *sizes, targets)
 
 
 def addressed_numbers(numbers: PagedNumbers) -> AddressedNumbers:
@@ -94,14 +99,11 @@ def launches(
     yield launch(
         "attention.decode_triton.decode_attention", 3, entries, queries[:, :, 0], 0.1, bias
     )
-    rows, together = addressed_rows(entries), random(1, 2 * GROUP, head_size, dtype=dtype)
+    rows, together = addressed_rows(entries, GROUP), random(1, 2 * GROUP, head_size, dtype=dtype)
     attend = "attention.decode_triton.decode_rows"
     yield launch(attend, 2, rows, together, 0.1, together.clone())
     added = addressed_numbers(bias)
     yield launch(attend, 2, rows, together, 0.1, together.clone(), added, variant="bias")
-    nowhere = torch.zeros(1, 2 * GROUP, dtype=torch.int64)
-    record = "recording.record_triton.record_queries"
-    yield launch(record, 1, together, nowhere, rows.layer_offsets, 0)
     yield launch("attention.prefill_triton.prefill_attention", 1, entries, queries, 0.1, bias)
 
     window = random(64, 2 * GROUP, head_size, dtype=dtype)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -43,6 +44,22 @@ def in_triton(test: str, *args: Any) -> None:
     """Runs the test of that dotted name with all kernels Triton's."""
     with only_triton():
         pkgutil.resolve_name(test)(*args)
+
+
+@contextmanager
+def kernel_names() -> Iterator[list[str]]:
+    """The names of all kernels that are launched, one after the other."""
+    from triton.runtime.interpreter import GridExecutor
+
+    names: list[str] = []
+    run = GridExecutor.__call__
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        names.append(self.fn.__name__)
+        run(self, *args, **kwargs)
+
+    with mock.patch.object(GridExecutor, "__call__", noting):
+        yield names
 
 
 @contextmanager

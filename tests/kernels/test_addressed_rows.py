@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ from tests.kernels.cases import some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.attention import reference
+from vllm_kvcompress.kernels.common.addressed_rows import QueryTargets
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
 
@@ -62,7 +65,7 @@ def test_the_twin_records_where_it_is_told() -> None:
 def test_recording(backend: Backend) -> None:
     device = "cuda" if isinstance(backend, Device) else "cpu"
     name = "tests.kernels.addressed.recorded"
-    check_recorded(*backend.call(name, "record_triton", backend.dtype, device))
+    check_recorded(*backend.call(name, "decode_triton", backend.dtype, device))
 
 
 def test_what_is_refused(interpreter: Child) -> None:
@@ -73,11 +76,10 @@ def test_what_is_refused(interpreter: Child) -> None:
         interpreter.call(launch, rows, queries.half(), 1.0, queries)
     with pytest.raises(InvariantError, match=r"expected outputs .*\(4, 4, 64\)"):
         interpreter.call(launch, rows, queries, 1.0, queries[1:])
+    targets = QueryTargets(torch.zeros(5, 3, dtype=torch.int64), rows.layer_offsets)
+    rows = replace(rows, query_targets=targets)
     with pytest.raises(InvariantError, match=r"expected addresses \[5, 4\]"):
-        interpreter.call(
-            "vllm_kvcompress.kernels.recording.record_triton.record_queries",
-            *(queries, torch.zeros(5, 3, dtype=torch.int64), rows.layer_offsets, 0),
-        )
+        interpreter.call(launch, rows, queries, 1.0, queries)
 
 
 def test_nothing_held_is_nothing_read() -> None:

@@ -16,6 +16,7 @@ import torch
 from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child, at_once
 from tests.kernels.compiled_cases import (
+    GROUP,
     HOLDING_TILES,
     addressed_numbers,
     addressed_rows,
@@ -82,18 +83,12 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
 @pytest.mark.parametrize("head_size", [128, 80])
 def test_decode_by_address(compiler: Child, head_size: int, biased: bool) -> None:
     """Addresses that are read when the kernel runs leave the loads of rows as they are."""
-    rows = addressed_rows(make_entries([40, 3], 16, head_size, BF16))
+    rows = addressed_rows(make_entries([40, 3], 16, head_size, BF16), GROUP)
     queries = random(1, 8, head_size, dtype=BF16)
     launcher = "attention.decode_triton.decode_rows"
     bias = addressed_numbers(some_bias([8, 3])) if biased else None
     found = check(compiler, launcher, 2, rows, queries, 0.1, queries, bias)
     check_pieces(found["_pieces_kernel"])
-
-
-def test_recording(compiler: Child) -> None:
-    queries, places = random(1, 8, 128, dtype=BF16), torch.zeros(1, 8, dtype=torch.int64)
-    launcher = "recording.record_triton.record_queries"
-    check(compiler, launcher, 1, queries, places, places[0], 0)
 
 
 def check_pieces(pieces: Any) -> None:

@@ -4,8 +4,8 @@ Compressed requests and others are rows of one kernel; what a policy carries of 
 whose queries are remembered, is read when it runs. What changes from step to step lies in buffers
 that stay where they are:
 
-    step     [ fill ] -> [ layer 0: attend, record ][ layer 1: attend, record ] .. -> [ events ]
-    replay   [ fill ] -> [ the same launches, without Python                  ]    -> [ events ]
+    step     [ fill ] -> [ layer 0: attend and record ][ layer 1: .. ] .. -> [ events ]
+    replay   [ fill ] -> [ the same launches, without Python         ] .. -> [ events ]
 
 Page tables, rings and policy state may move. Their addresses are in the buffers.
 """
@@ -27,11 +27,11 @@ from vllm_kvcompress.kernels.common.addressed_rows import (
     NUMBERS_COLUMNS,
     AddressedNumbers,
     AddressedRows,
+    QueryTargets,
 )
 from vllm_kvcompress.kernels.common.paged_entries import tile_size
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.merging.moments import correct_with_moments
-from vllm_kvcompress.kernels.recording import record_queries
 from vllm_kvcompress.policies import Pipeline
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -180,11 +180,6 @@ class DecodeSteps:
         """
         if len(queries) != self._number:
             self._look(len(queries))
-        self._attend(layer, queries, outputs)
-        if self._records:
-            record_queries(queries, self._its_targets, self._layer_bytes, layer)
-
-    def _attend(self, layer: int, queries: Tensor, outputs: Tensor) -> None:
         rows, scale = self._rows[layer], self.scales[layer]
         bias = self._numbers[layer] if self._pipeline.weighs_entries else None
         lse = decode_rows(rows, queries, scale, outputs, bias, self._pipeline.corrects)
@@ -196,7 +191,9 @@ class DecodeSteps:
     def _look(self, number: int) -> None:
         """At as much of the buffers as a step of so many requests reads."""
         pool, self._number = self.pool, number
-        self._its_targets = self._targets.numbers[:number]
+        targets = None
+        if self._records:
+            targets = QueryTargets(self._targets.numbers[:number], self._layer_bytes)
         self._numbers = [] if self._state is None else self._state.of_layers(number)
         addresses = self._addresses.numbers[:number]
         runs = self._lengths[:, :number].flatten(1), self._tile_ends[:, : number * pool.num_heads]
@@ -211,6 +208,7 @@ class DecodeSteps:
                 num_heads=pool.num_heads,
                 block_size=pool.block_size,
                 head_size=pool.head_size,
+                query_targets=targets,
             )
             for layer, (lengths, tile_ends) in enumerate(zip(*runs, strict=True))
         ]

@@ -185,15 +185,22 @@ def _pieces_kernel(
         sequence += 1
 
 
-@kernel("num_sequences", "num_programs")
+@kernel("num_sequences", "num_programs", "layer")
 def _reduce_kernel(
     piece_outputs,
     piece_lse,
     tile_ends,
     outputs,
     lse,
+    queries,
+    query_targets,
+    layer_bytes,
+    layer,
     num_sequences,
     num_programs,
+    query_stride_r,
+    query_stride_h,
+    query_stride_g,
     output_stride_r,
     output_stride_h,
     output_stride_g,
@@ -203,10 +210,17 @@ def _reduce_kernel(
     DIMS: tl.constexpr,
     PIECES: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    HAS_TARGETS: tl.constexpr,
 ):
-    """One query head of one sequence: its pieces, weighted by their share of the softmax."""
+    """One query head of one sequence: its pieces, weighted by their share of the softmax.
+
+    And a copy of the query, where query_targets [S, GROUP] has an address for it.
+    """
     sequence = tl.program_id(0)
     member = tl.program_id(1)
+    wide = sequence.to(tl.int64)
+    if HAS_TARGETS:
+        target = tl.load(query_targets + wide * GROUP + member)
     total = tl.load(tile_ends + num_sequences - 1)
     end = tl.load(tile_ends + sequence)
     before = tl.load(tile_ends + sequence - 1, mask=sequence > 0, other=0)
@@ -237,11 +251,11 @@ def _reduce_kernel(
         maximum = new_maximum
     nothing = whole == 0.0
     mixed = tl.where(nothing, 0.0, mixed / tl.where(nothing, 1.0, whole))
-    wide = sequence.to(tl.int64)
+    request, head = wide // HEADS, wide % HEADS
     tl.store(
         outputs
-        + wide // HEADS * output_stride_r
-        + wide % HEADS * output_stride_h
+        + request * output_stride_r
+        + head * output_stride_h
         + member * output_stride_g
         + dims,
         mixed.to(outputs.dtype.element_ty),
@@ -252,6 +266,13 @@ def _reduce_kernel(
         natural = (maximum + tl.log2(tl.where(nothing, 1.0, whole))) * 0.6931471805599453
         place = wide * GROUP + member + tl.arange(0, 1)
         tl.store(lse + place, natural)
+    if HAS_TARGETS:
+        wanted = (dims < HEAD_SIZE) & (target != 0)
+        target += tl.load(layer_bytes + layer)
+        to = tl.cast(target, tl.pointer_type(queries.dtype.element_ty))
+        query = queries + request * query_stride_r + head * query_stride_h
+        query += member * query_stride_g
+        tl.store(to + dims, tl.load(query + dims, mask=wanted), mask=wanted)
 
 
 def decode_attention(
@@ -337,8 +358,11 @@ def _launch(
     piece_lse = queries.new_empty((num_pieces, group), dtype=torch.float32)
     numbers, tile_ends = NumbersArguments.of(bias), runs[1]
     table: tuple[Tensor, Tensor | None, int]
+    targets: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
     if addressed := isinstance(holder, AddressedRows):
         table, table_stride = (holder.addresses, holder.layer_offsets, holder.layer), 0
+        if holder.query_targets is not None:
+            targets = holder.query_targets.addresses, holder.query_targets.layer_bytes
     else:
         table, table_stride = (holder.page_table, None, 0), holder.page_table.stride(0)
     sizes = dict(HEADS=heads, GROUP=group, HEAD_SIZE=head_size, DIMS=padded(head_size))
@@ -374,11 +398,16 @@ def _launch(
             tile_ends,
             out,
             lse,
+            queries,
+            *targets,
+            table[2],
             num_sequences,
             programs,
+            *queries.stride()[:3],
             *out.stride()[:3],
             PIECES=settings.pieces,
             HAS_LSE=lse is not None,
+            HAS_TARGETS=targets[0] is not None,
             num_warps=4,
             **sizes,
         )

@@ -8,7 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers, AddressedRows
+from vllm_kvcompress.kernels.common.addressed_rows import (
+    AddressedNumbers,
+    AddressedRows,
+    numbers_at,
+)
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 
@@ -67,7 +71,8 @@ def decode_rows(
     bias: AddressedNumbers | None = None,
     with_lse: bool = False,
 ) -> Tensor | None:
-    """Attention of one query per query head of each request, over what `rows` address.
+    """Attention of one query per query head of each request, over what `rows` address; queries
+    that have a target are copied there.
 
     Args:
         rows: lengths may be 0.
@@ -88,6 +93,12 @@ def decode_rows(
     added = None if bias is None else bias.paged()
     found, lse = decode_attention(entries, mine, scale, added, with_lse)
     out.copy_(found.view(out.shape))
+    if (targets := rows.query_targets) is not None:
+        behind = int(targets.layer_bytes[rows.layer])
+        addresses = targets.addresses.flatten().tolist()
+        for query, address in zip(queries.flatten(0, 1), addresses, strict=True):
+            if address:
+                numbers_at(address + behind, len(query), query.dtype).copy_(query)
     return lse
 
 

@@ -20,6 +20,19 @@ COLUMNS, NUMBERS_COLUMNS = 4, 2  # of `addresses`
 
 
 @dataclass(frozen=True)
+class QueryTargets:
+    """Where queries of R requests are copied to, by query head.
+
+    Attributes:
+        addresses: [R, Hq] int64 where they go in the first layer; 0: nowhere.
+        layer_bytes: [num_layers] int64 how many bytes behind, in each layer.
+    """
+
+    addresses: Tensor
+    layer_bytes: Tensor
+
+
+@dataclass(frozen=True)
 class AddressedRows:
     """R requests with one query each, H heads each, in one layer.
 
@@ -36,6 +49,7 @@ class AddressedRows:
         num_heads: H.
         block_size: tokens of a page.
         head_size: elements of a key.
+        query_targets: where their queries are remembered; None: nowhere.
     """
 
     pages: Tensor
@@ -47,6 +61,7 @@ class AddressedRows:
     num_heads: int
     block_size: int
     head_size: int
+    query_targets: QueryTargets | None = None
 
     @property
     def device(self) -> torch.device:
@@ -113,7 +128,8 @@ class AddressedNumbers:
 
 
 def check_rows(rows: AddressedRows, queries: Tensor, out: Tensor) -> None:
-    """Refuses queries and outputs that are not [R, any, D] in the pages' type, element by element.
+    """Refuses queries and outputs that are not [R, any, D] in the pages' type, element by element,
+    and targets that are not one for each query.
 
     Raises:
         InvariantError: they are not.
@@ -126,6 +142,14 @@ def check_rows(rows: AddressedRows, queries: Tensor, out: Tensor) -> None:
                 f"expected {name} [{shape[0]}, heads, {shape[1]}] of the pages' type "
                 f"{rows.pages.dtype}, got {tuple(given.shape)} in {given.dtype} with strides "
                 f"{given.stride()}; convert them, or call contiguous()."
+            )
+    if rows.query_targets is not None:
+        addresses = rows.query_targets.addresses
+        if addresses.shape != queries.shape[:2] or not addresses.is_contiguous():
+            raise InvariantError(
+                f"expected addresses {list(queries.shape[:2])} side by side, got "
+                f"{tuple(addresses.shape)} with strides {addresses.stride()}; give one for every "
+                "query head of every request."
             )
 
 
