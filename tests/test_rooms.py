@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "vllm_kvcompress"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "vllm_kvcompress"
+SCRIPTS = ROOT / "scripts"
 # Each imports those before it alone.
 ROOMS = (
     *("errors", "rounding", "options", "scheduling", "prompts", "config", "kernels", "policies"),
@@ -49,3 +52,33 @@ def test_imports_point_one_way(file: Path) -> None:
 def test_rooms_are_few() -> None:
     assert {room_of(file) for file in FILES} == {*ROOMS, "__init__"}
     assert len(list(PACKAGE.glob("*.py"))) <= 6
+
+
+def modules_in(folder: Path, base: Path) -> dict[str, Path]:
+    """The files of a folder by their module's name, which begins below `base`."""
+    parts = {file: file.relative_to(base).with_suffix("").parts for file in folder.rglob("*.py")}
+    return {".".join(names).removesuffix(".__init__"): file for file, names in parts.items()}
+
+
+def imported_modules(file: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Those of the known modules that a file imports, in functions and for types, too."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                names = (f"{node.module}.{alias.name}", str(node.module))
+                yield from [name for name in names if name in known][:1]
+
+
+@pytest.mark.parametrize("part", ["package", "scripts"])
+def test_no_modules_import_each_other_in_a_circle(part: str) -> None:
+    modules = modules_in(PACKAGE, ROOT)
+    if part == "scripts":  # each folder of scripts is a place to import from
+        folders = [SCRIPTS, *(folder for folder in SCRIPTS.iterdir() if folder.is_dir())]
+        modules = {name: file for base in folders for name, file in modules_in(base, base).items()}
+    graph = {name: set(imported_modules(file, modules)) for name, file in modules.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))

@@ -20,7 +20,6 @@ from vllm_kvcompress.kernels.window_mass import window_mass
 
 Row = dict[str, Any]
 WINDOW_SIZE = 32
-KEPT = 0.25
 # Tokens that go through the linear layers at once, as in chunked prefill.
 CHUNK = 8192
 
@@ -36,7 +35,7 @@ def measure_events(
             name: shapes.NUM_LAYERS * seconds_of(work, repeats)
             for name, work in _parts(num_tokens, block_size).items()
         }
-        kept = int(KEPT * num_tokens) // block_size * block_size
+        kept = int(shapes.KEPT * num_tokens) // block_size * block_size
         copied = 2 * shapes.entry_bytes(kept) * shapes.NUM_HEADS * shapes.NUM_LAYERS
         rows.append(
             {
@@ -110,7 +109,7 @@ def _attention_seconds(num_tokens: int, repeats: int) -> float:
 
 def _parts(num_tokens: int, block_size: int) -> dict[str, Callable[[], Any]]:
     """The parts of one layer's event."""
-    kept_pages = int(KEPT * num_tokens) // block_size
+    kept_pages = int(shapes.KEPT * num_tokens) // block_size
     entries = shapes.make_entries(
         shapes.uniform_lengths(1, num_tokens), block_size, kept_pages * shapes.NUM_HEADS
     )

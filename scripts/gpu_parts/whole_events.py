@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from gpu_parts import shapes
-from gpu_parts.events import KEPT
 from gpu_parts.measure import progress
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
@@ -110,7 +109,7 @@ class Cache:
     def __init__(self, model: Model, num_tokens: int, block_size: int, device: str) -> None:
         self.model, self.device = model, torch.device(device)
         self.num_blocks = num_tokens // block_size
-        self.num_kept = max(1, int(KEPT * self.num_blocks))
+        self.num_kept = max(1, int(shapes.KEPT * self.num_blocks))
         self.block_size = block_size
         per_block = model.num_layers * model.num_heads
         num_pages = (self.num_blocks + self.num_kept) * per_block
