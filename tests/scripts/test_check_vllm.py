@@ -1,15 +1,15 @@
-"""That scripts/check_vllm.py knows all that is relied on in vLLM, and sees what is not there."""
+"""scripts/checks/check_vllm.py knows all that is relied on in vLLM, and reports what differs."""
 
 from __future__ import annotations
 
 import ast
 import builtins
 import importlib
-import importlib.util
 import logging
 import multiprocessing
 import re
-import zipfile
+import sys
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,10 @@ import torch
 from fastapi import FastAPI
 
 import check_vllm
-from vllm_check import names
-from vllm_check.reliance import Reliance
-from vllm_check.sources import Sources
+import vllm_reliance
 from vllm_kvcompress.vllm_plugin.spec import PolicyDemand
 
-ROOT = Path(__file__).parents[2]
+PACKAGE = check_vllm.ROOT / "vllm_kvcompress"
 
 # Attributes of models' modules and configurations, which need not be there.
 MODELS = {"o_proj", "rotary_emb", "num_kv_shared_layers", "attn_logit_softcapping"}
@@ -32,7 +30,7 @@ MODELS = {"o_proj", "rotary_emb", "num_kv_shared_layers", "attn_logit_softcappin
 OPTIONS = {"model_tag", "headless", "api_key", "served_model_name"}
 OPTIONS |= {"api_server_count", "data_parallel_size", "grpc"}
 OPTIONS |= {"_actions", "option_strings", "dest", "nargs", "const"}
-OWN = {"kvcompress_status"}  # what we keep in the server's state
+OWN = {"kvcompress_status", "kvcompress_sampling"}  # what we keep in the server's state
 # Python's and torch's objects that no import of ours names, and any dataclass.
 OBJECTS = (
     *(*vars(builtins).values(), multiprocessing.get_context("spawn"), Connection),
@@ -41,81 +39,110 @@ OBJECTS = (
 )
 
 
-def names_elsewhere(reliance: Reliance) -> set[str]:
-    """Attributes of what sources that touch vLLM import from elsewhere, and of its classes."""
-    objects: list[Any] = list(OBJECTS)
-    for source in filter(reliance.touches_vllm, reliance.modules):
-        for node in ast.walk(source.tree):
-            modules = []
-            if isinstance(node, ast.Import):
-                modules = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                modules = [node.module or ""]
-            for name in modules:
-                if name.split(".")[0] not in ("vllm", check_vllm.PACKAGE.name):
-                    module = importlib.import_module(name)
-                    members = list(vars(module).values())
-                    objects += [module, *(each for each in members if isinstance(each, type))]
-    return {name for each in objects for name in dir(each)} | MODELS | OPTIONS | OWN
-
-
 @pytest.fixture(scope="module")
-def installed() -> Reliance:
-    spec = importlib.util.find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return Reliance(check_vllm.PACKAGE, Sources(Path(spec.origin).parents[1]))
+def looked_up() -> check_vllm.Problems:
+    return check_vllm.look_up(Path(sys.executable))
 
 
-def test_the_installed_vllm_fits(installed: Reliance) -> None:
-    found = installed.findings.values()
-    assert [each for each in found if each.problem] == []
-    assert {each.kind for each in found} == {"imported", "overridden", "called", "read or set"}
+def test_the_installed_vllm_fits(looked_up: check_vllm.Problems) -> None:
+    assert {key: problem for key, problem in looked_up.items() if problem} == {}
+    assert {kind for kind, _, _ in looked_up} == {"imported", "overridden", "called", "read"}
 
 
-def test_every_import_is_looked_up(installed: Reliance) -> None:
-    """Found by their looks, which shares nothing with the script's reading of syntax."""
+def test_every_import_is_looked_up(looked_up: check_vllm.Problems) -> None:
+    """Found in the text, which shares nothing with the script's reading of syntax."""
     written = set()
-    for path in check_vllm.PACKAGE.rglob("*.py"):
+    for path in PACKAGE.rglob("*.py"):
         text = re.sub(r"#.*", "", path.read_text())
         for module, listed, single in re.findall(
             r"^ *from (vllm(?:\.\w+)*) import (?:\(([^)]*)\)|(.*))$", text, re.MULTILINE
         ):
             for name in re.split(r"[,\s]+", re.sub(r" as \w+", "", listed or single).strip(", \n")):
                 written.add((module, name))
-    looked_up = {(f.owner, f.name) for f in installed.findings.values() if f.kind == "imported"}
     assert len(written) > 40
-    assert written - looked_up == set()
+    assert written - {(owner, name) for kind, owner, name in looked_up} == set()
 
 
-def test_every_attribute_of_vllms_objects_is_looked_up(installed: Reliance) -> None:
-    """What compat.py and others read of unannotated objects stands in the table of names."""
-    found = installed.uncovered(names_elsewhere(installed))
-    assert found == {}, "say in scripts/vllm_check/names.py what has it"
+def sources_that_touch_vllm() -> Iterator[ast.Module]:
+    for path in PACKAGE.rglob("*.py"):
+        if re.search(r"^ *from vllm\b", path.read_text(), re.MULTILINE) or (
+            "vllm_plugin" in path.parts
+        ):
+            yield ast.parse(path.read_text())
 
 
-def test_members_that_replace_vllms_are_known(installed: Reliance) -> None:
-    assert installed.replacing() == names.REPLACING, "change REPLACING in the same way"
+def own_names() -> set[str]:
+    """Functions, classes and variables of the package."""
+    names = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                parts = [n for each in targets for n in ast.walk(each) if hasattr(n, "ctx")]
+                stored = [n for n in parts if isinstance(n.ctx, ast.Store)]
+                names |= {ast.unparse(each).removeprefix("self.") for each in stored}
+    return names
 
 
-def test_the_page_in_docs_names_all_that_is_looked_up(installed: Reliance) -> None:
-    page = (ROOT / "docs" / "vllm-versions.md").read_text()
-    listed: dict[tuple[str, str], set[str]] = {}
-    for part in page.split("\n### ")[1:]:
-        kind = part.splitlines()[0].lower()
-        for owner, names_there in re.findall(r"^\| `([^`]+)` \| (.*?) \|", part, re.MULTILINE):
-            listed[kind, owner] = set(re.findall(r"`([^`]+)`", names_there))
-    missing = [
-        found
-        for found in installed.findings.values()
-        if found.name
-        and found.name not in listed.get((found.kind, found.owner.removeprefix("vllm.")), set())
-    ]
-    assert missing == [], "write it anew: scripts/check_vllm.py --markdown"
+def names_elsewhere() -> set[str]:
+    """Attributes of what these sources import from elsewhere, and of its classes."""
+    objects: list[Any] = list(OBJECTS)
+    for tree in sources_that_touch_vllm():
+        for node in ast.walk(tree):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                modules = [node.module or ""]
+            for name in modules:
+                if name.split(".")[0] not in ("vllm", PACKAGE.name):
+                    module = importlib.import_module(name)
+                    members = list(vars(module).values())
+                    objects += [module, *(each for each in members if isinstance(each, type))]
+    listed = MODELS | OPTIONS | OWN
+    return listed | {name for each in objects for name in dir(each)}
+
+
+def test_every_attribute_of_vllms_objects_is_looked_up(looked_up: check_vllm.Problems) -> None:
+    used = {}
+    for tree in sources_that_touch_vllm():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                used[node.attr] = ast.unparse(node)
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                name = node.args[1]
+                used |= {name.value: ast.unparse(node)} if isinstance(name, ast.Constant) else {}
+    known = own_names() | names_elsewhere() | {name for _, _, name in looked_up}
+    known |= {part for _, owner, _ in looked_up for part in owner.split(".")}
+    unknown = {name: where for name, where in used.items() if name not in known}
+    assert unknown == {}, "say in scripts/checks/vllm_attributes.txt what class or module has it"
+
+
+def test_docs_list_what_is_overridden(looked_up: check_vllm.Problems) -> None:
+    page = check_vllm.PAGE.read_text().partition("Overridden:")[2]
+    listed = {
+        (owner, name)
+        for owner, names in re.findall(r"^\| `([^`]+)` \| (.*) \|$", page, re.MULTILINE)
+        for name in re.findall(r"`([^`]+)`", names)
+    }
+    overridden = {
+        (owner.removeprefix("vllm."), name)
+        for kind, owner, name in looked_up
+        if kind == "overridden"
+    }
+    assert overridden == listed, "write it anew: scripts/checks/check_vllm.py --markdown"
 
 
 OURS = """
-from vllm.engine import Engine, helper
+from host.engine import Engine, helper
+try:
+    from host.new_place import moved
+except ImportError:
+    from host.engine import moved
+
+GROUP = "host.engine"
 
 class Mixin:
     def step(self, *args, **kwargs):
@@ -128,21 +155,16 @@ class OurEngine(Mixin, Engine):
 
     def close(self):
         helper(1, flag=True)
-
-def peek(engine: Engine):
-    return engine.queue.first, getattr(engine, "queue")
-"""
-QUEUE = """
-class Queue:
-    def __init__(self):
-        self.first = None
-
-    def push(self, item): ...
 """
 ENGINE = """
-from vllm.queue import Queue
-
 def helper(number, flag=False): ...
+def moved(): ...
+
+class Queue:
+    def __init__(self):
+        self.first, self.last = None, None
+
+    def push(self, item): ...
 
 class Base:
     def step(self): ...
@@ -155,69 +177,70 @@ class Engine(Base):
 
     def close(self): ...
 """
+ATTRIBUTES = {"host.engine.Engine": ["queue"], "host.engine.Queue": ["first", "last", "push"]}
 
 
-def fake(tmp_path: Path, engine: str = ENGINE, queue: str = QUEUE) -> dict[str, str]:
-    """What is wrong with a hand-made wheel for a hand-made package, by name."""
-    package = tmp_path / "ours"
-    package.mkdir(exist_ok=True)
-    (package / "__init__.py").write_text(OURS)
-    wheel = tmp_path / "vllm.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("vllm/__init__.py", "")
-        archive.writestr("vllm/engine.py", engine)
-        archive.writestr("vllm/queue.py", queue)
-    reliance = Reliance(package, Sources(zipfile.Path(wheel)), read={})
-    return {f"{f.kind} {f.name}": f.problem for f in reliance.findings.values() if f.problem}
+@pytest.fixture
+def look_up_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Looks up what a hand-made package relies on in a hand-made host."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def look_up(engine: str) -> dict[tuple[str, str, str], str]:
+        for path, text in (("host", ""), ("host/plugins", ""), ("host/engine", engine)):
+            file = tmp_path / (f"{path}/__init__.py" if path == "host" else f"{path}.py")
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(text)
+        (tmp_path / "ours").mkdir(exist_ok=True)
+        (tmp_path / "ours/__init__.py").write_text("")
+        (tmp_path / "ours/engine.py").write_text(OURS)
+        importlib.invalidate_caches()
+        return vllm_reliance.Reliance("ours", ATTRIBUTES, host="host").problems
+
+    yield look_up
+    for name in [name for name in sys.modules if name.split(".")[0] in ("host", "ours")]:
+        del sys.modules[name]
 
 
-def test_a_wheel_that_has_everything_fits(tmp_path: Path) -> None:
-    assert fake(tmp_path) == {}
+def test_a_host_that_has_everything_fits(look_up_in: Any) -> None:
+    found = look_up_in(ENGINE)
+    assert {key: problem for key, problem in found.items() if problem} == {}
+    assert ("overridden", "host.engine.Engine", "step") in found
+    assert ("called", "host.engine.Queue", "push") in found
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "problems"),
+    ("old", "new", "name", "problem"),
     [
-        ("def helper(", "def other(", {"imported helper": "missing"}),
-        ("class Engine", "class Motor", {"imported Engine": "missing"}),
-        (
-            "limit=None): ...",
-            "limit=None, deadline=None): ...",
-            {"overridden schedule": "takes deadline too"},
-        ),
-        (
-            "request, limit=None): ...",
-            "request, *, limit=None): ...",
-            {"called schedule": "takes 1 by position, not 2"},
-        ),
-        ("limit=None): ...", "bound=None): ...", {"overridden schedule": "has bound where ours"}),
-        ("def step(self)", "def advance(self)", {"called step": "missing"}),
-        ("flag=False", "flags=False", {"called helper": "takes no flag"}),
-        ("self.queue =", "self.line =", {"read or set queue": "missing"}),
-        ("self.first =", "self.head =", {"read or set first": "missing"}),
-        ("def push(self, item)", "def push(self)", {"called push": "takes 0 by position, not 1"}),
+        ("def helper(", "def other(", "ours.engine", "cannot be imported"),
+        ("def moved(", "def gone(", "ours.engine", "cannot be imported"),
+        ("limit=None): ...", "limit=None, deadline=None): ...", "schedule", "too many positional"),
+        ("request, limit=None)", "limit, request=None)", "schedule", "another order"),
+        ("request, limit=None)", "request, *, limit=None)", "schedule", "too many positional"),
+        ("limit=None): ...", "bound=None): ...", "schedule", "unexpected keyword argument 'bound'"),
+        ("(self, request, limit=None)", "(self)", "schedule", "missing a required argument"),
+        ("def step(self)", "def advance(self)", "step", "missing"),
+        ("flag=False", "flags=False", "helper", "unexpected keyword argument 'flag'"),
+        ("self.queue =", "self.line =", "queue", "missing"),
+        ("self.first, self.last =", "self.head, self.last =", "first", "missing"),
+        ("def push(self, item)", "def push(self)", "push", "too many positional"),
+        ("    def close", "    @property\n    def close", "close", "a property on one side only"),
     ],
 )
 def test_a_planted_difference_is_reported(
-    tmp_path: Path, old: str, new: str, problems: dict[str, str]
+    look_up_in: Any, old: str, new: str, name: str, problem: str
 ) -> None:
-    assert old in ENGINE + QUEUE
-    found = fake(tmp_path, ENGINE.replace(old, new), QUEUE.replace(old, new))
-    for name, problem in problems.items():
-        assert found.get(name, "").startswith(problem), found
+    assert old in ENGINE
+    found = look_up_in(ENGINE.replace(old, new))
+    problems = [text for (_, _, named), text in found.items() if named == name and text]
+    assert any(problem in text for text in problems), found
 
 
 def test_a_member_that_vllm_no_longer_calls_is_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    look_up_in: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("vllm_check.reliance.REPLACING", {"close"})
-    found = fake(tmp_path, ENGINE.replace("def close(self)", "def shut(self)"))
-    assert found == {"overridden close": "missing"}
-
-
-def test_the_report_says_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    finding: Any = check_vllm.Finding("imported", "vllm.a", "b", "missing", "c.py:1")
-    assert check_vllm.report("vllm-9.whl", [finding]) == 1
-    assert "vllm.a.b: missing (c.py:1)" in capsys.readouterr().out
-    page = check_vllm.page({("vllm", "9.0"): [finding], ("vllm", "8.0"): []})
-    assert "| `a` | `b` | `b` missing | - |" in page
+    """Such a member overrides nothing, so that only another version can tell."""
+    reference = {("overridden", "host.engine.Engine", "close"): ""}
+    found = look_up_in(ENGINE.replace("def close(self)", "def shut(self)"))
+    assert not any(found.values())
+    assert check_vllm.report("host 2", check_vllm.with_missing(found, reference)) == 1
+    assert "host.engine.Engine close: missing" in capsys.readouterr().out

@@ -1,6 +1,6 @@
 """Every private name of vLLM that this package relies on, and what differs between versions.
 
-When vLLM changes, read this file first; `scripts/check_vllm.py` says what a version lacks.
+When vLLM changes, read this file first; `scripts/checks/check_vllm.py` says what a version lacks.
 """
 
 from __future__ import annotations

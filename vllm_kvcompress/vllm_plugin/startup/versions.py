@@ -1,8 +1,8 @@
 """The versions of vLLM that this package works in.
 
-A version that was only checked is not refused: all that is relied on is there, by name and
-signature (`scripts/check_vllm.py`), and refusing would keep users out for no known reason. What a
-method does under its old name is not known until it runs, so one line at start-up says so.
+A version that was only checked is not refused: all that is relied on exists in it, by name and
+signature (`scripts/checks/check_vllm.py`), and refusing would keep users out for no known reason.
+What a method does under its old name is not known until it runs, so one line at start-up says so.
 """
 
 from __future__ import annotations
