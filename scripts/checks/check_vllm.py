@@ -8,7 +8,7 @@
 Run it with the Python of .venv. A version is installed into a temporary environment over .venv,
 without its dependencies (350 MB). There both packages are imported, names looked up and signatures
 compared; what our classes override in .venv must exist there, too. What a method does it cannot
-tell: scripts/test_vllm_version.sh runs the engine tests.
+tell: scripts/checks/test_vllm_version.sh runs the engine tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What is in deploy/ starts what it says it starts, on vLLM's CUDA build.
 
 vLLM's own parser reads every command there, in a process where its platform is CUDA. Whether
-charts and clusters accept the files is checked by scripts/check_deploy.sh.
+charts and clusters accept the files is checked by scripts/checks/check_deploy.sh.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def test_pods_are_given_the_time_to_drain(parsed: dict[str, Any]) -> None:
 
 
 def test_read_only_pods_can_write_where_the_image_must() -> None:
-    """The same as scripts/check_deploy.sh runs: its home, /tmp, and shared memory."""
+    """The same as scripts/checks/check_deploy.sh runs: its home, /tmp, and shared memory."""
     pod = read("kubernetes/deployment.yaml")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"]

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 import stand_in
+from offline.blockwise import BlockwiseModel
+from offline.masked import MaskedModel
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from tests.evaluation.test_eval import read
 from vllm_kvcompress.cli.main import main
@@ -19,10 +21,8 @@ from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.tools.evaluation import runner, texts
-from vllm_kvcompress.tools.evaluation.blockwise import BlockwiseModel
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question, mean_nats
 from vllm_kvcompress.tools.evaluation.items import load_text, load_texts
-from vllm_kvcompress.tools.evaluation.masked import MaskedModel
 from vllm_kvcompress.tools.evaluation.prompts import split_prompt
 from vllm_kvcompress.tools.evaluation.recommendation import cheapest
 from vllm_kvcompress.tools.evaluation.report import html_report
@@ -123,7 +123,7 @@ def test_a_server_predicts_like_an_engine(finished: Path, text: Path, tmp_path: 
 
 
 def test_a_stand_in_predicts_like_an_engine(finished: Path, text: Path) -> None:
-    """scripts/stand_in.py: the same tokens are kept, the partial last block's too, and masked."""
+    """The same tokens are kept, the partial last block's too, and the others masked."""
     model = MaskedModel(MODEL, torch.float32)
     names = ["full", "snapkv@0.25", "h2o@0.25", "snapkv@0.5"]
     found = stand_in.text_loss(model, predicted_tokens(text), names)

@@ -1,7 +1,7 @@
 """Our policies against kvpress 0.5.5 on the same keys, values and queries.
 
-The stored answers were made by scripts/kvpress_golden.py. Where both define a policy alike, both
-keep the same entries; docs/kvpress.md lists where they differ, and the tests say so too.
+The stored answers were made by scripts/release/kvpress_golden.py. Where both define a policy alike,
+both keep the same entries; docs/kvpress.md lists where they differ, and the tests say so too.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def check(compiler: Child, launcher: str, num_kernels: int, *args: Any, **kwargs
     return {kernel.name: kernel for kernel in compiled}
 
 
-# What 8.6 compiles to, 8.0 and 8.9 do, too: `scripts/compile_kernels.py` shows it.
+# What 8.6 compiles to, 8.0 and 8.9 do, too: `scripts/checks/compile_kernels.py` shows it.
 @pytest.mark.parametrize("capability", [86, 90, 100, 120])
 def test_programs_too_large_give_way_to_smaller_ones(
     compilers: list[Child], capability: int

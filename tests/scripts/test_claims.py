@@ -1,4 +1,4 @@
-"""scripts/claims.py: caches as the model has them, and its figures on numbers made by hand."""
+"""scripts/measure/claims.py: the model's own caches, and its figures on hand-made numbers."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from torch import Tensor
 import claims
 from claim_parts import criticalkv
 from claim_parts.bounds import expansion_remainders
+from offline.dense import BLOCK_SIZE, DenseLayer, DenseModel, compress
+from offline.masked import MaskedModel
 from tests.cli.server_process import ROOT
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.merging.moments.reference import (
@@ -20,8 +22,6 @@ from vllm_kvcompress.kernels.merging.moments.reference import (
 )
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.tools.evaluation.attention_parts import attend_in_parts, projected_error
-from vllm_kvcompress.tools.evaluation.dense import BLOCK_SIZE, DenseLayer, DenseModel, compress
-from vllm_kvcompress.tools.evaluation.masked import MaskedModel
 
 NUM_TOKENS, CONTEXT = 300, 256
 

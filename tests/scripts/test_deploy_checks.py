@@ -1,4 +1,4 @@
-"""scripts/deploy/*.sh on a machine that lacks what they need: an error that names it, at once."""
+"""scripts/checks/deploy/*.sh name what a machine lacks, at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_missing_packages_are_named(tmp_path: Path, check: str, packages: str) -
         assert program is not None
         (tmp_path / name).symlink_to(program)
     done = subprocess.run(
-        ["bash", str(ROOT / "scripts" / "deploy" / f"{check}.sh")],
+        ["bash", str(ROOT / "scripts" / "checks" / "deploy" / f"{check}.sh")],
         env={"PATH": str(tmp_path)},
         capture_output=True,
         text=True,

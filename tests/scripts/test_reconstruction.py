@@ -1,4 +1,4 @@
-"""scripts/reconstruction.py: KVzip's scores against plain loops, and how budgets are shared."""
+"""scripts/measure/reconstruction.py: KVzip's scores against plain loops, and its budgets."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import reconstruction
+from offline.dense import DenseLayer
 from tests.cli.server_process import ROOT
-from vllm_kvcompress.tools.evaluation.dense import DenseLayer
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 
 HEADS, GROUP, SIZE = 2, 3, 4

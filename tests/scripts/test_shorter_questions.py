@@ -1,4 +1,4 @@
-"""scripts/shorter_questions.py: the questions that `eval --tasks words` asks, in fewer words."""
+"""scripts/measure/shorter_questions.py: the questions of `eval --tasks words`, in fewer words."""
 
 from __future__ import annotations
 

@@ -183,6 +183,6 @@ def test_the_engine_itself(
     status = soak.main(["--requests=20", *arguments])
     said = capsys.readouterr().out
     assert status == 0, said
-    assert "passed; again: python scripts/soak.py --requests=20 --seed=1" in said
+    assert "passed; again: python scripts/checks/soak.py --requests=20 --seed=1" in said
     assert soak.main(["--requests=20", *arguments, "--minutes=0"]) == 0, "all ran"
     assert soak.main(["--requests=30", *arguments, "--minutes=0"]) == 1, "10 did not"

@@ -1,5 +1,7 @@
-"""scripts/stand_in.py: answers in both modes, settings, its table; tests/evaluation/test_texts.py
-compares its text loss with the engine's."""
+"""scripts/measure/stand_in.py: answers in both modes, settings, its table.
+
+tests/evaluation/test_texts.py compares its text loss with the engine's.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ import torch
 
 import block_by_block
 import stand_in
+from offline.masked import MaskedModel
 from tests.cli.server_process import ROOT
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.tools.evaluation.masked import MaskedModel
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 from vllm_kvcompress.tools.reference.tasks import generate_sample
 

@@ -41,7 +41,7 @@ def test_the_engine_does_as_stock_vllm_does(folder: Path, stock: Result, column:
 
 
 def test_a_compressed_server_does_what_vllms_tests_ask(folder: Path) -> None:
-    """A choice of them; scripts/vllm_scenarios.py runs all, beside stock vLLM."""
+    """A choice of them; scripts/checks/vllm_scenarios.py runs all, beside stock vLLM."""
     with serving(HALF, folder / "llama", folder / "server.log") as address:
         server = Server(address)
         for scenario in SERVED:

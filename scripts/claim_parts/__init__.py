@@ -1,1 +1,0 @@
-"""What `scripts/claims.py` measures, by paper."""

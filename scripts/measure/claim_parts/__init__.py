@@ -1,0 +1,1 @@
+"""What `scripts/measure/claims.py` measures, by paper."""

@@ -1,0 +1,266 @@
+"""Compares settings on few cores: text loss and needles with evicted tokens masked, no engine.
+
+    python scripts/measure/stand_in.py models/smollm2 --seed 100 --out choice.jsonl spans@0.25 \\
+        snapkv:window_size=64,kernel_size=5,pooling=mean@0.25 quest:0.25
+
+A context is read once for all settings, and compressed once, at its end; texts and answers are
+teacher-forced. An answer counts as found where the model would have written every token of it.
+Of the questions, those that the full cache answers are counted. Runs go on where they stopped.
+What `--kv-read` takes is a setting, too: all is held, and tokens behind the prompt read a part;
+"spans@0.5 quest:0.5" reads a half of what is kept. Computes in float32 where the CPU would emulate
+bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offline.dense import DenseLayer, Kept, compress
+from offline.masked import MaskedModel, Reading
+from vllm_kvcompress.options import assignment
+from vllm_kvcompress.policies import Pipeline, resolve
+from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.tools.dtypes import fast_dtype
+from vllm_kvcompress.tools.evaluation.items import Item, generate, load_texts
+from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_prompt
+from vllm_kvcompress.tools.evaluation.summary import interval
+
+FULL, TEXT, KNOWN, UNKNOWN = "full", "text", "known", "not known"
+RECALL, MASS = "recall", "mass"  # of texts, where a part is read
+READS = ("quest", "longcache")
+NEEDLES = ("niah_single_1", "niah_single_2", "niah_multikey_1")
+Choose = Callable[[list[DenseLayer]], list[Kept]]
+Row = dict[str, Any]
+
+
+class Fp8Model(MaskedModel):
+    """Its cache is in fp8_e4m3, with scales of 1: rounded, or cut off as by vLLM on CPUs.
+
+    Attributes:
+        cuts: it is cut off.
+    """
+
+    cuts = False
+
+    def _attend(self, module: Any, query: Any, key: Any, value: Any, *more: Any, **how: Any) -> Any:
+        key, value = (in_fp8(each, self.cuts) for each in (key, value))
+        return super()._attend(module, query, key, value, *more, **how)
+
+
+def in_fp8(numbers: torch.Tensor, cuts: bool) -> torch.Tensor:
+    """Numbers as fp8_e4m3 has them."""
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    codes = numbers.clamp(-largest, largest).to(torch.float8_e4m3fn)
+    if cuts:
+        beyond = codes.float().abs() > numbers.float().abs()
+        codes = (codes.view(torch.uint8) - beyond.to(torch.uint8)).view(codes.dtype)
+    return codes.to(numbers.dtype)
+
+
+@cache
+def pipeline_of(setup: str) -> tuple[Pipeline, float]:
+    """POLICY[:NAME=VALUE,...]@BUDGET; of parameters `profile` is the file of measured heads."""
+    policy, _, budget = setup.rpartition("@")
+    name, _, text = policy.partition(":")
+    params = dict(assignment("parameter", part) for part in text.split(",") if part)
+    profile = params.pop("profile", None)
+    return resolve(name, params, None if profile is None else Path(str(profile))), float(budget)
+
+
+def reads(setup: str, num_whole: int = 0) -> Reading | None:
+    """What a setting reads behind the prompt's last tokens; None: everything."""
+    read = setup.split()[-1]
+    return Reading(ReadRule.parse(read), num_whole) if read.startswith(READS) else None
+
+
+def keeps(setup: str, context: list[DenseLayer]) -> list[Kept] | None:
+    """What a setting keeps of every layer; None: everything."""
+    if setup == FULL or setup.startswith(READS):
+        return None
+    pipeline, budget = pipeline_of(setup.split()[0])
+    num_tokens = context[0].keys.shape[1]
+    return [compress(pipeline, layer, num_tokens, budget) for layer in context]
+
+
+def text_loss(model: MaskedModel, tokens: tuple[list[int], list[int]], setups: list[str]) -> Row:
+    """Nats per token of what follows a context, by setting; the first token is left out."""
+    context, continuation = model.layers(tokens[0]), torch.tensor(tokens[1])
+    found = {}
+    for setup in setups:
+        reading = reads(setup)
+        logits = model.logits(context, keeps(setup, context), continuation[:-1], reading)
+        nats = torch.nn.functional.cross_entropy(logits, continuation[1:])
+        found[setup] = float(nats)
+        if reading is not None:
+            best, weights = (statistics.mean(each) for each in zip(*reading.recalls, strict=True))
+            found[setup, RECALL], found[setup, MASS] = best, weights
+    return found
+
+
+def answers(
+    model: MaskedModel,
+    context: list[int],
+    question: list[int],
+    answer: list[int],
+    setups: list[str],
+) -> Row:
+    """Whether a model would write an answer, by setting; the question is not compressed."""
+    layers, asked = model.layers(context), torch.tensor([*question, *answer[:-1]])
+    found = {}
+    for setup in setups:
+        reading = reads(setup, len(question))
+        logits = model.logits(layers, keeps(setup, layers), asked, reading)
+        said = logits.argmax(dim=1)[-len(answer) + (not question) :].tolist()
+        found[setup] = said == answer[not question :]
+    return found
+
+
+def rows_of(model: MaskedModel, tokenizer: Any, item: Item, setups: list[str]) -> Iterator[Row]:
+    """One per mode and setting."""
+    context, rest = split_prompt(tokenizer, item)
+    if item.continuation:
+        found = {TEXT: text_loss(model, (context, rest), setups)}
+    else:
+        answer = tokenizer(f" {item.answers[0]}", add_special_tokens=False)["input_ids"]
+        # With the question in the prompt an answer's first token is predicted before the event.
+        found = {
+            KNOWN: answers(model, [*context, *rest], [], answer, setups),
+            UNKNOWN: answers(model, context, rest, answer, setups),
+        }
+    for mode, values in found.items():
+        for setup, value in values.items():
+            name, measured = setup if isinstance(setup, tuple) else (setup, mode)
+            yield {"task": item.task, "mode": measured, "setup": name, "value": value}
+
+
+def table(rows: list[Row], setups: list[str]) -> Iterator[str]:
+    """Text loss with its difference from the first setting's, and needles, by setting."""
+    by_setup: dict[str, dict[tuple[str, int], Any]] = {}
+    for row in rows:
+        by_setup.setdefault(row["setup"], {})[row["mode"], row["item"]] = row["value"]
+    full = by_setup.pop(FULL)
+    texts = sorted(key for key in full if key[0] == TEXT)
+    tasks = {row["item"]: row["task"] for row in rows}
+    kinds = sorted({tasks[number] for _, number in texts})
+    yield f"| setup | loss | of {setups[0]} (95%) | {' | '.join(kinds)} | known | not known |"
+    yield "|" + "---|" * (5 + len(kinds))
+    for setup in setups:
+        values = by_setup[setup]
+        loss = {key: values[key] - full[key] for key in texts if key in values}
+        other = [values[key] - by_setup[setups[0]][key] for key in loss]
+        cells = [f"{statistics.mean(loss.values()):.3f}"] if loss else [""]
+        low, high = interval(other) if len(other) > 1 else (0.0, 0.0)
+        cells += [f"{sum(other) / max(1, len(other)):+.3f} ({low:+.3f} to {high:+.3f})"]
+        for kind in kinds:
+            of_kind = [value for (_, number), value in loss.items() if tasks[number] == kind]
+            cells.append(f"{statistics.mean(of_kind):.3f}")
+        for mode in (KNOWN, UNKNOWN):
+            able = [key for key in full if key[0] == mode and full[key] and key in values]
+            cells.append(f"{sum(values[key] for key in able)} of {len(able)}")
+        yield f"| `{setup}` | {' | '.join(cells)} |"
+    for setup in setups:
+        found = [
+            statistics.mean(value for key, value in by_setup[setup].items() if key[0] == mode)
+            for mode in (RECALL, MASS)
+            if any(key[0] == mode for key in by_setup[setup])
+        ]
+        if found:
+            yield (
+                f"`{setup}` reads {found[0]:.0%} of the 64 tokens with the highest products, "
+                f"and {found[1]:.0%} of the attention weights."
+            )
+
+
+def plot(rows: list[Row], setups: list[str], path: Path) -> None:
+    """Needles found over text loss, a point for each setting and mode."""
+    import matplotlib.pyplot as plt
+
+    values = {(row["setup"], row["mode"], row["item"]): row["value"] for row in rows}
+    full = {key[1:]: value for key, value in values.items() if key[0] == FULL}
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4.5), sharey=True)
+    for axis, mode in zip(axes, (KNOWN, UNKNOWN), strict=True):
+        for setup in setups:
+            texts = [key for key in full if key[0] == TEXT]
+            loss = statistics.mean(values[(setup, *key)] - full[key] for key in texts)
+            able = [key for key, found in full.items() if key[0] == mode and found]
+            found = 100 * statistics.mean(values[(setup, *key)] for key in able)
+            axis.plot(loss, found, "o", color="tab:blue")
+            axis.annotate(setup, (loss, found), (4, 4), textcoords="offset points", fontsize=7)
+        axis.set_title(f"question {mode}")
+        axis.set_xlabel("text loss, nats per token")
+        axis.set_xlim(left=0)
+        axis.set_ylim(-5, 110)
+    axes[0].set_ylabel("needles found, %")
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def items_of(options: argparse.Namespace, tokenizer: Any) -> list[Item]:
+    """Texts first, then questions."""
+    lengths = [options.length]
+    found = []
+    if options.texts:
+        found = load_texts("text", lengths, options.continuation, options.texts, options.seed)
+
+    def count(text: str) -> int:
+        return len(tokenizer(text)["input_ids"])
+
+    for task in options.tasks if options.needles else ():
+        found += generate(f"ruler/{task}", lengths, options.needles, options.seed, count)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", metavar="MODEL", help="directory")
+    parser.add_argument(
+        "setups",
+        nargs="+",
+        metavar="POLICY[:NAME=VALUE,...]@BUDGET",
+        help="with profile=FILE among the parameters for policies that read one; or what --kv-read "
+        'takes, or both: "spans@0.5 quest:0.5"',
+    )
+    parser.add_argument("--length", type=int, default=1024, help="tokens of contexts (1024)")
+    parser.add_argument("--continuation", type=int, default=256, help="of texts (256)")
+    parser.add_argument("--texts", type=int, default=5, help="of each kind (5)")
+    parser.add_argument("--needles", type=int, default=4, help="questions of each task (4)")
+    parser.add_argument("--tasks", nargs="+", default=NEEDLES, help="of RULER")
+    parser.add_argument("--fp8", choices=("rounded", "cut"), help="a cache in fp8 (none)")
+    parser.add_argument("--seed", type=int, default=0, help="of texts and questions (0)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="needles over text loss")
+    options = parser.parse_args()
+    from tqdm import tqdm
+
+    tokenizer = load_tokenizer(options.model)
+    kind = Fp8Model if options.fp8 else MaskedModel
+    model = kind(options.model, getattr(torch, fast_dtype()))
+    if isinstance(model, Fp8Model):
+        model.cuts = options.fp8 == "cut"
+    setups = [FULL, *options.setups]
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    rows = [json.loads(line) for line in lines]
+    done = {(row["item"], row["setup"]) for row in rows}
+    for number, item in enumerate(tqdm(items_of(options, tokenizer), unit="item")):
+        missing = [setup for setup in setups if (number, setup) not in done]
+        if not missing:
+            continue
+        new = [{"item": number, **row} for row in rows_of(model, tokenizer, item, missing)]
+        rows += new
+        with options.out.open("a") as output:
+            output.writelines(json.dumps(row) + "\n" for row in new)
+    print("\n".join(table(rows, options.setups)))
+    if options.plot:
+        plot(rows, options.setups, options.plot)
+
+
+if __name__ == "__main__":
+    main()
