@@ -72,9 +72,13 @@ def launched() -> Iterator[None]:
 
 
 def twin_of(module: str, name: str) -> Any:
-    """What the launcher `name` in `vllm_kvcompress.kernels.<module>` stands beside."""
-    folder = f"vllm_kvcompress.kernels.{module}".rpartition(".")[0]
-    return getattr(importlib.import_module(f"{folder}.reference"), name)
+    """The torch operator beside the launcher `name` of `vllm_kvcompress.kernels.<module>`."""
+    operators = module.removesuffix("_triton")
+    if module.startswith("attention."):
+        operators = module.partition(".")[0]
+    return dispatch.twin(
+        getattr(importlib.import_module(f"vllm_kvcompress.kernels.{operators}"), name)
+    )
 
 
 def _stand_in(module: str, name: str) -> Any:

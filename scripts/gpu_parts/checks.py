@@ -27,7 +27,6 @@ from vllm_kvcompress.kernels.merging.nearest_keys import nearest_keys
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
 from vllm_kvcompress.kernels.window_mass import window_mass
-from vllm_kvcompress.kernels.window_perturbation import window_perturbation
 
 TOLERANCE = 3e-2  # bf16, after a softmax or a projection
 SELECTED_FROM = (33, 8192, 100_000)
@@ -130,10 +129,6 @@ def _checks(entries: PagedEntries) -> Iterator[Check]:
     yield "decode_attention", decode_attention, lambda k: k(entries, one, scale, added)
     yield "prefill_attention", prefill_attention, lambda k: k(entries, chunk, scale, added)
     yield "window_mass", window_mass, lambda k: [k(view, window, scale, bias)]
-    for variant in ("value", "key", "joint"):
-        asked = (view, window, scale, variant)
-        name = f"window_perturbation:{variant}"
-        yield name, window_perturbation, lambda k, a=asked: [k(*a)]
     yield "value_norms_l1", value_norms_l1, lambda k: [k(view, weight, wanted)]
     yield "value_norms_l2", value_norms_l2, lambda k: [k(view, gram)]
     moments = add_to_moments(view, state, evicted)

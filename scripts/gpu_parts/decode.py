@@ -20,8 +20,8 @@ from vllm_kvcompress.kernels.attention.decode_triton import (
 )
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.merging.moments.correction_triton import correct_with_moments
-from vllm_kvcompress.kernels.merging.moments.reference import packed_size
+from vllm_kvcompress.kernels.merging.moments import packed_size
+from vllm_kvcompress.kernels.merging.moments_triton import correct_with_moments
 from vllm_kvcompress.rounding import ceil_div
 
 Row = dict[str, Any]

@@ -10,7 +10,8 @@ from tests.attention.test_reading import HEAD_SIZE, HEADS, KINDS, SIZE, chosen, 
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.attention.reading import Readers
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.kernels.page_choice import Choice, reference
+from vllm_kvcompress.kernels import page_choice
+from vllm_kvcompress.kernels.page_choice import Choice
 from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
@@ -24,8 +25,8 @@ def test_many_queries_choose_together(
     monkeypatch: pytest.MonkeyPatch, score: str, group: str
 ) -> None:
     """As many as are looked at at once, and some more; of keys few pages at a time."""
-    monkeypatch.setattr(reference, "QUERIES_AT_ONCE", 16)
-    monkeypatch.setattr(reference, "PAGES_AT_ONCE", 12)
+    monkeypatch.setattr(page_choice, "QUERIES_AT_ONCE", 16)
+    monkeypatch.setattr(page_choice, "PAGES_AT_ONCE", 12)
     torch.manual_seed(3)
     pool = small_pool()
     table = torch.stack([torch.randperm(40)[:9] for _ in range(2)]).to(torch.int32)

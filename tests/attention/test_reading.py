@@ -21,15 +21,15 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.page_choice import (
     Choice,
     choose_pages,
     highest_products,
     key_bounds,
-    reference,
     rounded_outwards,
 )
-from vllm_kvcompress.kernels.page_choice.page_choice_numba import MOST_QUERIES, compiled
+from vllm_kvcompress.kernels.page_choice_numba import MOST_QUERIES, compiled
 from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
@@ -310,7 +310,7 @@ def test_what_is_compiled_for_cpus_is_the_twin_s(
     asked = queries.to(torch.bfloat16 if rounded else dtype)
     found = choose_pages(asked, summaries, *pages, choice, scales)
     exact = summaries if rounded else summaries.float()
-    expected = reference.choose_pages(queries, exact, *pages, choice, scales)
+    expected = twin(choose_pages)(queries, exact, *pages, choice, scales)
     for row, number in enumerate(read):
         assert found[row, :number].tolist() == expected[row, :number].tolist()
 

@@ -39,7 +39,7 @@ def compiled(report: dict[str, Any]) -> None:
 
     def noting(*args: Any) -> Any:
         # One that an earlier process compiled is found without what it calls.
-        from vllm_kvcompress.kernels.page_choice.page_choice_numba import _choose
+        from vllm_kvcompress.kernels.page_choice_numba import _choose
 
         report.setdefault("compiled", []).append(len(_choose.signatures))
         return choose(*args)
@@ -89,7 +89,7 @@ def test_whole_requests_read_the_pages_with_the_highest_means(
 
 def test_no_request_waits_for_a_compiler(whole: dict[str, Any]) -> None:
     """The same is there at the first choice as at the last, where it is not torch that chooses."""
-    from vllm_kvcompress.kernels.page_choice.page_choice_numba import MOST_THREADS
+    from vllm_kvcompress.kernels.page_choice_numba import MOST_THREADS
 
     if torch.get_num_threads() > MOST_THREADS:
         pytest.skip("with so many threads pages are chosen in torch, which compiles nothing")

@@ -30,7 +30,6 @@ HOLDING_TILES = {
         "decode_rows bias",
         "prefill_attention",
         "window_mass",
-        "window_perturbation joint",
     ),
     *("value_norms_l1", "value_norms_l2", "nearest_keys"),
     *("correct_with_moments", "correct_with_moments by address"),
@@ -107,44 +106,37 @@ def launches(
     yield launch("attention.prefill_triton.prefill_attention", 1, entries, queries, 0.1, bias)
 
     window = random(64, 2 * GROUP, head_size, dtype=dtype)
-    yield launch("window_mass.window_mass_triton.window_mass", 2, tailed, window, 0.1, weights)
-    for variant in ("value", "key", "joint"):
-        launcher = "window_perturbation.perturbation_triton.window_perturbation"
-        yield launch(launcher, 2, tailed, window, 0.1, variant, variant=variant)
+    yield launch("window_mass_triton.window_mass", 2, tailed, window, 0.1, weights)
     output_weight = random(2, head_size, GROUP, 256, dtype=dtype)
-    yield launch("value_norms.value_norms_triton.value_norms_l1", 1, view, output_weight, kept)
+    yield launch("value_norms_triton.value_norms_l1", 1, view, output_weight, kept)
     gram = random(2, GROUP, head_size, head_size)
-    yield launch("value_norms.value_norms_triton.value_norms_l2", 1, view, gram)
+    yield launch("value_norms_triton.value_norms_l2", 1, view, gram)
 
     state = torch.zeros(2, packed_size(head_size))
     states, lse = PagedNumbers.of_rows(state), random(2, GROUP, num_queries)
     arguments = (states, queries.clone(), lse, queries, 0.1)
-    correct = "merging.moments.correction_triton.correct_with_moments"
+    correct = "merging.moments_triton.correct_with_moments"
     yield launch(correct, 1, *arguments)
     arguments = tuple(each[:, :, :1].contiguous() for each in arguments[1:4])
     states = addressed_numbers(states)
     yield launch(correct, 1, states, *arguments, 0.1, variant="by address")
     numbers, indices = torch.tensor([1, 0]), torch.arange(block_size)
-    yield launch(
-        "compaction.compact_triton.compact_pages", 1, entries, numbers, indices, torch.tensor([0])
-    )
-    yield launch("merging.nearest_keys.nearest_triton.nearest_keys", 2, view, kept)
+    yield launch("compaction_triton.compact_pages", 1, entries, numbers, indices, torch.tensor([0]))
+    yield launch("merging.nearest_keys_triton.nearest_keys", 2, view, kept)
 
 
 def launches_without_pages() -> Iterator[Launch]:
     """Of the kernels that choose what stays."""
     scores, numbers = random(40, 5008), torch.ones(40, dtype=torch.int64)
-    yield Launch(
-        KERNELS + "top_entries.top_entries_triton.top_entries", 5, (scores, scores > 0, numbers)
-    )
+    yield Launch(KERNELS + "top_entries_triton.top_entries", 5, (scores, scores > 0, numbers))
     floors = numbers[None]
     shares = (floors.float(), numbers[:1] * 9, floors, 9 * floors)
     queries, bounds, few = random(4, GROUP, 128), random(9, 256), numbers[:4]
     table = torch.zeros(4, 5, dtype=torch.int32)
-    chooses = KERNELS + "page_choice.page_choice_triton.choose_pages"
+    chooses = KERNELS + "page_choice_triton.choose_pages"
     yield Launch(chooses, 2, (queries, bounds, table, few, few, Choice(5)))
     codes, scales = rounded_outwards(bounds)
     yield Launch(chooses, 2, (queries, codes, table, few, few, Choice(5), scales))
     by_means = (queries, random(9, 512), table, few, few, Choice(5, num_means=4))
     yield Launch(chooses, 2, by_means)
-    yield Launch(KERNELS + "apportion.apportion_triton.apportion", 1, shares)
+    yield Launch(KERNELS + "apportion_triton.apportion", 1, shares)

@@ -28,7 +28,7 @@ from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.launch_triton import FEWEST_ROWS
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, tile_size
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.compaction.compact_triton import compact_pages
+from vllm_kvcompress.kernels.compaction_triton import compact_pages
 
 
 def signature_of(name: str) -> str:

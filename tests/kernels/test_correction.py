@@ -17,7 +17,7 @@ from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import correct_with_moments, packed_size
 
 CORRECT = "tests.kernels.launches.corrected"
-TRITON = "merging.moments.correction_triton"
+TRITON = "merging.moments_triton"
 SCALE = 0.2
 
 
@@ -90,7 +90,7 @@ def test_is_the_twin(
 ) -> None:
     states = some_states(3 if num_queries > 1 else 4, dims, page, order)
     arguments = some_outputs(states.num_sequences, group, num_queries, dims, dtype=backend.dtype)
-    expected = backend.call(CORRECT, "merging.moments.reference", states, *arguments, dims**-0.5)
+    expected = backend.call(CORRECT, "merging.moments", states, *arguments, dims**-0.5)
     found = backend.call(CORRECT, TRITON, states, *arguments, dims**-0.5)
     assert found.dtype == backend.dtype
     assert_close(found, expected, backend.dtype)
@@ -104,10 +104,10 @@ def test_by_address_it_is_the_same(backend: Backend) -> None:
     states.lengths[2:4] = 0
     arguments = some_outputs(6, 2, 1, 64, dtype=backend.dtype)
     asked = (states, *arguments, SCALE)
-    expected = backend.call(CORRECT, "merging.moments.reference", *asked)
+    expected = backend.call(CORRECT, "merging.moments", *asked)
     found = [
         backend.call("tests.kernels.addressed.corrected", module, *asked)
-        for module in ("merging.moments.reference", TRITON)
+        for module in ("merging.moments", TRITON)
     ]
     for outputs in found:
         assert_close(outputs, expected, backend.dtype)

@@ -16,41 +16,47 @@ from vllm_kvcompress.kernels import dispatch
 from vllm_kvcompress.kernels.attention import decode_attention, reference
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV, PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.window_mass import reference as window_reference
+from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.window_mass import window_mass
 
-LAUNCHER = "vllm_kvcompress.kernels.merging.nearest_keys.nearest_triton.nearest_keys"
+LAUNCHER = "vllm_kvcompress.kernels.merging.nearest_keys_triton.nearest_keys"
 KERNELS = (
-    "apportion.apportion_triton.apportion",
+    "apportion_triton.apportion",
     "attention.decode_triton.decode_attention",
     "attention.prefill_triton.prefill_attention",
-    "compaction.compact_triton.compact_pages",
-    "merging.nearest_keys.nearest_triton.nearest_keys",
-    "merging.moments.correction_triton.correct_with_moments",
-    "value_norms.value_norms_triton.value_norms_l1",
-    "value_norms.value_norms_triton.value_norms_l2",
-    "window_mass.window_mass_triton.window_mass",
-    "window_perturbation.perturbation_triton.window_perturbation",
-    "page_choice.page_choice_triton.choose_pages",
-    "top_entries.top_entries_triton.top_entries",
+    "compaction_triton.compact_pages",
+    "merging.nearest_keys_triton.nearest_keys",
+    "merging.moments_triton.correct_with_moments",
+    "value_norms_triton.value_norms_l1",
+    "value_norms_triton.value_norms_l2",
+    "window_mass_triton.window_mass",
+    "page_choice_triton.choose_pages",
+    "top_entries_triton.top_entries",
 )
 
 
+def operators_beside(launcher: str) -> str:
+    """Returns the module of the torch operators beside a launcher's module."""
+    module = launcher.rpartition(".")[0]
+    if module.startswith("attention."):
+        return "vllm_kvcompress.kernels.attention"
+    return f"vllm_kvcompress.kernels.{module.removesuffix('_triton')}"
+
+
 def test_nothing_imports_triton_before_it_is_needed() -> None:
-    operators = {launcher.rpartition(".")[0].rpartition(".")[0] for launcher in KERNELS}
-    modules = [f"vllm_kvcompress.kernels.{operator}" for operator in sorted(operators)]
+    modules = sorted({operators_beside(launcher) for launcher in KERNELS})
     done = import_without(modules, "triton", "vllm")
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("launcher", KERNELS)
 def test_launchers_have_their_twins_signature(compiler: Child, launcher: str) -> None:
-    module, _, name = launcher.rpartition(".")
-    operator = importlib.import_module("vllm_kvcompress.kernels." + module.rpartition(".")[0])
-    twin = str(inspect.signature(getattr(operator.reference, name)))
+    name = launcher.rpartition(".")[2]
+    operator = getattr(importlib.import_module(operators_beside(launcher)), name)
+    signature = str(inspect.signature(twin(operator)))
     launcher = f"vllm_kvcompress.kernels.{launcher}"
-    assert compiler.call("tests.kernels.launches.signature_of", launcher) == twin
-    assert str(inspect.signature(getattr(operator, name))) == twin
+    assert compiler.call("tests.kernels.launches.signature_of", launcher) == signature
+    assert str(inspect.signature(operator)) == signature
 
 
 def test_pages_on_the_cpu_take_the_twin() -> None:
@@ -80,7 +86,7 @@ def test_gathered_tensors_take_the_twin(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(dispatch, "takes_triton", lambda device: True)
     view = GatheredKV.of(random(1, 5, 8), random(1, 5, 8))
     mass = window_mass(view, random(3, 2, 8), 0.3)
-    assert torch.equal(mass, window_reference.window_mass(view, random(3, 2, 8), 0.3))
+    assert torch.equal(mass, twin(window_mass)(view, random(3, 2, 8), 0.3))
     assert mass.any()
 
 

@@ -66,7 +66,7 @@ def test_a_gpu_without_room_for_the_fewest_rows_is_refused() -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("prefill_attention", "correct_with_moments", "window_mass", "window_perturbation joint"),
+        *("prefill_attention", "correct_with_moments", "window_mass"),
         *("value_norms_l1", "value_norms_l2", "nearest_keys"),
     ],
 )

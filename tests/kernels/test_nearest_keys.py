@@ -13,9 +13,10 @@ from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.merging.nearest_keys import nearest_keys, reference
+from vllm_kvcompress.kernels.dispatch import twin
+from vllm_kvcompress.kernels.merging.nearest_keys import nearest_keys
 
-NEAREST = "vllm_kvcompress.kernels.merging.nearest_keys.nearest_triton.nearest_keys"
+NEAREST = "vllm_kvcompress.kernels.merging.nearest_keys_triton.nearest_keys"
 
 
 def some_kept(entries: PagedEntries, share: float = 0.3) -> Tensor:
@@ -40,7 +41,7 @@ def test_is_the_twin(backend: Backend, head_size: int, block_size: int) -> None:
     kept = some_kept(entries)
     kept[3], kept[4, :33] = False, True  # nothing kept, and nothing evicted
     cosines, places = backend.call(NEAREST, PagedKV.of(entries), kept)
-    expected, where = backend.twin(reference.nearest_keys, PagedKV.of(entries), kept)
+    expected, where = backend.twin(twin(nearest_keys), PagedKV.of(entries), kept)
     # Inputs are the same 16-bit numbers for both, and all sums are in fp32.
     assert_close(cosines, expected, torch.float32)
     assert torch.equal(places, where)

@@ -8,15 +8,16 @@ from torch import Tensor
 
 from tests.kernels.backends import Backend
 from tests.kernels.cases import random
+from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.page_choice import (
     Choice,
+    choose_pages,
     key_bounds,
     key_means,
-    reference,
     rounded_outwards,
 )
 
-LAUNCHER = "vllm_kvcompress.kernels.page_choice.page_choice_triton.choose_pages"
+LAUNCHER = "vllm_kvcompress.kernels.page_choice_triton.choose_pages"
 
 
 def some_pages(
@@ -46,7 +47,7 @@ def check(
     """The interpreter against the twin, in fp32, so that rounding makes no ties."""
     found = backend.call(LAUNCHER, *pages, choice, scales)
     exact = (pages[0].float(), pages[1].float() if scales is None else pages[1], *pages[2:])
-    expected = backend.twin(reference.choose_pages, *exact, choice, scales)
+    expected = backend.twin(twin(choose_pages), *exact, choice, scales)
     assert found.shape == expected.shape
     for row, number in enumerate(pages[4].tolist()):
         assert found[row, :number].tolist() == expected[row, :number].tolist()

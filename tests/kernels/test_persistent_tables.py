@@ -18,10 +18,10 @@ KERNELS = "vllm_kvcompress.kernels."
 NAMES = [
     KERNELS + "attention.decode_triton.decode_attention",
     KERNELS + "attention.prefill_triton.prefill_attention",
-    KERNELS + "window_mass.window_mass_triton.window_mass",
-    KERNELS + "value_norms.value_norms_triton.value_norms_l1",
-    KERNELS + "value_norms.value_norms_triton.value_norms_l2",
-    KERNELS + "merging.nearest_keys.nearest_triton.nearest_keys",
+    KERNELS + "window_mass_triton.window_mass",
+    KERNELS + "value_norms_triton.value_norms_l1",
+    KERNELS + "value_norms_triton.value_norms_l2",
+    KERNELS + "merging.nearest_keys_triton.nearest_keys",
     LAUNCHES + "compacted",
 ]
 

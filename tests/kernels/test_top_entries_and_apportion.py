@@ -15,12 +15,13 @@ from tests.kernels.backends import Backend
 from tests.kernels.child import Child
 from tests.policies import oracles
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels.apportion import reference
-from vllm_kvcompress.kernels.top_entries.reference import top_entries
+from vllm_kvcompress.kernels.apportion import apportion
+from vllm_kvcompress.kernels.dispatch import twin
+from vllm_kvcompress.kernels.top_entries import top_entries
 
-TOP_ENTRIES = "vllm_kvcompress.kernels.top_entries.top_entries_triton.top_entries"
-LAUNCH = "vllm_kvcompress.kernels.top_entries.top_entries_triton.launch_top_entries"
-APPORTION = "vllm_kvcompress.kernels.apportion.apportion_triton.apportion"
+TOP_ENTRIES = "vllm_kvcompress.kernels.top_entries_triton.top_entries"
+LAUNCH = "vllm_kvcompress.kernels.top_entries_triton.launch_top_entries"
+APPORTION = "vllm_kvcompress.kernels.apportion_triton.apportion"
 NAN, INF = float("nan"), float("inf")
 # Zeros of both signs, the smallest numbers that differ, and what is kept whatever comes.
 NEIGHBOURS = [1.0, 1.0000001, -1.0, -1.0000001, 1e-45, -1e-45]
@@ -166,7 +167,7 @@ def test_any_division_is_the_twins(
     shares, total, floor, cap = division
     given_ = tuple(map(torch.tensor, ([shares], [total], [floor], [cap])))
     pages = interpreter_calls(APPORTION, *given_)
-    assert pages.tolist() == reference.apportion(*given_).tolist()
+    assert pages.tolist() == twin(apportion)(*given_).tolist()
     assert int(pages.sum()) == total
 
 

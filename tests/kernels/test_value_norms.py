@@ -12,9 +12,10 @@ from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
-from vllm_kvcompress.kernels.value_norms import reference, value_norms_l1, value_norms_l2
+from vllm_kvcompress.kernels.dispatch import twin
+from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
 
-L1 = "vllm_kvcompress.kernels.value_norms.value_norms_triton.value_norms_l1"
+L1 = "vllm_kvcompress.kernels.value_norms_triton.value_norms_l1"
 
 
 def o_proj(num_heads: int, head_size: int, group: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -41,7 +42,7 @@ def test_twins_are_the_oracle() -> None:
     assert_close(norms, expected, torch.float32)
 
 
-L2 = "vllm_kvcompress.kernels.value_norms.value_norms_triton.value_norms_l2"
+L2 = "vllm_kvcompress.kernels.value_norms_triton.value_norms_l2"
 SHAPES = [(64, 16, 1), (80, 32, 4), (128, 128, 4), (256, 64, 8)]
 
 
@@ -52,7 +53,7 @@ def test_l1_is_the_twin(backend: Backend, head_size: int, block_size: int, group
     weight = o_proj(3, head_size, group, 280, backend.dtype)
     wanted = random(3, entries.capacity) > 0
     wanted[0, :150] = False
-    expected = backend.twin(reference.value_norms_l1, PagedKV.of(entries), weight, wanted)
+    expected = backend.twin(twin(value_norms_l1), PagedKV.of(entries), weight, wanted)
     norms = backend.call(L1, PagedKV.of(entries), weight, wanted)
     assert_close(norms, expected, backend.dtype)
     assert norms[0].any()
@@ -62,7 +63,7 @@ def test_l1_is_the_twin(backend: Backend, head_size: int, block_size: int, group
 def test_l2_is_the_twin(backend: Backend, head_size: int, block_size: int, group: int) -> None:
     view = PagedKV.of(make_entries([100, 0, 1], block_size, head_size, backend.dtype))
     gram = gram_of(o_proj(3, head_size, group, 280, torch.float32))
-    expected = backend.twin(reference.value_norms_l2, view, gram)
+    expected = backend.twin(twin(value_norms_l2), view, gram)
     # Values are the same 16-bit numbers for both; on a GPU three products of tf32 stand for one
     # of fp32.
     assert_close(backend.call(L2, view, gram), expected, torch.float32)
@@ -76,12 +77,12 @@ def test_heads_of_several_requests_share_weights(backend: Backend) -> None:
     )
     view, again = PagedKV.of(entries), torch.cat([weight, weight])
     gram, wanted = gram_of(weight), entries.valid()
-    for name, twin, given, alone in (
-        (L1, reference.value_norms_l1, (weight, wanted), (again, wanted)),
-        (L2, reference.value_norms_l2, (gram,), (gram.repeat(2, 1, 1, 1),)),
+    for name, operator, given, alone in (
+        (L1, twin(value_norms_l1), (weight, wanted), (again, wanted)),
+        (L2, twin(value_norms_l2), (gram,), (gram.repeat(2, 1, 1, 1),)),
     ):
-        expected = backend.twin(twin, view, *alone)
-        assert_close(backend.twin(twin, view, *given), expected, backend.dtype)
+        expected = backend.twin(operator, view, *alone)
+        assert_close(backend.twin(operator, view, *given), expected, backend.dtype)
         assert_close(backend.call(name, view, *given), expected, backend.dtype)
 
 

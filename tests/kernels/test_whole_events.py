@@ -20,7 +20,7 @@ CASES: list[tuple[str, dict[str, object], set[str]]] = [
     ("h2o+adakv", {}, {"window_mass", "compact_pages"}),
     ("adakv+criticalkv", {"norm": "l1"}, {"window_mass", "value_norms_l1", "compact_pages"}),
     ("momentkv", {}, {"window_mass", "compact_pages"}),
-    ("snapkv+obcache", {}, {"window_perturbation", "compact_pages"}),
+    ("snapkv+obcache", {}, {"compact_pages"}),
     ("d2o", {}, {"window_mass", "nearest_keys", "compact_pages"}),
     ("kvmerger", {}, {"window_mass"}),
 ]

@@ -12,9 +12,10 @@ from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.window_mass import reference
+from vllm_kvcompress.kernels.dispatch import twin
+from vllm_kvcompress.kernels.window_mass import window_mass, window_masses
 
-MASS = "vllm_kvcompress.kernels.window_mass.window_mass_triton.window_mass"
+MASS = "vllm_kvcompress.kernels.window_mass_triton.window_mass"
 
 
 @pytest.mark.parametrize("num_tail", [0, 2, 3])
@@ -25,7 +26,7 @@ def test_twin_is_the_oracle(num_tail: int, with_bias: bool, stride: int) -> None
     entries = make_entries([3, 17, 8], block_size=4, head_size=8)
     queries = random(5, 6, 8)
     bias = random(3, entries.capacity) if with_bias else None
-    mass = reference.window_mass(PagedKV.of(entries, num_tail), queries, 0.3, bias, stride)
+    mass = twin(window_mass)(PagedKV.of(entries, num_tail), queries, 0.3, bias, stride)
     expected = torch.tensor(oracles.window_mass(entries, num_tail, queries, 0.3, bias, stride))
     assert_close(mass, expected, torch.float32)
     assert expected.any()
@@ -44,7 +45,7 @@ def check(
     queries = random(window, num_heads * group, entries.head_size, dtype=backend.dtype)
     arguments = (PagedKV.of(entries, num_tail), queries, 2 * entries.head_size**-0.5, bias)
     arguments = (*arguments, stride)
-    expected = backend.twin(reference.window_mass, *arguments)
+    expected = backend.twin(twin(window_mass), *arguments)
     mass = backend.call(MASS, *arguments)
     # Shares of an attention of some hundred entries: compared relative to their sum of 1.
     assert_close(100 * mass, 100 * expected, backend.dtype)
@@ -73,7 +74,7 @@ def test_heads_with_tails_of_their_own(backend: Backend) -> None:
     columns = int(entries.page_table.shape[1])
     view = PagedKV(bodies, max(tails), entries, columns, torch.tensor(tails))
     for found in (
-        backend.twin(reference.window_mass, view, queries, scale),
+        backend.twin(twin(window_mass), view, queries, scale),
         backend.call(MASS, view, queries, scale),
     ):
         for head, tail in enumerate(tails):
@@ -81,7 +82,7 @@ def test_heads_with_tails_of_their_own(backend: Backend) -> None:
             lengths = entries.flat_lengths[head : head + 1]
             alone = PagedEntries(entries.pages, table, lengths, entries.block_size, 64)
             mine = queries[:, 2 * head : 2 * head + 2].contiguous()
-            expected = backend.twin(reference.window_mass, PagedKV.of(alone, tail), mine, scale)
+            expected = backend.twin(twin(window_mass), PagedKV.of(alone, tail), mine, scale)
             assert_close(100 * found[head : head + 1], 100 * expected, backend.dtype)
 
 
@@ -113,12 +114,12 @@ def test_windows_that_end_together(backend: Backend) -> None:
     arguments = (PagedKV.of(entries, 2), queries, 0.2)
     windows = (23, 1), (4, 1), (20, 3)
     found = {
-        "twin": backend.twin(reference.window_masses, *arguments, windows),
+        "twin": backend.twin(twin(window_masses), *arguments, windows),
         "kernel": backend.call(f"{MASS}es", *arguments, windows),
     }
     for nth, (size, stride) in enumerate(windows):
         alone = (arguments[0], queries[-size:], 0.2, None, stride)
-        expected = backend.twin(reference.window_mass, *alone)
+        expected = backend.twin(twin(window_mass), *alone)
         for name, masses in found.items():
             assert masses.shape == (3, *expected.shape), name
             assert_close(100 * masses[nth], 100 * expected, backend.dtype)

@@ -23,7 +23,7 @@ from vllm_kvcompress.kernels.merging.moments import (
     packed_size,
     unpack_moments,
 )
-from vllm_kvcompress.kernels.merging.moments.reference import corrected as with_moments
+from vllm_kvcompress.kernels.merging.moments import corrected as with_moments
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.scheduling.rule import CompressionRule
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from tests.policies import oracles
 from tests.policies.cases import HEAD_SIZE, Shape, make_view, with_rows
 from vllm_kvcompress.compression.layer import compress_layer
+from vllm_kvcompress.kernels import value_norms
 from vllm_kvcompress.kernels.common import tiles
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.keydiff import keydiff_scores
 from vllm_kvcompress.kernels.pooling import max_or_mean_pool
-from vllm_kvcompress.kernels.value_norms import reference as value_norms
 from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
 from vllm_kvcompress.kernels.window_mass import window_mass
 from vllm_kvcompress.policies import resolve

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.policies import oracles
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view, rows_of
 from vllm_kvcompress.compression.layer import compress_layer
-from vllm_kvcompress.kernels.top_entries.reference import sortable, top_entries
+from vllm_kvcompress.kernels.top_entries import sortable, top_entries
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.criticalkv import CriticalKV
 from vllm_kvcompress.policies.parts.protection import NOTHING_PROTECTED, Protection

@@ -15,7 +15,7 @@ from offline.dense import BLOCK_SIZE, DenseLayer, DenseModel, compress
 from offline.masked import MaskedModel
 from tests.cli.server_process import ROOT
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
-from vllm_kvcompress.kernels.merging.moments.reference import (
+from vllm_kvcompress.kernels.merging.moments import (
     add_to_moments,
     corrected,
     moment_size,

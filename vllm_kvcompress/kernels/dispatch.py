@@ -35,33 +35,40 @@ def takes_triton(device: torch.device) -> bool:
 
 
 def triton_kernel(module: str, name: str) -> Any:
-    """The launcher `name` of `vllm_kvcompress.kernels.<module>`."""
-    return _imported(module, name)
-
-
-def _imported(module: str, name: str) -> Any:
+    """Imports and returns the launcher `name` of `vllm_kvcompress.kernels.<module>`."""
     return getattr(importlib.import_module(f"vllm_kvcompress.kernels.{module}"), name)
 
 
-def by_device(twin: Kernel[H, P, T], module: str, on_cpus: str | None = None) -> Kernel[H, P, T]:
-    """`twin`, or what has its name and signature elsewhere, by the device of the first argument.
+def by_device(
+    triton_module: str, numba_module: str | None = None
+) -> Callable[[Kernel[H, P, T]], Kernel[H, P, T]]:
+    """Decorates a torch operator: calls are dispatched by the device of the first argument.
 
-    Of a layer's keys and values kernels read pages alone.
+    The launchers have the operator's name and signature. Of a layer's keys and values they read
+    pages alone, so gathered ones go to the torch operator.
 
     Args:
-        twin: in torch; for any device that has no kernel of its own.
-        module: has the launcher for GPUs.
-        on_cpus: has one for CPUs; None: the twin serves there.
+        triton_module: module of `vllm_kvcompress.kernels` with the launcher for GPUs.
+        numba_module: module with one for CPUs; None: the torch operator serves there.
     """
 
-    @functools.wraps(twin)
-    def call(holder: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        chosen: Kernel[H, P, T] = twin
-        gathered = isinstance(holder, KVView) and holder.pages is None
-        if takes_triton(holder.device) and not gathered:
-            chosen = triton_kernel(module, twin.__name__)
-        elif on_cpus is not None and holder.device.type == "cpu":
-            chosen = _imported(on_cpus, twin.__name__)
-        return chosen(holder, *args, **kwargs)
+    def decorate(operator: Kernel[H, P, T]) -> Kernel[H, P, T]:
+        @functools.wraps(operator)
+        def call(holder: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            chosen: Kernel[H, P, T] = operator
+            gathered = isinstance(holder, KVView) and holder.pages is None
+            if takes_triton(holder.device) and not gathered:
+                chosen = triton_kernel(triton_module, operator.__name__)
+            elif numba_module is not None and holder.device.type == "cpu":
+                chosen = triton_kernel(numba_module, operator.__name__)
+            return chosen(holder, *args, **kwargs)
 
-    return call
+        return call
+
+    return decorate
+
+
+def twin(operator: Kernel[H, P, T]) -> Kernel[H, P, T]:
+    """Returns the torch implementation that `by_device` decorated."""
+    original: Kernel[H, P, T] = operator.__wrapped__  # type: ignore[attr-defined]
+    return original

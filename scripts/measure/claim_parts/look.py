@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from offline.dense import DenseLayer, Kept, compress
-from vllm_kvcompress.kernels.merging.moments import unpack_moments
-from vllm_kvcompress.kernels.merging.moments.reference import corrected
+from vllm_kvcompress.kernels.merging.moments import corrected, unpack_moments
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.tools.evaluation.attention_parts import AttentionParts, attend_in_parts
 

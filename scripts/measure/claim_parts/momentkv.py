@@ -9,7 +9,7 @@ from torch import Tensor
 
 from claim_parts.bounds import expansion_remainders
 from claim_parts.look import Look
-from vllm_kvcompress.kernels.merging.moments.reference import split_moments
+from vllm_kvcompress.kernels.merging.moments import split_moments
 from vllm_kvcompress.tools.evaluation.attention_parts import (
     estimate_cosine,
     gap_cosine,

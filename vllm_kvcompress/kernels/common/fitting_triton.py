@@ -1,10 +1,9 @@
 """Programs with as many rows as the device has shared memory for.
 
-What a program takes is the compiler's business. With the same tiles, of 128 queries and head size
-256, `perturbation_triton` takes 165 KB of shared memory on compute capability 8.6, 213 KB on 9.0
-and 312 KB on 10.0 in Triton 3.7.1, and other amounts in others. So nothing is computed beforehand:
-Triton refuses to launch a program that the device has no room for, and one with half as many rows
-is compiled. That happens while kernels are warmed up; requests find what fits.
+How much shared memory a program takes depends on the compiler: the same tiles take twice as much
+on compute capability 10.0 as on 8.6. So nothing is computed beforehand. Triton refuses to launch a
+program that the device has no room for, and one with half as many rows is compiled. That happens
+while kernels are warmed up; requests find what fits.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels import dispatch
-from vllm_kvcompress.kernels.apportion import apportion, reference
+from vllm_kvcompress.kernels.apportion import apportion
+from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
 
 
@@ -94,6 +95,6 @@ def spread(
         least = torch.zeros_like(most)
     weights = torch.tensor(shares, dtype=torch.float64, device="cpu")
     whole = torch.tensor([total], device="cpu")
-    pages = reference.apportion(weights[None], whole, least[None], most[None])
+    pages = twin(apportion)(weights[None], whole, least[None], most[None])
     found: list[int] = pages[0].tolist()
     return found

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.merging.moments.reference import split_moments
+from vllm_kvcompress.kernels.merging.moments import split_moments
 
 
 @dataclass(frozen=True)

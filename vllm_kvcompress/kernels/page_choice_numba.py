@@ -24,8 +24,9 @@ from numba.extending import intrinsic, overload
 from numba.np.arrayobj import make_array
 from torch import Tensor
 
-from vllm_kvcompress.kernels.page_choice import reference
-from vllm_kvcompress.kernels.page_choice.reference import Choice
+from vllm_kvcompress.kernels import page_choice
+from vllm_kvcompress.kernels.dispatch import twin
+from vllm_kvcompress.kernels.page_choice import Choice
 
 AHEAD = 8  # rows
 LINE = 64  # bytes that memory gives at once
@@ -194,7 +195,7 @@ def choose_pages(
     """As `reference.choose_pages`; with many threads, of a chunk's queries, or in fp16 that."""
     in_torch = queries.shape[1] > MOST_QUERIES or torch.get_num_threads() > MOST_THREADS
     if in_torch or summaries.dtype not in VIEWS or queries.dtype not in VIEWS:
-        return reference.choose_pages(
+        return twin(page_choice.choose_pages)(
             queries, summaries, page_table, num_pages, num_read, choice, scales
         )
     chosen = torch.zeros((len(page_table), choice.most), dtype=torch.int32)

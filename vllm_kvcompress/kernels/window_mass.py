@@ -23,12 +23,14 @@ from vllm_kvcompress.kernels.common.tiles import (
 )
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.common.window_columns import WindowColumns, by_head
+from vllm_kvcompress.kernels.dispatch import by_device
 
 Window = tuple[int, int]  # how many of the last queries, and of how many of these one counts
 Numbers = np.ndarray[Any, np.dtype[Any]]
 TILE_QUERIES = 64  # at most, so that earlier ones leave out columns that only later ones see
 
 
+@by_device("window_mass_triton")
 def window_mass(
     view: KVView,
     queries: Tensor,
@@ -56,6 +58,7 @@ def window_mass(
     return window_masses(view, queries, scale, [(len(queries), stride)], bias)[0]
 
 
+@by_device("window_mass_triton")
 def window_masses(
     view: KVView,
     queries: Tensor,

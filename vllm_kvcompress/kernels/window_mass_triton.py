@@ -32,7 +32,7 @@ from vllm_kvcompress.kernels.common.window_rows_triton import (
     window_logits,
     window_rows,
 )
-from vllm_kvcompress.kernels.window_mass.reference import Window
+from vllm_kvcompress.kernels.window_mass import Window
 
 SPLIT_TILES = 8  # that a program of the first pass reads: enough programs for prompts of 8k tokens
 

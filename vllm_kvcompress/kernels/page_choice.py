@@ -21,6 +21,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.dispatch import by_device
 from vllm_kvcompress.kernels.top_entries import top_entries
 
 PAGES_AT_ONCE = 4096  # whose keys are gathered together, for few queries
@@ -72,6 +73,7 @@ def rounded_outwards(bounds: Tensor) -> tuple[Tensor, Tensor]:
     return torch.cat((lows.floor(), highs.ceil()), dim=-1).to(torch.int8), scales
 
 
+@by_device("page_choice_triton", "page_choice_numba")
 def choose_pages(
     queries: Tensor,
     summaries: Tensor,

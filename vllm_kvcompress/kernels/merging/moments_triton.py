@@ -21,7 +21,7 @@ from vllm_kvcompress.kernels.common.launch_triton import (
 from vllm_kvcompress.kernels.common.paged_entries import check_out, mismatch
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.common.paged_rows_triton import paged_numbers, sequence_numbers
-from vllm_kvcompress.kernels.merging.moments.reference import packed_size
+from vllm_kvcompress.kernels.merging.moments import packed_size
 
 # Of the fp32 queries that a program has, and of the rows of cross moments that it takes at once.
 ROWS_BYTES, CROSS_BYTES = 1 << 15, 1 << 14

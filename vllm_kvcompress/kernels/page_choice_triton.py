@@ -14,11 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_kvcompress.kernels import page_choice
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import expect
 from vllm_kvcompress.kernels.common.sort_keys_triton import BINS, DIGITS, sort_keys
-from vllm_kvcompress.kernels.page_choice import reference
-from vllm_kvcompress.kernels.page_choice.reference import Choice
+from vllm_kvcompress.kernels.dispatch import twin
+from vllm_kvcompress.kernels.page_choice import Choice
 
 PAGES = 32  # whose summaries a program of the first kernel reads
 TILE = 1024  # scores that one of the second goes through at once
@@ -144,7 +145,7 @@ def choose_pages(
     """As `reference.choose_pages`, in Triton; for the queries of a chunk, in torch."""
     num_sequences, group, head_size = queries.shape
     if group > MOST_QUERIES:
-        return reference.choose_pages(
+        return twin(page_choice.choose_pages)(
             queries, summaries, page_table, num_pages, num_read, choice, scales
         )
     vectors = choice.num_means or 2

@@ -8,10 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.dispatch import by_device
+
 SMALLEST_SHARE = 1e-9  # of the sum: heads of no share take what nobody else can hold
 ROUNDING = 1e-6  # pages; smaller differences are arithmetic noise
 
 
+@by_device("apportion_triton")
 def apportion(shares: Tensor, total: Tensor, floor: Tensor, cap: Tensor) -> Tensor:
     """Divides every request's pages in proportion to shares, within bounds, exactly.
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.apportion.reference import ROUNDING, SMALLEST_SHARE
+from vllm_kvcompress.kernels.apportion import ROUNDING, SMALLEST_SHARE
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import expect
 

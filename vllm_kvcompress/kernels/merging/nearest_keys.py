@@ -7,8 +7,10 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import exact_bf16_products, tile_bytes
+from vllm_kvcompress.kernels.dispatch import by_device
 
 
+@by_device("merging.nearest_keys_triton")
 def nearest_keys(view: KVView, kept: Tensor) -> tuple[Tensor, Tensor]:
     """The highest cosine of each evicted key to a kept one of its head, and which; ties: earlier.
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.kernels.dispatch import by_device
+
 
 def sortable(scores: Tensor) -> Tensor:
     """int64 keys in the order of fp32 scores [..., n], ties broken by position; NaN is lowest."""
@@ -18,6 +20,7 @@ def sortable(scores: Tensor) -> Tensor:
     return torch.add(position, bits, alpha=1 << 32)
 
 
+@by_device("top_entries_triton")
 def top_entries(scores: Tensor, valid: Tensor, num_kept: Tensor) -> Tensor:
     """The `num_kept[h]` best valid entries of each head; ties go to the later one, NaN is lowest.
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import cached_bytes, head_slices, tile_bytes
+from vllm_kvcompress.kernels.dispatch import by_device
 
 FEWEST_ROWS = 512  # of a matrix product whose other factor is large: it is packed every time
 
 
+@by_device("value_norms_triton")
 def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tensor:
     """Mean over the group of ||v W_O||_1 per entry (CriticalKV, arXiv 2502.03805, Alg. 1).
 
@@ -56,6 +58,7 @@ def _some_entries(wanted: Tensor) -> Tensor:
     return torch.arange(wanted.numel(), device=wanted.device)
 
 
+@by_device("value_norms_triton")
 def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     """Mean over the group of ||v W_O||_2 = sqrt(v Q v^T) per entry, with Q = W W^T.
 

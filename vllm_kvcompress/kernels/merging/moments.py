@@ -20,6 +20,7 @@ from torch.nn import functional
 from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers
 from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.dispatch import by_device
 
 
 def moment_size(head_size: int) -> int:
@@ -152,6 +153,7 @@ def _residuals(state: Tensor, keys: Tensor, values: Tensor, scale: float) -> Ten
     return torch.linalg.vector_norm(values.float() - predicted, dim=2)
 
 
+@by_device("merging.moments_triton")
 def correct_with_moments(
     state: PagedNumbers | AddressedNumbers,
     outputs: Tensor,

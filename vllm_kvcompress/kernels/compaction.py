@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.dispatch import by_device
 
 
+@by_device("compaction_triton")
 def compact_pages(
     entries: PagedEntries, page_counts: Tensor, kept_indices: Tensor, targets: Tensor
 ) -> None:
