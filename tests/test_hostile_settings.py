@@ -92,10 +92,6 @@ def test_sections_of_prompts(section: dict[str, Any]) -> None:
         assert Settings.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
-def test_flags_are_all_of_them() -> None:
-    assert {"--kv-policy", "--kv-reuse-conversations", "--prompt-compressor", "--config"} < {*FLAGS}
-
-
 @MANY
 @given(st.lists(st.tuples(st.sampled_from(FLAGS), ODD.map(str)), max_size=4))
 @example([("--kv-budget", "0.5"), ("--kv-param", "window_size=" + "9" * 5000)])

@@ -69,9 +69,10 @@ class Settings(Options):
 
     policy: str = option(
         ...,
-        f"what to keep: `auto` ({DEFAULT_POLICY}; with a profile {PROFILED_POLICY}; [which "
-        "one](policies.md#which-one)), or a [policy](policies.md) and modifiers joined by `+`, "
-        "such as `adakv+criticalkv` (`vllm-kvcompress policies` lists them); `none`: stock vLLM",
+        f"what to keep: `auto` ([{DEFAULT_POLICY}, or with a profile "
+        f"{PROFILED_POLICY}](policies.md#which-one)), or a [policy](policies.md) and modifiers "
+        "joined by `+`, such as `adakv+criticalkv` (`vllm-kvcompress policies` lists them); "
+        "`none`: stock vLLM",
         "P",
         min_length=1,
         example=AUTO,
@@ -393,10 +394,8 @@ class RequestOptions(Options):
 
     context_tokens: Annotated[int, BeforeValidator(_whole)] | None = option(
         None,
-        "that many tokens of the prompt are compressed before the rest is read, so that the "
-        "question does not decide what is kept; of the prefix cache such requests use what lies "
-        "before the context's last queries (nothing in models that also have layers of other "
-        "kinds, such as sliding windows)",
+        "compress that many first tokens of the prompt before the rest is read, so that the "
+        "question does not decide what is kept",
         ge=1,
         example=1024,
     )
@@ -404,6 +403,7 @@ class RequestOptions(Options):
         False,
         "the context is compressed at the end of the prompt, by what the rest of it attends to, "
         "and [kept for later requests](#preparing-a-context)",
+        example=True,
     )
     policy: str | None = option(
         None,

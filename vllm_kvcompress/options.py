@@ -79,7 +79,7 @@ class Options(BaseModel):
     @classmethod
     def flag(cls, field: str) -> str:
         """The flag of a field, such as --kv-budget."""
-        name = _about(cls.model_fields[field])["flag"] or field
+        name = about(cls.model_fields[field])["flag"] or field
         return cls.flags + name.replace("_", "-")
 
 
@@ -89,16 +89,17 @@ def add_flags(
     """Adds the flags of some fields, or of all that are no sections of their own."""
     for name in fields or options.model_fields:
         field = options.model_fields[name]
-        about, flag = _about(field), options.flag(name)
+        shown, flag = about(field), options.flag(name)
         text = plain(described(field)).replace("%", "%%")
         if bool in _types(field):
             parser.add_argument(flag, action="store_const", const=True, help=text)
-        elif about["repeats"]:
-            shown = about["metavar"]
-            parser.add_argument(flag, action="append", default=[], metavar=shown, help=text)
-        elif about["metavar"]:
-            optional = {"nargs": "?", "const": about["const"]} if about["const"] else {}
-            parser.add_argument(flag, metavar=about["metavar"], help=text, **optional)
+        elif shown["metavar"]:
+            more: dict[str, Any] = {}
+            if shown["repeats"]:
+                more = {"action": "append", "default": []}
+            elif shown["const"]:
+                more = {"nargs": "?", "const": shown["const"]}
+            parser.add_argument(flag, metavar=shown["metavar"], help=text, **more)
 
 
 def given(
@@ -164,7 +165,8 @@ def assignment(flag: str, text: str) -> tuple[str, Any]:
     return name, parsed if isinstance(parsed, int | float | bool) else value
 
 
-def _about(field: FieldInfo) -> dict[str, Any]:
+def about(field: FieldInfo) -> dict[str, Any]:
+    """What `option` was told of a field's flag and example."""
     assert isinstance(field.json_schema_extra, dict), "a field that option() did not make"
     return field.json_schema_extra
 
@@ -207,7 +209,7 @@ def _refusal(options: type[Options], path: list[str], detail: Any) -> str:
     if kind == "extra_forbidden":
         names = ", ".join(sorted(options.prefix + field for field in options.model_fields))
         return f"{options.name}: {name} is not known; valid are {names}."
-    example = _about(options.model_fields[path[0]])["example"]
+    example = about(options.model_fields[path[0]])["example"]
     remedy = "leave it out for the default" if example is None else f"give for example {example}"
     label = f"{name} ({options.flag(path[0])})" if options.flags else f"{options.name} {name}"
     if kind == "value_error":
