@@ -61,7 +61,7 @@ def test_chunks_decoding_requests_and_others_of_one_step() -> None:
     """Four pages are read while decoding; of a chunk of two pages five, of one token four."""
     found = Readers(RULE, PageTables(small_pool()))
     assert found.chunks is not None
-    assert found.chunks.num_whole == 16
+    assert found.chunks.num_read_fully == 16
     lengths = {"decoding": 40, "chunk": 32, "too": 40, "last": 41, "begins": 16, "behind": 60}
     queries = {"decoding": 1, "chunk": 8, "too": 8, "last": 1, "begins": 8, "behind": 3}
     ends = {"decoding": 30, "chunk": 41, "too": 41, "last": 41, "begins": 41, "behind": 50}

@@ -10,8 +10,12 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_kvcompress.scheduling.ledger import SKIP_NOTHING_TO_FREE, SKIP_SHORT, RequestLedger
-from vllm_kvcompress.scheduling.preparation import PreparationLedger
+from vllm_kvcompress.scheduling.ledger import (
+    SKIP_NOTHING_TO_FREE,
+    SKIP_SHORT,
+    PreparationLedger,
+    RequestLedger,
+)
 from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE, CompressionRule
 
 BLOCK = 16

@@ -42,9 +42,9 @@ def test_what_is_missing() -> None:
         size=100, free=20, pending_frees=0, reserved=5, growth=2, needed_until_freed=3, wanted=0
     )
     assert pool.room == 17
-    assert pool.shortage(0.9, least_written=3) == -10
-    assert pool.shortage(0.7, least_written=3) == 10
-    assert pool.shortage(0.9, least_written=20) == 5 + 2 + 20 - 20
+    assert pool.shortage(0.9, min_written=3) == -10
+    assert pool.shortage(0.7, min_written=3) == 10
+    assert pool.shortage(0.9, min_written=20) == 5 + 2 + 20 - 20
     assert replace(pool, reserved=25).shortage(0.9, 3) == 25 + 2 + 3 - 20
     assert replace(pool, wanted=50).shortage(0.9, 3) == 30
     assert replace(pool, wanted=50, pending_frees=8).shortage(0.9, 3) == 22

@@ -44,7 +44,7 @@ def test_chunks_lie_where_they_lie_however_large_steps_are(
     chunks = PromptChunks.of(rule, block)
     assert chunks is not None
     assert chunks.size == math.ceil(prefill / block) * block
-    assert chunks.num_whole % chunks.size == 0
+    assert chunks.num_read_fully % chunks.size == 0
     start, step = 0, 0
     while start < end:
         room = rooms[step % len(rooms)] if step % 9 else chunks.size
@@ -54,8 +54,8 @@ def test_chunks_lie_where_they_lie_however_large_steps_are(
         if number == 0:
             assert room < chunks.size
             continue
-        if start < chunks.num_whole:
-            assert start + number <= chunks.num_whole
+        if start < chunks.num_read_fully:
+            assert start + number <= chunks.num_read_fully
             had = math.ceil((start + number) / block)
             whole = pages_read(start + number, chunks.size, block, local, top) == had
             assert whole or start + number < min_tokens

@@ -219,7 +219,7 @@ def test_a_longer_state_of_the_same_event_takes_the_place_of_a_shorter_one() -> 
     queue.end("b")
     queue.check()
     assert len(queue.kept) == 1
-    assert queue.kept.take_counts().forgotten == {"extended": 1}
+    assert queue.kept.stats.forgotten == {"extended": 1}
 
 
 @pytest.mark.parametrize(("num_blocks", "first_to_go"), [(30, "a"), (100, "other")])

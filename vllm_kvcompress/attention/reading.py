@@ -127,7 +127,7 @@ class Readers:
         self._decoding = (num_queries == 1) & (lengths > self._prompts)
         less = self._decoding & (lengths >= self._starts)
         if self.chunks is not None:
-            mine = (lengths > self.chunks.num_whole) & (lengths <= self._ends)
+            mine = (lengths > self.chunks.num_read_fully) & (lengths <= self._ends)
             self._in_chunks = np.where(mine, num_queries, 0)
             less |= mine & (self._starts < NEVER)
         for row in np.flatnonzero(less):

@@ -1,4 +1,4 @@
-"""What a scheduler step did, on its way to /metrics: ints, floats, texts and lists. No torch.
+"""Statistics of scheduler steps, on their way to /metrics: plain values and lists. No torch.
 
 The engine core fills a `StepStats` per step; as a dictionary it survives pickle, JSON and
 msgpack, which is how it reaches the API process (`vllm_plugin/startup/compat.py`), where
@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 EVICTED, EXTENDED, UNFINISHED = "evicted", "extended", "unfinished_event"
-FORGOTTEN_BECAUSE = (EVICTED, EXTENDED, UNFINISHED)  # what was kept of a conversation
+FORGOTTEN_BECAUSE = (EVICTED, EXTENDED, UNFINISHED)  # reasons why kept states are forgotten
 
 
 @dataclass
 class EventRecord:
-    """One compression event of one request.
+    """Compression event of one request.
 
     Attributes:
         policy: the policy's name, as the user gave it.
@@ -38,7 +38,7 @@ class EventRecord:
 
 @dataclass
 class DurationRecord:
-    """How long one compression event of one request took.
+    """Duration of one request's compression event.
 
     Attributes:
         policy: the policy's name, as the user gave it.
@@ -51,12 +51,12 @@ class DurationRecord:
 
 @dataclass
 class SkippedRecord:
-    """Events that a trigger called for but that were left out.
+    """Count of events that a trigger called for and that were left out.
 
     Attributes:
         policy: the policy's name, as the user gave it.
-        reason: why.
-        count: how many.
+        reason: reason why they were left out.
+        count: number of events.
     """
 
     policy: str
@@ -66,22 +66,22 @@ class SkippedRecord:
 
 @dataclass
 class StepStats:
-    """What one scheduler step did, and what the running requests hold after it.
+    """Events of one scheduler step, and what the running requests hold after it.
 
     Attributes:
-        events: the events that ran.
-        durations: of events whose duration became known; a GPU's are known some steps later.
+        events: events that ran.
+        durations: events whose duration became known; a GPU's become known some steps later.
         skipped: events that were left out.
         logical_tokens: computed tokens of the running requests.
-        resident_tokens: of those, tokens per head that are still in the cache.
-        contexts_reused: requests that began with a context which was compressed before.
-        conversations_continued: requests that went on from what an earlier turn had left.
-        continued_tokens: that these neither read nor compressed again.
-        forgotten: kept states that are no more, by reason.
-        reclaimable_blocks: blocks that the pressure trigger would gain from the running requests,
-            if all of them were compressed now.
-        held_pages: pages per head of the decoding requests, where these read a part.
-        read_pages: of those, pages per head that a decode step reads.
+        resident_tokens: tokens per head of these that are still in the cache.
+        contexts_reused: requests that began with a context compressed before.
+        conversations_continued: requests that continued from the state of an earlier turn.
+        continued_tokens: tokens that those requests neither read nor compressed again.
+        forgotten: forgotten states by reason, and requests that ended before their event did.
+        reclaimable_blocks: blocks that the pressure trigger would gain if it compressed all
+            running requests now.
+        held_pages: pages per head of decoding requests that read a part.
+        read_pages: pages per head that their decode steps read.
     """
 
     events: list[EventRecord] = field(default_factory=list)
@@ -102,13 +102,17 @@ class StepStats:
         """Logical over resident tokens; 1.0 when nothing runs or nothing was compressed."""
         return self.logical_tokens / self.resident_tokens if self.resident_tokens else 1.0
 
+    def count_forgotten(self, reason: str) -> None:
+        """Counts a kept state that is forgotten, or never came about."""
+        self.forgotten[reason] = self.forgotten.get(reason, 0) + 1
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain containers only: safe for JSON and msgpack."""
+        """Converts to plain containers, which JSON and msgpack can carry."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """The inverse of `to_dict`."""
+        """Converts back from the result of `to_dict`."""
         events = [EventRecord(**event) for event in values["events"]]
         durations = [DurationRecord(**record) for record in values["durations"]]
         skipped = [SkippedRecord(**record) for record in values["skipped"]]

@@ -1,4 +1,4 @@
-"""When a request is compressed, down to how many blocks, and what it holds meanwhile.
+"""Ledgers: when a request is compressed, down to how many blocks, and what it holds meanwhile.
 
 logical tokens   0 ............ c*bs ............ F*bs ... e
 resident         [ kept blocks ][ full tail blocks ][partial]
@@ -8,9 +8,10 @@ event at e       sources: kept + tail blocks  ->  K fresh blocks; the partial bl
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 from vllm_kvcompress.scheduling.plan import Observation
-from vllm_kvcompress.scheduling.rule import TRIGGER_PRESSURE, CompressionRule
+from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE, TRIGGER_PRESSURE, CompressionRule
 
 SKIP_SHORT = "shorter_than_min_tokens"
 SKIP_NOTHING_TO_FREE = "nothing_to_free"
@@ -19,7 +20,7 @@ SKIP_ERROR = "error"
 
 @dataclass(frozen=True)
 class Decision:
-    """What the rule says at a position: an event down to `num_kept_blocks`, or a reason why not."""
+    """Event down to `num_kept_blocks` blocks, or the reason why it is left out."""
 
     trigger: str
     num_kept_blocks: int
@@ -28,18 +29,18 @@ class Decision:
 
 @dataclass
 class RequestLedger:
-    """The bookkeeping of one request.
+    """Events of one request.
 
     Attributes:
-        compress_at: logical tokens of the prompt; of its context, where the request names one
-            that is compressed before the rest is read (the rest then counts as generated).
-        rule: when and how far this request is compressed.
-        policy: what with; see `policies`.
+        compress_at: logical tokens of the prompt, or of the context that the request names; the
+            tokens behind that then count as generated.
+        rule: when and how far the request is compressed.
+        policy: name of its policy.
         compressed_blocks: logical full blocks that have been compressed (c above).
-        resident_blocks: fresh blocks that hold what is left of them.
-        last_position: position of the last event (0: none yet).
-        first_event_position: position of the first event; later tokens depend on it.
-        num_prompt_tokens: logical tokens of the whole prompt, behind a named context, too.
+        resident_blocks: fresh blocks that hold their kept tokens.
+        last_position: position of the last event; 0: none yet.
+        first_event_position: position of the first event, on which later tokens depend.
+        num_prompt_tokens: logical tokens of the prompt, those behind a named context included.
     """
 
     compress_at: int
@@ -51,28 +52,24 @@ class RequestLedger:
     first_event_position: int | None = None
     num_prompt_tokens: int = 0
 
-    def adopt(self, position: int, num_kept_blocks: int) -> None:
-        """Records the last event of an earlier request, whose state this one begins with."""
-        self.commit(position, num_kept_blocks)
-
     def usable_tokens(self, position: int, num_tokens: int) -> int:
-        """Tokens of a kept state that this request can begin with; 0: none.
+        """Counts the tokens of a kept state that this request can begin with; 0: none.
 
-        The queries that the next event observes have to be computed anew, since nobody has kept
-        them; and none of the tokens that the state's last event saw.
+        Queries that the next event observes must be computed anew, since no state keeps them. The
+        tokens that the state's event saw are taken together or not at all.
 
         Args:
-            position: of the state's last event.
-            num_tokens: that both have in common, at least up to there.
+            position: position of the state's last event.
+            num_tokens: leading tokens that the request shares with the state.
         """
         after = replace(self, last_position=position)
         while num_tokens >= position:
-            at = self.rule.next_position(self.compress_at, num_tokens)
-            if self.rule.pressure_mark is not None:  # from the prompt's end on at any token
-                at = min(at or self.num_prompt_tokens, self.num_prompt_tokens)
-            if at is None:
+            event = self.rule.next_position(self.compress_at, num_tokens)
+            if self.rule.pressure_mark is not None:  # any token behind the prompt may be an event
+                event = min(event or self.num_prompt_tokens, self.num_prompt_tokens)
+            if event is None:
                 return num_tokens
-            limit = at - after.observed_window(at)
+            limit = event - after.observed_window(event)
             if num_tokens <= limit:
                 return num_tokens
             num_tokens = limit
@@ -80,17 +77,17 @@ class RequestLedger:
 
     @property
     def max_prefix_hit(self) -> int | None:
-        """Longest usable prefix-cache hit in tokens, within the context; None: it names none."""
+        """Longest usable prefix-cache hit in tokens, within a named context; None: no limit."""
         if self.compress_at < self.num_prompt_tokens:
             return self.rule.max_prefix_hit(self.compress_at)
         return None
 
     def decide(self, position: int, under_pressure: bool = False) -> Decision | None:
-        """What happens when `position` tokens have been computed; None: no trigger fires.
+        """Decides what happens once `position` tokens are computed; None: no trigger fires.
 
         Args:
-            position: in computed tokens.
-            under_pressure: room is needed, and this request was selected.
+            position: computed tokens.
+            under_pressure: whether the request was selected because of memory pressure.
         """
         if self.rule.is_position(self.compress_at, position):
             trigger = self.rule.trigger_at(self.compress_at, position)
@@ -106,19 +103,19 @@ class RequestLedger:
         return Decision(trigger, num_kept)
 
     def num_source_blocks(self, position: int) -> int:
-        """Blocks that an event at a position reads: kept ones, and full ones since."""
+        """Counts the blocks that an event reads: kept ones, and full ones since."""
         return self.resident_blocks + position // self.rule.block_size - self.compressed_blocks
 
     def end_of_event(self, position: int) -> int:
-        """Tokens whose full blocks an event at a position compresses."""
+        """Returns the number of leading tokens whose full blocks an event compresses."""
         return position
 
     def observed_window(self, position: int) -> int:
-        """Queries that an event at `position` observes.
+        """Counts the last queries that an event at `position` observes.
 
-        Never older than the last event (what they attended to is gone), and after the prompt
-        never prompt tokens (a prefix-cache hit would leave them without queries; under the
-        pressure trigger it does not).
+        They are never older than the last event, since what they attended to is gone. Behind the
+        prompt they are never prompt tokens, since a prefix-cache hit would leave those without
+        queries; under the pressure trigger it does not.
         """
         oldest = self.last_position
         if position > self.compress_at and self.rule.pressure_mark is None:
@@ -126,7 +123,7 @@ class RequestLedger:
         return min(self.rule.window_size, position - oldest)
 
     def commit(self, position: int, num_kept_blocks: int) -> None:
-        """Records an event."""
+        """Records an event, or that of a kept state which the request begins with."""
         self.compressed_blocks = position // self.rule.block_size
         self.resident_blocks = num_kept_blocks
         self.last_position = position
@@ -134,7 +131,7 @@ class RequestLedger:
             self.first_event_position = position
 
     def observation(self, start: int, end: int) -> Observation | None:
-        """Which queries of the tokens [start, end) a coming event observes, if any."""
+        """Returns which queries of the tokens [start, end) a coming event observes, if any."""
         if not self.rule.window_size:
             return None
         if self.rule.pressure_mark is not None:  # the event may come with any token
@@ -149,6 +146,91 @@ class RequestLedger:
         return Observation(first - start, first, min(end, position) - first)
 
     def resident_tokens(self, num_tokens: int) -> int:
-        """Resident tokens per head (mean over heads and layers) at `num_tokens` logical ones."""
+        """Counts resident tokens per head, in the mean over heads and layers.
+
+        Args:
+            num_tokens: logical tokens.
+        """
         num_tail_tokens = num_tokens - self.compressed_blocks * self.rule.block_size
         return self.resident_blocks * self.rule.block_size + num_tail_tokens
+
+
+@dataclass
+class PreparationLedger(RequestLedger):
+    """Ledger of a request that prepares a context for later ones: the rest of its prompt scores it.
+
+    logical tokens   0 ........... context ................................ prompt
+                     [ compressed at the prompt's end ][ scores the context ]
+    chunks           [ any ][ any ][ up to there      ][ two or more ][ .. ]
+
+    The only event is at the prompt's end. It leaves as many blocks as an ordinary request that
+    names the same context. While a context is scored, each of its tokens has a score in every
+    layer and head. There is memory for the scores of the longest request; so some requests wait
+    at the end of their context for others.
+
+    Attributes:
+        context_tokens: tokens of the context that are compressed, in full blocks.
+        is_scored: whether the tokens behind the context are being read, or were.
+    """
+
+    context_tokens: int = 0
+    is_scored: bool = False
+
+    @classmethod
+    def of(
+        cls, rule: CompressionRule, policy: str, context_tokens: int, num_prompt_tokens: int
+    ) -> Self:
+        """Makes the ledger of a request whose context would else be compressed by `rule`."""
+        own = replace(
+            rule,
+            at_prompt_end=True,
+            chunk_tokens=None,
+            decode_tokens=None,
+            pressure_mark=None,
+            window_size=0,
+            window_blocks=0,
+        )
+        return cls(
+            num_prompt_tokens,
+            own,
+            policy,
+            num_prompt_tokens=num_prompt_tokens,
+            context_tokens=context_tokens,
+        )
+
+    @property
+    def max_prefix_hit(self) -> int | None:
+        """Longest usable prefix-cache hit, which leaves every query that scores the context."""
+        return self.scored_from - 1
+
+    @property
+    def scored_from(self) -> int:
+        """Start of the first chunk that scores the context, at least two tokens from the end.
+
+        A lone token would look like a generated one, and its query would not be seen where a CUDA
+        graph is replayed.
+        """
+        return min(self.context_tokens, self.num_prompt_tokens - 2)
+
+    def chunk(self, start: int, num_tokens: int) -> int:
+        """Limits the next `num_tokens` to those read together, so that no lone token is left."""
+        if start < self.scored_from:
+            return min(num_tokens, self.scored_from - start)
+        leaves_one = start + num_tokens == self.num_prompt_tokens - 1
+        return num_tokens - (leaves_one and num_tokens > 2)
+
+    def end_of_event(self, position: int) -> int:
+        """Returns the end of the context."""
+        return self.context_tokens
+
+    def decide(self, position: int, under_pressure: bool = False) -> Decision | None:
+        """Decides at the prompt's end what happens to the context; elsewhere nothing does."""
+        if position != self.compress_at:
+            return None
+        end = self.context_tokens
+        decision = RequestLedger(end, self.rule).decide(end)
+        return None if decision is None else replace(decision, trigger=TRIGGER_PREPARE)
+
+    def commit(self, position: int, num_kept_blocks: int) -> None:
+        """Records the event at the context's end, where later requests begin with it."""
+        super().commit(self.context_tokens, num_kept_blocks)

@@ -1,4 +1,4 @@
-"""What a step does besides running the model, as scheduler and workers both see it."""
+"""Step plans: what workers do in a step besides running the model, and what they report."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE
 
 @dataclass(frozen=True)
 class EventPlan:
-    """One compression event of one request, as scheduler and workers both see it.
+    """Compression event of one request in one cache group.
 
     Attributes:
         request_id: vLLM's request id.
         group: vLLM's KV-cache group (models that mix kinds of layers have several).
-        policy: the request's.
-        trigger: which trigger fired, or that it prepares a context.
+        policy: name of the request's policy.
+        trigger: trigger that fired; "prepare": the event compresses a context.
         position: computed tokens of the request at the end of the step.
-        window_size: queries to observe: the last so many tokens before `position`.
+        window_size: number of last queries before `position` to observe.
         first_block: logical blocks [0, first_block) are already compressed.
         end_block: logical blocks [0, end_block) are compressed afterwards.
-        kept_as: number of the state under which later requests may begin with what this event
-            leaves; None: they may not.
-        resident_blocks: fresh blocks of the former event (0: none), freed after this one.
-        fresh_block_ids: the blocks that take the kept tokens.
+        resident_blocks: blocks of the former event's kept tokens (0: none), freed after this one.
+        fresh_block_ids: blocks that take the kept tokens.
+        kept_as: number of the kept state that this event leaves to later requests; None: none.
     """
 
     request_id: str
@@ -41,32 +40,32 @@ class EventPlan:
 
     @property
     def num_source_blocks(self) -> int:
-        """Blocks that the event reads: those of the former event and the full ones since."""
+        """Blocks that the event reads: those of the former event, and full ones since."""
         return self.resident_blocks + self.num_tail_blocks
 
     @property
     def num_tail_blocks(self) -> int:
-        """The full blocks since the former event."""
+        """Full blocks since the former event."""
         return self.end_block - self.first_block
 
     @property
     def prepares(self) -> bool:
-        """Whether blocks behind `end_block` have scored those before it, and are left alone."""
+        """Whether blocks behind `end_block` scored those before it, and stay as they are."""
         return self.trigger == TRIGGER_PREPARE
 
     def num_partial_tokens(self, block_size: int) -> int:
-        """Tokens right behind `end_block` that are kept with the others."""
+        """Counts the tokens right behind `end_block`, which are kept with the others."""
         return 0 if self.prepares else self.position % block_size
 
 
 @dataclass(frozen=True)
 class Adoption:
-    """A request that begins with a state which an earlier one had left.
+    """Request that begins with the kept state of an earlier request.
 
     Attributes:
         request_id: vLLM's request id.
         group: vLLM's KV-cache group.
-        state: the state's number.
+        state: number of the kept state.
         end_block: logical blocks [0, end_block) are compressed.
         copied: source and target of the partial block that the request goes on writing to, copied
             before the step since others may read the source; None: there is no such block.
@@ -81,12 +80,12 @@ class Adoption:
 
 @dataclass(frozen=True)
 class Observation:
-    """Which of a request's queries in this step a later event will want to see.
+    """Consecutive queries of a request in this step that a later event observes.
 
     Attributes:
-        offset: the first such token, counted from the request's first token in the step.
-        position: its position in the request.
-        num_tokens: how many, consecutively.
+        offset: first such token, counted from the request's first token in the step.
+        position: position of that token in the request.
+        num_tokens: number of tokens.
     """
 
     offset: int
@@ -96,13 +95,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """How a request is read.
+    """How much of a request's cache its queries read.
 
     Attributes:
-        rule: how much of what it holds a decode step reads.
-        num_prompt_tokens: of which all is read, also where a step has one of them alone, as
-            behind a prefix-cache hit; unless
-        num_in_chunks: the first of them, read as the rule says of chunks of prompts, if it does.
+        rule: how much a decode step reads.
+        num_prompt_tokens: prompt tokens, whose queries read everything, even one alone in a step,
+            as behind a prefix-cache hit.
+        num_in_chunks: leading prompt tokens that the rule's prompt chunks cover, if it has any;
+            their queries read a part.
     """
 
     rule: ReadRule
@@ -132,11 +132,11 @@ class RequestPlan:
 
 @dataclass(frozen=True)
 class BlockTags:
-    """In the debug mode: whose every block is, for workers to check what they read and write.
+    """Owners of all blocks, by which workers check in the debug mode what they read and write.
 
     Attributes:
         owned: by group and request id, all blocks of each request in the step.
-        poisoned: blocks whose content nobody may read any more.
+        poisoned: blocks whose content must not be read any more.
     """
 
     owned: dict[tuple[int, str], frozenset[int]] = field(default_factory=dict)
@@ -178,11 +178,11 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What workers tell the scheduler of a step beside vLLM's output.
+    """What workers tell the scheduler about a step beside vLLM's output.
 
     Attributes:
         seconds: policy and duration of events whose duration became known.
-        failed: requests whose event failed, and that keep what their policy did not choose.
+        failed: requests whose event failed; the guard chose what they keep.
     """
 
     seconds: list[tuple[str, float]] = field(default_factory=list)

@@ -1,23 +1,23 @@
-"""Whom to compress when the pool is nearly full: pure arithmetic on block counts."""
+"""Memory pressure: which requests are compressed when the block pool is nearly full."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-LEAST_GAIN = 8  # a request is compressed only if that gives back at least its 8th part
-# Until an event's sources are back: its own step, one that asynchronous scheduling has planned
+MIN_GAIN_SHARE = 8  # a request is compressed only if that frees at least an eighth of its blocks
+# Until an event's sources are free: its own step, one that asynchronous scheduling has planned
 # meanwhile, and the one that frees them.
 STEPS_UNTIL_FREED = 3
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A request that could be compressed now.
+    """Request that could be compressed now.
 
     Attributes:
-        request_id: vLLM's.
-        sources: blocks that its event would read, and give back once it has run.
+        request_id: vLLM's request id.
+        sources: blocks that its event would read, and free once it has run.
         written: fresh blocks that the event needs meanwhile.
     """
 
@@ -27,27 +27,27 @@ class Candidate:
 
     @property
     def gain(self) -> int:
-        """Blocks that are free afterwards, and are not now."""
+        """Blocks that are free afterwards and are not now."""
         return self.sources - self.written
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it gives back enough to be worth the loss of tokens."""
-        return self.gain * LEAST_GAIN >= self.sources
+        """Whether it frees enough to be worth the loss of tokens."""
+        return self.gain * MIN_GAIN_SHARE >= self.sources
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What the block pool looks like before a step.
+    """Block pool before a step, in blocks.
 
     Attributes:
-        size: blocks that can be used.
-        free: of them, free ones.
-        pending_frees: blocks that events which have run give back in this step.
+        size: usable blocks.
+        free: free blocks.
+        pending_frees: blocks that this step frees, of events that have run.
         reserved: blocks that the running requests are going to take.
         growth: blocks that they may take in one step.
-        needed_until_freed: blocks that they do take before an event that runs now has given its
-            sources back.
+        needed_until_freed: blocks that they take before an event that runs now has freed its
+            sources.
         wanted: blocks that the first waiting request needs; 0: none waits for blocks.
     """
 
@@ -64,23 +64,23 @@ class Pool:
         """Free blocks for what events write."""
         return self.free - self.needed_until_freed
 
-    def shortage(self, mark: float, least_written: int) -> int:
-        """Blocks that are missing below the mark, for the running requests, or the waiting one.
+    def shortage(self, mark: float, min_written: int) -> int:
+        """Counts the missing blocks: below the mark, for running requests, or for a waiting one.
 
-        The running ones need what is reserved, and room for an event: once there is none left,
-        nobody can be compressed any more.
+        Running requests need what is reserved and room for an event: once there is none left, no
+        request can be compressed any more.
         """
-        above = int(self.size - mark * self.size)
-        running = self.reserved + self.growth + least_written
-        return max(above, running, self.wanted) - self.free - self.pending_frees
+        above_mark = int(self.size - mark * self.size)
+        running = self.reserved + self.growth + min_written
+        return max(above_mark, running, self.wanted) - self.free - self.pending_frees
 
 
 def choose(candidates: Iterable[Candidate], shortage: int, room: int) -> list[Candidate]:
-    """The requests to compress: those that give back most first, until nothing is missing.
+    """Chooses the requests to compress, largest gain first, until no block is missing.
 
     Args:
-        candidates: requests that generate, and are worth it.
-        shortage: blocks that are missing.
+        candidates: requests that generate and are worth compressing.
+        shortage: missing blocks.
         room: free blocks for what events write.
     """
     chosen: list[Candidate] = []

@@ -1,10 +1,10 @@
-"""Where prompts are cut into the chunks whose queries choose together what they read.
+"""Prompt chunks: where prompts are cut if the queries of a chunk choose together what they read.
 
-tokens    0 ................ num_whole ....... + chunk ....... + chunk ... end
-          [ read whole, in    ][ one step      ][ one step      ][ one   ]
-            steps of any size
+tokens    0 ........... num_read_fully ....... + chunk ....... + chunk ... end
+          [ reads all before  ][ one step      ][ one step      ][ one   ]
+            it, any step sizes
 
-So a token's key and value follow from those before it alone, whatever else is served and cached.
+So a token's key and value follow from the tokens before it alone, whatever else is served.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from vllm_kvcompress.scheduling.read_rule import ReadRule
 
 @dataclass(frozen=True)
 class PromptChunks:
-    """The chunks of all prompts of a server whose prefill reads a part.
+    """Chunks of all prompts of a server whose prefill reads a part.
 
     Attributes:
-        size: tokens of a chunk but for a prompt's last one; whole blocks.
-        num_whole: first tokens of a prompt, none of whose chunks reads less than there is.
+        size: tokens of a chunk, in full blocks; a prompt's last chunk may be shorter.
+        num_read_fully: leading tokens of a prompt, whose chunks all read everything before them.
     """
 
     size: int
-    num_whole: int
+    num_read_fully: int
 
     @classmethod
     def of(cls, rule: ReadRule | None, block_size: int) -> Self | None:
-        """None: prompts are read whole."""
+        """Derives the chunks from a read rule; None: prefill reads everything."""
         if rule is None or not rule.prefill_tokens:
             return None
         size = ceil_div(rule.prefill_tokens, block_size) * block_size
-        least = rule.of_chunk(size).reads_less_from(block_size)
-        return cls(size, (least - 1) // size * size)
+        first_partial = rule.of_chunk(size).reads_less_from(block_size)
+        return cls(size, (first_partial - 1) // size * size)
 
-    def next_step(self, start: int, end: int, most: int) -> int:
-        """Tokens of a prompt that a step reads; 0: a chunk does not fit into this one.
+    def next_step(self, start: int, end: int, max_tokens: int) -> int:
+        """Counts the prompt tokens that a step reads; 0: a chunk does not fit into this step.
 
         Args:
             start: tokens that have been read.
-            end: of the prompt.
-            most: tokens that the step has room for.
+            end: tokens of the prompt.
+            max_tokens: tokens that the step has room for.
         """
-        if start < self.num_whole:
-            return min(most, min(end, self.num_whole) - start)
+        if start < self.num_read_fully:
+            return min(max_tokens, min(end, self.num_read_fully) - start)
         wanted = min(end, (start // self.size + 1) * self.size) - start
-        return wanted if wanted <= most else 0
+        return wanted if wanted <= max_tokens else 0
 
     def num_shared(self, num_tokens: int) -> int:
-        """Of so many tokens those that are the same for every prompt that begins with them."""
-        return num_tokens if num_tokens <= self.num_whole else num_tokens // self.size * self.size
+        """Counts leading tokens whose KV every prompt with the same `num_tokens` can share."""
+        if num_tokens <= self.num_read_fully:
+            return num_tokens
+        return num_tokens // self.size * self.size

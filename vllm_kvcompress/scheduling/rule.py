@@ -1,4 +1,4 @@
-"""The user's budget and triggers as arithmetic on token positions and block counts.
+"""Compression rule: budget and triggers as arithmetic on token positions and block counts.
 
 Scheduler and workers derive everything from the same rule and the same positions, so they never
 have to agree after the fact.
@@ -18,28 +18,27 @@ TRIGGER_PREPARE = "prepare"  # no setting: a request asks for it
 
 @dataclass(frozen=True)
 class CompressionRule:
-    """The user's budget and triggers, in tokens and blocks.
+    """Budget and triggers of a request, in tokens and blocks.
 
-    Methods that take `compress_at` mean the end of the prompt, or of the context that a request
-    names: what follows counts as generated.
+    The parameter `compress_at` of methods is the end of the prompt, or of the context that a
+    request names: tokens behind it count as generated.
 
     Attributes:
         block_size: tokens of a block.
         fraction: kept fraction of the logical tokens, or None.
         tokens: kept tokens per head, or None. Exactly one of the two is set.
-        at_prompt_end: compress when the last prompt token has been computed.
-        chunk_tokens: compress at every multiple of this many prompt tokens, at the prompt's
-            end, and after each further so many generated tokens (unless `decode_tokens` says
-            otherwise); a multiple of the block size, or None.
-        decode_tokens: compress after each so many generated tokens, or None.
-        pressure_mark: compress requests that generate when the pool is fuller than this part of
-            it, or others wait for room; None: never for that.
-        min_tokens: leave requests alone while they have fewer logical tokens.
-        window_size: the last queries that the policy observes at an event.
-        least_blocks: what an event leaves at least: one page per layer and head, and room for
-            the policy's state.
-        window_blocks: that hold a request's last queries, under pressure.
-        blocks_on_top: for a policy state that is not to count in the budget.
+        at_prompt_end: whether to compress when the last prompt token has been computed.
+        chunk_tokens: interval in prompt tokens at which to compress, and, unless `decode_tokens`
+            is set, in generated tokens; a multiple of the block size, or None.
+        decode_tokens: interval in generated tokens at which to compress, or None.
+        pressure_mark: used part of the pool above which requests that generate are compressed, as
+            they are when others wait for room; None: no compression under memory pressure.
+        min_tokens: logical tokens below which a request is not compressed.
+        window_size: last queries that the policy observes at an event.
+        least_blocks: blocks that an event leaves at least: one page per layer and head, and room
+            for the policy state.
+        window_blocks: blocks that hold a request's last queries, under memory pressure.
+        blocks_on_top: blocks of a policy state that does not count in the budget.
     """
 
     block_size: int
@@ -57,11 +56,11 @@ class CompressionRule:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether no request is ever compressed, however long it is."""
+        """Whether requests of any length stay uncompressed."""
         return self.fraction is not None and self.fraction >= 1.0
 
     def next_position(self, compress_at: int, after: int) -> int | None:
-        """First position > `after` (in computed tokens) at which an event may happen."""
+        """Finds the first position > `after`, in computed tokens, at which an event may happen."""
         candidates = []
         if self.chunk_tokens and after < compress_at:
             boundary = (after // self.chunk_tokens + 1) * self.chunk_tokens
@@ -79,7 +78,7 @@ class CompressionRule:
         return self.next_position(compress_at, position - 1) == position
 
     def trigger_at(self, compress_at: int, position: int) -> str:
-        """Name of the trigger that fires at an event position."""
+        """Returns the name of the trigger that fires at an event position."""
         if position == compress_at and (self.at_prompt_end or self.chunk_tokens):
             return TRIGGER_PROMPT if self.at_prompt_end else TRIGGER_CHUNK
         if position < compress_at or not self.decode_tokens:
@@ -87,10 +86,10 @@ class CompressionRule:
         return TRIGGER_DECODE
 
     def target_blocks(self, compress_at: int, position: int) -> int:
-        """Blocks that the full blocks of a request are to be compressed to.
+        """Counts the blocks that a request's full blocks are compressed to.
 
-        A fraction counts from the whole prompt while it is being read (so that its beginning
-        is not squeezed more than its end), and from all tokens so far afterwards.
+        While a prompt is being read a fraction counts from all of it, so that its beginning is not
+        compressed more than its end; afterwards it counts from all tokens so far.
         """
         num_full_blocks = max(compress_at, position) // self.block_size
         if self.fraction is not None:
@@ -101,10 +100,7 @@ class CompressionRule:
         return max(self.least_blocks, wanted + self.blocks_on_top)
 
     def first_effective_position(self, num_prompt_tokens: int) -> int | None:
-        """First position at which a request with this prompt really is compressed, if any.
-
-        Only positions up to the end of the prompt: what follows is not known yet.
-        """
+        """Returns the first position up to the prompt's end at which an event frees blocks."""
         position = self.next_position(num_prompt_tokens, 0)
         while position is not None and position <= num_prompt_tokens:
             num_full_blocks = position // self.block_size
@@ -115,9 +111,9 @@ class CompressionRule:
         return None
 
     def max_prefix_hit(self, num_prompt_tokens: int) -> int:
-        """Longest usable prefix-cache hit, in tokens.
+        """Returns the longest usable prefix-cache hit, in tokens.
 
-        A hit leaves no queries behind, so the first event's observation window has to be
+        A hit leaves no queries behind, so the observation window of the first event must be
         computed anew, and at least one token, so that a step ends at the event.
         """
         position = self.first_effective_position(num_prompt_tokens)
@@ -128,7 +124,7 @@ class CompressionRule:
         return max(0, min(num_prompt_tokens - 1, position - max(1, self.window_size)))
 
     def peak_blocks(self, num_tokens: int) -> int:
-        """Most blocks that a request of up to `num_tokens` tokens ever holds at once."""
+        """Counts the most blocks that a request of up to `num_tokens` tokens holds at once."""
         num_blocks = math.ceil(num_tokens / self.block_size)
         kept = min(self.target_blocks(num_tokens, num_tokens), num_blocks)
         peak = num_blocks + kept
@@ -142,15 +138,15 @@ class CompressionRule:
         return peak
 
     def admission_blocks(self, num_tokens: int) -> int:
-        """Blocks that a request needs free to read all of `num_tokens` tokens."""
+        """Counts the free blocks that a request needs to read all of `num_tokens` tokens."""
         if self.first_effective_position(num_tokens) is None:
             return math.ceil(num_tokens / self.block_size) + self.window_blocks
         return self.peak_blocks(num_tokens) + self.window_blocks
 
     def held_blocks(self, num_tokens: int) -> int:
-        """Blocks that a request of `num_tokens` tokens holds between events: kept ones and a tail.
+        """Counts the blocks that a request of `num_tokens` tokens holds between events.
 
-        The tail of a prompt is a partial block; with events in between it grows up to the next.
+        These are kept blocks and a tail: a partial block, or what is computed up to the next event.
         """
         num_blocks = math.ceil(num_tokens / self.block_size)
         if self.first_effective_position(num_tokens) is None and self.pressure_mark is None:
@@ -161,9 +157,9 @@ class CompressionRule:
         return kept + self.window_blocks
 
     def concurrency(self, num_tokens: int, pool_blocks: int) -> float:
-        """How many requests of `num_tokens` tokens a pool serves at a time.
+        """Returns how many requests of `num_tokens` tokens a pool serves at a time.
 
-        All but one hold what is left of them, and the last one has room to be read.
+        All but one are compressed, and the last one has room to be read.
         """
         waiting = pool_blocks - self.admission_blocks(num_tokens)
         if waiting < 0:

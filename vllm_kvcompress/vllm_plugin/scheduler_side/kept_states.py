@@ -14,13 +14,12 @@ A state that was kept right behind an event, for others with the same context, h
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.metrics.stats import EVICTED, EXTENDED
+from vllm_kvcompress.metrics.stats import EVICTED, EXTENDED, StepStats
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -133,34 +132,17 @@ class StateUse:
     state: KeptState | None = None
 
 
-@dataclass
-class StateCounts:
-    """Counts of what became of kept states.
-
-    Attributes:
-        contexts_reused: requests that began with a context.
-        conversations_continued: requests that began with what another request left at its end.
-        continued_tokens: tokens that those requests neither read nor compressed again.
-        forgotten: forgotten states by reason, and requests that ended before their event did.
-    """
-
-    contexts_reused: int = 0
-    conversations_continued: int = 0
-    continued_tokens: int = 0
-    forgotten: Counter[str] = field(default_factory=Counter)
-
-
 class KeptStates:
     """Kept states of one cache group, found by the hash of their last compressed block.
 
     Attributes:
         block_pool: vLLM's block pool.
-        counts: what became of states since `take_counts` was last called.
+        stats: statistics of the step, in which states are counted.
     """
 
     def __init__(self, block_pool: BlockPool) -> None:
         self.block_pool = block_pool
-        self.counts = StateCounts()
+        self.stats = StepStats()
         self._by_hash: dict[Hashable, list[KeptState]] = {}
         self._by_block: dict[int, list[KeptState]] = {}
         self._numbers = itertools.count()
@@ -232,15 +214,10 @@ class KeptStates:
         """Holds a state's kept blocks for a request; vLLM holds those of the tail."""
         self.block_pool.touch(beginning.state.kept)
         if is_context and not beginning.state.tail:
-            self.counts.contexts_reused += 1
+            self.stats.contexts_reused += 1
         else:
-            self.counts.conversations_continued += 1
-            self.counts.continued_tokens += beginning.num_tokens
-
-    def take_counts(self) -> StateCounts:
-        """Returns what became of states since the last call."""
-        counts, self.counts = self.counts, StateCounts()
-        return counts
+            self.stats.conversations_continued += 1
+            self.stats.continued_tokens += beginning.num_tokens
 
     def take_dropped(self) -> list[int]:
         """Returns the numbers of states that were dropped since the last call."""
@@ -273,7 +250,7 @@ class KeptStates:
             self._forget(state, EVICTED)
 
     def _forget(self, state: KeptState, reason: str) -> None:
-        self.counts.forgotten[reason] += 1
+        self.stats.count_forgotten(reason)
         self._dropped.append(state.number)
         _remove(self._by_hash, state.hashes[0], state)
         for block in state.blocks:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_kvcompress.config import RequestOptions, Settings
-from vllm_kvcompress.scheduling.ledger import RequestLedger
+from vllm_kvcompress.scheduling.ledger import PreparationLedger, RequestLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, ReadPlan, RequestPlan, StepPlan
-from vllm_kvcompress.scheduling.preparation import PreparationLedger
 from vllm_kvcompress.scheduling.pressure import Candidate
 from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
 from vllm_kvcompress.scheduling.read_rule import ReadRule

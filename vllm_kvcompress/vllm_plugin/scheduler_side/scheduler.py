@@ -14,9 +14,8 @@ from vllm.v1.request import RequestStatus
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.rounding import ceil_div
-from vllm_kvcompress.scheduling.ledger import SKIP_ERROR
+from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, PreparationLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
-from vllm_kvcompress.scheduling.preparation import PreparationLedger
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
@@ -84,6 +83,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         self.table = RequestTable(managers, self.compressed)
         self.spec = self.table.spec
         self.states = StateReuse(self.spec, self.kv_cache_manager.block_pool)
+        self.states.kept.stats = self._step_stats
         self._check_reuse()
         if switched_on():
             self.checks = SchedulerChecks(self.table, self.states.kept)
@@ -358,15 +358,10 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         stats = super().make_stats(*args, **kwargs)
         if stats is None or self.table is None:
             return stats
-        step = self._step_stats
-        self._step_stats = StepStats()
+        step, self._step_stats = self._step_stats, StepStats()
+        self.states.kept.stats = self._step_stats
         step.skipped = [SkippedRecord(*names, n) for names, n in self.table.skipped.items()]
         self.table.skipped.clear()
-        counts = self.states.kept.take_counts()
-        step.contexts_reused = counts.contexts_reused
-        step.conversations_continued = counts.conversations_continued
-        step.continued_tokens = counts.continued_tokens
-        step.forgotten = dict(counts.forgotten)
         if not self.running:
             step.reclaimable_blocks = 0  # the step had been planned before the last one ended
         for request in self.running:

@@ -127,7 +127,7 @@ class StateReuse:
             return
         (held,) = record.groups.values()
         if held.event is not None:
-            self.kept.counts.forgotten[UNFINISHED] += 1
+            self.kept.stats.count_forgotten(UNFINISHED)
         elif held.kept:
             number = self._saves[request.request_id] = self.kept.next_number()
             size, first = manager.block_size, record.ledger.compressed_blocks
