@@ -102,10 +102,10 @@ def report(build: str, found: Problems) -> int:
 
 def tables(checked: dict[tuple[str, str], Problems], reference: Problems) -> str:
     """The page's tables: a row per build, then the members that are overridden."""
-    lines = ["| build | looked up | does not fit |", "|---|--:|---|"]
+    lines = ["| build | missing or different |", "|---|---|"]
     for (name, version), found in checked.items():
         wrong = [f"`{owner}.{member}`" for (_, owner, member), why in found.items() if why]
-        lines.append(f"| {name} {version} | {len(found)} | {', '.join(wrong) or 'nothing'} |")
+        lines.append(f"| {name} {version} | {', '.join(wrong) or 'nothing'} |")
     members: dict[str, list[str]] = {}
     for kind, owner, name in sorted(reference):
         if kind == "overridden":
