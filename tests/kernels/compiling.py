@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from vllm_kvcompress.kernels.common import launch_triton
 from vllm_kvcompress.kernels.common.fitting_triton import fitting_rows
 
 # Shared memory that a program may have, by compute capability ("Maximum amount of shared memory
@@ -41,6 +43,7 @@ class Compiled:
         name: of the kernel.
         shared_bytes: shared memory of a program.
         fits: whether a program may have that; where not, a smaller one comes next.
+        overlaps: whether programs may start before the kernel in front has ended.
         ptx: the assembly.
         cubin: the machine code.
     """
@@ -48,6 +51,7 @@ class Compiled:
     name: str
     shared_bytes: int
     fits: bool
+    overlaps: bool
     ptx: str
     cubin: bytes
 
@@ -63,6 +67,48 @@ class Compiled:
         numbers = re.search(r"REG:(\d+) STACK:(\d+)", found.stdout)
         assert numbers is not None, found.stdout
         return int(numbers[1]), int(numbers[2])
+
+    def dependent_loads(self, load: str) -> int:
+        """How many loads from global memory wait for one another, up to the first of a kind.
+
+        In the order of the assembly, each of its loops once: a load waits for what its address,
+        mask or a branch in front of it is computed from, through shared memory, too. Behind a
+        barrier everything waits for what was stored to shared memory before, and behind a wait for
+        copies for these. Beyond that, loads wait for nothing.
+
+        Args:
+            load: what the instruction begins with.
+        """
+        depths: dict[str, int] = {}
+        control = shared = 0
+        groups = [0]  # of copies to shared memory; the last is still open
+        for line in self.ptx.splitlines():
+            parts = re.match(r"\s*(?:@!?(%\w+)\s+)?([a-z][\w.:]*)\s*(.*);", line)
+            if parts is None:
+                continue
+            guard, operation, operands = parts.groups()
+            read = [*re.findall(r"%\w+", operands), guard]
+            depth = max(control, *(depths.get(name, 0) for name in read))
+            if operation.startswith(("ld.global", "cp.async.c")):
+                depth += 1
+                if operation.startswith(load):
+                    return depth
+            if operation.startswith("cp.async.commit"):
+                groups.append(0)
+            elif operation.startswith("cp.async.wait"):
+                control = max(control, *groups[: len(groups) - 1 - int(operands)], 0)
+            elif operation.startswith("cp.async"):
+                groups[-1] = max(groups[-1], depth)
+            elif operation.startswith("st.shared"):
+                shared = max(shared, depth)
+            elif operation.startswith("bar"):
+                control = max(control, shared)
+            elif operation.startswith("bra"):
+                control = depth
+            elif not operation.startswith("st."):
+                written = operands.partition("}" if operands[:1] == "{" else ",")[0]
+                depths |= dict.fromkeys(re.findall(r"%\w+", written), depth)
+        raise AssertionError(f"{self.name} has no {load}")
 
 
 class NoDevice:
@@ -100,7 +146,8 @@ def only_compiling(capability: int) -> Iterator[list[Compiled]]:
         shared, columns = kernel.metadata.shared, getattr(kernel.metadata, "tmem_size", 0) or 0
         fits = shared <= most and columns <= TENSOR_COLUMNS
         ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
-        found.append(Compiled(self.__name__, shared, fits, ptx, cubin))
+        overlaps = kernel.metadata.launch_pdl
+        found.append(Compiled(self.__name__, shared, fits, overlaps, ptx, cubin))
         if not fits:
             raise triton.OutOfResources(shared, most, "shared memory")
 
@@ -109,7 +156,8 @@ def only_compiling(capability: int) -> Iterator[list[Compiled]]:
     os.environ["TRITON_INTERPRET"] = "1"  # lets tensors on the CPU pass
     JITFunction.run = compile_only
     try:
-        yield found
+        with mock.patch.object(launch_triton, "overlaps", return_value=capability >= 90):
+            yield found
     finally:
         JITFunction.run = run
         os.environ["TRITON_INTERPRET"] = "0"

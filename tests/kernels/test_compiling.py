@@ -91,6 +91,29 @@ def test_decode_by_address(compiler: Child, head_size: int, biased: bool) -> Non
     check_pieces(found["_pieces_kernel"])
 
 
+@pytest.mark.parametrize("capability", [86, 90, 100, 120])
+def test_decode_waits_for_few_loads_and_overlaps_launches(compiler: Child, capability: int) -> None:
+    """How many tiles there are, what a sequence is, page ids, and rows: these wait for one another.
+
+    More than 128 sequences are found in two loads. A reduction starts early where it can, and reads
+    nothing of the pieces before it has waited for these, nor writes anything.
+    """
+    rows = addressed_rows(make_entries([40, 3], 16, 128, BF16), GROUP)
+    queries = random(1, 2 * GROUP, 128, dtype=BF16)
+    launcher = KERNELS + "attention.decode_triton.decode_rows"
+    pieces, reduction = compiler.call(COMPILE, capability, launcher, rows, queries, 0.1, queries)
+    assert pieces.dependent_loads("cp.async.cg") == 1 + 4
+    assert reduction.dependent_loads("ld.global.v4") == 2
+    for kernel, loads_ahead in ((pieces, 0), (reduction, 4)):
+        assert kernel.overlaps == (capability >= 90)
+        ahead, wait, _ = kernel.ptx.partition("griddepcontrol.wait")
+        assert bool(wait) == kernel.overlaps
+        if wait:
+            assert ahead.count("ld.global") == loads_ahead
+            assert "st.global" not in ahead
+    assert ("griddepcontrol.launch_dependents" in pieces.ptx) == pieces.overlaps
+
+
 def check_pieces(pieces: Any) -> None:
     assert "mma.sync" in pieces.ptx
     # Rows of keys and values travel 16 bytes at a time, page ids one by one.

@@ -28,7 +28,13 @@ from vllm_kvcompress.kernels.common.addressed_rows import (
     AddressedRows,
     check_rows,
 )
-from vllm_kvcompress.kernels.common.launch_triton import NumbersArguments, kernel, on_device, padded
+from vllm_kvcompress.kernels.common.launch_triton import (
+    NumbersArguments,
+    kernel,
+    on_device,
+    overlap_options,
+    padded,
+)
 from vllm_kvcompress.kernels.common.paged_entries import (
     TILE_BYTES,
     PagedEntries,
@@ -64,7 +70,7 @@ class DecodeSettings:
     tile_bytes: int = TILE_BYTES
     num_warps: int = 4
     num_stages: int = 5
-    pieces: int = 16
+    pieces: int = 32
     search: int = 128
 
 
@@ -105,6 +111,7 @@ def _pieces_kernel(
     BIAS_HEADS: tl.constexpr,
     BIAS_PAGE: tl.constexpr,
     SEARCH: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One program: its run of tiles, sequence by sequence, HEADS of them to a row of queries.
 
@@ -113,6 +120,9 @@ def _pieces_kernel(
     piece_outputs [S + programs, GROUP, HEAD_SIZE] and piece_lse [S + programs, GROUP], the
     log-sum-exps of the logits in base 2, both fp32; only the rows of pieces are written.
     """
+    if OVERLAPS:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     program = tl.program_id(0)
     tile, end, sequence, before = find_share(
         tile_ends, program, tl.num_programs(0), num_sequences, SEARCH
@@ -121,65 +131,66 @@ def _pieces_kernel(
     dims = tl.arange(0, DIMS)
     inside = (member < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
     while tile < end:
-        length = tl.load(lengths + sequence).to(tl.int32)
+        # All that is read of a sequence before its page ids, at once, and so of empty ones, too.
         sequence_end = tl.load(tile_ends + sequence)
+        length = tl.load(lengths + sequence).to(tl.int32)
+        wide = sequence.to(tl.int64)
+        request, head = wide // HEADS, wide % HEADS
+        table_row, first_page, stride = page_table + wide * table_stride, pages, page_stride
+        if ADDRESSED:
+            table_row, first_page, stride = addressed_ids(
+                page_table, layer_offsets, layer, request, head, pages, page_stride
+            )
+        bias_row, bias_start, bias_length = bias_table, 0, 0
+        if BIAS_PAGE > 0:
+            bias_row, bias_start, bias_length = sequence_numbers(
+                bias_table,
+                bias_starts,
+                bias_lengths,
+                wide,
+                bias_table_stride,
+                BIAS_HEADS,
+                ADDRESSED,
+            )
+        query_row = queries + request * query_stride_r + head * query_stride_h
+        query = tl.load(
+            query_row + member[:, None] * query_stride_g + dims[None, :], mask=inside, other=0.0
+        )
         stop = tl.minimum(end, sequence_end)
-        if tile < stop:
-            wide = sequence.to(tl.int64)
-            request, head = wide // HEADS, wide % HEADS
-            mine = queries + request * query_stride_r + head * query_stride_h
-            query = tl.load(
-                mine + member[:, None] * query_stride_g + dims[None, :], mask=inside, other=0.0
-            )
-            bias_row, bias_start, bias_length = bias_table, 0, 0
-            if BIAS_PAGE > 0:
-                bias_row, bias_start, bias_length = sequence_numbers(
-                    bias_table,
-                    bias_starts,
-                    bias_lengths,
-                    wide,
-                    bias_table_stride,
-                    BIAS_HEADS,
-                    ADDRESSED,
-                )
-            table_row, first_page, stride = page_table + wide * table_stride, pages, page_stride
-            if ADDRESSED:
-                table_row, first_page, stride = addressed_ids(
-                    page_table, layer_offsets, layer, request, head, pages, page_stride
-                )
-            maximum = tl.full([ROWS], float("-inf"), tl.float32)
-            whole = tl.zeros([ROWS], tl.float32)
-            outputs = tl.zeros([ROWS, DIMS], tl.float32)
-            outputs, maximum, whole = attend_tiles(
-                outputs,
-                maximum,
-                whole,
-                query,
-                tl.full([ROWS], 0, tl.int32) + length,
-                first_page,
-                table_row,
-                bias_pages,
-                bias_row,
-                bias_start,
-                bias_length,
-                tile - before,
-                stop - before,
-                length,
-                stride,
-                log2_scale,
-                BLOCK_SIZE,
-                HEAD_SIZE,
-                TILE,
-                DIMS,
-                BIAS_PAGE,
-                True,
-            )
-            row = (wide + program) * GROUP + member
-            # 1 where there was nothing: the log-sum-exp is minus infinity, since the maximum is.
-            whole = tl.where(whole == 0.0, 1.0, whole)
-            outputs = outputs / whole[:, None]
-            tl.store(piece_lse + row, maximum + tl.log2(whole), mask=member < GROUP)
-            tl.store(piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :], outputs, mask=inside)
+        outputs, maximum, whole = attend_tiles(
+            tl.zeros([ROWS, DIMS], tl.float32),
+            tl.full([ROWS], float("-inf"), tl.float32),
+            tl.zeros([ROWS], tl.float32),
+            query,
+            tl.full([ROWS], 0, tl.int32) + length,
+            first_page,
+            table_row,
+            bias_pages,
+            bias_row,
+            bias_start,
+            bias_length,
+            tile - before,
+            stop - before,
+            length,
+            stride,
+            log2_scale,
+            BLOCK_SIZE,
+            HEAD_SIZE,
+            TILE,
+            DIMS,
+            BIAS_PAGE,
+            True,
+        )
+        # 1 where there was nothing: the log-sum-exp is minus infinity, since the maximum is.
+        whole = tl.where(whole == 0.0, 1.0, whole)
+        row = (wide + program) * GROUP + member
+        written = (member < GROUP) & (tile < stop)
+        tl.store(piece_lse + row, maximum + tl.log2(whole), mask=written)
+        tl.store(
+            piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :],
+            outputs / whole[:, None],
+            mask=inside & written[:, None],
+        )
         tile = stop
         before = sequence_end
         sequence += 1
@@ -211,6 +222,7 @@ def _reduce_kernel(
     PIECES: tl.constexpr,
     HAS_LSE: tl.constexpr,
     HAS_TARGETS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """One query head of one sequence: its pieces, weighted by their share of the softmax.
 
@@ -224,6 +236,8 @@ def _reduce_kernel(
     total = tl.load(tile_ends + num_sequences - 1)
     end = tl.load(tile_ends + sequence)
     before = tl.load(tile_ends + sequence - 1, mask=sequence > 0, other=0)
+    if OVERLAPS:  # What was read so far is older than the kernel that leaves the pieces.
+        tl.extra.cuda.gdc_wait()
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
     first = before // share
     # One before the first where the sequence is empty: then there are no pieces.
@@ -365,7 +379,8 @@ def _launch(
             targets = holder.query_targets.addresses, holder.query_targets.layer_bytes
     else:
         table, table_stride = (holder.page_table, None, 0), holder.page_table.stride(0)
-    sizes = dict(HEADS=heads, GROUP=group, HEAD_SIZE=head_size, DIMS=padded(head_size))
+    sizes = overlap_options(holder.device)
+    sizes |= dict(HEADS=heads, GROUP=group, HEAD_SIZE=head_size, DIMS=padded(head_size))
     with on_device(holder.pages):
         _pieces_kernel[(programs,)](
             queries,

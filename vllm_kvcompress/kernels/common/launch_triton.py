@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,6 +68,22 @@ def on_device(holder: PagedEntries | Tensor) -> Iterator[None]:
         "call the operator, which picks by device, and not its launcher",
     )
     yield
+
+
+@functools.cache
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel's programs can start before the kernel in front of it has ended.
+
+    Programmatic dependent launch, of compute capability 9.0 on. Such a kernel waits by itself
+    (`gdc_wait`) before it reads what the other one wrote.
+    """
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def overlap_options(device: torch.device) -> dict[str, int]:
+    """Options of launches of kernels that overlap where a device can."""
+    return {"OVERLAPS": True, "launch_pdl": True} if overlaps(device) else {"OVERLAPS": False}
 
 
 class NumbersArguments(NamedTuple):
