@@ -18,6 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from vllm_kvcompress.cli import one_server
 from vllm_kvcompress.cli.command_forms import RAY, Given, PlainCommand, native
+from vllm_kvcompress.cli.cpu_memory import take_free_memory
 from vllm_kvcompress.cli.vllm_command import ServeRequest
 from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, STATUS_PLUGIN, Settings
 from vllm_kvcompress.errors import ConfigError
@@ -106,6 +107,7 @@ def serve(command: list[str]) -> None:
     subcommand, arguments = parse(command)
     configure_logging_from_args(arguments)
     subcommand.validate(arguments)
+    take_free_memory(arguments, command)
     check(arguments)
     lifeline.announce()
     if one_server.is_one(arguments):
