@@ -125,9 +125,9 @@ class CompressedAttentionSpec(FullAttentionSpec):
         pool_blocks = vllm_config.cache_config.num_gpu_blocks
         if pool_blocks is None:
             most = max(rule.admission_blocks(max_model_len) for rule in self.rules)
-            return most * self.page_size_bytes
+            return most * int(self.page_size_bytes)
         share = pool_blocks / self.rule.concurrency(max_model_len, pool_blocks)
-        return math.ceil(share) * self.page_size_bytes
+        return math.ceil(share) * int(self.page_size_bytes)
 
 
 def is_compressible(spec: AttentionSpec) -> bool:

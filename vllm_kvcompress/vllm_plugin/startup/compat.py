@@ -161,7 +161,7 @@ class SchedulerHooks(Scheduler):
         start = request.num_computed_tokens + sum(computed)
         clipped = self.clip_chunk(request, num_new_tokens, start)
         if clipped is None:
-            return super()._mamba_block_aligned_split(request, num_new_tokens, *computed)
+            clipped = super()._mamba_block_aligned_split(request, num_new_tokens, *computed)
         return clipped
 
     def _get_local_prefix_cache_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
@@ -233,7 +233,8 @@ def detach_stats(scheduler_stats: Any) -> dict[str, Any] | None:
         return None
     mode, _, text = carrier.runtime_mode.partition(_STATS_PREFIX)
     scheduler_stats.cudagraph_stats = replace(carrier, runtime_mode=mode) if mode else None
-    return json.loads(text)
+    stats: dict[str, Any] = json.loads(text)
+    return stats
 
 
 # --- engines in this very process, for measuring ------------------------------------------
@@ -396,7 +397,7 @@ def rotary_embedding(model: Any, layer_name: str) -> Rotary:
     from vllm_kvcompress.kernels.common.rotary import Rotary
 
     parent_name = layer_name.rpartition(".")[0]
-    rotary = getattr(model.get_submodule(parent_name), "rotary_emb", None)
+    rotary: Any = getattr(model.get_submodule(parent_name), "rotary_emb", None)
     if type(rotary).__name__ not in _PLAIN_ROTARY:
         raise UnsupportedError(
             f"keys or queries as before RoPE need a rotary embedding beside {layer_name} whose "
