@@ -127,7 +127,8 @@ class CompressedAttentionSpec(FullAttentionSpec):
             most = max(rule.admission_blocks(max_model_len) for rule in self.rules)
             return most * int(self.page_size_bytes)
         share = pool_blocks / self.rule.concurrency(max_model_len, pool_blocks)
-        return math.ceil(share) * int(self.page_size_bytes)
+        num_bytes: int = math.ceil(share) * self.page_size_bytes
+        return num_bytes
 
 
 def is_compressible(spec: AttentionSpec) -> bool:
