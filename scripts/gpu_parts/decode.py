@@ -95,6 +95,7 @@ def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[s
     """
     queries = _queries(entries.num_sequences)
     size = packed_size(shapes.HEAD_SIZE)
+    tile_ends = shapes.tile_ends_of(entries)
     states = _carried(entries, size, torch.full_like(entries.flat_lengths, size))
     biases = _carried(entries, entries.capacity, entries.flat_lengths)
     for option, bias, state in (
@@ -110,7 +111,9 @@ def _option_seconds(entries: PagedEntries, plan: DecodePlan) -> Iterator[tuple[s
             state: PagedNumbers | None = state,
             with_lse: bool = with_lse,
         ) -> None:
-            outputs, lse = decode_attention(entries, queries, shapes.SCALE, bias, with_lse)
+            outputs, lse = decode_attention(
+                entries, queries, shapes.SCALE, bias, with_lse, tile_ends=tile_ends
+            )
             if state is not None and lse is not None:
                 rows = (outputs[:, :, None], lse[..., None], queries[:, :, None])
                 correct_with_moments(state, *rows, shapes.SCALE)
@@ -168,10 +171,10 @@ def _full_seconds(plan: DecodePlan, batch: int) -> dict[str, float]:
     if not fits(shapes.entry_bytes(plan.context) * shapes.NUM_HEADS * batch):
         return {}
     entries = shapes.make_whole_entries(batch, plan.context, plan.block_size)
-    queries = _queries(entries.num_sequences)
+    queries, tile_ends = _queries(entries.num_sequences), shapes.tile_ends_of(entries)
 
     def paged() -> None:
-        decode_attention(entries, queries, shapes.SCALE, None, False)
+        decode_attention(entries, queries, shapes.SCALE, None, False, tile_ends=tile_ends)
 
     seconds = {"paged": seconds_of(paged, plan.repeats)}
     if (other := _vllm_seconds(entries, plan)) is not None:

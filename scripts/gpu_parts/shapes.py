@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.attention import sum_tiles
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, tile_size
 from vllm_kvcompress.rounding import ceil_div
 
 NUM_LAYERS = 32
@@ -77,6 +78,13 @@ def make_entries(lengths: Tensor, block_size: int, spare_pages: int = 0) -> Page
     page_table = torch.zeros(len(lengths), width, dtype=torch.int32)
     page_table[held] = torch.randperm(total, generator=_generator(1)).int()
     return PagedEntries(pages, page_table.cuda(), lengths.int().cuda(), block_size, HEAD_SIZE)
+
+
+def tile_ends_of(entries: PagedEntries) -> Tensor:
+    """What a step counts once for all layers, before decode attention."""
+    tile_ends = torch.empty_like(entries.flat_lengths)
+    sum_tiles(entries.flat_lengths[None], tile_ends[None], tile_size(entries))
+    return tile_ends
 
 
 def make_whole_entries(num_requests: int, num_tokens: int, block_size: int) -> PagedEntries:

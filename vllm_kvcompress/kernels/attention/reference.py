@@ -15,6 +15,7 @@ from vllm_kvcompress.kernels.common.addressed_rows import (
 )
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.rounding import ceil_div
 
 TILE_BYTES = 1 << 26  # of the mask of one call
 
@@ -30,7 +31,7 @@ def sum_tiles(lengths: Tensor, tile_ends: Tensor, tile: int) -> None:
         tile_ends: [num_layers, S] int32 to write to; likewise.
         tile: tokens of a tile, as `tile_size` has it.
     """
-    torch.cumsum((lengths + tile - 1) // tile, 1, dtype=torch.int32, out=tile_ends)
+    torch.cumsum(ceil_div(lengths, tile), 1, dtype=torch.int32, out=tile_ends)
 
 
 def decode_attention(
