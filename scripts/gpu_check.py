@@ -51,6 +51,7 @@ GPU_TESTS = (
     "tests/attention/test_decode_steps.py",
 )
 PYTEST_ENDS_BEFORE = 30  # seconds that are left when pytest is ended
+CHECKS = ("capture", "tests")  # if one fails, nothing is measured
 REHEARSED = ("capture", "engine", "decode-only")  # parts that a CPU can run, too
 SHAPE_8B = "8b"  # as of --model
 MOST_WORKERS = 8  # processes of pytest; each holds a context on the GPU
@@ -320,14 +321,17 @@ def measure_capture(options: argparse.Namespace, _: Callable[[Results], None]) -
         plan = replace(plan, rounds=12)
     if options.rehearse:
         plan = replace(plan, num_layers=2, small=True, device="cpu", rounds=12, longest=120)
-    limit = seconds_left(options)
+    limit = seconds_left(options) / 2  # the rest is pytest's
     return {"capture": capture.measure_capture(plan, capture.POLICIES, options.out, limit)}
 
 
 def measure_engines(options: argparse.Namespace, save: Callable[[Results], None]) -> Results:
     """Whole engines, over the requests of the parts that were asked for."""
+    import torch
+
     from gpu_parts import engine
 
+    torch.cuda.empty_cache()  # engines want the whole GPU
     plan = engine_plan(options)
 
     def save_run(run: Results) -> None:
@@ -426,9 +430,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = with_earlier(settings(options), options.out)
     failed = False
     for name in parts_of(options):
-        failed = not run_part(name, options, results) or failed
-        if failed and name in ("tests", "capture"):
+        if failed and name not in CHECKS:
             break
+        failed = not run_part(name, options, results) or failed
     for goal in goals(results):
         print(f"{'holds' if goal.holds else 'FAILS'}: {goal.text}: {goal.measured}")
     for path in write_results(results, options.out):
@@ -445,8 +449,9 @@ def refusal(options: argparse.Namespace) -> str | None:
 
 
 def parts_of(options: argparse.Namespace) -> list[str]:
-    """In order; engine and decode-only share the start of every engine."""
-    parts = [name for name in ("tests", *MEASUREMENTS) if name in options.part]
+    """In order, checks first; engine and decode-only share the start of every engine."""
+    parts = [name for name in (*CHECKS, *MEASUREMENTS) if name in options.part]
+    parts = list(dict.fromkeys(parts))
     return [name for name in parts if name != "decode-only" or "engine" not in parts]
 
 

@@ -278,15 +278,25 @@ class Traffic:
                 several = (found[:, :, None], lse[..., None], mine[:, :, None])
                 _twin(correct_with_moments)(carried, *several, self.scale)
             outputs[batch.device_rows] = found.view(-1, *queries.shape[1:])
-        for row, name in enumerate(names):
-            if row not in compressed:
-                request = self.requests[name]
-                table = pool.layer_page_ids(layer, upload(request.blocks, self.device))
-                lengths = torch.full((pool.num_heads,), request.num_tokens, device=self.device)
-                entries = pool.entries(table.int(), lengths.int())
-                found = _twin(decode_attention)(entries, queries[row].view(by_head), self.scale)[0]
-                outputs[row] = found.view(queries.shape[1:])
+        others = [row for row in range(len(names)) if row not in compressed]
+        if others:
+            table, lengths = self._uncompressed(layer, [names[row] for row in others])
+            mine = queries[others].reshape(by_head)
+            found = _twin(decode_attention)(pool.entries(table, lengths), mine, self.scale)[0]
+            outputs[others] = found.view(-1, *queries.shape[1:])
         return outputs
+
+    def _uncompressed(self, layer: int, names: list[str]) -> tuple[Tensor, Tensor]:
+        """[S, width] int32 pages of uncompressed requests' heads, and [S] int32 their tokens."""
+        requests = [self.requests[name] for name in names]
+        blocks = np.zeros((len(names), max(len(each.blocks) for each in requests)), dtype=np.int64)
+        for row, request in enumerate(requests):
+            blocks[row, : len(request.blocks)] = request.blocks
+        pages = self.pool.layer_page_ids(layer, upload(blocks.ravel(), self.device))
+        table = pages.unflatten(1, blocks.shape).transpose(0, 1).flatten(0, 1)
+        lengths = np.array([each.num_tokens for each in requests], dtype=np.int32)
+        by_head = np.repeat(lengths, self.pool.num_heads)
+        return table.int(), upload(by_head, self.device)
 
     def num_forgotten(self, name: str) -> int:
         """In how many layers the last queries of a request are not those that were computed."""

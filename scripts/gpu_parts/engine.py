@@ -193,9 +193,10 @@ def _measure_engine(
                 rows.append(engine.call(("decode", case, deadline)))
                 save()
             figures["path"] = engine.call(("path",))
-    except EngineError as error:
+    except (EngineError, ValueError) as error:  # of vLLM, where it takes no such options
         figures["refused"] = str(error).splitlines()[-1]
-    figures["compiled"] = log.read_text(errors="replace").count(COMPILED)
+    printed = log.read_text(errors="replace") if log.exists() else ""
+    figures["compiled"] = printed.count(COMPILED)
 
 
 def serve_call(llm: Any, call: tuple[Any, ...]) -> Any:
@@ -221,7 +222,7 @@ def serve_load(llm: Any, prompts: list[list[int]], max_tokens: int) -> Figures:
 
     counter = counter_of(llm)
     pool = compat.engine_parts(llm.llm_engine)[0].kv_cache_manager.block_pool
-    free, events = pool.get_num_free_blocks(), counter.events
+    free, events = pool.get_num_free_blocks(), counter.triggers.copy()
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
     before = llm.collective_rpc(allocated)[0]
     started = time.perf_counter()
@@ -241,7 +242,7 @@ def serve_load(llm: Any, prompts: list[list[int]], max_tokens: int) -> Figures:
         "tokens_per_second": len(prompts) * max_tokens / seconds,
         "token_seconds": statistics.median(map(seconds_per_token, outputs)),
         "first_token_seconds": statistics.median(o.metrics.first_token_latency for o in outputs),
-        "events": counter.events - events,
+        "events": dict(counter.triggers - events),
         "lost_blocks": free - pool.get_num_free_blocks(),
         # Of the short ones: those that are not compressed are answered as by stock vLLM.
         "replies": [

@@ -30,30 +30,24 @@ class Step:
 
 PLAN = (
     Step(
-        f"{CHECK} --part tests capture --limit 230",
+        f"{CHECK} --part capture tests --limit 230",
         4,
         "torch, triton, pytest and pytest-xdist; no vLLM",
-        "whether kernels compute on this GPU what they compute on a CPU, and whether captured "
-        "decode steps do when they are replayed. If not, stop here and mend it",
+        "whether captured decode steps compute, when they are replayed, what they are to, and "
+        "whether kernels do on this GPU what they do on a CPU. If not, stop here and mend it",
     ),
     Step(
-        f"{CHECK} --checked {ENGINE} --part engine --engines compressed --limit 170",
+        f"{CHECK} --checked {ENGINE} --part engine --engines compressed "
+        "--kv-trigger prompt,decode:64 --output 160 --limit 170",
         3,
         VLLM,
         "whether the engine starts with CUDA graphs of whole steps, and serves without waiting "
-        "for the GPU (VLLM_GPU_SYNC_CHECK=error) or compiling (--jit-monitor-mode error); events "
-        "by `prompt`",
+        "for the GPU (VLLM_GPU_SYNC_CHECK=error) or compiling (--jit-monitor-mode error), with "
+        "events behind prompts and, by `decode:64`, between replayed steps",
     ),
     Step(
-        f"{CHECK} --checked {ENGINE} --part engine --engines compressed --kv-trigger decode:64 "
-        f"--output 160 --limit 170",
-        3,
-        VLLM,
-        "the same with events by `decode:64`, between replayed steps",
-    ),
-    Step(
-        f"{CHECK} {ENGINE} --part engine decode-only --engines compressed stock off --limit 410",
-        7,
+        f"{CHECK} {ENGINE} --part engine decode-only --engines compressed stock off --limit 520",
+        9,
         VLLM,
         "ms per step when all requests generate, against stock vLLM at 1, 8 and 64 requests; "
         "tokens/s, time to the first token and memory under load; what our classes cost when they "
@@ -61,8 +55,8 @@ PLAN = (
     ),
     Step(
         f"{CHECK} {ENGINE} --part engine --engines compressed stock --pool 4 --requests 32 "
-        "--output 128 --limit 170",
-        3,
+        "--output 128 --limit 290",
+        5,
         VLLM,
         "requests/s against stock vLLM when memory is short",
     ),
@@ -82,10 +76,12 @@ PLAN = (
         "goes on where it was stopped",
     ),
     Step(
-        "vllm-kvcompress bench --scenario all --repeats 1 --out results/bench",
-        6,
+        "vllm-kvcompress bench --scenario all --repeats 1 --out results/bench "
+        "--engine compilation_config='{\"cudagraph_capture_sizes\": [1, 2, 4, 8, 16, 32]}'",
+        5,
         "vLLM for CUDA; no model",
-        "all loads against stock vLLM, on a small shape; goes on where it was stopped",
+        "all loads against stock vLLM, on a small shape, with few graphs so that engines start "
+        "sooner; goes on where it was stopped",
     ),
 )
 
@@ -93,7 +89,9 @@ PLAN = (
 def as_text() -> str:
     """The plan as a shell script that nobody has to run as a whole."""
     minutes = sum(step.minutes for step in PLAN)
-    lines = [f"# {minutes} minutes on a GPU. Results and goals: results/gpu-*.md, after each step."]
+    lines = [
+        f"# {minutes} minutes on a GPU. Results and goals: results/gpu-*.md, after each command."
+    ]
     for number, step in enumerate(PLAN, start=1):
         said = f"{number}. {step.minutes} min. Needs {step.needs}. Tells {step.tells}."
         lines += ["", *(f"# {line}" for line in textwrap.wrap(said, 96)), step.command]

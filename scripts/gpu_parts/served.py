@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -68,17 +69,20 @@ def _request(model: str, settings: dict[str, Any] | None) -> Any:
     if settings is not None and settings["policy"] == NO_POLICY:
         return ServeRequest(Settings.from_dict(settings), [model])
     given = [f"--kv-{name}={value}" for name, value in (settings or {}).items()]
-    return serve.sort_out(*serve.parse_options([model, *given]))
+    return serve.parse_request([model, *given])
 
 
 class EventCounter:
     """Counts events as `/metrics` does: from the statistics that the scheduler sends every step.
 
     A stat logger of vLLM, for an engine in this process, where vLLM builds none of plugins.
+
+    Attributes:
+        triggers: events so far, by what triggered them.
     """
 
     def __init__(self, llm: Any) -> None:
-        self.events = 0
+        self.triggers: Counter[str] = Counter()
         llm.llm_engine.logger_manager.stat_loggers.insert(0, self)
 
     def record(self, scheduler_stats: Any, *_: Any, **__: Any) -> None:
@@ -88,7 +92,12 @@ class EventCounter:
 
         values = None if scheduler_stats is None else compat.detach_stats(scheduler_stats)
         if values is not None:
-            self.events += len(StepStats.from_dict(values).events)
+            self.triggers.update(event.trigger for event in StepStats.from_dict(values).events)
+
+    @property
+    def events(self) -> int:
+        """All of them so far."""
+        return self.triggers.total()
 
     def log(self) -> None:
         """Called by vLLM every few seconds: nothing to say."""

@@ -244,7 +244,7 @@ LOAD = {
     "tokens_per_second": 812.4,
     "first_token_seconds": 0.25,
     "token_seconds": 0.0125,
-    "events": 0,
+    "events": {},
     "lost_blocks": 0,
     "replies": [1, 2],
 }
@@ -253,7 +253,12 @@ SERVED = {"start_seconds": 61.2, "compiled": 0, "path": PATH, "load": LOAD, "dec
 OURS = {
     **SERVED,
     "path": {**PATH, "batched_tokens": 16384},
-    "load": {**LOAD, "events": 2, "taken_bytes": 680 * 2**20, "left_bytes": 200 * 2**20},
+    "load": {
+        **LOAD,
+        "events": {"prompt": 2},
+        "taken_bytes": 680 * 2**20,
+        "left_bytes": 200 * 2**20,
+    },
     "decode_only": [
         {
             "length": 32768,
@@ -287,7 +292,7 @@ def test_an_engine_has_a_table() -> None:
     text = as_markdown(results(engine={"prompt": RUN}))
     assert "events by prompt" in text
     assert "Passed." in text
-    load = "| 61 | 2.00 | 812 | 250 | 12.5 | 2 | 0 | 0 | 680 | 200 | 2 |"
+    load = "| 61 | 2.00 | 812 | 250 | 12.5 | 2 prompt | 0 | 0 | 680 | 200 | 2 |"
     assert f"| compressed | FULL_AND_PIECEWISE {load}" in text
     assert "| tokens | requests | compressed | stock | piecewise |" in text
     assert "| 32768 | 8 | 10.00 | 20.00 | 10.00 | 0.50x | 0.50x |" in text
@@ -297,8 +302,8 @@ def test_an_engine_has_a_table() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"load": {**OURS["load"], "events": 1}},
-        {"load": {**OURS["load"], "events": 3}},
+        {"load": {**OURS["load"], "events": {"prompt": 1}}},
+        {"load": {**OURS["load"], "events": {"prompt": 3}}},
         {"load": {**OURS["load"], "lost_blocks": 3}},
         {"load": {**OURS["load"], "left_bytes": 100 * 2**20}},
         {"compiled": 2},
@@ -318,6 +323,25 @@ def test_what_an_engine_must_not_do(wrong: dict[str, Any], name: str) -> None:
     assert "Failed." in text
     if "refused" in wrong:
         assert f"{name} ended: RuntimeError: no" in text
+
+
+def test_stock_has_no_events() -> None:
+    stock = {**SERVED, "load": {**LOAD, "events": {"prompt": 2}}}
+    assert not engine_passed({**RUN, "engines": {**RUN["engines"], "stock": stock}})
+
+
+@pytest.mark.parametrize(("decode", "passes"), [(2, True), (1, False)])
+def test_every_trigger_has_its_events(decode: int, passes: bool) -> None:
+    """160 tokens of two requests, which are long enough for one behind 64."""
+    load = {**OURS["load"], "events": {"prompt": 2, "decode": decode}}
+    settings = {**RUN["settings"], "trigger": "prompt,decode:64"}
+    run = {
+        **RUN,
+        "settings": settings,
+        "output": 160,
+        "engines": {"compressed": {**OURS, "load": load}},
+    }
+    assert engine_passed(run) is passes
 
 
 def test_a_run_that_is_not_over_has_a_report() -> None:

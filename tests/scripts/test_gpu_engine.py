@@ -74,7 +74,7 @@ def test_engines_serve_as_a_server_does(model: str, tmp_path: Path) -> None:
     seen = [list(json.loads(text)["engines"]) for text in saved]
     assert seen.count(["compressed"]) == 4  # after the load, both cases, and at the end
     ours, stock = engines["compressed"], engines["stock"]
-    assert [engines[name]["load"]["events"] for name in engines] == [2, 0, 0]
+    assert [engines[name]["load"]["events"] for name in engines] == [{"prompt": 2}, {}, {}]
     together = ours["path"]["together"]
     assert max(events for events, _ in together) >= 2
     assert max(layers for _, layers in together) >= 2
@@ -179,7 +179,8 @@ def test_parts_are_rehearsed_on_a_cpu(model: str, tmp_path: Path) -> None:
     """The script itself, from its command line to its report."""
     script = ROOT / "scripts" / "gpu_check.py"
     command = f"--rehearse --part capture engine decode-only --model {model} --out {tmp_path}"
-    command += " --requests 2 --prompt 300 --output 4 --batches 2 --lengths 300 --steps 4"
+    command += " --requests 2 --prompt 300 --output 40 --kv-trigger prompt,decode:16"
+    command += " --batches 2 --lengths 300 --steps 4"
     command += " --engines compressed stock"
     for name, value in ENGINE.items():
         command += f" --engine {name}={json.dumps(value)}"
@@ -206,7 +207,8 @@ def test_parts_are_rehearsed_on_a_cpu(model: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "gpu-cpu.md").read_text()
-    assert "## Whole engines, events by prompt" in text
+    assert "## Whole engines, events by prompt,decode:16" in text
+    assert "| 1 prompt, 1 decode |" in text
     assert "| 300 | 2 |" in text
     assert "| eager | momentkv |" in text  # of the earlier call
     assert "steps never take longer" not in done.stdout  # too short for a goal

@@ -32,6 +32,8 @@ def test_every_command_parses(command: list[str]) -> None:
         assert command[0] == "vllm-kvcompress"
         parsed = main._parser(command[1]).parse_args(command[1:])
         assert callable(parsed.func)
+        for name, value in parsed.engine:
+            assert isinstance(value, dict), name
 
 
 def test_the_plan_takes_half_an_hour_in_calls_of_ten_minutes() -> None:
@@ -64,7 +66,7 @@ def test_runs_of_the_plan_are_told_apart(tmp_path: Path) -> None:
             if "decode-only" in command:
                 assert (plan.batches, plan.steps) == ((1, 8, 64), 128)
                 assert plan.names[:2] == ("compressed", "stock")
-    assert labels == ["prompt, checked", "decode:64, checked", "prompt", "prompt, pool of 4"]
+    assert labels == ["prompt,decode:64, checked", "prompt", "prompt, pool of 4"]
 
 
 def reached(engine: dict[str, Any] | None = None, **more: Any) -> dict[str, tuple[str, bool]]:
