@@ -45,7 +45,7 @@ def test_flags_are_those_that_users_know() -> None:
 
 def test_the_docs_tables_are_those_of_the_fields() -> None:
     page = PAGE.read_text()
-    assert with_tables(page) == page, "write them anew: python scripts/option_tables.py"
+    assert with_tables(page) == page, "write them anew: python scripts/release/option_tables.py"
     assert with_tables(page.replace("| `policy` |", "| `police` |")) == page
 
 

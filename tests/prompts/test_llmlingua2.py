@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from llmlingua_golden import CASES, KINDS, TEXTS, build_classifier
 from transformers import AutoConfig, BertConfig
 
+from llmlingua_golden import CASES, KINDS, TEXTS, build_classifier
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.prompts.llmlingua2 import TokenClassifier
 from vllm_kvcompress.prompts.words import ScoredText, ScoredWords, chunk_bounds, joined

@@ -1,6 +1,6 @@
 """Writes the tables of options in docs/serving.md, from the fields that state the options.
 
-python scripts/option_tables.py
+python scripts/release/option_tables.py
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from vllm_kvcompress.config import RequestOptions, Settings
 from vllm_kvcompress.options import Options, about, described
 from vllm_kvcompress.prompts.settings import PromptRequestOptions, PromptSettings
 
-PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 TABLES: dict[str, tuple[type[Options], ...]] = {
     "settings": (Settings,),
     "requests": (RequestOptions, PromptRequestOptions),
     "prompts": (PromptSettings,),
 }
-_TABLE = re.compile(r"(<!-- (\w+): scripts/option_tables\.py writes this -->\n\n)[^<]*(\n<!-- end)")
+_TABLE = re.compile(
+    r"(<!-- (\w+): scripts/release/option_tables\.py writes this -->\n\n)[^<]*(\n<!-- end)"
+)
 
 
 def with_tables(page: str) -> str:
