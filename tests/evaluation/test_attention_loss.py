@@ -57,7 +57,6 @@ def run_event(
         queries=torch.zeros(0, HEADS * GROUP, DIM),
         scale=SCALE,
         layers=range(1),
-        num_layers=1,
         block_size=SIZE,
     )
     places = [sources[head].index(token) for head in range(HEADS) for token in kept[head]]

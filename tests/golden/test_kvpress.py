@@ -58,7 +58,6 @@ def view_of(stored: dict[str, Tensor], layer: int, num_queries: int) -> LayerVie
         queries=queries[queries.shape[0] - num_queries :],
         scale=size**-0.5,
         layers=range(layer, layer + 1),
-        num_layers=4,
         block_size=1,
         output_weight=weight,
         rotary=Rotary(stored[f"{layer}.frequencies"]),

@@ -12,7 +12,7 @@ import torch
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline, resolve
-from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.base import EntryState, LayerView
 
 HEAD_SIZE = 8
 HIDDEN_SIZE = 24
@@ -107,13 +107,17 @@ def make_view(shape: Shape, num_queries: int, dtype: torch.dtype = torch.float32
         queries=(2 * normal(num_queries, num_heads * shape.group, HEAD_SIZE)).to(dtype),
         scale=HEAD_SIZE**-0.5,
         layers=range(shape.layer, shape.layer + 1),
-        num_layers=NUM_LAYERS,
         block_size=shape.block_size,
         output_weight=weight.to(dtype),
         output_gram=by_query_head @ by_query_head.mT,
-        positions=torch.arange(width).expand(num_heads, -1),
         rotary=Rotary(torch.tensor([1.0, 0.3, 0.05])),
+        entries=EntryState(positions=torch.arange(width).expand(num_heads, -1)),
     )
+
+
+def with_state(view: LayerView, **tensors: torch.Tensor | None) -> LayerView:
+    """The same view with other policy state of its entries."""
+    return replace(view, entries=replace(view.entries, **tensors))
 
 
 def with_rows(

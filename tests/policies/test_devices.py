@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
+from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view, with_state
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.policies.base import LayerView
@@ -17,18 +17,21 @@ SHAPE = Shape(pages=(9, 6), tail=3)
 
 
 def on(device: str, view: LayerView) -> LayerView:
-    moved = {
-        field.name: value.to(device)
-        for field in fields(view)
-        if isinstance(value := getattr(view, field.name), torch.Tensor)
-    }
+    moved, entries = (
+        {
+            field.name: value.to(device)
+            for field in fields(carrier)
+            if isinstance(value := getattr(carrier, field.name), torch.Tensor)
+        }
+        for carrier in (view, view.entries)
+    )
     assert view.rotary is not None
     rotary = replace(view.rotary, frequencies=view.rotary.frequencies.to(device))
     kv = view.kv
     assert isinstance(kv, GatheredKV)
     rows, tail = ((keys.to(device), values.to(device)) for keys, values in (kv.rows, kv.tail))
     kv = GatheredKV(kv.lengths.to(device), rows, tail)
-    return replace(view, **moved, kv=kv, rotary=rotary)
+    return replace(with_state(view, **entries), **moved, kv=kv, rotary=rotary)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

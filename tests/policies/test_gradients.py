@@ -5,12 +5,10 @@ And what of these weights goes on from event to event.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from tests.policies.cases import HEAD_SIZE, Shape, make_view
+from tests.policies.cases import HEAD_SIZE, Shape, make_view, with_state
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.merging.asymkv import AsymKV
 from vllm_kvcompress.policies.merging.groups import GroupSums, tokens_of
@@ -81,7 +79,7 @@ def test_sizes_of_gradients_add_up_and_merged_entries_add_theirs(former: bool) -
     policy, tokens = AsymKV(running="on"), tokens_of(view)
     now = AsymKV().weigh(view, mass, groups, tokens).sqrt()
     if former:
-        view = replace(view, running=before)
+        view = with_state(view, running=before)
     weight = policy.weigh(view, mass, groups, tokens)
     assert torch.allclose(weight, (now + before) ** 2, atol=1e-6)
     found = policy.add_up(view, mass, groups, weight)
@@ -95,19 +93,19 @@ def test_sizes_of_gradients_add_up_and_merged_entries_add_theirs(former: bool) -
 
 def test_kvslimmer_adds_up_its_own_terms_as_the_authors_code_does() -> None:
     view, mass, groups = one_query(2)
-    view = replace(view, running=torch.rand(1, NUM_TOKENS))
+    view = with_state(view, running=torch.rand(1, NUM_TOKENS))
     policy = KVSlimmer(variant="code", running="on")
     weight = policy.weigh(view, mass, groups, tokens_of(view))
     found = policy.add_up(view, mass, groups, weight)
     assert found is not None
     values, alpha = view.kv.values()[0].double(), mass[0].double() / float(mass.sum())
     size = (values - alpha @ values).abs().sum(dim=1)
-    own = alpha * (1 - 2 * alpha) * size + view.running[0].double()  # type: ignore[index]
+    own = alpha * (1 - 2 * alpha) * size + view.entries.running[0].double()  # type: ignore[index]
     for i, j in PAIRS:
         cross = float(alpha[i] * alpha[j] * (size[i] + size[j]))
         raw = [max(0.0, float(own[k]) - cross) for k in (i, j)]
         if float(alpha[[i, j]].sum()) >= 0.5:
-            raw = [float(alpha[k] * size[k] + view.running[0, k]) for k in (i, j)]  # type: ignore[index]
+            raw = [float(alpha[k] * size[k] + view.entries.running[0, k]) for k in (i, j)]  # type: ignore[index]
         share = [w / sum(raw) for w in raw]
         assert weight[0, [i, j]].tolist() == pytest.approx(raw, abs=1e-4)
         expected = share[0] ** 2 * float(own[i]) + share[1] ** 2 * float(own[j])

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies import oracles
-from tests.policies.cases import Shape, make_pipeline, make_view, with_rows
+from tests.policies.cases import Shape, make_pipeline, make_view, with_rows, with_state
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels.attention import attention_with_lse
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
@@ -209,7 +209,7 @@ def test_tokens_add_up_to_those_that_were_there(policy: str, total: int, tmp_pat
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     view = make_view(SHAPE, pipeline.needs.window_size)
     before = torch.randint(1, 6, view.valid.shape, generator=torch.Generator().manual_seed(1))
-    view = replace(view, bias=before.float().log())
+    view = with_state(view, bias=before.float().log())
     selection = compress_layer(pipeline, view, total)
     assert selection.merged.bias is not None
     for head, length in enumerate(view.lengths.tolist()):
@@ -266,13 +266,10 @@ def test_equal_keys_merge_without_a_trace(policy: str, tmp_path: Path) -> None:
         assert merged.keys is not None
         assert merged.values is not None
         assert merged.bias is not None
-        view = replace(
-            view,
-            kv=GatheredKV.of(merged.keys[:, kept], merged.values[:, kept]),
-            bias=merged.bias[:, kept],
-            positions=view.positions[:, : len(kept)],  # type: ignore[index]
-        )
-        found = attend(view.kv.keys(), view.kv.values(), view.bias)
+        positions = view.entries.positions[:, : len(kept)]  # type: ignore[index]
+        view = with_state(view, bias=merged.bias[:, kept], positions=positions)
+        view = replace(view, kv=GatheredKV.of(merged.keys[:, kept], merged.values[:, kept]))
+        found = attend(view.kv.keys(), view.kv.values(), view.entries.bias)
         assert torch.allclose(found, expected, atol=1e-5)
 
 
@@ -361,10 +358,10 @@ def test_one_key_at_many_positions_is_that_key_at_one_of_them(policy: str, tmp_p
     room = {"max_set": 64} if policy == "kvmerger" else {}
     pipeline = make_pipeline(policy, shape, tmp_path, merge_space="unrotated", **room)
     view = make_view(shape, pipeline.needs.window_size)
-    assert view.positions is not None
+    assert view.entries.positions is not None
     assert view.rotary is not None
     origin = view.kv.keys()[:, :1].expand(-1, 48, -1)
-    view = with_rows(view, view.rotary.rerotate(origin, view.positions))
+    view = with_rows(view, view.rotary.rerotate(origin, view.entries.positions))
     for total in (7, 3):
         selection = compress_layer(pipeline, view, total)
         kept, merged = kept_of(selection, view, 0), selection.merged
@@ -380,12 +377,8 @@ def test_one_key_at_many_positions_is_that_key_at_one_of_them(policy: str, tmp_p
             assert torch.allclose(merged.bias[0, kept].exp(), positions[0] - first + 1, atol=1e-3)
         expected = view.rotary.rerotate(origin[:, : len(kept)], positions)
         assert torch.allclose(merged.keys[:, kept], expected, atol=1e-4)
-        view = replace(
-            view,
-            kv=GatheredKV.of(merged.keys[:, kept], merged.values[:, kept]),
-            bias=merged.bias[:, kept],
-            positions=positions,
-        )
+        view = with_state(view, bias=merged.bias[:, kept], positions=positions)
+        view = replace(view, kv=GatheredKV.of(merged.keys[:, kept], merged.values[:, kept]))
 
 
 def test_a_pivot_s_position_is_that_of_the_highest_mass() -> None:
@@ -396,4 +389,4 @@ def test_a_pivot_s_position_is_that_of_the_highest_mass() -> None:
     for group in ([0, 1, 2], [3], [4, 5], [6]):
         heaviest = max(group, key=lambda j: float(mass[0, j]))
         assert groups.highest(mass)[0, group].tolist() == [heaviest] * len(group)
-        assert groups.last(view.positions)[0, group].tolist() == [group[-1]] * len(group)  # type: ignore[arg-type]
+        assert groups.last(view.entries.positions)[0, group].tolist() == [group[-1]] * len(group)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.policies import oracles
-from tests.policies.cases import Shape, make_view, with_rows
+from tests.policies.cases import Shape, make_view, with_rows, with_state
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.merging.cam import CaM
 from vllm_kvcompress.policies.merging.d2o import D2O
@@ -30,7 +30,7 @@ def observed(shape: Shape, num_queries: int) -> LayerView:
     accumulated = torch.zeros(view.valid.shape)
     for h, head in enumerate(oracles.heads_of(view)):
         accumulated[h, : head.size] = num_queries * torch.tensor(oracles.mass(head))
-    return replace(view, accumulated=accumulated)
+    return with_state(view, accumulated=accumulated)
 
 
 def close(found: torch.Tensor, expected: list[float]) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies import oracles
-from tests.policies.cases import HEAD_SIZE, Shape, make_view, with_rows
+from tests.policies.cases import HEAD_SIZE, Shape, make_view, with_rows, with_state
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels import value_norms
 from vllm_kvcompress.kernels.common import tiles
@@ -170,11 +170,11 @@ def test_h2o_by_count_is_the_mean_over_queries_that_saw_an_entry(former: bool, s
     before = torch.zeros(2, view.num_entries), torch.zeros(2, view.num_entries)
     if former:
         before = torch.rand(2, view.num_entries), 1.0 + torch.arange(24.0).expand(2, -1)
-        view = replace(view, accumulated=before[0], observed=before[1])
+        view = with_state(view, accumulated=before[0], observed=before[1])
     params = {"window_size": window, "normalize_by_count": "on", "stride": stride}
     pipeline = resolve("h2o", params)
     merged = compress_layer(pipeline, view, 6).merged
-    view = replace(view, accumulated=merged.accumulated, observed=merged.observed)
+    view = with_state(view, accumulated=merged.accumulated, observed=merged.observed)
     rows = own(pipeline.scorer.score(view), shape)
     for h, (row, head) in enumerate(zip(rows, oracles.heads_of(view), strict=True)):
         end = head.size + head.num_tail

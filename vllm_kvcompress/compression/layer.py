@@ -65,7 +65,8 @@ def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selec
     mask = pipeline.selector.select(view, scores, kept, pipeline.protection)
     indices = _flat_indices(mask, totals.num_pages * view.block_size)
     merged = Merged() if pipeline.merger is None else pipeline.merger.merge(view, scores, mask)
-    unchanged = {name: getattr(view, name) for name in _REMEMBERED if getattr(merged, name) is None}
+    changed = {name for name in _REMEMBERED if getattr(merged, name) is not None}
+    unchanged = {name: getattr(view.entries, name) for name in {*_REMEMBERED} - changed}
     return Selection(page_counts, indices, replace(merged, **unchanged))
 
 
@@ -81,17 +82,18 @@ def _observed(view: LayerView, stride: int, counted: bool) -> LayerView:
     """
     mass, num_queries = observed_mass(view, stride), view.queries.shape[0]
     mass *= num_queries
-    if view.accumulated is not None:
-        mass += view.accumulated
+    former = view.entries
+    if former.accumulated is not None:
+        mass += former.accumulated
     if not counted:
-        return replace(view, accumulated=mass)
+        return replace(view, entries=replace(former, accumulated=mass))
     nth = torch.arange(view.num_entries, device=view.device)
     since = (view.lengths + view.kv.tails)[:, None] - nth
     counting = torch.div(since.clamp(0, num_queries) + stride - 1, stride, rounding_mode="floor")
     seen_by = counting * (num_queries / max(1, math.ceil(num_queries / stride)))
-    if view.observed is not None:
-        seen_by += view.observed
-    return replace(view, accumulated=mass, observed=seen_by)
+    if former.observed is not None:
+        seen_by += former.observed
+    return replace(view, entries=replace(former, accumulated=mass, observed=seen_by))
 
 
 def protected_pages(pipeline: Pipeline, num_tail: int, block_size: int) -> int:

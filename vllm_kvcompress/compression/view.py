@@ -19,7 +19,7 @@ from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.event import LayerWeights
 from vllm_kvcompress.kernels.common.kv_view import KVView, PagedKV
-from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.base import EntryState, LayerView
 
 
 @dataclass(frozen=True)
@@ -98,18 +98,19 @@ class EventViews:
             queries=self._held(batch, lengths),
             scale=scale,
             layers=layers,
-            num_layers=pool.num_layers,
             block_size=pool.block_size,
+            num_requests=len(batch.events) * len(layers),
             output_weight=first.output_weight if len(layers) == 1 else None,
             output_gram=grams,
-            state=self._state(batch, layers),
-            bias=self._bias(batch, layers, num_entries),
-            positions=self._positions(batch, layers, num_entries),
-            accumulated=self._received("accumulated", batch, layers, num_entries),
-            observed=self._received("observed", batch, layers, num_entries),
-            running=self._received("running", batch, layers, num_entries),
             rotary=first.rotary,
-            num_requests=len(batch.events) * len(layers),
+            state=self._state(batch, layers),
+            entries=EntryState(
+                bias=self._bias(batch, layers, num_entries),
+                positions=self._positions(batch, layers, num_entries),
+                accumulated=self._received("accumulated", batch, layers, num_entries),
+                observed=self._received("observed", batch, layers, num_entries),
+                running=self._received("running", batch, layers, num_entries),
+            ),
         )
 
     def _kv(self, batch: EventBatch, layers: range, sources: Sources, lengths: Tensor) -> KVView:

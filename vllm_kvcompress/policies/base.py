@@ -1,9 +1,8 @@
-"""What a policy sees and what its stages return.
+"""What a policy sees of a layer's cache, and what its stages return.
 
-One request and one layer at a time, or several as if they were one. H = KV heads of this rank,
-G = query heads per KV head (query head h*G + g reads KV head h), n = padded number of entries,
-D = head size, w = observed queries. Entries are in position order; a head's valid entries come
-first.
+H = KV heads of this rank, G = query heads per KV head (query head h*G + g reads KV head h),
+n = padded number of entries, D = head size, w = observed queries. Entries are in position order; a
+head's valid entries come first.
 
     |<------------- n_h entries of full blocks ------------->|<-- t tail entries -->|
      may be kept or evicted                                    always kept
@@ -12,7 +11,7 @@ first.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -26,51 +25,68 @@ if TYPE_CHECKING:
     from vllm_kvcompress.kernels.common.rotary import Rotary
 
 
+@dataclass(frozen=True, kw_only=True)
+class EntryState:
+    """Policy state of entries, which survives from event to event; None where it is not needed.
+
+    Attributes:
+        bias: [H, n] fp32, added to the attention logits of each entry: the logarithm of how many
+            tokens it stands for. The tail's entries stand for one token each.
+        positions: [H, n] int64 logical position that each key is rotated to.
+        accumulated: [H, n] fp32 attention that each entry has received from the observed queries
+            of all events, this one included.
+        observed: [H, n] fp32 number of observed queries that could attend to each entry.
+        running: [H, n] fp32 key weights that a merger adds up over events.
+    """
+
+    bias: Tensor | None = None
+    positions: Tensor | None = None
+    accumulated: Tensor | None = None
+    observed: Tensor | None = None
+    running: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class LayerView:
-    """One request's cache in one layer at a compression event; or several, as rows of heads.
+    """Cache of one request in one layer at a compression event, or of several as more heads.
 
     Attributes:
         kv: keys and values; full blocks may be evicted, the tail's tokens are always kept.
         queries: [w, H*G, D] rotated queries of the last w tokens, oldest first; w may be
             smaller than the policy asked for (a short prompt or chunk), and 0.
         scale: softmax scale of the model's attention.
-        layers: which layer this is, among the compressed ones; several, of one request, only for
-            policies whose events run together.
-        num_layers: compressed layers of the model.
+        layers: index of the layer among the compressed ones; several layers of one request only
+            for policies that set `batches`.
         block_size: tokens of a page.
+        num_requests: R requests whose heads follow one another. Of several layers each counts as a
+            request, since it has its own budget.
         output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h*G + g (None unless needed).
         output_gram: [H*G, D, D] fp32, W W^T per query head (None unless needed).
-        state: [H, s] fp32, what the policy's merger left at the former event (None: no former
-            event, or no policy state).
-        bias: [H, n] fp32, added to the attention logits of each entry: the logarithm of how many
-            tokens it stands for (None: one each). The tail's entries stand for one each.
-        positions: [H, n] int64 logical position that each key is rotated to (None unless needed).
         rotary: how keys are rotated (None unless needed).
-        accumulated: [H, n] fp32 attention that each entry has received from the observed queries
-            of all events so far, this one's included once a policy reads it (None unless needed).
-        observed: [H, n] fp32 how many queries that was from, likewise.
-        running: [H, n] fp32 what key weights add up from event to event (None: nothing yet).
-        num_requests: R, whose heads follow one another: their events run together. Of several
-            layers each counts as a request, since it has a budget of its own.
+        state: [H, s] fp32 policy state that the merger left at the last event (None at a first
+            event).
+        entries: policy state of entries.
     """
 
     kv: KVView
     queries: Tensor
     scale: float
     layers: range
-    num_layers: int
     block_size: int
+    num_requests: int = 1
     output_weight: Tensor | None = None
     output_gram: Tensor | None = None
-    state: Tensor | None = None
-    bias: Tensor | None = None
-    positions: Tensor | None = None
     rotary: Rotary | None = None
-    accumulated: Tensor | None = None
-    observed: Tensor | None = None
-    running: Tensor | None = None
-    num_requests: int = 1
+    state: Tensor | None = None
+    entries: EntryState = field(default_factory=EntryState)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor | None:
+            """Reads `view.bias` as `view.entries.bias`, for policies in other packages."""
+            if name in (each.name for each in fields(EntryState)):
+                return getattr(self.entries, name)
+            raise AttributeError(f"LayerView has no attribute {name}")
 
     @property
     def lengths(self) -> Tensor:
@@ -194,29 +210,20 @@ class Selection:
 
 
 @dataclass(frozen=True)
-class Merged:
-    """What becomes of evicted entries: they change kept ones, or a state, or nothing.
+class Merged(EntryState):
+    """Result of merging evicted entries: changed kept ones, policy state, or nothing.
+
+    Fields of `EntryState` replace those of the view at the next event: `bias` only from mergers
+    that weigh entries, `positions` and `running` only from those whose `needs` ask for them.
 
     Attributes:
-        keys, values: [H, n, D] instead of the view's, or None where these stay as they are.
-        state: [H, s] fp32, kept for the next event in the request's own blocks.
-        bias: [H, n] fp32 instead of the view's, likewise kept; only from mergers that
-            weigh entries.
-        positions: [H, n] int64 instead of the view's, likewise kept; only from mergers that
-            need positions.
-        accumulated: [H, n] fp32 instead of the view's, likewise kept; None: stays as it is.
-        observed: [H, n] fp32, likewise.
-        running: [H, n] fp32, likewise kept; only from mergers that need it.
+        keys, values: [H, n, D] instead of the view's; None: unchanged.
+        state: [H, s] fp32 policy state of heads for the next event.
     """
 
     keys: Tensor | None = None
     values: Tensor | None = None
     state: Tensor | None = None
-    bias: Tensor | None = None
-    positions: Tensor | None = None
-    accumulated: Tensor | None = None
-    observed: Tensor | None = None
-    running: Tensor | None = None
 
 
 class Merger:

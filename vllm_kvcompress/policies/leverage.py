@@ -82,7 +82,7 @@ def leverage(view: LayerView, keys_as: str) -> Tensor:
 
 def _turns_back(view: LayerView) -> Callable[[slice], tuple[Tensor, Tensor]]:
     """For some heads' keys, to where they were before RoPE; once for all that lie alike."""
-    positions, rotary = view.positions, view.rotary
+    positions, rotary = view.entries.positions, view.rotary
     assert positions is not None
     assert rotary is not None
     if positions.stride(0) == 0:

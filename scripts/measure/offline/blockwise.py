@@ -18,7 +18,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.base import EntryState, LayerView
 from vllm_kvcompress.scheduling.ledger import RequestLedger
 from vllm_kvcompress.scheduling.rule import CompressionRule
 
@@ -61,11 +61,12 @@ class LayerCache:
             queries=self.queries[len(self.queries) - num_queries :].float(),
             scale=self.keys.shape[2] ** -0.5,
             layers=range(self.layer, self.layer + 1),
-            num_layers=self.num_layers,
             block_size=BLOCK_SIZE,
-            positions=self.positions[:, :num_tokens],
             rotary=self.rotary,
-            accumulated=self.accumulated[:, :num_tokens],
+            entries=EntryState(
+                positions=self.positions[:, :num_tokens],
+                accumulated=self.accumulated[:, :num_tokens],
+            ),
         )
 
     def joined(self, query: Tensor, key: Tensor, value: Tensor) -> LayerCache:

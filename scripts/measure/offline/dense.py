@@ -19,7 +19,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.policies.base import LayerView, Merged
+from vllm_kvcompress.policies.base import EntryState, LayerView, Merged
 
 BLOCK_SIZE = 32
 _CAPTURED = "kvcompress_captured"
@@ -59,13 +59,11 @@ class DenseLayer:
             queries=self.queries[max(0, num_tokens - window_size) : num_tokens],
             scale=self.scale,
             layers=range(self.index, self.index + 1),
-            num_layers=self.num_layers,
             block_size=BLOCK_SIZE,
             output_weight=weight.unflatten(0, (len(keys), -1)).transpose(1, 2).contiguous(),
             output_gram=weight @ weight.transpose(1, 2),
-            positions=positions,
             rotary=self.rotary,
-            accumulated=None,
+            entries=EntryState(positions=positions),
         )
 
 

@@ -121,7 +121,7 @@ def shares_of(mass: Tensor, groups: GroupSums) -> Tensor:
 
 def with_former(view: LayerView, term: Tensor) -> Tensor:
     """[H, n] a term of this event, and what former events have added up."""
-    return term if view.running is None else term + view.running
+    return term if view.entries.running is None else term + view.entries.running
 
 
 def unless_zero(groups: GroupSums, weight: Tensor, tokens: Tensor) -> Tensor:

@@ -62,7 +62,7 @@ class CaM(Modifier, Merger):
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
         """Values with those of evicted entries added."""
-        mass = view.accumulated
+        mass = view.entries.accumulated
         assert mass is not None
         valid = view.valid
         evicted = valid & ~kept

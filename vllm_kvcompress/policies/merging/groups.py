@@ -95,7 +95,7 @@ class GroupMerging(Policy, Merger):
             rerotated,
             sum_values=self.value_mode == "paper",
         )
-        received = view.accumulated
+        received = view.entries.accumulated
         return Merged(
             keys,
             values,
@@ -111,12 +111,12 @@ class GroupMerging(Policy, Merger):
         """How and by how many positions keys are re-rotated, and where that puts them."""
         if self.merge_space == "rotated":
             return None, None
-        assert view.positions is not None
+        assert view.entries.positions is not None
         assert view.rotary is not None
-        positions = groups.last(view.positions)
+        positions = groups.last(view.entries.positions)
         if self.merge_position == "pivot":
-            positions = view.positions.gather(1, self.pivots(view, scores, groups))
-        return (view.rotary, positions - view.positions), positions
+            positions = view.entries.positions.gather(1, self.pivots(view, scores, groups))
+        return (view.rotary, positions - view.entries.positions), positions
 
 
 @dataclass(frozen=True)
@@ -167,9 +167,9 @@ class GroupSums:
 
 def tokens_of(view: LayerView) -> Tensor:
     """[H, n] fp32: how many tokens each entry stands for."""
-    if view.bias is None:
+    if view.entries.bias is None:
         return torch.ones(view.num_heads, view.num_entries, device=view.device)
-    return view.bias.exp()
+    return view.entries.bias.exp()
 
 
 def links_needed(view: LayerView, num_kept: Tensor, able: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def observed_mass(view: LayerView, stride: int = 1) -> Tensor:
         view: the layer.
         stride: of so many queries one counts, from the last one back.
     """
-    return window_mass(view.kv, view.queries, view.scale, view.bias, stride)
+    return window_mass(view.kv, view.queries, view.scale, view.entries.bias, stride)
 
 
 def observed_masses(view: LayerView, *windows: Window) -> Tensor:
@@ -39,7 +39,7 @@ def observed_masses(view: LayerView, *windows: Window) -> Tensor:
         windows: size and stride of each.
     """
     there = [(min(size, len(view.queries)), stride) for size, stride in windows]
-    return window_masses(view.kv, view.queries, view.scale, there, view.bias)
+    return window_masses(view.kv, view.queries, view.scale, there, view.entries.bias)
 
 
 def accumulated_mass(view: LayerView, window_size: int) -> Tensor:
@@ -48,15 +48,15 @@ def accumulated_mass(view: LayerView, window_size: int) -> Tensor:
     Of each event the last `window_size` queries since the former one are observed. The sum is
     counted in whole windows, so that at a first event it is the window's mean.
     """
-    assert view.accumulated is not None
-    return view.accumulated / window_size
+    assert view.entries.accumulated is not None
+    return view.entries.accumulated / window_size
 
 
 def mean_accumulated_mass(view: LayerView) -> Tensor:
     """[H, n] fp32 the same sum, divided by how many observed queries could see an entry."""
-    assert view.accumulated is not None
-    assert view.observed is not None
-    return view.accumulated / view.observed.clamp_min(1)
+    assert view.entries.accumulated is not None
+    assert view.entries.observed is not None
+    return view.entries.accumulated / view.entries.observed.clamp_min(1)
 
 
 def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling: str) -> Tensor:
