@@ -1,4 +1,4 @@
-"""Ways to break the engine on purpose, as probes: called before it starts."""
+"""Probes that break the engine on purpose, called before it starts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def free_sources_early(report: dict[str, Any]) -> None:
-    """An event's sources go back to the pool before it has run, and are poisoned there."""
+    """Frees an event's sources before it has run, so that they are poisoned."""
     from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
 
     begin_event = CompressedBlockManager.begin_event
@@ -21,7 +21,7 @@ def free_sources_early(report: dict[str, Any]) -> None:
 
 
 def free_sources_unseen(report: dict[str, Any]) -> None:
-    """The same where nobody compares owners: poison has to show it."""
+    """Frees sources early without the checks of owners, so that poison has to show it."""
     from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
     from vllm_kvcompress.vllm_plugin.worker_side.access_checks import WorkerChecks
 

@@ -1,4 +1,4 @@
-"""What vLLM announces of its prefix cache to routers, compared with the cache after every step.
+"""KV events that vLLM announces to routers, compared with its prefix cache after every step.
 
 A probe (see engine_process.py): it subscribes as a router does, over ZMQ, and replays
 BlockStored and BlockRemoved.
@@ -22,10 +22,10 @@ def announcing(folder: Path) -> dict[str, Any]:
 
 
 class Router:
-    """Blocks that are believed to be in the cache: their tokens, by group and hash."""
+    """Tokens of the blocks that a router believes to be in the cache, by group and hash."""
 
     def __init__(self, endpoint: str) -> None:
-        """Subscribes; the publisher has to be there."""
+        """Subscribes to a publisher that must exist already."""
         import zmq
 
         self.socket = zmq.Context.instance().socket(zmq.SUB)
@@ -67,7 +67,7 @@ class Router:
 
 
 def cached(pool: Any) -> set[tuple[int, Any]]:
-    """What is in vLLM's prefix cache, as events name it."""
+    """Returns the blocks in vLLM's prefix cache by the names that events use."""
     from vllm.v1.core.kv_cache_utils import (
         get_block_hash,
         get_group_id,
@@ -103,9 +103,9 @@ def replay(report: dict[str, Any]) -> None:
         check(books)
         (router,) = routers
         router.listen(published[0])
-        there = cached(books.pool)
-        assert set(router.blocks) <= there, "announced, and not there"
-        assert there <= set(router.blocks), "there, and not announced"
+        in_cache = cached(books.pool)
+        assert set(router.blocks) <= in_cache, "announced, and not in the cache"
+        assert in_cache <= set(router.blocks), "in the cache, and not announced"
         for request in books.scheduler.requests.values():
             known = request.all_token_ids
             for index, block_hash in enumerate(request.block_hashes):
@@ -118,7 +118,7 @@ def replay(report: dict[str, Any]) -> None:
 
 
 def as_named(block_hash: Any) -> Any:
-    """A block's hash, as events name it."""
+    """Returns the name of a block's hash in events."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     return maybe_convert_block_hash(block_hash)

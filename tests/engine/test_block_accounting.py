@@ -1,4 +1,4 @@
-"""Blocks: what a compressed request holds, what it gives back, and that nothing is lost.
+"""Blocks that a compressed request holds and frees, and that none is lost.
 
 The scenario runner compares the bookkeeping of scheduler, block pool and worker after every step.
 """
@@ -20,11 +20,11 @@ QUARTER = {"policy": "adakv", "budget": 0.25}
 
 
 def last_held(report: dict[str, Any], name: str) -> int:
-    """Blocks that a request held in its last step."""
+    """Returns the number of blocks that a request held in its last step."""
     return [held[name] for held in report["held"] if name in held][-1]
 
 
-def test_a_quarter_leaves_a_quarter_of_the_blocks(llama: str, run_engine: Run) -> None:
+def test_budget_of_a_quarter_keeps_a_quarter_of_the_blocks(llama: str, run_engine: Run) -> None:
     sizes = (1000, 1024, 1500)
     phases = [[request(f"{size}", prompt(size, 1), 8)] for size in sizes]
     report = run_engine(llama, phases, settings=QUARTER)
@@ -44,7 +44,7 @@ def test_a_quarter_leaves_a_quarter_of_the_blocks(llama: str, run_engine: Run) -
 
 
 def test_freed_blocks_are_reused_by_waiting_requests(llama: str, run_engine: Run) -> None:
-    """A pool for one whole prompt serves four compressed ones side by side."""
+    """A pool for one uncompressed prompt serves four compressed ones side by side."""
     requests = [request(f"r{i}", prompt(1000, seed=i), 60) for i in range(4)]
     report = run_engine(llama, [requests], settings=QUARTER, num_gpu_blocks_override=90)
     assert max(len(held) for held in report["held"]) == 4
@@ -110,7 +110,7 @@ def test_requests_that_are_being_read_keep_room_for_their_peak(llama: str, run_e
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-def test_preempted_requests_resume_and_say_the_same(llama: str, run_engine: Run) -> None:
+def test_preempted_requests_resume_with_the_same_outputs(llama: str, run_engine: Run) -> None:
     """A pool too small for all: preempted requests recompute, with the same outputs."""
     requests = [request(f"r{i}", prompt(300 + 7 * i, seed=i), 250) for i in range(6)]
     roomy = run_engine(llama, [requests], settings=QUARTER)
@@ -130,7 +130,7 @@ def test_preempted_requests_resume_and_say_the_same(llama: str, run_engine: Run)
 
 
 def test_aborts_at_every_stage_give_all_blocks_back(llama: str, run_engine: Run) -> None:
-    """Aborted while waiting, while its prompt is read, at its event, and while it decodes."""
+    """Aborts requests while they wait, read their prompt, run their event, and decode."""
     requests = [request(f"r{i}", prompt(900, seed=i), 40, abort_at_step=i) for i in range(8)] + [
         request("stays", prompt(700, seed=99), 40)
     ]
@@ -172,7 +172,7 @@ def test_decode_trigger_keeps_a_long_answer_small(llama: str, run_engine: Run) -
 def test_the_debug_mode_finds_reads_of_freed_blocks(
     llama: str, run_engine: Run, damage: str, message: str
 ) -> None:
-    """Sources that are given back too early: by their owners, or by the poison in them.
+    """Frees sources too early, which owners show, or the poison in them.
 
     Prefix caching is off, since what it knows stays readable.
     """

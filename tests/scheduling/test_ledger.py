@@ -1,4 +1,4 @@
-"""When requests are compressed: properties, and a plain loop as oracle for the positions."""
+"""Ledger and rule: properties, and a plain loop as oracle for event positions."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ rules = st.builds(
 
 
 def under_pressure(rule: CompressionRule, prompt: int, position: int) -> bool:
-    """Now and then room is needed; only requests that generate give it."""
+    """Whether a request is selected, at some positions behind the prompt."""
     return rule.pressure_mark is not None and position > prompt and position % 7 == 3
 
 
 def positions_by_hand(rule: CompressionRule, prompt: int, end: int) -> list[int]:
-    """Every position up to `end` at which some trigger fires, token by token."""
-    found = []
+    """Returns every position up to `end` at which some trigger fires, token by token."""
+    positions = []
     for position in range(1, end + 1):
         fires = False
         if position == prompt and (rule.at_prompt_end or rule.chunk_tokens):
@@ -51,18 +51,18 @@ def positions_by_hand(rule: CompressionRule, prompt: int, end: int) -> list[int]
         if position > prompt and stride and (position - prompt) % stride == 0:
             fires = True
         if fires:
-            found.append(position)
-    return found
+            positions.append(position)
+    return positions
 
 
 @given(rule=rules, prompt=st.integers(1, 300))
 def test_positions_match_a_plain_loop(rule: CompressionRule, prompt: int) -> None:
     expected = positions_by_hand(rule, prompt, prompt + 100)
-    found, position = [], rule.next_position(prompt, 0)
+    positions, position = [], rule.next_position(prompt, 0)
     while position is not None and position <= prompt + 100:
-        found.append(position)
+        positions.append(position)
         position = rule.next_position(prompt, position)
-    assert found == expected
+    assert positions == expected
     assert [p for p in range(1, prompt + 101) if rule.is_position(prompt, p)] == expected
 
 
@@ -75,7 +75,7 @@ def test_positions_match_a_plain_loop(rule: CompressionRule, prompt: int) -> Non
 def test_a_request_never_holds_more_than_the_peak(
     rule: CompressionRule, prompt: int, generated: int
 ) -> None:
-    """Walks a request through its events with the chunks that the scheduler would give it."""
+    """Walks a request through its events in the scheduler's chunks."""
     ledger = RequestLedger(prompt, rule)
     end, computed = prompt + generated, 0
     peak = rule.peak_blocks(end)
@@ -98,10 +98,10 @@ def test_a_request_never_holds_more_than_the_peak(
 
 
 @given(rule=rules, prompt=st.integers(1, 2000), pool=st.integers(1, 500))
-def test_a_pool_has_room_for_as_many_requests_as_it_says(
+def test_concurrency_is_the_number_of_requests_that_fit(
     rule: CompressionRule, prompt: int, pool: int
 ) -> None:
-    """The last one at its peak, the others as they are between events."""
+    """One request is at its peak, the others are between events."""
     count = math.floor(rule.concurrency(prompt, pool))
     assert rule.held_blocks(prompt) <= rule.admission_blocks(prompt)
     if not count:
@@ -124,7 +124,7 @@ def test_a_prefix_hit_leaves_the_observation_window(rule: CompressionRule, promp
 def test_observed_queries_cover_every_window(
     rule: CompressionRule, prompt: int, start: int, step: int
 ) -> None:
-    """Chunked anyhow, the queries that an event reads have been recorded before."""
+    """For any chunks, the queries that an event observes have been recorded before."""
     ledger = RequestLedger(prompt, rule)
     recorded: set[int] = set()
     computed = min(start, rule.max_prefix_hit(prompt))
@@ -146,7 +146,7 @@ def test_observed_queries_cover_every_window(
 @pytest.mark.parametrize(
     ("prompt", "reason"), [(40, SKIP_SHORT), (63, SKIP_SHORT), (70, None), (64, None)]
 )
-def test_short_prompts_are_left_alone(prompt: int, reason: str | None) -> None:
+def test_prompts_below_min_tokens_are_not_compressed(prompt: int, reason: str | None) -> None:
     rule = CompressionRule(BLOCK, fraction=0.5, min_tokens=64)
     decision = RequestLedger(prompt, rule).decide(prompt)
     assert decision is not None
@@ -167,7 +167,7 @@ def test_a_quarter_is_rounded_up_to_whole_blocks(blocks: int, kept: int) -> None
     assert rule.target_blocks(blocks * BLOCK + 3, blocks * BLOCK + 3) == kept
 
 
-def test_what_is_carried_has_room() -> None:
+def test_target_is_at_least_least_blocks() -> None:
     rule = CompressionRule(block_size=32, fraction=0.25, least_blocks=5)
     assert rule.target_blocks(32 * 8, 32 * 8) == 5
     assert rule.target_blocks(32 * 40, 32 * 40) == 10
@@ -181,7 +181,7 @@ def test_a_fraction_that_is_not_exact_in_binary_rounds_as_on_paper() -> None:
 @given(
     rule=rules, prompt=st.integers(2, 300), position=st.integers(1, 299), more=st.integers(0, 200)
 )
-def test_of_a_kept_state_as_much_is_used_as_leaves_the_queries_of_the_next_event(
+def test_kept_state_is_used_up_to_the_queries_of_the_next_event(
     rule: CompressionRule, prompt: int, position: int, more: int
 ) -> None:
     position = min(position, prompt - 1)
@@ -201,17 +201,15 @@ def test_of_a_kept_state_as_much_is_used_as_leaves_the_queries_of_the_next_event
         return all(query >= start for query in queries)
 
     expected = max(filter(leaves_the_queries, range(position, num_tokens + 1)), default=0)
-    found = RequestLedger(prompt, rule, num_prompt_tokens=prompt).usable_tokens(
-        position, num_tokens
-    )
-    assert found == expected
+    ledger = RequestLedger(prompt, rule, num_prompt_tokens=prompt)
+    assert ledger.usable_tokens(position, num_tokens) == expected
 
 
 @given(rule=rules, blocks=st.integers(1, 40), behind=st.integers(1, 700))
 def test_a_preparation_leaves_what_a_named_context_leaves(
     rule: CompressionRule, blocks: int, behind: int
 ) -> None:
-    """Only at the prompt's end, with as many blocks, and nothing of what comes behind."""
+    """The event is at the prompt's end, and leaves as many blocks of the context alone."""
     context = blocks * BLOCK
     ordinary = RequestLedger(context, replace(rule, at_prompt_end=True, chunk_tokens=None))
     expected = ordinary.decide(context)
@@ -237,19 +235,19 @@ def test_a_preparation_leaves_what_a_named_context_leaves(
     behind=st.integers(1, 50),
     rooms=st.lists(st.integers(3, 60), min_size=1),
 )
-def test_nothing_that_scores_a_context_is_read_alone(
+def test_tokens_that_score_a_context_are_read_in_twos_or_more(
     blocks: int, behind: int, rooms: list[int]
 ) -> None:
-    """A chunk ends where others begin to score it; what comes behind is read in twos and more."""
+    """A chunk ends where the next ones begin to score the context."""
     context, end = blocks * BLOCK, blocks * BLOCK + behind
     ledger = PreparationLedger.of(CompressionRule(BLOCK, 0.5), "any", context, end)
     assert context - 1 <= ledger.scored_from <= context
     starts = [0]
     for room in itertools.cycle(rooms):
-        found = ledger.chunk(starts[-1], min(room, end - starts[-1]))
-        assert 0 < found <= room
-        assert found > 1 or starts[-1] < ledger.scored_from
-        starts.append(starts[-1] + found)
+        num_tokens = ledger.chunk(starts[-1], min(room, end - starts[-1]))
+        assert 0 < num_tokens <= room
+        assert num_tokens > 1 or starts[-1] < ledger.scored_from
+        starts.append(starts[-1] + num_tokens)
         if starts[-1] == end:
             break
     assert ledger.scored_from in starts

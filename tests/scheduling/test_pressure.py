@@ -1,4 +1,4 @@
-"""Whom to compress when room is needed."""
+"""Memory pressure: which requests are compressed, and how many blocks are missing."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ candidates = st.lists(
 
 
 @given(candidates, st.integers(-5, 120), st.integers(-3, 80))
-def test_the_fewest_that_give_enough(found: list[Candidate], shortage: int, room: int) -> None:
-    found = [c for c in found if c.is_worth_it]
-    chosen = choose(found, shortage, room)
+def test_no_more_requests_than_needed_are_chosen(
+    offered: list[Candidate], shortage: int, room: int
+) -> None:
+    worth = [c for c in offered if c.is_worth_it]
+    chosen = choose(worth, shortage, room)
     assert all(c.sources - c.written >= c.sources / 8 for c in chosen)
     assert sum(c.written for c in chosen) <= max(room, 0)
     # Without the last one it would not have been enough.
     assert not chosen or sum(c.gain for c in chosen[:-1]) < shortage
     if sum(c.gain for c in chosen) < shortage:
         left = room - sum(c.written for c in chosen)
-        assert all(c.written > left for c in found if c not in chosen)
+        assert all(c.written > left for c in worth if c not in chosen)
 
 
-def test_those_that_give_most_come_first() -> None:
+def test_largest_gain_is_chosen_first() -> None:
     long, short, done = Candidate("a", 40, 10), Candidate("b", 12, 3), Candidate("c", 10, 9)
     assert [c.is_worth_it for c in (long, short, done)] == [True, True, False]
     for order in itertools.permutations((long, short)):
@@ -37,7 +39,7 @@ def test_those_that_give_most_come_first() -> None:
         assert choose(order, 31, 9) == [short]
 
 
-def test_what_is_missing() -> None:
+def test_shortage_is_the_largest_of_mark_running_and_waiting() -> None:
     pool = Pool(
         size=100, free=20, pending_frees=0, reserved=5, growth=2, needed_until_freed=3, wanted=0
     )

@@ -1,4 +1,4 @@
-"""Where prompts are cut that are read in part, against a plain count of pages."""
+"""Prompt chunks: where prompts are cut that are read in part, with a plain count of pages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
-from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.scheduling.read_rule import PromptChunks, ReadRule
 
 
 def text(local: int, top: int, prefill: int) -> str:
@@ -19,7 +18,7 @@ def text(local: int, top: int, prefill: int) -> str:
 
 
 def pages_read(num_tokens: int, num_queries: int, block: int, local: int, top: int) -> int:
-    """By a chunk: the first, the chunk and the last, and the spans."""
+    """Counts the pages that a chunk reads: the first, the chunk and the last, and the spans."""
     last = max(local, num_queries)
     wanted = math.ceil((32 + last + 32 * top) / block)
     least = math.ceil(32 / block) + max(1, math.ceil(last / block)) + 1
@@ -35,11 +34,13 @@ def pages_read(num_tokens: int, num_queries: int, block: int, local: int, top: i
     rooms=st.lists(st.integers(0, 1500), min_size=1, max_size=8),
     min_tokens=st.sampled_from([0, 128, 1000]),
 )
-def test_chunks_lie_where_they_lie_however_large_steps_are(
+def test_chunk_ends_do_not_depend_on_step_sizes(
     block: int, local: int, top: int, prefill: int, end: int, rooms: list[int], min_tokens: int
 ) -> None:
-    """Steps that read a part begin and end at multiples of a chunk, or at the prompt's end; those
-    before read whatever there is."""
+    """Steps that read a part begin and end at multiples of a chunk, or at the prompt's end.
+
+    Earlier steps read everything before them.
+    """
     rule = ReadRule.parse(text(local, top, prefill), min_tokens)
     chunks = PromptChunks.of(rule, block)
     assert chunks is not None
@@ -57,8 +58,8 @@ def test_chunks_lie_where_they_lie_however_large_steps_are(
         if start < chunks.num_read_fully:
             assert start + number <= chunks.num_read_fully
             had = math.ceil((start + number) / block)
-            whole = pages_read(start + number, chunks.size, block, local, top) == had
-            assert whole or start + number < min_tokens
+            reads_all = pages_read(start + number, chunks.size, block, local, top) == had
+            assert reads_all or start + number < min_tokens
         else:
             assert start % chunks.size == 0
             assert start + number in (start + chunks.size, end)
@@ -70,8 +71,8 @@ def test_chunks_lie_where_they_lie_however_large_steps_are(
         start += number
 
 
-def test_a_chunk_behind_what_is_read_whole_reads_less() -> None:
-    """As the defaults have it: 6,176 tokens are the first, the last and the spans."""
+def test_first_chunk_behind_those_that_read_fully_reads_less() -> None:
+    """Uses the defaults, by which the first, the last and the spans are 6,176 tokens."""
     rule = ReadRule.parse("longcache:prefill=512")
     chunks = PromptChunks.of(rule, 32)
     assert chunks == PromptChunks(512, 6144)
@@ -82,13 +83,13 @@ def test_a_chunk_behind_what_is_read_whole_reads_less() -> None:
     ]
 
 
-def test_prompts_are_read_whole_unless_it_says_otherwise() -> None:
+def test_without_prefill_in_the_rule_there_are_no_chunks() -> None:
     assert PromptChunks.of(None, 32) is None
     assert PromptChunks.of(ReadRule.parse("longcache"), 32) is None
     assert PromptChunks.of(ReadRule.parse("longcache:prefill=0"), 32) is None
 
 
-def test_requests_that_read_otherwise_would_share_a_cache() -> None:
+def test_prefill_is_refused_beside_requests_that_choose_how_much_they_read() -> None:
     given = {"policy": "none", "read": "longcache:prefill=512", "min_request_read": 0.5}
     with pytest.raises(ConfigError, match="only the same for requests that read alike"):
         Settings.from_dict(given)

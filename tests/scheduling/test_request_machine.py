@@ -1,4 +1,4 @@
-"""Requests' records under any schedule: hypothesis finds a minimal one that loses a block."""
+"""Records of requests under random schedules: hypothesis finds a minimal one that loses a block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONTEXT = 75
 
 
 class Schedules(RuleBasedStateMachine):
-    """Six requests in a pool that is too small for them."""
+    """Schedules of six requests in a pool that is too small for them."""
 
     histories: dict[int, list[int]]
 
@@ -44,20 +44,20 @@ class Schedules(RuleBasedStateMachine):
         self.queue = Queue(num_groups, reuses, asynchronous, self.num_blocks, conversations)
 
     def some(self, data: st.DataObject, *, running: bool | None = None) -> str:
-        """A request that is there, and if it matters one that has or has not begun."""
+        """Draws a queued or running request, or one of the given kind."""
         requests = self.queue.requests.items()
         fit = [n for n, r in requests if running in (None, bool(r.num_computed_tokens))]
         return data.draw(st.sampled_from(sorted(fit)))
 
     def has(self, running: bool) -> bool:
-        """Whether there is one that has begun, or has not."""
+        """Whether any request has begun, or has not."""
         requests = self.queue.requests.values()
         return any(bool(request.num_computed_tokens) == running for request in requests)
 
     @precondition(lambda self: len(self.queue.requests) < len(NAMES))
     @rule(data=st.data(), names_context=st.booleans(), goes_on=st.booleans())
     def admit(self, data: st.DataObject, names_context: bool, goes_on: bool) -> None:
-        """Queues a request; those of one length may have the same context, or the same past."""
+        """Queues a request; requests of one length may share a context or a history."""
         name = data.draw(st.sampled_from(sorted(set(NAMES) - set(self.queue.requests))))
         past = self.histories.get(len(name), []) if goes_on else []
         self.queue.add(name, LENGTHS[len(name)], CONTEXT if names_context else None, past)
@@ -65,7 +65,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.has(running=False))
     @rule(data=st.data())
     def adopt(self, data: st.DataObject) -> None:
-        """A request's first step, with the prefix or the compressed context that it hits."""
+        """Takes a request's first step, with the prefix or the kept state that it hits."""
         name = self.some(data, running=False)
         request = self.queue.requests[name]
         _, num_hit, _ = self.queue.cache.get_computed_blocks(request)
@@ -77,13 +77,13 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.has(running=True))
     @rule(data=st.data(), num_tokens=st.sampled_from([1, 16, 40, 64]))
     def chunk(self, data: st.DataObject, num_tokens: int) -> None:
-        """Some more of a prompt, or a token of an answer; events come where they are due."""
+        """Computes some more of a prompt, or a token of an answer."""
         self.queue.step(self.some(data, running=True), num_tokens)
 
     @precondition(lambda self: self.has(running=True))
     @rule(data=st.data(), number=st.integers(1, 50))
     def decode(self, data: st.DataObject, number: int) -> None:
-        """Tokens of an answer, one a step, as long as there is room."""
+        """Generates tokens of an answer, one a step, as long as there is room."""
         name = self.some(data, running=True)
         for _ in range(number):
             if not self.queue.step(name, 1):
@@ -93,7 +93,7 @@ class Schedules(RuleBasedStateMachine):
     @precondition(lambda self: self.has(running=True))
     @rule(data=st.data())
     def event(self, data: st.DataObject) -> None:
-        """A request is selected because room is needed."""
+        """Selects a request because of memory pressure."""
         name = self.some(data, running=True)
         self.queue.table.selected.add(name)
         self.queue.step(name, 1)
@@ -114,7 +114,7 @@ class Schedules(RuleBasedStateMachine):
 
     @rule(share=st.sampled_from([0.3, 1.0]))
     def evict(self, share: float) -> None:
-        """Somebody else takes blocks for a moment: prefixes and contexts in them are forgotten."""
+        """Takes blocks for a moment, so that prefixes and states in them are forgotten."""
         pool = self.queue.cache.block_pool
         taken = pool.get_new_blocks(int(share * pool.get_num_free_blocks()))
         assert not any(block in self.queue.kept for block in taken)
@@ -135,7 +135,7 @@ class Schedules(RuleBasedStateMachine):
 
 
 BRIEF = settings(
-    max_examples=30,
+    max_examples=200,
     stateful_step_count=10,
     deadline=None,
     database=None,
@@ -147,8 +147,8 @@ TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-def test_a_minimal_schedule_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a manager that forgets what a request keeps when its context is released."""
+def test_a_minimal_schedule_shows_a_forgotten_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breaks the block manager: it forgets an event instead of freeing its sources."""
 
     def forgetful(self: CompressedBlockManager, request_id: str) -> None:
         self.table[request_id].groups[self.kv_cache_group_id].event = None

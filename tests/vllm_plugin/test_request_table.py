@@ -1,4 +1,4 @@
-"""The requests' records on vLLM's own block pool: what they hold, and that damage is found."""
+"""Records of requests on vLLM's own block pool: what they hold, and that damage is detected."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.scheduler import CompressionMixi
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_a_request_holds(num_groups: int, asynchronous: bool) -> None:
-    """Counted by hand: two blocks of queries, one that is being filled, and the others.
+def test_request_holds_kept_blocks_a_tail_and_an_event_in_flight(
+    num_groups: int, asynchronous: bool
+) -> None:
+    """Compares with counts by hand: two window blocks, a partial block, and the others.
 
     At 300 tokens a quarter of 18 full blocks stays, at 340 a quarter of 21; an event's sources
     are given back with the next token, and where that is planned before the event has been
@@ -46,14 +48,14 @@ def test_what_a_request_holds(num_groups: int, asynchronous: bool) -> None:
 
 
 class Stock:
-    """What vLLM's scheduler does with a preempted request's blocks."""
+    """Stands in for vLLM's scheduler, which frees a preempted request's blocks."""
 
     def _preempt_request(self, request: Request) -> None:
         self.kv_cache_manager.free(request)
 
 
 class Preempting(CompressionMixin, Stock):
-    """The part of a scheduler that preempts."""
+    """Scheduler that can only preempt."""
 
     def __init__(self, queue: Queue) -> None:
         self.table, self.kv_cache_manager = queue.table, queue.cache
@@ -65,10 +67,10 @@ class Preempting(CompressionMixin, Stock):
     ("num_prompt_tokens", "position", "skips"),
     [(50, 40, False), (50, 80, True), (300, 256, False), (300, 310, True)],
 )
-def test_no_hit_hides_the_queries_of_an_event(
+def test_preempted_request_skips_the_prefix_cache_if_a_hit_would_hide_an_events_queries(
     num_prompt_tokens: int, position: int, skips: bool
 ) -> None:
-    """50 tokens are compressed first when 90 are there, and 300 at once.
+    """A prompt of 50 tokens is first compressed at 90 tokens, one of 300 at its end.
 
     A request that generated, and begins anew, would else find what it generated in the cache.
     """
@@ -82,8 +84,8 @@ def test_no_hit_hides_the_queries_of_an_event(
     assert queue.table["a"].ledger.last_position == 0
 
 
-def test_a_context_is_forgotten_with_its_first_block() -> None:
-    """vLLM hands out whatever nobody holds; that context is then nowhere to be found."""
+def test_context_is_forgotten_when_vllm_reuses_one_of_its_blocks() -> None:
+    """Takes all free blocks once, which are those that no request holds."""
     queue = Queue(1, reuse_contexts=True)
     queue.add("a", 200, context_tokens=150)
     while queue.requests["a"].num_computed_tokens < 200:
@@ -100,14 +102,14 @@ CONTEXT = prompt(160, seed=9)
 
 
 def ask(queue: Queue, name: str) -> Request:
-    """Has a request about the context take its first step."""
+    """Adds a request that names the context, and has it take its first step."""
     request = queue.add(name, 30, context_tokens=160, history=CONTEXT)
     assert queue.step(name)
     return request
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_prepared_context_takes_the_place_of_an_ordinary_one(asynchronous: bool) -> None:
+def test_prepared_context_is_found_before_an_ordinary_one(asynchronous: bool) -> None:
     """Held while it is read: everything, and at its end what is kept. Then nobody holds it.
 
     It leaves what it has prepared in the step that ends it, and reads no compressed context; blocks
@@ -138,8 +140,8 @@ def test_a_prepared_context_takes_the_place_of_an_ordinary_one(asynchronous: boo
     queue.check()
 
 
-def test_a_preparation_that_ends_early_leaves_nothing() -> None:
-    """Also where its event is in a step that has not been processed."""
+def test_preparation_that_ends_before_its_event_leaves_no_state() -> None:
+    """Ends before the event, and in the event's step before that is processed."""
     for num_tokens in (250, 330):
         queue = Queue(1, reuse_contexts=True, asynchronous=True)
         request = queue.add("a", 170, context_tokens=160, history=CONTEXT, prepares=True)
@@ -150,7 +152,7 @@ def test_a_preparation_that_ends_early_leaves_nothing() -> None:
         assert len(queue.kept) == 0
 
 
-def test_a_preempted_preparation_begins_anew() -> None:
+def test_preempted_preparation_begins_anew() -> None:
     queue = Queue(1, reuse_contexts=True)
     request = queue.add("a", 170, context_tokens=160, history=CONTEXT, prepares=True)
     while request.num_computed_tokens < 250:
@@ -164,8 +166,8 @@ def test_a_preempted_preparation_begins_anew() -> None:
     assert len(queue.kept) == 1
 
 
-def test_what_only_repeats_nothing_is_no_preparation() -> None:
-    """The prompt ends with its context, or the context is less than a block."""
+def test_kv_prepare_is_ignored_without_tokens_behind_the_context_or_a_full_block() -> None:
+    """Names contexts of the prompt's length, of more, and of less than a block."""
     queue = Queue(1, reuse_contexts=True)
     for name, context_tokens in (("a", 170), ("bb", 500), ("ccc", 15)):
         queue.add(name, 170, context_tokens=context_tokens, prepares=True)
@@ -173,7 +175,7 @@ def test_what_only_repeats_nothing_is_no_preparation() -> None:
 
 
 def end_after(queue: Queue, name: str, num_reply_tokens: int) -> list[int]:
-    """Has a request read its prompt, generate, and end; returns all its tokens."""
+    """Has a request read its prompt, generate and end, and returns all of its tokens."""
     request = queue.requests[name]
     while request.num_output_tokens < num_reply_tokens:
         assert queue.step(name)
@@ -183,7 +185,7 @@ def end_after(queue: Queue, name: str, num_reply_tokens: int) -> list[int]:
     return list(request.all_token_ids)
 
 
-def test_a_conversation_goes_on_where_it_ended() -> None:
+def test_conversation_continues_from_its_kept_state() -> None:
     """Two branches share what is kept; the block that both write to is copied for each."""
     queue = Queue(1, reuse_conversations="reuse")
     queue.add("a", 300)
@@ -209,7 +211,7 @@ def test_a_conversation_goes_on_where_it_ended() -> None:
     assert len(queue.kept) == 3
 
 
-def test_a_longer_state_of_the_same_event_takes_the_place_of_a_shorter_one() -> None:
+def test_longer_state_of_an_event_replaces_a_shorter_one() -> None:
     queue = Queue(1, reuse_conversations="reuse")
     queue.add("a", 300)
     history = end_after(queue, "a", 25)
@@ -223,10 +225,10 @@ def test_a_longer_state_of_the_same_event_takes_the_place_of_a_shorter_one() -> 
 
 
 @pytest.mark.parametrize(("num_blocks", "first_to_go"), [(30, "a"), (100, "other")])
-def test_where_states_crowd_the_pool_those_of_former_turns_go_first(
+def test_former_turns_are_evicted_first_if_states_fill_half_of_the_pool(
     num_blocks: int, first_to_go: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before another conversation, which nobody has continued for longer."""
+    """Else the state goes first that has been idle for longer, of another conversation."""
     queue = Queue(1, reuse_conversations="reuse")
     pool, states = queue.cache.block_pool, queue.kept
     kept: dict[str, KeptState] = {}
@@ -257,13 +259,13 @@ def test_where_states_crowd_the_pool_those_of_former_turns_go_first(
         *[("reuse", 48, False, 5, 300), ("anew", 48, False, 5, 272), ("anew", 48, True, 5, 300)],
     ],
 )
-def test_what_is_kept_or_the_prefix_cache(
+def test_turn_begins_with_the_kept_state_or_with_the_prefix_cache(
     how: str, window_size: int, evicted: bool, question: int, cached: int
 ) -> None:
-    """Compressed anew where the cache has all that was compressed, and this is wanted.
+    """Turns are compressed anew if the prefix cache has the history, and the option says so.
 
-    By itself where the policy looks at queries, so that the question decides. What a window of 48
-    queries needs of a prompt of 330 tokens counts as cached.
+    `auto` says so if the policy observes queries. The last 48 queries before an event count as
+    cached, since they are computed anew in any case.
     """
     queue = Queue(1, reuse_conversations=how, window_size=window_size)
     queue.add("a", 300)
@@ -284,7 +286,7 @@ def test_what_is_kept_or_the_prefix_cache(
         ("reuse", 16, "reuse; the last 16 tokens before an event are read again"),
     ],
 )
-def test_the_start_up_line_says_how_conversations_go_on(
+def test_start_up_log_says_how_conversations_continue(
     how: str, window_size: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
@@ -300,7 +302,7 @@ def test_the_start_up_line_says_how_conversations_go_on(
 
 
 @pytest.mark.parametrize("option", ["contexts", "conversations"])
-def test_layers_of_other_kinds_keep_no_states(option: str) -> None:
+def test_reuse_is_refused_beside_layers_of_other_kinds(option: str) -> None:
     wanted = {"reuse_contexts": True} if option == "contexts" else {"reuse_conversations": "auto"}
     scheduler = Preempting(Queue(2, **wanted))
     with pytest.raises(UnsupportedError, match=f"--kv-reuse-{option} needs a model of full-att"):
@@ -368,8 +370,8 @@ def forget_context_block(queue: Queue) -> None:
         (forget_context_block, "blocks of kept states"),
     ],
 )
-def test_damage_is_found(damage: Callable[[Queue], None], message: str) -> None:
-    """While one request's event is in flight, another waits, and a context is kept."""
+def test_integrity_check_detects_damage(damage: Callable[[Queue], None], message: str) -> None:
+    """Damages a table with an event in flight, a waiting request and a kept context."""
     queue = Queue(1, reuse_contexts=True)
     queue.add("context", 200, context_tokens=150)
     while queue.requests["context"].num_computed_tokens < 200:

@@ -18,8 +18,7 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products
 from vllm_kvcompress.scheduling.plan import ReadPlan
-from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
-from vllm_kvcompress.scheduling.read_rule import NEVER, ReadRule, Share
+from vllm_kvcompress.scheduling.read_rule import NEVER, PromptChunks, ReadRule, Share
 
 
 def summary_kind(rule: ReadRule) -> SummaryKind | None:

@@ -1,4 +1,4 @@
-"""How much is kept, as users write it: `0.25` of the prompt, or `2048` tokens per KV head."""
+"""Budget: how much is kept, such as `0.25` of the prompt, or `2048` tokens per KV head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_kvcompress.options import MAX_TOKENS, parse_number
 
 
 def parse_budget(value: object) -> float | int:
-    """A budget from a flag's text or from YAML or JSON.
+    """Parses a budget from a flag's text, or from YAML or JSON.
 
     Returns:
         A float in (0, 1], the kept fraction of the prompt; or an int, the kept tokens per head

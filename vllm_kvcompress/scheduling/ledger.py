@@ -85,9 +85,7 @@ class RequestLedger:
     def decide(self, position: int, under_pressure: bool = False) -> Decision | None:
         """Decides what happens once `position` tokens are computed; None: no trigger fires.
 
-        Args:
-            position: computed tokens.
-            under_pressure: whether the request was selected because of memory pressure.
+        Memory pressure fires where the request was selected because of it (`under_pressure`).
         """
         if self.rule.is_position(self.compress_at, position):
             trigger = self.rule.trigger_at(self.compress_at, position)
@@ -146,11 +144,7 @@ class RequestLedger:
         return Observation(first - start, first, min(end, position) - first)
 
     def resident_tokens(self, num_tokens: int) -> int:
-        """Counts resident tokens per head, in the mean over heads and layers.
-
-        Args:
-            num_tokens: logical tokens.
-        """
+        """Counts resident tokens per head at `num_tokens` logical ones, in the mean over heads."""
         num_tail_tokens = num_tokens - self.compressed_blocks * self.rule.block_size
         return self.resident_blocks * self.rule.block_size + num_tail_tokens
 

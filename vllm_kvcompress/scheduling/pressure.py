@@ -76,12 +76,9 @@ class Pool:
 
 
 def choose(candidates: Iterable[Candidate], shortage: int, room: int) -> list[Candidate]:
-    """Chooses the requests to compress, largest gain first, until no block is missing.
+    """Chooses requests to compress, largest gain first, until `shortage` blocks are gained.
 
-    Args:
-        candidates: requests that generate and are worth compressing.
-        shortage: missing blocks.
-        room: free blocks for what events write.
+    Events write no more than `room` blocks together.
     """
     chosen: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (-c.gain, c.written, c.request_id)):

@@ -1,4 +1,4 @@
-"""How much of what is held a decode step reads, as users write it: `quest:0.25`, `quest:2048`."""
+"""Read rule: how much of its cache a decode step reads, such as `quest:0.25` or `quest:2048`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_kvcompress.options import parse_number
 from vllm_kvcompress.rounding import ceil_div
 
 DEFAULT_MIN_TOKENS = 128
-NEVER = 2**62  # tokens that no request has
+NEVER = 2**62  # more tokens than any request has
 READ_HELP = (
     'use "quest:" with the part of the pages that is read, such as quest:0.25, or with tokens per '
     "KV head, such as quest:2048, and after commas global=32 and local=64, which are always read; "
@@ -27,17 +27,17 @@ _CHOICES = {
     "parts": ("1", "2", "4", "8"),
     "bounds": ("exact", "int8"),
 }
-_ONLY_OF = {"parts": "mean", "bounds": "bounds"}  # scores
+_NEEDED_SCORE = {"parts": "mean", "bounds": "bounds"}
 _QUEST = {"global": 32, "local": 64}
 _LONGCACHE = {"global": 32, "local": 4096, "span": 32, "top": 64, "prefill": 0}
-_MOST_PAGES = 2**30  # more than any head has
-_FINEST = 1000  # of a fraction: whole numbers say the same on every device
+_MAX_PAGES = 2**30  # more than any head has
+_MAX_DENOMINATOR = 1000  # of fractions: integers give the same result on every device
 
 
 class Share(NamedTuple):
-    """What is read of P pages: `P * numerator / denominator` of them, rounded up, and `pages` more.
+    """Share of P pages that is read: `P * numerator / denominator`, rounded up, and `pages` more.
 
-    Whole numbers, or arrays and tensors of them, so that host and device say the same.
+    The fields are integers, or arrays and tensors of them, so that host and device agree.
     """
 
     numerator: Any
@@ -45,7 +45,7 @@ class Share(NamedTuple):
     pages: Any
 
     def of(self, num_pages: Any) -> Any:
-        """Pages out of `num_pages`, without bounds; for ints, numpy arrays and tensors."""
+        """Counts the pages read out of `num_pages`, before bounds are applied."""
         return ceil_div(num_pages * self.numerator, self.denominator) + self.pages
 
 
@@ -56,17 +56,18 @@ class ReadRule:
     Attributes:
         method: `quest` (Quest, arXiv 2406.10774, which always reads the last page alone) or
             `longcache` (ReAttention, arXiv 2407.15176).
-        fraction: part of the head's pages, above 0 and at most 1; None: `tokens` says it.
-        tokens: tokens per KV head, those that are always read included; None: `fraction` says it.
-        group: how the query heads that share a KV head agree: max or mean of their products.
-        score: of a page: bounds on the queries' products with its keys (Quest, section 3.2); the
-            mean of these products; or the highest of them itself, for which all keys are read.
-        parts: of a page, equal ones, whose highest mean counts.
-        bounds: in the cache's own numbers (exact), or rounded outwards to 8 bits (int8).
-        first_tokens, last_tokens: that are always read, in whole pages, the last page among them.
-        min_tokens: heads with fewer read everything.
-        prefill_tokens: of the chunks of a prompt that each choose what they read; 0: prompts are
-            read whole.
+        fraction: part of the head's pages, above 0 and at most 1; None: `tokens` is set.
+        tokens: tokens per KV head, with those that are always read; None: `fraction` is set.
+        group: how the scores of query heads that share a KV head combine: max or mean.
+        score: score of a page: bounds on the queries' products with its keys (Quest, section 3.2);
+            the mean of these products; or the highest product, for which all keys are read.
+        parts: equal parts of a page, of which the highest mean counts.
+        bounds: type of the bounds: the cache's own (exact), or rounded outwards to 8 bits (int8).
+        first_tokens, last_tokens: tokens at both ends that are always read, in full pages; the
+            last page always is.
+        min_tokens: length below which a head reads everything.
+        prefill_tokens: tokens of a prompt chunk that chooses what it reads; 0: prefill reads
+            everything.
     """
 
     method: str
@@ -83,7 +84,7 @@ class ReadRule:
 
     @classmethod
     def parse(cls, text: str, min_tokens: int | None = None) -> Self:
-        """A rule from its text.
+        """Parses a rule from its text.
 
         Raises:
             ConfigError: no such method, or an amount or option that cannot work.
@@ -121,40 +122,40 @@ class ReadRule:
         )
 
     def reading(self, fraction: float) -> Self:
-        """The same for a request that reads another part of its pages."""
+        """Returns this rule with another fraction, as a request may choose."""
         return replace(self, fraction=_part(fraction), tokens=None)
 
     def of_chunk(self, num_queries: int) -> Self:
-        """The same for a chunk of a prompt, all of which is among the last tokens."""
+        """Returns this rule for a prompt chunk, which reads itself as the last tokens."""
         more = max(0, num_queries - self.last_tokens)
         tokens = None if self.tokens is None else self.tokens + more
         return replace(self, tokens=tokens, last_tokens=self.last_tokens + more)
 
     @property
     def num_means(self) -> int:
-        """By which pages are ranked; 0: by something else."""
+        """Number of means by which a page is scored; 0: it has another score."""
         return self.parts if self.score == "mean" else 0
 
     def num_first(self, block_size: int) -> int:
-        """Pages at the beginning that are always read."""
+        """Counts the pages at the beginning that are always read."""
         return ceil_div(self.first_tokens, block_size)
 
     def num_last(self, block_size: int) -> int:
-        """Pages at the end that are always read; one may not be full, and has no bounds yet."""
+        """Counts the pages at the end that are always read; a partial one has no bounds yet."""
         return max(1, ceil_div(self.last_tokens, block_size))
 
     def least_pages(self, block_size: int) -> int:
-        """Pages of a head that reads a part: those that are always read, and one that is chosen."""
+        """Counts the fewest pages that a head reads: those always read, and a chosen one."""
         return self.num_first(block_size) + self.num_last(block_size) + 1
 
     def share(self, block_size: int) -> Share:
-        """Of a head's pages, with enough tokens and apart from `least_pages`."""
+        """Returns the share that a head of at least `min_tokens` reads, above `least_pages`."""
         if self.fraction is not None:
             return Share(self.fraction.numerator, self.fraction.denominator, 0)
-        return Share(0, 1, min(ceil_div(self.tokens or 0, block_size), _MOST_PAGES))
+        return Share(0, 1, min(ceil_div(self.tokens or 0, block_size), _MAX_PAGES))
 
     def read_pages(self, num_tokens: int, block_size: int) -> int:
-        """Pages that a head with so many tokens reads."""
+        """Counts the pages that a head with `num_tokens` tokens reads."""
         num_pages = ceil_div(num_tokens, block_size)
         if num_tokens < self.min_tokens:
             return num_pages
@@ -162,7 +163,7 @@ class ReadRule:
         return min(num_pages, max(chosen, self.least_pages(block_size)))
 
     def reads_less_from(self, block_size: int) -> int:
-        """Tokens from which on a head reads fewer pages than it has; NEVER: it never does."""
+        """Returns the length from which a head reads fewer pages than it has, or NEVER."""
         most = self.least_pages(block_size)
         if self.fraction is None:
             most = max(most, self.share(block_size).pages)
@@ -172,20 +173,64 @@ class ReadRule:
             most = max(most, ceil_div(1, (1 - self.fraction)) - 1)
         return max(self.min_tokens, most * block_size + 1)
 
-    def num_whole(self, num_prompt_tokens: int, block_size: int) -> int:
-        """Tokens at a request's beginning that read everything before them: its prompt, and what
-        is generated as long as that is short."""
+    def num_read_fully(self, num_prompt_tokens: int, block_size: int) -> int:
+        """Counts leading tokens whose queries read everything: the prompt, and early output."""
         return max(num_prompt_tokens, self.reads_less_from(block_size) - 1)
 
     def most_pages(self, num_pages: int, block_size: int) -> int:
-        """Most pages that any head with at most `num_pages` reads, shorter ones included."""
+        """Counts the most pages that a head with at most `num_pages` pages reads."""
         short = ceil_div(self.min_tokens - 1, block_size)
         chosen: int = self.share(block_size).of(num_pages)
         return min(num_pages, max(chosen, short, self.least_pages(block_size)))
 
 
+@dataclass(frozen=True)
+class PromptChunks:
+    """Chunks of a prompt, whose queries choose together what they read.
+
+    tokens    0 ........... num_read_fully ....... + chunk ....... + chunk ... end
+              [ reads all before  ][ one step      ][ one step      ][ one   ]
+                it, any step sizes
+
+    So a token's key and value follow from the tokens before it alone, whatever else is served.
+
+    Attributes:
+        size: tokens of a chunk, in full blocks; a prompt's last chunk may be shorter.
+        num_read_fully: leading tokens of a prompt, whose chunks all read everything before them.
+    """
+
+    size: int
+    num_read_fully: int
+
+    @classmethod
+    def of(cls, rule: ReadRule | None, block_size: int) -> Self | None:
+        """Derives the chunks from a read rule; None: prefill reads everything."""
+        if rule is None or not rule.prefill_tokens:
+            return None
+        size = ceil_div(rule.prefill_tokens, block_size) * block_size
+        first_partial = rule.of_chunk(size).reads_less_from(block_size)
+        return cls(size, (first_partial - 1) // size * size)
+
+    def next_step(self, start: int, end: int, max_tokens: int) -> int:
+        """Counts the tokens in [start, end) of a prompt that a step of `max_tokens` tokens reads.
+
+        Returns 0 where the next chunk does not fit into this step.
+        """
+        if start < self.num_read_fully:
+            return min(max_tokens, min(end, self.num_read_fully) - start)
+        wanted = min(end, (start // self.size + 1) * self.size) - start
+        return wanted if wanted <= max_tokens else 0
+
+    def num_shared(self, num_tokens: int) -> int:
+        """Counts leading tokens whose KV every prompt with the same `num_tokens` can share."""
+        if num_tokens <= self.num_read_fully:
+            return num_tokens
+        return num_tokens // self.size * self.size
+
+
 def _part(fraction: float) -> Fraction:
-    return max(Fraction(fraction).limit_denominator(_FINEST), Fraction(1, _FINEST))
+    smallest = Fraction(1, _MAX_DENOMINATOR)
+    return max(Fraction(fraction).limit_denominator(_MAX_DENOMINATOR), smallest)
 
 
 def _amount(text: str) -> tuple[Fraction | None, int | None]:
@@ -210,7 +255,7 @@ def _options(options: list[str], numbers: dict[str, int]) -> tuple[dict[str, Any
             numbers[name] = int(value)
         else:
             raise ValueError(f'unknown option "{option}"')
-    for name, score in _ONLY_OF.items():
+    for name, score in _NEEDED_SCORE.items():
         if name in choices and choices.setdefault("score", score) != score:
             raise ValueError(f"{name} goes with score={score}")
     if "parts" in choices:

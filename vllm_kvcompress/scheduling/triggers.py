@@ -1,4 +1,4 @@
-"""When requests are compressed, as users write it: `prompt`, `chunk:1024`, `pressure:0.9`."""
+"""Triggers: when requests are compressed, such as `prompt`, `chunk:1024` or `pressure:0.9`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DEFAULT_PRESSURE_MARK = 0.9
 
 @dataclass(frozen=True)
 class Trigger:
-    """When a request is compressed.
+    """Condition under which a request is compressed.
 
     Attributes:
-        kind: prompt (once, when the prompt has been read), chunk (after every so many prompt
-            tokens, so that memory stays bounded), decode (after every so many generated tokens),
+        kind: prompt (once, when the prompt has been read), chunk (at an interval of prompt tokens,
+            so that memory stays bounded), decode (at an interval of generated tokens), or
             pressure (while the pool is fuller than a mark, or a request waits for room).
         every: tokens between two events; None for prompt and pressure.
         mark: used part of the pool, for pressure.
@@ -33,7 +33,7 @@ class Trigger:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """One trigger from its text, such as `decode:256`.
+        """Parses one trigger from its text, such as `decode:256`.
 
         Raises:
             ConfigError: no such trigger, or a number that is missing, unwanted or wrong.
@@ -54,7 +54,7 @@ class Trigger:
 
 
 def parse_triggers(value: object) -> tuple[Trigger, ...]:
-    """Triggers from `"prompt,decode:256"` or from a list of such texts.
+    """Parses triggers from `"prompt,decode:256"` or from a list of such texts.
 
     Raises:
         ConfigError: none given, one of them wrong, or one kind given twice.

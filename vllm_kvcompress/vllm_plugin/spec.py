@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvcompress.config import Settings
-from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
+from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.scheduling.rule import CompressionRule
 
 if TYPE_CHECKING:

@@ -168,15 +168,14 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
     ) -> int:
         """Counts the blocks that a new request needs at its peak, beyond those of its tokens.
 
+        The count may be negative. Under memory pressure it includes room for an event where other
+        requests hold blocks: a pool full of uncompressed requests has none left for that.
+
         Args:
             ledger: the request's ledger.
-            num_tokens: its tokens.
+            num_tokens: tokens of the request.
             start: tokens of the kept state that it begins with; None: it begins with none.
-            has_others: whether other requests hold blocks. Under memory pressure a pool full of
-                uncompressed requests has no room left to compress any of them in.
-
-        Returns:
-            The count, which may be negative.
+            has_others: whether other requests hold blocks.
         """
         rule = ledger.rule
         under_pressure = rule.pressure_mark is not None and has_others

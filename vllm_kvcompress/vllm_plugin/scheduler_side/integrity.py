@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 def check_integrity(table: RequestTable, kept: KeptStates, request_ids: Iterable[str]) -> None:
-    """Compares the records with vLLM's bookkeeping, between two steps.
-
-    Args:
-        table: records of all requests.
-        kept: kept states.
-        request_ids: all requests that have not ended.
+    """Compares the records of all unfinished requests with vLLM's bookkeeping, between two steps.
 
     Raises:
         InvariantError: a record is missing or left over, a block has other owners than its
@@ -84,12 +79,7 @@ def _expect(what: str, expected: object, actual: object) -> None:
 
 
 class SchedulerChecks:
-    """Checks of the debug mode: the bookkeeping after every step, and block owners for workers.
-
-    Args:
-        table: records of all requests.
-        kept: kept states.
-    """
+    """Checks of the debug mode: the bookkeeping after every step, and block owners for workers."""
 
     def __init__(self, table: RequestTable, kept: KeptStates) -> None:
         self._table = table
@@ -103,13 +93,7 @@ class SchedulerChecks:
     def tags(
         self, output: SchedulerOutput, plan: StepPlan, requests: Mapping[str, Request]
     ) -> BlockTags:
-        """Returns the owners of all blocks in a planned step, and the blocks to poison.
-
-        Args:
-            output: vLLM's step.
-            plan: what workers do in it besides running the model.
-            requests: the scheduler's requests by id.
-        """
+        """Returns the owners of all blocks in a planned step, and the blocks to poison."""
         owned, unwritten = {}, set(_event_blocks(plan))
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             start = requests[request_id].num_computed_tokens - num_tokens

@@ -13,8 +13,7 @@ from vllm_kvcompress.config import RequestOptions, Settings
 from vllm_kvcompress.scheduling.ledger import PreparationLedger, RequestLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, ReadPlan, RequestPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import Candidate
-from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
-from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.scheduling.read_rule import PromptChunks, ReadRule
 from vllm_kvcompress.vllm_plugin.request_options import check_choice, request_options
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import StateUse
 
@@ -80,12 +79,12 @@ class RequestCompression:
         some read only a part. Where prompts are read in part, neither are the tokens of a chunk
         that would be longer in a longer prompt.
         """
-        ledger = self.ledger
+        ledger, size = self.ledger, self.ledger.rule.block_size
         if ledger.first_event_position is not None:
             num_tokens = min(num_tokens, ledger.first_event_position)
         if self.read_rule is not None:
-            read_fully = self.read_rule.num_whole(ledger.num_prompt_tokens, ledger.rule.block_size)
-            num_tokens = min(num_tokens, read_fully)
+            num_read_fully = self.read_rule.num_read_fully(ledger.num_prompt_tokens, size)
+            num_tokens = min(num_tokens, num_read_fully)
         if chunks is not None:
             num_tokens = chunks.num_shared(min(num_tokens, ledger.compress_at))
         return num_tokens
@@ -148,11 +147,8 @@ class RequestTable:
 
         A request that names its context, in a model with other kinds of layers, reads no prefix
         cache: a hit may end behind the context, and their hits cannot be shortened. A request that
-        prepares its context begins with no kept state, since it scores uncompressed tokens.
-
-        Args:
-            request: vLLM's request.
-            begins_anew: whether it had read its prompt before it was preempted, and does so again.
+        prepares its context begins with no kept state, since it scores uncompressed tokens. With
+        `begins_anew` neither does one that had read its prompt before it was preempted.
         """
         options = _requested_options(request, self.spec.settings)
         settings = self.spec.settings.for_request(options.policy, options.budget)

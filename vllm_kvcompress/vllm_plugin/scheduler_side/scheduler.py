@@ -308,11 +308,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         return outputs
 
     def _end_with_errors(self, request_ids: Iterable[str]) -> list[tuple[int, EngineCoreOutput]]:
-        """Ends requests as vLLM ends failed ones, with HTTP 500.
-
-        Returns:
-            For each request the index of its client, and what to tell that.
-        """
+        """Ends requests with HTTP 500, like vLLM; returns client indices, and what to tell each."""
         return [
             (
                 request.client_index,

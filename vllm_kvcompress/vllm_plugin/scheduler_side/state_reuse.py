@@ -48,12 +48,8 @@ class StateReuse:
         """Returns the state with the most tokens that a request can begin with, if any.
 
         A request that names a shared context begins with that. Others continue an earlier turn if
-        this saves more than the prefix cache does, in the way that the operator chose.
-
-        Args:
-            request: a request that holds no blocks yet.
-            record: its record.
-            num_cached: its tokens in the prefix cache.
+        this saves more than the `num_cached` tokens in the prefix cache do, in the way that the
+        operator chose.
         """
         use, ledger = record.reuse, record.ledger
         if use.key is None or use.begins_anew or must_read_prompt(request):
@@ -77,7 +73,7 @@ class StateReuse:
         return None if num_cached >= enough else best
 
     def _room_for_kept(self, ledger: RequestLedger) -> int:
-        """Blocks of the pool that are left for a state's kept blocks beside the whole prompt."""
+        """Counts the blocks left for a state's kept blocks, with all of this prompt in the pool."""
         rule, num_tokens = ledger.rule, ledger.num_prompt_tokens
         room: int = self.kept.block_pool.num_gpu_blocks - 1 - rule.window_blocks
         room -= ceil_div(num_tokens, rule.block_size)
@@ -86,11 +82,8 @@ class StateReuse:
     def compresses_anew(self, window_size: int) -> bool:
         """Whether a conversation whose history is cached uncompressed is compressed from that.
 
-        `auto` does so if the policy observes the last queries: then the new question decides what
-        is kept of old turns, which continuing from a kept state would lose.
-
-        Args:
-            window_size: queries that the request's policy observes.
+        `auto` does so if the policy observes a window of last queries: then the new question
+        decides what is kept of old turns, which continuing from a kept state would lose.
         """
         how = self._spec.settings.reuse_conversations
         return how == "anew" or (how == "auto" and window_size > 0)

@@ -14,7 +14,7 @@ from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
-from vllm_kvcompress.scheduling.prompt_chunks import PromptChunks
+from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.vllm_plugin.startup import quantized
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import missing_classes
