@@ -1,4 +1,4 @@
-"""The same prompt gives the same tokens, whatever it is batched with and however it is cut."""
+"""Batch invariance: a prompt's output depends neither on its batch nor on its chunks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PROMPTS = {f"r{i}": prompt(n, seed=i) for i, n in enumerate([1000, 40, 300, 1337
         ),
     ],
 )
-def test_together_as_alone_and_however_chunked(
+def test_output_is_the_same_alone_batched_chunked_and_from_the_prefix_cache(
     llama: str, run_engine: Run, settings: dict[str, Any]
 ) -> None:
-    """One at a time, all at once, in small chunks that cut windows in two, and from the cache."""
+    """Chunks are so small that they cut observation windows in two."""
     together = [request(n, p, 40, at_step=i) for i, (n, p) in enumerate(PROMPTS.items())]
     again = [request(f"{n}-again", p, 40) for n, p in PROMPTS.items()]
     report = run_engine(

@@ -1,7 +1,8 @@
-"""Contexts that were compressed once and serve later requests."""
+"""Contexts that are compressed once and serve later requests."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from tests.tiny_models import prompt
 BLOCK = 32
 CONTEXT = prompt(700, seed=1)
 NAMED = {"kv_context_tokens": len(CONTEXT)}
-WHOLE_BLOCKS = len(CONTEXT) // BLOCK
+FULL_BLOCKS = len(CONTEXT) // BLOCK
 REUSE = {"policy": "adakv", "budget": 0.25, "reuse_contexts": True}
-KEPT = -(-WHOLE_BLOCKS // 4)
+KEPT = math.ceil(FULL_BLOCKS / 4)
 
 
 def ask(name: str, seed: int, output: int = 40, **more: Any) -> dict[str, Any]:
-    """A question about the context; other questions are of other lengths."""
+    """Returns a question about the context, whose length depends on its seed."""
     xargs = {**NAMED, **more.pop("xargs", {})}
     tokens = CONTEXT + prompt(20 + 5 * seed, seed=100 + seed)
     return request(name, tokens, output, xargs=xargs, **more)
@@ -33,7 +34,7 @@ def ask(name: str, seed: int, output: int = 40, **more: Any) -> dict[str, Any]:
 def test_later_questions_begin_with_the_compressed_context(
     llama: str, run_engine: Run, policy: str, trigger: str, tmp_path: Path
 ) -> None:
-    """One after the other and side by side, all say what they would have said alone.
+    """Requests one after the other and side by side have the outputs that they have alone.
 
     The compressed context is not announced to routers, which know prompts only.
     """
@@ -44,15 +45,15 @@ def test_later_questions_begin_with_the_compressed_context(
     assert report["contexts_reused"] == 2
     # The contexts of the first request, and of those that are alone; their last blocks, and all
     # after them, depend on the compression.
-    assert 0 < report["kv_events"]["stored"] <= 3 * WHOLE_BLOCKS
+    assert 0 < report["kv_events"]["stored"] <= 3 * FULL_BLOCKS
     assert report["outputs"]["first"]["cached"] == 0
     for name in ("second", "third"):
-        assert report["outputs"][name]["cached"] == WHOLE_BLOCKS * BLOCK
+        assert report["outputs"][name]["cached"] == FULL_BLOCKS * BLOCK
     check_as_alone(report["outputs"], ["second", "third"])
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-def test_a_shared_context_takes_its_blocks_once(llama: str, run_engine: Run) -> None:
+def test_shared_context_holds_its_blocks_once(llama: str, run_engine: Run) -> None:
     first, *others = [ask(f"r{i}", i, output=60, at_step=4 * (i > 0)) for i in range(5)]
     report = run_engine(llama, [[first, *others]], settings=REUSE)
     together = [
@@ -67,8 +68,9 @@ def test_a_shared_context_takes_its_blocks_once(llama: str, run_engine: Run) -> 
     assert all(blocks < KEPT + 6 for blocks in held.values())
 
 
-def test_another_policy_budget_or_salt_is_another_context(llama: str, run_engine: Run) -> None:
-    """What was kept without a salt is not read with one, and each salt has its own."""
+def test_requests_share_a_context_only_with_equal_policy_budget_and_salt(
+    llama: str, run_engine: Run
+) -> None:
     settings = {
         **REUSE,
         "request_policies": ["keydiff", "none"],
@@ -88,11 +90,13 @@ def test_another_policy_budget_or_salt_is_another_context(llama: str, run_engine
     report = run_engine(llama, phases, settings=settings)
     names = ("one", "another", "again", "same", "none")
     cached = [report["outputs"][name]["cached"] for name in names]
-    assert cached == [0, 0, *[WHOLE_BLOCKS * BLOCK] * 3]
+    assert cached == [0, 0, *[FULL_BLOCKS * BLOCK] * 3]
     assert report["contexts_reused"] == 3, "by these last ones alone"
 
 
-def test_without_leave_every_request_reads_its_context(llama: str, run_engine: Run) -> None:
+def test_without_reuse_contexts_every_request_reads_its_context(
+    llama: str, run_engine: Run
+) -> None:
     report = run_engine(
         llama, [[ask("a", 1)], [ask("b", 2)]], settings={"policy": "adakv", "budget": 0.25}
     )
@@ -100,10 +104,10 @@ def test_without_leave_every_request_reads_its_context(llama: str, run_engine: R
     assert report["outputs"]["b"]["cached"] == (len(CONTEXT) - 32) // BLOCK * BLOCK
 
 
-def test_log_probabilities_of_a_prompt_are_those_of_a_prompt_that_was_read(
+def test_request_for_prompt_log_probabilities_reads_its_context(
     llama: str, run_engine: Run
 ) -> None:
-    """A request for them begins with no compressed context, which would leave them undefined."""
+    """A compressed context would leave them undefined."""
     scored, again = (ask(name, 2, prompt_logprobs=0) for name in ("scored", "again"))
     phases = [[ask("first", 1)], [scored], [again], *each_alone([scored])]
     report = run_engine(llama, phases, settings=REUSE)
@@ -118,8 +122,8 @@ def test_log_probabilities_of_a_prompt_are_those_of_a_prompt_that_was_read(
             assert said == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_context_gives_way_to_requests_that_need_the_room(llama: str, run_engine: Run) -> None:
-    """vLLM hands its blocks out when it has no others; the next question reads it again."""
+def test_context_is_evicted_by_requests_that_need_its_blocks(llama: str, run_engine: Run) -> None:
+    """The next question then reads the context again."""
     pool = {"num_gpu_blocks_override": 71, "max_model_len": 1760}
     filler = [request("filler", prompt(1700, seed=5), 30)]  # takes 53 blocks, and 14 fresh ones
     phases = [[ask("first", 1)], filler, [ask("second", 2)], [ask("third", 3)]]
@@ -129,13 +133,13 @@ def test_a_context_gives_way_to_requests_that_need_the_room(llama: str, run_engi
     report = run_engine(llama, phases, settings=REUSE, **pool)
     assert report["contexts_reused"] == 1
     assert report["outputs"]["second"]["cached"] == 0
-    assert report["outputs"]["third"]["cached"] == WHOLE_BLOCKS * BLOCK
+    assert report["outputs"]["third"]["cached"] == FULL_BLOCKS * BLOCK
     check_as_alone(report["outputs"], ["second"])
     assert report["preemptions"] == 0
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-def test_preempted_requests_begin_with_the_context_again(llama: str, run_engine: Run) -> None:
+def test_preempted_requests_begin_with_their_context_again(llama: str, run_engine: Run) -> None:
     requests = [ask(f"r{i}", i, output=250, at_step=5 * (i > 0)) for i in range(7)]
     roomy = run_engine(llama, [requests], settings=REUSE)
     tight = run_engine(
@@ -148,6 +152,6 @@ def test_preempted_requests_begin_with_the_context_again(llama: str, run_engine:
     assert tight["free_at_end"] == tight["num_blocks"] - 1
 
 
-def test_prefix_caching_is_needed(llama: str, run_engine: Run) -> None:
+def test_reuse_contexts_needs_prefix_caching(llama: str, run_engine: Run) -> None:
     with pytest.raises(pytest.fail.Exception, match="finds contexts by vLLM's block hashes"):
         run_engine(llama, [[ask("a", 1)]], settings=REUSE, enable_prefix_caching=False)

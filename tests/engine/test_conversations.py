@@ -1,8 +1,8 @@
-"""Conversations whose compressed state goes on from turn to turn.
+"""Conversations that continue from the compressed state that their last turn left.
 
-With `chunk:N`, prompts of N, 2 N, 3 N tokens and a budget in tokens, a request that reads a whole
-conversation at once is compressed where its turns were. So going on has to say what reading it all
-says, token for token, whatever was evicted, interleaved or cut off meanwhile.
+With `chunk:N`, prompts of N, 2 N, 3 N tokens and a budget in tokens, a request that reads an entire
+conversation is compressed where its turns were. So both have the same outputs, token for token,
+whatever was evicted, interleaved or aborted meanwhile.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ REUSE = {
     "min_tokens": 0,
     "reuse_conversations": "reuse",
 }
-CHECKED = {"KVCOMPRESS_CHECK": "1"}  # a block that nobody may read is poisoned
+CHECKED = {"KVCOMPRESS_CHECK": "1"}  # blocks that must not be read are poisoned
 Phases = list[list[dict[str, Any]]]
 
 
 def turns(name: str, replies: list[int], seed: int, **more: Any) -> list[dict[str, Any]]:
-    """A conversation: a turn ends a multiple of TURN tokens after its beginning."""
-    found = [request(f"{name}0", prompt(TURN, seed), replies[0], **more)]
+    """Returns a conversation, whose turns end at multiples of TURN tokens."""
+    requests = [request(f"{name}0", prompt(TURN, seed), replies[0], **more)]
     for turn, reply in enumerate(replies[1:], start=1):
         tokens = prompt(TURN - replies[turn - 1], seed=1000 * turn + seed)
         follows = f"{name}{turn - 1}"
-        found.append(request(f"{name}{turn}", tokens, reply, follows=follows, **more))
-    return found
+        requests.append(request(f"{name}{turn}", tokens, reply, follows=follows, **more))
+    return requests
 
 
 def check(report: dict[str, Any], names: list[str]) -> None:
-    """What was said going on is what is said reading it all."""
+    """Compares the outputs of continued turns with those of requests that read everything."""
     check_as_alone(report["outputs"], names)
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
 def conversation(name: str, replies: list[int], seed: int, **more: Any) -> Phases:
-    """Its turns, one after the other, each beside the same read alone."""
+    """Returns the phases of a conversation: each turn beside a request that reads everything."""
     own = turns(name, replies, seed, **more)
     return [[one, alone(one)] if turn else [one] for turn, one in enumerate(own)]
 
 
 def side_by_side(*several: Phases) -> Phases:
-    """Conversations of as many turns."""
+    """Merges conversations with equal numbers of turns."""
     return [[one for phase in phases for one in phase] for phases in zip(*several, strict=True)]
 
 
@@ -61,12 +61,12 @@ WINDOWS = {"adakv": 32, "pyramidkv": 32, "momentkv": 32, "streamingllm": 0, "key
 @pytest.mark.parametrize(
     "policies", [EVICTING, ["momentkv"], ["kvmerger"]], ids=lambda names: names[0]
 )
-def test_turns_that_go_on_say_what_one_request_says(
+def test_continued_turns_have_the_outputs_of_one_request(
     llama: str, run_engine: Run, policies: list[str]
 ) -> None:
-    """Of every family: windows, none, sums of attention, layers, merging, moments, biases.
+    """Covers every family of policies: windows, none, sums of attention, layers, merging, moments.
 
-    Of what is kept, the queries that the next event looks at are computed anew.
+    The queries that the next event observes are computed anew.
     """
     phases = side_by_side(
         *(
@@ -86,8 +86,8 @@ def test_turns_that_go_on_say_what_one_request_says(
     check(report, [f"{policy}{turn}" for policy in policies for turn in (1, 2, 3)])
 
 
-def test_anew_says_what_a_first_request_says(llama: str, run_engine: Run) -> None:
-    """Behind as much of the prefix cache as the window leaves, also where a turn is shorter."""
+def test_anew_has_the_outputs_of_a_first_request(llama: str, run_engine: Run) -> None:
+    """The prefix cache is used up to the window, even if a turn is shorter than that."""
     policies, window, first, question = ("h2o", "spans"), 256, 400, 60
     phases = []
     for seed, policy in enumerate(policies, start=1):
@@ -106,10 +106,13 @@ def test_anew_says_what_a_first_request_says(llama: str, run_engine: Run) -> Non
     check(report, [f"{policy}1" for policy in policies])
 
 
-def test_branches_cuts_and_strangers(llama: str, run_engine: Run) -> None:
-    """One history with two next questions at once; a reply that is cut; a first turn that differs.
+def test_turn_continues_from_all_tokens_that_it_shares_with_a_kept_state(
+    llama: str, run_engine: Run
+) -> None:
+    """Continues one history in several ways at once.
 
-    A question that is shorter than the window of queries, and one that leaves out the reply.
+    Two different questions; a question behind a part of the reply, and behind none of it; one that
+    is shorter than the window of queries; another salt; and another first turn.
     """
     first, second = turns("a", [40, 5], seed=1)
     branch = {**second, "id": "branch", "prompt": prompt(TURN - 40, seed=77)}
@@ -132,10 +135,12 @@ def test_branches_cuts_and_strangers(llama: str, run_engine: Run) -> None:
     check(report, [one["id"] for one in ones])
 
 
-def test_many_conversations_in_a_pool_for_a_few(llama: str, run_engine: Run) -> None:
-    """States are forgotten, requests preempted: all say what they would say in a large one.
+def test_conversations_have_the_same_outputs_in_a_pool_that_evicts_their_states(
+    llama: str, run_engine: Run
+) -> None:
+    """Compares a small pool, in which states are evicted and requests preempted, with a large one.
 
-    Those that spoke last go on first, when the others' states have not all been forgotten.
+    The latest conversations continue first, before the states of all others are evicted.
     """
     several = [turns(f"c{n} ", [10 + n % 40, 30, 10], seed=10 + n) for n in range(32)]
     phases = [
@@ -154,8 +159,8 @@ def test_many_conversations_in_a_pool_for_a_few(llama: str, run_engine: Run) -> 
     assert tight["free_at_end"] == tight["num_blocks"] - 1
 
 
-def test_every_choice_of_several_goes_on(llama: str, run_engine: Run) -> None:
-    """Two replies to one prompt, whose events and replies are their own."""
+def test_each_of_several_choices_can_be_continued(llama: str, run_engine: Run) -> None:
+    """Continues both replies to one prompt (n = 2)."""
     first, second = turns("a", [40, 20], seed=1)
     nexts = [
         {**second, "id": "of the first", "prompt": prompt(TURN - 40, seed=6)},
@@ -170,8 +175,7 @@ def test_every_choice_of_several_goes_on(llama: str, run_engine: Run) -> None:
     check(report, names)
 
 
-def test_a_reply_that_is_aborted(llama: str, run_engine: Run) -> None:
-    """What had been computed of it is kept."""
+def test_aborted_reply_is_continued_from_what_was_computed(llama: str, run_engine: Run) -> None:
     first, second = turns("a", [60, 5], seed=1)
     aborted = {**first, "id": "aborted", "salt": "s", "max_tokens": 100, "abort_at_step": 50}
     again = {**second, "id": "again", "salt": "s", "taking": 40}
@@ -185,8 +189,8 @@ def twice(one: dict[str, Any]) -> list[dict[str, Any]]:
     return [one, {**one, "id": f"{one['id']} twin"}]
 
 
-def test_what_goes_on_may_be_preempted(llama: str, run_engine: Run) -> None:
-    """Replies that outgrow the pool: whoever is preempted goes on again, or reads it all again."""
+def test_preempted_turns_continue_or_read_everything_again(llama: str, run_engine: Run) -> None:
+    """Replies outgrow the pool, so that requests are preempted."""
     several = [turns(f"c{n} ", [10, 110], seed=n) for n in range(6)]
     phases = [[own[0] for own in several], [two for own in several for two in twice(own[1])]]
     small = {"num_gpu_blocks_override": 56, "max_model_len": 512}
@@ -198,11 +202,13 @@ def test_what_goes_on_may_be_preempted(llama: str, run_engine: Run) -> None:
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-def test_long_replies_and_asynchronous_scheduling(no_padding: str, run_engine: Run) -> None:
-    """Events while replies grow. Two requests that go on from the same say the same.
+def test_equal_turns_have_equal_outputs_under_asynchronous_scheduling(
+    no_padding: str, run_engine: Run
+) -> None:
+    """Two equal requests continue from each state, with events while their replies grow.
 
-    Their events run together, so that what is equal for a query of zeros is so up to rounding:
-    the model has none.
+    Their events run in one batch, where scores that tie may differ in rounding; a model without
+    padding has no ties.
     """
     several = [turns(f"c{n} ", [70, 50, 20], seed=n) for n in range(3)]
     phases = [[two for own in several for two in twice(own[turn])] for turn in range(3)]
@@ -216,8 +222,8 @@ def test_long_replies_and_asynchronous_scheduling(no_padding: str, run_engine: R
             assert outputs[0]["tokens"] == outputs[1]["tokens"]
 
 
-def test_under_pressure(llama: str, run_engine: Run) -> None:
-    """What was compressed for room goes on compressed; whether it was depends on the load."""
+def test_state_left_under_memory_pressure_is_continued(llama: str, run_engine: Run) -> None:
+    """Which turns were compressed depends on the load, so that outputs are not compared."""
     several = [turns(f"c{n} ", [70, 50, 20], seed=n) for n in range(5)]
     phases = [list(turn) for turn in zip(*several, strict=True)]
     settings = {**REUSE, "trigger": "pressure:0.3"}

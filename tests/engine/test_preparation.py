@@ -1,4 +1,4 @@
-"""Contexts that a request of their own has prepared for later ones."""
+"""Contexts that one request prepares for later ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 
 BLOCK, NUM_SINKS = 32, 4
 CONTEXT = prompt(400, seed=1)
-WHOLE = len(CONTEXT) // BLOCK * BLOCK
+COMPRESSED = len(CONTEXT) // BLOCK * BLOCK
 NAMED = {"kv_context_tokens": len(CONTEXT)}
-ANEW = CONTEXT + prompt(10, seed=2) + CONTEXT
+REPEATED = CONTEXT + prompt(10, seed=2) + CONTEXT
 SETTINGS = {"policy": "adakv", "budget": 0.25, "reuse_contexts": True}
 
 
-def preparing(name: str, tokens: list[int] = ANEW, **more: Any) -> dict[str, Any]:
+def preparing(name: str, tokens: list[int] = REPEATED, **more: Any) -> dict[str, Any]:
     return request(name, tokens, 1, xargs={**NAMED, "kv_prepare": 1}, **more)
 
 
@@ -36,29 +36,31 @@ def ask(name: str, seed: int, output: int = 24, **more: Any) -> dict[str, Any]:
 
 
 def highest_attention(model: str) -> torch.Tensor:
-    """[layers, KV heads, context] by Hugging Face's model, which reads all at once."""
+    """Returns [layers, KV heads, context] attention of Hugging Face's model, by plain loops."""
     llama = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     )
     with torch.no_grad():
-        attentions = llama(torch.tensor([ANEW]), output_attentions=True).attentions
+        attentions = llama(torch.tensor([REPEATED]), output_attentions=True).attentions
     heads = llama.config.num_key_value_heads
-    scores = [[[0.0] * WHOLE for _ in range(heads)] for _ in attentions]
+    scores = [[[0.0] * COMPRESSED for _ in range(heads)] for _ in attentions]
     for layer, (rows,) in enumerate(attentions):
         group = len(rows) // heads
         for member, queries in enumerate(rows):
             best = scores[layer][member // group]
-            for row in queries[WHOLE:].tolist():
-                for token in range(WHOLE):
+            for row in queries[COMPRESSED:].tolist():
+                for token in range(COMPRESSED):
                     best[token] = max(best[token], row[token])
     return torch.tensor(scores)
 
 
-def test_questions_begin_with_what_its_repetition_has_chosen(llama: str, run_engine: Run) -> None:
-    """In chunks, beside a request that decodes. Kept: what Hugging Face's model attends to most.
+def test_questions_begin_with_the_tokens_that_the_repetition_attends_to_most(
+    llama: str, run_engine: Run
+) -> None:
+    """The context is prepared in chunks, beside a request that decodes.
 
-    Both questions say what that model says which holds no other tokens of the context. A salted
-    one finds nothing prepared, and is compressed as ever.
+    Kept tokens are those that Hugging Face's model attends to most. Two questions have the outputs
+    of that model with only these tokens of the context. A salted question shares nothing.
     """
     phases = [
         [request("beside", prompt(90, seed=8), 40), preparing("preparing", at_step=3)],
@@ -77,17 +79,17 @@ def test_questions_begin_with_what_its_repetition_has_chosen(llama: str, run_eng
     records = report["kept"][3:6]
     kept = kept_positions(records, num_layers=3)
     assert sum(map(sum, (record["counts"] for record in records))) == 3 * 2 * 3
-    for mine, best in zip(kept, highest_attention(llama), strict=True):
-        for positions, scores in zip(mine, best.tolist(), strict=True):
+    for kept_of_layer, best in zip(kept, highest_attention(llama), strict=True):
+        for positions, scores in zip(kept_of_layer, best.tolist(), strict=True):
             assert positions[:NUM_SINKS] == [0, 1, 2, 3]
-            gone = set(range(WHOLE)) - set(positions)
+            evicted = set(range(COMPRESSED)) - set(positions)
             least = min(scores[token] for token in positions[NUM_SINKS:])
-            assert least > max(scores[token] for token in gone) - 1e-6
+            assert least > max(scores[token] for token in evicted) - 1e-6
     for one in phases[1]:
         output = report["outputs"][one["id"]]
-        assert output["cached"] == WHOLE
-        decoder = KeptTokensDecoder(llama, CONTEXT[:WHOLE], kept, WHOLE)
-        for token in one["prompt"][WHOLE:]:
+        assert output["cached"] == COMPRESSED
+        decoder = KeptTokensDecoder(llama, CONTEXT[:COMPRESSED], kept, COMPRESSED)
+        for token in one["prompt"][COMPRESSED:]:
             logits = decoder.step(token)
         for token, logprobs in zip(output["tokens"], output["logprobs"], strict=True):
             expected = torch.log_softmax(logits, 0)
@@ -100,12 +102,13 @@ def test_questions_begin_with_what_its_repetition_has_chosen(llama: str, run_eng
 
 
 @pytest.mark.parametrize("trigger", ["prompt,decode:16", "chunk:128,pressure:0.9"])
-def test_prepared_in_one_step_behind_what_others_left(
+def test_preparation_in_one_step_behind_a_prefix_hit_has_the_same_result(
     llama: str, run_engine: Run, trigger: str
 ) -> None:
-    """Scheduled ahead; the context was kept before, compressed by its own end, and is cached.
+    """Scheduling is asynchronous, and another context is prepared at the same time.
 
-    Other contexts are prepared at the same time. With questions that are compressed again, too.
+    The context was compressed before by an ordinary request, and its blocks are cached. Questions
+    about it are compressed again.
     """
     settings = {**SETTINGS, "policy": "spans", "trigger": trigger}
     other = prompt(320, seed=5)
@@ -125,39 +128,39 @@ def test_prepared_in_one_step_behind_what_others_left(
         llama, phases, settings=settings, asynchronous=True, max_num_batched_tokens=1024
     )
     assert report["contexts_reused"] == 1
-    # Nobody may hit blocks behind a chunk's event, nor the queries that one observes.
+    # No hit may have blocks behind a chunk's event, nor the queries that it observes.
     assert bool(report["outputs"]["prepared"]["cached"]) == trigger.startswith("prompt")
-    assert report["outputs"]["first"]["cached"] == WHOLE
+    assert report["outputs"]["first"]["cached"] == COMPRESSED
     assert report["outputs"]["first"]["tokens"] == expected["outputs"]["first"]["tokens"]
     assert [each["trigger"] for each in report["events"]].count("prepare") == 2
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
 def scores(report: dict[str, Any]) -> None:
-    """Reports of how many tokens there are scores, step by step (a probe)."""
+    """Reports the number of tokens with scores, step by step (a probe)."""
     from vllm_kvcompress.compression.repetitions import Repetitions
 
     report["scored"], of_step = [], Repetitions.of_step
 
     def noting(self: Repetitions, *args: Any) -> Any:
-        found = of_step(self, *args)
+        repetitions = of_step(self, *args)
         report["scored"].append(sum(layers[0].shape[1] for layers in self._scores.values()))
-        return found
+        return repetitions
 
     Repetitions.of_step = noting
 
 
 def test_contexts_wait_for_the_scores_of_others(llama: str, run_engine: Run) -> None:
-    """So that there are never more than of the longest request; who decodes goes on."""
+    """There are never more scores than the longest request has; decoding requests go on."""
     contexts = [prompt(352, seed=seed) for seed in (21, 22, 23)]
     named = {"kv_context_tokens": 352}
     phases = [
         [request("beside", prompt(90, seed=8), 40)],
-        [request(f"q{nth}", [*each, 7, 8], 4, xargs=named) for nth, each in enumerate(contexts)],
+        [request(f"q{i}", [*each, 7, 8], 4, xargs=named) for i, each in enumerate(contexts)],
     ]
-    for nth, context in enumerate(contexts):
+    for i, context in enumerate(contexts):
         xargs = {**named, "kv_prepare": 1}
-        phases[0].append(request(f"p{nth}", context + context[:200], 1, xargs=xargs, at_step=2))
+        phases[0].append(request(f"p{i}", context + context[:200], 1, xargs=xargs, at_step=2))
     report = run_engine(
         llama,
         phases,
@@ -173,10 +176,8 @@ def test_contexts_wait_for_the_scores_of_others(llama: str, run_engine: Run) -> 
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-def test_a_preparation_that_fails_ends_with_an_error(
-    llama: str, run_engine: Run, tmp_path: Path
-) -> None:
-    """Though it would have ended with this step; nothing else changes."""
+def test_failed_preparation_ends_with_an_error(llama: str, run_engine: Run, tmp_path: Path) -> None:
+    """It has an error although it would have ended with this step; no other request has."""
     context = prompt(failing_policy.NO_PAGES * BLOCK, seed=6)
     xargs = {"kv_context_tokens": len(context)}
     bad = request("bad", context + context, 1, xargs={**xargs, "kv_prepare": 1})
@@ -193,7 +194,7 @@ def test_a_preparation_that_fails_ends_with_an_error(
 
 
 def check_of(settings: dict[str, Any]) -> type[RequestCheck]:
-    """The class that vLLM would find under the name that it is given."""
+    """Returns the class that vLLM loads by the name that `serve` passes."""
     module, _, name = plugin_options(Settings.from_dict(settings))["logits_processors"].partition(
         ":"
     )
@@ -211,7 +212,9 @@ def check_of(settings: dict[str, Any]) -> type[RequestCheck]:
         ({"policy": "h2o+cam"}, "cam makes something of the evicted tokens"),
     ],
 )
-def test_servers_that_prepare_nothing(settings: dict[str, Any], message: str) -> None:
+def test_servers_that_cannot_prepare_refuse_kv_prepare(
+    settings: dict[str, Any], message: str
+) -> None:
     check = check_of({**SETTINGS, **settings})
     params = SamplingParams(max_tokens=1, extra_args={**NAMED, "kv_prepare": True})
     with pytest.raises(ValueError, match=message):
@@ -219,7 +222,7 @@ def test_servers_that_prepare_nothing(settings: dict[str, Any], message: str) ->
 
 
 @pytest.mark.parametrize("asked", [True, 1])
-def test_a_preparation_says_one_token(asked: Any) -> None:
+def test_preparation_must_ask_for_one_token(asked: Any) -> None:
     check, xargs = check_of(SETTINGS), {**NAMED, "kv_prepare": asked}
     check.validate_params(SamplingParams(max_tokens=1, extra_args=xargs))
     for max_tokens in (2, None):
@@ -236,12 +239,12 @@ def test_a_preparation_says_one_token(asked: Any) -> None:
         ({**NAMED, "kv_prepare": "yes"}, "should be a valid boolean, found 'yes'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(xargs: dict[str, Any], message: str) -> None:
+def test_invalid_kv_prepare_is_refused(xargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         request_options(xargs)
 
 
-def test_who_does_not_prepare_says_so() -> None:
+def test_kv_prepare_false_is_accepted_everywhere() -> None:
     assert not request_options({**NAMED, "kv_prepare": False}).prepare
     check_of({**SETTINGS, "policy": "momentkv"}).validate_params(
         SamplingParams(extra_args={**NAMED, "kv_prepare": 0})

@@ -1,7 +1,8 @@
-"""The pressure trigger: stock vLLM while there is room, room instead of preemptions when not."""
+"""Memory pressure: stock vLLM while blocks are free, then compression instead of preemption."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ def load(count: int, size: int, output: int) -> list[dict[str, Any]]:
     return [request(f"r{i}", prompt(size + 7 * i, seed=i), output, at_step=i) for i in range(count)]
 
 
-def test_with_room_everything_is_as_stock_has_it(llama: str, run_engine: Run) -> None:
-    """The same tokens, and no event; also behind a prefix-cache hit."""
+def test_without_pressure_outputs_are_those_of_stock_vllm(llama: str, run_engine: Run) -> None:
+    """There is no event either, even behind a prefix-cache hit."""
     phases = [load(4, 300, 60), [request("again", prompt(300, seed=0), 20)]]
     stock = run_engine(llama, phases)
     ours = run_engine(llama, phases, settings=PRESSURE)
@@ -31,11 +32,11 @@ def test_with_room_everything_is_as_stock_has_it(llama: str, run_engine: Run) ->
     assert ours["outputs"]["again"]["cached"] > 0
     # Beside its tokens a request holds a block with its last 32 queries of 4 heads.
     last = [held["r0"] for held in ours["held"] if "r0" in held][-1]
-    assert last == -(-(300 + 60) // BLOCK) + 1
+    assert last == math.ceil((300 + 60) / BLOCK) + 1
 
 
 def test_requests_are_compressed_instead_of_preempted(llama: str, run_engine: Run) -> None:
-    """Answers that outgrow the pool: stock preempts, over and over."""
+    """Answers outgrow the pool, so that stock vLLM preempts requests over and over."""
     requests = load(6, 300, 250)
     tight = {"num_gpu_blocks_override": 75, "max_model_len": 640}
     stock = run_engine(llama, [requests], **tight)
@@ -45,16 +46,18 @@ def test_requests_are_compressed_instead_of_preempted(llama: str, run_engine: Ru
     assert all(len(output["tokens"]) == 250 for output in ours["outputs"].values())
     assert {event["trigger"] for event in ours["events"]} == {"pressure"}
     assert ours["free_at_end"] == ours["num_blocks"] - 1
-    # What was said to be gained by compressing all of them is never less than what was gained.
+    # Events never gain more blocks than the statistics called reclaimable.
     assert any(gained for _, gained in ours["reclaimable"])
     assert all(gained <= promised for promised, gained in ours["reclaimable"])
     assert ours["reclaimable"][-1] == [0, 0]
-    # Every event saw a whole window of queries, those of the prompt among them.
+    # Every event observed a full window of queries, prompt queries among them.
     assert {record["num_queries"] for record in ours["kept"]} == {32}
 
 
-def test_a_waiting_request_is_let_in(llama: str, run_engine: Run) -> None:
-    """A second prompt that does not fit beside the first: stock makes it wait for its end."""
+def test_waiting_request_is_admitted_by_compressing_a_running_one(
+    llama: str, run_engine: Run
+) -> None:
+    """A second prompt does not fit beside the first, so that stock vLLM makes it wait."""
     requests = [
         request("long", prompt(1500, seed=1), 200),
         request("waits", prompt(900, seed=2), 20, at_step=20),
@@ -69,8 +72,8 @@ def test_a_waiting_request_is_let_in(llama: str, run_engine: Run) -> None:
     assert ours["preemptions"] == 0
 
 
-def test_more_requests_run_than_whole_ones_fit(llama: str, run_engine: Run) -> None:
-    """Room for three uncompressed requests: the pool is never so full that nobody can give."""
+def test_more_requests_run_than_uncompressed_ones_fit(llama: str, run_engine: Run) -> None:
+    """The pool fits three uncompressed requests; room to compress one in is always left."""
     requests = [request(f"r{i}", prompt(1000, seed=i), 100) for i in range(9)]
     pool = {"num_gpu_blocks_override": 105, "max_num_seqs": 16}
     stock = run_engine(llama, [requests], **pool)
@@ -80,8 +83,10 @@ def test_more_requests_run_than_whole_ones_fit(llama: str, run_engine: Run) -> N
     assert ours["preemptions"] == 0
 
 
-def test_what_pressure_leaves_is_attended_to(llama: str, run_engine: Run) -> None:
-    """One event in the middle of an answer: what follows is the answer of the kept tokens."""
+def test_output_behind_a_pressure_event_is_that_of_the_kept_tokens(
+    llama: str, run_engine: Run
+) -> None:
+    """Compares the answer behind one event with a decoder that has only the kept tokens."""
     tokens = prompt(1000, seed=3)
     report = run_engine(
         llama,
@@ -110,10 +115,10 @@ def test_what_pressure_leaves_is_attended_to(llama: str, run_engine: Run) -> Non
 
 
 @pytest.mark.parametrize("trigger", ["prompt,pressure:0.9", "chunk:256,pressure:0.8"])
-def test_pressure_goes_with_other_triggers(
+def test_pressure_trigger_works_beside_other_triggers(
     llama: str, run_engine: Run, trigger: str, tmp_path: Path
 ) -> None:
-    """What is announced to routers is in the prefix cache, after every step."""
+    """After every step, blocks that are announced to routers are in the prefix cache."""
     requests = load(8, 400, 300)
     report = run_engine(
         llama,
