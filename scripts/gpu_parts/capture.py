@@ -232,8 +232,8 @@ class Traffic:
         observed = [name for name in names if self.records and int(name[1:]) % 3 != 2]
         seen = None if not observed else self._destinations(names, observed)
         self._retire("block table", block_table)
-        for nth, batch in enumerate(batches):
-            self._retire(f"page table {nth}", batch.page_table)
+        for number, batch in enumerate(batches):
+            self._retire(f"page table {number}", batch.page_table)
         self.steps.fill(batches, seq_lens, block_table, seen)
         return batches, observed
 
@@ -271,19 +271,19 @@ class Traffic:
             entries = pool.entries(*batch.layers[layer])
             state = batch.policy_state
             carried = None if state is None else state.of_layer(layer, pool)
-            mine = queries[batch.device_rows].reshape(by_head)
+            rows = queries[batch.device_rows].reshape(by_head)
             bias = carried if self.pipeline.weighs_entries else None
-            found, lse = _twin(decode_attention)(entries, mine, self.scale, bias, True)
+            attended, lse = _twin(decode_attention)(entries, rows, self.scale, bias, True)
             if self.pipeline.corrects:
-                several = (found[:, :, None], lse[..., None], mine[:, :, None])
+                several = (attended[:, :, None], lse[..., None], rows[:, :, None])
                 _twin(correct_with_moments)(carried, *several, self.scale)
-            outputs[batch.device_rows] = found.view(-1, *queries.shape[1:])
+            outputs[batch.device_rows] = attended.view(-1, *queries.shape[1:])
         others = [row for row in range(len(names)) if row not in compressed]
         if others:
             table, lengths = self._uncompressed(layer, [names[row] for row in others])
-            mine = queries[others].reshape(by_head)
-            found = _twin(decode_attention)(pool.entries(table, lengths), mine, self.scale)[0]
-            outputs[others] = found.view(-1, *queries.shape[1:])
+            rows = queries[others].reshape(by_head)
+            attended = _twin(decode_attention)(pool.entries(table, lengths), rows, self.scale)[0]
+            outputs[others] = attended.view(-1, *queries.shape[1:])
         return outputs
 
     def _uncompressed(self, layer: int, names: list[str]) -> tuple[Tensor, Tensor]:
@@ -303,9 +303,10 @@ class Traffic:
         request = self.requests[name]
         queries = request.queries[-self.windows.window_size :]
         where = self.windows.find([(name, request.num_tokens)], len(queries))
-        found = [self.windows.read(layer, where)[:, 0] for layer in range(self.pool.num_layers)]
+        layers = range(self.pool.num_layers)
+        remembered = [self.windows.read(layer, where)[:, 0] for layer in layers]
         computed = torch.stack(queries).unbind(1)
-        return sum(not torch.equal(*pair) for pair in zip(found, computed, strict=True))
+        return sum(not torch.equal(*pair) for pair in zip(remembered, computed, strict=True))
 
 
 def _memory(tensor: Tensor) -> int:
@@ -365,11 +366,11 @@ def check_steps(plan: CapturePlan, capture: Callable[[Work], Work], fills: bool 
     for _ in range(max(plan.rows) // 2):
         traffic.join()
     error, forgotten, compressed = 0.0, 0, 0
-    for nth in range(plan.rounds):
-        size = plan.rows[nth % len(plan.rows)]
+    for number in range(plan.rounds):
+        size = plan.rows[number % len(plan.rows)]
         names = list(traffic.requests)[:size]
         batches, observed = traffic.advance(names, size)
-        if not fills and nth >= len(plan.rows):
+        if not fills and number >= len(plan.rows):
             traffic.fill_for_capture(size)
         queries.copy_(traffic.random_numbers(*shape))
         outputs.fill_(torch.nan)
@@ -381,7 +382,7 @@ def check_steps(plan: CapturePlan, capture: Callable[[Work], Work], fills: bool 
             traffic.requests[name].queries.append(queries[:, names.index(name)].clone())
             forgotten += traffic.num_forgotten(name)
         compressed += sum(len(batch.rows) for batch in batches)
-        _change(traffic, nth)
+        _change(traffic, number)
     return {
         "policy": plan.policy,
         "rows": list(plan.rows),
@@ -395,12 +396,12 @@ def check_steps(plan: CapturePlan, capture: Callable[[Work], Work], fills: bool 
     }
 
 
-def _change(traffic: Traffic, nth: int) -> None:
+def _change(traffic: Traffic, number: int) -> None:
     """Between two steps: one request is compressed, one joins, and now and then one leaves."""
     names = list(traffic.requests)
-    traffic.compress(names[nth % len(names)])
-    if nth % 4 == 3:
-        traffic.leave(names[nth // 4 % len(names)])
+    traffic.compress(names[number % len(names)])
+    if number % 4 == 3:
+        traffic.leave(names[number // 4 % len(names)])
     if len(traffic.requests) < max(traffic.plan.rows):
         traffic.join()
 
@@ -416,11 +417,12 @@ def measure_capture(
         folder: takes what the processes print, and their results.
         limit_seconds: of both processes together.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     for mode in MODES:
-        found, log = folder / f"capture-{mode}.json", folder / f"capture-{mode}.log"
-        found.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "gpu_parts.capture", "--mode", mode, "--out", str(found)]
+        written, log = folder / f"capture-{mode}.json", folder / f"capture-{mode}.log"
+        written.unlink(missing_ok=True)
+        command = [sys.executable, "-m", "gpu_parts.capture", "--mode", mode, "--out", str(written)]
         command += ["--plan", json.dumps(asdict(plan)), "--policies", *policies]
         environment = dict(os.environ, PYTHONPATH=f"{SCRIPTS}:{SCRIPTS.parent}")
         if mode == "eager":
@@ -437,9 +439,9 @@ def measure_capture(
                 ).returncode
             except subprocess.TimeoutExpired:
                 code = f"its {limit_seconds / len(MODES):.0f} s being over"
-        done = json.loads(found.read_text()) if found.exists() else []
+        done = json.loads(written.read_text()) if written.exists() else []
         rows += [{"mode": mode, **row} for row in done]
-        if code != 0:
+        if len(done) < len(policies):
             last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
             reason = f"ended with {code}: {last}"
             rows.append({"mode": mode, "policy": policies[len(done)], "refused": reason})
@@ -447,7 +449,7 @@ def measure_capture(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Checks one mode, and writes a row after each policy; 0 if all passed."""
+    """Checks one mode, and writes a row after each policy, which says whether it passed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mode", choices=MODES, required=True)
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
@@ -460,7 +462,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for policy in options.policies:
         rows.append(check_steps(CapturePlan(**{**fields, "policy": policy}), capture))
         options.out.write_text(json.dumps(rows) + "\n")
-    return 0 if all(row["passed"] for row in rows) else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_what_a_stale_address_would_read_is_overwritten() -> None:
 
 def test_both_modes_run_in_processes_of_their_own(tmp_path: Path) -> None:
     """Without a GPU the one that captures ends with an error, which the report has."""
-    rows = measure_capture(PLAN, POLICIES[:1], tmp_path, limit_seconds=240)
+    rows = measure_capture(PLAN, POLICIES[:1], tmp_path / "new", limit_seconds=240)
     graph, eager = rows
     assert (graph["mode"], eager["mode"], eager["passed"]) == ("graph", "eager", True)
     if not torch.cuda.is_available():
