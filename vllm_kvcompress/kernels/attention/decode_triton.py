@@ -157,7 +157,7 @@ def _pieces_kernel(
             query_row + member[:, None] * query_stride_g + dims[None, :], mask=inside, other=0.0
         )
         stop = tl.minimum(end, sequence_end)
-        outputs, maximum, whole = attend_tiles(
+        outputs, maximum, weight_sum = attend_tiles(
             tl.zeros([ROWS, DIMS], tl.float32),
             tl.full([ROWS], float("-inf"), tl.float32),
             tl.zeros([ROWS], tl.float32),
@@ -182,13 +182,13 @@ def _pieces_kernel(
             True,
         )
         # 1 where there was nothing: the log-sum-exp is minus infinity, since the maximum is.
-        whole = tl.where(whole == 0.0, 1.0, whole)
+        weight_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)
         row = (wide + program) * GROUP + member
         written = (member < GROUP) & (tile < stop)
-        tl.store(piece_lse + row, maximum + tl.log2(whole), mask=written)
+        tl.store(piece_lse + row, maximum + tl.log2(weight_sum), mask=written)
         tl.store(
             piece_outputs + row[:, None] * HEAD_SIZE + dims[None, :],
-            outputs / whole[:, None],
+            outputs / weight_sum[:, None],
             mask=inside & written[:, None],
         )
         tile = stop
@@ -244,7 +244,7 @@ def _reduce_kernel(
     last = tl.where(end > before, (end - 1) // share, first - 1)
     dims = tl.arange(0, DIMS)
     maximum = tl.full([1], float("-inf"), tl.float32)
-    whole = tl.zeros([1], tl.float32)
+    weight_sum = tl.zeros([1], tl.float32)
     mixed = tl.zeros([DIMS], tl.float32)
     for start in range(first, last + 1, PIECES):
         program = start + tl.arange(0, PIECES)
@@ -260,11 +260,11 @@ def _reduce_kernel(
         top = finite_maximum(new_maximum)
         weights = tl.exp2(piece_sums - top)
         shrink = tl.exp2(maximum - top)
-        whole = whole * shrink + tl.sum(weights, 0)
+        weight_sum = weight_sum * shrink + tl.sum(weights, 0)
         mixed = mixed * shrink + tl.sum(weights[:, None] * parts, 0)
         maximum = new_maximum
-    nothing = whole == 0.0
-    mixed = tl.where(nothing, 0.0, mixed / tl.where(nothing, 1.0, whole))
+    nothing = weight_sum == 0.0
+    mixed = tl.where(nothing, 0.0, mixed / tl.where(nothing, 1.0, weight_sum))
     request, head = wide // HEADS, wide % HEADS
     tl.store(
         outputs
@@ -277,7 +277,7 @@ def _reduce_kernel(
     )
     if HAS_LSE:
         # Minus infinity where there was nothing, since the maximum is.
-        natural = (maximum + tl.log2(tl.where(nothing, 1.0, whole))) * 0.6931471805599453
+        natural = (maximum + tl.log2(tl.where(nothing, 1.0, weight_sum))) * 0.6931471805599453
         place = wide * GROUP + member + tl.arange(0, 1)
         tl.store(lse + place, natural)
     if HAS_TARGETS:
@@ -313,12 +313,12 @@ def decode_rows(
     """As `reference.decode_rows`, in Triton."""
     by_head = (rows.num_heads, -1)
     check_rows(rows, queries, out)
-    mine, to = queries.unflatten(1, by_head), out.unflatten(1, by_head)
+    by_head_queries, by_head_out = queries.unflatten(1, by_head), out.unflatten(1, by_head)
     lse = None
     if with_lse:
-        lse = queries.new_empty((len(rows.lengths), mine.shape[2]), dtype=torch.float32)
+        lse = queries.new_empty((len(rows.lengths), by_head_queries.shape[2]), dtype=torch.float32)
     runs = (rows.lengths, rows.tile_ends)
-    _launch(rows, mine, to, runs, scale, bias, lse, DEFAULT_SETTINGS)
+    _launch(rows, by_head_queries, by_head_out, runs, scale, bias, lse, DEFAULT_SETTINGS)
     return lse
 
 

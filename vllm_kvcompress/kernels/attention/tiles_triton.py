@@ -18,7 +18,7 @@ from vllm_kvcompress.kernels.common.paged_rows_triton import (
 def attend_tiles(
     outputs,
     maximum,
-    whole,
+    weight_sum,
     query,
     visible,
     pages,
@@ -42,9 +42,9 @@ def attend_tiles(
     """Adds the entries of some tiles to a running softmax.
 
     Args:
-        outputs: [rows, DIMS] fp32 not yet divided by `whole`.
+        outputs: [rows, DIMS] fp32 not yet divided by `weight_sum`.
         maximum: [rows] fp32 of the logits so far, in base 2.
-        whole: [rows] fp32 sum of the weights so far.
+        weight_sum: [rows] fp32 sum of the weights so far.
         query: [rows, DIMS].
         visible: [rows] how many entries each row sees.
         first_tile, last_tile: tiles of the sequence, the last not included.
@@ -54,13 +54,13 @@ def attend_tiles(
         EDGES: whether some rows do not see some of these entries.
 
     Returns:
-        outputs, maximum and whole.
+        outputs, maximum and weight_sum.
     """
     dims = tl.arange(0, DIMS)
     for tile in range(first_tile, last_tile):
         start = tile * TILE
-        nth = start + tl.arange(0, TILE)
-        present = nth < length
+        entries = start + tl.arange(0, TILE)
+        present = entries < length
         offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
         rows = pages + offsets[:, None] + dims[None, :]
         mask = present[:, None]
@@ -71,17 +71,17 @@ def attend_tiles(
         logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
         if BIAS_PAGE > 0:
             added = paged_numbers(
-                bias_pages, bias_row, bias_start + nth, nth < bias_length, BIAS_PAGE
+                bias_pages, bias_row, bias_start + entries, entries < bias_length, BIAS_PAGE
             )
             logits += (added * 1.4426950408889634)[None, :]
         if EDGES:
-            logits = tl.where(nth[None, :] < visible[:, None], logits, float("-inf"))
+            logits = tl.where(entries[None, :] < visible[:, None], logits, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(logits, 1))
         top = finite_maximum(new_maximum)
         weights = tl.exp2(logits - top[:, None])
         shrink = tl.exp2(maximum - top)
-        whole = whole * shrink + tl.sum(weights, 1)
+        weight_sum = weight_sum * shrink + tl.sum(weights, 1)
         outputs = outputs * shrink[:, None]
         outputs = tl.dot(weights.to(values.dtype), values, outputs, input_precision="ieee")
         maximum = new_maximum
-    return outputs, maximum, whole
+    return outputs, maximum, weight_sum
