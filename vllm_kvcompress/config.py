@@ -305,6 +305,37 @@ class Settings(Options):
             text += f" (the default; --kv-budget, or budget under {SETTINGS_KEY}, changes it)"
         return text
 
+    def start_lines(self) -> list[str]:
+        """What the settings do, and then what would serve this user better."""
+        text = self._kept_text()
+        if self.read_rule is not None:
+            prompts = " and prompts" if self.read_rule.prefill_tokens else ""
+            text += f"; decode steps{prompts} read {self.read}"
+        if self.prompts is not None:
+            text += f"; {self.prompts}"
+        if not self.compresses or self.policy != DEFAULT_POLICY:
+            return [text]
+        advice = (
+            "measured heads would lose far less in the same memory: run `vllm-kvcompress profile "
+            "MODEL --kind headkv --out FILE` once, then serve with --kv-policy auto --kv-profile "
+            "FILE"
+        )
+        return [text, advice]
+
+    def _kept_text(self) -> str:
+        if not self.policies:
+            return "nothing is compressed"
+        if not self.compresses and self.may_compress:
+            return f"requests choose among {', '.join(self.request_policies)}; others stay whole"
+        if not self.compresses:
+            return f"policy {self.policy} with budget 1.0 keeps everything: stock vLLM"
+        text = f"policy {self.policy}, budget {self.budget_text}, trigger {self.trigger}"
+        if isinstance(self.budget, float):
+            text += f"; a compressed prompt holds about {1 / self.budget:.3g} times fewer blocks"
+        if self.profile is not None:
+            text += f"; heads as measured in {self.profile}"
+        return text
+
     @property
     def repeats(self) -> bool:
         """Whether a request may be compressed more than once."""

@@ -84,46 +84,62 @@ class Options(BaseModel):
 
 
 def add_flags(
-    parser: argparse._ActionsContainer, options: type[Options], fields: Iterable[str] = ()
+    parser: argparse._ActionsContainer,
+    options: type[Options],
+    dest: str,
+    fields: Iterable[str] = (),
 ) -> None:
-    """Adds the flags of some fields, or of all that are no sections of their own."""
+    """Adds the flags of some fields, or of all that are no sections of their own.
+
+    Args:
+        parser: or a group of one.
+        options: whose fields.
+        dest: of the namespace's dictionary that takes what is given, by the fields' names.
+        fields: their names.
+    """
+    parser.set_defaults(**{dest: {}})
     for name in fields or options.model_fields:
         field = options.model_fields[name]
-        shown, flag = about(field), options.flag(name)
-        text = plain(described(field)).replace("%", "%%")
-        if bool in _types(field):
-            parser.add_argument(flag, action="store_const", const=True, help=text)
-        elif shown["metavar"]:
-            more: dict[str, Any] = {}
-            if shown["repeats"]:
-                more = {"action": "append", "default": []}
-            elif shown["const"]:
-                more = {"nargs": "?", "const": shown["const"]}
-            parser.add_argument(flag, metavar=shown["metavar"], help=text, **more)
-
-
-def given(
-    options: type[Options], namespace: argparse.Namespace, fields: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Values that flags of some fields, or of all, were given, by the fields' names.
-
-    Raises:
-        ConfigError: no name or no value where a flag takes NAME=VALUE.
-    """
-    values: dict[str, Any] = {}
-    for name in fields or options.model_fields:
-        flag, types = options.flag(name), _types(options.model_fields[name])
-        value = getattr(namespace, flag[2:].replace("-", "_"), None)
-        if value is None or value == []:
+        shown, is_switch = about(field), bool in _types(field)
+        if not shown["metavar"] and not is_switch:
             continue
+        parser.add_argument(
+            options.flag(name),
+            action=_Give,
+            dest=dest,
+            default=argparse.SUPPRESS,
+            field=(name, field),
+            nargs=0 if is_switch else "?" if shown["const"] else None,
+            const=True if is_switch else shown["const"],
+            metavar=shown["metavar"] or None,
+            help=plain(described(field)).replace("%", "%%"),
+        )
+
+
+class _Give(argparse.Action):
+    """Puts a flag's value into the dictionary of what was given."""
+
+    def __init__(self, field: tuple[str, FieldInfo], **about: Any) -> None:
+        super().__init__(**about)
+        self.name, self.field = field
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        given, types = getattr(namespace, self.dest), _types(self.field)
+        value = self.const if self.nargs == 0 else values
         if dict in types:
-            value = dict(assignment(flag, text) for text in value)
-        elif isinstance(value, list):
-            value = [text.replace("\\n", "\n").replace("\\t", "\t") for text in value]
-        elif isinstance(value, str) and types & {int, float}:
+            value = given.get(self.name, {}) | dict([assignment(str(option_string), value)])
+        elif about(self.field)["repeats"]:
+            value = value.replace("\\n", "\n").replace("\\t", "\t")
+            value = [*given.get(self.name, ()), value]
+        elif types & {int, float}:
             value = parse_number(value)
-        values[name] = value
-    return values
+        setattr(namespace, self.dest, given | {self.name: value})
 
 
 def described(field: FieldInfo) -> str:

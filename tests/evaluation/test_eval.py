@@ -281,7 +281,7 @@ def test_answers_to_other_questions_are_not_mixed(
     [
         (["--tasks", "", "--policies", "snapkv"], "nothing to ask"),
         (["--tasks", "words", "--policies", "snapvk"], "snapvk"),
-        (["--tasks", "words", "--budgets", "0"], "expected a positive, finite number"),
+        (["--tasks", "words", "--budgets", "0"], "expected a budget: a fraction"),
         (["--tasks", "words", "--budgets", "0.5,0.5"], "remove the doubles"),
         (["--tasks", "words", "--concurrency", "0"], "--concurrency 0: expected at least 1"),
         (["--tasks", "words", "--lengths", "many"], "expected numbers of tokens"),

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.cli.eval import engine_option
-from vllm_kvcompress.cli.serve import summary
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.options import add_flags, given
+from vllm_kvcompress.options import add_flags
 from vllm_kvcompress.tools.dtypes import dtype_text
 
 _NAMES = ("pool", "long-decode", "oversize", "chat", "chat-crowded", "off", "mixed")
@@ -53,8 +52,9 @@ def add_parser(subparsers: Any) -> None:
         help="takes SCENARIO.json, SCENARIO.md, SCENARIO.svg and engines.log",
     )
     parser.add_argument("--repeats", type=int, default=3, help="measured repetitions (3)")
-    add_flags(parser.add_argument_group("compression, as of serve"), Settings, _SETTINGS)
-    parser.set_defaults(kv_policy="adakv")
+    add_flags(
+        parser.add_argument_group("compression, as of serve"), Settings, "settings", _SETTINGS
+    )
     _add_load(parser)
     parser.set_defaults(func=run)
 
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{name}: measured before; another folder, or without {table}, measures it anew")
             print(table.read_text())
             continue
-        print(f"{name}: {summary(Settings.from_dict(benchmark.effective_settings))}")
+        print(f"{name}: {Settings.from_dict(benchmark.effective_settings).start_lines()[0]}")
         print(f"{name}: {dtype_text(benchmark.shape.dtype)}", flush=True)
         result = measure(benchmark, arguments.out / "engines.log")
         written = report.write(benchmark, result, arguments.out)
@@ -130,7 +130,7 @@ def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Any:
     sizes = {key: value for key, value in sizes.items() if value is not None}
     if any(value < 1 for value in (*sizes.values(), arguments.repeats)):
         raise ConfigError("--requests, --prompt, --output, --repeats: expected at least 1.")
-    settings = Settings.from_dict(given(Settings, arguments, _SETTINGS))
+    settings = Settings.from_dict({"policy": "adakv"} | arguments.settings)
     return Benchmark(
         scenario=scenario,
         size=replace(SIZES.get(scenario, Size()), **sizes),

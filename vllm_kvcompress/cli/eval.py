@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, Settings
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.options import add_flags, given, json_or_text
+from vllm_kvcompress.options import add_flags, json_or_text
 from vllm_kvcompress.scheduling.budgets import parse_budget
 from vllm_kvcompress.tools.model_folder import profile_beside
 
@@ -141,7 +141,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         'so of what a policy keeps, such as "spans@0.5 quest:0.5"; may be repeated. Not asked for '
         "texts, which are prompts and read whole",
     )
-    add_flags(compared, Settings, _SHARED)
+    add_flags(compared, Settings, "settings", _SHARED)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -175,11 +175,11 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
             f"--concurrency {arguments.concurrency}: expected at least 1, and 1 with --base-url, "
             "since a server's metrics tell of one request at a time only."
         )
-    profile = arguments.kv_profile
+    profile = arguments.settings.get("profile")
     read_of = [read.partition("@")[0].strip() for read in arguments.kv_read]
     if profile is None and AUTO in [*arguments.policies, *read_of]:
         profile = profile_beside(arguments.model)
-    params: dict[str, Any] = {"trigger": None, "params": {}, **given(Settings, arguments, _SHARED)}
+    params: dict[str, Any] = {"trigger": None, "params": {}, **arguments.settings}
     params["profile"] = profile
     if arguments.mode == "prepared":
         params["reuse_contexts"] = True
@@ -211,7 +211,11 @@ def _check_prepared(arguments: argparse.Namespace) -> None:
         )
     for policy in arguments.policies:
         if policy != "full":
-            chosen = {"policy": policy, "trigger": arguments.kv_trigger, "reuse_contexts": True}
+            chosen = {
+                "policy": policy,
+                "trigger": arguments.settings.get("trigger"),
+                "reuse_contexts": True,
+            }
             check_preparation(Settings.from_dict(chosen))
 
 

@@ -22,6 +22,7 @@ from vllm_kvcompress.cli.cpu_memory import take_free_memory
 from vllm_kvcompress.cli.vllm_command import ServeRequest
 from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, STATUS_PLUGIN, Settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 from vllm_kvcompress.vllm_plugin.startup import compat, lifeline
 from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import is_ours
@@ -34,27 +35,35 @@ _PLUGIN_GROUPS = tuple(
 _CPU_BLOCK_SIZE = "32"  # finer than vLLM's 128 and as fast: budgets are kept more exactly
 
 
-def run(request: ServeRequest, form: str | None, status_page: bool) -> int:
-    """Serves until it is stopped, or prints the plain vLLM command in a form of `FORMS`.
+def run(request: ServeRequest) -> int:
+    """Serves until it is stopped, or prints the plain vLLM command.
 
     Raises:
         ConfigError: something in it cannot work.
     """
-    if form == RAY and request.settings is not None and request.settings.prompts is not None:
+    variables = environment(request)
+    command = vllm_command(request)
+    if request.form is not None:
+        return _print_command(command, variables, request)
+    os.environ.update(variables)
+    for line in request.settings.start_lines() if request.settings is not None else ():
+        print(f"vllm-kvcompress: {line}", file=sys.stderr, flush=True)
+    serve(command)
+    return 0
+
+
+def _print_command(words: list[str], variables: dict[str, str], request: ServeRequest) -> int:
+    """The plain command on stdout, and what its form leaves out on stderr."""
+    command = plain_command(words, variables)
+    form, settings = str(request.form), request.settings
+    if form == RAY and settings is not None and settings.prompts is not None:
         raise ConfigError(
             "Ray Serve has a server of its own, in which --prompt-compressor has no place; leave "
             "one of the two out."
         )
-    command = vllm_command(request)
-    variables = environment(request, status_page)
-    if form is None:
-        os.environ.update(variables)
-        serve(command)
-        return 0
-    plain = plain_command(command, variables)
-    print(plain.form(form), end="")
-    if form == RAY and plain.of_the_server:
-        names = ", ".join(f"--{name}" for name in plain.of_the_server)
+    print(command.form(form), end="")
+    if form == RAY and command.of_the_server:
+        names = ", ".join(f"--{name}" for name in command.of_the_server)
         print(f"vllm-kvcompress: left out, Ray Serve has its own: {names}", file=sys.stderr)
     return 0
 
@@ -73,12 +82,12 @@ def vllm_command(request: ServeRequest) -> list[str]:
         options = {name.replace("_", "-"): path for name, path in paths.items()}
         if current_platform.is_cpu():
             options["block-size"] = _CPU_BLOCK_SIZE
-    return request.command(
+    return request.command(  # users may extend our classes
         options, lambda name, path: name.endswith("-cls") and is_ours(name.replace("-", "_"), path)
     )
 
 
-def environment(request: ServeRequest, status_page: bool) -> dict[str, str]:
+def environment(request: ServeRequest) -> dict[str, str]:
     """Variables that have to be set before vLLM starts.
 
     vLLM adds a plugin's routes only where VLLM_PLUGINS names it, and then loads no other plugin
@@ -86,7 +95,7 @@ def environment(request: ServeRequest, status_page: bool) -> dict[str, str]:
     stands.
     """
     settings = request.settings
-    wanted = {STATUS_PLUGIN} if status_page else set()
+    wanted = {STATUS_PLUGIN} if request.status_page else set()
     if settings is not None and settings.prompts is not None:
         wanted.add(PROMPTS_PLUGIN)
     if settings is None or not wanted or "VLLM_PLUGINS" in os.environ:
@@ -108,6 +117,8 @@ def serve(command: list[str]) -> None:
     configure_logging_from_args(arguments)
     subcommand.validate(arguments)
     take_free_memory(arguments, command)
+    if fast_dtype() == FLOAT32 and arguments.dtype == "auto":
+        print(f"vllm-kvcompress: {WHY_FLOAT32}; --dtype float32 is faster here", file=sys.stderr)
     check(arguments)
     lifeline.announce()
     if one_server.is_one(arguments):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_kvcompress.cli.eval import add_options, plan_of, progress_bar, write_results
-from vllm_kvcompress.config import AUTO, DEFAULT_MIN_TOKENS
+from vllm_kvcompress.config import AUTO, DEFAULT_MIN_TOKENS, Settings
 from vllm_kvcompress.errors import ConfigError
 
 _POLICIES = [AUTO, "snapkv", "adakv", "adakv+criticalkv", "keydiff"]
@@ -67,11 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
             policy, _, budget = best.rpartition("@")
             command = ["vllm-kvcompress", "serve", plan.model, "--kv-policy", policy]
             command += ["--kv-budget", budget]
-            for name in ("kv_trigger", "kv_profile", "kv_min_tokens"):
-                value = getattr(arguments, name)
-                if value is not None:
-                    command += [f"--{name.replace('_', '-')}", str(value)]
-            command += [part for text in arguments.kv_param for part in ("--kv-param", text)]
+            for name, value in arguments.settings.items():
+                texts = [f"{k}={v}" for k, v in value.items()] if name == "params" else [str(value)]
+                command += [part for text in texts for part in (Settings.flag(name), text)]
             print(f"{best} loses at most {_bounds(arguments)}; serve it with")
             print(f"    {shlex.join(command)}")
             return 0

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
+from dataclasses import replace
 from typing import Any
 
 from vllm_kvcompress.cli.command_forms import FORMS, SHELL
-from vllm_kvcompress.cli.vllm_command import ServeRequest, option_values, read_request
-from vllm_kvcompress.config import DEFAULT_POLICY, SETTINGS_KEY, Settings
+from vllm_kvcompress.cli.vllm_command import ServeRequest, read_request
+from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.options import add_flags, given
+from vllm_kvcompress.options import add_flags
 from vllm_kvcompress.prompts.settings import PromptSettings
-from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 
 HELP = "serve a model with vLLM and a compressed KV cache"
 _PRINT = "--print-vllm-command"
@@ -33,19 +32,13 @@ def add_parser(subparsers: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serves until it is stopped, or prints the plain vLLM command."""
-    namespace, rest = options_parser().parse_known_args(_dashed(arguments.rest))
-    if namespace.help is not None:
-        return _print_help(namespace.help)
-    request = _request(namespace, rest)
-    if namespace.print_vllm_command:
+    request = parse_request(arguments.rest)
+    if request.form is not None:
         # vLLM logs to stdout, where the command goes.
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    else:
-        for line in start_lines(request):
-            print(f"vllm-kvcompress: {line}", file=sys.stderr, flush=True)
     from vllm_kvcompress.cli import launch
 
-    return launch.run(request, namespace.print_vllm_command, not namespace.no_kv_status_page)
+    return launch.run(request)
 
 
 def parse_request(arguments: list[str]) -> ServeRequest:
@@ -54,19 +47,24 @@ def parse_request(arguments: list[str]) -> ServeRequest:
     Raises:
         ConfigError: something in it cannot work.
     """
-    return _request(*options_parser().parse_known_args(_dashed(arguments)))
-
-
-def _request(namespace: argparse.Namespace, rest: list[str]) -> ServeRequest:
+    namespace, rest = _parse(arguments)
     if len(namespace.config) > 1:
         raise ConfigError(
             f"--config given {len(namespace.config)} times, which of them counts is unclear; "
             "merge the files."
         )
-    flags = given(Settings, namespace)
-    if prompts := given(PromptSettings, namespace):
-        flags["prompts"] = prompts
-    return read_request(flags, "".join(namespace.config) or None, rest)
+    prompts = {"prompts": namespace.prompts} if namespace.prompts else {}
+    request = read_request(namespace.settings | prompts, "".join(namespace.config) or None, rest)
+    return replace(
+        request,
+        form=namespace.print_vllm_command,
+        status_page=not namespace.no_kv_status_page,
+    )
+
+
+def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our options, and everything else in its order."""
+    return options_parser().parse_known_args(_dashed(arguments))
 
 
 def options_parser() -> argparse.ArgumentParser:
@@ -80,11 +78,12 @@ def options_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     group = parser.add_argument_group("KV cache compression")
-    add_flags(group, Settings)
+    add_flags(group, Settings, "settings")
     _add_command_options(group)
     prompts = "Less to read before the first token; works without --kv-policy, too."
-    add_flags(parser.add_argument_group("shorter prompts", prompts), PromptSettings)
-    parser.add_argument("-h", "--help", nargs="?", const="", default=None, help=argparse.SUPPRESS)
+    shorter = parser.add_argument_group("shorter prompts", prompts)
+    add_flags(shorter, PromptSettings, "prompts")
+    parser.add_argument("-h", "--help", nargs="?", action=_Help, help=argparse.SUPPRESS)
     return parser
 
 
@@ -126,62 +125,22 @@ def _dashed(arguments: list[str]) -> list[str]:
     return result
 
 
-def start_lines(request: ServeRequest) -> list[str]:
-    """What is said at the start: what the settings do, and what would serve this user better."""
-    settings, lines = request.settings, []
-    if settings is not None:
-        lines = [summary(settings), *advice(settings)]
-    if fast_dtype() == FLOAT32 and not option_values(request.vllm_arguments, "--dtype"):
-        lines.append(f"{WHY_FLOAT32}; --dtype float32 is faster here")
-    return lines
+class _Help(argparse.Action):
+    """Prints our groups, then vLLM's help; `--help=Group` is vLLM's alone."""
 
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        keyword = str(values or "")
+        if not keyword or keyword.lower() == "kvcompress":
+            print(parser.format_help(), flush=True)
+        if keyword.lower() != "kvcompress":
+            from vllm_kvcompress.cli import launch
 
-def summary(settings: Settings) -> str:
-    """What the settings do, in one line."""
-    text = _kept(settings)
-    if settings.read_rule is not None:
-        prompts = " and prompts" if settings.read_rule.prefill_tokens else ""
-        text += f"; decode steps{prompts} read {settings.read}"
-    if settings.prompts is not None:
-        text += f"; {settings.prompts}"
-    return text
-
-
-def advice(settings: Settings) -> list[str]:
-    """What would serve this user better."""
-    if not settings.compresses or settings.policy != DEFAULT_POLICY:
-        return []
-    return [
-        "measured heads would lose far less in the same memory: run `vllm-kvcompress profile MODEL "
-        "--kind headkv --out FILE` once, then serve with --kv-policy auto --kv-profile FILE"
-    ]
-
-
-def _kept(settings: Settings) -> str:
-    """What is kept of requests."""
-    if not settings.policies:
-        return "nothing is compressed"
-    if not settings.compresses and settings.may_compress:
-        return f"requests choose among {', '.join(settings.request_policies)}; others stay whole"
-    if not settings.compresses:
-        return f"policy {settings.policy} with budget 1.0 keeps everything: stock vLLM"
-    text = f"policy {settings.policy}, budget {settings.budget_text}, trigger {settings.trigger}"
-    if isinstance(settings.budget, float):
-        text += f"; a compressed prompt holds about {1 / settings.budget:.3g} times fewer blocks"
-    if settings.profile is not None:
-        text += f"; heads as measured in {settings.profile}"
-    return text
-
-
-def _print_help(keyword: str) -> int:
-    """Our group, then vLLM's help; `--help=Group` is vLLM's alone."""
-    if keyword.lower() == "kvcompress":
-        print(options_parser().format_help())
-        return 0
-    if not keyword:
-        print(options_parser().format_help())
-        print("options of vllm serve:\n", flush=True)
-    from vllm_kvcompress.cli import launch
-
-    launch.print_vllm_help(keyword)
-    return 0
+            print("" if keyword else "options of vllm serve:\n", end="", flush=True)
+            launch.print_vllm_help(keyword)
+        parser.exit()

@@ -28,10 +28,6 @@ _MOST_YAML_BYTES = 2**20
 _LIST_OPTION = "logits-processors"  # takes several values: ours joins the user's
 
 
-def _never(name: str, value: str) -> bool:
-    return False
-
-
 @dataclass(frozen=True)
 class ServeRequest:
     """What the user asked for, sorted out.
@@ -41,14 +37,20 @@ class ServeRequest:
         vllm_arguments: the arguments of `vllm serve` that came from the user: the model first if
             it is known, then YAML's, then the command line's.
         additional_config: the user's own `--additional-config`, without our section.
+        form: in which of `FORMS` the command is printed; None: it is run.
+        status_page: whether the server has the page at /kvcompress.
     """
 
     settings: Settings | None
     vllm_arguments: list[str]
     additional_config: dict[str, Any] = field(default_factory=dict)
+    form: str | None = None
+    status_page: bool = True
 
     def command(
-        self, plugin_options: Mapping[str, str], is_ours: Callable[[str, str], bool] = _never
+        self,
+        plugin_options: Mapping[str, str],
+        is_ours: Callable[[str, str], bool] = lambda name, value: False,
     ) -> list[str]:
         """The arguments of `vllm`, from `serve` on.
 
