@@ -67,7 +67,7 @@ def launched() -> Iterator[None]:
     def takes_triton(device: torch.device) -> bool:
         return device == ACCELERATOR or choose(device)
 
-    with mock.patch.multiple(dispatch, takes_triton=takes_triton, triton_kernel=_stand_in):
+    with mock.patch.multiple(dispatch, takes_triton=takes_triton, triton_kernel=stand_in):
         yield
 
 
@@ -81,7 +81,8 @@ def twin_of(module: str, name: str) -> Any:
     )
 
 
-def _stand_in(module: str, name: str) -> Any:
+def stand_in(module: str, name: str) -> Any:
+    """A launch of `name` that gives what its twin gives."""
     # Some twins read numbers.
     reading = {
         "nearest_keys": _nearest_keys,

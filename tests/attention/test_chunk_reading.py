@@ -53,6 +53,7 @@ def batch_of(found: Readers, names: list[str], lengths: list[int]) -> ResidentBa
         *(torch.from_numpy(each) for each in (rows, rows[:0], rows)),
         page_table=torch.arange(len(rows) * HEADS * 16, dtype=torch.int32).view(1, -1, 16),
         seq_lens=torch.tensor([lengths[row] for row in rows for _ in range(HEADS)])[None].int(),
+        resident_offset=torch.zeros(1, len(rows), HEADS, dtype=torch.int32),
         same_in_all_layers=True,
     )
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
 
-from tests.accelerator import ACCELERATOR, Operators, launched, watched
+from tests.accelerator import ACCELERATOR, Operators, launched, stand_in, watched
 from tests.kernels.child import Child
 from tests.kernels.events import kernel_names, only_triton
 from tests.kernels.oracles import attend, corrected
@@ -23,10 +27,13 @@ from tests.step_cases import (
     Step,
     make_pool,
 )
+from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
+from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.kernels import dispatch
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies.registry import resolve
 from vllm_kvcompress.scheduling.plan import Observation
@@ -168,7 +175,7 @@ def kernels_of_a_step(policy: str) -> list[str]:
 def test_a_layer_launches_two_kernels_and_a_correction(policy: str, interpreter: Child) -> None:
     names = interpreter.call(f"{__name__}.kernels_of_a_step", policy)
     layer = ["_pieces_kernel", "_reduce_kernel"] + ["_correct_kernel"] * (policy == "momentkv")
-    assert names == ["_sum_kernel", *NUM_LAYERS * layer]
+    assert names == ["_append_kernel", "_sum_kernel", *NUM_LAYERS * layer]
 
 
 def test_kernels_copy_queries_where_windows_look_for_them(interpreter: Child) -> None:
@@ -189,3 +196,40 @@ def test_a_layer_is_its_kernels_and_a_step_little_else(policy: str, most: int) -
         filling = operators.count
         steps.run(1, queries, torch.empty_like(queries))
     assert operators.count == filling <= most
+
+
+def test_a_step_that_begins_blocks_queues_six_launches_at_most() -> None:
+    """Of 64 requests, some of which begin a block in every step; copies to the device count, too.
+
+    But for the few steps in which a table moves to where there is room for more.
+    """
+    tables = PageTables(make_pool(InterleavedPagePool, ACCELERATOR))
+    names = [f"r{nth}" for nth in range(64)]
+    for name in names:
+        tables.begin_tail(tables.acquire(name), first_block=2, max_kept=3)
+    batches, pipeline = ResidentBatches(tables), resolve("snapkv")
+    steps = DecodeSteps(tables.pool, 64, QUERY_HEADS, SCALES, pipeline, records=True)
+    block_table = torch.zeros(64, 500, dtype=torch.int32, device=ACCELERATOR)
+    before, counts, last = 3 * SIZE + np.arange(64) % SIZE, Counter[int](), (None, None)
+    for step in range(400):
+        num_tokens = (before + step).astype(np.int32)
+        seq_lens, launches = upload(num_tokens, ACCELERATOR), Counter[str]()
+
+        def launch(module: str, name: str, seen: Counter[str] = launches) -> Any:
+            seen[name] += 1
+            return stand_in(module, name)
+
+        with (
+            launched(),
+            mock.patch.object(dispatch, "triton_kernel", launch),
+            Operators() as operators,
+        ):
+            (batch,) = batches.read(names, num_tokens, seq_lens, block_table)
+            steps.fill([batch], seq_lens, block_table, None)
+        assert launches["append_pages"] == 1
+        there = (batch.resident_offset, tables.rows.runs)
+        if all(one is other for one, other in zip(there, last, strict=True)):
+            counts[operators.count + launches.total()] += 1
+        last = there
+    assert set(counts) == {5, 6}  # the latter where rows get new runs of columns
+    assert counts[5] > 350

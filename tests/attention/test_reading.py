@@ -365,6 +365,7 @@ def test_requests_of_one_step_read_different_parts() -> None:
         *(torch.from_numpy(each) for each in (rows, rows[:0], rows)),
         page_table=torch.arange(6 * 12, dtype=torch.int32).view(1, 6, 12),
         seq_lens=lengths,
+        resident_offset=torch.zeros(1, 3, 2, dtype=torch.int32),
         same_in_all_layers=False,
     )
     found.admit(["a", "b", "c"], np.full(3, 46), np.ones(3, dtype=np.int64))

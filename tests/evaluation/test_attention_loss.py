@@ -106,6 +106,7 @@ def test_losses_are_those_of_plain_loops(softcap: float) -> None:
         **vars(BatchRows.of(np.array([-1, 0]), CPU)),
         page_table=table,
         seq_lens=torch.tensor([[len(row) for row in resident]], dtype=torch.int32),
+        resident_offset=torch.zeros(1, 1, HEADS, dtype=torch.int32),
         same_in_all_layers=False,
     )
     # Another request's two tokens come first in the batch.

@@ -19,6 +19,7 @@ from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
 from vllm_kvcompress.kernels.page_choice import Choice, rounded_outwards
+from vllm_kvcompress.kernels.tail_pages import TailRows
 
 KERNELS = "vllm_kvcompress.kernels."
 GROUP = 4  # query heads of a KV head
@@ -140,3 +141,9 @@ def launches_without_pages() -> Iterator[Launch]:
     by_means = (queries, random(9, 512), table, few, few, Choice(5, num_means=4))
     yield Launch(chooses, 2, by_means)
     yield Launch(KERNELS + "apportion_triton.apportion", 1, shares)
+    runs, numbers = torch.zeros(36, 5, 8, 64, dtype=torch.int32), torch.zeros(4, 2).long()
+    counts = torch.zeros(36, 4, 8, dtype=torch.int32)
+    tails = TailRows(runs, numbers, counts, torch.zeros(36 * 8).long(), 36 * 8)
+    added = torch.zeros(5, 3, dtype=torch.int64)
+    append = KERNELS + "tail_pages_triton.append_pages"
+    yield Launch(append, 1, (tails, added, table, runs[:, :4].contiguous()))

@@ -21,6 +21,7 @@ from tests.kernels.compiled_cases import (
     addressed_numbers,
     addressed_rows,
     launches,
+    launches_without_pages,
 )
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
@@ -112,6 +113,12 @@ def test_decode_waits_for_few_loads_and_overlaps_launches(compiler: Child, capab
             assert ahead.count("ld.global") == loads_ahead
             assert "st.global" not in ahead
     assert ("griddepcontrol.launch_dependents" in pieces.ptx) == pieces.overlaps
+
+
+def test_appending_pages(compiler: Child) -> None:
+    """36 layers of 8 heads are 288 of 512 rows of a program."""
+    (launch,) = [each for each in launches_without_pages() if each.name == "append_pages"]
+    check(compiler, launch.launcher.removeprefix(KERNELS), 1, *launch.args)
 
 
 def check_pieces(pieces: Any) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.attention.query_rows import places
 from vllm_kvcompress.cache.page_rows import Integers
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.policy_state import PolicyStateRuns
@@ -57,12 +58,15 @@ class ResidentBatch(BatchRows):
     Attributes:
         page_table: [num_layers, R * num_heads, width] int32, rows side by side.
         seq_lens: [num_layers, R * num_heads] int32 resident tokens.
+        resident_offset: [num_layers, R, num_heads] int32 resident minus logical tokens; the same
+            tensor as long as the batch and its kept pages are the same.
         same_in_all_layers: whether these are known to be the same in every layer.
         policy_state: what attention reads of it; None: nothing.
     """
 
     page_table: Tensor
     seq_lens: Tensor
+    resident_offset: Tensor
     same_in_all_layers: bool
     policy_state: PolicyStateRuns | None = None
 
@@ -86,6 +90,7 @@ class ResidentBatch(BatchRows):
             device_slots=self.device_slots[requests],
             page_table=self.page_table[:, sequences],
             seq_lens=self.seq_lens[:, sequences],
+            resident_offset=self.resident_offset[:, requests],
             policy_state=None,
         )
 
@@ -96,15 +101,11 @@ class _LastingPages:
 
     Attributes:
         table: [num_layers, R, num_heads, any] int32 page ids, with room for what comes.
-        resident_offset: [num_layers, R, num_heads] int32 resident minus logical tokens.
-        seq_lens: [num_layers, R, num_heads] int32 resident tokens, of the latest step.
         limits: [R] logical tokens that the table covers.
-        batch: which looks at as much of the table as is in use, and at `seq_lens`.
+        batch: which looks at as much of the table as is in use.
     """
 
     table: Tensor
-    resident_offset: Tensor
-    seq_lens: Tensor
     limits: Integers
     batch: ResidentBatch
 
@@ -195,15 +196,16 @@ class _Part:
         self.tables = tables
         self._find_state = find_state
         self._rows = rows
+        self._where = places(rows.rows, tables.pool.device)
         self._pages: _LastingPages | None = None
 
     def read(self, num_tokens: HostNumbers, seq_lens: Tensor, block_table: Tensor) -> ResidentBatch:
         """As `ResidentBatches.read`."""
-        rows = self._rows
-        known = self._covering(num_tokens[rows.rows].astype(np.int64), block_table)
-        logical = seq_lens[rows.device_rows]
-        torch.add(known.resident_offset, logical[:, None], out=known.seq_lens)
-        return known.batch
+        known = self._covering(num_tokens[self._rows.rows].astype(np.int64), block_table)
+        batch, num_heads = known.batch, self.tables.pool.num_heads
+        resident = batch.seq_lens.unflatten(1, (-1, num_heads))
+        torch.add(batch.resident_offset, seq_lens[self._where, None], out=resident)
+        return batch
 
     def _covering(self, num_tokens: Integers, block_table: Tensor) -> _LastingPages:
         """What is known of the batch, brought up to [R] logical tokens."""
@@ -211,14 +213,14 @@ class _Part:
         if known is not None and not (num_tokens > known.limits).any():
             return known
         tables, slots = self.tables, self._rows.slots
-        added = tables.extend_tails(slots, self._rows.rows, block_table, num_tokens)
-        width = int(tables.widths(slots).max())
-        if known is None or width > known.table.shape[3]:
+        width = int(tables.widths_at(slots, num_tokens).max())
+        if known is not None and width > known.table.shape[3]:
             known = self._pages = None  # so that it need not lie beside what follows it
+        table = None if known is None else known.table
+        tables.extend_tails(slots, self._rows.rows, block_table, num_tokens, table)
+        if known is None:
             known = self._pages = self._read_tables(width)
-        elif added is not None:
-            added.write(known.table, added.requests)
-        if width != known.batch.page_table.shape[2]:
+        elif width != known.batch.page_table.shape[2]:
             page_table = known.table.flatten(1, 2)[:, :, :width]
             known.batch = replace(known.batch, page_table=page_table)
         known.limits = tables.tail_limits(slots)
@@ -236,13 +238,13 @@ class _Part:
         same_in_all_layers = resident_offset.device.type == "cpu" and bool(
             (resident_offset == resident_offset[:1]).all()
         )
-        find_state, seq_lens = self._find_state, torch.empty_like(resident_offset)
+        find_state = self._find_state
         batch = ResidentBatch(
             **vars(found),
             page_table=table.flatten(1, 2)[:, :, :width],
-            seq_lens=seq_lens.flatten(1),
+            seq_lens=torch.empty_like(resident_offset).flatten(1),
+            resident_offset=resident_offset,
             same_in_all_layers=same_in_all_layers,
             policy_state=None if find_state is None else find_state(found.device_slots),
         )
-        limits = tables.tail_limits(found.slots)
-        return _LastingPages(table, resident_offset, seq_lens, limits, batch)
+        return _LastingPages(table, tables.tail_limits(found.slots), batch)

@@ -12,6 +12,7 @@ Page tables, rings and policy state may move. Their addresses are in the buffers
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,10 @@ class DecodeSteps:
         shape = (pool.num_layers, most_requests, pool.num_heads)
         self._lengths = torch.zeros(shape, dtype=torch.int32, device=device)
         self._tile_ends = self._lengths.flatten(1).clone()
+        # Resident minus logical tokens, 0 in rows of uncompressed requests; and who wrote them.
+        self._offsets = torch.zeros_like(self._lengths)
+        self._offsets_of: list[Tensor] = []
+        self._placed: tuple[int, ...] = ()
         self._state: _PolicyState | None = None
         if pipeline.needs_biased_attention:
             self._state = _PolicyState(pool, most_requests)
@@ -144,22 +149,12 @@ class DecodeSteps:
             seen: whose queries are remembered; None: nobody's.
         """
         assert block_table.dtype == torch.int32
-        pool, number = self.pool, len(seq_lens)
-        addresses: Integers = np.zeros((number, COLUMNS), dtype=np.int64)
-        row_bytes = block_table.stride(0) * ID_BYTES
-        addresses[:, 0] = block_table.data_ptr() + np.arange(number) * row_bytes
-        addresses[:, 3] = pool.pages_per_block
+        number = len(seq_lens)
+        self._place(batches, block_table, number)
         lengths = self._lengths[:, :number]
-        lengths.copy_(seq_lens[:, None].expand(-1, pool.num_heads))
-        for batch in batches:
-            table, its = batch.page_table, np.arange(len(batch.rows))
-            layers, heads = table.stride(0), table.stride(1)
-            addresses[batch.rows, 0] = table.data_ptr() + its * (pool.num_heads * heads * ID_BYTES)
-            addresses[batch.rows, 1:] = layers, heads, 0
-            lengths[:, batch.device_rows] = batch.seq_lens.unflatten(1, (-1, pool.num_heads))
-        self._addresses.put(addresses)
-        tile_ends = self._tile_ends[:, : number * pool.num_heads]
-        sum_tiles(lengths.flatten(1), tile_ends, tile_size(pool))
+        torch.add(seq_lens[:, None], self._offsets[:, :number], out=lengths)
+        tile_ends = self._tile_ends[:, : number * self.pool.num_heads]
+        sum_tiles(lengths.flatten(1), tile_ends, tile_size(self.pool))
         if self._state is not None:
             self._state.fill(batches, number)
         if self._records:
@@ -170,6 +165,33 @@ class DecodeSteps:
                     self._layer_bytes_of = seen.layer_bytes
                     self._layer_bytes.copy_(seen.layer_bytes)
             self._targets.put(targets)
+
+    def _place(self, batches: list[ResidentBatch], block_table: Tensor, number: int) -> None:
+        """Puts where ids are and offsets in the requests' rows, when these are not there already.
+
+        A batch's page table and offsets are made together, so that none moves without the other.
+        """
+        key = (number, block_table.data_ptr(), block_table.stride(0))
+        offsets = [batch.resident_offset for batch in batches]
+        known = len(offsets) == len(self._offsets_of) and all(map(is_, offsets, self._offsets_of))
+        if known and key == self._placed:
+            return
+        pool = self.pool
+        addresses: Integers = np.zeros((number, COLUMNS), dtype=np.int64)
+        row_bytes = block_table.stride(0) * ID_BYTES
+        addresses[:, 0] = block_table.data_ptr() + np.arange(number) * row_bytes
+        addresses[:, 3] = pool.pages_per_block
+        for batch in batches:
+            table, its = batch.page_table, np.arange(len(batch.rows))
+            layers, heads = table.stride(0), table.stride(1)
+            addresses[batch.rows, 0] = table.data_ptr() + its * (pool.num_heads * heads * ID_BYTES)
+            addresses[batch.rows, 1:] = layers, heads, 0
+        self._addresses.put(addresses)
+        if not known:
+            self._offsets.zero_()
+            for batch in batches:
+                self._offsets[:, batch.device_rows] = batch.resident_offset
+        self._offsets_of, self._placed = offsets, key
 
     def run(self, layer: int, queries: Tensor, outputs: Tensor) -> None:
         """What is captured of a layer.

@@ -34,16 +34,16 @@ class PageRows:
         self._layers = torch.arange(num_layers, device=device)[:, None, None, None]
         self._heads = torch.arange(num_heads, device=device)[:, None]
         self._free: list[int] = []
-        # [slots, most] numbers of runs, 0 behind the last; there as soon as it is read.
+        # Likewise on the host; uploaded when they are read.
         self._numbers: Integers = np.zeros((0, 0), dtype=np.int64)
-        self._there: Tensor | None = None
+        self._device_numbers: Tensor | None = None
 
     def add_slots(self, num_slots: int) -> None:
         """Makes room for as many slots altogether."""
         missing = num_slots - len(self.num_runs)
         self.num_runs = np.pad(self.num_runs, (0, missing))
         self._numbers = np.pad(self._numbers, ((0, missing), (0, 0)))
-        self._there = None
+        self._device_numbers = None
 
     def reserve(self, slot: int, width: int) -> None:
         """Makes a slot's rows at least so many columns wide."""
@@ -54,7 +54,7 @@ class PageRows:
             self._numbers = np.pad(self._numbers, ((0, 0), (0, need - self._numbers.shape[1])))
         self._numbers[slot, have:need] = [self._take() for _ in range(need - have)]
         self.num_runs[slot] = need
-        self._there = None
+        self._device_numbers = None
 
     def shorten(self, slot: int, width: int) -> None:
         """Gives back what a slot has behind so many columns; later steps may give it others."""
@@ -63,13 +63,13 @@ class PageRows:
             self._free += self._numbers[slot, need:have].tolist()
             self._numbers[slot, need:have] = 0
             self.num_runs[slot] = need
-            self._there = None
+            self._device_numbers = None
 
     def write(
         self, layers: int | Tensor, slots: int | Tensor, heads: Tensor, columns: Tensor, ids: Tensor
     ) -> None:
         """Sets page ids at places that have room; all arguments are broadcast."""
-        runs = self._where()[slots, columns // RUN]
+        runs = self.run_numbers[slots, columns // RUN]
         self.runs[layers, runs, heads, columns % RUN] = ids.to(torch.int32)
 
     def write_all(self, slot: int, table: Tensor) -> None:
@@ -85,16 +85,18 @@ class PageRows:
             width: columns; there are as many more as make whole runs.
             layers: of which.
         """
-        numbers = self._where()[slots, : ceil_div(width, RUN)]
+        numbers = self.run_numbers[slots, : ceil_div(width, RUN)]
         missing = ceil_div(width, RUN) - numbers.shape[1]
         if missing > 0:
             numbers = torch.nn.functional.pad(numbers, (0, missing))
         return self.runs[self._layers[layers], numbers[:, None], self._heads].flatten(3)
 
-    def _where(self) -> Tensor:
-        if self._there is None:
-            self._there = upload(self._numbers.copy(), self.runs.device)
-        return self._there
+    @property
+    def run_numbers(self) -> Tensor:
+        """[slots, any] int64 runs of each slot in order, 0 behind the last; beside the rows."""
+        if self._device_numbers is None:
+            self._device_numbers = upload(self._numbers.copy(), self.runs.device)
+        return self._device_numbers
 
     def _take(self) -> int:
         if not self._free:

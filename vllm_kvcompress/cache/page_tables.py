@@ -21,6 +21,7 @@ from torch import Tensor
 from vllm_kvcompress.cache.page_rows import RUN, Integers, PageRows
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.kernels.common.transfers import Download, upload
+from vllm_kvcompress.kernels.tail_pages import TailRows, append_pages
 from vllm_kvcompress.rounding import ceil_div
 
 
@@ -56,32 +57,6 @@ class SavedRows:
     state: Tensor
     layer_pages: list[int]
     max_kept: int
-
-
-@dataclass(frozen=True)
-class TailPages:
-    """Pages of N blocks that were appended to tails, in every layer and head.
-
-    Attributes:
-        requests: [N] int64 whose they are, by number in the step.
-        columns: [num_layers, N, num_heads] int64 their places in the requests' rows.
-        page_ids: [num_layers, N, num_heads] int32.
-    """
-
-    requests: Tensor
-    columns: Tensor
-    page_ids: Tensor
-
-    def write(self, table: Tensor, rows: Tensor) -> None:
-        """Writes them to [num_layers, any, num_heads, width] page ids, block i's to `rows[i]`."""
-        layers, heads = self.axes(table.device)
-        table[layers, rows[:, None], heads, self.columns] = self.page_ids
-
-    def axes(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Numbers of all layers and of all heads, to be broadcast with the columns."""
-        num_layers, _, num_heads = self.columns.shape
-        layers = torch.arange(num_layers, device=device)[:, None, None]
-        return layers, torch.arange(num_heads, device=device)
 
 
 class PageTables:
@@ -287,8 +262,13 @@ class PageTables:
         return 4 * self.pool.num_layers * self.pool.num_heads
 
     def extend_tails(
-        self, slots: Integers, rows: Integers, block_table: Tensor, num_tokens: Integers
-    ) -> TailPages | None:
+        self,
+        slots: Integers,
+        rows: Integers,
+        block_table: Tensor,
+        num_tokens: Integers,
+        table: Tensor | None = None,
+    ) -> None:
         """Appends the pages of blocks that were added since the last step.
 
         Args:
@@ -296,41 +276,31 @@ class PageTables:
             rows: [R] the requests' rows in the block table.
             block_table: [any, max_blocks] int32 block ids by logical block.
             num_tokens: [R] logical tokens, at least up to the tail's first block.
-
-        Returns:
-            What was appended, or None.
+            table: [num_layers, R, num_heads, any] int32 a copy of these requests' rows that gets
+                the same pages, and has room for them; None: there is none.
         """
         tails, size = self.tails, self.pool.block_size
-        have = tails.num_pages[slots]
-        missing = ceil_div(num_tokens, size) - tails.first_block[slots] - have
+        have, first_block = tails.num_pages[slots], tails.first_block[slots]
+        missing = ceil_div(num_tokens, size) - first_block - have
         missing = np.maximum(missing, 0)  # drafts that were taken back leave a page too many
         if not missing.any():
-            return None
+            return
         self.version += 1
-        widths = self.widths(slots) + missing
+        widths = tails.max_kept[slots] + have + missing
         for nth in np.flatnonzero(ceil_div(widths, RUN) > self.rows.num_runs[slots]):
             self.rows.reserve(int(slots[nth]), int(widths[nth]))
+        tails.num_pages[slots] += missing
         which: Integers = np.repeat(np.arange(len(slots)), missing)
         nth = np.arange(len(which)) - np.repeat(np.cumsum(missing) - missing, missing)
         nth += have[which]
-        logical = tails.first_block[slots[which]] + nth
-        tails.num_pages[slots] += missing
-        places = np.stack((which, slots[which], nth, rows[which], logical))
-        requests, slots_there, nth_there, *block = upload(places, self.pool.device)
-        added = self._tail_pages(requests, slots_there, nth_there, block_table[*block])
-        layers, heads = added.axes(self.pool.device)
-        self.rows.write(layers, slots_there[:, None], heads, added.columns, added.page_ids)
-        return added
+        added = np.stack((which, slots[which], nth, rows[which], first_block[which] + nth))
+        append_pages(self._tail_rows(), upload(added, self.pool.device), block_table, table)
 
-    def _tail_pages(
-        self, requests: Tensor, slots: Tensor, nth: Tensor, blocks: Tensor
-    ) -> TailPages:
-        """[N] each: tail page number `nth` of the request in `slots`, which lies in `blocks`."""
-        pool = self.pool
-        offsets = pool.block_page_offsets.view(pool.num_layers, 1, pool.num_heads)
-        page_ids = blocks.to(torch.int64)[:, None] * pool.pages_per_block + offsets
-        columns = self.counts[:, slots].to(torch.int64) + nth[:, None]
-        return TailPages(requests, columns, page_ids.to(torch.int32))
+    def _tail_rows(self) -> TailRows:
+        """The rows of all slots, as they lie."""
+        pool, rows = self.pool, self.rows
+        offsets, per_block = pool.block_page_offsets, pool.pages_per_block
+        return TailRows(rows.runs, rows.run_numbers, self.counts, offsets, per_block)
 
     def gather(self, slots: Tensor, width: int, layers: slice = slice(None)) -> Tensor:
         """As `PageRows.read`: page ids of requests in [R] slots, `width` columns or a few more."""

@@ -158,6 +158,7 @@ class DummyRuns:
         self._pages.zero_()
         for plan in plans:
             self._compress(plan, every_layer, row, queries)
+        self._extend_tail(plans[-1].position, row)
         if attends:
             self._attend(plans[-1], row, queries)
         self._pages.zero_()
@@ -208,13 +209,17 @@ class DummyRuns:
             runner.windows.release(name)
         self._pages.zero_()
 
+    def _extend_tail(self, num_tokens: int, row: Tensor) -> None:
+        """Appends the blocks that the request was given since its last event."""
+        tables = self._runner.tables
+        slots, rows = np.array([tables.slots[_REQUEST]]), np.array([0])
+        tables.extend_tails(slots, rows, row[None], np.array([num_tokens]))
+
     def _compress(self, plan: EventPlan, every_layer: bool, row: Tensor, queries: Tensor) -> None:
         """One event, as a step runs it; its queries come from a ring."""
         runner = self._runner
         if plan.resident_blocks:
-            slot = np.array([runner.tables.slots[_REQUEST]])
-            tokens, rows = np.array([plan.position]), np.array([0])
-            runner.tables.extend_tails(slot, rows, row[None], tokens)
+            self._extend_tail(plan.position, row)
         where = self._locate([plan]) if plan.window_size else None
         event = runner.begin(plan, row)
         (batch,) = runner.batches([event])

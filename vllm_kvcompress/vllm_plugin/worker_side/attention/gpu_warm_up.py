@@ -83,5 +83,6 @@ def _batch(num_requests: int, pool: Any) -> ResidentBatch:
         **vars(found),
         page_table=torch.full((*sequences, ALIGNMENT), page, **numbers),
         seq_lens=torch.full(sequences, pool.block_size, **numbers),
+        resident_offset=torch.zeros((pool.num_layers, num_requests, pool.num_heads), **numbers),
         same_in_all_layers=True,
     )
