@@ -195,6 +195,11 @@ def unpack(options: argparse.Namespace) -> int:
             model = options.unpack / "model"
             shutil.copytree(folder / "model", model, dirs_exist_ok=True)
             print(f"gpu_bundle: the model without weights is {model} (--load-format dummy)")
+    if python("import flashinfer", options.target).returncode:
+        print(
+            "gpu_bundle: flashinfer cannot be imported; set VLLM_USE_FLASHINFER_SAMPLER=0, without "
+            "which vLLM does not start on CUDA then"
+        )
     return try_imports(description["extensions"], options.target)
 
 

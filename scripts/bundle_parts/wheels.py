@@ -30,8 +30,10 @@ from bundle_parts import fat_binary
 # Packages too large to carry, whose CUDA builds belong to the machine's driver. The machine's own
 # stay, whichever version vLLM asks for.
 KEPT_PACKAGES = ("torch", "torchvision", "torchaudio", "torchcodec", "triton")
-# What vLLM's CUDA build asks for beside its CPU build, and imports only for what is not served by
-# default on Hopper: other attention backends, other kernels, video, faster loading of weights.
+# What vLLM's CUDA build asks for beside its CPU build: other attention backends, kernels of other
+# quantisations and architectures, video, faster loading of weights. vLLM imports them where they
+# are used, or notices that they are missing; its sampler alone has to be told, by
+# VLLM_USE_FLASHINFER_SAMPLER=0.
 OPTIONAL_PACKAGES = (
     "fastsafetensors",
     "flashinfer-python",

@@ -81,7 +81,7 @@ def library(device_code: bytes, host_code: bytes = b"host code here", tail: byte
     for name, kind, contents in sections:
         body += bytes(-len(body) % 16)
         table += (
-            names.index(b"\0" + name + b"\0").__add__(1).to_bytes(4, "little")
+            (names.index(b"\0" + name + b"\0") + 1).to_bytes(4, "little")
             + kind.to_bytes(4, "little")
             + bytes(16)
             + (64 + len(body)).to_bytes(8, "little")

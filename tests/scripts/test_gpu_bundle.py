@@ -460,6 +460,7 @@ def test_it_unpacks_into_an_empty_environment_and_is_imported(
     for module in ("vllm", "vllm.v1.worker.gpu_worker", "vllm_kvcompress.vllm_plugin"):
         assert f"{module}: imported" in done.stdout
     assert "not tried: vllm._C_stable_libtorch, vllm.cumem_allocator" in done.stdout
+    assert "set VLLM_USE_FLASHINFER_SAMPLER=0" in done.stdout
     (site,) = machine.parent.parent.glob("lib/python*/site-packages")
     name = "vllm/_C_stable_libtorch.abi3.so"
     original = zipfile.ZipFile(vllm).read(name)
