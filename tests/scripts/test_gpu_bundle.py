@@ -58,6 +58,7 @@ def entries_of(contents: bytes) -> list[list[bytes]]:
         while start < end:
             header_size = int.from_bytes(contents[start + 4 : start + 8], "little")
             size = header_size + int.from_bytes(contents[start + 8 : start + 16], "little")
+            assert header_size >= 64
             entries.append(contents[start : start + size])
             start += size
         assert start == end
