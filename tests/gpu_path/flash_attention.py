@@ -20,6 +20,7 @@ ROW_ALIGNMENT_BYTES = 16  # of what is copied to shared memory as a tensor
 MAX_HEAD_SIZE = 256
 PAGE_SIZE_MULTIPLE = {2: 16, 3: 1}
 calls: list[dict[str, Any]] = []  # what was asked for, for tests
+schedules: list[int] = []  # that were made ahead: most queries of a request
 
 
 def replace_flash_kernels(version: int) -> None:
@@ -107,6 +108,7 @@ def scheduler_metadata(
     check_numbers("cache_seqlens", cache_seqlens, (batch_size,))
     check_numbers("cu_seqlens_q", cu_seqlens_q, (batch_size + 1,))
     size = metadata_size(batch_size, num_splits, causal)
+    schedules.append(max_seqlen_q)
     return torch.zeros(size, dtype=torch.int32)
 
 

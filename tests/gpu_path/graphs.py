@@ -81,19 +81,19 @@ def memory(tensor: torch.Tensor) -> int:
 def captured(report: dict[str, Any]) -> None:
     """vLLM captures whole decode steps of model runner V2; reports how often each was replayed.
 
-    And how many there were each time that vLLM captured, which it does first to see what graphs
-    take, when there is next to no cache.
+    And what each graph launches, each time that vLLM captured, which it does first to see what
+    graphs take, when there is next to no cache.
     """
     from vllm.config.compilation import CUDAGraphMode
     from vllm.platforms import current_platform
-    from vllm.v1.attention.backends import triton_attn
+    from vllm.v1.attention.backends import flash_attn, triton_attn
     from vllm.v1.worker.gpu import cudagraph_utils, model_runner
 
     from vllm_kvcompress.attention import decode_steps
     from vllm_kvcompress.vllm_plugin.worker_side import gpu_worker
 
     count_steps(report)
-    report["replays"], report["launches"], report["captures"] = Counter(), Counter(), []
+    report["replays"], report["captures"] = Counter(), []
     torch.accelerator.get_memory_info = lambda: (0, 0)
     model_runner.lock_workspace = lambda: None  # which this worker has none of
     type(current_platform).get_global_graph_pool = lambda _: None
@@ -103,6 +103,11 @@ def captured(report: dict[str, Any]) -> None:
         (triton_attn, "triton_reshape_and_cache_flash"),
         (triton_attn, "unified_attention"),
     )
+    if hasattr(flash_attn, "reshape_and_cache_flash"):  # as far as tests replace its kernels
+        kernels += (
+            (flash_attn, "reshape_and_cache_flash"),
+            (flash_attn, "_FA4_DENSE_ATTENTION_KERNEL"),
+        )
     for owner, name in kernels:
         setattr(owner, name, launched(getattr(owner, name)))
     start = gpu_worker.CompressionGPUWorker.__init__
@@ -119,14 +124,15 @@ def captured(report: dict[str, Any]) -> None:
 
     def capture(self: Any, create_forward: Any, _: str) -> None:
         with torch.inference_mode():
+            launches: list[Counter[str]] = []
             for desc in self._capture_descs[CUDAGraphMode.FULL]:
                 create_forward(desc, warmup=True)(CUDAGraphMode.NONE)
                 forward = create_forward(desc, warmup=False)
                 with Recording() as graph:
                     forward(CUDAGraphMode.NONE)
                 self.graphs[desc] = graph
-                report["launches"] = graph.launches
-            report["captures"].append(len(self.graphs))
+                launches.append(graph.launches)
+            report["captures"].append(launches)
         self._graphs_captured = True
 
     def replay(self: Any, desc: Any) -> None:
@@ -139,8 +145,8 @@ def captured(report: dict[str, Any]) -> None:
         self.model_runner.profile_cudagraph_memory()  # which vLLM leaves out on CPUs
         return measure(self)
 
-    measure = gpu_worker.CompressionGPUWorker.determine_available_memory
-    gpu_worker.CompressionGPUWorker.determine_available_memory = measured
+    measure = gpu_worker.Worker.determine_available_memory
+    gpu_worker.Worker.determine_available_memory = measured
     current_platform.graph_pool_handle = lambda: None
     gpu_worker.CompressionGPUWorker.__init__ = as_on_cuda
     model_runner.GPUModelRunner.initialize_kv_cache = with_graphs

@@ -120,11 +120,12 @@ def flash_calls(report: dict[str, Any]) -> None:
 
     from tests.gpu_path import flash_attention
 
-    report["flash"] = flash_attention.calls
+    report["flash"], report["schedules"] = flash_attention.calls, flash_attention.schedules
     serve = gpu_worker.enable_gpu_sync_check
 
     def serving() -> None:
         flash_attention.calls.clear()
+        flash_attention.schedules.clear()
         serve()
 
     gpu_worker.enable_gpu_sync_check = serving

@@ -8,6 +8,7 @@ from typing import Any
 from tests import tiny_models
 from tests.engine.conftest import request
 from tests.gpu_path.conftest import Run
+from tests.gpu_path.graphs import IN_GRAPHS
 from tests.tiny_models import prompt
 
 ADAKV = {"policy": "adakv", "budget": 0.25}
@@ -62,3 +63,21 @@ def test_two_compressed_groups_have_metadata_of_their_own(
     assert len(report["kept"]) == 4 * 2
     for name, output in expected["outputs"].items():
         assert report["outputs"][name]["tokens"] == output["tokens"], name
+
+
+def test_replayed_steps_neither_plan_nor_capture_flash_attention(
+    llama: str, run_gpu_path: Run
+) -> None:
+    """No schedule is made ahead for single tokens, and its splits are in no graph: neither in
+    those that are replayed, nor in those whose memory vLLM measures before there is a cache."""
+    probes = [*IN_GRAPHS["probes"], "flash_calls"]
+    report = run_gpu_path(
+        llama, three_requests(), settings=ADAKV, **FLASH_3, **IN_GRAPHS | {"probes": probes}
+    )
+    assert sum(report["replays"].values()) > 10
+    assert len(report["schedules"]) >= 3  # of prompts
+    assert min(report["schedules"]) > 1
+    assert len(report["captures"]) == 2
+    for graphs in report["captures"]:
+        for launches in graphs:
+            assert set(launches) == {"write_cache", "decode_rows"}

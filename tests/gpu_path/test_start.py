@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ import pytest
 
 from tests import tiny_models
 from tests.engine.conftest import request
-from tests.gpu_path.conftest import Run
+from tests.gpu_path.conftest import ROOT, Run
 from tests.gpu_path.stand_ins import CONSUMED_BYTES, REQUESTED_BYTES
 from tests.tiny_models import prompt
 from vllm_kvcompress.vllm_plugin.worker_side.memory import FRAGMENTATION, TABLES_SHARE
@@ -105,3 +108,13 @@ def test_attention_over_single_heads_is_compiled_before_requests(
     before, later = report["compiled"]["before"], report["compiled"]["while"]
     assert len(later) >= 4
     assert [kind for kind in later if kind not in before] == []
+
+
+def test_vllm_checks_that_our_part_of_a_step_waits_for_nothing() -> None:
+    """With VLLM_GPU_SYNC_CHECK, once all is warm, as it does its own part."""
+    command = [sys.executable, "-m", "tests.gpu_path.sync_check"]
+    output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert output.returncode == 0, output.stderr[-3000:]
+    names = ["begin_step", "end_forward", "end_step"]
+    expected = [[name, mode] for mode in (None, "error") for name in names]
+    assert json.loads(output.stdout.splitlines()[-1]) == expected

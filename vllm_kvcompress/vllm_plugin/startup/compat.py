@@ -372,6 +372,19 @@ def shared_caches(vllm_config: Any) -> dict[str, str]:
     return {name: target for name, target in targets.items() if target is not None}
 
 
+def kv_cache_config(model_runner: Any) -> Any:
+    """The cache that a model runner was given, also while vLLM profiles CUDA graphs."""
+    return model_runner.kv_cache_config
+
+
+def checks_gpu_syncs(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Has VLLM_GPU_SYNC_CHECK report where a worker's method waits for the GPU."""
+    from vllm.utils.gpu_sync_debug import with_gpu_sync_check
+
+    checked: Callable[..., Any] = with_gpu_sync_check(method)
+    return checked
+
+
 def metadata_builder(model_runner: Any, group: int, layer_name: str) -> Any:
     """What builds the attention metadata of a layer of one cache group."""
     (found,) = [each for each in model_runner.attn_groups[group] if layer_name in each.layer_names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,7 +57,9 @@ class CompressionGPUWorker(CompressionWorker, Worker):
         (its start-up plan) was written down before anything was taken off.
         """
         chosen = self.cache_config.kv_cache_memory_bytes  # vLLM puts its plan's in the same place
-        available: int = super().determine_available_memory()
+        compression = self.compression
+        with nullcontext() if compression is None else compression.profiling(self.model_runner):
+            available: int = super().determine_available_memory()
         if self.compression is None or chosen:
             return available
         model, specs = self.model_runner.model, self.get_kv_cache_spec()

@@ -51,6 +51,7 @@ class CompressionWorker(CompressingWorker):
         if self.compression is not None:
             self.compression.bind(self.model_runner, kv_cache_config)
 
+    @compat.checks_gpu_syncs
     def execute_model(self, scheduler_output: SchedulerOutput):
         """Runs a step with its plan; what its events do behind sampling is left to be done."""
         if self.compression is None:
@@ -62,6 +63,7 @@ class CompressionWorker(CompressingWorker):
             self._end_step(output)
         return output
 
+    @compat.checks_gpu_syncs
     def sample_tokens(self, grammar_output: GrammarOutput | None):
         """Samples, then runs events, and sends back with the tokens how events went."""
         output = super().sample_tokens(grammar_output)

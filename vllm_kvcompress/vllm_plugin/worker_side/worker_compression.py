@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.logger import init_logger
 
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
@@ -36,7 +40,6 @@ from vllm_kvcompress.vllm_plugin.worker_side.ranks import on_any_rank
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from vllm.config import VllmConfig
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -80,6 +83,7 @@ class WorkerCompression:
         self.most_sequences: int | None = None
         self.checks = WorkerChecks() if switched_on() else None
         self._model_runner = None
+        self._profiled_runner = None
         self._plan: StepPlan | None = None
         self._scheduler_output: SchedulerOutput | None = None
         self._running: list[tuple[GroupCompression, StepWork]] = []
@@ -157,6 +161,29 @@ class WorkerCompression:
         for number, group in groups.items():
             self.groups[number] = bound = self._bind_group(number, group)
             self.group_of_layer |= dict.fromkeys(group.layer_names, bound)
+
+    @contextmanager
+    def profiling(self, model_runner) -> Iterator[None]:
+        """Has vLLM measure CUDA graphs with this package's attention in them.
+
+        vLLM captures some over a small cache, which it then drops; nothing may hold that later.
+        """
+        if self.reason_for_pieces is None:
+            self._profiled_runner = model_runner
+        try:
+            yield
+        finally:
+            self._profiled_runner = self._model_runner = None
+            if self.groups:
+                self.groups.clear()
+                self.group_of_layer.clear()
+                gc.collect()
+                torch.accelerator.empty_cache()
+
+    def _bind_profiled(self) -> None:
+        """Lays page views over the small cache."""
+        runner, self._profiled_runner = self._profiled_runner, None
+        self.bind(runner, compat.kv_cache_config(runner))
 
     def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupCompression:
         layers = compat.attention_layers(self.vllm_config, group.layer_names)
@@ -292,6 +319,9 @@ class WorkerCompression:
     def prepare(self, layer_name: str, common: CommonAttentionMetadata) -> StepWork | None:
         """The step's work of the layer's cache group; None: it has none."""
         group = self.group_of_layer.get(layer_name)
+        if group is None and self._profiled_runner is not None:
+            self._bind_profiled()
+            group = self.group_of_layer.get(layer_name)
         if group is None:
             return None
         if self._plan is None or self._scheduler_output is None:

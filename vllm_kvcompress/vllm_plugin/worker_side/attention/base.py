@@ -184,7 +184,9 @@ class CompressedBuilder:
         """vLLM's own metadata, with ours on it where anything is compressed or about to be."""
         compression = CompressedBackend.compression
         work = compression.prepare(self.layer_names[0], common_attn_metadata)
-        if work is None or work.decodes or not work.compressed:
+        if work is not None and work.decodes:  # nobody reads a schedule of vLLM's kernels
+            metadata = super().build(0, common_attn_metadata, fast_build=True)
+        elif work is None or not work.compressed:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         else:
             metadata = self.build_all(common_attn_metadata)
