@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.options import MAX_TOKENS, Options, option
+from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, option
 from vllm_kvcompress.prompts.settings import PromptSettings
 from vllm_kvcompress.scheduling.budgets import Budget
 from vllm_kvcompress.scheduling.read_rule import DEFAULT_MIN_TOKENS as READ_MIN_TOKENS
@@ -248,14 +248,8 @@ class Settings(Options):
         rule = self.read_rule
         if read is None:
             return rule
-        if rule is None or self.min_request_read is None:
-            raise ConfigError(
-                f"read {read}: this server lets no request choose how much is read; leave it out."
-            )
-        if read < self.min_request_read:
-            raise ConfigError(
-                f"read {read}: this server allows fractions from {self.min_request_read} to 1.0."
-            )
+        check_choice("kv_read", read, self.min_request_read, 1.0)
+        assert rule is not None, "min_request_read without read"
         return rule.reading(read)
 
     @property
@@ -281,15 +275,7 @@ class Settings(Options):
             )
         chosen = self.budget if budget is None else budget
         if budget is not None:
-            lowest, highest = self.min_request_budget, self.max_request_budget
-            if lowest is None or highest is None:
-                raise ConfigError(
-                    f"budget {budget}: this server lets no request choose a budget; leave it out."
-                )
-            if not lowest <= budget <= highest:
-                raise ConfigError(
-                    f"budget {budget}: this server allows fractions from {lowest} to {highest}."
-                )
+            check_choice("kv_budget", budget, self.min_request_budget, self.max_request_budget)
         changes: dict[str, Any] = {"policy": policy, "budget": chosen}
         if policy != self.policy:
             changes |= {"params": {}, "profile": None}
@@ -409,12 +395,6 @@ class Settings(Options):
             window_blocks=window_blocks,
             blocks_on_top=blocks_on_top,
         )
-
-    def num_kept_blocks(self, num_full_blocks: int, block_size: int) -> int:
-        """Blocks that `num_full_blocks` blocks are compressed to: at least 1, at most all."""
-        num_tokens = num_full_blocks * block_size
-        target = self.rule(block_size, window_size=0).target_blocks(num_tokens, num_tokens)
-        return min(num_full_blocks, target)
 
 
 class RequestOptions(Options):

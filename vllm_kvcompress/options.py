@@ -142,6 +142,22 @@ class _Give(argparse.Action):
         setattr(namespace, self.dest, given | {self.name: value})
 
 
+def check_choice(key: str, value: float, lowest: float | None, highest: float | None) -> None:
+    """Refuses a number that the operator lets no request choose; without limits there is none.
+
+    Raises:
+        ConfigError: the reason, which names the key in `vllm_xargs`.
+    """
+    if lowest is None or highest is None:
+        raise ConfigError(
+            f"vllm_xargs {key} {value:g}: this server lets no request choose; leave it out."
+        )
+    if not lowest <= value <= highest:
+        raise ConfigError(
+            f"vllm_xargs {key} {value:g}: this server allows {lowest:g} to {highest:g}."
+        )
+
+
 def described(field: FieldInfo) -> str:
     """A field's help and default, in Markdown."""
     default = field.get_default(call_default_factory=True)

@@ -119,14 +119,14 @@ def test_requests_choose_within_the_limit() -> None:
         rule = found.request_read_rule(read)
         assert rule == ReadRule.parse(f"quest:{read},group=mean")
     assert found.request_read_rule(None) == found.read_rule
-    with pytest.raises(ConfigError, match=r"from 0\.125 to 1\.0"):
+    with pytest.raises(ConfigError, match=r"allows 0\.125 to 1"):
         found.request_read_rule(0.1)
 
 
 @pytest.mark.parametrize("settings", [{"read": None}, {}])
 def test_requests_choose_only_where_the_operator_says(settings: dict[str, Any]) -> None:
     found = reads_of_requests(**settings)
-    with pytest.raises(ConfigError, match="lets no request choose how much"):
+    with pytest.raises(ConfigError, match=r"kv_read 0\.5: this server lets no request choose"):
         found.request_read_rule(0.5)
 
 

@@ -88,7 +88,7 @@ def test_a_server_that_compresses_nothing_of_itself(llama: str, run_engine: Run)
     [
         ({"kv_policy": "tova"}, 'policy "tova": this server allows adakv and keydiff and'),
         ({"kv_policy": 3}, "kv_policy should be a valid string, found 3"),
-        ({"kv_budget": 0.05}, "budget 0.05: this server allows fractions from 0.1 to 0.75"),
+        ({"kv_budget": 0.05}, "kv_budget 0.05: this server allows 0.1 to 0.75"),
         ({"kv_budget": 0}, "kv_budget should be greater than 0, found 0; give for example 0.5"),
         ({"kv_budget": 2048}, "less than or equal to 1, found 2048"),
         ({"kv_budget": "0.5"}, "found '0.5'"),
@@ -117,12 +117,15 @@ def test_without_leave_requests_choose_nothing(xargs: dict[str, Any], read: str 
 @pytest.mark.parametrize(
     ("xargs", "message"),
     [
-        *(({"kv_read": part}, "lets no request choose how much is read") for part in (0.5, 1, 1.0)),
+        *(
+            ({"kv_read": part}, "kv_read .*: this server lets no request choose")
+            for part in (0.5, 1, 1.0)
+        ),
         *(
             ({"kv_read": part}, f"vllm_xargs kv_read should be .*, found {re.escape(repr(part))}")
             for part in (0, -0.5, 1.5, 512, "0.5", True, [0.5])
         ),
-        ({"kv_policy": "none", "kv_read": 0.5}, "lets no request choose how much is read"),
+        ({"kv_policy": "none", "kv_read": 0.5}, "kv_read .*: this server lets no request choose"),
         ({"kv_prepare": True, "kv_context_tokens": 600}, "keeps no contexts"),
         ({"kv_prefill": 512}, "kv_prefill is not known"),
     ],

@@ -172,7 +172,7 @@ def test_requests_choose_within_the_operators_limits() -> None:
     assert content_of(shortener.rewrite(chat(LONG, prompt_rate=0.3))[0]) == "Keep a Keep"
     assert content_of(shortener.rewrite(chat(LONG))[0]) == SHORT
     for rate, reason in {
-        0.29: "allows rates from 0.3 to 1",
+        0.29: "allows 0.3 to 1",
         0: "vllm_xargs prompt_rate should be greater",
         1.1: "less than or equal to 1, found 1.1; give for example 0.5",
         "half": "should be a valid number, found 'half'",

@@ -6,7 +6,7 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.config import DEFAULT_POLICY, PROFILED_POLICY
@@ -149,20 +149,9 @@ def _as_json(info: type[Part]) -> dict[str, Any]:
         "summary": info.summary,
         "paper": info.paper,
         "stages": info.stages.said(),
-        "parameters": [_parameter_json(parameter) for parameter in info.parameters()],
+        "parameters": [asdict(parameter) for parameter in info.parameters()],
         "modifies": list(bases_of(info)),
         "profile": info.profile,
-    }
-
-
-def _parameter_json(parameter: Parameter) -> dict[str, Any]:
-    return {
-        "name": parameter.name,
-        "default": parameter.default,
-        "meaning": parameter.meaning,
-        "minimum": parameter.minimum,
-        "maximum": parameter.maximum,
-        "choices": list(parameter.choices),
     }
 
 

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.options import MAX_TOKENS, Options, option
+from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, option
 
 METHOD = "llmlingua2"
 REQUEST_RATE = "prompt_rate"  # of a request's vllm_xargs
@@ -137,16 +136,6 @@ class PromptSettings(Options):
             ConfigError: the server does not allow it.
         """
         rate = PromptRequestOptions.from_dict({"rate": asked}).rate
-        if rate is None:
-            return None
-        lowest, highest = self.min_request_rate, self.max_request_rate
-        if lowest is None or highest is None:
-            raise ConfigError(
-                f"vllm_xargs {REQUEST_RATE}: this server lets no request choose; leave it out."
-            )
-        if not lowest <= rate <= highest:
-            raise ConfigError(
-                f"vllm_xargs {REQUEST_RATE} {rate:g}: this server allows rates from {lowest:g} to "
-                f"{highest:g}."
-            )
+        if rate is not None:
+            check_choice(REQUEST_RATE, rate, self.min_request_rate, self.max_request_rate)
         return rate

@@ -48,7 +48,7 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
     )
 
 
-def check_choice(options: RequestOptions, settings: Settings) -> None:
+def check_allowed(options: RequestOptions, settings: Settings) -> None:
     """Refuses what a server with these settings does not let a request choose.
 
     Raises:
@@ -121,7 +121,7 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
                 f"vllm_xargs {chosen}: this server lets no request choose, and keeps no contexts; "
                 "leave it out."
             )
-        check_choice(options, cls.settings)
+        check_allowed(options, cls.settings)
         if options.prepare and sampling_params.max_tokens != 1:
             raise ConfigError(
                 f"vllm_xargs kv_prepare: expected max_tokens 1, found {sampling_params.max_tokens};"

@@ -14,7 +14,7 @@ from vllm_kvcompress.scheduling.ledger import PreparationLedger, RequestLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, ReadPlan, RequestPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import Candidate
 from vllm_kvcompress.scheduling.read_rule import PromptChunks, ReadRule
-from vllm_kvcompress.vllm_plugin.request_options import check_choice, request_options
+from vllm_kvcompress.vllm_plugin.request_options import check_allowed, request_options
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import StateUse
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _requested_options(request: Request, settings: Settings) -> RequestOptions:
     params = request.sampling_params
     try:
         options = request_options(None if params is None else params.extra_args)
-        check_choice(options, settings)
+        check_allowed(options, settings)
     except ValueError as error:
         logger.warning("request %s: %s Ignored.", request.request_id, error)
         return RequestOptions()
