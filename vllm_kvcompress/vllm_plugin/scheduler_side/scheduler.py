@@ -14,19 +14,17 @@ from vllm.v1.request import RequestStatus
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
 from vllm_kvcompress.rounding import ceil_div
-from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, PreparationLedger
+from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, PreparationLedger, RequestLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
+from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
     CompressedBlockManager,
     LimitedCaching,
 )
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
-from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import (
-    RequestCompression,
-    RequestTable,
-)
+from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
 from vllm_kvcompress.vllm_plugin.startup import compat, versions
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingScheduler, check_classes
@@ -377,18 +375,17 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             if record.unsent:
                 plan.add(record.unsent)
                 record.unsent = StepPlan()
-            if num_tokens == 1:
-                self._count_pages(record, end)
+            if record.read_rule is not None and num_tokens == 1:
+                self._count_pages(record.read_rule, record.ledger, end)
             if observes:
                 observation = record.ledger.observation(end - num_tokens, end)
                 if observation is not None:
                     plan.observations[request_id] = observation
         return plan
 
-    def _count_pages(self, record: RequestCompression, num_tokens: int) -> None:
-        """Counts the pages of a decode step at `num_tokens` tokens, if it reads only a part."""
-        rule, ledger = record.read_rule, record.ledger
-        if rule is None or num_tokens <= ledger.num_prompt_tokens:
+    def _count_pages(self, rule: ReadRule, ledger: RequestLedger, num_tokens: int) -> None:
+        """Counts the pages of a decode step at `num_tokens` tokens, which reads a part of them."""
+        if num_tokens <= ledger.num_prompt_tokens:
             return
         num_resident, size = ledger.resident_tokens(num_tokens), self.spec.block_size
         self._step_stats.held_pages += ceil_div(num_resident, size)
