@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -70,9 +71,56 @@ def test_a_wrong_value_is_refused_under_the_options_own_name(
         assert options.flag(name) in str(caught.value)
 
 
-@pytest.mark.parametrize(("options", "name"), FIELDS)
-def test_none_is_the_default(options: type[Options], name: str) -> None:
-    if not options.model_fields[name].is_required():
-        given = {**NEEDED[options], name: None}
-        expected = {key: value for key, value in given.items() if value is not None}
-        assert options.from_dict(given) == options.from_dict(expected)
+# By option: what stands where none is given, values that are taken, and values that are not.
+VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
+    (Settings, "budget"): (0.5, [0.1, 1.0, 2, 2048], [0, 1, 1.5, -1, True, 2**53 + 1]),
+    (Settings, "trigger"): ("prompt", ["chunk:9,decode:2"], ["now", "chunk,chunk", 3]),
+    (Settings, "params"): ({}, [{"a": 1, "b": "x", "c": True}], [{"a": [1]}, {"a": math.inf}, 3]),
+    (Settings, "profile"): (None, ["heads.json"], [3]),
+    (Settings, "min_tokens"): (256, [0, 2**53], [-1, 2**53 + 1, 1.5, True, "7"]),
+    (Settings, "request_policies"): ((), [("snapkv", "none")], [5, [5]]),
+    (Settings, "min_request_budget"): (None, [0.1], [0, 1.5, True, 100]),
+    (Settings, "max_request_budget"): (None, [1.0], [0, 1.5, True, 0.1]),
+    (Settings, "reuse_contexts"): (False, [True], ["yes", 1]),
+    (Settings, "reuse_conversations"): (None, ["reuse", "anew", "auto"], ["always", True]),
+    (Settings, "read"): (None, ["quest:0.5", "longcache"], ["half", 0.5]),
+    (Settings, "read_min_tokens"): (None, [0, 2**53], [-1, 1.5, True]),
+    (Settings, "min_request_read"): (None, [0.01, 1.0], [0, 1.01, True, "0.5"]),
+    (Settings, "attention"): ("auto", ["flash", "triton", "own"], ["xformers"]),
+    (PromptSettings, "rate"): (0.5, [0.01, 1.0], [0.009, 1.1, True, "0.5"]),
+    (PromptSettings, "target_tokens"): (None, [1], [0, 1.5, True]),
+    (PromptSettings, "roles"): ({}, [{"tool": 0.3}], [{"robot": 0.5}, {"tool": 2}]),
+    (PromptSettings, "force_tokens"): ((), [(".", "x")], [[""], ["."] * 101, 3]),
+    (PromptSettings, "min_tokens"): (64, [0], [-1, True]),
+    (PromptSettings, "min_request_rate"): (None, [0.01, 0.3], [0, 0.9]),
+    (PromptSettings, "max_request_rate"): (None, [0.5, 1.0], [1.1, 0.2]),
+    (PromptSettings, "device"): ("cpu", ["cuda:1"], ["", 1]),
+    (RequestOptions, "context_tokens"): (None, [1, 10.0], [0, 2.5, "10", True]),
+    (RequestOptions, "prepare"): (False, [True, 1], [2, 1.0, "yes"]),
+    (RequestOptions, "policy"): (None, ["none"], [3]),
+    (RequestOptions, "budget"): (None, [0.01, 1], [0, 1.1, "0.5", True]),
+    (RequestOptions, "read"): (None, [0.01, 1], [0, 1.1, "0.5", True]),
+    (PromptRequestOptions, "rate"): (None, [0.01, 1], [0, 1.1, "half", True]),
+}
+BESIDE: dict[str, Any] = {"read": "quest:0.5"}
+BESIDE |= {"min_request_budget": 0.2, "max_request_budget": 0.5}
+BESIDE_RATES = {"min_request_rate": 0.3, "max_request_rate": 0.5}
+
+
+def test_every_option_that_may_be_left_out_has_values() -> None:
+    required = {(Settings, "policy"), (PromptSettings, "compressor"), (Settings, "prompts")}
+    assert set(VALUES) == set(FIELDS) - required
+
+
+@pytest.mark.parametrize(("options", "name"), VALUES)
+def test_options_have_their_defaults_and_bounds(options: type[Options], name: str) -> None:
+    default, taken, refused = VALUES[options, name]
+    needed = {key: value for key, value in NEEDED[options].items() if key != name}
+    assert getattr(options.from_dict({**needed, name: None}), name) == default
+    beside = dict(NEEDED[options])
+    beside |= {Settings: BESIDE, PromptSettings: BESIDE_RATES}.get(options, {})
+    for value in taken:
+        assert getattr(options.from_dict({**beside, name: value}), name) == value
+    for value in refused:
+        with pytest.raises(ConfigError):
+            options.from_dict({**beside, name: value})
