@@ -71,7 +71,7 @@ class PromptsEnd:
         Args:
             way: of `WAYS`.
         """
-        together, self.runner.alike = way == "together", way != "alone"
+        together, self.runner.layers_alike = way == "together", way != "alone"
         runner, plans = self.runner, self.plans
         num_tokens = plans[0].position
         on_gpu = self.pool.device.type == "cuda"

@@ -123,7 +123,7 @@ def path_of(worker: Any) -> dict[str, Any]:
     return {
         "graphs": getattr(mode, "name", str(mode)),
         "observers": sum(runner.observer is not None for runner in runners),
-        "batched_tokens": min((runner.most_tokens for runner in runners), default=None),
+        "batched_tokens": min((runner.max_tokens for runner in runners), default=None),
     }
 
 

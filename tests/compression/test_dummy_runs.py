@@ -37,7 +37,7 @@ def longest_bytes(pipeline: Pipeline, num_tokens: int, alone: bool = False) -> i
     """Most bytes that are held at once, on a device whose memory nothing but shapes decides."""
     runner = Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR)).runner
     if alone:
-        runner.most_tokens = 0
+        runner.max_tokens = 0
     runs = dummy_runs(runner)
     with LiveBytes() as memory:
         runs.longest(num_tokens)
@@ -83,7 +83,7 @@ def test_nothing_is_left_behind(policy: str, tmp_path: Path) -> None:
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     request = Request(pipeline, make_pool(InterleavedPagePool))
     before = request.pool.pages.clone()
-    request.runner.most_tokens = 200
+    request.runner.max_tokens = 200
     dummy_runs(request.runner).warm_up(pipeline.needs_biased_attention)
     dummy_runs(request.runner).longest(200)
     after, mine = request.pool.pages, request.pool.pages_per_block

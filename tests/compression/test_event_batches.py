@@ -31,11 +31,11 @@ from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, Pag
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression import guard
 from vllm_kvcompress.compression.batch import (
-    MOST_TOKENS,
-    MOST_WINDOWS,
+    MAX_BATCH_TOKENS,
+    MAX_HELD_WINDOWS,
     EventBatch,
-    most_together,
-    together,
+    group_events,
+    max_batch_tokens,
 )
 from vllm_kvcompress.compression.event import Event, LayerWeights
 from vllm_kvcompress.compression.runner import EventRunner
@@ -205,7 +205,7 @@ def check_same(one: Step, other: Step) -> None:
 def test_together_is_one_by_one(policy: str, kind: type[PagePool], tmp_path: Path) -> None:
     """First events, and later ones of what the first have left; layer by layer and at once."""
     together, layers, alone = (make_step(policy, tmp_path, kind) for _ in range(3))
-    alone.runner.most_tokens = 0
+    alone.runner.max_tokens = 0
     pipeline = together.pipeline
     whole = pipeline.merger is not None or not pipeline.batches or pipeline.needs.output_weight
     for later, in_step in ((0, True), (LATER, False)):
@@ -236,7 +236,7 @@ def test_more_requests_queue_no_more_operators(
     counts = []
     for number in (1, 2, 8):
         step = make_step(policy, tmp_path, kind, device, (43, 45, 44, 46, 47, 45, 44, 43)[:number])
-        step.runner.alike = False
+        step.runner.layers_alike = False
         with launched():
             step.run(True)  # page tables grow
             step.forget()
@@ -256,7 +256,7 @@ def test_more_layers_queue_hardly_more_operators(
     counts = []
     for alike in (True, False):
         step = make_step(policy, tmp_path, kind, device, (43,))
-        step.runner.alike = alike
+        step.runner.layers_alike = alike
         with launched(), count_operators(step.runner) as operators:
             step.run(True)
         counts.append(operators.count)
@@ -311,7 +311,7 @@ def test_a_layer_that_fails_fails_alone(in_step: bool) -> None:
     layers, alone = (
         Step(pipeline, make_pool(PackedPagePool, num_blocks=BLOCKS_EACH), (50,)) for _ in range(2)
     )
-    alone.runner.most_tokens = 0
+    alone.runner.max_tokens = 0
     for step in (layers, alone):
         (event,) = step.run(False, in_step=in_step)
         assert isinstance(event.error, RuntimeError)
@@ -345,7 +345,9 @@ def test_who_runs_together() -> None:
     ]
 
     def found(whole: set[str], most_tokens: int) -> list[list[int]]:
-        return [[events.index(e) for e in some] for some in together(events, whole, most_tokens)]
+        return [
+            [events.index(e) for e in some] for some in group_events(events, whole, most_tokens)
+        ]
 
     everybody = {event.plan.request_id for event in events}
     # By length, and by room for padded tokens.
@@ -367,7 +369,7 @@ def test_how_many_layers_run_together(tmp_path: Path) -> None:
     step = make_step("snapkv", tmp_path, lengths=(43,) * len(lengths))
 
     def found(**settings: object) -> list[int]:
-        with mock.patch.multiple(step.runner, **{"alike": True} | settings):
+        with mock.patch.multiple(step.runner, **{"layers_alike": True} | settings):
             events = [
                 step.runner.begin(step.plan(nth, length), torch.zeros(64, dtype=torch.int32))
                 for nth, length in enumerate(lengths)
@@ -376,8 +378,8 @@ def test_how_many_layers_run_together(tmp_path: Path) -> None:
             return [most_at_once(batch) for batch in batches]
 
     assert found() == [3] * 14
-    assert found(most_tokens=200) == [3, 3, 2, 2, *[1] * 10]
-    assert found(most_tokens=0) == found(alike=False) == [1] * 14
+    assert found(max_tokens=200) == [3, 3, 2, 2, *[1] * 10]
+    assert found(max_tokens=0) == found(layers_alike=False) == [1] * 14
     assert found(observer=mock.Mock()) == [1] * 14
 
 
@@ -404,28 +406,28 @@ def test_queries_that_are_held_at_once_are_limited(tmp_path: Path) -> None:
         step.runner.begin(step.plan(nth, 43 + 14 * nth), torch.zeros(80, dtype=torch.int32))
         for nth in range(14)
     ]
-    with mock.patch("vllm_kvcompress.compression.batch.MOST_PADDING", 1.0):
+    with mock.patch("vllm_kvcompress.compression.batch.MAX_PADDING", 1.0):
         batches = step.runner.batches(events)
     found = [most_at_once(batch) for batch in batches]
     assert found == [3] * 10 + [2] + [1] * 3
-    assert sum(number for number in found if number > 1) == MOST_WINDOWS
+    assert sum(number for number in found if number > 1) == MAX_HELD_WINDOWS
 
 
 def test_large_tensors_are_no_faster_on_cpus(tmp_path: Path) -> None:
     pool = make_step("snapkv", tmp_path).pool
     token_bytes = NUM_HEADS * HEAD_SIZE * 4
-    assert most_together(pool) == MOST_TOKENS
+    assert max_batch_tokens(pool) == MAX_BATCH_TOKENS
     for most, wanted in ((token_bytes * 100, 100), (token_bytes * 100 - 1, 99)):
-        with mock.patch("vllm_kvcompress.compression.batch.MOST_BYTES", most):
-            assert most_together(pool) == wanted
-            assert most_together(make_pool(InterleavedPagePool, ACCELERATOR)) == MOST_TOKENS
+        with mock.patch("vllm_kvcompress.compression.batch.MAX_BATCH_BYTES", most):
+            assert max_batch_tokens(pool) == wanted
+            assert max_batch_tokens(make_pool(InterleavedPagePool, ACCELERATOR)) == MAX_BATCH_TOKENS
 
 
 def test_layers_that_rotate_otherwise_are_noticed() -> None:
     rotary = [Rotary(torch.tensor(angles)) for angles in ([1.0, 0.5], [1.0, 0.5], [1.0, 0.25])]
     first, same, other = (LayerWeights(rotary=each) for each in rotary)
-    assert first.rotates_as(same)
-    assert not first.rotates_as(other)
-    assert not first.rotates_as(LayerWeights(rotary=replace(rotary[0], halves=False)))
-    assert not first.rotates_as(LayerWeights())
-    assert LayerWeights().rotates_as(LayerWeights())
+    assert first.rotates_like(same)
+    assert not first.rotates_like(other)
+    assert not first.rotates_like(LayerWeights(rotary=replace(rotary[0], halves=False)))
+    assert not first.rotates_like(LayerWeights())
+    assert LayerWeights().rotates_like(LayerWeights())

@@ -47,7 +47,7 @@ class Preparation(Request):
         for end in ends:
             starts, lengths = np.array([0, 5, 5 + end - start]), np.array([9, end])
             table = self.block_row.repeat(2, 1)
-            work = repetitions.of_step({"x": 0, "r": 1}, starts, lengths, table)
+            work = repetitions.in_step({"x": 0, "r": 1}, starts, lengths, table)
             assert len(work) == (end > CONTEXT)
             for layer in range(NUM_LAYERS if work else 0):
                 others = torch.full((5, NUM_HEADS * GROUP, HEAD_SIZE), float("nan"))
@@ -74,7 +74,7 @@ def make(pool: type[PagePool], policy: str = "adakv", **more: Any) -> Preparatio
         block_size=BLOCK_SIZE,
     )
     request = Preparation(pipeline, make_pool(pool), positions=(END,))
-    request.runner.repetitions.tell({"r": CONTEXT})
+    request.runner.repetitions.register({"r": CONTEXT})
     return request
 
 

@@ -269,9 +269,9 @@ def test_contexts_that_are_prepared_at_once(shape: Shape) -> None:
     with launched(), LiveBytes() as memory:
         runner = runner_of(shape, policy, 8)
         assert measuring.pool is not runner.pool
-        runner.repetitions.tell(contexts)
+        runner.repetitions.register(contexts)
         rows = {name: row for row, name in enumerate(contexts)}
-        for work in runner.repetitions.of_step(rows, starts, lengths, block_table):
+        for work in runner.repetitions.in_step(rows, starts, lengths, block_table):
             for layer in range(shape.num_layers):
                 runner.repetitions.score(layer, work, queries, 1.0)
         event = EventPlan(

@@ -1,16 +1,11 @@
-"""Events of one step that run together, as if the heads of all requests were one layer's.
+"""Batches of events: several requests in one layer, or one request in several layers.
 
-    rows of heads    [ request 0: head 0, head 1, .. ][ request 1: head 0, .. ] ..
+    several requests    [ request 0: head 0, head 1, .. ][ request 1: head 0, .. ] ..
+    several layers      [ layer 0: head 0, head 1, .. ][ layer 1: head 0, .. ] ..
 
-An event of a short prompt is little work in many operators, so those of several cost hardly more
-than that of one. Requests keep budgets, lengths and pages of their own.
-
-An event that runs alone does so for several layers at once, for the same reason: as soon as the
-last of them has been computed.
-
-    rows of heads    [ layer 0: head 0, head 1, .. ][ layer 1: head 0, .. ] ..
-
-Until then the queries that it observes are held.
+The event of a short prompt is little work in many operators, so a batch costs hardly more than one
+event. Each request keeps its own budget, lengths and pages. A batch of layers runs when its last
+layer has been computed; the observed queries of the earlier layers are held until then.
 """
 
 from __future__ import annotations
@@ -34,28 +29,26 @@ from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.rounding import ceil_div
 
-MOST_PADDING = 1.25  # of the shortest one's length: what is computed for nothing
-MOST_TOKENS = 16_384  # of all that run together, padded; longer events are work enough alone
-# Of their keys on CPUs, where operators gather them: larger tensors are slower than several small
-# ones (twice as slow for `keydiff` on layers of Llama-3.1-8B's shape, 16 MiB).
-MOST_BYTES = 8 * 2**20
-MOST_LAYERS = 8  # of an event that run together; more save little
-MOST_WINDOWS = 32  # of all events of a step, whose queries are held for later layers
+MAX_PADDING = 1.25  # longest event of a batch over its shortest
+MAX_BATCH_TOKENS = 16_384  # padded tokens of a batch; longer events gain nothing from batching
+# Key bytes of a batch on CPUs, where operators gather keys: one large tensor is slower than several
+# small ones (twice as slow for `keydiff` on layers of Llama-3.1-8B's shape, 16 MiB).
+MAX_BATCH_BYTES = 8 * 2**20
+MAX_BATCH_LAYERS = 8  # more layers save little
+MAX_HELD_WINDOWS = 32  # layers of a step's events whose observed queries are held
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
 class EventLayers:
-    """Consecutive layers that events are run for at once, at the end of the last one.
-
-    R counts requests or, where there are several layers, these.
+    """Consecutive layers that a batch compresses at once, after the last of them is computed.
 
     Attributes:
-        layers: which.
-        totals: pages that are kept.
-        pages: [any] int64 fresh pages for the tokens of all.
-        state_pages: [any] int64 likewise, for their policy states.
-        state: whose the latter are.
+        layers: layer numbers.
+        totals: pages to keep, for each request or, in a batch of layers, for each layer.
+        pages: [P] int64 fresh pages for the kept tokens.
+        state_pages: [S] int64 fresh pages for the policy states.
+        state: which requests own `state_pages`.
     """
 
     layers: range
@@ -67,21 +60,21 @@ class EventLayers:
 
 @dataclass
 class EventBatch:
-    """R events, while their step runs: one policy, one size of window, similar lengths.
+    """R events with one policy, one window size and similar lengths, while their step runs.
 
     Attributes:
-        events: of different requests.
+        events: one for each request.
         pipeline: their policy.
-        slots: [R] int64 their rows in the page tables.
-        blocks: [R, any] int64 block ids of full blocks, and of the partial one behind them.
+        slots: [R] int64 rows of the requests in the page tables.
+        blocks: [R, n] int64 block ids of the full blocks, then of the partial one.
         num_full: [R, 1] int64 full blocks of each tail.
-        first_tokens: [R, 1] int64 logical tokens before it.
-        num_body: columns that full pages may lie in.
+        first_tokens: [R, 1] int64 logical tokens before each tail.
+        num_body: page-table columns that full pages may occupy.
         num_tail: tokens of the longest partial block.
-        tails: [R, 1] int64 of each, where they differ; else None.
-        layers: by layer, those that it runs with.
-        queries_at: where the observed queries are, once it is known.
-        held: of the layers since events were run last, the queries; oldest first.
+        tails: [R, 1] int64 tokens of each partial block where they differ; else None.
+        layers: for each layer, the layers that it is compressed with.
+        queries_at: places of the observed queries, once they are looked up.
+        held_queries: observed queries of layers that wait to be compressed, oldest first.
     """
 
     events: list[Event]
@@ -95,21 +88,21 @@ class EventBatch:
     tails: Tensor | None
     layers: list[EventLayers]
     queries_at: WindowPlaces | None = field(default=None, init=False)
-    held: list[Tensor] = field(default_factory=list, init=False)
+    held_queries: list[Tensor] = field(default_factory=list, init=False)
 
     @property
     def window_size(self) -> int:
-        """Queries observed."""
+        """Number of queries that each event observes."""
         return self.events[0].plan.window_size
 
     @property
     def resident(self) -> bool:
-        """Whether they read what former events have kept."""
+        """Whether the events read tokens that earlier events kept."""
         return self.events[0].plan.resident_blocks > 0
 
     @classmethod
     def of(cls, events: list[Event], pool: PagePool, num_layers: int = 1) -> EventBatch:
-        """Of events that `together` puts together, in so many layers at once."""
+        """Builds the batch of a group of `group_events`, in `num_layers` layers at once."""
         first, device = events[0], pool.device
         numbers = [
             (event.slot, event.num_full, event.plan.first_block * pool.block_size, event.num_tail)
@@ -133,62 +126,63 @@ class EventBatch:
         )
 
 
-def most_together(pool: PagePool) -> int:
-    """Tokens of events, or of an event's layers, that run together."""
+def max_batch_tokens(pool: PagePool) -> int:
+    """Returns how many padded tokens a batch may have on the pool's device."""
     if pool.device.type != "cpu":
-        return MOST_TOKENS
+        return MAX_BATCH_TOKENS
     token_bytes: int = pool.num_heads * pool.head_size * pool.dtype.itemsize
-    return min(MOST_TOKENS, MOST_BYTES // token_bytes)
+    return min(MAX_BATCH_TOKENS, MAX_BATCH_BYTES // token_bytes)
 
 
-def layers_together(pipeline: Pipeline, num_tokens: int, most_tokens: int) -> int:
-    """In how many layers at once an event of so many tokens may run, without others.
+def layers_per_batch(pipeline: Pipeline, num_tokens: int, max_tokens: int) -> int:
+    """Returns in how many layers at once a single event of `num_tokens` tokens may run.
 
-    One where it is not known of the policy, and where mergers, or weights of the output
-    projection, would take as many times the memory as there are layers.
+    It is 1 for policies that do not declare `batches`, and where mergers or weights of the output
+    projection would multiply memory by the number of layers.
     """
     alone = not pipeline.batches or pipeline.merger is not None or pipeline.needs.output_weight
-    return 1 if alone else max(1, min(MOST_LAYERS, most_tokens // max(1, num_tokens)))
+    return 1 if alone else max(1, min(MAX_BATCH_LAYERS, max_tokens // max(1, num_tokens)))
 
 
-def together(events: Iterable[Event], whole: Iterable[str], most_tokens: int) -> list[list[Event]]:
-    """Which events of a step run together, each in one of the lists.
+def group_events(
+    events: Iterable[Event], windows_in_step: Iterable[str], max_tokens: int
+) -> list[list[Event]]:
+    """Groups the events of a step into batches.
 
     Args:
-        events: of one cache group.
-        whole: requests whose windows are read from the batch.
-        most_tokens: of all that run together, padded.
+        events: events of one cache group.
+        windows_in_step: ids of requests whose whole window is among the step's queries.
+        max_tokens: padded tokens of a batch.
     """
-    whole = set(whole)
+    in_step = set(windows_in_step)
 
     def kind(event: Event) -> Hashable:
         plan = event.plan
         if event.error is not None or not event.pipeline.batches:
             return plan.request_id
         kept_before = plan.resident_blocks > 0
-        in_batch = plan.request_id in whole
-        return id(event.pipeline), plan.window_size, kept_before, in_batch
+        return id(event.pipeline), plan.window_size, kept_before, plan.request_id in in_step
 
     alike: dict[Hashable, list[Event]] = {}
     for event in events:
         alike.setdefault(kind(event), []).append(event)
-    found: list[list[Event]] = []
-    for some in alike.values():
+    batches: list[list[Event]] = []
+    for candidates in alike.values():
         batch: list[Event] = []
-        for event in sorted(some, key=lambda event: event.num_tokens):
+        for event in sorted(candidates, key=lambda event: event.num_tokens):
             length = event.num_tokens
-            fits = batch and length <= MOST_PADDING * batch[0].num_tokens
-            if not fits or length * (len(batch) + 1) > most_tokens:
+            fits = batch and length <= MAX_PADDING * batch[0].num_tokens
+            if not fits or length * (len(batch) + 1) > max_tokens:
                 batch = []
-                found.append(batch)
+                batches.append(batch)
             batch.append(event)
-    return found
+    return batches
 
 
 def _layers(events: list[Event], pool: PagePool, num_together: int) -> Iterator[EventLayers]:
-    """By layer; layers that run together have the same."""
+    """Yields for each layer the layers that it is compressed with."""
     number = ceil_div(pool.num_layers, num_together)
-    firsts = [nth * pool.num_layers // number for nth in range(number + 1)]
+    firsts = [run * pool.num_layers // number for run in range(number + 1)]
     runs = [range(*ends) for ends in pairwise(firsts)]
     pages = _pages(events, runs, pool)
     totals = _totals(events, runs, pool)
@@ -197,35 +191,34 @@ def _layers(events: list[Event], pool: PagePool, num_together: int) -> Iterator[
     for layers, total in zip(runs, totals, strict=True):
         if len(layers) not in states:
             rows = [
-                (nth, event.slot, event.state_pages)
-                for nth in range(len(layers))
+                (layer, event.slot, event.state_pages)
+                for layer in range(len(layers))
                 for event in events
             ]
             states[len(layers)] = StateRows.of(rows, pool)
         state = states[len(layers)]
         end = start + total.num_pages
-        behind = pages[end : end + state.num_pages]
-        found = EventLayers(layers, total, pages[start:end], behind, state)
-        yield from [found] * len(layers)
+        state_pages = pages[end : end + state.num_pages]
+        yield from [EventLayers(layers, total, pages[start:end], state_pages, state)] * len(layers)
         start = end + state.num_pages
 
 
 def _pages(events: list[Event], runs: list[range], pool: PagePool) -> Tensor:
-    """[any] int64 fresh pages of all events: by layers that run together, first those for tokens,
-    then those for policy states."""
+    """Returns the [n] int64 fresh pages of all events: run by run of layers, first the pages for
+    tokens, then those for policy states."""
     pages = events[0].fresh_pages
     if len(events) > 1:
         pages = torch.cat([event.fresh_pages for event in events])
     elif len(runs) == pool.num_layers or not events[0].state_pages:
-        return pages  # as they are
+        return pages  # already in this order
     ends = np.cumsum([event.fresh_pages.numel() for event in events])
     firsts = [int(end) - event.fresh_pages.numel() for end, event in zip(ends, events, strict=True)]
-    there = list(zip(firsts, events, strict=True))
+    placed = list(zip(firsts, events, strict=True))
     parts: list[Numbers] = []
     for layers in runs:
         states: list[Numbers] = []
         for layer in layers:
-            for first, event in there:
+            for first, event in placed:
                 start = first + event.layer_starts[layer]
                 end = start + event.layer_pages[layer]
                 parts.append(np.arange(start, end))
@@ -235,15 +228,17 @@ def _pages(events: list[Event], runs: list[range], pool: PagePool) -> Tensor:
 
 
 def _totals(events: list[Event], runs: list[range], pool: PagePool) -> list[Totals]:
-    """Of layers that run together."""
+    """Returns the pages to keep in each run of layers."""
     pages = np.array([event.layer_pages for event in events]).T
     protected = [
         protected_pages(event.pipeline, event.num_tail, pool.block_size) for event in events
     ]
     floors = np.minimum(protected, pages // pool.num_heads)
-    there = upload(np.stack((pages, floors)), pool.device)
+    uploaded = upload(np.stack((pages, floors)), pool.device)
     counts = pages.sum(axis=1)
     return [
-        Totals(int(counts[run.start : run.stop].sum()), *there[:, run.start : run.stop].flatten(1))
+        Totals(
+            int(counts[run.start : run.stop].sum()), *uploaded[:, run.start : run.stop].flatten(1)
+        )
         for run in runs
     ]

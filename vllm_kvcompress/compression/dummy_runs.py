@@ -1,8 +1,4 @@
-"""Events of requests that nobody has sent.
-
-Small ones run every kernel once, so that none is compiled while requests wait. The longest ones
-take as much memory as an event can.
-"""
+"""Events of dummy requests: to compile kernels before serving, and to measure peak memory."""
 
 from __future__ import annotations
 
@@ -16,28 +12,27 @@ from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import Located
-from vllm_kvcompress.compression.batch import MOST_WINDOWS
+from vllm_kvcompress.compression.batch import MAX_HELD_WINDOWS
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 _REQUEST, _PREPARED = "dummy", "dummy context"
-SHORT = 64  # tokens of the shortest prompts that are compressed together
-SCORING = 512  # queries of a chunk that scores a context: more take no more memory
-CHUNK = 32  # queries that take the larger of a kernel's two sizes, however many heads share a key
+SHORT = 64  # tokens of the shortest prompts in a batch
+SCORING = 512  # queries of a chunk that scores a context; more take no more memory
+CHUNK = 32  # queries that select the larger of a kernel's two sizes for every group size
 
 
 class DummyRuns:
-    """Runs events of every policy on one block, which is all their sources and targets.
+    """Runs events of every policy with a single block as all sources and targets.
 
-    What an event computes depends on the block's tokens, and on a GPU how much memory it takes
-    does not.
+    Memory on a GPU does not depend on what the block holds.
 
     Args:
-        runner: with no requests yet.
-        num_query_heads: of this rank.
-        block: that nobody reads; it is left full of zeros.
+        runner: a runner without requests.
+        num_query_heads: query heads of this rank.
+        block: id of a block that no request uses; it is left full of zeros.
     """
 
     def __init__(self, runner: EventRunner, num_query_heads: int, block: int) -> None:
@@ -48,12 +43,12 @@ class DummyRuns:
         self._pages = pool.pages[block * pool.pages_per_block : (block + 1) * pool.pages_per_block]
 
     def warm_up(self, attends: bool) -> None:
-        """The smallest events that have everything: a window, a partial block, room for state.
+        """Runs the smallest events with a window, a partial block and room for policy state.
 
-        A second one, which finds what the first has left, where requests are compressed again.
+        Where a policy may compress a request again, a second event reads what the first has kept.
 
         Args:
-            attends: whether this package's attention runs too, over what they keep.
+            attends: whether to run this package's attention over the kept tokens as well.
         """
         pool = self._pool
         for name, pipeline in self._runner.pipelines.items():
@@ -65,16 +60,16 @@ class DummyRuns:
             self._run(plans, every_layer=True, attends=attends)
 
     def longest(self, num_tokens: int, prepares: bool = False) -> None:
-        """Events that read `num_tokens` per head and keep them all, in the last layer.
+        """Runs the events that take the most memory, in the last layer.
 
-        Policies may leave the first layers alone. Where requests are compressed again, half of the
-        tokens were kept by an event before. Then as many short ones as may run together, which
-        observe more queries, and as many alone as may hold theirs until later layers.
+        These are: an event that reads `num_tokens` tokens of each head and keeps them all (half of
+        them kept by an earlier event where the policy repeats); the largest batch of short
+        requests; and as many single events as may hold observed queries. Policies may skip the
+        first layers, hence the last one.
 
         Args:
-            num_tokens: of the longest request.
-            prepares: contexts may be scored, as many tokens at once as that request has; these
-                scores are there while events run.
+            num_tokens: tokens of the longest request.
+            prepares: whether contexts may be scored; their scores are then held meanwhile.
         """
         if prepares:
             self._score(num_tokens)
@@ -89,24 +84,24 @@ class DummyRuns:
                     self._plan(name, half, 2 * half, half, 2 * half),
                 ]
             self._run(plans)
-            self._run_short(name, together=True)
-            self._run_short(name, together=False)
+            self._run_short(name, batched=True)
+            self._run_short(name, batched=False)
         self._runner.repetitions.forget(_PREPARED)
 
     def _score(self, num_tokens: int) -> None:
-        """Scores that stay, and what a chunk behind such a context takes in a layer."""
+        """Scores a context of `num_tokens` tokens in one layer, and keeps the scores."""
         pool, repetitions = self._pool, self._runner.repetitions
-        repetitions.tell({_PREPARED: num_tokens})
+        repetitions.register({_PREPARED: num_tokens})
         length = num_tokens + SCORING
         blocks = (1, ceil_div(length, pool.block_size))
         row = torch.full(blocks, self._block, dtype=torch.int32, device=pool.device)
         starts, lengths = np.array([0, SCORING]), np.array([length])
-        (work,) = repetitions.of_step({_PREPARED: 0}, starts, lengths, row)
+        (work,) = repetitions.in_step({_PREPARED: 0}, starts, lengths, row)
         queries = self._queries(SCORING)
         repetitions.score(pool.num_layers - 1, work, queries, 1.0)
 
     def _queries(self, number: int) -> Tensor:
-        """[number, num_query_heads, head_size] zeros."""
+        """Returns [number, num_query_heads, head_size] zeros."""
         shape = (number, self._num_query_heads, self._pool.head_size)
         return self._pool.pages.new_zeros(shape, dtype=self._pool.dtype)
 
@@ -142,12 +137,12 @@ class DummyRuns:
     def _run(
         self, plans: list[EventPlan], every_layer: bool = False, attends: bool = False
     ) -> None:
-        """One request's events, and attention to what the last one has left.
+        """Runs the events of one request.
 
         Args:
-            plans: of the events.
-            every_layer: and not the last alone, or as many as run with it.
-            attends: what is left is attended to.
+            plans: plans of the events.
+            every_layer: whether to run all layers, or only the last batch of layers.
+            attends: whether to run attention over the kept tokens afterwards.
         """
         runner, pool = self._runner, self._pool
         row = torch.full(
@@ -165,13 +160,13 @@ class DummyRuns:
         runner.tables.release(_REQUEST)
         runner.windows.release(_REQUEST)
 
-    def _run_short(self, policy: str, together: bool) -> None:
-        """Short requests' events in one step, in the last layer.
+    def _run_short(self, policy: str, batched: bool) -> None:
+        """Runs events of short requests in one step, in the last layer.
 
         Args:
-            policy: of all.
-            together: as many as `EventRunner.most_tokens` allows; else as many as `MOST_WINDOWS`
-                allows to hold queries.
+            policy: name of their policy.
+            batched: run one batch of `EventRunner.max_tokens` tokens; else as many single events
+                as `MAX_HELD_WINDOWS` allows.
         """
         runner, size = self._runner, self._pool.block_size
         pipeline = runner.pipelines[policy]
@@ -179,13 +174,13 @@ class DummyRuns:
         num_blocks = max(2 * self._least_blocks(pipeline), ceil_div(num_tokens, size))
         at_once = runner.layers_at_once(pipeline, num_blocks * size)
         number = 0
-        if together and pipeline.batches:
-            number = runner.most_tokens // (num_blocks * size)
-        elif not together and at_once > 1:
-            number = MOST_WINDOWS // at_once
+        if batched and pipeline.batches:
+            number = runner.max_tokens // (num_blocks * size)
+        elif not batched and at_once > 1:
+            number = MAX_HELD_WINDOWS // at_once
         if not number:
             return
-        names = [f"{_REQUEST} {nth}" for nth in range(number)]
+        names = [f"{_REQUEST} {index}" for index in range(number)]
         plans = [self._plan(policy, 0, num_blocks, 0, num_blocks, name) for name in names]
         device, window = self._pool.device, plans[0].window_size
         row = torch.full((num_blocks + 1,), self._block, dtype=torch.int32, device=device)
@@ -194,9 +189,9 @@ class DummyRuns:
         events = [runner.begin(plan, row) for plan in plans]
         if window:
             where = self._locate(plans, plans)
-        groups = [events] if together else [[event] for event in events]
-        whole = () if where is None else where.whole
-        batches = [batch for some in groups for batch in runner.batches(some, whole)]
+        groups = [events] if batched else [[event] for event in events]
+        in_step = () if where is None else where.whole
+        batches = [batch for group in groups for batch in runner.batches(group, in_step)]
         for layer in batches[0].layers[-1].layers:
             if where is not None:
                 runner.windows.record(layer, queries, where)
@@ -216,7 +211,7 @@ class DummyRuns:
         tables.extend_tails(slots, rows, row[None], np.array([num_tokens]))
 
     def _compress(self, plan: EventPlan, every_layer: bool, row: Tensor, queries: Tensor) -> None:
-        """One event, as a step runs it; its queries come from a ring."""
+        """Runs one event as a step does; its queries come from a ring buffer."""
         runner = self._runner
         if plan.resident_blocks:
             self._extend_tail(plan.position, row)
@@ -231,9 +226,9 @@ class DummyRuns:
         runner.finish(event)
 
     def _locate(self, plans: Sequence[EventPlan], ending: Sequence[EventPlan] = ()) -> Located:
-        """Where requests' windows are, one behind the other; of those that are `ending`, whole."""
+        """Locates the windows of requests, one after the other; `ending` ones need all queries."""
         pool, windows, rows = self._pool, self._runner.windows, []
-        for nth, plan in enumerate(plans):
+        for index, plan in enumerate(plans):
             if isinstance(windows, PagedWindows):
                 count = window_blocks(
                     windows.window_size,
@@ -243,17 +238,17 @@ class DummyRuns:
                 )
                 windows.hold(plan.request_id, (self._block,) * count)
             size = plan.window_size
-            rows.append((plan.request_id, nth * size, Observation(0, plan.position - size, size)))
+            rows.append((plan.request_id, index * size, Observation(0, plan.position - size, size)))
         return windows.locate(rows, ending)
 
     def _attend(self, plan: EventPlan, row: Tensor, queries: Tensor) -> None:
-        """Attention of a generated token, and of a short and a longer chunk."""
+        """Runs attention for a generated token, a short chunk and a longer chunk."""
         runner = self._runner
         batches = ResidentBatches(runner.tables, runner.read_by_attention)
         num_tokens = plan.position + 1
         lengths = row.new_full((1,), num_tokens)
         (batch,) = batches.read([_REQUEST], np.array([num_tokens]), lengths, row[None])
         for num_queries in (1, 2, CHUNK):
-            for some in query_batches(batch, np.array([0, num_queries])):
+            for part in query_batches(batch, np.array([0, num_queries])):
                 rows = queries[:num_queries]
-                biased_attention(runner, 0, some, rows, torch.empty_like(rows), 1.0)
+                biased_attention(runner, 0, part, rows, torch.empty_like(rows), 1.0)

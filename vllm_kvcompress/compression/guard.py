@@ -1,12 +1,12 @@
-"""Events whose policy fails: what is kept instead, so that others are served on.
+"""The fallback for events whose policy fails, so that all other requests are served on.
 
 The scheduler has planned an event's blocks before it runs, and attention reads them from the next
-step on. So the pages of a failed layer, and of all after it, are filled with the first tokens and
-the most recent ones. That is safe whatever the policy had written: sources are only read, nobody
-reads the fresh pages before the layer's rows are replaced, and every one of them is written anew.
+step on. So the pages of the failed layer and all later layers take the first and the most recent
+tokens. That is safe whatever the policy has written: sources are only read, nothing reads the fresh
+pages before the layer's page-table rows are replaced, and every fresh page is written again.
 
-It cannot help where the device itself has failed (an illegal address on a GPU): then the fallback
-fails as well, and with it the engine.
+Where the device itself has failed (an illegal address on a GPU) the fallback fails too, and the
+engine ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ logger = logging.getLogger(f"vllm.plugins.{__name__}")  # vLLM shows only logger
 
 
 def begin(runner: EventRunner, plan: EventPlan, block_row: Tensor) -> Event:
-    """As `EventRunner.begin`; all layers get the same where the policy cannot divide pages."""
+    """Calls `EventRunner.begin`; where the policy fails to divide pages, layers get equal parts."""
     try:
         return runner.begin(plan, block_row)
     except Exception as error:
@@ -39,53 +39,49 @@ def begin(runner: EventRunner, plan: EventPlan, block_row: Tensor) -> Event:
 def run_layer(
     runner: EventRunner, batches: list[EventBatch], layer: int, scale: float
 ) -> list[EventBatch]:
-    """As `EventRunner.run_layer`; errors are raised only where somebody measures.
+    """Calls `EventRunner.run_layer` for each batch; raises errors only with an observer.
 
     Returns:
-        What is to run in the next layer: where something failed, its events one by one, and
-        layer by layer.
+        The batches to run in the next layer; a batch that failed is split into single events.
     """
-    found = []
+    next_batches = []
     for batch in batches:
         try:
             runner.run_layer(batch, layer, scale)
-            found.append(batch)
+            next_batches.append(batch)
         except Exception as error:
-            found += _run_apart(runner, batch, layer, scale, error)
-    return found
+            next_batches += _run_one_by_one(runner, batch, layer, scale, error)
+    return next_batches
 
 
-def _run_apart(
+def _run_one_by_one(
     runner: EventRunner, failed: EventBatch, layer: int, scale: float, error: Exception
 ) -> list[EventBatch]:
-    """Events of a batch that failed, one by one, in all layers that have waited for this one.
-
-    Only alone, in one layer, it is known whose fault it was.
-    """
+    """Runs the events of a failed batch alone, layer by layer, to find the one that fails."""
     waiting = range(failed.layers[layer].layers.start, layer + 1)
     held: dict[int, Tensor] = {}
     if len(failed.events) == len(waiting) == 1:
         return [_fall_back(runner, failed.events[0], layer, scale, error)]
     if len(failed.events) == 1:
-        held = dict(zip(waiting, failed.held, strict=False))
-    message = "%s failed for %d requests and %d layers together: one by one"
+        held = dict(zip(waiting, failed.held_queries, strict=False))
+    message = "%s failed for a batch of %d requests and %d layers; running them one by one"
     logger.warning(message, failed.pipeline.name, len(failed.events), len(waiting))
-    found = []
+    batches = []
     for event in failed.events:
         batch = EventBatch.of([event], runner.pool)
-        for each in waiting:
+        for waiting_layer in waiting:
             try:
-                runner.run_layer(batch, each, scale, held.get(each))
-            except Exception as its_own:
-                batch = _fall_back(runner, event, each, scale, its_own)
-        found.append(batch)
-    return found
+                runner.run_layer(batch, waiting_layer, scale, held.get(waiting_layer))
+            except Exception as event_error:
+                batch = _fall_back(runner, event, waiting_layer, scale, event_error)
+        batches.append(batch)
+    return batches
 
 
 def _fall_back(
     runner: EventRunner, event: Event, layer: int, scale: float, error: Exception
 ) -> EventBatch:
-    """What is to run in the next layer, after an event that failed by itself."""
+    """Lets the fallback policy run this layer, and returns the batch for the next layer."""
     if event.error is not None or runner.observer is not None:
         raise error
     event.fall_back(_FALLBACK, error)

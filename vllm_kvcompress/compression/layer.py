@@ -1,4 +1,4 @@
-"""One layer of requests: what every head keeps, and what becomes of the rest."""
+"""Decides what every head of a layer keeps, and how the rest is merged."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from vllm_kvcompress.policies.base import LayerView, Merged, Selection
 from vllm_kvcompress.policies.parts.mass import observed_mass
 from vllm_kvcompress.policies.pipeline import Pipeline
 
-# Of every entry, what a later event is told again; mergers may change it.
+# Per-entry state that later events read; mergers may replace it.
 _REMEMBERED = ("accumulated", "observed", "positions")
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Pages that requests keep in a layer, over all of its heads.
+    """Pages that requests keep in a layer, summed over its heads.
 
     Attributes:
-        num_pages: of all requests.
-        pages: [R] int64 of each, at most what the layer has.
-        floors: [R] int64 least pages of a head, where it has them: as many as protected entries
-            need, but no more than an equal share.
+        num_pages: pages of all requests.
+        pages: [R] int64 pages of each request, at most what the layer holds.
+        floors: [R] int64 minimum pages of a head: what protected entries need, and at most an
+            equal share.
     """
 
     num_pages: int
@@ -35,14 +35,14 @@ class Totals:
 
     @classmethod
     def of(cls, pipeline: Pipeline, view: LayerView, pages: Sequence[int]) -> Totals:
-        """For [R] pages of the view's requests."""
+        """Builds the totals of a view whose R requests keep `pages`."""
         protected = protected_pages(pipeline, view.num_tail, view.block_size)
         floors = [min(protected, total // view.heads_per_request) for total in pages]
         return cls(sum(pages), upload(list(pages), view.device), upload(floors, view.device))
 
 
 def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Selection:
-    """As `compress_batch`, for one request that keeps `total_pages` over all heads."""
+    """Calls `compress_batch` for one request that keeps `total_pages` over all heads."""
     return compress_batch(pipeline, view, Totals.of(pipeline, view, [total_pages]))
 
 
@@ -51,8 +51,8 @@ def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selec
 
     Args:
         pipeline: the policy, bound to the model.
-        view: the layer.
-        totals: what is kept over all heads.
+        view: the policy's view of the layer.
+        totals: pages to keep.
 
     Returns:
         Page counts and kept entries, in position order within each head.
@@ -71,14 +71,14 @@ def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selec
 
 
 def _observed(view: LayerView, stride: int, counted: bool) -> LayerView:
-    """The view with this event's queries' attention added to what was accumulated before.
+    """Returns the view with the attention of this event's queries added to the accumulated sums.
 
-    What the tail's tokens receive is not remembered: they become entries at a later event.
+    Attention to tokens of the tail is left out: they become entries at a later event.
 
     Args:
-        view: the layer.
-        stride: of so many queries one stands for all.
-        counted: also counts the queries; each sees what is not behind it.
+        view: the policy's view of the layer.
+        stride: every stride-th query is evaluated and stands for the ones between.
+        counted: whether to count the queries that saw each entry as well.
     """
     mass, num_queries = observed_mass(view, stride), view.queries.shape[0]
     mass *= num_queries
@@ -87,8 +87,8 @@ def _observed(view: LayerView, stride: int, counted: bool) -> LayerView:
         mass += former.accumulated
     if not counted:
         return replace(view, entries=replace(former, accumulated=mass))
-    nth = torch.arange(view.num_entries, device=view.device)
-    since = (view.lengths + view.kv.tails)[:, None] - nth
+    entries = torch.arange(view.num_entries, device=view.device)
+    since = (view.lengths + view.kv.tails)[:, None] - entries
     counting = torch.div(since.clamp(0, num_queries) + stride - 1, stride, rounding_mode="floor")
     seen_by = counting * (num_queries / max(1, math.ceil(num_queries / stride)))
     if former.observed is not None:
@@ -97,7 +97,7 @@ def _observed(view: LayerView, stride: int, counted: bool) -> LayerView:
 
 
 def protected_pages(pipeline: Pipeline, num_tail: int, block_size: int) -> int:
-    """Pages that the protected entries of a head need, at least 1."""
+    """Returns the pages that the protected entries of a head need, at least 1."""
     protection = pipeline.protection
     recent = max(0, protection.num_recent - num_tail)
     pages = math.ceil((protection.num_sinks + recent) / block_size)
@@ -105,6 +105,6 @@ def protected_pages(pipeline: Pipeline, num_tail: int, block_size: int) -> int:
 
 
 def _flat_indices(mask: Tensor, num_kept: int) -> Tensor:
-    """[H, n] bool with `num_kept` set -> [num_kept] int64 places within the heads."""
+    """Returns the [num_kept] int64 places within the heads of the set bits of an [H, n] mask."""
     flat = torch.nonzero_static(mask.flatten(), size=num_kept)[:, 0]
     return flat % mask.shape[1]

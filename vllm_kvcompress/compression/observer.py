@@ -1,4 +1,4 @@
-"""Who may look on while events run; while requests are served, nobody does."""
+"""The interface of tools that observe events; serving installs none."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from vllm_kvcompress.policies.base import LayerView, Selection
 
 
 class EventObserver(Protocol):
-    """What measuring tools see of one cache group's events, and of attention after them."""
+    """Receives one cache group's events, and the attention computed after them."""
 
     def compressed(
         self, event: Event, layer: int, view: LayerView, values: Tensor, selection: Selection
     ) -> None:
-        """A layer was compressed.
+        """Called when a layer was compressed.
 
         Args:
-            event: of which request.
-            layer: of the group.
-            view: what the policy saw.
-            values: [num_heads, n, head_size] beside the view's keys.
-            selection: what is kept.
+            event: the request's event.
+            layer: number in the group.
+            view: the policy's view.
+            values: [num_heads, n, head_size] values of the view's entries.
+            selection: kept entries.
         """
 
     def attended(
@@ -37,16 +37,16 @@ class EventObserver(Protocol):
         outputs: Tensor,
         scale: float,
     ) -> None:
-        """Attention of a step is done.
+        """Called when a layer's attention was computed.
 
         Args:
-            layer: of the group.
-            batch: the compressed requests.
-            starts: [rows + 1] first token of every row of the batch.
-            positions: [rows] logical tokens, this step's included.
+            layer: number in the group.
+            batch: compressed requests of the step.
+            starts: [rows + 1] first token of each request in the step.
+            positions: [rows] logical tokens of each request, this step's included.
             queries, outputs: [num_tokens, num_query_heads, head_size] of all requests.
-            scale: of the logits.
+            scale: softmax scale.
         """
 
     def finished(self, event: Event) -> None:
-        """The last layer was compressed."""
+        """Called when the last layer was compressed."""

@@ -1,4 +1,4 @@
-"""The last events of a worker, for those who ask what compression does at the moment."""
+"""The last events of a worker, which the status page shows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class RecentEvent:
     Attributes:
         finished_at: seconds since 1970.
         block_size: tokens of a block.
-        plan: of the first group.
-        stopwatches: of every group.
+        plan: plan of the first cache group.
+        stopwatches: one for each group.
         page_counts: [num_heads] int64 of every layer, group after group.
     """
 
@@ -36,11 +36,11 @@ class RecentEvent:
     page_counts: Sequence[Tensor]
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain numbers, and nothing of the request but counts; waits for the device.
+        """Returns counts and times as plain numbers; waits for the device.
 
         Returns:
-            `source_tokens` and `kept_tokens` per KV head, in the mean; `kept_by_head`: tokens of
-            every layer and KV head of this rank; `seconds`: None while a device still works.
+            `source_tokens` and `kept_tokens` are means over KV heads; `kept_by_head` has the tokens
+            of every layer and KV head of this rank; `seconds` is None while a device still works.
         """
         plan, num_groups = self.plan, len(self.stopwatches)
         num_kept = len(plan.fresh_block_ids)
@@ -65,10 +65,10 @@ class RecentEvents:
         self._events: deque[RecentEvent] = deque(maxlen=NUM_EVENTS)
 
     def add(self, parts: Sequence[Event], block_size: int) -> None:
-        """Remembers one request's event.
+        """Adds one request's event.
 
         Args:
-            parts: in each cache group.
+            parts: its events in the cache groups.
             block_size: tokens of a block.
         """
         self._events.append(
@@ -82,5 +82,5 @@ class RecentEvents:
         )
 
     def to_list(self) -> list[dict[str, Any]]:
-        """All of them, the latest first."""
+        """Returns all events, the latest first."""
         return [event.to_dict() for event in reversed(self._events)]

@@ -1,10 +1,10 @@
-"""What the tokens behind a context attend to of it, collected while they are read.
+"""Scores of a context's tokens: the highest attention that the tokens after it pay (KVzip).
 
-    prompt   [ context: whole blocks ][ what scores it, such as the context once more ]
-    steps                             [ some ][ some more ][ the last, and the event ]
+    prompt   [ context: whole blocks ][ scoring tokens, such as the context repeated ]
+    steps                             [ chunk ][ chunk ][ last chunk, then the event ]
 
-Of every query the softmax is complete when it is computed, so the highest attention so far is all
-that has to be remembered: an fp32 number per layer, KV head and token of the context.
+The softmax of a query is complete when the query is computed, so the running maximum is all that
+is stored: an fp32 number for each layer, KV head and token of the context.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ logger = logging.getLogger(f"vllm.plugins.{__name__}")  # vLLM shows only logger
 
 @dataclass(frozen=True)
 class Repetition:
-    """What a step computes of one request behind its context.
+    """One request's scoring tokens in a step.
 
     Attributes:
-        request_id: vLLM's.
-        blocks: [N] int64 the blocks of all tokens.
-        num_tokens: of the request at the end of the step.
-        queries: places in the batch of those behind the context.
+        request_id: vLLM's request id.
+        blocks: [N] int64 block ids of the request.
+        num_tokens: tokens of the request at the end of the step.
+        queries: slice of the batch that holds its scoring tokens.
     """
 
     request_id: str
@@ -45,19 +45,19 @@ class Repetition:
 
 
 class Repetitions:
-    """Of one cache group's requests that prepare their contexts.
+    """Scores of the requests of one cache group that prepare their contexts.
 
     Args:
-        pool: the pages.
+        pool: page pool of the group.
     """
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self._num_context: dict[str, int] = {}
-        self._scores: dict[str, tuple[Tensor, ...]] = {}  # of every layer, [H, context]
+        self._scores: dict[str, tuple[Tensor, ...]] = {}  # [H, context] by layer
 
-    def tell(self, preparations: Mapping[str, int]) -> None:
-        """Takes requests, and how many tokens of context each has."""
+    def register(self, preparations: Mapping[str, int]) -> None:
+        """Adds requests with their numbers of context tokens."""
         self._num_context.update(preparations)
 
     def forget(self, request_id: str) -> None:
@@ -65,22 +65,22 @@ class Repetitions:
         self._num_context.pop(request_id, None)
         self._scores.pop(request_id, None)
 
-    def of_step(
+    def in_step(
         self,
         row_of: Mapping[str, int],
         starts: HostNumbers,
         lengths: HostNumbers,
         block_table: Tensor,
     ) -> list[Repetition]:
-        """What a step computes behind contexts. One that is read anew is scored anew.
+        """Returns the scoring work of a step; a context that is read again is scored again.
 
         Args:
-            row_of: by request its row in the batch.
-            starts: [R + 1] first tokens of requests in the batch.
-            lengths: [R] tokens of requests at the end of the step.
+            row_of: row in the batch by request id.
+            starts: [R + 1] first token of each row in the batch.
+            lengths: [R] tokens of each request at the end of the step.
             block_table: [R, max_blocks] int32.
         """
-        found, pool = [], self._pool
+        work, pool = [], self._pool
         for request_id, num_context in self._num_context.items():
             row = row_of.get(request_id)
             if row is None or lengths[row] <= num_context:
@@ -93,15 +93,15 @@ class Repetitions:
                 self._scores[request_id] = zeros.unbind()
             blocks = block_table[row, : ceil_div(length, pool.block_size)].to(torch.int64)
             queries = slice(end - (length - first), end)
-            found.append(Repetition(request_id, blocks, length, queries))
-        return found
+            work.append(Repetition(request_id, blocks, length, queries))
+        return work
 
     def observe(self, layer: int, repetition: Repetition, queries: Tensor, scale: float) -> None:
-        """Adds what a step's queries attend to in a layer; errors leave the request unscored.
+        """Scores a layer with a step's queries; an error leaves the request unscored.
 
         Args:
-            layer: of the group.
-            repetition: of one request.
+            layer: number in the group.
+            repetition: one request's work.
             queries: [tokens, num_query_heads, head_size] of all requests.
             scale: softmax scale.
         """
@@ -114,21 +114,21 @@ class Repetitions:
             del self._scores[repetition.request_id]
 
     def score(self, layer: int, repetition: Repetition, queries: Tensor, scale: float) -> None:
-        """As `observe`; errors are raised."""
-        mine = self._scores[repetition.request_id][layer]
+        """Scores a layer as `observe` does, and raises errors."""
+        scores = self._scores[repetition.request_id][layer]
         keys = self._keys(repetition, layer)
-        found = repetition_peaks(keys, queries[repetition.queries], scale, mine.shape[1])
-        torch.maximum(mine, found, out=mine)
+        peaks = repetition_peaks(keys, queries[repetition.queries], scale, scores.shape[1])
+        torch.maximum(scores, peaks, out=scores)
 
     def _keys(self, repetition: Repetition, layer: int) -> Tensor:
-        """[H, num_tokens, D] of all tokens so far, in a layer."""
+        """Returns the [H, num_tokens, D] keys of all tokens so far."""
         table = self._pool.layer_page_ids(layer, repetition.blocks)
         return self._pool.keys(table, layer).flatten(1, 2)[:, : repetition.num_tokens]
 
     def pipeline(self, request_id: str, base: Pipeline) -> Pipeline:
-        """A policy's, with the scores of a request; where there are none it fails at the event."""
+        """Returns a policy that ranks by a request's scores; the event fails without any."""
         return by_reconstruction(base, partial(self._of_layer, request_id))
 
     def _of_layer(self, request_id: str, layer: int) -> Tensor:
-        """[H, context] fp32."""
+        """Returns [H, context] fp32 scores."""
         return self._scores[request_id][layer]

@@ -13,13 +13,13 @@ from vllm_kvcompress.cache.policy_state import PolicyState, PolicyStateRuns
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
 from vllm_kvcompress.compression.batch import (
-    MOST_TOKENS,
-    MOST_WINDOWS,
+    MAX_BATCH_TOKENS,
+    MAX_HELD_WINDOWS,
     EventBatch,
     EventLayers,
-    layers_together,
-    most_together,
-    together,
+    group_events,
+    layers_per_batch,
+    max_batch_tokens,
 )
 from vllm_kvcompress.compression.event import Event, LayerWeights
 from vllm_kvcompress.compression.layer import compress_batch
@@ -36,17 +36,18 @@ from vllm_kvcompress.scheduling.plan import EventPlan
 
 
 class EventRunner:
-    """Compresses requests of one cache group, a layer or a few at a time, as the model runs.
+    """Compresses the requests of one cache group, a layer or a few at a time, as the model runs.
 
     Attributes:
-        pipelines: the policies of requests, by name.
-        policy_state: what requests of some policies carry beside their tokens.
-        pipeline: the server's own. Where attention needs more than ordinary kernels give, it is
-            the only one.
+        pipelines: policies that requests may use, by name.
+        policy_state: state that policies keep for requests beside their tokens.
+        pipeline: the server's own policy, and the only one where attention needs biases or
+            corrections.
         repetitions: scores of requests that prepare contexts.
         observer: a measuring tool; None while requests are served.
-        most_tokens: of events, or of an event's layers, that run together.
-        alike: layers may run together: they have one softmax scale, and rotate keys alike.
+        max_tokens: padded tokens of a batch.
+        layers_alike: whether layers share the softmax scale and the rotation of keys, so that a
+            batch may hold several.
     """
 
     def __init__(
@@ -55,11 +56,12 @@ class EventRunner:
         windows: QueryWindows | PagedWindows,
         pipelines: Mapping[str, Pipeline],
         weights: Sequence[LayerWeights],
-        most_tokens: int = MOST_TOKENS,
-        alike: bool = True,
+        max_tokens: int = MAX_BATCH_TOKENS,
+        layers_alike: bool = True,
     ) -> None:
-        self.most_tokens = min(most_tokens, most_together(tables.pool))
-        self.alike = alike and tables.pool.quantization is None  # whose scales are layers' own
+        self.max_tokens = min(max_tokens, max_batch_tokens(tables.pool))
+        # Scales of quantised caches differ by layer.
+        self.layers_alike = layers_alike and tables.pool.quantization is None
         self.tables = tables
         self.pool = tables.pool
         self.windows = windows
@@ -74,10 +76,10 @@ class EventRunner:
     def begin(
         self, plan: EventPlan, block_row: Tensor, allocator: Allocator | None = None
     ) -> Event:
-        """Sets an event up before the model runs.
+        """Prepares an event before the model runs.
 
         Args:
-            plan: the event.
+            plan: the scheduler's plan of the event.
             block_row: [max_blocks] int32 the request's block ids by logical block.
             allocator: divides pages among layers; None: the policy's.
         """
@@ -85,7 +87,7 @@ class EventRunner:
         slot = tables.slots.get(plan.request_id)
         if slot is None:
             slot = tables.acquire(plan.request_id)
-        former = tables.layer_pages.get(plan.request_id, [0] * pool.num_layers)
+        pages_before = tables.layer_pages.get(plan.request_id, [0] * pool.num_layers)
         num_kept = len(plan.fresh_block_ids)
         pipeline = self.pipelines[plan.policy]
         if plan.prepares:
@@ -97,7 +99,9 @@ class EventRunner:
             pool.block_size,
             pool.page_bytes,
         )
-        layer_pages = self._layer_pages(allocator or pipeline.allocator, plan, former, state_pages)
+        layer_pages = self._layer_pages(
+            allocator or pipeline.allocator, plan, pages_before, state_pages
+        )
         if state_pages:
             self.policy_state.blocks.update(plan.fresh_block_ids)
         num_tail = plan.num_partial_tokens(pool.block_size)
@@ -121,12 +125,12 @@ class EventRunner:
         )
 
     def _layer_pages(
-        self, allocator: Allocator, plan: EventPlan, former: list[int], reserved: int
+        self, allocator: Allocator, plan: EventPlan, pages_before: list[int], reserved: int
     ) -> list[int]:
-        """Pages for entries in each layer: the allocator's division, less those of the state."""
+        """Returns the pages for tokens in each layer: the allocator's division less `reserved`."""
         pool = self.pool
         num_tail_blocks = plan.end_block - plan.first_block
-        capacity = [pages + num_tail_blocks * pool.num_heads + reserved for pages in former]
+        capacity = [pages + num_tail_blocks * pool.num_heads + reserved for pages in pages_before]
         pages = allocator.layer_pages(
             len(plan.fresh_block_ids), capacity, pool.num_heads, plan.end_block
         )
@@ -136,84 +140,90 @@ class EventRunner:
             pages = spread(shares, sum(pages), capacity, [least] * len(pages))
         return [count - reserved for count in pages]
 
-    def batches(self, events: Sequence[Event], whole: Iterable[str] = ()) -> list[EventBatch]:
-        """A step's events as they run; one by one, layer by layer, where somebody measures.
+    def batches(
+        self, events: Sequence[Event], windows_in_step: Iterable[str] = ()
+    ) -> list[EventBatch]:
+        """Returns the batches of a step; with an observer each is one event in one layer.
 
         Args:
-            events: of different requests.
-            whole: requests whose windows are read from the batch.
+            events: events of different requests.
+            windows_in_step: ids of requests whose whole window is among the step's queries.
         """
-        most_tokens = self.most_tokens if self.observer is None else 0
-        room, found = MOST_WINDOWS, []
-        for some in together(events, whole, most_tokens):
-            first, num_layers = some[0], 1
-            if len(some) == 1 and self.observer is None:
+        max_tokens = self.max_tokens if self.observer is None else 0
+        room, batches = MAX_HELD_WINDOWS, []
+        for group in group_events(events, windows_in_step, max_tokens):
+            first, num_layers = group[0], 1
+            if len(group) == 1 and self.observer is None:
                 num_layers = self.layers_at_once(first.pipeline, first.num_tokens)
             if first.plan.window_size:
                 num_layers = max(1, min(num_layers, room))
                 room -= num_layers
-            found.append(EventBatch.of(some, self.pool, num_layers))
-        return found
+            batches.append(EventBatch.of(group, self.pool, num_layers))
+        return batches
 
     def layers_at_once(self, pipeline: Pipeline, num_tokens: int) -> int:
-        """In how many layers an event runs that is alone in its step."""
-        if not self.alike:
+        """Returns in how many layers at once an event runs that is alone in its step."""
+        if not self.layers_alike:
             return 1
-        most = layers_together(pipeline, num_tokens, self.most_tokens)
+        most = layers_per_batch(pipeline, num_tokens, self.max_tokens)
         return min(self.pool.num_layers, most)
 
     def run_layer(
         self, batch: EventBatch, layer: int, scale: float, queries: Tensor | None = None
     ) -> None:
-        """Compresses a layer, and those before it that wait for it; after the layer's attention.
+        """Compresses a layer after its attention, with earlier layers that wait for it.
 
         Args:
-            batch: of the step.
-            layer: of the group; all are gone through, one after the other.
-            scale: softmax scale, the same in layers that run together.
-            queries: [window, num_query_heads, head_size] that are observed; None: the step's.
+            batch: a batch of the step.
+            layer: number in the group; callers go through all layers in order.
+            scale: softmax scale.
+            queries: [window, num_query_heads, head_size] observed queries; None: the recorded ones.
         """
-        there = batch.layers[layer]
+        run = batch.layers[layer]
         with running([event.stopwatch for event in batch.events]):
             if batch.window_size:
-                found = self._views.queries(batch, layer) if queries is None else queries
-                batch.held.append(found)
-            if layer != there.layers[-1]:
+                if queries is None:
+                    queries = self._views.queries(batch, layer)
+                batch.held_queries.append(queries)
+            if layer != run.layers[-1]:
                 return
-            sources = self._views.sources(batch, there.layers)
-            view = self._views.view(batch, there.layers, scale, sources)
-            selection = compress_batch(batch.pipeline, view, there.totals)
-            self._write(batch.pipeline, view, sources, selection, there.pages)
-            if there.state.width:
-                behind, kept = there.state_pages, there.totals.pages
+            sources = self._views.sources(batch, run.layers)
+            view = self._views.view(batch, run.layers, scale, sources)
+            selection = compress_batch(batch.pipeline, view, run.totals)
+            self._write(batch.pipeline, view, sources, selection, run.pages)
+            if run.state.width:
                 self.policy_state.write(
-                    batch.pipeline, there.layers.start, selection, behind, there.state, kept
+                    batch.pipeline,
+                    run.layers.start,
+                    selection,
+                    run.state_pages,
+                    run.state,
+                    run.totals.pages,
                 )
-            self._replace(batch, there, view, selection.page_counts)
-            batch.held.clear()
+            self._replace(batch, run, view, selection.page_counts)
+            batch.held_queries.clear()
         if self.observer is not None:
             values = self.pool.values(sources.body, layer).flatten(1, 2)
             self.observer.compressed(batch.events[0], layer, view, values, selection)
 
     def _replace(
-        self, batch: EventBatch, there: EventLayers, view: LayerView, page_counts: Tensor
+        self, batch: EventBatch, run: EventLayers, view: LayerView, page_counts: Tensor
     ) -> None:
-        """Puts what is kept into the page tables: [H] pages of each head."""
-        layers, num_events = there.layers, len(batch.events)
+        """Enters the kept pages into the page tables; `page_counts` is [H] pages of each head."""
+        layers, num_events = run.layers, len(batch.events)
         counts = view.by_request(page_counts).unflatten(0, (len(layers), num_events))
         bounds = self._max_kept(batch, layers, counts)
         for event, bound in zip(batch.events, bounds, strict=True):
             self.tables.rows.reserve(event.slot, bound)
         slots = batch.slots if num_events > 1 else batch.events[0].slot
-        self.tables.replace(layers, slots, page_counts, there.pages, max(bounds))
-        for event, its_counts, bound in zip(
-            batch.events, counts.unbind(dim=1), bounds, strict=True
-        ):
-            event.page_counts += its_counts.unbind()
+        self.tables.replace(layers, slots, page_counts, run.pages, max(bounds))
+        by_event = zip(batch.events, counts.unbind(dim=1), bounds, strict=True)
+        for event, event_counts, bound in by_event:
+            event.page_counts += event_counts.unbind()
             event.max_kept = max(event.max_kept, bound)
 
     def finish(self, event: Event) -> None:
-        """After the last layer: from now on the request's tail starts at the event."""
+        """Ends an event after the last layer: the request's tail now starts at its position."""
         plan = event.plan
         self.tables.layer_pages[plan.request_id] = event.layer_pages
         longest_head = None
@@ -227,10 +237,9 @@ class EventRunner:
             self.observer.finished(event)
 
     def read_by_attention(self, slots: Tensor) -> PolicyStateRuns | None:
-        """What attention reads of what requests in [R] slots carry, if it reads anything.
+        """Returns the policy state that attention reads for requests in [R] `slots`, if any.
 
-        The states that outputs are corrected with, or the biases of kept entries. Of requests with
-        the server's own policy.
+        It corrects outputs (MomentKV) or holds the biases of kept entries.
         """
         if self.pipeline.corrects:
             return self.policy_state.of_heads(self.pipeline, slots)
@@ -250,29 +259,29 @@ class EventRunner:
         pool, merged = self.pool, selection.merged
         size, kept = pool.block_size, selection.kept_indices
         if isinstance(pool, InterleavedPagePool) and merged.keys is None and merged.values is None:
-            sources_as_they_lie = pool.entries(sources.body, view.lengths)
-            compact_pages(sources_as_they_lie, selection.page_counts, kept, pages)
+            entries = pool.entries(sources.body, view.lengths)
+            compact_pages(entries, selection.page_counts, kept, pages)
             return
         heads = selection.heads(size)
         keys, values = merged.keys, merged.values
-        if view.kv.pages is None and pool.quantization is None:  # what was gathered is at hand
+        if view.kv.pages is None and pool.quantization is None:  # gathered already
             keys = view.kv.keys() if keys is None else keys
             if values is None and pipeline.needs.any_values:
                 values = view.kv.values()
 
         def kept_rows(rows: Tensor | None, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
             if rows is None:
-                found = take(sources.body[heads, kept // size], kept % size)
+                kept_entries = take(sources.body[heads, kept // size], kept % size)
             else:
-                found = rows[heads, kept]
-            return found.view(pages.numel(), size, pool.head_size)
+                kept_entries = rows[heads, kept]
+            return kept_entries.view(pages.numel(), size, pool.head_size)
 
         pool.write(pages, kept_rows(keys, pool.take_keys), kept_rows(values, pool.take_values))
 
     def _max_kept(self, batch: EventBatch, layers: range, counts: Tensor) -> list[int]:
-        """Pages of each request's longest head, of [layers, R, num_heads].
+        """Returns the pages of each request's longest head, from [layers, R, num_heads] counts.
 
-        Off the CPU bounds that need no synchronisation.
+        On accelerators these are upper bounds, which need no synchronisation.
         """
         if counts.device.type == "cpu":
             longest: list[int] = counts.amax(dim=(0, 2)).tolist()

@@ -1,4 +1,4 @@
-"""How long work took: by the host's clock, or by a GPU's own, for which the host never waits."""
+"""Times work by the host's clock or by GPU events, for which the host never waits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-# When a GPU began and ended, and how many share that time.
+# Begin and end on a GPU, and the number of stopwatches that share the time.
 Span = tuple[torch.cuda.Event, torch.cuda.Event, int]
 
 
@@ -16,8 +16,7 @@ class Stopwatch:
     """Adds up the time of stretches of work.
 
     Args:
-        device: which does the work. On a GPU the host only queues it, so that the host's clock
-            says nothing.
+        device: the device that does the work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,11 +25,11 @@ class Stopwatch:
         self._spans: list[Span] = []
 
     def running(self) -> AbstractContextManager[None]:
-        """Counts what is done inside."""
+        """Times the body of a `with` statement."""
         return running([self])
 
     def add(self, seconds: float | Span) -> None:
-        """A stretch of work."""
+        """Adds a stretch of work."""
         if isinstance(seconds, float):
             self._seconds += seconds
         else:
@@ -38,7 +37,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float | None:
-        """Time so far; None while a GPU has not done all of the work."""
+        """Seconds so far; None while a GPU has work left."""
         if not all(end.query() for _, end, _ in self._spans):
             return None
         on_device = sum(begin.elapsed_time(end) / parts for begin, end, parts in self._spans)
@@ -47,7 +46,7 @@ class Stopwatch:
 
 @contextmanager
 def running(stopwatches: Sequence[Stopwatch]) -> Iterator[None]:
-    """Counts what is done inside, in equal parts."""
+    """Times the body of a `with` statement, and divides the time equally."""
     device, parts = stopwatches[0].device, len(stopwatches)
     spent: float | Span
     if device.type != "cuda":

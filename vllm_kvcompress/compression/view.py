@@ -1,6 +1,6 @@
-"""What a policy sees of requests' layer at their events: its pages, and what they hold.
+"""Views of a batch's layers, as policies see them: keys, values, queries and policy state.
 
-H counts the heads of all requests of a batch, one request after the other, layer after layer.
+H counts KV heads over all layers of the batch and, within a layer, over all of its requests.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from vllm_kvcompress.policies.base import EntryState, LayerView
 
 @dataclass(frozen=True)
 class Sources:
-    """Pages that events read.
+    """Pages that a batch reads.
 
     Attributes:
-        table: [H, width] int64 page ids: each head's full pages, one behind the other,
-            and the partial one, if there is one; then anything.
-        num_body: columns that full pages may lie in.
-        partial: [H, 0 or 1] int64 the partial pages.
+        table: [H, width] int64 page ids: each head's full pages, then its partial page if there
+            is one; the rest of a row is arbitrary.
+        num_body: columns that full pages may occupy.
+        partial: [H, 0 or 1] int64 partial pages.
     """
 
     table: Tensor
@@ -39,17 +39,17 @@ class Sources:
 
     @property
     def body(self) -> Tensor:
-        """[H, num_body] full pages."""
+        """Returns the [H, num_body] columns of full pages."""
         return self.table[:, : self.num_body]
 
 
 class EventViews:
-    """Makes views.
+    """Builds the views of batches.
 
     Args:
-        policy_state: what former events left, and the page tables.
-        windows: the observed queries.
-        weights: of every layer.
+        policy_state: state that earlier events left, with the page tables.
+        windows: observed queries.
+        weights: weights of every layer.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EventViews:
         self.weights = weights
 
     def sources(self, batch: EventBatch, layers: range) -> Sources:
-        """The layers' pages that events read."""
+        """Returns the pages of the given layers that the batch reads."""
         pool = self.pool
         shape = (len(layers), len(batch.events), pool.num_heads)
         heads = torch.arange(pool.num_heads, device=pool.device)[:, None]
@@ -75,17 +75,17 @@ class EventViews:
         partial = tail[:, :0]
         if batch.num_tail:
             where = batch.num_full.expand(shape).reshape(-1, 1)
-            # Those without one have any page there.
+            # Requests without a partial block get an arbitrary page.
             partial = tail.gather(1, where.clamp_max(tail.shape[1] - 1))
         if not batch.resident:
             return Sources(tail, batch.num_body, partial)
-        # The row holds the kept pages and, behind them, the tail's.
+        # A row of the page table holds the kept pages, then those of the tail.
         width = batch.num_body + partial.shape[1]
         rows = self.tables.gather(batch.slots, width, _slice(layers))[..., :width]
         return Sources(rows.flatten(0, 2).to(torch.int64), batch.num_body, partial)
 
     def view(self, batch: EventBatch, layers: range, scale: float, sources: Sources) -> LayerView:
-        """What the policy sees of layers whose queries the batch holds."""
+        """Returns the policy's view of layers whose observed queries the batch holds."""
         pool = self.pool
         counts = self.tables.counts[_slice(layers), batch.slots].to(torch.int64)
         lengths = ((counts + batch.num_full) * pool.block_size).flatten()
@@ -114,20 +114,20 @@ class EventViews:
         )
 
     def _kv(self, batch: EventBatch, layers: range, sources: Sources, lengths: Tensor) -> KVView:
-        """Keys and values; of a cache in the model's type nothing is gathered yet."""
+        """Returns keys and values, which are gathered only when a policy reads them."""
         pool, num_tail, shorter = self.pool, batch.num_tail, None
-        layer = layers.start  # whose scales they have, where numbers in pages have some
+        layer = layers.start  # its scales apply to quantised pages
         if batch.tails is not None:
             shape = (len(layers), len(batch.events), pool.num_heads)
             shorter = batch.tails.expand(shape).flatten()
         if isinstance(pool, InterleavedPagePool):
-            whole = lengths + (num_tail if shorter is None else shorter)
-            entries = pool.read_entries(sources.table, whole, layer)
+            all_lengths = lengths + (num_tail if shorter is None else shorter)
+            entries = pool.read_entries(sources.table, all_lengths, layer)
             return PagedKV(lengths, num_tail, entries, sources.num_body, shorter)
         return PooledKV(lengths, num_tail, pool, layer, sources.body, sources.partial, shorter)
 
     def _state(self, batch: EventBatch, layers: range) -> Tensor | None:
-        """[H, s] policy state of heads after the former event, if there was one."""
+        """Returns the [H, s] policy state of heads after the previous event, if there was one."""
         if not batch.resident or not batch.pipeline.state_size(self.pool.head_size):
             return None
         runs = self.policy_state.of_heads(batch.pipeline, batch.slots, _slice(layers))
@@ -135,44 +135,44 @@ class EventViews:
         return runs.of_all(self.pool).whole(size)
 
     def _bias(self, batch: EventBatch, layers: range, width: int) -> Tensor | None:
-        """[H, width] biases of what the former event kept; None where there are none."""
+        """Returns the [H, width] biases of tokens that the previous event kept, if it left any."""
         if not batch.resident or not batch.pipeline.weighs_entries:
             return None
         return self._read_entries("bias", batch, layers, width)
 
     def _positions(self, batch: EventBatch, layers: range, width: int) -> Tensor | None:
-        """[H, width] int64 positions of the entries that an event reads."""
+        """Returns the [H, width] int64 positions of the entries that an event reads."""
         if not batch.pipeline.needs.positions:
             return None
-        nth = torch.arange(width, device=self.pool.device)
+        columns = torch.arange(width, device=self.pool.device)
         if not batch.resident:
             num_rows = len(layers) * len(batch.events) * self.pool.num_heads
-            return nth.expand(num_rows, -1)
+            return columns.expand(num_rows, -1)
         kept = self._read_entries("positions", batch, layers, width).long()
         counts = self.tables.counts[_slice(layers), batch.slots].long() * self.pool.block_size
         counts, first = counts.view(-1, 1), (batch.first_tokens - counts).view(-1, 1)
-        return torch.where(nth < counts, kept, first + nth)
+        return torch.where(columns < counts, kept, first + columns)
 
     def _received(self, name: str, batch: EventBatch, layers: range, width: int) -> Tensor | None:
-        """[H, width] what former events have added up, if there were any."""
+        """Returns the [H, width] sums that earlier events accumulated, if there were any."""
         if not batch.resident or name not in batch.pipeline.token_state:
             return None
         return self._read_entries(name, batch, layers, width)
 
     def _read_entries(self, name: str, batch: EventBatch, layers: range, width: int) -> Tensor:
-        """[H, width] policy state of entries after the former event, 0 for later ones."""
+        """Returns the [H, width] policy state of entries; 0 for entries newer than the event."""
         runs = self.policy_state.of_entries(batch.pipeline, name, batch.slots, _slice(layers))
         return runs.of_all(self.pool).gathered(width)
 
     def _held(self, batch: EventBatch, lengths: Tensor) -> Tensor:
-        """[window, H * G, D] of all layers whose queries are held."""
+        """Returns the [window, H * G, D] observed queries of all layers of the batch."""
         if not batch.window_size:
             pool = self.pool
             return pool.pages.new_zeros((0, len(lengths), pool.head_size), dtype=pool.dtype)
-        return _joined(batch.held, dim=1)
+        return _joined(batch.held_queries, dim=1)
 
     def queries(self, batch: EventBatch, layer: int) -> Tensor:
-        """[window, heads * G, D] that are observed in a layer (a copy)."""
+        """Returns a copy of the [window, heads * G, D] observed queries of a layer."""
         if batch.queries_at is None:
             plans = [event.plan for event in batch.events]
             ends = [(plan.request_id, plan.position) for plan in plans]

@@ -139,8 +139,10 @@ class GroupCompression:
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
         starts = common.query_start_loc_cpu.numpy()
         scored = {name: new.scored_tokens for name, new in plan.requests.items()}
-        self.runner.repetitions.tell({name: number for name, number in scored.items() if number})
-        work.repetitions = self.runner.repetitions.of_step(row_of, starts, lengths, blocks)
+        self.runner.repetitions.register(
+            {name: number for name, number in scored.items() if number}
+        )
+        work.repetitions = self.runner.repetitions.in_step(row_of, starts, lengths, blocks)
         for event in plan.events:
             if event.group == self.group:
                 block_row = common.block_table_tensor[row_of[event.request_id]]

@@ -18,7 +18,7 @@ from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
 from vllm_kvcompress.cache.query_windows.rings import QueryWindows
-from vllm_kvcompress.compression.batch import MOST_LAYERS, MOST_TOKENS
+from vllm_kvcompress.compression.batch import MAX_BATCH_LAYERS, MAX_BATCH_TOKENS
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.compression.event import Event, LayerWeights
 from vllm_kvcompress.compression.recent_events import RecentEvents
@@ -238,9 +238,9 @@ class WorkerCompression:
             windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
         weights = [layer_weights(layer, model, self.needs) for layer in layers]
         longest = self.vllm_config.model_config.max_model_len
-        most_tokens = min(MOST_TOKENS, MOST_LAYERS * longest)
+        most_tokens = min(MAX_BATCH_TOKENS, MAX_BATCH_LAYERS * longest)
         scales = {layer.impl.scale for layer in layers}
-        alike = len(scales) == 1 and all(each.rotates_as(weights[0]) for each in weights)
+        alike = len(scales) == 1 and all(each.rotates_like(weights[0]) for each in weights)
         return EventRunner(PageTables(pool), windows, pipelines, weights, most_tokens, alike)
 
     def num_rings(self, device: torch.device) -> int:
