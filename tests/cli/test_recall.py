@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
+from training.evaluate import HELD_OUT_SEED
 from vllm_kvcompress.tools.dtypes import fast_dtype
-from vllm_kvcompress.tools.reference.evaluate import HELD_OUT_SEED
 from vllm_kvcompress.tools.reference.tasks import FAMILIES, Sample, generate_sample, score
 
 MODEL = ROOT / "models" / "reference"

@@ -13,7 +13,7 @@ import urllib3
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from tests.cli.test_status_page import declared_plugins
 from tests.prompts.trained import FAMILIES, train
-from vllm_kvcompress.tools.reference.evaluate import HELD_OUT_SEED
+from training.evaluate import HELD_OUT_SEED
 from vllm_kvcompress.tools.reference.tasks import NOISE, Sample, generate_sample, score
 
 KEY = "a key of this test"

@@ -10,11 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from vllm_kvcompress.tools.dtypes import fast_dtype
-from vllm_kvcompress.tools.reference.evaluate import HELD_OUT_SEED, evaluate, prompt_ids
-from vllm_kvcompress.tools.reference.tasks import FAMILIES, generate_sample
-from vllm_kvcompress.tools.reference.tokenizer import BOS, build_tokenizer
-from vllm_kvcompress.tools.reference.train import (
+from training.evaluate import HELD_OUT_SEED, evaluate, prompt_ids
+from training.train import (
     IGNORED,
     Recipe,
     answer_loss,
@@ -23,6 +20,9 @@ from vllm_kvcompress.tools.reference.train import (
     recall_sequence,
     train,
 )
+from vllm_kvcompress.tools.dtypes import fast_dtype
+from vllm_kvcompress.tools.reference.tasks import FAMILIES, generate_sample
+from vllm_kvcompress.tools.reference.tokenizer import BOS, build_tokenizer
 
 STEPS = 20  # the loss falls by 0.9 in these, however slow the machine is
 SHIPPED = Path(__file__).parents[2] / "models" / "reference"

@@ -1,1 +1,1 @@
-"""The command line: `vllm-kvcompress serve`, `policies`, `profile`, `train-reference`, `doctor`."""
+"""The command line: `vllm-kvcompress serve`, `policies`, `profile`, `doctor`."""

@@ -30,7 +30,6 @@ _COMMANDS = {
     "plan": "say how many requests fit at a time, from a model's config",
     "profile": "measure a model's heads for headkv and duoattention",
     "fetch-model": "fetch a small real language model, ready to be served",
-    "train-reference": "train the small reference model that ships with the repository",
     "doctor": "check this installation, and what serve would refuse",
 }
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_kvcompress.tools.reference.evaluate import HELD_OUT_SEED, evaluate
+from training.evaluate import HELD_OUT_SEED, evaluate
 from vllm_kvcompress.tools.reference.tokenizer import build_tokenizer
 
 LENGTHS = (256, 512, 1024, 2048)

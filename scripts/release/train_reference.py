@@ -1,17 +1,24 @@
-"""`vllm-kvcompress train-reference`: trains the reference model and says how well it answers."""
+#!/usr/bin/env python
+"""Trains the reference model that ships with the repository, and prints how well it answers.
+
+.venv/bin/python scripts/release/train_reference.py --out models/reference --minutes 30
+"""
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
-from typing import Any
+
+from tqdm import tqdm
+
+from training import publish
+from training.train import Progress, Recipe, train
 
 
-def add_parser(subparsers: Any) -> None:
-    """Adds the subcommand."""
-    parser = subparsers.add_parser(
-        "train-reference",
-        help="train the small reference model on synthetic retrieval tasks",
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parses the command line."""
+    parser = argparse.ArgumentParser(
         description="Trains a small Llama on synthetic retrieval tasks in RULER's families, "
         "saves it for vLLM, and prints its accuracy on held-out questions.",
     )
@@ -21,16 +28,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--questions", type=int, default=50, help="held-out, per family and length")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cpu", help="torch device, such as cpu or cuda")
-    parser.set_defaults(func=run)
+    return parser.parse_args(arguments)
 
 
 def run(args: argparse.Namespace) -> int:
     """Trains, saves, evaluates; exit status 1 if the model does not answer well enough."""
-    from tqdm import tqdm
-
-    from vllm_kvcompress.tools.reference import publish
-    from vllm_kvcompress.tools.reference.train import Progress, Recipe, train
-
     recipe = Recipe(
         minutes=args.minutes, max_length=args.max_length, seed=args.seed, device=args.device
     )
@@ -52,3 +54,7 @@ def run(args: argparse.Namespace) -> int:
     reached = report["accuracy"][str(publish.REQUIRED_LENGTH)]["mean"]
     print(f"held-out questions at {publish.REQUIRED_LENGTH} tokens: {100 * reached:.1f}% right")
     return 0 if reached >= publish.REQUIRED_ACCURACY else 1
+
+
+if __name__ == "__main__":
+    sys.exit(run(parse()))

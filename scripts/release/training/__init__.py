@@ -1,0 +1,1 @@
+"""Training of the reference model, for `train_reference.py`."""
