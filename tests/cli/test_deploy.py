@@ -148,7 +148,7 @@ def test_the_endpoint_picker_reads_a_metric_that_there_is() -> None:
     plugins = {plugin.get("name", plugin["type"]): plugin for plugin in config["plugins"]}
     engine = plugins["core-metrics-extractor"]["parameters"]["engineConfigs"][0]
     (metric,) = engine["customMetrics"]
-    gauge = CompressionMetrics(CollectorRegistry()).server.reclaimable_blocks
+    gauge = CompressionMetrics(CollectorRegistry()).gauges["reclaimable_blocks"]
     assert [metric["metricSpec"]] == [family.name for family in gauge.collect()]
     scorer = plugins["reclaimable-blocks-scorer"]["parameters"]
     assert scorer["attributeKey"] == metric["attributeKey"]

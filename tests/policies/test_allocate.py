@@ -17,7 +17,7 @@ from vllm_kvcompress.policies.duoattention import DuoAttention
 from vllm_kvcompress.policies.headkv import ByImportance, HeadKV
 from vllm_kvcompress.policies.knorm import KNorm
 from vllm_kvcompress.policies.parts.allocation import UNIFORM, Allocator
-from vllm_kvcompress.policies.parts.protection import Protection
+from vllm_kvcompress.policies.parts.selection import Protection
 from vllm_kvcompress.policies.pyramidkv import PyramidKV
 
 EQUAL_TABLE = ((1 / 8,) * 2,) * 4

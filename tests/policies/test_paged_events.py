@@ -42,7 +42,6 @@ NEVER_GATHER = [
     "adakv+criticalkv",
     "snapkv+criticalkv",
     "pyramidkv+adakv+criticalkv",
-    "snapkv+obcache",
     "duoattention",
 ]
 

@@ -105,7 +105,7 @@ def test_needs(policy: str, params: dict[str, object], needs: Needs) -> None:
     [
         (
             "snapkw",
-            'unknown policy "snapkw".*policies are streamingllm, .*modifiers are adakv, headkv',
+            'unknown policy "snapkw".*policies are streamingllm, .*modifiers are window, adakv',
         ),
         ("snapkv+", 'unknown policy ""'),
         ("criticalkv", "found 0 policies, and a modifier needs something to modify; choose one of"),
@@ -127,10 +127,10 @@ def test_needs(policy: str, params: dict[str, object], needs: Needs) -> None:
         ("momentkv+criticalkv", "momentkv already weighs attention with values"),
         ("kvslimmer+criticalkv", "scores of kvslimmer are no attention mass"),
         ("snapkv+obcache+criticalkv", "obcache and criticalkv both weigh attention with values"),
-        ("keydiff+obcache", "takes the place of the scores of snapkv or h2o, which keydiff is not"),
-        ("h2o+cam+momentfix", "cam and momentfix would both make something of the same evicted"),
-        ("kvmerger+momentfix", "kvmerger already makes something of the evicted tokens"),
-        ("d2o+cam", "d2o already makes something of the evicted tokens, which would be counted"),
+        ("keydiff+obcache", "obcache replaces the scores of snapkv or h2o, and keydiff is neither"),
+        ("h2o+cam+momentfix", "cam and momentfix would both merge the same evicted"),
+        ("kvmerger+momentfix", "kvmerger already merges the evicted tokens"),
+        ("d2o+cam", "d2o already merges the evicted tokens, which would be counted"),
         ("kvslimmer+asymkv", "kvslimmer and asymkv each decide on their own what to keep"),
         ("kvmerger+adakv", "kvmerger and adakv each decide on their own what to keep"),
         ("snapkv+cam", "cam was made for policies whose kept tokens move on.*streamingllm, h2o"),

@@ -16,8 +16,7 @@ from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels.top_entries import sortable, top_entries
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.criticalkv import CriticalKV
-from vllm_kvcompress.policies.parts.protection import NOTHING_PROTECTED, Protection
-from vllm_kvcompress.policies.parts.selection import Selector
+from vllm_kvcompress.policies.parts.selection import NOTHING_PROTECTED, Protection, Selector
 
 SHAPE = Shape(pages=(8, 8), tail=1, group=2)
 

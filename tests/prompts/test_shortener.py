@@ -181,7 +181,7 @@ def test_requests_choose_within_the_operators_limits() -> None:
             shortener.rewrite(chat(LONG, prompt_rate=rate))
     with pytest.raises(ConfigError, match="lets no request choose"):
         PromptShortener(settings(), Scorer()).rewrite(chat(LONG, prompt_rate=0.5))
-    with pytest.raises(ConfigError, match="nobody knows how many tokens"):
+    with pytest.raises(ConfigError, match="number of tokens of a context is not known"):
         shortener.rewrite(chat(LONG, kv_context_tokens=4))
 
 
@@ -203,7 +203,7 @@ def test_a_target_is_shared_by_all_texts() -> None:
 def test_texts_are_remembered_whatever_the_rate_and_forgotten_in_time() -> None:
     scorer = Scorer()
     limits = {"min_request_rate": 0.1, "max_request_rate": 1.0}
-    shortener = PromptShortener(settings(**limits), scorer, most_characters=3 * (256 + 27))
+    shortener = PromptShortener(settings(**limits), scorer, max_characters=3 * (256 + 27))
     names = [f"{LONG}{i}"[1:] for i in range(4)]
     assert {len(name) for name in names} == {27}
     for name in names[:3]:
@@ -221,7 +221,7 @@ def test_texts_are_remembered_whatever_the_rate_and_forgotten_in_time() -> None:
 
 
 def test_many_threads_say_what_one_does() -> None:
-    shortener = PromptShortener(settings(), Scorer(), most_characters=2000)
+    shortener = PromptShortener(settings(), Scorer(), max_characters=2000)
     bodies = [chat(f"{LONG} {i % 13}") for i in range(200)]
     alone = [PromptShortener(settings(), Scorer()).rewrite(body)[0] for body in bodies]
     with ThreadPoolExecutor(8) as pool:

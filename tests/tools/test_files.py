@@ -94,7 +94,7 @@ def test_profiles_are_read_within_limits(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Too large, too deep, no text, a folder, a pickle: one sentence each, from `serve`."""
-    monkeypatch.setattr(profiles, "MOST_BYTES", 1000)
+    monkeypatch.setattr(profiles, "MAX_BYTES", 1000)
     path = tmp_path / "profile"
     for content in (b"1" * 1001, b"[" * 900, b"\xff\xfe", b"\x80\x04N.", b"", b"{}", b"nan"):
         path.write_bytes(content)

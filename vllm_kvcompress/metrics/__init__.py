@@ -1,1 +1,1 @@
-"""What events did, from a step to /metrics."""
+"""Statistics of compression, from a scheduler step to /metrics."""

@@ -1,4 +1,4 @@
-"""What shortening prompts did, for Prometheus; only on servers that do it.
+"""Prometheus metrics of shortened prompts, on servers with `--prompt-compressor`.
 
 Useful PromQL:
 
@@ -14,56 +14,56 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram
 
 from vllm_kvcompress.prompts.shortener import Work
 
-_LABELS = ["model_name"]  # no engine has a part in it
+_LABELS = ["model_name"]  # no engine takes part
 _SECONDS_BUCKETS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60]
 
 
 class PromptMetrics:
-    """The collectors of one registry.
+    """Collectors of one registry.
 
     Args:
         registry: where the collectors are registered.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.source_tokens = Counter(
-            "kvcompress_prompt_source_tokens",
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(
+                f"kvcompress_prompt_{name}", text, [*_LABELS, *labels], registry=registry
+            )
+
+        self.source_tokens = counter(
+            "source_tokens",
             "Tokens, as the classifier counts them, of the texts of chat requests that "
             "--prompt-compressor was to shorten.",
-            _LABELS,
-            registry=registry,
         )
-        self.kept_tokens = Counter(
-            "kvcompress_prompt_kept_tokens",
+        self.kept_tokens = counter(
+            "kept_tokens",
             "Tokens out of kvcompress_prompt_source_tokens_total that stayed in the prompts.",
-            _LABELS,
-            registry=registry,
         )
-        self.texts = Counter(
-            "kvcompress_prompt_texts",
+        self.texts = counter(
+            "texts",
             "Texts of chat requests that were looked at: remembered=no was read by the classifier, "
             "remembered=yes had been before.",
-            [*_LABELS, "remembered"],
-            registry=registry,
+            "remembered",
         )
         self.seconds = Histogram(
             "kvcompress_prompt_seconds",
-            "Seconds that a chat request waited until its messages were shortened, other requests' "
-            "turns included.",
+            "Seconds that a chat request waited until its messages were shortened, including the "
+            "wait for other requests.",
             _LABELS,
             registry=registry,
             buckets=_SECONDS_BUCKETS,
         )
 
     def start(self, model_name: str) -> None:
-        """Every series, at nothing."""
+        """Shows every series at 0, from the first scrape on."""
         for collector in (self.source_tokens, self.kept_tokens, self.seconds):
             collector.labels(model_name)
         for remembered in ("yes", "no"):
             self.texts.labels(model_name, remembered)
 
     def observe(self, work: Work, seconds: float, model_name: str) -> None:
-        """Adds one request."""
+        """Adds the work of one request."""
         self.source_tokens.labels(model_name).inc(work.source_tokens)
         self.kept_tokens.labels(model_name).inc(work.kept_tokens)
         self.texts.labels(model_name, "no").inc(work.num_scored)
@@ -73,5 +73,5 @@ class PromptMetrics:
 
 @functools.cache
 def process_prompt_metrics() -> PromptMetrics:
-    """The collectors behind this process's /metrics, registered at the first call."""
+    """Collectors behind this process's /metrics, registered at the first call."""
     return PromptMetrics(REGISTRY)

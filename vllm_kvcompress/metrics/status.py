@@ -1,4 +1,4 @@
-"""What /metrics says of compression, as one document for people and scripts."""
+"""Metrics of compression as one document, for the status page and for scripts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from prometheus_client import Metric
 
-RECENT_SECONDS = 300.0  # the page's compression ratio is that of so long a time
+RECENT_SECONDS = 300.0  # period of the page's compression ratio
 
-# By their names in the document.
+# Metrics by their names in the document.
 _PER_ENGINE = {
     "compression_ratio": "kvcompress_compression_ratio",
     "step_logical_tokens": "kvcompress_step_logical_tokens_total",
@@ -43,7 +43,7 @@ _PROMPTS = {
     "kept_tokens": "kvcompress_prompt_kept_tokens_total",
     "seconds": "kvcompress_prompt_seconds_sum",
 }
-_PLACES = {
+_BY_METRIC = {
     name: (group, key)
     for group in (_PER_ENGINE, _PER_POLICY, _PER_REASON, _PROMPTS)
     for key, name in group.items()
@@ -51,16 +51,15 @@ _PLACES = {
 
 
 def totals(metrics: Iterable[Metric]) -> dict[str, Any]:
-    """Numbers by engine, by policy and by reason, since the start.
+    """Adds up metrics by engine, by policy and by reason, since the start.
 
     Args:
-        metrics: of a registry that covers every API server.
+        metrics: those of a registry that covers every API server.
 
     Returns:
         `engines`: gauges and counters of each; `policies`: counts of each, over all engines;
-        `skipped`: events left out, by reason; `forgotten`: states of conversations and contexts
-        that are kept no more, by reason; `prompts`: chats that were shortened, in all API servers,
-        empty where none are.
+        `skipped`: events left out, by reason; `forgotten`: dropped states of conversations and
+        contexts, by reason; `prompts`: shortened chats of all API servers, empty without any.
     """
     engines: defaultdict[str, dict[str, float]] = defaultdict(dict)
     policies: defaultdict[str, dict[str, float]] = defaultdict(
@@ -69,7 +68,7 @@ def totals(metrics: Iterable[Metric]) -> dict[str, Any]:
     reasons: dict[str, defaultdict[str, float]] = {key: defaultdict(float) for key in _PER_REASON}
     prompts: defaultdict[str, float] = defaultdict(float)
     for sample in (sample for metric in metrics for sample in metric.samples):
-        group, key = _PLACES.get(sample.name, (None, ""))
+        group, key = _BY_METRIC.get(sample.name, (None, ""))
         if group is _PER_REASON:
             reasons[key][sample.labels["reason"]] += sample.value
         elif group is _PER_POLICY:
@@ -78,9 +77,12 @@ def totals(metrics: Iterable[Metric]) -> dict[str, Any]:
             prompts[key] += sample.value
         elif group is _PER_ENGINE and "engine" in sample.labels:
             engines[sample.labels["engine"]][key] = sample.value
-    counted = {key: dict(counts) for key, counts in reasons.items()}
-    found = {"engines": dict(engines), "policies": dict(policies), "prompts": dict(prompts)}
-    return {**found, **counted}
+    return {
+        "engines": dict(engines),
+        "policies": dict(policies),
+        "prompts": dict(prompts),
+        **{key: dict(counts) for key, counts in reasons.items()},
+    }
 
 
 class RecentRatio:
@@ -97,8 +99,8 @@ class RecentRatio:
         """Remembers the counters of every engine.
 
         Args:
-            now: seconds, of a clock that is never set back.
-            engines: as `totals` has them.
+            now: seconds, of a monotonic clock.
+            engines: counters by engine, from `totals`.
         """
         self._samples.append((now, _step_tokens(engines)))
         while len(self._samples) > 1 and self._samples[1][0] <= now - RECENT_SECONDS:
@@ -108,10 +110,10 @@ class RecentRatio:
         """Logical over resident tokens since the oldest sample, added up over steps.
 
         Args:
-            engines: the counters now, as `totals` has them.
+            engines: the counters now, from `totals`.
 
         Returns:
-            The ratio of every engine, and under "all" that of all together; None where no request
+            The ratio of every engine, and under "all" that of all engines; None where no request
             ran.
         """
         before = self._samples[0][1] if self._samples else {}

@@ -8,44 +8,36 @@ from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.top_entries import top_entries
-from vllm_kvcompress.policies import (
-    Allocator,
-    LayerView,
-    ModelHeads,
-    Modifier,
-    Pipeline,
-    Protection,
-    Stages,
-    parameter,
-)
+from vllm_kvcompress.policies import Allocator, Modifier, Pipeline, Protection, Stages, parameter
+from vllm_kvcompress.policies.base import LayerView, ModelHeads
 from vllm_kvcompress.policies.keydiff import KeyDiff
 from vllm_kvcompress.policies.parts.allocation import UNIFORM, divide
-from vllm_kvcompress.policies.parts.protection import NOTHING_PROTECTED
+from vllm_kvcompress.policies.parts.parameters import switch
+from vllm_kvcompress.policies.parts.selection import NOTHING_PROTECTED
 from vllm_kvcompress.policies.snapkv import SnapKV
 
 PAPER = "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv 2407.11550"
 
 
 def phi() -> Any:
-    """A parameter of all that divide a budget as AdaKV does."""
+    """Parameter `safeguard`: the paper's phi."""
     return parameter(0.2, "part of the budget shared out evenly", 0.0, 1.0)
 
 
 def phi_mode() -> Any:
-    """How phi is taken, likewise."""
+    """Parameter `safeguard_mode`: how phi is applied."""
     meaning = "blend (the authors' code) or floor (kvpress)"
     return parameter("blend", meaning, choices=("blend", "floor"))
 
 
 def normalize() -> Any:
-    """Whether heads that spread their attention count less, likewise."""
-    meaning = "whether a head's scores are weighed by what its best ones have of all"
-    return parameter("off", meaning, choices=("off", "on"))
+    """Parameter `normalize`: whether heads that spread their attention count less."""
+    return switch("on: multiply a head's scores by the share of its highest ones in their sum")
 
 
 @dataclass(frozen=True)
 class Ada(Modifier, Allocator):
-    """Heads get budgets by how many of a layer's best tokens are theirs.
+    """Budgets per head on top of another policy's scores and layers.
 
     With c the mean selectable budget of a head and m_h its tokens among the layer's top H*c:
     `blend` gives (1 - phi) * m_h + phi * c, `floor` first gives every head its best phi * c.
@@ -61,7 +53,6 @@ class Ada(Modifier, Allocator):
     name = "adakv"
     batches = True
     paper = PAPER
-    summary = "Budgets per head on top of another policy's scores and layers."
     stages = Stages(
         allocate="layers as the policy has it; heads by their share of the layer's highest scores"
     )
@@ -70,25 +61,23 @@ class Ada(Modifier, Allocator):
     safeguard: float = phi()
     safeguard_mode: str = phi_mode()
     normalize: str = normalize()
-    any_scores: str = parameter(
-        "off", "on: also compares heads by scores that are no attention mass", choices=("off", "on")
-    )
+    any_scores: str = switch("on: also compares heads by scores that are no attention mass")
     protection: Protection = NOTHING_PROTECTED
     layers: Allocator = UNIFORM
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """With another allocator, for what the policy underneath gives to each layer.
+        """Replaces the allocator, and keeps the former one for the budgets of layers.
 
         Raises:
-            ConfigError: its scores are no attention mass.
+            ConfigError: the policy's scores are no attention mass.
         """
         if isinstance(base.scorer, KeyDiff) and self.any_scores == "off":
             raise ConfigError(
                 "adakv divides a layer's budget by each head's attention mass, which keydiff does "
                 "not score; leave adakv out, or compare cosines instead, with any_scores=on."
             )
-        mine = replace(self, protection=base.protection, layers=base.allocator)
-        return replace(base, allocator=mine)
+        allocator = replace(self, protection=base.protection, layers=base.allocator)
+        return replace(base, allocator=allocator)
 
     @property
     def layer_dependent(self) -> bool:
@@ -103,7 +92,6 @@ class Ada(Modifier, Allocator):
         return self.layers.layer_pages(num_blocks, capacity, num_heads, num_logical_blocks)
 
     def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
-        """[H] int64 pages of each head."""
         num_heads, total_tokens = view.heads_per_request, total * view.block_size
         mean = view.for_heads(total_tokens // num_heads)
         protected = self.protection.mask(view, view.lengths.minimum(mean))
@@ -113,15 +101,18 @@ class Ada(Modifier, Allocator):
         share = view.for_heads(selectable / num_heads)
         if self.normalize == "on":
             best = top_entries(scores, competing, share.floor().to(torch.int64))
-            won, whole = (scores.masked_fill(~some, 0).sum(dim=1) for some in (best, competing))
-            scores = scores * (won / whole.clamp_min(1e-30))[:, None]
+            top, all_of = (scores.masked_fill(~some, 0).sum(dim=1) for some in (best, competing))
+            scores = scores * (top / all_of.clamp_min(1e-30))[:, None]
         candidates = scores.masked_fill(protected, float("-inf"))
         if self.safeguard_mode == "floor":
-            least = (self.safeguard * share).floor().to(torch.int64)
-            best = top_entries(candidates, competing, least)
+            fewest = (self.safeguard * share).floor().to(torch.int64)
+            best = top_entries(candidates, competing, fewest)
             candidates = candidates.masked_fill(best, float("inf"))
-        together = view.by_request(candidates).flatten(1), view.by_request(competing).flatten(1)
-        won_per_head = top_entries(*together, selectable).view_as(scores).sum(dim=1).float()
+        candidates, competing = (
+            view.by_request(rows).flatten(1) for rows in (candidates, competing)
+        )
+        won = top_entries(candidates, competing, selectable).view_as(scores)
+        won_per_head = won.sum(dim=1).float()
         if self.safeguard_mode == "blend":
             won_per_head = (1 - self.safeguard) * won_per_head + self.safeguard * share
         return divide(view, won_per_head + num_protected, total, floor)
@@ -129,12 +120,11 @@ class Ada(Modifier, Allocator):
 
 @dataclass(frozen=True)
 class AdaKV(SnapKV):
-    """SnapKV with `Ada`."""
+    """SnapKV with budgets per head: heads that spread their attention keep more."""
 
     name = "adakv"
     batches = True
     paper = PAPER
-    summary = "SnapKV with budgets per head: heads that spread their attention keep more."
     stages = SnapKV.stages._replace(allocate="by each head's share of the layer's highest scores")
     decides = ("how much each head keeps",)
     refuses = dict.fromkeys(
@@ -148,5 +138,5 @@ class AdaKV(SnapKV):
 
     @property
     def allocator(self) -> Ada:
-        """By scores; the window does not compete."""
+        """Budgets by scores; the window does not compete."""
         return Ada(self.safeguard, self.safeguard_mode, self.normalize, protection=self.protection)

@@ -90,78 +90,78 @@ class LayerView:
 
     @property
     def lengths(self) -> Tensor:
-        """[H] int64 resident tokens of full blocks; multiples of `block_size`."""
+        """[H] int64 resident tokens in full blocks; multiples of `block_size`."""
         return self.kv.lengths
 
     @property
     def valid(self) -> Tensor:
-        """[H, n] bool: entries below each head's length."""
+        """[H, n] bool, true below each head's length."""
         return self.kv.valid
 
     @property
     def layer(self) -> int:
-        """Which layer this is, where it is one.
+        """Index of the layer, where the view has one.
 
         Raises:
-            InvariantError: it is several.
+            InvariantError: the view has several layers.
         """
         if len(self.layers) > 1:
             raise InvariantError(
-                f"expected one layer, got layers {self.layers.start} to {self.layers.stop - 1} "
+                f"expected one layer, found layers {self.layers.start} to {self.layers.stop - 1} "
                 "together; go through view.layers, or take `batches = True` out of the policy."
             )
         return self.layers.start
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """Number of KV heads, H."""
         return self.kv.num_heads
 
     @property
     def heads_per_request(self) -> int:
-        """KV heads of a layer."""
+        """Number of KV heads of one request in one layer."""
         return self.num_heads // self.num_requests
 
     def by_request(self, of_heads: Tensor) -> Tensor:
-        """[H, ...] -> [R, heads per request, ...] (a view)."""
+        """Splits heads by request: [H, ...] -> [R, heads per request, ...] (a view)."""
         return of_heads.unflatten(0, (self.num_requests, -1))
 
     def for_heads(self, of_requests: Tensor) -> Tensor:
-        """[R] -> [H], the request's number for each of its heads."""
+        """Repeats each request's number for each of its heads: [R] -> [H]."""
         return of_requests[:, None].expand(-1, self.heads_per_request).flatten()
 
     @property
     def num_entries(self) -> int:
-        """n."""
+        """Padded number of entries, n."""
         return self.kv.capacity
 
     @property
     def num_tail(self) -> int:
-        """t."""
+        """Number of tokens in the longest partial block, t."""
         return self.kv.num_tail
 
     @property
     def device(self) -> torch.device:
-        """Where the entries are."""
+        """Device that holds the entries."""
         return self.kv.device
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the engine has to hand to a pipeline besides keys and values.
+    """What a pipeline reads besides keys, and the engine therefore has to provide.
 
     Attributes:
         window_size: how many of the last queries the scorer observes (0: none).
-        output_weight: the exact o_proj weight, by head.
+        output_weight: the o_proj weight, by head.
         output_gram: the Gram matrix of the o_proj weight, per query head.
         values: the values; implied by the two above.
-        plain_logits: attention logits without soft-capping, which the formulas leave out.
+        plain_logits: attention logits without soft-capping, as the paper's formulas assume.
         positions: the position of every key, and how keys are rotated.
         rotary: how keys and queries are rotated.
-        accumulated: the attention that entries have received, event after event.
-        observed: how many queries that was from.
-        stride: of so many observed queries one is added up, from the last one back.
-        running: what a merger adds up of entries, event after event.
+        accumulated: the attention that entries have received over all events.
+        observed: how many queries this attention came from.
+        stride: every stride-th observed query is accumulated, counted back from the last one.
+        running: sums per entry that a merger updates at every event.
     """
 
     window_size: int = 0
@@ -177,7 +177,7 @@ class Needs:
     running: bool = False
 
     def joined(self, other: Needs) -> Needs:
-        """What either of two parts needs."""
+        """Combines the needs of two parts."""
         ours, theirs = asdict(self), asdict(other)
         return Needs(**{name: max(ours[name], theirs[name]) for name in ours})
 
@@ -185,28 +185,6 @@ class Needs:
     def any_values(self) -> bool:
         """Whether values have to be read."""
         return self.values or self.output_weight or self.output_gram
-
-
-@dataclass(frozen=True)
-class Selection:
-    """What one layer keeps.
-
-    Attributes:
-        page_counts: [H] int64, pages per head; the sum is the layer's page budget.
-        kept_indices: [sum(page_counts) * block_size] int64 indices into a head's entries,
-            head after head, in position order within a head.
-        merged: what a merger made of the entries.
-    """
-
-    page_counts: Tensor
-    kept_indices: Tensor
-    merged: Merged = field(default_factory=lambda: Merged())
-
-    def heads(self, block_size: int) -> Tensor:
-        """[kept entries] int64: whose each kept entry is."""
-        num_pages = self.kept_indices.shape[0] // block_size
-        heads = torch.repeat_interleave(self.page_counts, output_size=num_pages)
-        return heads.repeat_interleave(block_size)
 
 
 @dataclass(frozen=True)
@@ -226,12 +204,34 @@ class Merged(EntryState):
     state: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class Selection:
+    """Entries that one layer keeps.
+
+    Attributes:
+        page_counts: [H] int64 pages per head; their sum is the layer's page budget.
+        kept_indices: [sum(page_counts) * block_size] int64 indices into a head's entries,
+            head after head, in position order within a head.
+        merged: what a merger made of the evicted entries.
+    """
+
+    page_counts: Tensor
+    kept_indices: Tensor
+    merged: Merged = field(default_factory=Merged)
+
+    def heads(self, block_size: int) -> Tensor:
+        """[kept entries] int64 head that each kept entry belongs to."""
+        num_pages = self.kept_indices.shape[0] // block_size
+        heads = torch.repeat_interleave(self.page_counts, output_size=num_pages)
+        return heads.repeat_interleave(block_size)
+
+
 class Merger:
-    """Puts something in the place of what is evicted."""
+    """Merges evicted entries into kept ones, or into policy state."""
 
     @property
     def needs(self) -> Needs:
-        """What the engine has to hand over besides keys."""
+        """What the merger reads besides keys."""
         return Needs()
 
     @property
@@ -241,20 +241,20 @@ class Merger:
 
     @property
     def weighs_entries(self) -> bool:
-        """Whether kept entries get a bias on their logits."""
+        """Whether kept entries get a bias on their attention logits."""
         return False
 
     @property
     def state_on_top(self) -> bool:
-        """Whether the policy state of heads takes its room beside the budget, not within."""
+        """Whether the policy state of heads is allocated beside the budget, not within it."""
         return False
 
     def state_size(self, head_size: int) -> int:
-        """fp32 numbers per KV head that stay from event to event."""
+        """Number of fp32 numbers per KV head that are kept from event to event."""
         return 0
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
-        """What becomes of the valid entries that are not `kept` ([H, n] bool)."""
+        """Merges the valid entries that are not `kept` ([H, n] bool)."""
         raise NotImplementedError
 
 
@@ -271,14 +271,14 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class ModelHeads:
-    """What a policy is told of a model, and which heads are this rank's.
+    """Layers and heads of a model, and which heads this rank has.
 
     Attributes:
         num_layers: compressed layers.
         num_kv_heads: KV heads of this rank.
         num_query_heads: query heads of this rank.
         block_size: tokens of a page.
-        tp_rank: which part of the heads this rank has.
+        tp_rank: index of this rank's part of the heads.
         tp_size: tensor-parallel size.
     """
 

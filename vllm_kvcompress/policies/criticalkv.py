@@ -8,23 +8,15 @@ from torch import Tensor
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
-from vllm_kvcompress.policies import (
-    LayerView,
-    Modifier,
-    Needs,
-    Pipeline,
-    Protection,
-    Selector,
-    Stages,
-    parameter,
-)
-from vllm_kvcompress.policies.base import Scorer
+from vllm_kvcompress.policies import Modifier, Pipeline, Protection, Selector, Stages, parameter
+from vllm_kvcompress.policies.base import LayerView, Needs, Scorer
 from vllm_kvcompress.policies.parts.mass import observed_mass
+from vllm_kvcompress.policies.parts.parameters import switch
 
 
 @dataclass(frozen=True)
 class CriticalKV(Modifier, Selector):
-    """Value-aware selection inside each head (Algorithm 1).
+    """Half of each head's budget by score, half by score times the value's projected norm.
 
     A share alpha of the head's budget goes to the tokens of highest mass S; the rest to those
     of highest (S + epsilon) * nu, where nu is the norm of the value projected through W_O.
@@ -32,13 +24,13 @@ class CriticalKV(Modifier, Selector):
     norm is L2 by default, which needs no projection of every value and keeps as good tokens as the
     paper's L1 (docs/results/language.md).
 
-    Of the query heads that share a KV head both factors are means (`product`), or their products
-    are averaged (`exact`). The second stage lowers a bound on the output's error only where the
-    attention mass of what is kept for certain exceeds one half (the paper's sigma); with `guard`
-    heads where it does not choose by the score alone.
+    Over the query heads that share a KV head both factors are averaged (`product`), or their
+    products are (`exact`). The second stage lowers a bound on the output's error only where the
+    tokens of the first hold more than half of the attention (the paper's sigma); with `guard`
+    heads where they do not are selected by the score alone.
 
     Attributes:
-        scorer: of the policy underneath.
+        scorer: scorer of the policy underneath.
     """
 
     name = "criticalkv"
@@ -47,7 +39,6 @@ class CriticalKV(Modifier, Selector):
         "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, "
         "arXiv 2502.03805"
     )
-    summary = "Half of each head's budget by score, half by score times the value's projected norm."
     stages = Stages(select="two stages: highest score, then (score + epsilon) * ||v W_O||")
     goes_on = ("snapkv", "adakv", "headkv", "pyramidkv", "h2o")
     refuses = dict(  # noqa: RUF012
@@ -70,16 +61,14 @@ class CriticalKV(Modifier, Selector):
         "mean score times mean norm of a group's query heads, or the mean of products (exact)",
         choices=("product", "exact"),
     )
-    guard: str = parameter(
-        "off", "on: by score alone where half the mass is not sure", choices=("off", "on")
-    )
+    guard: str = switch("on: by score alone in heads where the first stage is unsure")
     scorer: Scorer | None = None
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """With another selector.
+        """Replaces the selector.
 
         Raises:
-            ConfigError: exact weights of attention that is added up, for a whole group at once.
+            ConfigError: exact weights of accumulated attention, which is a mean over the group.
         """
         if self.weights == "exact" and base.needs.accumulated:
             raise ConfigError(
@@ -100,13 +89,12 @@ class CriticalKV(Modifier, Selector):
         num_protected = protected.sum(dim=1)
         budget = (kept - num_protected).clamp_min(0)
         first_stage = num_protected + (budget * self.alpha).floor().to(torch.int64)
-        sure = scores.masked_fill(protected, float("inf"))
-        chosen = top_entries(sure, valid, torch.minimum(first_stage, kept))
+        by_score = scores.masked_fill(protected, float("inf"))
+        chosen = top_entries(by_score, valid, torch.minimum(first_stage, kept))
         weighted = self._weighted(view, scores, valid & ~chosen)
         if self.guard == "on":
             rest = observed_mass(view).masked_fill(chosen | ~valid, 0)
-            unsure = rest.sum(dim=1, keepdim=True) >= 0.5
-            weighted = torch.where(unsure, scores, weighted)
+            weighted = torch.where(rest.sum(dim=1, keepdim=True) >= 0.5, scores, weighted)
         return top_entries(weighted.masked_fill(chosen, float("inf")), valid, kept)
 
     def _weighted(self, view: LayerView, scores: Tensor, wanted: Tensor) -> Tensor:
@@ -118,14 +106,14 @@ class CriticalKV(Modifier, Selector):
         weighted = torch.zeros_like(scores)
         for member in range(group):
             weight, gram = view.output_weight, view.output_gram
-            alone = replace(
+            one_head = replace(
                 view,
                 queries=view.queries[:, member::group],
                 output_weight=None if weight is None else weight[:, :, member : member + 1],
                 output_gram=None if gram is None else gram[member::group].contiguous(),
             )
-            own = self.scorer.score(alone) + self.epsilon
-            weighted += own * self._value_norms(alone, wanted) / group
+            score = self.scorer.score(one_head) + self.epsilon
+            weighted += score * self._value_norms(one_head, wanted) / group
         return weighted
 
     def _value_norms(self, view: LayerView, wanted: Tensor) -> Tensor:

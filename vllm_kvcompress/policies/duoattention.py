@@ -9,30 +9,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import LayerView, ModelHeads, Policy, Protection, Stages
-from vllm_kvcompress.policies.parts.allocation import spread
-from vllm_kvcompress.policies.parts.profiles import (
-    HOW,
-    Table,
-    check_finite,
-    of_layers,
-    read_json,
-    read_text,
-    rows_of_rank,
-)
-from vllm_kvcompress.policies.streamingllm import places
+from vllm_kvcompress.policies.parts import profiles
+from vllm_kvcompress.policies.parts.allocation import pages_held, spread_within
+from vllm_kvcompress.policies.parts.profiles import HOW, Table
+from vllm_kvcompress.policies.streamingllm import positions_as_scores
 
 
 @dataclass(frozen=True)
 class DuoAttention(Policy):
-    """Some heads keep everything, the others sinks and recent tokens.
+    """Keeps everything in retrieval heads, and sinks and recent tokens in the others.
 
-    How many heads can keep everything follows from the budget; those with the highest gates do,
-    and the one after them keeps what is left.
+    The budget says how many heads can keep everything; those with the highest gates do, and the
+    next one keeps what is left.
 
     Attributes:
         gates: by layer and KV head, from 0 to 1; once bound to a model those of the rank's heads.
@@ -47,11 +39,10 @@ class DuoAttention(Policy):
         "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, "
         "arXiv 2410.10819"
     )
-    summary = "Retrieval heads keep everything, the others sinks and recent tokens."
     stages = Stages(
         score="position",
         protect="the pattern's first sink_size tokens",
-        allocate="heads with the highest gates whole, as many as the budget allows",
+        allocate="everything for the heads with the highest gates, as far as the budget goes",
         select="most recent",
     )
     decides = ("how much each head keeps", "how much each layer keeps")
@@ -68,7 +59,7 @@ class DuoAttention(Policy):
         return replace(self, gates=gates, num_sinks=sinks, num_recent=recent)
 
     def bind(self, model: ModelHeads) -> Self:
-        gates = rows_of_rank(self.gates, model, model.num_kv_heads, "KV")
+        gates = profiles.rows_of_rank(self.gates, model, model.num_kv_heads, "KV")
         return replace(self, gates=gates, block_size=model.block_size)
 
     @property
@@ -76,7 +67,7 @@ class DuoAttention(Policy):
         return Protection(num_sinks=self.num_sinks)
 
     def score(self, view: LayerView) -> Tensor:
-        return places(view)
+        return positions_as_scores(view)
 
     def layer_pages(
         self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
@@ -88,27 +79,26 @@ class DuoAttention(Policy):
         full = num_logical_blocks or max(capacity) // num_heads
         few = min(self._few, num_blocks)
         pages = [few * num_heads] * len(capacity)
-        left = num_blocks * num_heads * len(capacity) - sum(pages)
+        total = num_blocks * num_heads * len(capacity)
+        left = total - sum(pages)
         by_gate = sorted((-gate, layer) for layer, row in enumerate(self.gates) for gate in row)
         for _, layer in by_gate:
             more = min(left, max(0, full - few))
             pages[layer] += more
             left -= more
-        shares = [float(count) for count in pages]
-        within = [min(count, most) for count, most in zip(pages, capacity, strict=True)]
-        return spread(shares, sum(pages) + left, capacity, within)
+        return spread_within(pages, total, capacity)
 
     def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
         """[H] int64 pages of each head: a few for all, then by gate up to everything."""
-        cap = view.by_request(torch.div(view.lengths, view.block_size, rounding_mode="floor"))
-        few = (total // cap.shape[1]).clamp_max(self._few)
-        least = torch.minimum(few[:, None], cap)
-        order = of_layers(self.gates, view).argsort(dim=1, descending=True, stable=True)
-        room = (cap - least).gather(1, order)
+        held = pages_held(view)
+        few = (total // held.shape[1]).clamp_max(self._few)
+        fewest = few[:, None].minimum(held)
+        order = profiles.of_layers(self.gates, view).argsort(dim=1, descending=True, stable=True)
+        room = (held - fewest).gather(1, order)
         before = room.cumsum(1) - room
-        left = total[:, None] - least.sum(dim=1, keepdim=True)
+        left = total[:, None] - fewest.sum(dim=1, keepdim=True)
         more = (left - before).clamp_min(0).minimum(room)
-        return least.scatter_add(1, order, more).flatten()
+        return fewest.scatter_add(1, order, more).flatten()
 
     @property
     def _few(self) -> int:
@@ -117,13 +107,13 @@ class DuoAttention(Policy):
 
 
 def read_pattern(path: Path) -> tuple[Table, int, int]:
-    """Gates, sinks and recent tokens, from the TSV file or the directory that holds it.
+    """Reads gates, sinks and recent tokens from the TSV file or the directory that holds it.
 
     Raises:
-        ConfigError: no such file, not the format, or lines of different lengths.
+        ConfigError: there is no such file, or it has another format, or lines of different lengths.
     """
     table = path / "full_attention_heads.tsv" if path.is_dir() else path
-    lines = [line.split() for line in read_text(table).splitlines() if line.strip()]
+    lines = [line.split() for line in profiles.read_text(table).splitlines() if line.strip()]
     try:
         gates = tuple(tuple(float(gate) for gate in line) for line in lines)
     except ValueError as error:
@@ -132,15 +122,15 @@ def read_pattern(path: Path) -> tuple[Table, int, int]:
         ) from None
     if not gates or len({len(row) for row in gates}) != 1:
         raise ConfigError(f"{table}: expected lines with one gate per KV head each; {HOW}.")
-    check_finite(table, gates)
-    sizes = read_json(table.parent / "config.json")
+    profiles.check_finite(table, gates)
+    config = table.parent / "config.json"
+    sizes = profiles.read_json(config)
     try:
         sinks, recent = int(sizes["sink_size"]), int(sizes["recent_size"])
         if min(sinks, recent) < 0:
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise ConfigError(
-            f"{table.parent / 'config.json'}: expected sink_size and recent_size, in tokens, "
-            f"found {sizes}; {HOW}."
+            f"{config}: expected sink_size and recent_size, in tokens, found {sizes}; {HOW}."
         ) from None
     return tuple(tuple(min(1.0, max(0.0, gate)) for gate in row) for row in gates), sinks, recent

@@ -1,4 +1,4 @@
-"""Expected Attention (arXiv 2510.00636): what queries to come are expected to attend to."""
+"""Expected Attention (arXiv 2510.00636): what future queries are expected to attend to."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stage
 
 @dataclass(frozen=True)
 class Expected(Policy):
-    """Attention from the distribution that queries to come are taken to have.
+    """Keeps what future queries are expected to attend to, weighted by the value's norm.
 
-    Queries as before RoPE are taken for normally distributed, with the mean and covariance of the
-    last window_size ones; RoPE averaged over the next n_future_positions gives mu and Sigma. The
-    logarithm of a key's expected attention is then k mu tau + k Sigma k tau^2 / 2, tau being the
-    softmax scale, and its score the softmax of that, averaged over the KV head's group, plus
-    epsilon, times the norm of its value (section 3, as kvpress's
-    ExpectedAttentionPress computes it). The first n_sink tokens stay and are left out.
-
-    kvpress observes all queries of the prompt; what it calls the same has the same meaning here.
+    Queries before RoPE are assumed to be normal, with the mean and covariance of the last
+    window_size ones; RoPE averaged over the next n_future_positions gives mu and Sigma. With tau
+    the softmax scale, the logarithm of a key's expected attention is
+    k mu tau + k Sigma k tau^2 / 2. The score is the softmax of that, averaged over the KV head's
+    group, plus epsilon, times the norm of the value (section 3). The first n_sink tokens are kept
+    and left out of the softmax. Parameters are named as in kvpress's ExpectedAttentionPress, which
+    observes all queries of the prompt.
     """
 
     name = "expected"
@@ -30,7 +29,6 @@ class Expected(Policy):
         "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries "
         "Distribution, arXiv 2510.00636"
     )
-    summary = "What queries to come are expected to attend to, times the value's norm."
     stages = Stages(
         score="expected attention of the next n_future_positions queries, times the value's norm",
         protect="the first n_sink tokens",
@@ -48,17 +46,15 @@ class Expected(Policy):
 
     @property
     def needs(self) -> Needs:
-        """The last queries, how they are rotated, and values."""
         return Needs(window_size=self.window_size, rotary=True, values=bool(self.use_vnorm))
 
     @property
     def protection(self) -> Protection:
-        """The first tokens."""
         return Protection(num_sinks=self.n_sink)
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 at least 0."""
-        mean, covariance = self._queries_to_come(view)
+        mean, covariance = self._future_queries(view)
         scores = torch.empty(view.num_heads, view.num_entries, device=view.device)
         for some in view.kv.head_slices():
             keys = torch.cat([view.kv.clean(0, some), view.kv.tail_keys()[some]], dim=1).float()
@@ -69,16 +65,15 @@ class Expected(Policy):
             score = attention.mean(dim=1)[:, : view.num_entries]
             if self.use_vnorm:
                 values = view.kv.clean(1, some)
-                score = (score + self.epsilon) * torch.linalg.vector_norm(
-                    values, dim=2, dtype=torch.float32
-                )
+                norms = torch.linalg.vector_norm(values, dim=2, dtype=torch.float32)
+                score = (score + self.epsilon) * norms
             scores[some] = score
         return scores
 
     def _expected_logits(
         self, keys: Tensor, mean: Tensor, covariance: Tensor, scale: float
     ) -> Tensor:
-        """[h, G, n] of keys [h, n, D], from queries' mean [h, G, D] and covariance [h, G, D, D]."""
+        """[h, G, n] of keys [h, n, D], with queries' mean [h, G, D] and covariance [h, G, D, D]."""
         logits = scale * (mean @ keys.transpose(1, 2))
         if self.use_covariance:
             for member in range(mean.shape[1]):
@@ -86,8 +81,8 @@ class Expected(Policy):
                 logits[:, member] += scale**2 / 2 * spread
         return logits
 
-    def _queries_to_come(self, view: LayerView) -> tuple[Tensor, Tensor]:
-        """[H, G, D] and [H, G, D, D] fp32 mean and covariance of queries, RoPE averaged."""
+    def _future_queries(self, view: LayerView) -> tuple[Tensor, Tensor]:
+        """[H, G, D] and [H, G, D, D] fp32 mean and covariance of queries under averaged RoPE."""
         assert view.rotary is not None
         count = view.queries.shape[0]
         # A short prompt's first queries are outliers, as its first keys are.

@@ -1,30 +1,25 @@
-"""H2O (arXiv 2306.14048): heavy hitters, and recent tokens."""
+"""H2O (arXiv 2306.14048): tokens of high accumulated attention, and recent ones."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
-from vllm_kvcompress.policies.parts.mass import (
-    accumulated_mass,
-    mean_accumulated_mass,
-    stride_of_sums,
-)
+from vllm_kvcompress.policies.parts import mass
+from vllm_kvcompress.policies.parts.parameters import switch
 
 
 @dataclass(frozen=True)
 class H2O(Policy):
-    """Attention that a token has received, added up event after event.
+    """Keeps tokens of high accumulated attention, and recent ones.
 
-    Of each event only the last `window_size` queries are observed, and of `stride` of these one
-    stands for all; the paper adds up all. A sum favours tokens that more queries could see;
-    normalised by their number it is a mean (kvpress).
+    Each event observes every `stride`-th of its last `window_size` queries; the paper adds up all.
+    A sum favours tokens that more queries saw; divided by their number it is a mean (kvpress).
     """
 
     name = "h2o"
     batches = True
     paper = "H2O: Heavy-Hitter Oracle for Efficient Generative Inference, arXiv 2306.14048"
-    summary = "Heavy hitters, and recent tokens."
     stages = Stages(
         score="attention accumulated over one in stride of the last window_size queries of every "
         "event",
@@ -37,14 +32,11 @@ class H2O(Policy):
         256, "last queries of an event whose attention is added up", minimum=1
     )
     recent_fraction: float = parameter(0.5, "part of the budget for recent tokens", 0.0, 1.0)
-    normalize_by_count: str = parameter(
-        "off", "whether sums are divided by how many queries saw a token", choices=("off", "on")
-    )
-    stride: int = stride_of_sums()
+    normalize_by_count: str = switch("on: divide sums by how many queries saw a token")
+    stride: int = mass.stride_of_sums()
 
     @property
     def needs(self) -> Needs:
-        """The last queries, and what earlier ones have added."""
         by_count = self.normalize_by_count == "on"
         return Needs(self.window_size, accumulated=True, observed=by_count, stride=self.stride)
 
@@ -54,5 +46,5 @@ class H2O(Policy):
 
     def score(self, view: LayerView) -> Tensor:
         if self.normalize_by_count == "on":
-            return mean_accumulated_mass(view)
-        return accumulated_mass(view, self.window_size)
+            return mass.mean_accumulated_mass(view)
+        return mass.accumulated_mass(view, self.window_size)

@@ -1,6 +1,6 @@
 """HeadKV (arXiv 2410.19258): budgets per head from measured importance.
 
-The authors' file: JSON `{"layer-queryhead": [scores, ...], ...}`, an importance is their mean.
+The authors' file is JSON, `{"layer-queryhead": [scores, ...], ...}`; importance is their mean.
 """
 
 from dataclasses import dataclass, replace
@@ -10,24 +10,11 @@ from typing import Self
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies import (
-    Allocator,
-    LayerView,
-    ModelHeads,
-    Modifier,
-    Pipeline,
-    Stages,
-    parameter,
-)
-from vllm_kvcompress.policies.parts.allocation import divide, spread
-from vllm_kvcompress.policies.parts.profiles import (
-    HOW,
-    Table,
-    check_finite,
-    of_layers,
-    read_json,
-    rows_of_rank,
-)
+from vllm_kvcompress.policies import Allocator, Modifier, Pipeline, Stages, parameter
+from vllm_kvcompress.policies.base import LayerView, ModelHeads
+from vllm_kvcompress.policies.parts import profiles
+from vllm_kvcompress.policies.parts.allocation import divide, spread, spread_within
+from vllm_kvcompress.policies.parts.profiles import HOW, Table
 from vllm_kvcompress.policies.snapkv import SnapKV
 
 PAPER = "Not All Heads Matter: A Head-Level KV Cache Compression Method, arXiv 2410.19258"
@@ -35,22 +22,21 @@ PAPER = "Not All Heads Matter: A Head-Level KV Cache Compression Method, arXiv 2
 
 @dataclass(frozen=True)
 class ByImportance(Modifier, Allocator):
-    """Every head of the model gets a budget by its importance in the profile, up to everything.
+    """Budgets per head from a measured table, on top of another policy's choice.
 
     A head's share is `even_share` of the mean and the rest by importance; what a full head cannot
-    take goes to the others of the whole model, in proportion. Nothing is known of the scores, so
-    layers are compressed one by one, and any scores will do.
+    take goes to the model's other heads, in proportion. Scores are not compared between heads, so
+    any will do.
 
     Attributes:
-        importance: by layer and query head, as measured; once bound to a model the shares of the
-            rank's KV heads, 1 in the mean.
+        importance: measured, by layer and query head; once bound to a model the shares of the
+            rank's KV heads, whose mean is 1.
     """
 
     name = "headkv"
     batches = True
     paper = PAPER
-    summary = "Budgets per head from a measured table, on top of another policy's choice."
-    stages = Stages(allocate="by the heads' importance in the profile, over the whole model")
+    stages = Stages(allocate="by the heads' importance in the profile, over all layers")
     goes_on = ("spans", "h2o", "leverage", "expected", "keydiff")
     refuses = {"adakv": "headkv and {} both decide how much each head keeps"}  # noqa: RUF012
     profile = "headkv"
@@ -63,11 +49,11 @@ class ByImportance(Modifier, Allocator):
         return replace(self, importance=read_importance(path))
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """With another allocator."""
+        """Replaces the allocator."""
         return replace(base, allocator=self)
 
     def bind(self, model: ModelHeads) -> Self:
-        """With shares of this rank's KV heads, 1 in the mean."""
+        """Turns importance into shares of this rank's KV heads, whose mean is 1."""
         table = importance_of_rank(self.importance, model, temperature=1.0)
         num_heads = len(table) * len(table[0])
         rest = (1 - self.even_share) * num_heads
@@ -77,41 +63,34 @@ class ByImportance(Modifier, Allocator):
     def layer_pages(
         self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
     ) -> list[int]:
-        """Pages of each layer: the sum of its heads', none of which holds more than everything."""
+        """Pages of each layer: the sum of its heads', each at most everything."""
         full = num_logical_blocks or max(capacity) // num_heads
         total = num_blocks * num_heads * len(capacity)
         flat = [share for row in self.importance for share in row]
         pages = spread(flat, total, [full] * len(flat), [1] * len(flat))
-        by_layer = [
-            sum(pages[layer * num_heads : (layer + 1) * num_heads])
-            for layer in range(len(capacity))
-        ]
-        within = [min(count, most) for count, most in zip(by_layer, capacity, strict=True)]
-        return spread([float(count) for count in by_layer], total, capacity, within)
+        by_layer = [sum(pages[i : i + num_heads]) for i in range(0, len(pages), num_heads)]
+        return spread_within(by_layer, total, capacity)
 
     def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
-        """[H] int64 pages of each head."""
-        return divide(view, of_layers(self.importance, view).flatten(), total, floor)
+        return divide(view, profiles.of_layers(self.importance, view).flatten(), total, floor)
 
 
 @dataclass(frozen=True)
 class HeadKV(SnapKV):
-    """A pool of all heads' budgets is divided by importance.
+    """SnapKV with budgets per head from a measured table.
 
-    With c the mean budget beyond the window, every head gets the window, c - c / beta, and of
-    the pool of all c / beta a share by its importance. What a full head cannot take stays in its
-    layer.
+    With c the mean budget beyond the window, every head gets the window, c - c / beta, and a share
+    by its importance of the pool of all c / beta. What a full head cannot take stays in its layer.
 
     Attributes:
-        importance: by layer and query head, as measured; once bound to a model by layer and the
-            rank's KV heads, summing to 1.
+        importance: measured, by layer and query head; once bound to a model by layer and the
+            rank's KV heads, in sum 1.
         block_size: tokens of a page, once bound.
     """
 
     name = "headkv"
     batches = True
     paper = PAPER
-    summary = "SnapKV with budgets per head from a measured table."
     stages = SnapKV.stages._replace(allocate="by the heads' importance in the profile")
     decides = ("how much each head keeps", "how much each layer keeps")
     profile = "headkv"
@@ -126,9 +105,9 @@ class HeadKV(SnapKV):
         return replace(self, importance=read_importance(path))
 
     def bind(self, model: ModelHeads) -> Self:
-        """With the importance of this rank's KV heads: the mean of each group of query heads.
+        """Reduces importance to this rank's KV heads.
 
-        Ranks have equal budgets, each for its own heads, so it is relative to the rank's sum.
+        Ranks have equal budgets, each for its heads, so importance is relative to the rank's sum.
         """
         table = importance_of_rank(self.importance, model, self.temperature)
         return replace(self, importance=table, block_size=model.block_size)
@@ -137,38 +116,30 @@ class HeadKV(SnapKV):
         self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
     ) -> list[int]:
         """Pages of each layer: the sum of its heads'."""
-        window = self._window(num_blocks)
-        mean = num_blocks - window
-        shares = [
-            sum(window + mean * part for part in self._parts(layer))
-            for layer in range(len(capacity))
-        ]
+        window = min(self.window_size / self.block_size, num_blocks)
+        mean, layers = num_blocks - window, range(len(capacity))
+        shares = [sum(window + mean * part for part in self._parts(layer)) for layer in layers]
         total = num_blocks * num_heads * len(capacity)
         return spread(shares, total, capacity, [num_heads] * len(capacity))
 
     def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
-        """[H] int64 pages of each head."""
-        parts = of_layers({layer: self._parts(layer) for layer in view.layers}, view)
+        parts = profiles.of_layers({layer: self._parts(layer) for layer in view.layers}, view)
         wanted, num_heads = total[:, None].double(), parts.shape[1]
         window = (wanted / num_heads).clamp_max(self.window_size / self.block_size)
-        # The mean of all layers that gives this layer its total.
+        # The mean over all layers with which this layer has its total.
         mean = (wanted - window * num_heads) / parts.sum(dim=1, keepdim=True)
-        shares = window + mean * parts
-        return divide(view, shares.flatten(), total, floor)
-
-    def _window(self, mean_pages: float) -> float:
-        return min(self.window_size / self.block_size, mean_pages)
+        return divide(view, (window + mean * parts).flatten(), total, floor)
 
     def _parts(self, layer: int) -> tuple[float, ...]:
-        """By head, its budget beyond the window as a multiple of the mean."""
+        """Budget of each head beyond the window, as a multiple of the mean."""
         num_all = len(self.importance) * len(self.importance[0])
         even = 1 - 1 / self.beta
         return tuple(even + score * num_all / self.beta for score in self.importance[layer])
 
 
 def importance_of_rank(importance: Table, model: ModelHeads, temperature: float) -> Table:
-    """By layer and KV head of this rank, the mean of its query heads' importance; sums to 1."""
-    rows = rows_of_rank(importance, model, model.num_query_heads, "query")
+    """Mean importance of each KV head's query heads, by layer and head of this rank; in sum 1."""
+    rows = profiles.rows_of_rank(importance, model, model.num_query_heads, "query")
     group = model.num_query_heads // model.num_kv_heads
     powered = [[max(0.0, score) ** temperature for score in row] for row in rows]
     means = [
@@ -182,13 +153,13 @@ def importance_of_rank(importance: Table, model: ModelHeads, temperature: float)
 
 
 def read_importance(path: Path) -> Table:
-    """Importance by layer and query head.
+    """Reads importance by layer and query head.
 
     Raises:
-        ConfigError: no such file, not the format, heads missing or values not finite.
+        ConfigError: there is no such file, or it has another format, lacks heads or has NaN in it.
     """
     means: dict[tuple[int, int], float] = {}
-    for key, scores in read_json(path).items():
+    for key, scores in profiles.read_json(path).items():
         try:
             layer, head = (int(part) for part in key.split("-"))
             values = [float(score) for score in scores]
@@ -205,5 +176,5 @@ def read_importance(path: Path) -> Table:
             f"{num_layers} x {num_heads}; {HOW}."
         )
     table = tuple(tuple(means[la, h] for h in range(num_heads)) for la in range(num_layers))
-    check_finite(path, table)
+    profiles.check_finite(path, table)
     return table

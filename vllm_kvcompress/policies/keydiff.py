@@ -1,25 +1,26 @@
-"""KeyDiff (arXiv 2504.15364): keys unlike the others."""
+"""KeyDiff (arXiv 2504.15364): keys unlike the others, and its authors' share of recent tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.keydiff import keydiff_scores
-from vllm_kvcompress.policies import LayerView, Policy, Stages, parameter
+from vllm_kvcompress.policies import Modifier, Pipeline, Policy, Stages, parameter
+from vllm_kvcompress.policies.base import LayerView
+from vllm_kvcompress.policies.parts.selection import Protection
 
 
 @dataclass(frozen=True)
 class KeyDiff(Policy):
-    """Minus the cosine to an anchor of all keys: unusual keys are kept.
+    """Keeps keys unlike the average key; needs no queries.
 
-    The paper's ablation compares by products and distances, too, and finds both worse.
+    The paper's ablation finds products and distances worse than cosines.
     """
 
     name = "keydiff"
     batches = True
     paper = "KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364"
-    summary = "Keys unlike the average key; needs no queries."
     stages = Stages(score="minus the cosine to the anchor", select="highest score")
 
     anchor: str = parameter(
@@ -27,18 +28,33 @@ class KeyDiff(Policy):
         "what keys are compared with",
         choices=("mean_normalized", "mean_raw", "median", "pairwise"),
     )
-
     metric: str = parameter(
-        "cosine", "how they are compared", choices=("cosine", "dot", "euclidean")
+        "cosine", "how keys are compared with it", choices=("cosine", "dot", "euclidean")
     )
 
     def __post_init__(self) -> None:
         if self.anchor == "pairwise" and self.metric != "cosine":
             raise ConfigError(
                 f"metric: expected cosine with anchor=pairwise, which adds up cosines, found "
-                f"{self.metric}; choose another anchor."
+                f"{self.metric}; leave metric out, or choose another anchor."
             )
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32; for cosines in [-1, 1] (times the number of tokens for pairwise)."""
         return keydiff_scores(view.kv, self.anchor, self.metric)
+
+
+@dataclass(frozen=True)
+class Window(Modifier):
+    """Keeps a share of the budget for the most recent tokens."""
+
+    name = "window"
+    paper = KeyDiff.paper
+    stages = Stages(protect="the most recent recent_fraction of the budget")
+    goes_on = ("keydiff", "knorm", "tova")
+    otherwise = "{} already says which recent tokens it keeps"
+
+    recent_fraction: float = parameter(0.1, "part of the budget for recent tokens", 0.0, 1.0)
+
+    def modify(self, base: Pipeline) -> Pipeline:
+        return replace(base, protection=Protection(recent_fraction=self.recent_fraction))

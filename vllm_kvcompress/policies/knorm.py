@@ -1,4 +1,4 @@
-"""Key norms (arXiv 2406.11430): keys of low norm draw the attention."""
+"""Key norms (arXiv 2406.11430): keys of low norm get most attention."""
 
 from dataclasses import dataclass
 
@@ -11,9 +11,9 @@ from vllm_kvcompress.policies.parts.allocation import spread
 
 @dataclass(frozen=True)
 class KNorm(Policy):
-    """Minus the Euclidean norm of the key.
+    """Keeps keys of low Euclidean norm.
 
-    The first layers keep everything, at the expense of the others, as long as these keep at least
+    The first layers keep everything at the expense of the others, as long as these keep at least
     half of a uniform budget.
     """
 
@@ -22,18 +22,17 @@ class KNorm(Policy):
     paper = (
         "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430"
     )
-    summary = "Keys of low norm."
     stages = Stages(
         score="minus the key's norm",
-        allocate="the first skip_layers layers whole if the others keep half a uniform budget, "
-        "else uniform",
+        allocate="everything in the first skip_layers layers if the others keep half a uniform "
+        "budget, else uniform",
         select="highest score",
     )
 
-    skip_layers: int = parameter(2, "first layers left whole where possible", minimum=0)
+    skip_layers: int = parameter(2, "first layers that keep everything where possible", minimum=0)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32; in fp32 because most norms tie in 16 bits."""
+        """[H, n] scores in fp32, since most norms tie in 16 bits."""
         return -torch.linalg.vector_norm(view.kv.keys(), dim=2, dtype=torch.float32)
 
     @property
@@ -45,9 +44,8 @@ class KNorm(Policy):
     ) -> list[int]:
         uniform, num_layers = num_blocks * num_heads, len(capacity)
         skipped = min(self.skip_layers, num_layers - 1)
-        while (uniform * num_layers - sum(capacity[:skipped])) * 2 < uniform * (
-            num_layers - skipped
-        ):
+        total = uniform * num_layers
+        while (total - sum(capacity[:skipped])) * 2 < uniform * (num_layers - skipped):
             skipped -= 1
         floor = [*capacity[:skipped], *([0] * (num_layers - skipped))]
-        return spread([1.0] * num_layers, uniform * num_layers, capacity, floor)
+        return spread([1.0] * num_layers, total, capacity, floor)

@@ -1,4 +1,4 @@
-"""Leverage scores of keys (Compactor, arXiv 2507.08143): keys that no others could stand for."""
+"""Leverage scores of keys (Compactor, arXiv 2507.08143): keys that others cannot replace."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 from vllm_kvcompress.kernels.common.tiles import finite
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Stages, parameter
 
-RIDGE = 1e-3  # of the mean eigenvalue, added to all
+RIDGE = 1e-3  # added to all eigenvalues, as a fraction of their mean
 UNROTATED = "unrotated"
 
 
 def key_space() -> Any:
-    """A parameter of all that look at keys' leverage."""
-    meaning = "keys as before RoPE (unrotated), or as they are cached (rotated)"
+    """Parameter of policies that score keys by leverage."""
+    meaning = "keys before RoPE (unrotated), or as they are cached (rotated)"
     return parameter(UNROTATED, meaning, choices=(UNROTATED, "rotated"))
 
 
 @dataclass(frozen=True)
 class Leverage(Policy):
-    """How far a key is from the mean, measured by the covariance of the head's keys.
+    """Keeps keys that other keys cannot replace; needs no queries.
 
-    With keys as before RoPE, less their mean, as rows of X: the score of row x is
-    x (X^T X + RIDGE I)^-1 x^T, its statistical leverage (Compactor's outlier score, which
-    estimates it from random projections; D by D numbers per head need no estimate). Compactor's
-    other half, attention without a mask, would need the queries of the whole prompt.
+    With keys before RoPE, less their mean, as rows of X: the score of row x is
+    x (X^T X + RIDGE I)^-1 x^T, its statistical leverage (Compactor's outlier score, which the paper
+    estimates from random projections; D by D numbers per head need no estimate). Compactor's
+    other half, attention without a mask, would need the queries of the full prompt.
     """
 
     name = "leverage"
@@ -38,18 +38,16 @@ class Leverage(Policy):
         "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage "
         "Scores, arXiv 2507.08143"
     )
-    summary = "Keys that no others could stand for; needs no queries."
     stages = Stages(score="the key's statistical leverage, before RoPE", select="highest score")
 
     keys: str = key_space()
 
     @property
     def needs(self) -> Needs:
-        """Where keys are and how they are rotated, unless they are taken as they are."""
         return Needs(positions=self.keys == UNROTATED)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32 from 0 to 1."""
+        """[H, n] fp32 leverage, from 0 to 1."""
         return leverage(view, self.keys)
 
 
@@ -62,30 +60,30 @@ def leverage(view: LayerView, keys_as: str) -> Tensor:
     """
     scores = torch.empty(view.num_heads, view.num_entries, device=view.device)
     unit = torch.eye(view.kv.head_size, device=view.device)
-    turns = _turns_back(view) if keys_as == UNROTATED else None
+    rotations = _rotations_back(view) if keys_as == UNROTATED else None
     for some in view.kv.head_slices():
         keys = view.kv.clean(0, some).float()
-        if turns is not None:
+        if rotations is not None:
             assert view.rotary is not None
-            keys = view.rotary.turned(keys, turns(some))
+            keys = view.rotary.turned(keys, rotations(some))
         count = view.lengths[some, None, None].clamp_min(1)
-        away = finite(keys - keys.sum(dim=1, keepdim=True) / count, view.valid[some])
-        scatter = away.mT @ away
+        centred = finite(keys - keys.sum(dim=1, keepdim=True) / count, view.valid[some])
+        scatter = centred.mT @ centred
         diagonal = scatter.diagonal(dim1=1, dim2=2)
-        # Equal keys have no scatter at all, and still a root.
+        # The constant gives equal keys, which have no scatter, a root too.
         diagonal += RIDGE * diagonal.mean(dim=1, keepdim=True) + 1e-20
         root = torch.linalg.cholesky_ex(scatter).L
         inverse = torch.linalg.solve_triangular(root.mT, unit, upper=True, left=False)
-        scores[some] = (away @ inverse).square_().sum(dim=2)
+        scores[some] = (centred @ inverse).square_().sum(dim=2)
     return scores
 
 
-def _turns_back(view: LayerView) -> Callable[[slice], tuple[Tensor, Tensor]]:
-    """For some heads' keys, to where they were before RoPE; once for all that lie alike."""
+def _rotations_back(view: LayerView) -> Callable[[slice], tuple[Tensor, Tensor]]:
+    """Rotations that undo RoPE for a slice of heads; computed once where positions are shared."""
     positions, rotary = view.entries.positions, view.rotary
     assert positions is not None
     assert rotary is not None
     if positions.stride(0) == 0:
-        turn = rotary.turn(-positions[:1])
-        return lambda some: turn
+        rotation = rotary.turn(-positions[:1])
+        return lambda some: rotation
     return lambda some: rotary.turn(-positions[some])

@@ -11,12 +11,12 @@ from vllm_kvcompress.policies.parts.mass import pool_left_of_window
 
 @dataclass(frozen=True)
 class OBCache(Modifier):
-    """How much the window's attention outputs would change without a token, as its score.
+    """Keeps tokens without which the window's attention outputs would change most.
 
     The group is summed before pooling.
 
     Attributes:
-        window_size, kernel_size, pooling, stride: as the policy underneath has them.
+        window_size, kernel_size, pooling, stride: those of the policy underneath.
     """
 
     name = "obcache"
@@ -25,16 +25,15 @@ class OBCache(Modifier):
         "OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM Inference, "
         "arXiv 2510.07651"
     )
-    summary = "Tokens without which the observed queries' attention outputs would change most."
     stages = Stages(
         score="squared change of the window's attention outputs, instead of their attention"
     )
     goes_on = ("snapkv", "h2o")
-    otherwise = "obcache takes the place of the scores of snapkv or h2o, which {} is not"
+    otherwise = "obcache replaces the scores of snapkv or h2o, and {} is neither"
 
     variant: str = parameter(
         "joint",
-        "what is pruned of a token: its value, its key, or both",
+        "what is pruned of a token: the value, the key, or both",
         choices=("joint", "value", "key"),
     )
     window_size: int = 32
@@ -43,9 +42,8 @@ class OBCache(Modifier):
     stride: int = 1
 
     def modify(self, base: Pipeline) -> Pipeline:
-        theirs = ("window_size", "kernel_size", "pooling", "stride")
-        given = {name: base.params[name] for name in theirs if name in base.params}
-        return replace(base, scorer=replace(self, **given))
+        shared = {"window_size", "kernel_size", "pooling", "stride"} & set(base.params)
+        return replace(base, scorer=replace(self, **{name: base.params[name] for name in shared}))
 
     @property
     def needs(self) -> Needs:

@@ -1,4 +1,4 @@
-"""A policy, resolved: the parts that score, allocate, select, and what they need."""
+"""A policy, resolved: the parts that score, allocate, select and merge, and what they need."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from typing import Any
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.base import Merger, ModelHeads, Needs, Scorer
 from vllm_kvcompress.policies.parts.allocation import Allocator
-from vllm_kvcompress.policies.parts.protection import Protection
-from vllm_kvcompress.policies.parts.selection import Selector
+from vllm_kvcompress.policies.parts.selection import Protection, Selector
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a policy string stands for.
+    """Parts that a policy string stands for.
 
     Attributes:
         name: the string, parts in canonical order.
@@ -25,9 +24,9 @@ class Pipeline:
         allocator: pages per layer and head.
         selector: tokens per head.
         protection: tokens that are kept whatever their score.
-        merger: what becomes of the others; None: nothing.
-        params: the parameters in effect, by name.
-        repeats: a request may be compressed again; else no policy state is kept for a next time.
+        merger: merges evicted tokens; None: they are dropped.
+        params: values of all parameters by name.
+        repeats: whether a request may be compressed again, so that policy state is kept.
     """
 
     name: str
@@ -39,18 +38,17 @@ class Pipeline:
     params: Mapping[str, Any] = field(default_factory=dict)
     repeats: bool = True
 
-    @cached_property  # every step asks
+    @cached_property  # read at every step
     def needs(self) -> Needs:
-        """What the engine has to hand over besides keys."""
+        """What the parts read besides keys."""
         needs = self.scorer.needs.joined(self.selector.needs)
         return needs if self.merger is None else needs.joined(self.merger.needs)
 
     @property
     def batches(self) -> bool:
-        """Whether events of several requests, or layers of one, may run together: all parts allow
-        it.
+        """Whether events of several requests, or layers of one, may run together.
 
-        Said by a class of itself, and not of those that are derived from it.
+        All parts have to allow it. A class says so for itself, and not for its subclasses.
         """
         parts = [self.scorer, self.allocator, self.selector, self.merger]
         return all(vars(type(part)).get("batches", False) for part in parts if part is not None)
@@ -62,7 +60,7 @@ class Pipeline:
 
     @property
     def needs_biased_attention(self) -> bool:
-        """Whether attention needs more than ordinary kernels give: a bias, or the log-sum-exp."""
+        """Whether attention has to apply a bias, or return the log-sum-exp."""
         return self.corrects or self.weighs_entries
 
     @property
@@ -72,15 +70,13 @@ class Pipeline:
 
     @cached_property
     def token_state(self) -> tuple[str, ...]:
-        """Policy state of every kept token, one fp32 number each: fields of `Merged`."""
-        state = [
-            ("bias", self.weighs_entries),
-            ("positions", self.needs.positions and self.repeats),
-            ("accumulated", self.needs.accumulated and self.repeats),
-            ("observed", self.needs.observed and self.repeats),
-            ("running", self.needs.running and self.repeats),
+        """Fields of `EntryState` that are kept for every token, one fp32 number each."""
+        asked = [
+            name
+            for name in ("positions", "accumulated", "observed", "running")
+            if self.repeats and getattr(self.needs, name)
         ]
-        return tuple(name for name, wanted in state if wanted)
+        return (*(["bias"] if self.weighs_entries else []), *asked)
 
     def state_size(self, head_size: int) -> int:
         """Policy state of every head, in fp32 numbers."""
@@ -94,18 +90,18 @@ class Pipeline:
         """How many of a layer's pages a request's policy state takes.
 
         Args:
-            num_pages: of the layer in the mean, the state's included.
+            num_pages: mean pages of a layer, the state's included.
             num_heads: KV heads of this rank.
             head_size: numbers of a key.
             block_size: tokens of a page.
-            page_bytes: of a page.
+            page_bytes: bytes of a page.
         """
         numbers = self.state_size(head_size) * num_heads
         numbers += len(self.token_state) * num_pages * block_size
         return math.ceil(4 * numbers / page_bytes)
 
     def least_blocks(self, num_heads: int, head_size: int, block_size: int, page_bytes: int) -> int:
-        """Blocks that hold the state and a page for every layer and head; as `state_pages`."""
+        """Fewest blocks that hold the state, and a page for every layer and head."""
         blocks = 1
         while True:
             pages = blocks * num_heads
@@ -115,7 +111,7 @@ class Pipeline:
             blocks += 1
 
     def blocks_on_top(self, num_heads: int, head_size: int, page_bytes: int) -> int:
-        """Blocks that hold the state of heads beside the budget; 0 where it counts in it."""
+        """Blocks for the state of heads beside the budget; 0 where it counts in the budget."""
         if self.merger is None or not self.merger.state_on_top:
             return 0
         pages = math.ceil(4 * self.state_size(head_size) * num_heads / page_bytes)
@@ -127,7 +123,7 @@ class Pipeline:
         return self.allocator.layer_dependent
 
     def check_budget(self, num_tokens: int) -> None:
-        """Refuses a budget, in tokens per head, that the protected tokens alone would use up.
+        """Refuses a budget, in tokens per head, that protected tokens alone would exceed.
 
         Raises:
             ConfigError: says how many tokens are protected.
@@ -143,10 +139,11 @@ class Pipeline:
     def check_room(
         self, num_tokens: int, num_heads: int, head_size: int, block_size: int, page_bytes: int
     ) -> None:
-        """Refuses a budget that leaves less than the protected tokens, or a block, to each head.
+        """Refuses a budget whose policy state leaves no room for protected tokens, or for a block.
 
-        As `check_budget`, but with what the policy state takes of it on one model; as
-        `state_pages`.
+        Args:
+            num_tokens: the budget, in tokens per head.
+            num_heads, head_size, block_size, page_bytes: see `state_pages`.
 
         Raises:
             ConfigError: says how many tokens the state takes, and which budget is enough.
@@ -173,20 +170,10 @@ class Pipeline:
                 f"{enough * block_size}{other}."
             )
 
-    def bind(
-        self,
-        num_layers: int,
-        num_kv_heads: int,
-        num_query_heads: int,
-        block_size: int,
-        tp_rank: int = 0,
-        tp_size: int = 1,
-    ) -> Pipeline:
-        """The same policy for one model and one rank's heads, as `ModelHeads` has them.
+    def bind(self, *heads: int, **named: int) -> Pipeline:
+        """The pipeline for one model and one rank's heads, given as `ModelHeads` takes them.
 
         Raises:
             ConfigError: the profile is of another model.
         """
-        heads = (num_layers, num_kv_heads, num_query_heads, block_size)
-        model = ModelHeads(*heads, tp_rank=tp_rank, tp_size=tp_size)
-        return replace(self, allocator=self.allocator.bind(model))
+        return replace(self, allocator=self.allocator.bind(ModelHeads(*heads, **named)))

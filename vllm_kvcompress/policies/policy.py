@@ -1,4 +1,4 @@
-"""What a paper's file defines: a policy, or a modifier that goes on others.
+"""What a paper's file defines: a policy, or a modifier of other policies.
 
 Both are frozen dataclasses whose fields are their parameters, made by `parameter`.
 """
@@ -15,13 +15,12 @@ from torch import Tensor
 from vllm_kvcompress.policies.base import LayerView, Merger, Needs
 from vllm_kvcompress.policies.parts.allocation import Allocator
 from vllm_kvcompress.policies.parts.parameters import Parameter, parameters_of
-from vllm_kvcompress.policies.parts.protection import NOTHING_PROTECTED, Protection
-from vllm_kvcompress.policies.parts.selection import Selector
+from vllm_kvcompress.policies.parts.selection import NOTHING_PROTECTED, Protection, Selector
 from vllm_kvcompress.policies.pipeline import Pipeline
 
 
 class Stages(NamedTuple):
-    """What users read of each stage of the pipeline; empty: as in the policy underneath."""
+    """What users read about each stage of the pipeline; empty: as in the policy underneath."""
 
     score: str = ""
     protect: str = ""
@@ -31,20 +30,20 @@ class Stages(NamedTuple):
     correct: str = ""
 
     def said(self) -> dict[str, str]:
-        """The stages that are not empty, in the order in which they run."""
+        """Descriptions that are not empty by stage, in the order in which stages run."""
         return {stage: does for stage, does in self._asdict().items() if does}
 
 
 class Part(ABC):
-    """A part of a policy string, and what users read of it.
+    """Part of a policy string, and what users read about it.
 
     Attributes:
         name: as written in a policy string.
         paper: title and arXiv number.
-        summary: one sentence.
+        summary: one sentence; the first line of the class's docstring, unless it is set.
         stages: what it does in each stage of the pipeline.
         profile: kind of profile file that it needs, or None.
-        refuses: other parts that it does not go with, and why; `{}` stands for the other's name.
+        refuses: parts that it cannot be combined with, and why; `{}` stands for the other's name.
     """
 
     name: ClassVar[str]
@@ -54,28 +53,34 @@ class Part(ABC):
     profile: ClassVar[str | None] = None
     refuses: ClassVar[Mapping[str, str]] = {}
 
+    def __init_subclass__(cls) -> None:
+        if "summary" not in vars(cls) and cls.__doc__:
+            cls.summary = cls.__doc__.partition("\n")[0]
+
     @classmethod
     def parameters(cls) -> tuple[Parameter, ...]:
-        """What can be set."""
+        """Lists the parameters that users can set."""
         return parameters_of(cls)
 
     def with_profile(self, path: Path) -> Self:
-        """The same with measured heads.
+        """The part with measured heads.
 
         Raises:
-            ConfigError: the file cannot be read, or is none of that kind.
+            ConfigError: the file cannot be read, or is not of that kind.
         """
         raise NotImplementedError
 
 
 class Policy(Allocator, Selector, Part):
-    """Scores tokens, and says what else differs from the plainest way.
+    """Scores tokens, and overrides what differs from the defaults.
 
-    That is: nothing protected, the same budget for all, highest scores, evicted tokens dropped.
+    Defaults: nothing is protected, heads get the same budget, the highest scores are selected, and
+    evicted tokens are dropped.
 
     Attributes:
-        decides: what of the budget it decides on; two policies that do so exclude each other.
-        takes: names of modifiers that go on it, beside those that name it themselves.
+        decides: which parts of the budget it decides on; two policies that decide on the same part
+            exclude each other.
+        takes: names of modifiers that it accepts, besides those that name it themselves.
     """
 
     decides: ClassVar[tuple[str, ...]] = ()
@@ -83,7 +88,7 @@ class Policy(Allocator, Selector, Part):
 
     @property
     def needs(self) -> Needs:
-        """What the engine has to hand over besides keys."""
+        """What the policy reads besides keys."""
         return Needs()
 
     @abstractmethod
@@ -97,21 +102,21 @@ class Policy(Allocator, Selector, Part):
 
     @property
     def allocator(self) -> Allocator:
-        """Pages per layer and head."""
+        """Part that gives layers and heads their pages."""
         return self
 
     @property
     def selector(self) -> Selector:
-        """Tokens per head."""
+        """Part that selects the tokens of each head."""
         return self
 
     @property
     def merger(self) -> Merger | None:
-        """What becomes of the others; None: nothing."""
+        """Part that merges evicted tokens; None: they are dropped."""
         return self if isinstance(self, Merger) else None
 
     def pipeline(self) -> Pipeline:
-        """Its parts."""
+        """Pipeline of the policy's parts."""
         parts = (self, self.allocator, self.selector, self.protection, self.merger)
         return Pipeline(self.name, *parts)
 
@@ -120,8 +125,8 @@ class Modifier(Part):
     """Replaces parts of another policy.
 
     Attributes:
-        goes_on: policies that it goes on.
-        otherwise: why not on others, unless `refuses` says so; `{}` likewise.
+        goes_on: policies that it can modify.
+        otherwise: why it cannot modify others, unless `refuses` says so; `{}` as there.
     """
 
     goes_on: ClassVar[tuple[str, ...]] = ()
@@ -129,9 +134,9 @@ class Modifier(Part):
 
     @classmethod
     def fits(cls, policy: type[Policy]) -> bool:
-        """Whether it goes on a policy."""
+        """Whether it can modify a policy."""
         return policy.name in cls.goes_on or cls.name in policy.takes
 
     @abstractmethod
     def modify(self, base: Pipeline) -> Pipeline:
-        """Another pipeline, `base.params` being the parameters of all parts."""
+        """Replaces parts of a pipeline, whose `params` are the parameters of all parts."""

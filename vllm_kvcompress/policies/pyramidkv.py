@@ -10,10 +10,10 @@ from vllm_kvcompress.policies.snapkv import SnapKV
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """Budgets fall linearly from the first layer to the last; every layer keeps the window.
+    """SnapKV with larger budgets in the first layers.
 
     The last layer's budget beyond the window is 1/beta of the mean, so the first one's is
-    2 - 1/beta of it, or the whole prompt.
+    2 - 1/beta of it, or the full prompt.
 
     Attributes:
         block_size: tokens of a page, once bound to a model.
@@ -25,7 +25,6 @@ class PyramidKV(SnapKV):
         "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, "
         "arXiv 2406.02069"
     )
-    summary = "SnapKV with larger budgets in the first layers."
     stages = SnapKV.stages._replace(allocate="falls linearly from the first layer to the last")
     decides = ("how much each layer keeps",)
     layer_dependent = True
@@ -39,7 +38,7 @@ class PyramidKV(SnapKV):
     def layer_pages(
         self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
     ) -> list[int]:
-        """Pages of each layer, in whole pages per head."""
+        """Pages of each layer; every head of a layer has the same number."""
         num_layers = len(capacity)
         if num_layers == 1:
             return [num_blocks * num_heads]

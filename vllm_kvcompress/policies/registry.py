@@ -1,7 +1,7 @@
-"""Which policies there are, what a policy string stands for, and which combinations are refused.
+"""Which policies exist, what a policy string stands for, and which combinations are refused.
 
-A module of this folder, or of `merging/`, is found by being there; a policy in a package of
-somebody else's by an entry point of the group `vllm_kvcompress.policies` that names its class.
+Modules of this folder and of `merging/` are found by being there; a policy in another package by an
+entry point of the group `vllm_kvcompress.policies` that names its class.
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ ENTRY_POINTS = "vllm_kvcompress.policies"
 # In the order in which they are listed; modules that are not named here follow.
 LISTED_FIRST = (
     *("streamingllm", "knorm", "keydiff", "leverage", "tova", "h2o", "snapkv", "pyramidkv"),
-    *("adakv", "headkv", "duoattention", "expected", "spans", "criticalkv", "window", "obcache"),
+    *("adakv", "headkv", "duoattention", "expected", "spans", "criticalkv", "obcache"),
     *("merging.cam", "merging.d2o", "merging.momentkv", "merging.kvmerger", "merging.asymkv"),
     *("merging.kvslimmer",),
 )
-
-
-_NEVER_RUN = "streamingllm"
+_NEVER_RUN = "streamingllm"  # stands in where nothing is compressed, since it needs nothing
 
 
 def policies() -> dict[str, type[Policy]]:
@@ -49,20 +47,20 @@ def policies() -> dict[str, type[Policy]]:
 
 
 def modifiers() -> dict[str, type[Modifier]]:
-    """Every modifier by name; raises as `policies`."""
+    """Every modifier by name; raises like `policies`."""
     return _known()[1]
 
 
 def all_policies() -> tuple[type[Part], ...]:
-    """Every policy, then every modifier; raises as `policies`."""
+    """Every policy, then every modifier; raises like `policies`."""
     return (*policies().values(), *modifiers().values())
 
 
 def bases_of(part: type[Part]) -> tuple[str, ...]:
-    """Names of the policies that a modifier goes on, in its own order; none for a policy."""
+    """Names of the policies that a modifier can modify, in its order; none for a policy."""
     if not issubclass(part, Modifier):
         return ()
-    order = {name: place for place, name in enumerate(part.goes_on)}
+    order = {name: index for index, name in enumerate(part.goes_on)}
     fitting = [name for name, policy in policies().items() if part.fits(policy)]
     return tuple(sorted(fitting, key=lambda name: order.get(name, len(order))))
 
@@ -85,8 +83,8 @@ def _known() -> tuple[dict[str, type[Policy]], dict[str, type[Modifier]]]:
 def _own_parts() -> Iterator[tuple[type[Part], str]]:
     package = sys.modules[__package__]
     prefix = f"{package.__name__}."
-    there = sorted(found.name for found in walk_packages(package.__path__, prefix))
-    for name in dict.fromkeys((*(prefix + module for module in LISTED_FIRST), *there)):
+    present = sorted(module.name for module in walk_packages(package.__path__, prefix))
+    for name in dict.fromkeys((*(prefix + module for module in LISTED_FIRST), *present)):
         for part in vars(import_module(name)).values():
             own = inspect.isclass(part) and part.__module__ == name
             if own and issubclass(part, Part) and "name" in vars(part):
@@ -99,21 +97,21 @@ def _foreign_parts() -> Iterator[tuple[type[Part], str]]:
         try:
             part = entry.load()
         except Exception as error:
-            said = " ".join(f"{type(error).__name__}: {error}".split())
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             raise ConfigError(
-                f"{package}: expected a policy that can be imported, found {said}; repair the "
+                f"{package}: expected a policy that can be imported, found {reason}; repair the "
                 "package, or uninstall it."
             ) from error
-        if found := _what_is_wrong(part):
+        if defect := _defect(part):
             raise ConfigError(
                 f"{package}: expected a frozen dataclass of vllm_kvcompress.policies.Policy or "
-                f"Modifier, found {found}; repair the package, or uninstall it."
+                f"Modifier, found {defect}; repair the package, or uninstall it."
             )
         yield part, package
 
 
-def _what_is_wrong(part: object) -> str:
-    """What keeps something from being a policy or modifier; empty: nothing."""
+def _defect(part: object) -> str:
+    """Why an object is no valid policy or modifier; empty: it is one."""
     if not inspect.isclass(part) or not issubclass(part, Policy | Modifier):
         return repr(part)
     if not getattr(vars(part).get("__dataclass_params__"), "frozen", False):
@@ -132,22 +130,17 @@ def _what_is_wrong(part: object) -> str:
     return ""
 
 
-def describe(policy: str) -> tuple[type[Part], ...]:
-    """The parts of a policy string: the policy, then its modifiers in order.
+def reads_profile(policy: str) -> bool:
+    """Whether a policy string needs a profile of heads; raises like `describe`."""
+    return policy != NO_POLICY and any(part.profile is not None for part in describe(policy))
+
+
+def describe(policy: str) -> tuple[type[Policy], *tuple[type[Modifier], ...]]:
+    """Parts of a policy string: the policy, then its modifiers in order.
 
     Raises:
         ConfigError: an unknown part, no policy or two, or a modifier that does not fit.
     """
-    base, on_top = _parts(policy)
-    return (base, *on_top)
-
-
-def reads_profile(policy: str) -> bool:
-    """Whether a policy string needs a profile of heads; raises as `describe`."""
-    return policy != NO_POLICY and any(part.profile is not None for part in describe(policy))
-
-
-def _parts(policy: str) -> tuple[type[Policy], list[type[Modifier]]]:
     names = [name.strip() for name in named_policy(policy).split("+")]
     for name in names:
         if name not in policies() and name not in modifiers():
@@ -178,7 +171,7 @@ def _parts(policy: str) -> tuple[type[Policy], list[type[Modifier]]]:
     for first, second in combinations((base, *on_top), 2):
         if why := _why_not_beside(first, second):
             raise ConfigError(f'policy "{policy}": {why}; leave one out.')
-    return base, on_top
+    return (base, *on_top)
 
 
 def _modifies_another(name: str, names: list[str]) -> bool:
@@ -188,35 +181,31 @@ def _modifies_another(name: str, names: list[str]) -> bool:
 
 
 def _why_not_both(first: type[Policy], second: type[Policy]) -> str:
-    """Why two policies do not go together."""
+    """Why two policies exclude each other."""
     if first is second:
         return "the same one twice changes nothing"
     for decision in first.decides:
         if decision in second.decides:
             return f"{first.name} and {second.name} both decide {decision}"
-    return (
-        _refused(first, second)
-        or f"{first.name} and {second.name} each decide on their own what to keep"
-    )
+    independent = f"{first.name} and {second.name} each decide on their own what to keep"
+    return _refused(first, second) or independent
 
 
 def _why_not(modifier: type[Modifier], base: type[Policy]) -> str:
+    """Why a modifier cannot modify a policy."""
     if why := _refused(modifier, base):
         return why
     if modifier.stages.merge and base.stages.merge:
-        return (
-            f"{base.name} already makes something of the evicted tokens, which would be counted "
-            "twice"
-        )
+        return f"{base.name} already merges the evicted tokens, which would be counted twice"
     return modifier.otherwise.format(base.name)
 
 
 def _why_not_beside(first: type[Part], second: type[Part]) -> str:
-    """Why two parts that each fit do not fit together; empty: they do."""
+    """Why two parts of a policy string exclude each other; empty: they do not."""
     if first.stages.merge and second.stages.merge:
         return (
-            f"{first.name} and {second.name} would both make something of the same evicted tokens, "
-            "and count them twice"
+            f"{first.name} and {second.name} would both merge the same evicted tokens, and count "
+            "them twice"
         )
     shared = {p.name for p in first.parameters()} & {p.name for p in second.parameters()}
     if shared:
@@ -225,51 +214,52 @@ def _why_not_beside(first: type[Part], second: type[Part]) -> str:
 
 
 def _refused(first: type[Part], second: type[Part]) -> str:
-    """What either says of the other; empty: nothing."""
-    said = first.refuses.get(second.name, "").format(second.name)
-    return said or second.refuses.get(first.name, "").format(first.name)
+    """Why one of two parts refuses the other; empty: neither does."""
+    reason = first.refuses.get(second.name, "").format(second.name)
+    return reason or second.refuses.get(first.name, "").format(first.name)
 
 
 def resolve(
     policy: str, params: Mapping[str, object] | None = None, profile: Path | None = None
 ) -> Pipeline:
-    """The pipeline that a policy string stands for.
+    """Builds the pipeline that a policy string stands for.
 
     Bind it to the model's layers and heads with `Pipeline.bind` before use.
 
     Args:
         policy: a policy and modifiers joined by `+`, such as `adakv+criticalkv`; or `auto`.
-        params: overrides of the parts' parameters, by name.
+        params: parameters of the parts by name, where they differ from the defaults.
         profile: the profile file, for the policies that need one.
 
     Raises:
         ConfigError: says what is wrong, why, and what is valid.
     """
-    base, on_top = _parts(policy)
-    parts = (base, *on_top)
-    known = [parameter for part in parts for parameter in part.parameters()]
-    values = check_parameters(policy, known, params or {})
-
-    def settings(part: type[Part]) -> dict[str, Any]:
-        return {parameter.name: values[parameter.name] for parameter in part.parameters()}
-
+    parts = describe(policy)
+    values = check_parameters(
+        policy, [p for part in parts for p in part.parameters()], params or {}
+    )
     _check_profile(parts, profile)
+
+    def built(part: type[AnyPart]) -> AnyPart:
+        made = part(**{parameter.name: values[parameter.name] for parameter in part.parameters()})
+        return made if part.profile is None or profile is None else made.with_profile(profile)
+
     name = "+".join(part.name for part in parts)
-    built = _with_profile(base(**settings(base)), profile)
-    pipeline = replace(built.pipeline(), name=name, params=values)
+    base, *on_top = parts
+    pipeline = replace(built(base).pipeline(), name=name, params=values)
     for modifier in on_top:
-        pipeline = _with_profile(modifier(**settings(modifier)), profile).modify(pipeline)
+        pipeline = built(modifier).modify(pipeline)
     return pipeline
 
 
 def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
-    """The pipelines of a user's settings by policy: the server's own, then those of requests.
+    """Builds the pipelines of a server by policy: its default one, then those of requests.
 
-    Where nothing is ever compressed there is one all the same, which asks for nothing.
+    Where nothing is ever compressed the only pipeline is one that needs nothing.
 
     Raises:
-        ConfigError: as `resolve`; a budget that protected tokens alone would use up; or policies
-            whose attention cannot share a batch.
+        ConfigError: as for `resolve`; a budget that protected tokens alone would exceed; or
+            policies whose attention cannot share a batch.
     """
     if not settings.policies:
         return {NO_POLICY: resolve(_NEVER_RUN)}
@@ -285,14 +275,14 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
         others = [name for name in pipelines if name != policy]
         if pipeline.needs_biased_attention and others:
             raise ConfigError(
-                f"{policy} changes how what it keeps is attended to, so requests with it and with "
+                f"{policy} changes the attention to kept tokens, so requests with it and with "
                 f"{others[0]} cannot share a server; allow requests other policies."
             )
     return pipelines
 
 
 def _check_profile(parts: Sequence[type[Part]], path: Path | None) -> None:
-    """Refuses a profile that nobody reads, and none where somebody does."""
+    """Refuses a missing profile, and one that no part reads."""
     policy = "+".join(part.name for part in parts)
     kinds = [part.profile for part in parts if part.profile is not None]
     if kinds and path is None:
@@ -301,12 +291,8 @@ def _check_profile(parts: Sequence[type[Part]], path: Path | None) -> None:
             f"`vllm-kvcompress profile MODEL --kind {kinds[0]} --out FILE` makes for any model."
         )
     if path is not None and not kinds:
-        with_one = [part.name for part in all_policies() if part.profile is not None]
+        readers = dict.fromkeys(part.name for part in all_policies() if part.profile is not None)
         raise ConfigError(
             f"{policy} measures heads while it runs and reads no profile; leave --kv-profile "
-            f"out, or use {' or '.join(dict.fromkeys(with_one))}."
+            f"out, or use {' or '.join(readers)}."
         )
-
-
-def _with_profile(part: AnyPart, path: Path | None) -> AnyPart:
-    return part if part.profile is None or path is None else part.with_profile(path)

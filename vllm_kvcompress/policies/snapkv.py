@@ -5,16 +5,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
-from vllm_kvcompress.policies.parts.mass import (
-    check_kernel_size,
-    observed_mass,
-    pool_left_of_window,
-)
+from vllm_kvcompress.policies.parts import mass
 
 
 @dataclass(frozen=True)
 class SnapKV(Policy):
-    """Mean attention of an observation window, pooled so that neighbours stay together.
+    """Keeps what the last queries attend to, with its neighbours.
 
     The mean is over the window's queries and a KV head's group, before pooling.
     """
@@ -22,7 +18,6 @@ class SnapKV(Policy):
     name = "snapkv"
     batches = True
     paper = "SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469"
-    summary = "What the last queries attend to."
     stages = Stages(
         score="mean attention of the last window_size queries, pooled over neighbouring tokens",
         protect="the last window_size tokens",
@@ -35,7 +30,7 @@ class SnapKV(Policy):
     pooling: str = parameter("max", "how neighbours are pooled", choices=("max", "mean"))
 
     def __post_init__(self) -> None:
-        check_kernel_size(self.kernel_size)
+        mass.check_kernel_size(self.kernel_size)
 
     @property
     def needs(self) -> Needs:
@@ -46,4 +41,5 @@ class SnapKV(Policy):
         return Protection(num_recent=self.window_size)
 
     def score(self, view: LayerView) -> Tensor:
-        return pool_left_of_window(view, observed_mass(view), self.kernel_size, self.pooling)
+        raw = mass.observed_mass(view)
+        return mass.pool_left_of_window(view, raw, self.kernel_size, self.pooling)

@@ -1,4 +1,4 @@
-"""Spans: what the text goes on with, what the question points at, and what stands out by itself."""
+"""Spans: tokens that many queries attend to, passages that the last ones do, and unusual keys."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from vllm_kvcompress.policies.parts.mass import (
 
 @dataclass(frozen=True)
 class Spans(Policy):
-    """The highest of three ranks: by many queries' attention, by few queries', and by the key.
+    """Keeps what many queries attend to, passages that the last ones do, and unusual keys.
 
-    Many queries (H2O's sum) say what text goes on with, and miss what only the question asks for;
-    every other one of them says as much as all, in half of the time (`stride`).
-    The last few (SnapKV's window) point at the first token of an answer, of which narrow pooling
-    would keep a part: the whole passage around it stays. Where the question is still to come,
-    neither knows of it; a key that no others could stand for (leverage) may be what it asks for.
-    These have no common scale, so each is replaced by its rank in the head: a token stays if one
-    of them puts it high. Heads get the same budget, since ranks are alike in all.
+    The attention of many queries (H2O's sum) finds what the text builds on, but not what only the
+    question asks for; every second query is as good as all, in half of the time (`stride`).
+    The last few (SnapKV's window) attend to the first token of an answer, so the passage around it
+    is kept, of which narrow pooling would keep a part. Neither knows of a question that is still to
+    come; it may ask for a key that others cannot replace (leverage).
+    The three have no common scale, so each is replaced by its rank in the head: a token is kept if
+    one of the ranks is high. Heads get the same budget, since ranks are alike in all.
     """
 
     name = "spans"
@@ -40,23 +40,20 @@ class Spans(Policy):
         "of this project; from H2O, arXiv 2306.14048, SnapKV, arXiv 2404.14469, and Compactor, "
         "arXiv 2507.08143"
     )
-    summary = (
-        "What the last 256 queries attend to, and passages around what the last 32 do, or around "
-        "keys that no others could stand for."
-    )
     stages = Stages(
-        score="the highest of three ranks in the head: by the mean attention of one in stride of "
-        "the last window_size queries; by that of the last near_size, the highest of num_after "
-        "tokens before to num_before behind; by the key's leverage, max-pooled over "
-        "key_kernel_size",
+        score="the highest of three ranks in the head: by the mean attention of every stride-th of "
+        "the last window_size queries; by that of the last near_size, max-pooled from num_after "
+        "tokens before to num_before after; by the key's leverage, max-pooled over key_kernel_size",
         protect="the first num_sinks tokens, and the last near_size",
         allocate="the same for every layer and head",
         select="highest score",
     )
 
     window_size: int = parameter(256, "last queries observed", minimum=1)
-    near_size: int = parameter(32, "last queries that also count alone, and are kept", minimum=1)
-    num_after: int = parameter(15, "tokens that are kept behind one they look at", minimum=0)
+    near_size: int = parameter(
+        32, "last queries that also count separately, and are kept", minimum=1
+    )
+    num_after: int = parameter(15, "tokens that are kept after one that these attend to", minimum=0)
     num_before: int = parameter(15, "tokens that are kept before it", minimum=0)
     key_kernel_size: int = parameter(7, "width of the leverage's pooling; odd", minimum=1)
     num_sinks: int = parameter(4, "first tokens that are kept", minimum=0)
@@ -68,31 +65,29 @@ class Spans(Policy):
         if self.near_size > self.window_size:
             raise ConfigError(
                 f"near_size: expected at most window_size, {self.window_size}, found "
-                f"{self.near_size}; the last queries are a part of those that are observed."
+                f"{self.near_size}; give a larger window_size or a smaller near_size."
             )
 
     @property
     def needs(self) -> Needs:
-        """The last queries, and what the keys' leverage needs."""
         return replace(Leverage(self.keys).needs, window_size=self.window_size)
 
     @property
     def protection(self) -> Protection:
-        """The first few tokens and the last.
+        """The first tokens and the last.
 
-        The first rank high by themselves, but a short prompt may have room for no more than what
-        is protected.
+        The first rank high anyway, but a short prompt may have room for protected tokens only.
         """
         return Protection(num_sinks=self.num_sinks, num_recent=self.near_size)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32 ranks from 0 to n - 1."""
+        """[H, n] fp32 highest rank of each token, from 0 to n - 1."""
         last = replace(view, queries=view.queries[-self.near_size :])
         reach = partial(max_within, num_after=self.num_after, num_before=self.num_before)
         windows = (self.window_size, self.stride), (self.near_size, 1)
-        mass, pointed_at = observed_masses(view, *windows)
-        near = left_of_window(last, pointed_at, reach, float("-inf"))
-        alone = max_or_mean_pool(leverage(view, self.keys), self.key_kernel_size, "max")
-        scores = torch.stack([mass, near, alone])
-        places = ranks(scores.flatten(0, 1), view.valid.repeat(len(scores), 1))
-        return places.view_as(scores).amax(dim=0)
+        many, few = observed_masses(view, *windows)
+        few = left_of_window(last, few, reach, float("-inf"))
+        unusual = max_or_mean_pool(leverage(view, self.keys), self.key_kernel_size, "max")
+        scores = torch.stack([many, few, unusual])
+        by_rank = ranks(scores.flatten(0, 1), view.valid.repeat(len(scores), 1))
+        return by_rank.view_as(scores).amax(dim=0)

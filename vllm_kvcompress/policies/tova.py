@@ -10,24 +10,23 @@ from vllm_kvcompress.policies.parts.mass import observed_mass
 
 @dataclass(frozen=True)
 class TOVA(Policy):
-    """Attention of the last query, averaged over all query heads of the layer.
+    """Keeps what the last query attends to, the same for all heads of a layer.
 
     All heads of a layer keep the same tokens. Under tensor parallelism the average is over the
-    rank's own heads, so ranks may keep different tokens. With the scope `head` each KV head keeps
-    what its own query heads attend to, as KeyDiff's authors ran it.
+    rank's heads, so ranks may keep different tokens. With the scope `head` each KV head keeps
+    what its query heads attend to, as KeyDiff's authors ran it.
     """
 
     name = "tova"
     batches = True
     paper = "Transformers are Multi-State RNNs, arXiv 2401.06104"
-    summary = "What the last query attends to, the same for all heads of a layer."
     stages = Stages(
         score="last query's attention, mean over the layer's heads", select="highest score"
     )
 
     scope: str = parameter(
         "layer",
-        "whose query heads decide: all of the layer's, or a KV head's own",
+        "query heads that decide: all of the layer, or those of each KV head",
         choices=("layer", "head"),
     )
 
@@ -36,7 +35,7 @@ class TOVA(Policy):
         return Needs(window_size=1)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32, for the layer's scope the same row for every head."""
+        """[H, n] fp32; with the scope `layer` every head has the same row."""
         mass = observed_mass(view)
         if self.scope == "head":
             return mass

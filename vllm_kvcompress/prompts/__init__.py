@@ -1,1 +1,1 @@
-"""Prompts made shorter before they are tokenised: less to read, and nothing of the cache freed."""
+"""Shortens prompts before they are tokenised; frees nothing of the cache."""

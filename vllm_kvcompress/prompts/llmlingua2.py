@@ -1,12 +1,12 @@
 """LLMLingua-2: Data Distillation for Efficient and Faithful Task-Agnostic Prompt Compression.
 
-arXiv 2403.12968, section 3.3. A token classifier, which reads in both directions, says of every
-token of a text how likely it is to matter; words have the mean of their tokens; of every chunk of
-512 tokens the words above a percentile stay, in their order.
+arXiv 2403.12968, section 3.3. A bidirectional token classifier gives every token of a text the
+probability that it matters; words have the mean of their tokens; in every chunk of 512 tokens the
+words above a percentile are kept, in their order.
 
 It differs from the authors' package (llmlingua 0.2.2) where that changes what a text says: kept
-parts are cut from the text itself, with its line breaks and letters, and words that the
-classifier's vocabulary lacks may stay; words count by the classifier's tokens, not by GPT-3.5's.
+parts are cut from the text, with its line breaks and letters, and words that the classifier's
+vocabulary lacks may be kept; words count by the classifier's tokens, not by GPT-3.5's.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.prompts.words import ScoredText, ScoredWords, chunk_bounds
 
-MOST_TOKENS = 512  # of a chunk, with the two around it
+MAX_CHUNK_TOKENS = 512  # the two around a chunk included
 _CHUNK_ENDS = (".", "\n")
-_BATCH = 8  # chunks at once
-_KEEP = 1  # the label of tokens that are to be kept
+_BATCH_SIZE = 8  # chunks
+_KEEP = 1  # label of tokens to keep
 _FIND = (
     "choose a LLMLingua-2 classifier, such as "
     "microsoft/llmlingua-2-bert-base-multilingual-cased-meetingbank, or the folder of one"
@@ -33,10 +33,10 @@ _FIND = (
 
 
 def check_model(name: str) -> None:
-    """Refuses what is no classifier of tokens that stay and go; reads its configuration alone.
+    """Refuses a model that is no classifier of tokens to keep; reads its configuration alone.
 
     Raises:
-        ConfigError: there is none under this name, or it is something else.
+        ConfigError: there is no model of this name, or it is no such classifier.
     """
     from transformers import AutoConfig
 
@@ -61,17 +61,17 @@ def check_model(name: str) -> None:
 
 
 class TokenClassifier:
-    """A classifier, and what it makes of texts. May be used by several threads at once.
+    """Scores texts with a classifier; may be used by several threads at once.
 
     Args:
         name: folder or name of a model for transformers' AutoModelForTokenClassification.
         device: where it runs.
-        force_tokens: texts that are kept wherever they stand. One that is a single token of the
-            classifier is also a word of its own with probability 1, as in the authors' package.
-        min_tokens: shorter texts are not looked at.
+        force_tokens: texts that are always kept. One that is a single token of the classifier is
+            also a separate word with probability 1, as in the authors' package.
+        min_tokens: shorter texts are not scored.
 
     Raises:
-        ConfigError: it cannot be loaded, or does not run.
+        ConfigError: the model cannot be loaded, or does not run.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class TokenClassifier:
             ) from None
         if not self._tokenizer.is_fast:
             raise ConfigError(
-                f"prompt compressor {name}: its tokenizer does not say where in a text its tokens "
-                f"lie (there is no tokenizer.json); {_FIND}."
+                f"prompt compressor {name}: expected a tokenizer.json, without which positions of "
+                f"tokens in a text are unknown, found none; {_FIND}."
             )
         self._device = device
         self._min_tokens = min_tokens
-        self._most = min(MOST_TOKENS, self._tokenizer.model_max_length)
+        self._max_tokens = min(MAX_CHUNK_TOKENS, self._tokenizer.model_max_length)
         vocabulary = self._tokenizer.get_vocab()
         self._end_ids = [vocabulary[end] for end in _CHUNK_ENDS if end in vocabulary]
         single = [len(self._tokenizer.tokenize(text)) == 1 for text in force_tokens]
@@ -108,7 +108,7 @@ class TokenClassifier:
         self._try(name)
 
     def score(self, text: str) -> ScoredText:
-        """The text's words, with how much each matters."""
+        """Scores the words of a text."""
         encoding = self._encoded(text)
         ids = np.array(encoding.ids, dtype=np.int64)
         if not len(ids) or len(ids) < self._min_tokens:
@@ -125,26 +125,26 @@ class TokenClassifier:
         begins |= [bool(p) and p in string.punctuation for p in stripped]
         forced = np.array([piece in self._forced_words for piece in stripped])
         begins |= forced
-        bounds = chunk_bounds(np.isin(ids, self._end_ids), self._most - 2)
+        bounds = chunk_bounds(np.isin(ids, self._end_ids), self._max_tokens - 2)
         probabilities = self._probabilities([ids[start:end] for start, end in bounds])
         begins[[start for start, _ in bounds]] = True
         chunks = tuple(
             ScoredWords.from_tokens(spans[a:b], of_chunk, begins[a:b], forced[a:b])
             for (a, b), of_chunk in zip(bounds, probabilities, strict=True)
         )
-        found = self._forced_parts.finditer(text) if self._forced_parts else ()
-        return ScoredText(len(ids), chunks, tuple(match.span() for match in found))
+        kept_parts = self._forced_parts.finditer(text) if self._forced_parts else ()
+        return ScoredText(len(ids), chunks, tuple(match.span() for match in kept_parts))
 
     def _encoded(self, text: str) -> Any:
         return self._tokenizer(text, add_special_tokens=False, verbose=False)[0]
 
     def _probabilities(self, chunks: list[Any]) -> list[Any]:
-        """Of every chunk [its tokens], that each is to be kept."""
+        """Probabilities that tokens are to be kept: [tokens] of every chunk."""
         first, last = self._around()
-        rows = [[first, *ids.tolist(), last][: self._most] for ids in chunks]
-        found = []
-        for start in range(0, len(rows), _BATCH):
-            batch = rows[start : start + _BATCH]
+        rows = [[first, *ids.tolist(), last][: self._max_tokens] for ids in chunks]
+        probabilities = []
+        for start in range(0, len(rows), _BATCH_SIZE):
+            batch = rows[start : start + _BATCH_SIZE]
             longest = max(map(len, batch))
             pad = self._tokenizer.pad_token_id or 0
             ids = torch.tensor([row + [pad] * (longest - len(row)) for row in batch])
@@ -154,27 +154,28 @@ class TokenClassifier:
                     input_ids=ids.to(self._device), attention_mask=mask.long().to(self._device)
                 ).logits
             keep = logits.float().softmax(-1)[..., _KEEP].double().cpu().numpy()
-            num_tokens = [len(ids) for ids in chunks[start : start + _BATCH]]
-            found += [row[1 : 1 + n] for row, n in zip(keep, num_tokens, strict=True)]
-        return found
+            num_tokens = [len(ids) for ids in chunks[start : start + _BATCH_SIZE]]
+            probabilities += [row[1 : 1 + n] for row, n in zip(keep, num_tokens, strict=True)]
+        return probabilities
 
     def _around(self) -> tuple[int, int]:
-        """The tokens before and behind every chunk."""
+        """Tokens before and after every chunk."""
         known = self._tokenizer
         first = known.bos_token_id if known.cls_token_id is None else known.cls_token_id
         last = known.eos_token_id if known.sep_token_id is None else known.sep_token_id
         return first, last
 
     def _try(self, name: str) -> None:
-        """Refuses a classifier that does not run, before anything is served."""
+        """Refuses a classifier that does not run, before the server starts."""
         if None in self._around():
             raise ConfigError(
-                f"prompt compressor {name}: its tokenizer names no tokens that begin and end a "
-                f"text (cls_token and sep_token); {_FIND}."
+                f"prompt compressor {name}: expected a tokenizer with a cls_token and a sep_token, "
+                f"which begin and end a text; {_FIND}."
             )
         try:
-            self._probabilities([np.full(self._most - 2, self._around()[0])])
+            self._probabilities([np.full(self._max_tokens - 2, self._around()[0])])
         except (IndexError, RuntimeError, ValueError) as error:
             raise ConfigError(
-                f"prompt compressor {name}: does not run on {self._most} tokens ({error}); {_FIND}."
+                f"prompt compressor {name}: does not run on {self._max_tokens} tokens ({error}); "
+                f"{_FIND}."
             ) from None

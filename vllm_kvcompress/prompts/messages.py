@@ -1,4 +1,4 @@
-"""Which texts of a chat request may be shortened, and of whom they are."""
+"""Which texts of a chat request may be shortened, and which role each has."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SPEAKERS = ("user", "assistant", "tool", "system")
 
 @dataclass(frozen=True)
 class Slot:
-    """A text in a request.
+    """Text in a request.
 
     Attributes:
-        holder, key: where it stands.
-        parts: the text in parts, each with its role; None: separates two parts, and stays.
+        holder, key: the container and the key of the text in it.
+        parts: parts of the text, each with its role; None: separates two parts, and is kept.
     """
 
     holder: Any
@@ -27,11 +27,11 @@ class Slot:
 
 
 def slots(body: dict[str, Any]) -> Iterator[Slot]:
-    """Every text of a chat request that could be shortened, in order.
+    """Yields every text of a chat request that could be shortened, in order.
 
-    Images and other parts, calls of tools, thoughts and what the model is to go on with (a last
-    message of the assistant) are none. The question is the last user turn's last text part, or,
-    where it has one alone, that one's last paragraph.
+    Left out: images and other parts, tool calls, reasoning, and a last message of the assistant,
+    which the model continues. The question is the last text part of the last user turn, or, if it
+    is the only one, its last paragraph.
     """
     messages = body.get("messages")
     messages = [m for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
@@ -54,7 +54,7 @@ def slots(body: dict[str, Any]) -> Iterator[Slot]:
 
 
 def _texts(message: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    """Where the texts of a message stand."""
+    """Yields container and key of each text of a message."""
     content = message.get("content")
     if isinstance(content, str):
         yield message, "content"
@@ -65,7 +65,7 @@ def _texts(message: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _with_question(text: str) -> tuple[tuple[str | None, str], ...]:
-    """A user's text in what is asked about, if there is such a thing, and the question."""
+    """Splits a user's text into the question, its last paragraph, and what comes before."""
     body = text.rstrip()
     breaks = [match.span() for match in _BLANK_LINE.finditer(body)]
     if not breaks:

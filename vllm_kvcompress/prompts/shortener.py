@@ -1,4 +1,4 @@
-"""Shortens the texts of chat requests, and remembers what it made of a text."""
+"""Shortens the texts of chat requests, and caches what the classifier said of each."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from vllm_kvcompress.prompts.messages import Slot, slots
 from vllm_kvcompress.prompts.settings import LEAST_RATE, REQUEST_RATE, PromptSettings
 from vllm_kvcompress.prompts.words import ScoredText
 
-MOST_CHARACTERS = 8_000_000  # of remembered texts; about 4 bytes each
-_CHARACTERS_PER_TEXT = 256  # what a short one takes besides
+MAX_CHARACTERS = 8_000_000  # of cached texts; about 4 bytes each
+_CHARACTERS_PER_TEXT = 256  # overhead of each
 _XARGS = "vllm_xargs"
 _CONTEXT_TOKENS = "kv_context_tokens"
 
 
 @dataclass
 class Work:
-    """What was done for a request.
+    """Work done for one request.
 
     Attributes:
-        source_tokens: of the texts that were to be shortened, as the classifier counts them.
-        kept_tokens: of those, that stayed.
-        num_scored, num_remembered: texts that the classifier read, and that it had read before.
-        salt: the request's cache_salt: what is remembered of one is not found by another.
-        texts: what the classifier said of each.
+        source_tokens: classifier tokens of the texts that were to be shortened.
+        kept_tokens: how many of those were kept.
+        num_scored, num_remembered: texts that the classifier read now, and before.
+        salt: the request's cache_salt, which separates cached texts of different users.
+        texts: the classifier's scores by text.
     """
 
     source_tokens: int = 0
@@ -44,29 +44,29 @@ class PromptShortener:
     """Shortens requests; may be used by several threads at once.
 
     Args:
-        settings: what the operator allows.
-        score: what becomes of a text, by its words.
-        most_characters: of the texts that are remembered.
+        settings: the operator's settings.
+        score: scores the words of a text.
+        max_characters: most characters of cached texts.
     """
 
     def __init__(
         self,
         settings: PromptSettings,
         score: Callable[[str], ScoredText],
-        most_characters: int = MOST_CHARACTERS,
+        max_characters: int = MAX_CHARACTERS,
     ) -> None:
         self._settings = settings
         self._score = score
-        self._most = most_characters
-        self._known: OrderedDict[tuple[str, str], ScoredText] = OrderedDict()
-        self._held = 0
+        self._max_characters = max_characters
+        self._cache: OrderedDict[tuple[str, str], ScoredText] = OrderedDict()
+        self._num_characters = 0
         self._lock = threading.Lock()
 
     def rewrite(self, raw: bytes) -> tuple[bytes, Work]:
-        """A request's body with shorter texts; what is no chat request is left for vLLM to refuse.
+        """Shortens the texts in a request's body; an invalid body is left for vLLM to refuse.
 
         Raises:
-            ConfigError: it asks for what the server does not allow.
+            ConfigError: the request asks for what the server does not allow.
         """
         work = Work()
         try:
@@ -76,33 +76,33 @@ class PromptShortener:
         if not isinstance(body, dict):
             return raw, work
         work.salt = str(body.get("cache_salt") or "")
-        rate, changed = self._asked(body)
+        rate, changed = self._take_rate(body)
         changed |= self._shorten(body, rate, work)
         return (json.dumps(body).encode() if changed else raw), work
 
-    def _asked(self, body: dict[str, Any]) -> tuple[float | None, bool]:
-        """The rate that a request asks for, which is taken out, and whether it did."""
+    def _take_rate(self, body: dict[str, Any]) -> tuple[float | None, bool]:
+        """Takes the rate that a request asks for out of it; returns it, and whether it asked."""
         given = body.get(_XARGS)
         if not isinstance(given, dict):
             return None, False
         if given.get(_CONTEXT_TOKENS) is not None:
             raise ConfigError(
                 f"vllm_xargs {_CONTEXT_TOKENS}: this server shortens the messages of chats, so "
-                "nobody knows how many tokens a context will have; leave it out, or send a prompt "
-                "to /v1/completions, which is not shortened."
+                "the number of tokens of a context is not known before; leave it out, or send a "
+                "prompt to /v1/completions, which is not shortened."
             )
         if REQUEST_RATE not in given:
             return None, False
         return self._settings.request_rate(given.pop(REQUEST_RATE)), True
 
     def _shorten(self, body: dict[str, Any], asked: float | None, work: Work) -> bool:
-        """Shortens what a request holds; returns whether anything is another text now."""
+        """Shortens a request's texts in place; returns whether any has changed."""
         rate = self._settings.rate if asked is None else asked
-        found = list(slots(body))
+        texts = list(slots(body))
         if asked is None and self._settings.target_tokens is not None:
-            rate = self._rate_for_target(found, work)
+            rate = self._rate_for_target(texts, work)
         changed = False
-        for slot in found:
+        for slot in texts:
             parts = [
                 text if role is None else self._shortened(text, role, rate, work)
                 for role, text in slot.parts
@@ -112,10 +112,10 @@ class PromptShortener:
             slot.holder[slot.key] = new
         return changed
 
-    def _rate_for_target(self, found: list[Slot], work: Work) -> float:
-        """The rate with which all texts that go by the request's come down to the target."""
+    def _rate_for_target(self, texts: list[Slot], work: Work) -> float:
+        """The rate that cuts all texts without a rate of their own down to the target."""
         total = 0
-        for role, text in (part for slot in found for part in slot.parts):
+        for role, text in (part for slot in texts for part in slot.parts):
             has_own_rate = role is None or self._settings.rate_of(role, 0.0) > 0.0
             if not has_own_rate and self._may_be_shortened(text.strip()):
                 total += self._scored(text.strip(), work).num_tokens
@@ -123,7 +123,7 @@ class PromptShortener:
         return max(LEAST_RATE, min(1.0, target / total)) if total else 1.0
 
     def _shortened(self, text: str, role: str, rate: float, work: Work) -> str:
-        """One text, with the spaces around it; at a rate of 1 nothing looks at it."""
+        """Shortens one text, but not the spaces around it; a rate of 1 skips the classifier."""
         rate = self._settings.rate_of(role, rate)
         core = text.strip()
         if rate >= 1.0 or not self._may_be_shortened(core):
@@ -136,7 +136,7 @@ class PromptShortener:
         return before + short + text[len(before) + len(core) :]
 
     def _may_be_shortened(self, text: str) -> bool:
-        """Not what is shorter than the limit anyhow, or no text (half of a surrogate pair)."""
+        """False for texts below the limit, and for invalid ones (half of a surrogate pair)."""
         if len(text) < max(1, self._settings.min_tokens):
             return False
         try:
@@ -146,32 +146,32 @@ class PromptShortener:
         return True
 
     def _scored(self, text: str, work: Work) -> ScoredText:
-        """What the classifier says of a text, now or before."""
+        """Scores of a text, from the cache or from the classifier."""
         if text in work.texts:
             return work.texts[text]
         key = (work.salt, text)
         with self._lock:
-            known = self._known.get(key)
-            if known is not None:
-                self._known.move_to_end(key)
-        if known is not None:
+            scored = self._cache.get(key)
+            if scored is not None:
+                self._cache.move_to_end(key)
+        if scored is not None:
             work.num_remembered += 1
         else:
-            known = self._score(text)
+            scored = self._score(text)
             work.num_scored += 1
-            self._remember(key, known)
-        work.texts[text] = known
-        return known
+            self._remember(key, scored)
+        work.texts[text] = scored
+        return scored
 
     def _remember(self, key: tuple[str, str], scored: ScoredText) -> None:
-        """Keeps what was said of a text, and forgets of what nobody has asked for longest."""
+        """Caches a text's scores, and drops those that were not used for longest."""
         with self._lock:
-            if key not in self._known:
-                self._known[key] = scored
-                self._held += _size(key)
-            while self._held > self._most:
-                forgotten, _ = self._known.popitem(last=False)
-                self._held -= _size(forgotten)
+            if key not in self._cache:
+                self._cache[key] = scored
+                self._num_characters += _size(key)
+            while self._num_characters > self._max_characters:
+                oldest, _ = self._cache.popitem(last=False)
+                self._num_characters -= _size(oldest)
 
 
 def _size(key: tuple[str, str]) -> int:

@@ -1,4 +1,4 @@
-"""A text's words with how much each matters, and which of them a rate keeps."""
+"""Words of a text with the probability that each is kept, and the text that a rate keeps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy import ndarray
 
 @dataclass(frozen=True)
 class ScoredWords:
-    """The words of one chunk of a text, in order.
+    """Words of one chunk of a text, in order.
 
     Attributes:
-        starts, ends: [words] where each word lies in the text, in characters.
-        probabilities: [words] that it is to be kept, between 0 and 1.
-        num_tokens: [words] of the classifier.
+        starts, ends: [words] bounds of each word in the text, in characters.
+        probabilities: [words] probability that it is to be kept, from 0 to 1.
+        num_tokens: [words] tokens of the classifier.
     """
 
     starts: ndarray
@@ -31,23 +31,23 @@ class ScoredWords:
         """Joins tokens to words; a word's probability is the mean of its tokens' (section 3.3).
 
         Args:
-            spans: [tokens, 2] of characters, without spaces at their ends; a token may have none.
-            probabilities: [tokens].
+            spans: [tokens, 2] bounds in characters, without spaces at the ends; may be empty.
+            probabilities: [tokens] probability that each is to be kept.
             begins: [tokens] whether a token begins a word; the first one does.
-            forced: [tokens] whether it is to be kept in any case.
+            forced: [tokens] whether a token is always kept.
         """
         first = np.flatnonzero(begins)
         counts = np.diff(np.append(first, len(begins))).astype(np.int32)
         kept = np.where(forced, 1.0, probabilities)
-        # Tokens without characters lie where the next ones begin, or the last ones ended.
+        # Tokens without characters lie at the start of the next ones, or at the end of the last.
         starts = np.minimum.reduceat(spans[:, 0], first)
         ends = np.maximum.reduceat(spans[:, 1], first)
         return cls(starts, ends, np.add.reduceat(kept, first) / counts, counts)
 
     def kept(self, rate: float) -> ndarray:
-        """[words] which are kept: those above the percentile of what is to be left out.
+        """[words] bool, true above the percentile of what is left out.
 
-        Every word counts as many times as it has tokens, so that the rate is one of tokens.
+        Every word counts once per token, so that the rate is one of tokens.
         """
         of_tokens: ndarray = np.repeat(self.probabilities, self.num_tokens)
         threshold = np.percentile(of_tokens, min(100, int(100 * (1 - rate) + 1)))
@@ -58,12 +58,12 @@ class ScoredWords:
 
 @dataclass(frozen=True)
 class ScoredText:
-    """A text's words, in chunks that were looked at one by one.
+    """Words of a text, in the chunks that the classifier read.
 
     Attributes:
-        num_tokens: of the classifier.
-        chunks: in order; none where the text is too short to be shortened.
-        forced: [start, end) of characters that are kept in any case, besides words.
+        num_tokens: tokens of the classifier.
+        chunks: in order; none if the text is too short to be shortened.
+        forced: [start, end) of characters that are always kept, besides words.
     """
 
     num_tokens: int
@@ -71,9 +71,9 @@ class ScoredText:
     forced: tuple[tuple[int, int], ...] = ()
 
     def shortened(self, text: str, rate: float) -> tuple[str, int]:
-        """The kept part of the text, as it stood there, and how many tokens its words have.
+        """The kept part of the text, unchanged, and the number of tokens that its words have.
 
-        A text of which nothing would be left, such as one of a single word, stays as it is.
+        A text of which nothing would be left, such as a single word, is kept.
         """
         if rate >= 1.0 or not self.chunks:
             return text, self.num_tokens
@@ -87,11 +87,11 @@ class ScoredText:
 
 
 def joined(text: str, spans: Iterable[tuple[int, int]]) -> str:
-    """Parts of a text in one: what lay between two of them alone stays; for words, a space.
+    """Joins parts of a text: keeps white space between two parts, and puts a space for words.
 
     Args:
-        text: the whole.
-        spans: [start, end) of the parts, by their start; they may overlap.
+        text: the text.
+        spans: [start, end) of the parts, sorted by start; they may overlap.
     """
     parts: list[str] = []
     last = 0
@@ -100,7 +100,7 @@ def joined(text: str, spans: Iterable[tuple[int, int]]) -> str:
         if start >= end:
             continue
         gap = text[last:start] if parts else ""
-        if gap.strip():  # something is left out
+        if gap.strip():  # words are left out
             touches = parts[-1][-1].isspace() or text[start].isspace()
             gap = "" if touches else " "
         parts += [gap, text[start:end]] if gap else [text[start:end]]
@@ -109,18 +109,18 @@ def joined(text: str, spans: Iterable[tuple[int, int]]) -> str:
 
 
 def chunk_bounds(is_end: Sequence[bool] | ndarray, most: int) -> list[tuple[int, int]]:
-    """[start, end) of chunks, each ending at the last token of `is_end` that it reaches.
+    """[start, end) of chunks, each ending at the last token of `is_end` within reach.
 
-    As the authors' package has it, a chunk may have one token more than `most`, and its end is
-    looked for back to its second token.
+    As in the authors' package, a chunk may have one token more than `most`, and its end is searched
+    back to its second token.
     """
     ends = np.asarray(is_end, dtype=bool)
     total, start, bounds = len(ends), 0, []
     while start + most <= total - 1:
         last = start + most
-        found = np.flatnonzero(ends[start + 1 : last + 1])
-        if len(found):
-            last = start + 1 + int(found[-1])
+        end_tokens = np.flatnonzero(ends[start + 1 : last + 1])
+        if len(end_tokens):
+            last = start + 1 + int(end_tokens[-1])
         bounds.append((start, last + 1))
         start = last + 1
     return [*bounds, (start, total)] if start < total else bounds

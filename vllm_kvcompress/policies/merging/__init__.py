@@ -1,1 +1,1 @@
-"""Policies that put something in the place of what they evict, a paper each."""
+"""Policies that merge or summarise what they evict: one file for every paper."""

@@ -13,11 +13,11 @@ from vllm_kvcompress.policies.h2o import H2O
 
 @dataclass(frozen=True)
 class D2O(H2O, Merger):
-    """An evicted entry goes to the kept entry of the most similar key, if similar enough.
+    """H2O, with evicted tokens merged into the kept token of the most similar key.
 
-    Similar enough is a cosine of at least theta, which starts as the mean of the evicted entries'
-    best cosines and at each further event moves half way to theirs. A kept entry becomes the mean
-    of itself, of weight 1, and of what came, of weights as their cosines; keys and values alike.
+    That is a cosine of at least theta, which starts as the mean of the evicted entries' best
+    cosines and at each further event moves half way to theirs. A kept entry becomes the mean of
+    itself, with weight 1, and the merged ones, weighted by their cosines; keys and values alike.
     """
 
     name = "d2o"
@@ -26,7 +26,6 @@ class D2O(H2O, Merger):
         "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large "
         "Language Models, arXiv 2406.13035"
     )
-    summary = "H2O, and what it evicts is merged into the kept token of the most similar key."
     stages = H2O.stages._replace(
         protect="the first num_sinks tokens and recent_fraction of the budget",
         merge="keys and values of evicted tokens that are similar enough, by cosine",
@@ -47,12 +46,10 @@ class D2O(H2O, Merger):
         return 1
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
-        """Keys and values with evicted ones merged in, and theta."""
-        num_heads = kept.shape[0]
+        """Merges similar entries into kept ones, and stores theta as state."""
         if view.layer < self.skip_layers:
-            return Merged(state=torch.zeros(num_heads, 1, device=view.device))
-        valid = view.valid
-        evicted = valid & ~kept
+            return Merged(state=torch.zeros(len(kept), 1, device=view.device))
+        evicted = view.valid & ~kept
         best, target = nearest_keys(view.kv, kept)
         mean = best.sum(dim=1) / evicted.sum(dim=1).clamp_min(1)
         theta = mean if view.state is None else (view.state[:, 0] + mean) / 2

@@ -1,4 +1,4 @@
-"""MomentKV (arXiv 2606.01563): evicted tokens live on as moments of their keys and values."""
+"""MomentKV (arXiv 2606.01563): evicted tokens are summarised by moments of keys and values."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,40 +15,30 @@ from vllm_kvcompress.kernels.merging.moments import (
     unpack_moments,
 )
 from vllm_kvcompress.kernels.top_entries import top_entries
-from vllm_kvcompress.policies import (
-    LayerView,
-    Merged,
-    Merger,
-    Modifier,
-    Needs,
-    Pipeline,
-    Policy,
-    Protection,
-    Stages,
-    parameter,
-)
+from vllm_kvcompress.policies import Modifier, Pipeline, Policy, Protection, Stages, parameter
 from vllm_kvcompress.policies.adakv import Ada, phi, phi_mode
+from vllm_kvcompress.policies.base import LayerView, Merged, Merger, Needs
 from vllm_kvcompress.policies.parts.mass import observed_mass
+from vllm_kvcompress.policies.parts.parameters import switch
+from vllm_kvcompress.rounding import ceil_div
 
 PAPER = (
     "MomentKV: Closing the Directional Gap in KV Cache Eviction for Long-Context Inference, "
     "arXiv 2606.01563"
 )
-
-
 MERGE = "evicted keys and values go into moments, kept in the request's own blocks"
 CORRECT = "every later attention output, from the moments"
 
 
 def moment_order() -> Any:
-    """A parameter of both that keep moments."""
+    """Parameter `order` of both parts that keep moments."""
     meaning = "1: means and cross moments of evicted keys and values; 0: means alone"
     return parameter(1, meaning, 0, 1)
 
 
 def moment_room() -> Any:
-    """Likewise."""
-    meaning = "the moments take their room within the budget, or on_top of it"
+    """Parameter `state_room` of both parts that keep moments."""
+    meaning = "moments are allocated within the budget, or on_top of it"
     return parameter("within", meaning, choices=("within", "on_top"))
 
 
@@ -56,7 +46,7 @@ class Moments(Merger):
     """Adds evicted tokens to the policy state from which attention outputs are corrected.
 
     Attributes:
-        order: 1, or 0: without cross moments the estimate is the mean value.
+        order: 1, or 0 (no cross moments, so that the estimate is the mean value).
         state_room: within the budget, or on_top of it.
     """
 
@@ -76,31 +66,27 @@ class Moments(Merger):
         return self.state_room == "on_top"
 
     def state_size(self, head_size: int) -> int:
-        """n_e, the mean key and value, and their cross moments in 16 bits (App. C.2)."""
+        """Size of n_e, the mean key and value, and cross moments in 16 bits (App. C.2)."""
         return packed_size(head_size, self.order)
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
-        """The new state; entries stay as they are."""
+        """Adds evicted entries to the moments; kept ones are unchanged."""
         state = add_to_moments(view.kv, state_of(view), view.valid & ~kept)
         return Merged(state=pack_moments(state, view.kv.head_size, self.order))
 
 
 @dataclass(frozen=True)
 class MomentKV(Moments, Policy):
-    """Keeps tokens with mass on what the moments do not predict: alpha |r|, by chunks.
+    """AdaKV that keeps what moments of evicted tokens do not predict, and corrects attention.
 
     r_j = v_j - mean v - (scale / n_e) X k_j (Eq. 10), or v_j where nothing was evicted yet: with
     one event and one round, every r is the value itself. Scores are averaged over aligned chunks of
-    tokens. In several rounds an event evicts equal parts, and predicts with what went before.
+    tokens. In several rounds an event evicts equal parts, with moments of the parts before.
     """
 
     name = "momentkv"
     batches = True
     paper = PAPER
-    summary = (
-        "AdaKV's budgets; keeps what the moments of evicted tokens do not predict, and corrects "
-        "attention with these moments."
-    )
     stages = Stages(
         score="mean attention of the last window_size queries",
         protect="the first num_sinks and the last window_size tokens",
@@ -112,12 +98,12 @@ class MomentKV(Moments, Policy):
 
     window_size: int = parameter(32, "last queries observed, and kept", minimum=1)
     num_sinks: int = parameter(1, "first tokens kept", minimum=0)
-    chunk_size: int = parameter(4, "neighbours that share a score", minimum=1)
+    chunk_size: int = parameter(4, "neighbouring tokens that share a score", minimum=1)
     safeguard: float = phi()
     safeguard_mode: str = phi_mode()
-    rounds: int = parameter(1, "parts in which an event evicts, with new moments after each", 1)
+    rounds: int = parameter(1, "parts in which an event evicts, with moments updated after each", 1)
     order: int = moment_order()
-    correct: str = parameter("on", "whether attention is corrected", choices=("on", "off"))
+    correct: str = switch("off: attention is not corrected", "on")
     state_room: str = moment_room()
 
     @property
@@ -142,29 +128,27 @@ class MomentKV(Moments, Policy):
     def select(
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
-        """[H, n] bool with `kept[h]` set in row h."""
         protected, state, left = protection.mask(view, kept), state_of(view), view.valid
         excess = (view.lengths - kept).clamp_min(0)
         for part in range(1, self.rounds + 1):
             unpredicted = moment_residuals(view.kv, state, view.scale)
             weighted = chunk_means(scores * unpredicted, left, self.chunk_size)
-            gone = torch.div(excess * part, self.rounds, rounding_mode="floor")
+            num_evicted = torch.div(excess * part, self.rounds, rounding_mode="floor")
             first = weighted.masked_fill(protected, float("inf"))
-            stay = top_entries(first, left, view.lengths - gone)
+            staying = top_entries(first, left, view.lengths - num_evicted)
             if part < self.rounds:
-                state = add_to_moments(view.kv, state, left & ~stay)
-            left = stay
+                state = add_to_moments(view.kv, state, left & ~staying)
+            left = staying
         return left
 
 
 @dataclass(frozen=True)
 class MomentFix(Modifier, Moments):
-    """The moments of what any policy evicts."""
+    """Corrects attention with the moments of what another policy evicts."""
 
     name = "momentfix"
     batches = True
     paper = PAPER
-    summary = "Corrects attention with the moments of what another policy evicts."
     stages = Stages(merge=MERGE, correct=CORRECT)
 
     order: int = moment_order()
@@ -172,7 +156,7 @@ class MomentFix(Modifier, Moments):
 
     @classmethod
     def fits(cls, policy: type[Policy]) -> bool:
-        """Whatever makes nothing of the evicted tokens itself."""
+        """Fits every policy that does not merge evicted tokens itself."""
         return not policy.stages.merge
 
     def modify(self, base: Pipeline) -> Pipeline:
@@ -180,19 +164,19 @@ class MomentFix(Modifier, Moments):
 
 
 def state_of(view: LayerView) -> Tensor:
-    """The moments so far; nothing yet at a first event."""
+    """Moments after the former event; zeros at a first event."""
     if view.state is not None:
         return unpack_moments(view.state, view.kv.head_size)
     size = moment_size(view.kv.head_size)
-    return torch.zeros(view.num_heads, size, dtype=torch.float32, device=view.device)
+    return torch.zeros(view.num_heads, size, device=view.device)
 
 
 def chunk_means(scores: Tensor, valid: Tensor, chunk_size: int) -> Tensor:
-    """[H, n] every valid entry's score replaced by the mean of its aligned chunk's valid ones."""
+    """[H, n] mean score of the valid entries in each entry's aligned chunk."""
     num_heads, num_entries = scores.shape
     chunk = torch.arange(num_entries, device=scores.device) // chunk_size
     index = chunk.expand(num_heads, -1)
-    num_chunks = (num_entries + chunk_size - 1) // chunk_size
+    num_chunks = ceil_div(num_entries, chunk_size)
     sums = scores.new_zeros(num_heads, num_chunks)
     sums = sums.scatter_add(1, index, scores.masked_fill(~valid, 0))
     counts = torch.zeros_like(sums).scatter_add(1, index, valid.to(scores.dtype))

@@ -19,10 +19,10 @@ from vllm_kvcompress.policies.base import LayerView, ModelHeads
 
 
 class Allocator:
-    """The same for every layer and head, unless a policy says otherwise.
+    """Gives every layer and head the same, unless a policy overrides it.
 
     Attributes:
-        batches: as of `Pipeline`.
+        batches: see `Pipeline.batches`.
     """
 
     batches: ClassVar[bool] = True
@@ -33,7 +33,7 @@ class Allocator:
         return False
 
     def bind(self, model: ModelHeads) -> Self:
-        """The same for one model and one rank's heads."""
+        """The allocator for one model and one rank's heads."""
         return self
 
     def layer_pages(
@@ -42,7 +42,7 @@ class Allocator:
         """Pages of each layer: at most `capacity[l]`, in sum `num_blocks * num_heads * layers`.
 
         Args:
-            num_blocks: fresh blocks of the event; one is a page for every layer and head.
+            num_blocks: fresh blocks of the event; one holds a page of every layer and head.
             capacity: pages that each layer holds now, over all its heads.
             num_heads: KV heads of this rank.
             num_logical_blocks: full blocks of the request's tokens, kept or not; 0 if nothing
@@ -51,50 +51,60 @@ class Allocator:
         return spread([1.0] * len(capacity), num_blocks * num_heads * len(capacity), capacity)
 
     def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
-        """[H] int64 pages of each head, at most its length.
+        """[H] int64 pages of each head, at most as many as it holds.
 
         Args:
             view: the layer.
             scores: [H, n] of its entries.
             total: [R] int64 pages of each request: the sum over its heads.
-            floor: [R] int64 least pages of a head, where it has them.
+            floor: [R] int64 fewest pages of a head, where it holds as many.
         """
         lengths = view.by_request(view.lengths)
         on_cpu = lengths.device.type == "cpu" and not dispatch.takes_triton(lengths.device)
         if on_cpu and bool((lengths == lengths[:, :1]).all()):
-            # As before any other event, in a tenth of the operators of the kernel's twin.
-            whole, rest = total[:, None] // lengths.shape[1], total[:, None] % lengths.shape[1]
-            return (whole + (torch.arange(lengths.shape[1]) < rest)).flatten()
+            # Heads of equal length, as at a first event, need a tenth of `divide`'s operators.
+            pages, rest = total[:, None] // lengths.shape[1], total[:, None] % lengths.shape[1]
+            return (pages + (torch.arange(lengths.shape[1]) < rest)).flatten()
         return divide(view, torch.ones_like(view.lengths, dtype=torch.float32), total, floor)
 
 
 UNIFORM = Allocator()
 
 
+def pages_held(view: LayerView) -> Tensor:
+    """[R, heads] int64 pages that each head holds in full blocks."""
+    return view.by_request(torch.div(view.lengths, view.block_size, rounding_mode="floor"))
+
+
 def divide(view: LayerView, shares: Tensor, total: Tensor, floor: Tensor) -> Tensor:
-    """A request's pages divided among its heads by shares, each at least `floor` where it fits."""
-    cap = view.by_request(torch.div(view.lengths, view.block_size, rounding_mode="floor"))
-    least = torch.minimum(floor, total // cap.shape[1])[:, None].minimum(cap)
-    return apportion(view.by_request(shares), total, least, cap).flatten()
+    """Divides each request's pages among its heads by shares, each at least `floor` if it fits."""
+    held = pages_held(view)
+    fewest = torch.minimum(floor, total // held.shape[1])[:, None].minimum(held)
+    return apportion(view.by_request(shares), total, fewest, held).flatten()
 
 
 def spread(
     shares: Sequence[float], total: int, capacity: Sequence[int], floor: Sequence[int] | None = None
 ) -> list[int]:
-    """`total` pages divided among layers by shares, on the host, as `apportion` divides.
+    """Divides `total` pages among layers by shares, on the host, as `apportion` does.
 
     Args:
         shares: non-negative, by layer; all zero means equal.
         total: at most the sum of `capacity`.
         capacity: most pages of each layer.
-        floor: least pages of each layer; ignored where they do not fit.
+        floor: fewest pages of each layer; ignored where they do not fit.
     """
     most = torch.tensor(capacity, device="cpu")
-    least = torch.minimum(torch.tensor(floor or [0] * len(capacity), device="cpu"), most)
-    if int(least.sum()) > total:
-        least = torch.zeros_like(most)
+    fewest = torch.minimum(torch.tensor(floor or [0] * len(capacity), device="cpu"), most)
+    if int(fewest.sum()) > total:
+        fewest = torch.zeros_like(most)
     weights = torch.tensor(shares, dtype=torch.float64, device="cpu")
-    whole = torch.tensor([total], device="cpu")
-    pages = twin(apportion)(weights[None], whole, least[None], most[None])
-    found: list[int] = pages[0].tolist()
-    return found
+    totals = torch.tensor([total], device="cpu")
+    pages: list[int] = twin(apportion)(weights[None], totals, fewest[None], most[None])[0].tolist()
+    return pages
+
+
+def spread_within(pages: list[int], total: int, capacity: list[int]) -> list[int]:
+    """Cuts pages of layers to `capacity`, and divides what is left of `total` in proportion."""
+    fitting = [min(count, most) for count, most in zip(pages, capacity, strict=True)]
+    return spread([float(count) for count in pages], total, capacity, fitting)

@@ -17,53 +17,43 @@ from vllm_kvcompress.policies.parts.parameters import parameter
 
 
 def stride_of_sums() -> Any:
-    """A parameter of all that add up the attention of many queries."""
-    return parameter(2, "of so many of them one counts, from the last one back", minimum=1)
+    """Parameter of policies that add up the attention of many queries."""
+    return parameter(2, "every stride-th query counts, from the last one back", minimum=1)
 
 
 def observed_mass(view: LayerView, stride: int = 1) -> Tensor:
-    """[H, n] fp32 mean attention of the observed queries to each entry.
-
-    Args:
-        view: the layer.
-        stride: of so many queries one counts, from the last one back.
-    """
+    """[H, n] fp32 mean attention of every stride-th observed query, counted back from the last."""
     return window_mass(view.kv, view.queries, view.scale, view.entries.bias, stride)
 
 
 def observed_masses(view: LayerView, *windows: Window) -> Tensor:
-    """[windows, H, n] the same of several sizes, or of all queries if these are fewer.
+    """[windows, H, n] mean attention of several windows, each given by its size and stride.
 
-    Args:
-        view: the layer.
-        windows: size and stride of each.
+    A window that is larger than the number of queries has them all.
     """
-    there = [(min(size, len(view.queries)), stride) for size, stride in windows]
-    return window_masses(view.kv, view.queries, view.scale, there, view.entries.bias)
+    fitting = [(min(size, len(view.queries)), stride) for size, stride in windows]
+    return window_masses(view.kv, view.queries, view.scale, fitting, view.entries.bias)
 
 
 def accumulated_mass(view: LayerView, window_size: int) -> Tensor:
-    """[H, n] fp32 attention received from the observed queries of all events so far.
+    """[H, n] fp32 attention received from the observed queries of all events.
 
-    Of each event the last `window_size` queries since the former one are observed. The sum is
-    counted in whole windows, so that at a first event it is the window's mean.
+    Each event observes the last `window_size` queries since the one before. The sum is counted in
+    windows, so that at a first event it is the window's mean.
     """
     assert view.entries.accumulated is not None
     return view.entries.accumulated / window_size
 
 
 def mean_accumulated_mass(view: LayerView) -> Tensor:
-    """[H, n] fp32 the same sum, divided by how many observed queries could see an entry."""
+    """[H, n] fp32 accumulated attention divided by how many observed queries saw an entry."""
     assert view.entries.accumulated is not None
     assert view.entries.observed is not None
     return view.entries.accumulated / view.entries.observed.clamp_min(1)
 
 
 def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling: str) -> Tensor:
-    """[H, n] scores pooled over neighbours, over the columns left of the window.
-
-    The window's own scores stay, and do not leak into their neighbours.
-    """
+    """[H, n] scores, those left of the window pooled over neighbours ("max" or "mean")."""
     if kernel_size <= 1:
         return raw
     empty = float("-inf") if pooling == "max" else 0.0
@@ -74,17 +64,20 @@ def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling:
 def left_of_window(
     view: LayerView, raw: Tensor, pool: Callable[[Tensor], Tensor], empty: float
 ) -> Tensor:
-    """[H, n] pooled scores left of the window, which counts as empty there, and its own as is."""
+    """[H, n] scores, those left of the window pooled.
+
+    The window's own scores stay, and pooling sees `empty` in their place.
+    """
     end = view.lengths + view.kv.tails.clamp_max(view.queries.shape[0])
-    nth = torch.arange(view.num_entries, device=view.device)
-    in_window = nth >= (end - view.queries.shape[0])[:, None]  # and padding
+    index = torch.arange(view.num_entries, device=view.device)
+    in_window = index >= (end - view.queries.shape[0])[:, None]  # and padding
     return torch.where(in_window, raw, pool(raw.masked_fill(in_window, empty)))
 
 
 def check_kernel_size(kernel_size: int, name: str = "kernel_size") -> None:
-    """Refuses an even width of pooling."""
+    """Refuses an even pooling width."""
     if kernel_size % 2 == 0:
         raise ConfigError(
-            f"{name}: expected an odd number, so that pooling is centred, found "
-            f"{kernel_size}; use {kernel_size + 1}."
+            f"{name}: expected an odd number, so that pooling is centred, found {kernel_size}; "
+            f"use {kernel_size + 1}."
         )

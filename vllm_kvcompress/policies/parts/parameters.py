@@ -17,27 +17,32 @@ def parameter(
     maximum: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass's field that users set; as `Parameter` has it."""
+    """Makes a dataclass field that users can set; see `Parameter`."""
     bounds = {"minimum": minimum, "maximum": maximum, "choices": choices}
     return field(default=default, metadata={"meaning": meaning, **bounds})
 
 
+def switch(meaning: str, default: str = "off") -> Any:
+    """Makes a parameter that is on or off."""
+    return parameter(default, meaning, choices=("off", "on"))
+
+
 def parameters_of(part: type) -> tuple[Parameter, ...]:
-    """The fields of a dataclass that `parameter` made."""
+    """Lists the fields of a dataclass that `parameter` made."""
     settable: list[Any] = [each for each in fields(part) if "meaning" in each.metadata]
     return tuple(Parameter(each.name, each.default, **each.metadata) for each in settable)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A setting of a policy.
+    """Setting of a policy.
 
     Attributes:
         name: as users write it.
         default: its type is the parameter's type.
         meaning: a few words.
-        minimum, maximum: bounds of numbers, or None.
-        choices: valid texts, or empty.
+        minimum, maximum: bounds of a number, or None.
+        choices: valid values of a text parameter, else empty.
     """
 
     name: str
@@ -48,10 +53,10 @@ class Parameter:
     choices: tuple[str, ...] = ()
 
     def check(self, value: object) -> int | float | str:
-        """The value in the parameter's type.
+        """Converts a value to the parameter's type.
 
         Raises:
-            ConfigError: of another type, out of bounds or not among the choices.
+            ConfigError: the value has another type, is out of bounds or not among the choices.
         """
         if isinstance(self.default, str):
             if value not in self.choices:
@@ -59,10 +64,10 @@ class Parameter:
                     f"{self.name}: expected one of {', '.join(self.choices)}, found {value!r}."
                 )
             return str(value)
-        whole = isinstance(self.default, int)
+        integral = isinstance(self.default, int)
         numeric = isinstance(value, int | float) and not isinstance(value, bool)
-        if not numeric or not math.isfinite(value) or (whole and value != int(value)):  # type: ignore[arg-type,call-overload]
-            kind = "a whole number" if whole else "a number"
+        if not numeric or not math.isfinite(value) or (integral and value != int(value)):  # type: ignore[arg-type,call-overload]
+            kind = "a whole number" if integral else "a number"
             raise ConfigError(f"{self.name}: expected {kind}, found {value!r}.")
         number: float = float(value)  # type: ignore[arg-type]
         low = -math.inf if self.minimum is None else self.minimum
@@ -71,23 +76,19 @@ class Parameter:
             raise ConfigError(
                 f"{self.name}: expected at least {low:g} and at most {high:g}, found {value!r}."
             )
-        return int(number) if whole else number
+        return int(number) if integral else number
 
 
 def check_parameters(
     policy: str, parameters: Sequence[Parameter], given: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Defaults with the given values over them.
+    """Returns the value of every parameter: the given one, else the default.
 
     Raises:
         ConfigError: an unknown parameter, or a value that does not fit.
     """
     known = {parameter.name: parameter for parameter in parameters}
-    unknown = sorted(set(given) - set(known))
-    if unknown:
+    if unknown := sorted(set(given) - set(known)):
         valid = f"valid are {', '.join(known)}" if known else "it has none"
         raise ConfigError(f"{policy} has no parameter {', '.join(unknown)}; {valid}.")
-    return {
-        name: parameter.check(given.get(name, parameter.default))
-        for name, parameter in known.items()
-    }
+    return {name: each.check(given.get(name, each.default)) for name, each in known.items()}

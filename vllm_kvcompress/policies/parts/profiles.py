@@ -1,4 +1,4 @@
-"""Files of measured heads, as HeadKV and DuoAttention read them."""
+"""Files of measured heads, which HeadKV and DuoAttention read."""
 
 from __future__ import annotations
 
@@ -15,60 +15,58 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
 
-Table = tuple[tuple[float, ...], ...]  # numbers by layer and head
+Table = tuple[tuple[float, ...], ...]  # a number per layer and head
 HOW = "`vllm-kvcompress profile` makes one for any model"
-
-
-MOST_BYTES = 64 * 2**20  # of a profile: that of 128 layers of 128 heads takes a third of it
+MAX_BYTES = 64 * 2**20  # of a file; 128 layers of 128 heads take a third of it
 
 
 def read_text(path: Path) -> str:
-    """A file's text.
+    """Reads a profile file.
 
     Raises:
-        ConfigError: it cannot be read, or is larger than a profile can be.
+        ConfigError: the file cannot be read, or is larger than a profile can be.
     """
     try:
         with path.open("rb") as file:
-            found = file.read(MOST_BYTES + 1)
+            content = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); {HOW}.") from None
-    if len(found) > MOST_BYTES:
-        raise ConfigError(f"{path}: expected at most {MOST_BYTES} bytes, found more; {HOW}.")
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{path}: expected at most {MAX_BYTES} bytes, found more; {HOW}.")
     try:
-        return found.decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: expected text ({error}); {HOW}.") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A file's JSON object.
+    """Reads a profile file that holds a JSON object.
 
     Raises:
-        ConfigError: no such file, or no JSON object.
+        ConfigError: there is no such file, or it holds no JSON object.
     """
     text = read_text(path)
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: expected JSON ({error}); {HOW}.") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(found).__name__}.")
-    return found
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}.")
+    return content
 
 
 def check_finite(path: Path, table: Table) -> None:
-    """Refuses a file with numbers that are none."""
+    """Refuses a file with NaN or infinity in it."""
     if not all(math.isfinite(value) for row in table for value in row):
         raise ConfigError(f"{path}: expected finite numbers; {HOW}.")
 
 
 def rows_of_rank(table: Table, model: ModelHeads, per_rank: int, kind: str) -> Table:
-    """The columns of this rank's heads.
+    """Cuts the columns of this rank's heads out of a table of the model.
 
     Args:
-        table: as it was read, for all heads of the model.
-        model: what it must fit.
+        table: of all heads of the model.
+        model: what the table must fit.
         per_rank: heads of this rank.
         kind: of heads, for the error.
 
@@ -76,23 +74,22 @@ def rows_of_rank(table: Table, model: ModelHeads, per_rank: int, kind: str) -> T
         ConfigError: the table has other layers or heads than the model.
     """
     expected = (model.num_layers, per_rank * model.tp_size)
-    found = (len(table), len(table[0]))
-    if found != expected:
+    shape = (len(table), len(table[0]))
+    if shape != expected:
         raise ConfigError(
-            f"the profile has {found[0]} layers of {found[1]} {kind} heads, the model has "
+            f"the profile has {shape[0]} layers of {shape[1]} {kind} heads, the model has "
             f"{expected[0]} of {expected[1]}; {HOW}."
         )
     return tuple(row[model.tp_rank * per_rank : (model.tp_rank + 1) * per_rank] for row in table)
 
 
 @lru_cache(maxsize=1024)
-def on_device(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Settings of layers as a tensor, copied once."""
-    return upload(torch.tensor(values, dtype=dtype), device)
+def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return upload(torch.tensor(values, dtype=torch.float64), device)
 
 
 def of_layers(table: Table | dict[int, tuple[float, ...]], view: LayerView) -> Tensor:
-    """[R, heads] fp64 numbers of the view's heads, from those by layer and head."""
-    rows = tuple(number for layer in view.layers for number in table[layer])
-    found = on_device(rows, torch.float64, view.device).view(len(view.layers), -1)
-    return found.expand(view.num_requests, -1)
+    """[R, heads] fp64 numbers of the view's heads, from a table by layer and head."""
+    numbers = tuple(number for layer in view.layers for number in table[layer])
+    rows = _on_device(numbers, view.device).view(len(view.layers), -1)
+    return rows.expand(view.num_requests, -1)

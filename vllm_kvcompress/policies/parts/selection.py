@@ -1,20 +1,69 @@
-"""Which tokens a head keeps, once it is known how many."""
+"""Which tokens a head keeps: protected ones at both ends, then those of the highest scores."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies.base import LayerView, Needs
-from vllm_kvcompress.policies.parts.protection import Protection
+
+
+@dataclass(frozen=True)
+class Protection:
+    """How many tokens at either end are kept whatever their score.
+
+    Attributes:
+        num_sinks: tokens at the beginning.
+        num_recent: tokens at the end.
+        recent_fraction: instead of `num_recent`, a fraction of what the head keeps.
+    """
+
+    num_sinks: int = 0
+    num_recent: int = 0
+    recent_fraction: float = 0.0
+
+    def bounds(self, view: LayerView, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """[H] protected sinks and [H] protected recent tokens among the full blocks.
+
+        The partial last block counts as recent and is kept anyway. Where sinks and recent tokens
+        exceed what a head keeps, recent ones are cut first, then sinks (methods: small budgets).
+
+        Args:
+            view: the layer.
+            kept: [H] int64 tokens of the full blocks that each head is to keep.
+        """
+        tails, room = view.kv.tails, kept - self.num_sinks
+        recent = (self.num_recent - tails).clamp_min(0)
+        if self.recent_fraction:
+            share = ((kept + tails).double() * self.recent_fraction).floor().to(torch.int64)
+            recent = (share - tails).clamp_min(0)
+        if self.num_recent or self.recent_fraction:
+            room = torch.maximum(room, 1 - tails)  # without a tail at least one token is recent
+        recent = room.clamp_min(0).minimum(recent).minimum(kept)
+        sinks = (kept - recent).clamp_max(self.num_sinks)
+        return sinks, recent
+
+    def mask(self, view: LayerView, kept: Tensor) -> Tensor:
+        """[H, n] bool, true for protected tokens."""
+        sinks, recent = self.bounds(view, kept)
+        index = torch.arange(view.num_entries, device=kept.device)
+        first = index < sinks[:, None]
+        last = index >= (view.lengths - recent)[:, None]
+        return (first | last) & view.valid
+
+
+NOTHING_PROTECTED = Protection()
 
 
 class Selector:
-    """Protected tokens first, then the best by score, unless a policy says otherwise."""
+    """Keeps protected tokens, then the best by score, unless a policy overrides it."""
 
     @property
     def needs(self) -> Needs:
-        """What the engine has to hand over besides keys."""
+        """What the selector reads besides keys."""
         return Needs()
 
     def select(
