@@ -60,6 +60,15 @@ def test_settings_survive_a_dictionary_json_and_pickle(settings: Settings) -> No
     assert hash(Settings.from_dict(through_json)) == hash(settings)
 
 
+def test_equal_settings_have_one_hash_whatever_the_order_of_parameters() -> None:
+    one, other = (
+        Settings.from_dict({"policy": "snapkv", "params": params})
+        for params in ({"a": 1, "b": True}, {"b": 1, "a": 1.0})
+    )
+    assert one == other
+    assert hash(one) == hash(other)
+
+
 @pytest.mark.parametrize(
     ("given_value", "expected"),
     [("0.25", 0.25), ("2048", 2048), ("1.0", 1.0), (0.25, 0.25), (1.0, 1.0), (2048, 2048)],

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, option
+from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, check_limits, option
 from vllm_kvcompress.prompts.settings import PromptSettings
 from vllm_kvcompress.scheduling.budgets import Budget
 from vllm_kvcompress.scheduling.read_rule import DEFAULT_MIN_TOKENS as READ_MIN_TOKENS
@@ -197,13 +197,7 @@ class Settings(Options):
         object.__setattr__(self, "policy", named_policy(self.policy, self.profile))
         others = tuple(map(self._named, self.request_policies))
         object.__setattr__(self, "request_policies", others)
-        bounds = (self.min_request_budget, self.max_request_budget)
-        fractions = [bound for bound in bounds if isinstance(bound, float)]
-        if bounds != (None, None) and (len(fractions) < 2 or fractions != sorted(fractions)):
-            raise ValueError(
-                f"request budgets from {bounds[0]} to {bounds[1]}: expected both, as fractions in "
-                "this order, such as --kv-min-request-budget 0.1 --kv-max-request-budget 0.5."
-            )
+        check_limits("--kv-{}-request-budget", self.min_request_budget, self.max_request_budget)
         for name in ("read_min_tokens", "min_request_read"):
             if getattr(self, name) is not None and self.read is None:
                 raise ValueError(

@@ -67,7 +67,7 @@ class Options(BaseModel):
         return self.model_dump(mode="json", exclude_defaults=True)
 
     def __hash__(self) -> int:
-        return hash(self.model_dump_json())
+        return hash(tuple(value for _, value in self if not isinstance(value, dict)))
 
     @model_validator(mode="before")
     @classmethod
@@ -140,6 +140,21 @@ class _Give(argparse.Action):
         elif types & {int, float}:
             value = parse_number(value)
         setattr(namespace, self.dest, given | {self.name: value})
+
+
+def check_limits(flag: str, lowest: float | None, highest: float | None) -> None:
+    """Refuses limits of what requests choose unless both are fractions, or none is given.
+
+    Raises:
+        ValueError: the reason; `flag` has braces in the place of min and max.
+    """
+    given = [limit for limit in (lowest, highest) if isinstance(limit, float)]
+    if (lowest, highest) != (None, None) and (len(given) < 2 or given != sorted(given)):
+        low, high = flag.format("min"), flag.format("max")
+        raise ValueError(
+            f"{low} {lowest}, {high} {highest}: expected both, as fractions in this order, such as "
+            f"{low} 0.1 {high} 0.5."
+        )
 
 
 def check_choice(key: str, value: float, lowest: float | None, highest: float | None) -> None:

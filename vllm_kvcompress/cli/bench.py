@@ -52,9 +52,8 @@ def add_parser(subparsers: Any) -> None:
         help="takes SCENARIO.json, SCENARIO.md, SCENARIO.svg and engines.log",
     )
     parser.add_argument("--repeats", type=int, default=3, help="measured repetitions (3)")
-    add_flags(
-        parser.add_argument_group("compression, as of serve"), Settings, "settings", _SETTINGS
-    )
+    ours = parser.add_argument_group("compression, as of serve; --kv-policy is adakv unless said")
+    add_flags(ours, Settings, "settings", _SETTINGS)
     _add_load(parser)
     parser.set_defaults(func=run)
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self, cast, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
-from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, option
+from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, check_limits, option
 
 METHOD = "llmlingua2"
 REQUEST_RATE = "prompt_rate"  # of a request's vllm_xargs
@@ -106,12 +106,7 @@ class PromptSettings(Options):
             raise ValueError(
                 "prompts: rate and target_tokens both say how much stays; leave one of them out."
             )
-        lowest, highest = self.min_request_rate, self.max_request_rate
-        if (lowest, highest) != (None, None) and (lowest or 2) > (highest or -1):
-            raise ValueError(
-                f"prompt rates of requests from {lowest} to {highest}: expected both, in this "
-                "order, such as --prompt-min-request-rate 0.3 --prompt-max-request-rate 1.0."
-            )
+        check_limits("--prompt-{}-request-rate", self.min_request_rate, self.max_request_rate)
         return self
 
     def __str__(self) -> str:
