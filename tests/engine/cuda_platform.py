@@ -12,22 +12,26 @@ import json
 import os
 import pkgutil
 import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import vllm
 from vllm import EngineArgs, platforms
-from vllm.config import AttentionConfig
+from vllm.config import AttentionConfig, set_current_vllm_config
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.engine.test_refusals import SETTINGS, engine_config
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
+from vllm_kvcompress.tools.evaluation.runner import Plan
 from vllm_kvcompress.vllm_plugin.scheduler_side import scheduler  # noqa: F401  (before CUDA)
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 from vllm_kvcompress.vllm_plugin.startup.registration import (
     AttentionBackendEnum,
+    kernels_for,
     use_gpu_backend,
 )
 from vllm_kvcompress.vllm_plugin.worker_side import gpu_worker  # noqa: F401
@@ -82,8 +86,9 @@ def main() -> None:
         for runner in ("V2", "V1")
     }
     own = {how: takes_own(sys.argv[1], *given) for how, given in KERNELS.items()}
-    found = {"options": options, "parents": parents, "said": said}
-    print(json.dumps({**found, "graphs": graphs, "own_kernels": own}))
+    results = {"options": options, "parents": parents, "said": said}
+    results |= {"graphs": graphs, "own_kernels": own, "eval_graphs": eval_graphs(sys.argv[1])}
+    print(json.dumps({**results, "blackwell": on_blackwell(sys.argv[1])}))
 
 
 def registered(config: Any, attention: AttentionConfig, kernels: str = "flash") -> str:
@@ -112,9 +117,11 @@ def compression(
         del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
 
 
-def cuda_graphs(model: str, settings: Settings, kernels: str, runner: str) -> list[str]:
-    """What vLLM would capture by default, and what it makes of it for our backend."""
-    config, CompressedBackend.compression = compression(model, settings, runner)
+def cuda_graphs(
+    model: str, settings: Settings, kernels: str, runner: str = "V2", **engine: Any
+) -> list[str]:
+    """What vLLM is asked to capture, by default if not by `engine`, and what our backend allows."""
+    config, CompressedBackend.compression = compression(model, settings, runner, **engine)
     backend: Any = pkgutil.resolve_name(registered(config, config.attention_config, kernels))
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     spec = CompressedAttentionSpec.from_full_attention(full, settings, ())
@@ -127,6 +134,57 @@ def cuda_graphs(model: str, settings: Settings, kernels: str, runner: str) -> li
         max_num_reqs=config.scheduler_config.max_num_seqs,
     )
     return [wanted, found.name]
+
+
+def eval_graphs(model: str) -> dict[str, list[str]]:
+    """What `eval` captures: asking one question after the other, and eight at once."""
+    found = {}
+    for attention in ("auto", "own"):
+        settings = Settings(policy="adakv", budget=0.25, attention=attention)
+        for concurrency in (1, 8):
+            plan = Plan(model, [], [], [], concurrency=concurrency)
+            modes = cuda_graphs(model, settings, "flash", **plan.engine_options)
+            found[f"{attention} {concurrency}"] = modes
+    return found
+
+
+def on_blackwell(model: str) -> dict[str, Any]:
+    """What vLLM and `auto` choose for capability 10.0, by head size.
+
+    CUDA builds alone have FlashAttention 4; it counts as installed here.
+    """
+    cuda = importlib.import_module("vllm.platforms.cuda")
+    cuda.NonNvmlCudaPlatform.get_device_capability.cache_clear()
+    torch.cuda.get_device_capability = lambda device=None: (10, 0)
+    use_flash_attention_4()
+    for name in ("fa_utils", "flash_attn"):  # both were imported for the CPU
+        importlib.reload(importlib.import_module(f"vllm.v1.attention.backends.{name}"))
+    fa_utils = sys.modules["vllm.v1.attention.backends.fa_utils"]
+    capability = platforms.current_platform.get_device_capability()
+    stock = cuda._get_backend_priorities(False, capability)
+    by_head_size = {}
+    for head_size in (64, 128, 256):
+        options = {"dtype": "bfloat16", "hf_overrides": {"head_dim": head_size}}
+        settings = Settings(policy="adakv", budget=0.25)
+        config, _ = compression(model, settings, **options)
+        kernels = kernels_for(config, settings.attention)
+        path = registered(config, config.attention_config, kernels)
+        backend: Any = pkgutil.resolve_name(path)
+        with set_current_vllm_config(config):
+            version = fa_utils.get_flash_attn_version(head_size=head_size, supports_fa4_hd256=True)
+            by_head_size[head_size] = [kernels, version, backend.get_preferred_block_size(16)]
+    return {"stock": [each.name for each in stock[:2]], "by_head_size": by_head_size}
+
+
+def use_flash_attention_4() -> None:
+    """Has vLLM's Python find FlashAttention without its compiled part; nothing calls it."""
+    package: Any = ModuleType("vllm.vllm_flash_attn")
+    package.__path__ = [str(Path(str(vllm.__file__)).parent / "vllm_flash_attn")]
+    for name in ("compile_flash_attn_varlen_func_from_specs", "flash_attn_varlen_func"):
+        setattr(package, name, None)
+    package.get_scheduler_metadata = None
+    sys.modules[package.__name__] = package
+    importlib.import_module(f"{package.__name__}.flash_attn_interface").FA4_AVAILABLE = True
 
 
 def takes_own(model: str, settings: dict[str, Any], engine: dict[str, Any]) -> bool:

@@ -66,6 +66,26 @@ def test_kernels_are_this_packages_where_that_gives_graphs_of_whole_steps(
     assert len(on_cuda["own_kernels"]) == 8
 
 
+def test_eval_captures_no_attention_while_it_measures_attention(on_cuda: dict[str, Any]) -> None:
+    """A replay of a whole decode step runs no Python, so nothing would look at its outputs."""
+    assert on_cuda["eval_graphs"] == {
+        "auto 1": ["PIECEWISE", "PIECEWISE"],
+        "own 1": ["PIECEWISE", "PIECEWISE"],
+        "auto 8": ["FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"],
+        "own 8": ["FULL_AND_PIECEWISE", "FULL_AND_PIECEWISE"],
+    }
+
+
+def test_auto_takes_flash_attention_4_on_blackwell(on_cuda: dict[str, Any]) -> None:
+    """In the place of FlashInfer; heads of 256 elements get blocks of 128 tokens."""
+    assert on_cuda["blackwell"]["stock"] == ["FLASHINFER", "FLASH_ATTN"]
+    assert on_cuda["blackwell"]["by_head_size"] == {
+        "64": ["flash", 4, 16],
+        "128": ["flash", 4, 16],
+        "256": ["flash", 4, 128],
+    }
+
+
 @pytest.mark.parametrize("named", ["none", "FLASHINFER", "CUSTOM, FLASH_ATTN"])
 def test_other_backends_are_refused(on_cuda: dict[str, Any], named: str) -> None:
     said = on_cuda["said"][named]
