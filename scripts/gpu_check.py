@@ -58,7 +58,7 @@ MOST_WORKERS = 8  # processes of pytest; each holds a context on the GPU
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
         "--plan", action="store_true", help="print the commands for half an hour, and stop"
@@ -90,7 +90,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """What engines serve, and how."""
+    """Adds the options of the parts engine and decode-only."""
     group = parser.add_argument_group("engine and decode-only")
     group.add_argument(
         "--model",
@@ -137,21 +137,21 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def budget(text: str) -> int | float:
-    """As of `serve`."""
+    """Parses a budget with the parser of `serve`."""
     from vllm_kvcompress.scheduling.budgets import parse_budget
 
     return parse_budget(text)
 
 
 def engine_option(text: str) -> tuple[str, Any]:
-    """As of `vllm-kvcompress eval`, whose imports only this part needs."""
+    """Parses an engine option with the parser of `vllm-kvcompress eval`."""
     from vllm_kvcompress.cli import eval as eval_command
 
     return eval_command.engine_option(text)
 
 
 def why_not(rehearses: bool) -> str | None:
-    """What is missing here, as a sentence; None where everything needed is there."""
+    """Returns what is missing on this machine; None: nothing."""
     missing = [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]
     if missing:
         return f"gpu_check needs {' and '.join(missing)}: pip install {' '.join(missing)}."
@@ -219,7 +219,7 @@ def stream(command: Sequence[str], limit_seconds: float, log: Path) -> str:
 
 
 def check(options: argparse.Namespace) -> dict[str, Any]:
-    """Both kinds of checks."""
+    """Runs pytest and the kernels' checks."""
     from gpu_parts.checks import check_flash, check_kernels, check_selection
     from gpu_parts.flash import why_no_flash
 
@@ -234,12 +234,12 @@ def check(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def seconds_left(options: argparse.Namespace) -> float:
-    """For what is ended before the time of this call is over."""
+    """Returns the seconds until this call's time limit."""
     return max(1.0, float(options.deadline - time.monotonic() - PYTEST_ENDS_BEFORE))
 
 
 def passed(checks: dict[str, Any]) -> bool:
-    """Whether nothing failed."""
+    """Returns whether every check passed."""
     said = checks["pytest"] or ""
     return all(row["passed"] for row in checks["kernels"]) and not (
         "failed" in said or "error" in said
@@ -247,7 +247,7 @@ def passed(checks: dict[str, Any]) -> bool:
 
 
 def measure_decode(options: argparse.Namespace, _: Callable[[Results], None]) -> Results:
-    """Decode attention, and the bandwidth that it is compared with."""
+    """Measures decode attention, and the bandwidth that it is compared with."""
     from gpu_parts import decode, measure, vllm_attention
 
     if (reason := vllm_attention.why_not()) is not None:
@@ -260,7 +260,7 @@ def measure_decode(options: argparse.Namespace, _: Callable[[Results], None]) ->
 
 
 def measure_tune(options: argparse.Namespace, _: Callable[[Results], None]) -> Results:
-    """Decode attention with its work cut in other ways."""
+    """Measures decode attention with other ways to split its work."""
     from gpu_parts import decode, measure
 
     read = measure.read_bandwidth(BANDWIDTH_BYTES, repeats(options))
@@ -268,7 +268,7 @@ def measure_tune(options: argparse.Namespace, _: Callable[[Results], None]) -> R
 
 
 def measure_prefill(options: argparse.Namespace, _: Callable[[Results], None]) -> Results:
-    """A chunk's attention over compressed pages."""
+    """Measures a chunk's attention over compressed pages."""
     from gpu_parts import prefill, vllm_attention
 
     if (reason := vllm_attention.why_not()) is not None:
@@ -280,7 +280,7 @@ def measure_prefill(options: argparse.Namespace, _: Callable[[Results], None]) -
 
 
 def measure_events(options: argparse.Namespace, _: Callable[[Results], None]) -> Results:
-    """Events, and the bandwidth that compaction is compared with."""
+    """Measures events, and the bandwidth that compaction is compared with."""
     from gpu_parts import events, measure
 
     if (reason := events.why_no_whole_events()) is not None:
@@ -292,7 +292,7 @@ def measure_events(options: argparse.Namespace, _: Callable[[Results], None]) ->
 
 
 def measure_batched(options: argparse.Namespace, _: Callable[[Results], None]) -> Results:
-    """Prompts that end in one step, together and one by one."""
+    """Measures events of prompts that end in one step, batched and one by one."""
     from gpu_parts import batched, events
 
     if (reason := events.why_no_whole_events()) is not None:
@@ -303,7 +303,7 @@ def measure_batched(options: argparse.Namespace, _: Callable[[Results], None]) -
 
 
 def measure_reading(options: argparse.Namespace, _: Callable[[Results], None]) -> Results:
-    """--kv-read's choice of pages, and attention to these."""
+    """Measures how --kv-read chooses pages, and attention to these."""
     from gpu_parts import reading
 
     plan = reading.ReadPlan(block_size=options.block_size, repeats=repeats(options))
@@ -313,7 +313,7 @@ def measure_reading(options: argparse.Namespace, _: Callable[[Results], None]) -
 
 
 def measure_capture(options: argparse.Namespace, _: Callable[[Results], None]) -> Results:
-    """Decode steps that are captured and replayed, without vLLM."""
+    """Captures and replays decode steps, without vLLM."""
     from gpu_parts import capture
 
     plan = capture.CapturePlan(block_size=options.block_size)
@@ -326,7 +326,7 @@ def measure_capture(options: argparse.Namespace, _: Callable[[Results], None]) -
 
 
 def measure_engines(options: argparse.Namespace, save: Callable[[Results], None]) -> Results:
-    """Whole engines, over the requests of the parts that were asked for."""
+    """Measures whole engines in the chosen parts."""
     import torch
 
     from gpu_parts import engine
@@ -342,7 +342,7 @@ def measure_engines(options: argparse.Namespace, save: Callable[[Results], None]
 
 
 def engine_plan(options: argparse.Namespace) -> Any:
-    """What engines serve."""
+    """Returns what the engines are and what they serve."""
     from gpu_parts.engine import EnginePlan
     from gpu_parts.served import write_8b_shape
 
@@ -383,7 +383,7 @@ MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Callable[[Results], None]]
 
 
 def repeats(options: argparse.Namespace) -> int:
-    """Of every measurement."""
+    """Returns how often measurements are repeated."""
     return 10 if options.quick else 50
 
 
@@ -441,7 +441,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def refusal(options: argparse.Namespace) -> str | None:
-    """Why the options cannot be followed here; None: they can."""
+    """Returns why the options cannot be followed here; None: they can."""
     others = [part for part in options.part if part not in REHEARSED]
     if options.rehearse and others:
         return f"--rehearse: {', '.join(others)} need a GPU; give --part {' '.join(REHEARSED)}."

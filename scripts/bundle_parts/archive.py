@@ -1,4 +1,4 @@
-"""Packs a folder into parts of limited size, and takes it out of them again.
+"""Packs a folder into parts of limited size, and unpacks them.
 
     DIR/bundle.json         what the bundle is for, and name, size and SHA-256 of each part
     DIR/bundle.tar.xz.000   parts of one compressed stream, to be read one after the other
@@ -30,7 +30,7 @@ STREAM = "bundle.tar.xz"
 
 
 class PartWriter(io.RawIOBase):
-    """A stream into numbered files, each of which ends before it is too large.
+    """Writes a stream into numbered files of limited size.
 
     Args:
         folder: where the files go.
@@ -47,7 +47,7 @@ class PartWriter(io.RawIOBase):
         self._num_bytes = 0
 
     def writable(self) -> bool:
-        """Whether this can be written to, which it can."""
+        """Returns True: bytes can be written."""
         return True
 
     def write(self, data: Any) -> int:
@@ -67,7 +67,7 @@ class PartWriter(io.RawIOBase):
         return num_written
 
     def close(self) -> None:
-        """Ends the last file."""
+        """Finishes the part that is being written."""
         if self._file is not None:
             self._end_part()
         super().close()
@@ -86,7 +86,7 @@ class PartWriter(io.RawIOBase):
 
 
 class PartReader(io.RawIOBase):
-    """Several files as one stream."""
+    """Reads several files as one stream."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class PartReader(io.RawIOBase):
         self._file: BinaryIO | None = None
 
     def readable(self) -> bool:
-        """Whether this can be read, which it can."""
+        """Returns True: bytes can be read."""
         return True
 
     def readinto(self, buffer: Any) -> int:
@@ -143,7 +143,7 @@ def pack(source: Path, out: Path, max_bytes: int, description: dict[str, Any]) -
 
 
 def _with_progress(paths: list[Path]) -> Iterator[BinaryIO]:
-    """Opens one file after the other, and shows how much of them all has been read."""
+    """Opens the files in turn, with one progress bar over their total size."""
     total = sum(path.stat().st_size for path in paths)
     if tqdm is None:
         for path in paths:
@@ -159,7 +159,7 @@ def _with_progress(paths: list[Path]) -> Iterator[BinaryIO]:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Returns what a folder with a bundle says about it.
+    """Reads bundle.json of a bundle's folder.
 
     Raises:
         FileNotFoundError: where there is no bundle.
@@ -173,7 +173,7 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 
 def unpack(folder: Path, into: Path) -> None:
-    """Checks all parts, then takes the files out of them.
+    """Checks all parts, then extracts their files.
 
     Args:
         folder: where the parts are.

@@ -1,4 +1,4 @@
-"""Takes the code out of a CUDA library that one GPU architecture cannot use.
+"""Removes from a CUDA library the code that one GPU architecture cannot use.
 
 nvcc puts device code for several architectures into the ELF section `.nv_fatbin`: containers, each
 aligned to 8 bytes, one per translation unit. A container is a header and its entries back to back:
@@ -182,7 +182,7 @@ def _read_entries(library: bytes | bytearray, start: int, end: int) -> Iterator[
 
 
 def keep_architecture(library: bytearray, sm: int) -> Slimmed:
-    """Takes out, in place, the entries that a device of this architecture does not use.
+    """Removes, in place, the entries that a device of this architecture does not use.
 
     Args:
         library: contents of an ELF file; its size does not change.

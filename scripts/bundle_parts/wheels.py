@@ -65,7 +65,7 @@ FLASH_ATTENTION_3 = 90  # the architecture where it takes the place of FlashAtte
 
 @dataclass
 class SlimWheel:
-    """vLLM's wheel for one architecture, and what became of its parts.
+    """vLLM's wheel for one architecture, and what was removed from it.
 
     Attributes:
         path: the new wheel.
@@ -156,7 +156,7 @@ def slim_wheel(
 def _slim_file(
     contents: bytes, path: str, sm: int, originals: bool, slim: SlimWheel
 ) -> bytes | None:
-    """Returns what a file becomes, and notes it; None if its code is for others alone."""
+    """Returns a file's new contents and records their size; None: no code runs here."""
     library = bytearray(contents)
     slimmed = fat_binary.keep_architecture(library, sm)
     if not slimmed.num_containers:
@@ -170,14 +170,14 @@ def _slim_file(
 
 
 def _add(target: zipfile.ZipFile, member: zipfile.ZipInfo, contents: bytes) -> None:
-    """Adds a file with the time and the mode that it had."""
+    """Adds a file with its former time and mode."""
     info = zipfile.ZipInfo(member.filename, member.date_time)
     info.external_attr = member.external_attr
     target.writestr(info, contents)
 
 
 def _record_hash(contents: bytes) -> str:
-    """A hash as RECORD has it."""
+    """Returns a hash in the form of a wheel's RECORD."""
     digest = base64.urlsafe_b64encode(hashlib.sha256(contents).digest())
     return "sha256=" + digest.decode().rstrip("=")
 

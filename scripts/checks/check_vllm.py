@@ -61,7 +61,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def check_build(name: str, version: str, reference: Problems) -> Problems:
     """Installs a build on top of this environment and looks everything up in it."""
-    if version in [found.version for found in importlib.metadata.distributions(name=name)]:
+    if version in [
+        distribution.version for distribution in importlib.metadata.distributions(name=name)
+    ]:
         return reference
     with tempfile.TemporaryDirectory() as temporary:
         print(f"check_vllm: {name} {version}", file=sys.stderr)
@@ -85,26 +87,26 @@ def look_up(python: Path) -> Problems:
         return {(kind, owner, name): why for kind, owner, name, why in json.loads(out.read_text())}
 
 
-def with_missing(found: Problems, reference: Problems) -> Problems:
+def with_missing(problems: Problems, reference: Problems) -> Problems:
     """Adds what our classes override in the reference and not in the other version."""
-    gone = [key for key in reference if key[0] == "overridden" and key not in found]
-    return {**found, **dict.fromkeys(gone, "missing: nothing calls ours")}
+    gone = [key for key in reference if key[0] == "overridden" and key not in problems]
+    return {**problems, **dict.fromkeys(gone, "missing: nothing calls ours")}
 
 
-def report(build: str, found: Problems) -> int:
+def report(build: str, looked_up: Problems) -> int:
     """Prints what does not fit; the exit status."""
-    problems = {key: problem for key, problem in found.items() if problem}
+    problems = {key: problem for key, problem in looked_up.items() if problem}
     for (kind, owner, name), problem in problems.items():
         print(f"{kind:<10} {owner} {name}: {problem}")
-    print(f"{build}: {len(found)} names and signatures looked up, {len(problems)} do not fit")
+    print(f"{build}: {len(looked_up)} names and signatures looked up, {len(problems)} do not fit")
     return 1 if problems else 0
 
 
 def tables(checked: dict[tuple[str, str], Problems], reference: Problems) -> str:
     """The page's tables: a row per build, then the members that are overridden."""
     lines = ["| build | missing or different |", "|---|---|"]
-    for (name, version), found in checked.items():
-        wrong = [f"`{owner}.{member}`" for (_, owner, member), why in found.items() if why]
+    for (name, version), problems in checked.items():
+        wrong = [f"`{owner}.{member}`" for (_, owner, member), why in problems.items() if why]
         lines.append(f"| {name} {version} | {', '.join(wrong) or 'nothing'} |")
     members: dict[str, list[str]] = {}
     for kind, owner, name in sorted(reference):

@@ -51,7 +51,7 @@ class Check:
 
 
 def with_openai(address: str, model: str) -> Check:
-    """OpenAI's own."""
+    """Makes requests with OpenAI's library."""
     import openai
 
     client: Any = openai.OpenAI(base_url=address, api_key="none", max_retries=0)
@@ -60,7 +60,7 @@ def with_openai(address: str, model: str) -> Check:
 
 
 def with_litellm(address: str, model: str) -> Check:
-    """LiteLLM's."""
+    """Makes requests with LiteLLM."""
     import litellm
 
     where = {"api_base": address, "api_key": "none", "model": f"openai/{model}"}
@@ -70,7 +70,7 @@ def with_litellm(address: str, model: str) -> Check:
 
 
 def _as_openai(name: str, ask: Callable[..., Any]) -> Check:
-    """Of a library whose answers have the form of OpenAI's."""
+    """Makes requests with a library whose answers have the form of OpenAI's."""
 
     def message(**more: Any) -> Any:
         return ask(messages=MESSAGES, **more).choices[0].message
@@ -93,7 +93,7 @@ def _as_openai(name: str, ask: Callable[..., Any]) -> Check:
 
 
 def with_langchain(address: str, model: str) -> Check:
-    """LangChain's."""
+    """Makes requests with LangChain."""
     from langchain_openai import ChatOpenAI
 
     chat = ChatOpenAI(base_url=address, api_key="none", model=model, max_retries=0, **SETTINGS)
@@ -113,25 +113,25 @@ def with_langchain(address: str, model: str) -> Check:
 
 
 def failures(check: Check) -> Iterator[str]:
-    """What is not as it should be, of one library."""
-    whole = check.chat()
-    if not whole or check.stream() != whole:
+    """Sends the four requests through one library, and yields what is wrong."""
+    text = check.chat()
+    if not text or check.stream() != text:
         yield f"{check.name}: the stream says something else"
     try:
-        found = check.schema()
-        if not in_schema(found):
-            yield f"{check.name}: not in the schema, {found}"
-        tool, found = check.tool()
-        if tool != TOOL["function"]["name"] or not in_schema(found):
-            yield f"{check.name}: no call of the tool, {tool}({found})"
+        answer = check.schema()
+        if not in_schema(answer):
+            yield f"{check.name}: not in the schema, {answer}"
+        tool, answer = check.tool()
+        if tool != TOOL["function"]["name"] or not in_schema(answer):
+            yield f"{check.name}: no call of the tool, {tool}({answer})"
     except ValueError as error:
         yield f"{check.name}: no JSON, {error}"
     print(f"{check.name}: chat, stream, JSON schema, tool", flush=True)
 
 
-def in_schema(found: Any) -> bool:
-    """Whether the answer is a visit."""
-    return sorted(found) == ["city", "year"] and isinstance(found["year"], int)
+def in_schema(answer: Any) -> bool:
+    """Returns whether an answer fits `SCHEMA`."""
+    return sorted(answer) == ["city", "year"] and isinstance(answer["year"], int)
 
 
 def main() -> int:
@@ -139,11 +139,11 @@ def main() -> int:
     parser.add_argument("address")
     parser.add_argument("model")
     arguments = parser.parse_args()
-    found = []
+    problems = []
     for library in (with_openai, with_litellm, with_langchain):
-        found += list(failures(library(arguments.address, arguments.model)))
-    print("\n".join(found), file=sys.stderr)
-    return 1 if found else 0
+        problems += list(failures(library(arguments.address, arguments.model)))
+    print("\n".join(problems), file=sys.stderr)
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

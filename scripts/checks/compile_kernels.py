@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Compiles every Triton kernel for GPUs that are not there, and says what a program takes there.
+"""Compiles every Triton kernel for GPUs that need not be installed; prints what programs use.
 
     python scripts/checks/compile_kernels.py [--targets 80 86 ...] [--head-sizes 64 128 ...]
                                       [--dtypes bfloat16 ...] [--block-sizes 16 ...] [--jobs N]
@@ -69,7 +69,7 @@ class Row:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--targets", type=int, nargs="+", default=TARGETS, choices=TARGETS)
     parser.add_argument("--head-sizes", type=int, nargs="+", default=HEAD_SIZES)
@@ -111,8 +111,8 @@ def compile_all(shapes: Sequence[Shape], jobs: int) -> Iterator[Row]:
     """Rows of all shapes; progress goes to standard error."""
     os.environ["TRITON_INTERPRET"] = "0"
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        for nth, rows in enumerate(pool.map(compile_shape, shapes), start=1):
-            print(f"{nth} of {len(shapes)} shapes", file=sys.stderr)
+        for number, rows in enumerate(pool.map(compile_shape, shapes), start=1):
+            print(f"{number} of {len(shapes)} shapes", file=sys.stderr)
             yield from rows
 
 
@@ -175,7 +175,7 @@ def spills_table(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 if everything compiles and fits."""
+    """Compiles and prints; returns 0 if every kernel compiles and fits."""
     options = parse(arguments)
     shapes = product(options.targets, options.head_sizes, options.dtypes, options.block_sizes)
     rows = list(compile_all([Shape(*shape) for shape in shapes], options.jobs))

@@ -61,20 +61,20 @@ def odd(chance: random.Random, depth: int = 0) -> Any:
 def body(chance: random.Random, model: str) -> dict[str, Any]:
     """A request with something wrong in it, mostly."""
     words = " ".join(f"w{chance.randrange(4, 250)}" for _ in range(chance.choice((1, 40, 300))))
-    found: dict[str, Any] = {"model": model, "max_tokens": chance.choice((1, 2, 8))}
-    found |= {"messages": [{"role": "user", "content": words}], "prompt": words}
+    body: dict[str, Any] = {"model": model, "max_tokens": chance.choice((1, 2, 8))}
+    body |= {"messages": [{"role": "user", "content": words}], "prompt": words}
     if chance.random() < 0.6:
         keys = (*OURS, str(odd(chance, 3))[:50])
         xargs = {chance.choice(keys): odd(chance) for _ in range(chance.randrange(1, 4))}
-        found["vllm_xargs"] = xargs if chance.random() < 0.9 else odd(chance)
+        body["vllm_xargs"] = xargs if chance.random() < 0.9 else odd(chance)
     if chance.random() < 0.5:
-        found |= {chance.choice(FIELDS): odd(chance) for _ in range(chance.randrange(1, 3))}
-    if isinstance(found.get("n"), int) and found["n"] > 4:
-        found["n"] = 3  # what vLLM takes, it computes
-    if chance.random() < 0.1 and found["messages"] == [{"role": "user", "content": words}]:
+        body |= {chance.choice(FIELDS): odd(chance) for _ in range(chance.randrange(1, 3))}
+    if isinstance(body.get("n"), int) and body["n"] > 4:
+        body["n"] = 3  # what vLLM takes, it computes
+    if chance.random() < 0.1 and body["messages"] == [{"role": "user", "content": words}]:
         place = chance.choice(("role", "content", "name", "tool_calls"))
-        found["messages"] = [{**found["messages"][0], place: odd(chance)}]
-    return found
+        body["messages"] = [{**body["messages"][0], place: odd(chance)}]
+    return body
 
 
 def post(url: str, data: bytes) -> tuple[int, str]:

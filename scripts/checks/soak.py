@@ -40,7 +40,7 @@ MOST_IN_BATCH = 240  # at whose end few requests are left, and steps cost the sa
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--requests", type=int, default=2000, help="how many (%(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the schedule (%(default)s)")
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class Run:
-    """A run, and what it has seen."""
+    """A run: its schedule and its tally."""
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.options, self.folder = options, folder
@@ -94,7 +94,7 @@ class Run:
         return self.options.requests - self.tally.done
 
     def command(self) -> str:
-        """What runs the same again."""
+        """Returns the command that repeats this run."""
         options = self.options
         words = ["python", "scripts/checks/soak.py", f"--requests={options.requests}"]
         words += [f"--seed={options.seed}", f"--offset={options.offset}"]
@@ -104,7 +104,7 @@ class Run:
         return shlex.join(words + ["--in-process"] * options.in_process)
 
     def all(self) -> None:
-        """Turn after turn."""
+        """Serves turn after turn until the requests or the time are used up."""
         done = self.tally.done
         with tqdm(total=self.options.requests, initial=done, unit="req") as self.bar:
             while self.left > 0 and time.monotonic() < self.deadline:
@@ -120,7 +120,7 @@ class Run:
                     self.tally.save(self.file)
 
     def turn(self) -> None:
-        """Requests of one server, until its turn ends."""
+        """Starts one server, and serves its requests until its turn ends."""
         index = self.tally.next_index
         setup, end = self.schedule.setup_of(index), self.schedule.end_of_turn(index)
         end = min(end, index + self.left)
@@ -149,7 +149,7 @@ class Run:
         self.tally.save(self.file)
 
     def see(self, asks: list[Ask], served: Served) -> None:
-        """Judges a batch."""
+        """Checks the answers of a batch, and counts them."""
         tally = self.tally
         for ask in asks:
             answer = served.answers.get(ask.index, Answer("lost"))
@@ -163,27 +163,29 @@ class Run:
                 # The model makes words up, too. What is not another's page, it says alone, too.
                 ask.alone |= not said.isdisjoint(ask.foreign)
                 tally.counts["words of the other tenant"] += not said.isdisjoint(ask.foreign)
-            if found := problem(ask, answer):
-                tally.problems.append(f"{ask.index}: {found}")
+            if reason := problem(ask, answer):
+                tally.problems.append(f"{ask.index}: {reason}")
         tally.counts.update(served.counts)
         if served.left_over:
             tally.problems.append(f"{asks[0].index} to {asks[-1].index}: {served.left_over}")
 
     def ask_alone(self, server: Host, ask: Ask, answer: Answer) -> None:
-        """Asks again, when nobody else is there."""
+        """Asks again without other requests, and compares the answers."""
         served = server.call(Batch([ask], "alone", 1))
         again = served.answers[ask.index]
         if answer.outcome != "answered" or again.outcome != "answered":
             return  # said already
-        found = difference(answer.choices[0], again.choices[0])
-        if found is None:
+        parting = difference(answer.choices[0], again.choices[0])
+        if parting is None:
             self.tally.counts["alone the same"] += 1
-        elif found[1] < CLOSE:
+            return
+        place, nats = parting
+        if nats < CLOSE:
             self.tally.counts["alone another of two equal tokens"] += 1
         else:
             self.tally.counts["alone different"] += 1
             self.tally.problems.append(
-                f"{ask.index}: alone it differs from token {found[0]} on, {found[1]:.4f} nats apart"
+                f"{ask.index}: alone it differs from token {place} on, {nats:.4f} nats apart"
             )
 
 

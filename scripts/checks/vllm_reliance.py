@@ -76,7 +76,7 @@ class Reliance:
     def modules(self) -> Iterator[ModuleType]:
         """Imports the package's modules; one that cannot be imported is a problem."""
         root = importlib.import_module(self.package)
-        names = [found.name for found in pkgutil.walk_packages(root.__path__, f"{self.package}.")]
+        names = [module.name for module in pkgutil.walk_packages(root.__path__, f"{self.package}.")]
         for name in names:
             try:
                 yield importlib.import_module(name)
@@ -220,20 +220,23 @@ def override_problem(theirs: Any, ours: Any) -> str:
     routine = [is_routine(member) for member in (theirs, ours)]
     if computed[0] != computed[1] or not all(routine):
         return "is a property on one side only" if any(computed) and any(routine) else ""
-    there, here = signature_of(theirs), signature_of(ours)
-    named = [p for p in there.parameters.values() if p.kind not in VARIADIC]
+    their_signature, our_signature = signature_of(theirs), signature_of(ours)
+    named = [p for p in their_signature.parameters.values() if p.kind not in VARIADIC]
     for given in (named, [p for p in named if p.default is p.empty]):
         positional = [p.name for p in given if p.kind is not p.KEYWORD_ONLY]
         keywords = {p.name: p.name for p in given if p.kind is p.KEYWORD_ONLY}
         try:
-            bound = here.bind(*positional, **keywords)
-            here.bind(**{p.name: p.name for p in given if p.kind is not p.POSITIONAL_ONLY})
+            bound = our_signature.bind(*positional, **keywords)
+            our_signature.bind(**{p.name: p.name for p in given if p.kind is not p.POSITIONAL_ONLY})
         except TypeError as error:
-            return f"is called as {there}: {error}"
+            return f"is called as {their_signature}: {error}"
         if any(isinstance(v, str) and v != name for name, v in bound.arguments.items()):
-            return f"has another order: {there}"
-    kinds = [{p.kind for p in each.parameters.values()} & {*VARIADIC} for each in (there, here)]
-    return "" if kinds[0] <= kinds[1] else f"takes any arguments: {there}"
+            return f"has another order: {their_signature}"
+    kinds = [
+        {p.kind for p in each.parameters.values()} & {*VARIADIC}
+        for each in (their_signature, our_signature)
+    ]
+    return "" if kinds[0] <= kinds[1] else f"takes any arguments: {their_signature}"
 
 
 def call_problem(call: ast.Call, target: Any, bound: bool) -> str:
@@ -261,5 +264,5 @@ def read_attributes(path: Path = HERE / "vllm_attributes.txt") -> dict[str, list
 
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[1]))
-    found = Reliance("vllm_kvcompress", read_attributes()).problems
-    Path(sys.argv[1]).write_text(json.dumps([[*key, problem] for key, problem in found.items()]))
+    problems = Reliance("vllm_kvcompress", read_attributes()).problems
+    Path(sys.argv[1]).write_text(json.dumps([[*key, problem] for key, problem in problems.items()]))

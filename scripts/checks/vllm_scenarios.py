@@ -37,17 +37,17 @@ from vllm_scenario_parts.scenario import Scenario, difference  # noqa: E402
 
 
 def judged(column: Column, result: Result, stock: Result) -> dict[str, str]:
-    """Why scenarios failed in a column, by name."""
+    """Returns why scenarios failed in a column, by name."""
     failed = dict(result.failed)
     if column.is_exact:
         for name in result.said.keys() & stock.said.keys():
-            if found := difference(stock.said[name], result.said[name]):
-                failed[name] = f"stock vLLM says otherwise{found}"[:1000]
+            if place := difference(stock.said[name], result.said[name]):
+                failed[name] = f"stock vLLM says otherwise{place}"[:1000]
     return failed
 
 
 def table(scenarios: Sequence[Scenario], failed: dict[str, dict[str, str]]) -> str:
-    """Scenarios that passed, by file of vLLM's and column."""
+    """Returns a table of passed scenarios by vLLM's test file and column."""
     lines = [
         f"| vLLM's tests | scenarios | {' | '.join(failed)} |",
         "|---" * (2 + len(failed)) + "|",

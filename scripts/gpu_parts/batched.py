@@ -49,7 +49,7 @@ class PromptsEnd:
         self.rows = numbers.view(num_requests, -1).to(pool.device)
         self.plans = [
             EventPlan(
-                request_id=str(nth),
+                request_id=str(repeat),
                 group=0,
                 policy=pipeline.name,
                 trigger="prompt",
@@ -60,13 +60,13 @@ class PromptsEnd:
                 resident_blocks=0,
                 fresh_block_ids=tuple(row[blocks:]),
             )
-            for nth, row in enumerate(self.rows.tolist())
+            for repeat, row in enumerate(self.rows.tolist())
         ]
         shape = (num_requests * num_tokens, self.model.num_query_heads, self.model.head_size)
         self.queries = torch.randn(*shape, device=pool.device).to(pool.pages.dtype)
 
     def seconds(self, way: str) -> float:
-        """Of all events, over all layers: the host's; on a CPU with one thread what it works.
+        """Returns the host's seconds for all events and layers; CPU time on a CPU with one thread.
 
         Args:
             way: of `WAYS`.
@@ -83,11 +83,13 @@ class PromptsEnd:
         if self.window_size:
             first = num_tokens - self.window_size
             seen = Observation(first, first, self.window_size)
-            asked = [(plan.request_id, nth * num_tokens, seen) for nth, plan in enumerate(plans)]
+            asked = [
+                (plan.request_id, repeat * num_tokens, seen) for repeat, plan in enumerate(plans)
+            ]
             where = self.windows.locate(asked, plans)
-        whole = () if where is None else where.whole
+        first_queries = () if where is None else where.whole
         groups = [events] if together else [[event] for event in events]
-        batches = [batch for some in groups for batch in runner.batches(some, whole)]
+        batches = [batch for some in groups for batch in runner.batches(some, first_queries)]
         for layer in range(self.model.num_layers):
             if where is not None:
                 self.windows.record(layer, self.queries, where)
@@ -143,10 +145,10 @@ def measure_batched(num_requests: int, num_tokens: int, block_size: int, repeats
 
 
 def _seconds(step: PromptsEnd, way: str, repeats: int) -> tuple[float, float]:
-    """Medians, on the GPU and on the host; the GPU is kept busy until the host has queued all."""
+    """Returns median seconds on the GPU and on the host; the GPU is busy until all is queued."""
     spans = []
     busy = 0.0
-    for nth in range(repeats + 2):
+    for repeat in range(repeats + 2):
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(int(1.5e9 * GHZ * busy))
@@ -155,7 +157,7 @@ def _seconds(step: PromptsEnd, way: str, repeats: int) -> tuple[float, float]:
         after.record()
         after.synchronize()
         # The first two compile kernels and fill the allocator.
-        if nth:
+        if repeat:
             busy = max(busy, host)
             spans.append((before.elapsed_time(after) / 1000, host))
     device, on_host = (statistics.median(column) for column in zip(*spans[1:], strict=True))

@@ -76,7 +76,7 @@ class CapturePlan:
 
     @property
     def model(self) -> Model:
-        """The model's shape."""
+        """The shape of the model that is captured."""
         if not self.small:
             return Model(self.num_layers)
         shape = {"num_heads": 2, "group": 2, "head_size": 16, "hidden_size": 64}
@@ -138,21 +138,21 @@ class Traffic:
         return self.pipeline.needs.window_size > 0
 
     def join(self) -> None:
-        """A new request, whose prompt has been read."""
+        """Adds a request whose prompt has been read."""
         num_tokens = self.draw.randrange(1, self.plan.longest)
         blocks = self._take(num_tokens // self.plan.block_size + 1)
         self.requests[f"r{self.num_joined}"] = Request(num_tokens, blocks)
         self.num_joined += 1
 
     def leave(self, name: str) -> None:
-        """A request ends."""
+        """Ends a request, and frees its blocks."""
         request = self.requests.pop(name)
         self.free += [block for block in request.blocks + request.kept_blocks if block]
         self.runner.tables.release(name)
         self.windows.release(name)
 
     def compress(self, name: str) -> None:
-        """An event of a request that was not compressed before; its full blocks are given back."""
+        """Compresses a request for the first time, and frees its full blocks."""
         request, size = self.requests[name], self.plan.block_size
         num_full = request.num_tokens // size
         if request.kept_blocks or num_full < 4:
@@ -202,7 +202,7 @@ class Traffic:
         return torch.randn(*shape, device=self.device).to(self.pool.pages.dtype)
 
     def fill_for_capture(self, num_rows: int) -> None:
-        """As vLLM does before it captures: rows of nobody."""
+        """Fills buffers with padding rows, which is what vLLM captures with."""
         lengths = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         table = torch.zeros((num_rows, 1), dtype=torch.int32, device=self.device)
         self.steps.fill([], lengths, table, None)
@@ -333,7 +333,7 @@ def capture_graph(work: Work) -> Work:
 
 
 def run_eagerly(work: Work) -> Work:
-    """Captures nothing."""
+    """Returns the work itself, without a graph."""
     return work
 
 

@@ -40,8 +40,8 @@ def check_kernels(block_sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     for block_size in progress(block_sizes, "checks"):
         entries = shapes.make_entries(torch.tensor(LENGTHS), block_size, spare_pages=4)
         for name, operator, run in _checks(entries):
-            found, expected = run(operator), run(operator.__wrapped__)
-            errors = [largest_error(*pair) for pair in zip(found, expected, strict=True)]
+            actual, expected = run(operator), run(operator.__wrapped__)
+            errors = [largest_error(*pair) for pair in zip(actual, expected, strict=True)]
             row = {"kernel": name, "block_size": block_size, "error": max(errors)}
             rows.append({**row, "passed": max(errors) <= TOLERANCE})
     return rows
@@ -77,13 +77,13 @@ def check_flash(block_sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     for block_size in block_sizes:
         entries = shapes.make_entries(lengths, block_size)
         queries = _queries(entries)
-        found = attention_per_head(flash, entries, queries[:, None], shapes.SCALE)()[:, 0]
-        rows.append(_flash_row(f"{version} per head", entries, queries, found))
+        actual = attention_per_head(flash, entries, queries[:, None], shapes.SCALE)()[:, 0]
+        rows.append(_flash_row(f"{version} per head", entries, queries, actual))
         entries = shapes.make_whole_entries(3, 300, block_size)
         queries = _queries(entries)
         heads = shapes.NUM_HEADS
-        found = attention_of_requests(flash, entries, queries, shapes.SCALE, heads)()
-        rows.append(_flash_row(f"{version} of requests", entries, queries, found))
+        actual = attention_of_requests(flash, entries, queries, shapes.SCALE, heads)()
+        rows.append(_flash_row(f"{version} of requests", entries, queries, actual))
     return rows
 
 
@@ -92,17 +92,17 @@ def _queries(entries: PagedEntries) -> Tensor:
     return torch.randn(size, device="cuda").to(shapes.DTYPE)
 
 
-def _flash_row(how: str, entries: PagedEntries, queries: Tensor, found: Tensor) -> dict[str, Any]:
+def _flash_row(how: str, entries: PagedEntries, queries: Tensor, actual: Tensor) -> dict[str, Any]:
     expected = reference.decode_attention(entries, queries, shapes.SCALE, None)[0]
-    error = largest_error(found, expected)
+    error = largest_error(actual, expected)
     row = {"kernel": f"FlashAttention {how}", "block_size": entries.block_size, "error": error}
     return {**row, "passed": error <= TOLERANCE}
 
 
-def largest_error(found: Tensor, expected: Tensor) -> float:
+def largest_error(actual: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest number expected; NaN counts as infinite."""
-    same = found == expected  # infinities, too
-    difference = torch.where(same, 0.0, (found.float() - expected.float()).abs())
+    same = actual == expected  # infinities, too
+    difference = torch.where(same, 0.0, (actual.float() - expected.float()).abs())
     size = expected.float().nan_to_num(neginf=0).abs().max().clamp_min(1e-6)
     error = float((difference / size).max())
     return error if error == error else float("inf")

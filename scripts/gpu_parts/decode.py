@@ -76,7 +76,9 @@ def measure_decode(plan: DecodePlan, read_bandwidth: float) -> list[Row]:
                         "of_read_bandwidth": num_bytes / seconds / read_bandwidth,
                         "vllm_seconds": triton,
                         "flash_seconds": per_head,
-                        "full_cache": {name: whole / seconds for name, whole in full.items()},
+                        "full_cache": {
+                            name: full_seconds / seconds for name, full_seconds in full.items()
+                        },
                     }
                 )
     return rows
@@ -134,11 +136,11 @@ def _carried(entries: PagedEntries, room: int, lengths: torch.Tensor) -> PagedNu
     pages_each = ceil_div(heads * room, page)
     num_pages = entries.num_sequences // heads * pages_each
     ids = torch.randperm(num_pages, dtype=torch.int32, device=entries.device)
-    nth = torch.arange(entries.num_sequences, dtype=torch.int32, device=entries.device)
+    sequence_ids = torch.arange(entries.num_sequences, dtype=torch.int32, device=entries.device)
     return PagedNumbers(
         torch.ones(num_pages, page, device=entries.device),
         ids.view(-1, pages_each),
-        nth % heads * room,
+        sequence_ids % heads * room,
         lengths.to(torch.int32),
     )
 
@@ -182,8 +184,8 @@ def _full_seconds(plan: DecodePlan, batch: int) -> dict[str, float]:
     if flash.why_no_flash() is None:
         function, _ = flash.flash_attention()
         asked = (entries, queries, shapes.SCALE, shapes.NUM_HEADS)
-        whole = flash.attention_of_requests(function, *asked)
-        seconds["flash"] = seconds_of(whole, plan.repeats)
+        attention = flash.attention_of_requests(function, *asked)
+        seconds["flash"] = seconds_of(attention, plan.repeats)
     keys, values = entries.pages.view(2, batch, shapes.NUM_HEADS, plan.context, shapes.HEAD_SIZE)
     by_request = queries.view(batch, -1, 1, shapes.HEAD_SIZE)
 

@@ -38,7 +38,7 @@ class DecodeCase:
 
     @property
     def max_model_len(self) -> int:
-        """Of a server that takes them."""
+        """The smallest `max_model_len` that fits these requests."""
         return self.length + self.max_tokens
 
 
@@ -66,7 +66,7 @@ def time_decode_steps(llm: Any, case: DecodeCase, deadline: float) -> dict[str, 
 
 
 class _DecodeSteps:
-    """An engine's steps, one at a time."""
+    """Drives an engine step by step."""
 
     def __init__(self, llm: Any, case: DecodeCase) -> None:
         from vllm_kvcompress.vllm_plugin.startup import compat
@@ -77,7 +77,7 @@ class _DecodeSteps:
         self.kinds: list[tuple[int, int]] = []  # requests and tokens of every step
 
     def figures(self) -> dict[str, Any]:
-        """Of the case."""
+        """Reads the prompts, times the steps, and ends the requests."""
         schedule = self.scheduler.schedule
 
         def noting(*args: Any, **kwargs: Any) -> Any:

@@ -63,7 +63,7 @@ class EnginePlan:
 
     @property
     def label(self) -> str:
-        """Of the run, in the report."""
+        """The run's name in the report."""
         parts = [str(self.settings["trigger"])]
         parts += [f"pool of {self.pool}"] if self.pool else []
         return ", ".join(parts + (["checked"] if self.checked else []))
@@ -74,7 +74,7 @@ class EnginePlan:
         return self.requests if self.pool else (self.requests + 1) // 2
 
     def prompts(self, seed: int) -> list[list[int]]:
-        """Token ids, long and short in turns; other ones for every seed."""
+        """Returns token ids of prompts, long and short in turns; each seed has its own."""
         draw = random.Random(seed)
         long = [True] * self.requests if self.pool else [n % 2 == 0 for n in range(self.requests)]
         return [
@@ -91,7 +91,7 @@ class EnginePlan:
         ]
 
     def engine_settings(self, name: str) -> dict[str, Any] | None:
-        """Of the engine of that name."""
+        """Returns the settings of the engine of that name."""
         return {STOCK: None, OFF: NOTHING_KEPT_OFF}.get(name, self.settings)
 
     def options(self, name: str) -> dict[str, Any]:

@@ -50,14 +50,14 @@ def measure_events(
 
 
 def why_no_whole_events() -> str | None:
-    """What is missing here for whole events, as a sentence; None: nothing."""
+    """Returns which missing package prevents whole events; None: nothing is missing."""
     if importlib.util.find_spec("numpy") is None:
         return "numpy is not installed: whole events are left out, kernels alone are measured."
     return None
 
 
 def _whole_events(num_tokens: int, block_size: int, repeats: int, prefill: float) -> list[Row]:
-    """As `measure_whole_events`; none where something is missing."""
+    """Returns the rows of `measure_whole_events`; none if numpy is missing."""
     if why_no_whole_events() is not None:
         return []
     from gpu_parts.whole_events import measure_whole_events

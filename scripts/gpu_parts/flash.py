@@ -15,7 +15,7 @@ Launch = Callable[[], Tensor]
 
 
 def why_no_flash() -> str | None:
-    """Why vLLM's FlashAttention cannot be had here, as a sentence; None where it can."""
+    """Returns why vLLM's FlashAttention cannot be used here; None if it can."""
     try:
         flash_attention()
     except Exception as error:  # of a vLLM for another platform, or none

@@ -1,4 +1,4 @@
-"""What a GPU is to show, against stock vLLM in the same run, as far as results say. Pure Python."""
+"""Goals of a run on a GPU, measured against stock vLLM in the same run. Pure Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN_POLICY = "adakv+criticalkv"
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal, and what was measured.
+    """A goal, and the measured value.
 
     Attributes:
         text: the goal.
@@ -33,7 +33,7 @@ class Goal:
 
 
 def goals(results: Results) -> list[Goal]:
-    """Those that the results say something of; others are not listed."""
+    """Returns the goals that the results cover."""
     runs = [run for run in results.get("engine", {}).values() if not run["checked"]]
     reached = [goal for run in runs for goal in _of_run(run)]
     return [*reached, *_hidden(results.get("events", ()))]
@@ -74,7 +74,7 @@ def _of_run(run: Results) -> Iterator[Goal]:
 
 
 def _off(run: Results) -> Iterator[Goal]:
-    """That an extension which compresses nobody costs nothing."""
+    """The goal that an extension without compression costs nothing."""
     stock = decode_steps(run, STOCK)
     ratios = [
         row["seconds"] / stock[case]["seconds"]
@@ -93,7 +93,7 @@ def _off(run: Results) -> Iterator[Goal]:
 
 
 def _hidden(events: Any) -> Iterator[Goal]:
-    """That the host queues an event while the GPU is at the prompt."""
+    """The goal that the host queues an event while the GPU still reads the prompt."""
     shares = {
         row["prompt"]: policy["host_seconds"] / row["prefill_seconds"]
         for row in events

@@ -1,4 +1,4 @@
-"""Times on a GPU, and the bandwidths that other times are compared with."""
+"""Timers for a GPU, and the bandwidths that times are compared with."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def host_seconds_of(work: Callable[[], Any], calls: int = 50) -> float:
 def _read_kernel(numbers, sums, BLOCK: tl.constexpr, BLOCKS: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     total = tl.zeros([BLOCK], tl.int32)
-    for nth in tl.static_range(BLOCKS):
-        total += tl.load(numbers + (program * BLOCKS + nth) * BLOCK + tl.arange(0, BLOCK))
+    for block in tl.static_range(BLOCKS):
+        total += tl.load(numbers + (program * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK))
     tl.store(sums + program, tl.sum(total, 0))
 
 

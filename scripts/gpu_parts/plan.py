@@ -1,4 +1,4 @@
-"""Half an hour on a GPU: the commands in order, what each needs, and what it tells. Pure text."""
+"""The plan for half an hour on a GPU: commands, what they need and what they show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VLLM = "vLLM for CUDA; no model, since weights are random"
 
 @dataclass(frozen=True)
 class Step:
-    """A command of the plan.
+    """One command of the plan.
 
     Attributes:
         command: as it is typed in this repository.
@@ -87,7 +87,7 @@ PLAN = (
 
 
 def as_text() -> str:
-    """The plan as a shell script that nobody has to run as a whole."""
+    """Returns the plan as a shell script, whose commands also run one by one."""
     minutes = sum(step.minutes for step in PLAN)
     lines = [
         f"# {minutes} minutes on a GPU. Results and goals: results/gpu-*.md, after each command."

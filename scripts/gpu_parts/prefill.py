@@ -22,7 +22,7 @@ LAYOUTS = ("uniform", "ragged")
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """What to measure, for one request.
+    """Sizes of the prefill measurement, for one request.
 
     Attributes:
         context: tokens before the chunk.
@@ -65,7 +65,7 @@ def measure_prefill(plan: PrefillPlan) -> list[Row]:
 
 
 def _works(entries: PagedEntries, chunk: int) -> dict[str, Callable[[], Any]]:
-    """This kernel, and vLLM's where they can be had."""
+    """Returns the work of this package's kernel, and of vLLM's if available."""
     shape = (entries.num_sequences, chunk, shapes.GROUP, shapes.HEAD_SIZE)
     queries = torch.randn(shape, dtype=shapes.DTYPE, device="cuda")
     by_group = queries.transpose(1, 2)

@@ -20,7 +20,7 @@ NUM_MEANS = 2  # as of --kv-read quest:0.25,score=mean
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """What to measure.
+    """Sizes of the measurement of `--kv-read`.
 
     Attributes:
         contexts: tokens of every head.

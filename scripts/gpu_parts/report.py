@@ -1,4 +1,4 @@
-"""What was measured on a GPU, as JSON and as tables. Pure text: needs neither torch nor triton."""
+"""Reports of GPU measurements as JSON and Markdown, without torch and triton."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def with_earlier(results: Results, folder: Path) -> Results:
 
 
 def add_results(results: Results, part: Results) -> None:
-    """Adds what a part found; engines to those of a run over the same requests."""
+    """Merges a part's results; engines join those of a run over the same requests."""
     runs = dict(results.get("engine", {}))
     for label, run in part.get("engine", {}).items():
         earlier = runs.get(label, {})
@@ -69,7 +69,7 @@ def write_results(results: Results, folder: Path) -> tuple[Path, Path]:
 
 
 def as_markdown(results: Results) -> str:
-    """The whole report."""
+    """Returns the report as a Markdown page."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     parts = [
         f"# Measured on {results['device']}",
@@ -97,7 +97,7 @@ def as_markdown(results: Results) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A Markdown table; numbers to the right."""
+    """Returns a Markdown table with numbers to the right."""
     lines = [list(header), ["---:" if _is_number(cell) else "---" for cell in rows[0]]]
     lines += [[str(cell) for cell in row] for row in rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -179,7 +179,7 @@ def engine_passed(run: Results) -> bool:
 
 
 def _faults(run: Results, name: str) -> list[str]:
-    """What an engine did that it must not."""
+    """Returns the names of an engine's faults."""
     ours, stock = run["engines"][name], run["engines"].get(STOCK)
     compresses, load, path = name not in (STOCK, OFF), ours.get("load"), ours["path"]
     faults = {
@@ -195,11 +195,11 @@ def _faults(run: Results, name: str) -> list[str]:
         if stock is not None and "load" in stock:
             taken = load["taken_bytes"] - stock["load"]["taken_bytes"]
             faults["memory taken"] = compresses and taken > load["left_bytes"]
-    return [fault for fault, there in faults.items() if there]
+    return [fault for fault, is_so in faults.items() if is_so]
 
 
 def _has_events(run: Results, load: Results) -> bool:
-    """Whether there were those that the triggers call for, of requests that are long enough."""
+    """Returns whether every trigger had the events that it calls for."""
     for text in str(run["settings"]["trigger"]).split(","):
         trigger, _, number = text.partition(":")
         count = load["events"].get(trigger, 0)
@@ -269,7 +269,7 @@ def _loads(engines: Results) -> str:
 
 
 def _decode_only_rows(run: Results) -> list[tuple[int, int]]:
-    """Lengths and batches of which an engine said something."""
+    """Returns lengths and batches that an engine was timed with."""
     rows = [row for engine in run["engines"].values() for row in engine.get("decode_only", ())]
     return sorted({(row["length"], row["batch"]) for row in rows})
 

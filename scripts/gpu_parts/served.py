@@ -96,11 +96,11 @@ class EventCounter:
 
     @property
     def events(self) -> int:
-        """All of them so far."""
+        """The number of events so far."""
         return self.triggers.total()
 
     def log(self) -> None:
-        """Called by vLLM every few seconds: nothing to say."""
+        """Does nothing when vLLM asks for a log line."""
 
 
 def counter_of(llm: Any) -> EventCounter:

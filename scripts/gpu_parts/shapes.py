@@ -81,7 +81,7 @@ def make_entries(lengths: Tensor, block_size: int, spare_pages: int = 0) -> Page
 
 
 def tile_ends_of(entries: PagedEntries) -> Tensor:
-    """What a step counts once for all layers, before decode attention."""
+    """Counts tiles of decode attention, once for all layers."""
     tile_ends = torch.empty_like(entries.flat_lengths)
     sum_tiles(entries.flat_lengths[None], tile_ends[None], tile_size(entries))
     return tile_ends

@@ -41,7 +41,7 @@ class KVQuantMode(enum.IntEnum):
 
 
 def why_not() -> str | None:
-    """Why vLLM's kernel cannot be had here, as a sentence; None where it can."""
+    """Returns why vLLM's kernel cannot be used here; None if it can."""
     try:
         unified_attention()
     except Exception as error:  # of another vLLM, whose files may do anything
@@ -79,7 +79,7 @@ def _load(name: str, path: Path) -> ModuleType:
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
-    """What the two files import from the rest of vLLM, in its place until they are loaded."""
+    """Replaces what the two files import from the rest of vLLM until they are loaded."""
     platform = SimpleNamespace(
         fp8_dtype=lambda: torch.float8_e4m3fn, is_device_capability_family=lambda number: False
     )

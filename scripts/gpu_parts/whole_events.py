@@ -62,12 +62,12 @@ class Model:
 
     @property
     def num_query_heads(self) -> int:
-        """Of a layer."""
+        """Query heads of one layer."""
         return self.num_heads * self.group
 
 
 def every_policy() -> tuple[str, ...]:
-    """What is measured: every policy by itself, and some with modifiers."""
+    """Returns every policy, and some with modifiers."""
     return (*policies(), *COMBINED)
 
 
@@ -129,7 +129,7 @@ class Cache:
         self.weights = self._weights()
 
     def _weights(self) -> LayerWeights:
-        """Of every layer."""
+        """Random projections, the same for every layer."""
         model, dims = self.model, self.model.head_size
 
         def drawn(*shape: int) -> Tensor:
@@ -145,7 +145,7 @@ class Cache:
 
 
 class WholeEvent:
-    """The event at the end of a prompt, again and again.
+    """The event at the end of a prompt, which can be repeated.
 
     Args:
         pipeline: the policy.
@@ -208,7 +208,7 @@ class WholeEvent:
         return [begin, *(partial(layers, first) for first in firsts), finish]
 
     def forget(self) -> None:
-        """Makes the request whole again: what it keeps is dropped, its own pages are untouched."""
+        """Undoes the event: drops the kept tokens; the request's own pages are untouched."""
         self.runner.tables.release(REQUEST)
 
 
@@ -248,19 +248,19 @@ def event_seconds(event: WholeEvent, repeats: int) -> tuple[float, float]:
     """
     spans: list[tuple[float, float]] = []
     longest = 0.0
-    for nth in range(repeats + 2):
+    for repeat in range(repeats + 2):
         event.observe()
         parts = [_seconds_of_step(step, longest) for step in event.steps()]
         event.forget()
         # The first two compile kernels and fill the allocator.
-        if nth:
+        if repeat:
             longest = max(host for _, host in parts)
             spans.append((sum(device for device, _ in parts), sum(host for _, host in parts)))
     return _medians(spans[1:])
 
 
 def _seconds_of_step(step: Callable[[], None], busy_seconds: float) -> tuple[float, float]:
-    """Of the device and of the host; the device begins after at least `busy_seconds`."""
+    """Returns seconds on the device, which starts after `busy_seconds`, and on the host."""
     torch.cuda.synchronize()
     torch.cuda._sleep(int(1.5e9 * GHZ * busy_seconds))
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -42,7 +42,7 @@ def equal_keys(model_directory: Path) -> str:
 
 @pytest.fixture(scope="session")
 def no_padding(model_directory: Path) -> str:
-    """Its padding token is no vector of zeros, for whose query all pages would be equally good."""
+    """A model whose padding token is not zero: a zero query would score all pages alike."""
 
     def change(model: Any) -> None:
         table = model.model.embed_tokens.weight.data
@@ -53,7 +53,7 @@ def no_padding(model_directory: Path) -> str:
 
 
 def changed_llama(directory: Path, change: Callable[[Any], None]) -> str:
-    """The tiny Llama with other weights, in a directory of its own."""
+    """Builds the tiny Llama with changed weights in its own directory."""
     directory.mkdir()
     path = tiny_models.build("llama", directory)
     model = AutoModelForCausalLM.from_pretrained(path)
@@ -63,7 +63,7 @@ def changed_llama(directory: Path, change: Callable[[Any], None]) -> str:
 
 
 class Files(NamedTuple):
-    """Of a scenario."""
+    """Paths of a scenario, its report and its log."""
 
     scenario: Path
     report: Path
@@ -71,15 +71,15 @@ class Files(NamedTuple):
 
     @classmethod
     def of(cls, directory: Path) -> Self:
-        """In a directory of their own."""
+        """Returns the paths in a directory."""
         return cls(*(directory / name for name in cls._fields))
 
     def write(self, **scenario: Any) -> None:
-        """What engine_process.py is to run."""
+        """Writes the scenario that engine_process.py runs."""
         self.scenario.write_text(json.dumps(scenario))
 
     def read(self, code: object) -> dict[str, Any]:
-        """The report; without one, the test fails with what the process has said."""
+        """Reads the report; without one the test fails with the end of the log."""
         if not self.report.exists():
             end = self.log.read_text(errors="replace")[-6000:]
             pytest.fail(f"the engine ended with {code}:\n{end}")
@@ -125,22 +125,22 @@ def run_engine(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def request(
     name: str, prompt_tokens: list[int], max_tokens: int = 16, **more: Any
 ) -> dict[str, Any]:
-    """A request of a scenario."""
+    """Makes a request of a scenario."""
     return {"id": name, "prompt": prompt_tokens, "max_tokens": max_tokens, **more}
 
 
 def alone(one: dict[str, Any]) -> dict[str, Any]:
-    """The same request, for which neither the prefix cache nor anything else was kept."""
+    """Copies a request with a salt of its own, so that it hits no cache."""
     return {**one, "id": f"alone {one['id']}", "salt": one["id"], "at_step": 0}
 
 
 def each_alone(requests: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """A phase for each of them."""
+    """Makes a phase of each request."""
     return [[alone(one)] for one in requests]
 
 
 def check_as_alone(outputs: dict[str, Any], names: Iterable[str]) -> None:
-    """That these requests said what they say alone."""
+    """Asserts that these requests have the outputs that they have alone."""
     for name in names:
         expected = outputs[f"alone {name}"]
         assert expected["cached"] == 0, name

@@ -1,4 +1,4 @@
-"""Prints, as JSON, what is said and registered where vLLM's platform is CUDA.
+"""Prints, as JSON, what is refused and registered where vLLM's platform is CUDA.
 
     python -m tests.engine.cuda_platform MODEL
 
@@ -62,7 +62,7 @@ KERNELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Makes a configuration, then takes vLLM's CUDA platform for the one that it found."""
+    """Makes a configuration, then replaces vLLM's platform by CUDA's."""
     config = engine_config(sys.argv[1], SETTINGS)
     # The compiled library and the GPU that are missing here; nothing is computed with them.
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("stand-in")
@@ -92,7 +92,7 @@ def main() -> None:
 
 
 def registered(config: Any, attention: AttentionConfig, kernels: str = "flash") -> str:
-    """The class that stands for CUSTOM afterwards, or the refusal."""
+    """Registers the backend; returns the class behind CUSTOM, or the refusal."""
     config.attention_config = attention
     try:
         use_gpu_backend(config, kernels)
@@ -104,7 +104,7 @@ def registered(config: Any, attention: AttentionConfig, kernels: str = "flash") 
 def compression(
     model: str, settings: Settings, runner: str = "V2", **engine: Any
 ) -> tuple[Any, WorkerCompression]:
-    """vLLM's configuration with CUDA's defaults, and what a worker makes of it."""
+    """Returns a worker's CUDA-graph configuration under CUDA's defaults."""
     ours = {"kvcompress": settings.to_dict()}
     given: Any = {**plugin_options(settings), "additional_config": ours, **engine}
     given["logits_processors"] = [given["logits_processors"]]
@@ -120,32 +120,32 @@ def compression(
 def cuda_graphs(
     model: str, settings: Settings, kernels: str, runner: str = "V2", **engine: Any
 ) -> list[str]:
-    """What vLLM is asked to capture, by default if not by `engine`, and what our backend allows."""
+    """Returns the graph mode that vLLM is asked for, and the one that our backend leaves."""
     config, CompressedBackend.compression = compression(model, settings, runner, **engine)
     backend: Any = pkgutil.resolve_name(registered(config, config.attention_config, kernels))
     full = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float32)
     spec = CompressedAttentionSpec.from_full_attention(full, settings, ())
     compilation = config.compilation_config
     wanted = compilation.cudagraph_mode.name
-    found = compilation.resolve_cudagraph_mode_and_sizes(
+    mode = compilation.resolve_cudagraph_mode_and_sizes(
         backend.get_builder_cls().get_cudagraph_support(config, spec),
         backend.__name__,
         use_v2_model_runner=runner == "V2",
         max_num_reqs=config.scheduler_config.max_num_seqs,
     )
-    return [wanted, found.name]
+    return [wanted, mode.name]
 
 
 def eval_graphs(model: str) -> dict[str, list[str]]:
-    """What `eval` captures: asking one question after the other, and eight at once."""
-    found = {}
+    """Returns what `eval` captures with one and with eight questions at once."""
+    by_attention = {}
     for attention in ("auto", "own"):
         settings = Settings(policy="adakv", budget=0.25, attention=attention)
         for concurrency in (1, 8):
             plan = Plan(model, [], [], [], concurrency=concurrency)
             modes = cuda_graphs(model, settings, "flash", **plan.engine_options)
-            found[f"{attention} {concurrency}"] = modes
-    return found
+            by_attention[f"{attention} {concurrency}"] = modes
+    return by_attention
 
 
 def on_blackwell(model: str) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def use_flash_attention_4() -> None:
 
 
 def takes_own(model: str, settings: dict[str, Any], engine: dict[str, Any]) -> bool:
-    """Whether this package's kernels attend for every compressed request."""
+    """Returns whether `own` kernels attend for every compressed request."""
     chosen = Settings(policy="adakv", budget=0.25, **settings)
     return compression(model, chosen, **engine)[1].own_kernels
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def free_sources_early(report: dict[str, Any]) -> None:
-    """Frees an event's sources before it has run, so that they are poisoned."""
+    """Frees an event's source blocks before it has run, so that they are poisoned."""
     from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
 
     begin_event = CompressedBlockManager.begin_event
@@ -21,7 +21,7 @@ def free_sources_early(report: dict[str, Any]) -> None:
 
 
 def free_sources_unseen(report: dict[str, Any]) -> None:
-    """Frees sources early without the checks of owners, so that poison has to show it."""
+    """Frees source blocks early and disables owner checks, so that only poison can show it."""
     from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
     from vllm_kvcompress.vllm_plugin.worker_side.access_checks import WorkerChecks
 

@@ -36,7 +36,7 @@ SHORT_PROMPTS = {"min_tokens": 64}  # are compressed, unless a scenario says oth
 
 
 def build_engine(scenario: dict[str, Any]) -> Any:
-    """A vLLM engine in this process, stock or with compression."""
+    """Builds a vLLM engine in this process, stock or with compression."""
     from vllm import LLM, EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -63,7 +63,7 @@ def build_engine(scenario: dict[str, Any]) -> Any:
 
 
 class Bookkeeping:
-    """Compares what scheduler, block pool and worker believe."""
+    """Compares the bookkeeping of scheduler, block pool and worker."""
 
     def __init__(self, engine: Any) -> None:
         core = engine.engine_core.engine_core
@@ -77,7 +77,7 @@ class Bookkeeping:
         self.worker = getattr(driver, "worker", None)
 
     def check(self) -> None:
-        """free + owned = pool, fresh blocks have one owner, pages lie in their owner's blocks."""
+        """Checks: free + owned = pool, fresh blocks have one owner, pages lie in owned blocks."""
         if self.table is not None:
             from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import check_integrity
 
@@ -96,7 +96,7 @@ class Bookkeeping:
                 self.check_pages(manager, owners)
 
     def check_states(self) -> int:
-        """Workers have the rows of every state but those they are to hear of, and no others."""
+        """Checks that workers hold exactly the kept states, apart from unsent changes."""
         kept, (group,) = self.scheduler.states.kept, self.worker.compression.groups.values()
         numbers = {state.number for states in kept._by_hash.values() for state in states}
         unsent = set(self.scheduler.states._saves.values())
@@ -120,7 +120,7 @@ class Bookkeeping:
         for request_id, slot in tables.slots.items():
             if request_id not in manager.req_to_blocks:
                 continue  # finished in this step; the worker hears of it with the next
-            mine = set(self.owned(manager, request_id))
+            owned_blocks = set(self.owned(manager, request_id))
             seen: set[int] = set()
             num_tail = int(tables.tails.num_pages[slot])
             table = tables.gather(
@@ -134,7 +134,7 @@ class Bookkeeping:
                     assert not seen & set(pages), "a page belongs to two heads"
                     seen |= set(pages)
             blocks = {page // tables.pool.pages_per_block for page in seen}
-            assert blocks <= mine, (request_id, blocks - mine)
+            assert blocks <= owned_blocks, (request_id, blocks - owned_blocks)
             record = self.table[request_id]
             held = record.groups[manager.kv_cache_group_id]
             for block in held.kept + held.fresh:
@@ -163,9 +163,9 @@ def record_kept(report: dict[str, Any]) -> None:
         for start in range(0, view.num_heads, size):  # a request's heads in a layer
             layer = view.layers[start // size if len(view.layers) > 1 else 0]
             report["at_once"] = max(report["at_once"], len(view.layers))
-            mine = {name: row and row[start : start + size] for name, row in rows.items()}
-            end = first + sum(mine["counts"]) * view.block_size
-            mine |= {
+            record = {name: row and row[start : start + size] for name, row in rows.items()}
+            end = first + sum(record["counts"]) * view.block_size
+            record |= {
                 "layer": layer,
                 "kept": kept[first:end],
                 "num_queries": view.queries.shape[0],
@@ -173,23 +173,23 @@ def record_kept(report: dict[str, Any]) -> None:
                 "unrotated": keys and keys[first:end],
             }
             first = end
-            report["kept"].append(mine)
+            report["kept"].append(record)
         return selection
 
     def tokens(view: Any, selection: Any) -> list[list[float]] | None:
-        """By head, how many tokens each kept entry stands for; where that is carried."""
+        """Returns by head the tokens each kept entry stands for, if the policy state has them."""
         bias = selection.merged.bias
         return by_head(view, selection, None if bias is None else bias.exp())
 
     def by_head(view: Any, selection: Any, entries: Any) -> list[list[float]] | None:
-        """Numbers [H, n] of the kept entries, head by head."""
+        """Splits numbers of the kept entries by head."""
         if entries is None:
             return None
         parts = selection.kept_indices.split((selection.page_counts * view.block_size).tolist())
         return [entries[h, part].tolist() for h, part in enumerate(parts)]
 
     def unrotated(view: Any, selection: Any) -> list[list[float]] | None:
-        """The keys that are kept, as they would be at position 0; where positions are carried."""
+        """Returns the kept keys rotated back to position 0, if the policy state has positions."""
         merged = selection.merged
         if merged.positions is None:
             return None
@@ -202,7 +202,7 @@ def record_kept(report: dict[str, Any]) -> None:
 
 
 def before(request: dict[str, Any], report: dict[str, Any]) -> list[int]:
-    """The conversation that a request continues."""
+    """Returns the tokens of the conversation that a request continues."""
     former = request.get("follows")
     if former is None:
         return []
@@ -213,55 +213,18 @@ def before(request: dict[str, Any], report: dict[str, Any]) -> list[int]:
 def run_phase(
     engine: Any, books: Bookkeeping, requests: list[dict], report: dict[str, Any]
 ) -> None:
-    """Feeds a phase's requests at their steps and runs until all have ended."""
-    from vllm import SamplingParams
-    from vllm.lora.request import LoRARequest
-    from vllm.sampling_params import RequestOutputKind
-
+    """Feeds a phase's requests at their steps, and runs until all have ended."""
     waiting = sorted(requests, key=lambda r: r.get("at_step", 0))
     aborts = {r["id"]: r["abort_at_step"] for r in requests if "abort_at_step" in r}
     step = 0
     while waiting or engine.has_unfinished_requests():
         while waiting and waiting[0].get("at_step", 0) <= step:
-            request = waiting.pop(0)
-            several = {"n": request["n"], "temperature": 1} if "n" in request else {}
-            params = SamplingParams(
-                max_tokens=request["max_tokens"],
-                ignore_eos=True,
-                logprobs=5,
-                extra_args=request.get("xargs"),
-                prompt_logprobs=request.get("prompt_logprobs"),
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                **{"temperature": 0, **several},
-            )
-            tokens = before(request, report) + request["prompt"]
-            report["prompts"][request["id"]] = tokens
-            prompt, adapter = {"prompt_token_ids": tokens}, request.get("lora")
-            if "salt" in request:
-                prompt["cache_salt"] = request["salt"]
-            lora = LoRARequest("adapter", 1, adapter) if adapter else None
-            engine.add_request(request["id"], prompt, params, lora_request=lora)
+            add_request(engine, waiting.pop(0), report)
         for request_id in [r for r, at in aborts.items() if at == step]:
             engine.abort_request([request_id])
         for output in engine.step():
-            if not output.finished:
-                continue
-            for choice in output.outputs:
-                name = f"{output.request_id}/{choice.index}" if choice.index else output.request_id
-                report["prompts"][name] = report["prompts"][output.request_id]
-                report["outputs"][name] = {
-                    "tokens": list(choice.token_ids),
-                    "logprobs": [
-                        {str(t): lp.logprob for t, lp in position.items()}
-                        for position in choice.logprobs
-                    ],
-                    "cached": output.num_cached_tokens,
-                    "finish_reason": choice.finish_reason,
-                    "prompt_logprobs": [
-                        {str(t): lp.logprob for t, lp in (position or {}).items()}
-                        for position in output.prompt_logprobs or ()
-                    ],
-                }
+            if output.finished:
+                record_output(output, report)
         books.check()
         report["usage"].append(books.pool.get_usage())
         held = {}
@@ -274,34 +237,52 @@ def run_phase(
         assert step < 5000, "the engine does not come to an end"
 
 
-def run(scenario_path: str, report_path: str, log_path: str, environment: dict[str, str]) -> None:
-    """The process: runs a scenario, writes its report, and what it prints into a log."""
-    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(descriptor, stream.fileno())
-    os.environ.update(environment)
-    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
-    gc.freeze()  # vLLM collects garbage again and again, and all that it has imported is none
-    import torch._dynamo
+def add_request(engine: Any, request: dict[str, Any], report: dict[str, Any]) -> None:
+    """Gives a scenario's request to the engine."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.sampling_params import RequestOutputKind
 
-    # vLLM compiles the ranks of logprobs even in eager mode, in every process anew.
-    torch._dynamo.config.disable = True
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # in the processes of several ranks, too
-    from vllm_kvcompress.vllm_plugin.startup.compat import detach_stats
+    several = {"n": request["n"], "temperature": 1} if "n" in request else {}
+    params = SamplingParams(
+        max_tokens=request["max_tokens"],
+        ignore_eos=True,
+        logprobs=5,
+        extra_args=request.get("xargs"),
+        prompt_logprobs=request.get("prompt_logprobs"),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **{"temperature": 0, **several},
+    )
+    tokens = before(request, report) + request["prompt"]
+    report["prompts"][request["id"]] = tokens
+    prompt, adapter = {"prompt_token_ids": tokens}, request.get("lora")
+    if "salt" in request:
+        prompt["cache_salt"] = request["salt"]
+    lora = LoRARequest("adapter", 1, adapter) if adapter else None
+    engine.add_request(request["id"], prompt, params, lora_request=lora)
 
-    scenario = json.loads(Path(scenario_path).read_text())
-    report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
-    report["contexts_reused"], report["reclaimable"], report["skipped"] = 0, [], {}
-    report["pages"] = []
-    report["at_once"] = 0
-    report["conversations_continued"], report["forgotten"], report["prompts"] = 0, Counter(), {}
-    if scenario.get("record_kept"):
-        record_kept(report)
-    for name in scenario.get("probes", ()):
-        pkgutil.resolve_name(name)(report)
-    engine = build_engine(scenario)
-    report["kept"].clear()  # of the event that warms a GPU up
-    books = Bookkeeping(engine)
+
+def record_output(output: Any, report: dict[str, Any]) -> None:
+    """Reports the tokens and logprobs of every choice of an ended request."""
+    for choice in output.outputs:
+        name = f"{output.request_id}/{choice.index}" if choice.index else output.request_id
+        report["prompts"][name] = report["prompts"][output.request_id]
+        report["outputs"][name] = {
+            "tokens": list(choice.token_ids),
+            "logprobs": [
+                {str(t): lp.logprob for t, lp in position.items()} for position in choice.logprobs
+            ],
+            "cached": output.num_cached_tokens,
+            "finish_reason": choice.finish_reason,
+            "prompt_logprobs": [
+                {str(t): lp.logprob for t, lp in (position or {}).items()}
+                for position in output.prompt_logprobs or ()
+            ],
+        }
+
+
+def count_preemptions(books: Bookkeeping, report: dict[str, Any]) -> None:
+    """Reports how many requests are preempted, and how many of them keep a state to continue."""
     report["preemptions"], report["preempted_going_on"] = 0, 0
     preempt = books.scheduler._preempt_request
 
@@ -313,6 +294,12 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
         return preempt(request, *args, **kwargs)
 
     books.scheduler._preempt_request = counting
+
+
+def record_stats(books: Bookkeeping, report: dict[str, Any]) -> None:
+    """Reports this package's part of the statistics that the scheduler makes every step."""
+    from vllm_kvcompress.vllm_plugin.startup.compat import detach_stats
+
     make_stats = books.scheduler.make_stats
 
     def recording(*args: Any, **kwargs: Any) -> Any:
@@ -332,6 +319,36 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
         return stats
 
     books.scheduler.make_stats = recording
+
+
+def run(scenario_path: str, report_path: str, log_path: str, environment: dict[str, str]) -> None:
+    """Runs a scenario in this process; writes its report and a log."""
+    descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    os.environ.update(environment)
+    sys.path[:0] = environment.get("PYTHONPATH", "").split(os.pathsep)
+    gc.freeze()  # vLLM collects garbage again and again, and all that it has imported is none
+    import torch._dynamo
+
+    # vLLM compiles the ranks of logprobs even in eager mode, in every process anew.
+    torch._dynamo.config.disable = True
+    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # in the processes of several ranks, too
+    scenario = json.loads(Path(scenario_path).read_text())
+    report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
+    report["contexts_reused"], report["reclaimable"], report["skipped"] = 0, [], {}
+    report["pages"] = []
+    report["at_once"] = 0
+    report["conversations_continued"], report["forgotten"], report["prompts"] = 0, Counter(), {}
+    if scenario.get("record_kept"):
+        record_kept(report)
+    for name in scenario.get("probes", ()):
+        pkgutil.resolve_name(name)(report)
+    engine = build_engine(scenario)
+    report["kept"].clear()  # of the event that warms a GPU up
+    books = Bookkeeping(engine)
+    count_preemptions(books, report)
+    record_stats(books, report)
     for number, phase in enumerate(scenario["phases"]):
         for at, method, arguments in scenario.get("calls", ()):
             if at == number:

@@ -1,4 +1,4 @@
-"""vLLM's attention of CPUs over a cache in fp8, for CPUs that have none: it takes AVX-512.
+"""A stand-in for vLLM's fp8 CPU attention, which needs AVX-512.
 
 Probes (see engine_process.py). Where vLLM's own kernels run, they are left in place. What replaces
 them follows vLLM's sources (csrc/cpu/cpu_attn_fp8.hpp): the order inside a page for each kind of
@@ -18,17 +18,17 @@ KINDS = {"fp8": (3, 7, 0x7E), "fp8_e4m3": (3, 7, 0x7E), "fp8_e5m2": (2, 15, 0x7B
 
 
 def vector_kernels(report: dict[str, Any]) -> None:
-    """Of AVX-512: keys transposed, values as rows."""
+    """Installs the layout of AVX-512: keys transposed, values as rows."""
     _replace(report, "vec")
 
 
 def tile_kernels(report: dict[str, Any]) -> None:
-    """Of AMX: packed in pairs."""
+    """Installs the layout of AMX: elements packed in pairs."""
     _replace(report, "amx")
 
 
 def scales(report: dict[str, Any]) -> None:
-    """As if the checkpoint had scales that differ from layer to layer."""
+    """Gives layers different fp8 scales, like a checkpoint with scales."""
     from vllm.model_executor.layers.attention import Attention
 
     load = Attention.process_weights_after_loading
@@ -44,7 +44,7 @@ def scales(report: dict[str, Any]) -> None:
 
 
 def writes_fp8(report: dict[str, Any]) -> None:
-    """On the path for GPUs: vLLM would quantize queries, too, as it does on CUDA; torch writes.
+    """Writes fp8 in torch on the GPU path, where vLLM also quantizes queries.
 
     Triton's interpreter makes 1.0 of 1.98, where 2.0 is nearest. What this CPU can do is not asked.
     """
@@ -64,32 +64,32 @@ def writes_fp8(report: dict[str, Any]) -> None:
 
 
 def magnitudes(name: str) -> Tensor:
-    """[127 or less] what the bytes without a sign say, up to the largest number."""
+    """Returns [127 or fewer] the values of the unsigned bytes, ascending."""
     mantissa_bits, bias, largest = KINDS[name]
-    found = []
+    values = []
     for byte in range(largest + 1):
         exponent, mantissa = byte >> mantissa_bits, byte & ((1 << mantissa_bits) - 1)
         part = mantissa / (1 << mantissa_bits)
-        found.append(math.ldexp(part + (exponent > 0), max(1, exponent) - bias))
-    return torch.tensor(found)
+        values.append(math.ldexp(part + (exponent > 0), max(1, exponent) - bias))
+    return torch.tensor(values)
 
 
 def cut_off(numbers: Tensor, name: str, scale: float) -> Tensor:
-    """Bytes of numbers, towards zero."""
+    """Quantizes numbers to bytes, rounding towards zero."""
     known, scaled = magnitudes(name), numbers.float() * torch.tensor(1 / scale)
     code = torch.searchsorted(known, scaled.abs().contiguous(), right=True) - 1
     return (code + 128 * (scaled < 0)).to(torch.uint8)
 
 
 def said(codes: Tensor, name: str, scale: float) -> Tensor:
-    """Numbers of bytes."""
+    """Dequantizes bytes to numbers."""
     known = magnitudes(name)
     number = known[(codes & 0x7F).long().clamp_max(len(known) - 1)] * scale
     return torch.where(codes >= 128, -number, number)
 
 
 def stored(numbers: Tensor, name: str, scale: float, cuts: bool = True) -> Tensor:
-    """Numbers as they are read again: cut off, or rounded to the nearest."""
+    """Returns numbers after a round trip through fp8, cut off or rounded to nearest."""
     if cuts:
         return said(cut_off(numbers, name, scale), name, scale)
     known, scaled = magnitudes(name), numbers.float() / scale
@@ -99,8 +99,8 @@ def stored(numbers: Tensor, name: str, scale: float, cuts: bool = True) -> Tenso
 
 
 def places(kind: str, which: int, size: int, dim: int) -> Tensor:
-    """[size, dim] where a token's elements are in a page's keys (0) or values (1)."""
-    found = torch.empty(size, dim, dtype=torch.int64)
+    """Returns [size, dim] the places of tokens' elements in a page's keys (0) or values (1)."""
+    result = torch.empty(size, dim, dtype=torch.int64)
     for token in range(size):
         for element in range(dim):
             if kind == "vec":
@@ -109,8 +109,8 @@ def places(kind: str, which: int, size: int, dim: int) -> Tensor:
                 at = element // 16 * size * 16 + token // 2 * 32 + element % 16 * 2 + token % 2
             else:
                 at = token // 16 * 16 * dim + element // 2 * 32 + token % 16 * 2 + element % 2
-            found[token, element] = at
-    return found
+            result[token, element] = at
+    return result
 
 
 def _replace(report: dict[str, Any], kind: str) -> None:
@@ -128,7 +128,7 @@ def _replace(report: dict[str, Any], kind: str) -> None:
 
 
 class _Kernels:
-    """With the calling conventions of vLLM's; `kind` of instruction sets."""
+    """Kernels with vLLM's signatures, for one kind of instruction set."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -141,7 +141,7 @@ class _Kernels:
         return self.known[key]
 
     def pages(self, cache: Tensor) -> Tensor:
-        """[blocks, heads, size * dim] bytes of keys or values, as they lie."""
+        """Returns [blocks, heads, size * dim] bytes of keys or values in their layout."""
         num_blocks, num_heads, size, dim = cache.shape
         return torch.as_strided(
             cache, (num_blocks, num_heads, size * dim), (*cache.stride()[:2], 1)
@@ -210,7 +210,7 @@ class _Kernels:
     def read(
         self, cache: Tensor, which: int, blocks: Tensor, length: int, name: str, scale: float
     ) -> Tensor:
-        """[heads, length, dim] numbers."""
+        """Returns [heads, length, dim] the dequantized keys or values."""
         places = self.places(which, *cache.shape[2:])
         codes = self.pages(cache)[blocks][:, :, places]
         rows = codes.transpose(0, 1).flatten(1, 2)[:, :length]

@@ -1,4 +1,4 @@
-"""Counts what this package asks of torch in every layer of a step, in the engine's process."""
+"""Counts the torch operators that this package runs in every layer of a step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 
 class _Asked(TorchDispatchMode):
-    """Operators by name, those that only look at tensors among them."""
+    """Counts operators by name, views included."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class _Asked(TorchDispatchMode):
 
 
 def counted(report: dict[str, Any]) -> None:
-    """Reports of each kind of step which operators its layers ran, and which prepared it.
+    """Reports for each kind of step the operators of its layers and of its preparation.
 
     Without what vLLM's own methods run, and without steps that have events (a probe).
     """

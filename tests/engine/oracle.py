@@ -1,4 +1,4 @@
-"""Decoding by hand: Hugging Face's Llama with, per layer and KV head, only the kept tokens.
+"""The oracle of decoding: Hugging Face's Llama with only the kept tokens per layer and head.
 
 Shares no code with the package: the prompt is computed densely, and every later token attends
 to the kept prompt tokens, the prompt's last partial block and the tokens generated so far.
@@ -18,7 +18,7 @@ BLOCK = 32
 
 
 class KeptTokensDecoder:
-    """A Llama that forgets chosen tokens of its prompt once it has read it.
+    """A Llama that drops chosen tokens of its prompt after reading it.
 
     Args:
         model: directory of the model.
@@ -58,7 +58,7 @@ class KeptTokensDecoder:
             self.gone_values.append([values[h, p] for h, p in enumerate(gone)])
 
     def forget(self, kept: list[list[list[int]]], num_full: int) -> None:
-        """Once everything has been kept so far: as `kept` and `num_full` say of a prompt."""
+        """Drops tokens after all were kept so far; `kept` and `num_full` as for a prompt."""
         for layer, heads in enumerate(kept):
             for head, positions in enumerate(heads):
                 stay = [*positions, *range(num_full, self.num_tokens)]
@@ -67,17 +67,17 @@ class KeptTokensDecoder:
 
     @torch.no_grad()
     def read_prompt(self, prompt: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Logits after its tokens, and every layer's keys and values [heads, tokens, head_size]."""
+        """Returns the logits, and every layer's keys and values [heads, tokens, head_size]."""
         cache = self.cache()
         output = self.model(torch.tensor([prompt]), past_key_values=cache)
         return output.logits[0], [(layer.keys[0], layer.values[0]) for layer in cache.layers]
 
     def cache(self) -> DynamicCache:
-        """What holds the prompt's keys and values."""
+        """Makes the cache for the prompt's keys and values."""
         return DynamicCache()
 
     def stored(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of a token as they are read again."""
+        """Returns a token's keys and values after storing; subclasses quantize."""
         return keys, values
 
     @torch.no_grad()
@@ -118,12 +118,12 @@ class KeptTokensDecoder:
         return attention.o_proj(torch.cat(heads)[None, None])
 
     def read(self, queries: list[Tensor], keys: Tensor) -> list[int]:
-        """Which of a head's tokens its queries attend to: all."""
+        """Returns which of a head's tokens its queries attend to: all."""
         return list(range(len(keys)))
 
 
 class PagesDecoder(KeptTokensDecoder):
-    """One whose heads read their first and last pages and, of the others, those with high scores.
+    """A decoder whose heads read the first, the last and the highest-scored pages.
 
     Args:
         part: of its pages that a head reads.
@@ -156,7 +156,7 @@ class PagesDecoder(KeptTokensDecoder):
         self.closest = math.inf
 
     def read(self, queries: list[Tensor], keys: Tensor) -> list[int]:
-        """Pages are 32 tokens each, in their order."""
+        """Returns the tokens of the chosen pages, 32 tokens each."""
         pages = [list(range(at, min(at + BLOCK, len(keys)))) for at in range(0, len(keys), BLOCK)]
         first, last = self.always
         number = self.number or max(first + last + 1, math.ceil(self.part * len(pages) - 1e-9))
@@ -164,10 +164,12 @@ class PagesDecoder(KeptTokensDecoder):
             return super().read(queries, keys)
         numbers, asked = keys.tolist(), [query.tolist() for query in queries]
         scores: dict[int, float] = {}
-        for nth in range(first, len(pages) - last):
-            page = [numbers[token] for token in pages[nth]]
+        for page_index in range(first, len(pages) - last):
+            page = [numbers[token] for token in pages[page_index]]
             by_query = [page_score(query, page, self.score) for query in asked]
-            scores[nth] = max(by_query) if self.group == "max" else sum(by_query) / len(by_query)
+            scores[page_index] = (
+                max(by_query) if self.group == "max" else sum(by_query) / len(by_query)
+            )
         order = sorted(scores, key=lambda page: -scores[page])
         room = number - first - last
         lowest, next_one = scores[order[room - 1]], scores[order[room]]
@@ -177,27 +179,27 @@ class PagesDecoder(KeptTokensDecoder):
 
 
 class ChunksDecoder(PagesDecoder):
-    """One that reads its prompt so, too: in chunks, whose queries share what their head reads.
+    """A decoder that also reads its prompt in part: each chunk's queries share their head's pages.
 
     Args:
         chunk: tokens of one.
-        whole: first tokens of the prompt, read whole.
+        num_read_fully: first tokens of the prompt, which read all pages.
 
     Attributes:
         chunk_pages: that heads have read, and had, by the end of their chunk.
         closest_in_chunks: as `closest`.
     """
 
-    def __init__(self, *args: Any, chunk: int, whole: int, **how: Any) -> None:
-        self.chunk, self.whole, self.how = chunk, whole, how
+    def __init__(self, *args: Any, chunk: int, num_read_fully: int, **how: Any) -> None:
+        self.chunk, self.num_read_fully, self.how = chunk, num_read_fully, how
         self.chunk_pages: dict[int, tuple[int, int]] = {}
         self.closest_in_chunks = math.inf
         super().__init__(*args, **how)
 
     @torch.no_grad()
     def read_prompt(self, prompt: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        logits, layers = super().read_prompt(prompt[: self.whole])
-        for start in range(self.whole, len(prompt), self.chunk):
+        logits, layers = super().read_prompt(prompt[: self.num_read_fully])
+        for start in range(self.num_read_fully, len(prompt), self.chunk):
             more = self._read_chunk(prompt[start : start + self.chunk], start, layers)
             logits = torch.cat((logits, more))
         return logits, layers
@@ -217,10 +219,10 @@ class ChunksDecoder(PagesDecoder):
             layers[index] = keys, values
             group, outputs = len(query[0]) // len(keys), []
             for head in range(len(keys)):
-                mine = query[0, head * group : (head + 1) * group]
-                read = self._pages_of_chunk(mine, keys[head], len(tokens))
+                head_queries = query[0, head * group : (head + 1) * group]
+                read = self._pages_of_chunk(head_queries, keys[head], len(tokens))
                 later = torch.tensor(read) > torch.arange(start, start + len(tokens))[:, None]
-                logits = mine @ keys[head, read].T / size**0.5
+                logits = head_queries @ keys[head, read].T / size**0.5
                 weights = torch.softmax(logits.masked_fill(later, -math.inf), -1)
                 outputs.append(weights @ values[head, read])
             joined = torch.cat(outputs).transpose(0, 1).flatten(1)[None]
@@ -229,16 +231,16 @@ class ChunksDecoder(PagesDecoder):
         return self.model.lm_head(inner.norm(hidden))[0]
 
     def _pages_of_chunk(self, queries: Tensor, keys: Tensor, num_tokens: int) -> list[int]:
-        """Positions that [group, tokens, head_size] queries read, themselves among them."""
+        """Returns the positions that a chunk's queries read: [group, tokens, head_size]."""
         pages = [list(range(at, min(at + BLOCK, len(keys)))) for at in range(0, len(keys), BLOCK)]
         first, last = self.how["always"]
         room = self.how["number"] - first - last
         last = max(last, math.ceil(num_tokens / BLOCK))
         scores = {}
-        for nth in range(first, len(pages) - last):
-            page = keys[pages[nth]]
+        for page_index in range(first, len(pages) - last):
+            page = keys[pages[page_index]]
             ends = page[: BLOCK // 2].sum(0), page[BLOCK // 2 :].sum(0)
-            scores[nth] = max(float((queries @ half).max()) for half in ends)
+            scores[page_index] = max(float((queries @ half).max()) for half in ends)
         order = sorted(scores, key=lambda page: -scores[page])
         if len(order) > room:
             lowest, next_one = scores[order[room - 1]], scores[order[room]]
@@ -250,7 +252,7 @@ class ChunksDecoder(PagesDecoder):
 
 
 def page_score(query: list[float], page: list[list[float]], score: str) -> float:
-    """As `PagesDecoder` says."""
+    """Returns a page's score for some queries; see `PagesDecoder`."""
     if score in ("keys", "halves"):
         products, half = [_product(query, key) for key in page], len(page) // 2
         return max(products if score == "keys" else (sum(products[:half]), sum(products[half:])))
@@ -265,7 +267,7 @@ def page_score(query: list[float], page: list[list[float]], score: str) -> float
 
 
 def _step(page: list[list[float]]) -> float:
-    """The power of two of which less than 127 are the largest element of a page's keys."""
+    """Returns int8's step: a power of two of which 127 exceed the largest key element."""
     step, largest = 2.0**-40, max(abs(element) for key in page for element in key)
     while step * 127 <= largest:
         step *= 2
@@ -283,8 +285,8 @@ def _corrected(output: Tensor, logits: Tensor, query: Tensor, keys: Tensor, valu
     estimate = values.mean(0)
     for key, value in zip(keys, values, strict=True):
         estimate = estimate + (value - values.mean(0)) * ((key - keys.mean(0)) @ query) / len(keys)
-    here, there = logits.exp().sum(), len(keys) * (query @ keys.mean(0)).exp()
-    return (here * output + there * estimate) / (here + there)
+    kept_mass, evicted_mass = logits.exp().sum(), len(keys) * (query @ keys.mean(0)).exp()
+    return (kept_mass * output + evicted_mass * estimate) / (kept_mass + evicted_mass)
 
 
 def kept_positions(records: list[dict[str, Any]], num_layers: int) -> list[list[list[int]]]:
@@ -302,7 +304,7 @@ def kept_positions(records: list[dict[str, Any]], num_layers: int) -> list[list[
 def check_decoding(
     model: str, prompt: list[int], records: list[dict[str, Any]], output: dict[str, Any]
 ) -> None:
-    """That every token was generated by dense attention over what was kept; logprobs to 2e-3.
+    """Asserts that every token follows from dense attention over the kept tokens, to 2e-3.
 
     Args:
         model: directory.
@@ -320,7 +322,7 @@ def follow(
     output: dict[str, Any],
     event: tuple[int, list[list[list[int]]]] | None = None,
 ) -> None:
-    """That the decoder would say of every token what the engine has said of it.
+    """Asserts that decoder and engine agree on the logprobs of every token.
 
     Args:
         decoder: behind the prompt.

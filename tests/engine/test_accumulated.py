@@ -1,4 +1,4 @@
-"""Attention that entries have received is carried from event to event."""
+"""Sums of received attention continue from event to event."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROMPT, EVERY, NUM_EVENTS = 640, 64, 3
 
 
 def events_by_hand(budgets: list[int]) -> list[dict[int, float]]:
-    """What a head keeps with h2o where queries attend to all entries alike, and their sums.
+    """Returns what a head keeps with h2o under uniform attention, and the sums.
 
     By event, down to so many entries: the kept positions and what each has received. A query that
     sees m entries gives each of them 1 / m, and stands for STRIDE. Positions fit blocks, so there
@@ -28,9 +28,9 @@ def events_by_hand(budgets: list[int]) -> list[dict[int, float]]:
         everything = sorted(resident)
         num_new = len(everything) - seen_before if number else PROMPT
         last = len(everything) - 1
-        for nth in range(last, last - min(WINDOW, num_new), -STRIDE):
-            for position in everything[: nth + 1]:
-                resident[position] += STRIDE / (nth + 1)
+        for query in range(last, last - min(WINDOW, num_new), -STRIDE):
+            for position in everything[: query + 1]:
+                resident[position] += STRIDE / (query + 1)
         recent = everything[-(budget // 2) :]
         others = [position for position in everything if position not in recent]
         # Of equals the later ones; sums of the same terms in another order are equal here.
@@ -42,7 +42,7 @@ def events_by_hand(budgets: list[int]) -> list[dict[int, float]]:
 
 
 @pytest.mark.parametrize("policy", ["h2o", "h2o+cam"])
-def test_sums_go_on_where_the_former_event_left_them(
+def test_attention_sums_continue_from_the_previous_event(
     equal_keys: str, run_engine: Run, policy: str
 ) -> None:
     cam = {"merge_window": WINDOW} if "cam" in policy else {}
@@ -75,7 +75,7 @@ def test_sums_go_on_where_the_former_event_left_them(
             positions = kept + list(range(end, end + EVERY))
 
 
-def test_one_event_leaves_no_numbers_behind(llama: str, run_engine: Run) -> None:
+def test_request_with_a_single_event_stores_no_sums(llama: str, run_engine: Run) -> None:
     """A request that is compressed once has its whole budget for tokens."""
     report = run_engine(
         llama,

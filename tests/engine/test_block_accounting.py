@@ -52,7 +52,7 @@ def test_freed_blocks_are_reused_by_waiting_requests(llama: str, run_engine: Run
     assert report["preemptions"] == 0
 
 
-def test_a_second_request_hits_the_prefix_that_was_compressed(llama: str, run_engine: Run) -> None:
+def test_second_request_hits_the_prefix_of_a_compressed_one(llama: str, run_engine: Run) -> None:
     """The window of 32 queries is computed anew; all blocks before it come from the cache."""
     tokens = prompt(1000, seed=3)
     report = run_engine(
@@ -95,7 +95,7 @@ def test_as_many_requests_run_as_the_start_up_report_says(
     assert report["preemptions"] == 0
 
 
-def test_requests_that_are_being_read_keep_room_for_their_peak(llama: str, run_engine: Run) -> None:
+def test_prompts_in_prefill_reserve_their_peak_blocks(llama: str, run_engine: Run) -> None:
     """Two prompts whose first chunks both fit, but not their peaks: the second one waits."""
     requests = [request(f"r{i}", prompt(1500, seed=i), 8) for i in range(2)]
     report = run_engine(
@@ -129,7 +129,7 @@ def test_preempted_requests_resume_with_the_same_outputs(llama: str, run_engine:
     assert tight["free_at_end"] == tight["num_blocks"] - 1
 
 
-def test_aborts_at_every_stage_give_all_blocks_back(llama: str, run_engine: Run) -> None:
+def test_aborts_at_every_stage_free_all_blocks(llama: str, run_engine: Run) -> None:
     """Aborts requests while they wait, read their prompt, run their event, and decode."""
     requests = [request(f"r{i}", prompt(900, seed=i), 40, abort_at_step=i) for i in range(8)] + [
         request("stays", prompt(700, seed=99), 40)
@@ -139,7 +139,7 @@ def test_aborts_at_every_stage_give_all_blocks_back(llama: str, run_engine: Run)
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-def test_a_prompt_four_times_the_pool_is_served_with_chunk(llama: str, run_engine: Run) -> None:
+def test_chunk_trigger_serves_a_prompt_four_times_the_pool(llama: str, run_engine: Run) -> None:
     """40 blocks hold 1,280 tokens; the prompt has 5,200."""
     settings = {"policy": "snapkv", "budget": 256, "trigger": "chunk:256"}
     report = run_engine(
@@ -169,10 +169,10 @@ def test_decode_trigger_keeps_a_long_answer_small(llama: str, run_engine: Run) -
         ("free_sources_unseen", "NaNs detected in logits"),
     ],
 )
-def test_the_debug_mode_finds_reads_of_freed_blocks(
+def test_debug_mode_detects_reads_of_freed_blocks(
     llama: str, run_engine: Run, damage: str, message: str
 ) -> None:
-    """Frees sources too early, which owners show, or the poison in them.
+    """Source blocks freed too early are reported by owner checks, or by their poison.
 
     Prefix caching is off, since what it knows stays readable.
     """

@@ -1,4 +1,4 @@
-"""What the engine computes over compressed pages is attention over the kept tokens."""
+"""Attention over compressed pages equals dense attention over the kept tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES = [(policy, num_tokens) for policy in POLICIES for num_tokens in (640, 100
 
 @pytest.fixture(scope="module")
 def report(llama: str, run_engine: Run) -> dict[str, Any]:
-    """Of requests for every case, one after the other."""
+    """Report of one request per case, one after the other."""
     phases = [
         [request(f"{policy} {size}", prompt(size, 1), MAX_TOKENS, xargs={"kv_policy": policy})]
         for policy, size in CASES
@@ -29,7 +29,7 @@ def report(llama: str, run_engine: Run) -> dict[str, Any]:
 
 
 def kept_by(report: dict[str, Any], policy: str, num_tokens: int) -> list[dict[str, Any]]:
-    """Layer by layer."""
+    """Returns the records of a case's event, layer by layer."""
     assert [event["policy"] for event in report["events"]] == [policy for policy, _ in CASES]
     first = LAYERS * CASES.index((policy, num_tokens))
     return report["kept"][first : first + LAYERS]
@@ -45,12 +45,12 @@ def test_decoding_matches_dense_attention_over_the_kept_tokens(
     check_decoding(llama, prompt(num_tokens, 1), kept_by(report, policy, num_tokens), output)
 
 
-def test_layers_ran_together(report: dict[str, Any]) -> None:
-    """What the oracle has checked is what serving does."""
+def test_layers_of_an_event_run_in_one_batch(report: dict[str, Any]) -> None:
+    """The oracle has checked batched events, which serving uses."""
     assert report["at_once"] == LAYERS
 
 
-def test_ragged_heads_really_differ(report: dict[str, Any]) -> None:
+def test_ragged_policies_keep_different_counts_per_head(report: dict[str, Any]) -> None:
     """adakv gives heads different numbers of pages, with the exact total, in every layer."""
     counts = [record["counts"] for record in kept_by(report, "adakv", 1000)]
     assert all(sum(heads) == 8 * 2 for heads in counts)

@@ -1,4 +1,4 @@
-"""Every file of configs/ starts the engine, as far as a CPU can, and does what it is for."""
+"""Every file of configs/ starts an engine on a CPU and fires its trigger."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CASES: dict[str, tuple[list[Any], str, dict[str, int]]] = {
 WITH_TWO_RANKS = ["tensor-parallel"]  # test_families.py starts it
 
 
-def test_every_file_is_tried() -> None:
+def test_every_configuration_file_is_tested() -> None:
     assert sorted([*CASES, *WITH_TWO_RANKS]) == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_configuration_serves(
+def test_configuration_serves_with_its_trigger(
     name: str, llama: str, run_engine: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["serve", llama, "--config", str(CONFIGS / f"{name}.yaml"), "--dtype", "float32"]

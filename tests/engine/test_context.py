@@ -1,4 +1,4 @@
-"""A request may name its context: that is compressed before the rest of the prompt is read."""
+"""Named contexts are compressed before the rest of the prompt is read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CONTEXT, QUESTION, WINDOW = 700, 45, 32
 SETTINGS = {"policy": "adakv+criticalkv", "budget": 0.25}
 
 
-def test_the_question_attends_to_the_compressed_context(llama: str, run_engine: Run) -> None:
+def test_question_attends_to_the_compressed_context(llama: str, run_engine: Run) -> None:
     """Logprobs of every token equal those of a model that kept only those tokens.
 
     The same prompt was served before without a named context, so that the prefix cache holds
@@ -44,8 +44,10 @@ def test_the_question_attends_to_the_compressed_context(llama: str, run_engine: 
 
 
 @pytest.mark.parametrize("trigger", ["prompt", "chunk:256", "prompt,decode:16"])
-def test_named_contexts_in_a_batch(llama: str, run_engine: Run, trigger: str) -> None:
-    """Alone as together with ordinary requests; the whole prompt as context changes nothing."""
+def test_batched_named_contexts_have_the_outputs_that_they_have_alone(
+    llama: str, run_engine: Run, trigger: str
+) -> None:
+    """Beside ordinary requests; the whole prompt as context changes nothing."""
     settings = {**SETTINGS, "trigger": trigger}
     tokens = prompt(1000, seed=2)
     named = [
@@ -60,8 +62,8 @@ def test_named_contexts_in_a_batch(llama: str, run_engine: Run, trigger: str) ->
     assert outputs["n1000"]["tokens"] == outputs["n5000"]["tokens"] == plain
 
 
-def test_a_wrong_value_that_nobody_checked_ends_no_engine(llama: str, run_engine: Run) -> None:
-    """Without RequestCheck, as here, it is passed over."""
+def test_invalid_unchecked_value_is_ignored(llama: str, run_engine: Run) -> None:
+    """Without RequestCheck, which is not loaded here, the value is ignored."""
     tokens = prompt(300, seed=3)
     requests = [
         request("plain", tokens, 8),
@@ -83,12 +85,12 @@ def test_a_wrong_value_that_nobody_checked_ends_no_engine(llama: str, run_engine
         ),
     ],
 )
-def test_wrong_values_are_refused(extra: dict[str, object], message: str) -> None:
+def test_invalid_request_options_are_refused(extra: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message.replace("(", "[(]")):
         request_options(extra)
 
 
-def test_what_is_not_ours_is_passed_over() -> None:
+def test_options_of_others_are_ignored() -> None:
     assert request_options(None) == RequestOptions()
     assert request_options({"theirs": "x", "kv_transfer_params": {}}) == RequestOptions()
     assert request_options({"kv_context_tokens": 10.0}).context_tokens == 10

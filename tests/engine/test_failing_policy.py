@@ -12,10 +12,10 @@ from tests.engine.conftest import Run
 from tests.failing_policy import check, failing, good
 
 
-def test_a_failing_policy_ends_its_request_alone(
+def test_failing_policy_ends_only_its_own_request(
     llama: str, run_engine: Run, tmp_path: Path
 ) -> None:
-    """An error, no memory, no division among layers; what has ended by then ends well."""
+    """Errors, lack of memory and wrong divisions; requests that had ended are unaffected."""
     bad = [
         failing(failing_policy.NO_SCORE),
         failing(failing_policy.NO_SCORE, output=1, at_step=1),
@@ -31,8 +31,8 @@ def test_a_failing_policy_ends_its_request_alone(
     check(report, bad)
 
 
-def test_moments_that_fail_are_zeros(llama: str, run_engine: Run, tmp_path: Path) -> None:
-    """Where attention reads a policy state."""
+def test_moments_of_a_failed_event_are_zeros(llama: str, run_engine: Run, tmp_path: Path) -> None:
+    """For policies whose state attention reads."""
     bad = [failing(failing_policy.NO_SCORE, at_step=1)]
     report = run_engine(
         llama,

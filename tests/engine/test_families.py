@@ -1,4 +1,4 @@
-"""The families that are served: compressed, identical at budget 1.0, and hitting the cache."""
+"""Model families are compressed, identical at budget 1.0, and hit the prefix cache."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ def phases(**more: Any) -> list[list[dict[str, Any]]]:
 
 
 def whole() -> list[list[dict[str, Any]]]:
-    """The same, which ask for all of their cache; nothing of the others' is cached for them."""
+    """Returns the same requests with budget 1.0 and a salt of their own."""
     asked = phases(salt="whole", xargs={"kv_budget": 1.0})
     return [[{**one, "id": f"whole {one['id']}"} for one in phase] for phase in asked]
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3"])
-def test_family(model_directory: Path, run_engine: Run, family: str) -> None:
+def test_family_is_compressed_and_identical_at_budget_one(
+    model_directory: Path, run_engine: Run, family: str
+) -> None:
     """adakv+criticalkv finds each family's queries, heads and output projection."""
     model = str(tiny_models.build(family, model_directory))
     stock = run_engine(model, phases())
@@ -53,7 +55,7 @@ def test_family(model_directory: Path, run_engine: Run, family: str) -> None:
     assert quarter["free_at_end"] == quarter["num_blocks"] - 1
 
 
-def test_bfloat16_pages_are_read_in_the_kernels_own_order(llama: str, run_engine: Run) -> None:
+def test_bfloat16_pages_are_read_in_the_kernels_packing(llama: str, run_engine: Run) -> None:
     """A budget of all but one block changes next to nothing, whatever the kernel's packing.
 
     Compressing with a wrong idea of the packing destroys keys; then the first tokens differ.
@@ -68,14 +70,14 @@ def test_bfloat16_pages_are_read_in_the_kernels_own_order(llama: str, run_engine
         record_kept=True,
     )
     assert len(report["kept"]) == 3
-    found, expected = (r["outputs"]["a"]["logprobs"][1] for r in (report, stock))
-    shared = set(found) & set(expected)
+    logprobs, expected = (r["outputs"]["a"]["logprobs"][1] for r in (report, stock))
+    shared = set(logprobs) & set(expected)
     assert len(shared) >= 4
     for token in shared:
-        assert found[token] == pytest.approx(expected[token], abs=0.15)
+        assert logprobs[token] == pytest.approx(expected[token], abs=0.15)
 
 
-def test_two_ranks_say_what_one_says(llama: str, run_engine: Run, tmp_path: Path) -> None:
+def test_two_ranks_have_the_outputs_of_one(llama: str, run_engine: Run, tmp_path: Path) -> None:
     """Tensor parallel: each rank compresses its own heads and frees the same blocks.
 
     A conversation goes on from what every rank kept of its heads, and decode steps read a part.

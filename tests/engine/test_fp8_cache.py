@@ -22,7 +22,7 @@ CHECKED = {"environment": {"KVCOMPRESS_CHECK": "1"}}
 
 
 class Fp8Decoder(KeptTokensDecoder):
-    """One that reads every key and value as the cache holds it."""
+    """A decoder that reads every key and value after a round trip through fp8."""
 
     def __init__(
         self, *args: Any, name: str, scales: list[tuple[float, float]], cuts: bool = True
@@ -55,7 +55,7 @@ class Fp8Decoder(KeptTokensDecoder):
         ("keydiff", TILES, "fp8_e5m2", {"max_num_batched_tokens": 256}),
     ],
 )
-def test_decoding_matches_dense_attention_over_the_kept_numbers(
+def test_decoding_matches_dense_attention_over_the_kept_fp8_values(
     llama: str, run_engine: Run, policy: str, kernels: list[str], name: str, how: dict[str, Any]
 ) -> None:
     """Every generated token, past block boundaries; scales differ by layer."""
@@ -85,10 +85,10 @@ WINDOW = {"policy": "snapkv", "budget": 0.3}
     ],
     ids=["chunks-and-decoding", "reading"],
 )
-def test_together_is_alone(
+def test_batched_requests_have_the_outputs_that_they_have_alone(
     llama: str, run_engine: Run, settings: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    """In the debug mode, one with the other's prefix."""
+    """In the debug mode; two requests share a prefix."""
     shared = prompt(200, seed=1)
     requests = [
         request("a", [*shared, *prompt(100, seed=2)], 24),
@@ -103,8 +103,8 @@ def test_together_is_alone(
     check_as_alone(report["outputs"], ("a", "b", "c"))
 
 
-def test_requests_are_compressed_for_room(llama: str, run_engine: Run) -> None:
-    """Under pressure: with the last queries, which are not in fp8, in the pool's blocks."""
+def test_memory_pressure_compresses_fp8_requests(llama: str, run_engine: Run) -> None:
+    """The last queries, which are not in fp8, lie in the pool's blocks."""
     report = run_engine(
         llama,
         [[request(f"r{i}", prompt(200, seed=i), 60) for i in range(4)]],
@@ -119,7 +119,7 @@ def test_requests_are_compressed_for_room(llama: str, run_engine: Run) -> None:
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-def test_a_budget_of_everything_is_stock(llama: str, run_engine: Run) -> None:
+def test_budget_one_is_stock_vllm(llama: str, run_engine: Run) -> None:
     """With the same type of cache, token for token."""
     phases = [[request("a", prompt(300, seed=1), 24), request("b", prompt(90, seed=2), 24)]]
     stock = run_engine(llama, phases, **FP8)
@@ -128,8 +128,10 @@ def test_a_budget_of_everything_is_stock(llama: str, run_engine: Run) -> None:
         assert report["outputs"][name]["tokens"] == expected["tokens"], name
 
 
-def test_a_quarter_in_fp8_holds_eight_times_as_much(llama: str, run_engine: Run) -> None:
-    """As bf16 without compression: twice the blocks for the same memory, a quarter of them held."""
+def test_budget_of_a_quarter_in_fp8_holds_eight_times_as_much_as_bf16(
+    llama: str, run_engine: Run
+) -> None:
+    """fp8 gives twice the blocks for the same memory, of which a quarter is held."""
     phases, same = [[request("a", prompt(1024, seed=1), 3)]], {"num_gpu_blocks_override": None}
     stock = run_engine(llama, phases, dtype="bfloat16", **same)
     report = run_engine(

@@ -1,4 +1,4 @@
-"""What is said and registered where vLLM's platform is CUDA; nothing here runs on a GPU."""
+"""Registration and refusals where vLLM's platform is CUDA; nothing here runs on a GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_kvcompress.vllm_plugin.worker_side import memory
 
 @pytest.fixture(scope="module")
 def on_cuda(llama: str) -> dict[str, Any]:
-    """See cuda_platform.py."""
+    """Output of cuda_platform.py for this model."""
     command = [sys.executable, "-m", "tests.engine.cuda_platform", llama]
     root = Path(__file__).parents[2]
     output = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600)
@@ -31,34 +31,34 @@ def on_cuda(llama: str) -> dict[str, Any]:
     return json.loads(output.stdout.splitlines()[-1])
 
 
-def test_serving_on_cuda_takes_classes_that_exist(on_cuda: dict[str, Any]) -> None:
+def test_classes_named_for_cuda_exist(on_cuda: dict[str, Any]) -> None:
     assert on_cuda["options"]["attention_backend"] == "CUSTOM"
     parents = on_cuda["parents"]
     assert "vllm.v1.core.sched.async_scheduler.AsyncScheduler" in parents["scheduler_cls"]
     assert "vllm.v1.worker.gpu_worker.Worker" in parents["worker_cls"]
 
 
-def test_the_backend_is_registered_as_custom(on_cuda: dict[str, Any]) -> None:
+def test_backend_is_registered_as_custom(on_cuda: dict[str, Any]) -> None:
     assert on_cuda["said"]["CUSTOM"].endswith("gpu_flash.CompressedFlashBackend")
 
 
-def test_whole_steps_are_captured_where_one_kernel_takes_all_requests(
+def test_full_graphs_need_kernels_for_all_requests_and_model_runner_v2(
     on_cuda: dict[str, Any],
 ) -> None:
-    """By default vLLM captures whole decoding steps; in pieces only what its kernels attend for,
+    """By default vLLM captures whole decoding steps; piecewise with FlashAttention alone,
     and with model runner V1."""
     assert len(on_cuda["graphs"]) == 16
     for how, modes in on_cuda["graphs"].items():
         _, attention, _, runner = how.split()
         full = attention != "flash" and runner == "V2"
-        found = "FULL_AND_PIECEWISE" if full else "PIECEWISE"
-        assert modes == ["FULL_AND_PIECEWISE", found], how
+        ours = "FULL_AND_PIECEWISE" if full else "PIECEWISE"
+        assert modes == ["FULL_AND_PIECEWISE", ours], how
 
 
-def test_kernels_are_this_packages_where_that_gives_graphs_of_whole_steps(
+def test_auto_picks_own_kernels_where_they_allow_full_graphs(
     on_cuda: dict[str, Any],
 ) -> None:
-    """Unless others are named; nothing that refuses --kv-attention own is refused for it."""
+    """Unless other kernels are named; `auto` falls back where `own` would be refused."""
     assert {how: takes for how, takes in on_cuda["own_kernels"].items() if takes} == {
         "auto": True,
         "own, eager": True,
@@ -87,19 +87,19 @@ def test_auto_takes_flash_attention_4_on_blackwell(on_cuda: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("named", ["none", "FLASHINFER", "CUSTOM, FLASH_ATTN"])
-def test_other_backends_are_refused(on_cuda: dict[str, Any], named: str) -> None:
+def test_backends_besides_custom_are_refused(on_cuda: dict[str, Any], named: str) -> None:
     said = on_cuda["said"][named]
     assert f"told to take {named}; add --attention-backend CUSTOM" in said
 
 
-def test_other_gpus_are_refused(llama: str) -> None:
+def test_platforms_besides_cuda_are_refused(llama: str) -> None:
     """The platform here is CPU, which stands for all that are not CUDA."""
     config = engine_config(llama, SETTINGS, attention_backend="CUSTOM")
     with pytest.raises(UnsupportedError, match="made for CUDA, and this is cpu"):
         use_gpu_backend(config, "triton")
 
 
-def test_kernels_are_those_asked_for_or_those_that_exist(llama: str) -> None:
+def test_kernels_are_those_asked_for_or_else_those_that_exist(llama: str) -> None:
     config = engine_config(llama, SETTINGS)
     assert kernels_for(config, "flash") == "flash"
     assert kernels_for(config, "auto") == "triton"  # this build has no FlashAttention
@@ -129,7 +129,7 @@ def test_too_little_memory_for_an_event_is_refused(
     ("option", "num_bytes"),
     [("parts=2", 256), ("parts=4", 512), ("bounds=exact", 256), ("bounds=int8", 64 + 4)],
 )
-def test_summaries_of_pages_are_reserved(
+def test_memory_of_page_summaries_is_reserved(
     llama: str, monkeypatch: pytest.MonkeyPatch, option: str, num_bytes: int
 ) -> None:
     """Some vectors beside the 32 of a page of 16 tokens, of what tables and events leave."""

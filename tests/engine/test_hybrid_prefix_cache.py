@@ -24,7 +24,7 @@ EVERY_BLOCK = {"gemma3": 32, "llama4": 0}
 def test_blocks_computed_after_an_event_are_not_shared(
     model_directory: Path, run_engine: Run, family: str
 ) -> None:
-    """A conversation goes on: its second turn must not read what the first computed compressed.
+    """A second turn must not hit blocks that the first computed after its event.
 
     The second turn puts the full-attention blocks behind the first one's event into the prefix
     cache, computed from uncompressed attention, so that the third request finds blocks of every
@@ -40,20 +40,20 @@ def test_blocks_computed_after_an_event_are_not_shared(
     outputs = run_engine(model, phases, **options)["outputs"]
     assert outputs["second"]["cached"] == 992, "all that the first computed before its event"
     assert outputs["third"]["cached"] == 1184, "a part of it the first had computed too"
-    for found, expected in zip(
+    for logprobs, expected in zip(
         outputs["third"]["logprobs"], outputs["second"]["logprobs"], strict=True
     ):
-        assert found == pytest.approx(expected, abs=1e-4)
+        assert logprobs == pytest.approx(expected, abs=1e-4)
 
 
 class Managers(CompressionMixin):
-    """The part of a scheduler that looks at block managers, and nothing else."""
+    """A scheduler reduced to its look at block managers."""
 
     def __init__(self) -> None:
         self.table = None
 
 
-def test_groups_whose_caching_nobody_limits_are_refused() -> None:
+def test_groups_whose_prefix_hits_cannot_be_limited_are_refused() -> None:
     managers = Managers()
     other = SimpleNamespace(enable_caching=True, kv_cache_spec=SimpleNamespace())
     with pytest.raises(UnsupportedError, match="add --no-enable-prefix-caching"):

@@ -49,7 +49,7 @@ def test_outputs_are_those_of_stock_vllm(
         assert first == pytest.approx(expected_first, abs=1e-5)
 
 
-def test_the_first_prompt_may_be_short_in_bf16(llama: str, run_engine: Run) -> None:
+def test_first_bf16_prompt_may_be_short(llama: str, run_engine: Run) -> None:
     """vLLM's bf16 attention ends a process that was not allowed to use AMX, where there is AMX."""
     report = run_engine(
         llama,

@@ -1,4 +1,4 @@
-"""Models with LoRA adapters: compressed as without, and the adapter's own requests too."""
+"""Models with LoRA adapters are compressed, the adapter's own requests included."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def adapter(llama: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
     return directory, merged
 
 
-def test_criticalkv_reads_the_projection_beneath_an_adapter(
+def test_criticalkv_reads_the_output_projection_beneath_an_adapter(
     llama: str, adapter: tuple[str, str], run_engine: Run
 ) -> None:
     directory, merged = adapter

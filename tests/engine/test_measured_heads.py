@@ -1,4 +1,4 @@
-"""A profile of heads in the engine: budgets that are shared over the whole model."""
+"""Measured heads in the engine: budgets are shared over the whole model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.tiny_models import prompt
 MAX_TOKENS = 40
 
 
-def test_budgets_are_divided_over_the_whole_model_as_heads_were_measured(
+def test_measured_heads_divide_the_budget_over_the_whole_model(
     llama: str, run_engine: Run, tmp_path: Path
 ) -> None:
-    """A head that carries all takes everything; the others share what is left."""
+    """A head with all the importance keeps everything; the others share the rest."""
     profile = tmp_path / "heads.json"
     rows = {
         f"{layer}-{head}": [float((layer, head) == (1, 2))]

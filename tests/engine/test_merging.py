@@ -1,4 +1,4 @@
-"""What is put in the place of evicted tokens, through the real engine."""
+"""Merging and moments in the real engine: what replaces evicted tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATE_PAGES = -(-NUMBERS // (2 * BLOCK * HEAD_SIZE))
 
 @pytest.mark.parametrize("policy", ["momentkv", "pyramidkv+adakv+momentfix"])
 def test_every_query_after_an_event_is_corrected(llama: str, run_engine: Run, policy: str) -> None:
-    """The question's, in chunks behind a compressed context, and every generated token's."""
+    """The question's queries, in chunks behind a compressed context, and generated tokens'."""
     tokens = prompt(CONTEXT + QUESTION, seed=1)
     report = run_engine(
         llama,
@@ -84,8 +84,10 @@ def test_moments_add_up_from_event_to_event(
     ("policy", "trigger"),
     [("momentkv", "chunk:256"), ("d2o", "prompt,decode:32"), ("h2o+cam", "prompt,decode:32")],
 )
-def test_a_batch_is_its_requests(llama: str, run_engine: Run, policy: str, trigger: str) -> None:
-    """Alone as together, with an uncompressed one among them."""
+def test_batched_requests_have_the_outputs_that_they_have_alone(
+    llama: str, run_engine: Run, policy: str, trigger: str
+) -> None:
+    """An uncompressed request is among them."""
     settings = {"policy": policy, "budget": 0.5, "trigger": trigger, "min_tokens": 200}
     requests = [
         request(f"r{size}", prompt(size, seed=size), 48, at_step=2 * i)
@@ -96,8 +98,8 @@ def test_a_batch_is_its_requests(llama: str, run_engine: Run, policy: str, trigg
     check_as_alone(report["outputs"], [one["id"] for one in requests])
 
 
-def test_merging_changes_what_eviction_alone_would_say(llama: str, run_engine: Run) -> None:
-    """h2o+cam keeps the same entries; what the evicted leave behind shows in the logprobs."""
+def test_merging_changes_the_logprobs_of_plain_eviction(llama: str, run_engine: Run) -> None:
+    """h2o+cam keeps the entries of h2o; what it merges shows in the logprobs."""
     policies = ("h2o", "h2o+cam")
     requests = [request(p, prompt(1000, seed=1), 2, xargs={"kv_policy": p}) for p in policies]
     settings = {"policy": policies[0], "budget": 0.25, "request_policies": policies[1:]}
@@ -115,10 +117,10 @@ def test_merging_changes_what_eviction_alone_would_say(llama: str, run_engine: R
         ("momentkv", "chunk:256"),
     ],
 )
-def test_equal_keys_leave_no_trace(
+def test_merging_equal_keys_loses_nothing(
     equal_keys: str, run_engine: Run, policy: str, trigger: str
 ) -> None:
-    """On a model whose keys are all equal, a quarter of the cache says what the whole one says."""
+    """With equal keys, a quarter of the cache has the outputs of the full cache."""
     tokens = prompt(700, seed=1)
     outputs = run_engine(
         equal_keys,
@@ -128,15 +130,17 @@ def test_equal_keys_leave_no_trace(
             "request_policies": ["none"],
         },
     )["outputs"]
-    found, whole = outputs["a"], outputs["whole"]
-    assert found["tokens"] == whole["tokens"]
-    for expected, logprobs in zip(whole["logprobs"], found["logprobs"], strict=True):
+    compressed, full = outputs["a"], outputs["whole"]
+    assert compressed["tokens"] == full["tokens"]
+    for expected, logprobs in zip(full["logprobs"], compressed["logprobs"], strict=True):
         for token, logprob in logprobs.items():
             assert expected.get(token, logprob) == pytest.approx(logprob, abs=1e-3)
 
 
-def test_unrotated_merging_knows_every_position(model_directory: Path, run_engine: Run) -> None:
-    """A model whose keys differ by their rotation alone: turned back, merged ones are that key.
+def test_merged_keys_of_equal_unrotated_keys_are_that_key(
+    model_directory: Path, run_engine: Run
+) -> None:
+    """On a model whose keys differ by rotation alone, merged keys rotated back are that key.
 
     Every head's entries together stand for all tokens of the full blocks so far.
     """
@@ -162,13 +166,13 @@ def test_unrotated_merging_knows_every_position(model_directory: Path, run_engin
         expected = biases[record["layer"]][head]
         assert torch.allclose(torch.tensor(record["unrotated"]), expected, atol=2e-3)
     positions = [256, 512, 700, 732, 764]
-    for nth, position in enumerate(positions):
-        for record in report["kept"][nth * LAYERS : (nth + 1) * LAYERS]:
+    for event, position in enumerate(positions):
+        for record in report["kept"][event * LAYERS : (event + 1) * LAYERS]:
             for tokens in record["tokens"]:
                 assert sum(tokens) == pytest.approx(position // BLOCK * BLOCK, abs=0.1)
 
 
-def test_a_budget_without_room_for_the_state_is_refused(llama: str, run_engine: Run) -> None:
+def test_budget_without_room_for_the_policy_state_is_refused(llama: str, run_engine: Run) -> None:
     with pytest.raises(pytest.fail.Exception, match="tokens per head; expected at least 32 tokens"):
         run_engine(
             llama,
@@ -177,7 +181,9 @@ def test_a_budget_without_room_for_the_state_is_refused(llama: str, run_engine: 
         )
 
 
-def test_numbers_of_a_request_are_no_values_of_the_next(llama: str, run_engine: Run) -> None:
+def test_policy_state_is_never_read_as_values_of_another_request(
+    llama: str, run_engine: Run
+) -> None:
     """Half of an fp32 number may be NaN as bfloat16, and vLLM's kernels multiply it by 0.
 
     Others get the blocks in which moments lay, and fill them only in part.

@@ -1,4 +1,4 @@
-"""A policy in a package of somebody else's compresses in the engine."""
+"""A policy of another package compresses in the engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from tests.engine.oracle import check_decoding
 from tests.tiny_models import prompt
 
 
-def test_decoding_after_somebody_else_s_policy(llama: str, run_engine: Run, tmp_path: Path) -> None:
-    """It is found where it is installed, takes its parameters, and what it keeps is attended to."""
+def test_policy_of_another_package_compresses_and_decodes(
+    llama: str, run_engine: Run, tmp_path: Path
+) -> None:
+    """The installed policy is found, takes parameters, and its kept tokens are attended to."""
     tokens = prompt(640, seed=3)
     report = run_engine(
         llama,

@@ -1,4 +1,4 @@
-"""Prompts of which chunks read a part: dense attention over the pages that each of them chooses,
+"""Prompt chunks that read a part of the pages: dense attention over the pages each chooses,
 whatever else is served, and whatever the prefix cache has."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LAYERS, HEADS = 3, 2
 CLEAR = 1e-5  # the least difference of scores that rounding does not turn around
 CHUNK = 128
 READ = "longcache:global=32,local=64,span=32,top=2,prefill=128,score=mean"
-HOW = {"number": 5, "always": (1, 2), "chunk": CHUNK, "whole": CHUNK}
+HOW = {"number": 5, "always": (1, 2), "chunk": CHUNK, "num_read_fully": CHUNK}
 LONG = prompt(500, seed=21)
 BRANCH = [*LONG[:300], *prompt(150, seed=4)]
 OTHER = prompt(385, seed=5)  # the last chunk is one token
@@ -35,14 +35,14 @@ def decoder(model: str, tokens: list[int], kept: list | None = None) -> ChunksDe
 def check(
     decoder: ChunksDecoder, output: dict[str, Any], event: tuple[int, list] | None = None
 ) -> None:
-    """As `follow`; and the choices are clear, or another machine would choose other pages."""
+    """Follows the output, and asserts that no choice of pages depends on rounding."""
     follow(decoder, output, event)
     assert min(decoder.closest, decoder.closest_in_chunks) > CLEAR
 
 
 @pytest.fixture(scope="module")
 def crowded(no_padding: str, run_engine: Run) -> dict[str, Any]:
-    """Steps with room for one chunk and a little more, which is left to those that generate."""
+    """Report of steps with room for one chunk and a few decoding requests."""
     first = [
         request("short", SHORT, 40),
         request("long", LONG, 12, at_step=2, prompt_logprobs=0),
@@ -66,7 +66,7 @@ def crowded(no_padding: str, run_engine: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def together(no_padding: str, run_engine: Run) -> dict[str, Any]:
-    """In one step chunks of several requests, and of some that begin with another one's; steps
+    """Report of steps with chunks of several requests, some with a common prefix; steps
     are scheduled ahead."""
     names = {"long": LONG, "twin": LONG, "branch": BRANCH, "other": OTHER, "short": SHORT}
     return run_engine(
@@ -86,49 +86,53 @@ def together(no_padding: str, run_engine: Run) -> dict[str, Any]:
         *(("turn", 384), ("other again", 384)),
     ],
 )
-def test_chunks_read_the_pages_with_the_highest_means_for_any_of_their_queries(
+def test_chunks_read_the_pages_with_the_highest_mean_for_any_query(
     no_padding: str, crowded: dict[str, Any], name: str, cached: int
 ) -> None:
-    """Whole chunks are shared, and nothing that was computed in a shorter one or generated."""
+    """Full chunks are shared; shorter ones and generated tokens are not."""
     tokens, output = crowded["prompts"][name], crowded["outputs"][name]
     check(decoder(no_padding, tokens), output)
     assert output["cached"] == cached
 
 
 @pytest.mark.parametrize("name", ["long", "twin", "branch", "other", "short"])
-def test_the_same_beside_others(no_padding: str, together: dict[str, Any], name: str) -> None:
-    """Among them requests that choose among pages which another one fills in the same step."""
+def test_batched_chunks_read_the_pages_that_they_read_alone(
+    no_padding: str, together: dict[str, Any], name: str
+) -> None:
+    """Some choose among pages that another request fills in the same step."""
     check(decoder(no_padding, together["prompts"][name]), together["outputs"][name])
 
 
-def test_requests_of_one_step_share_chunks(together: dict[str, Any]) -> None:
+def test_requests_of_one_step_share_full_chunks(together: dict[str, Any]) -> None:
     cached = {name: output["cached"] for name, output in together["outputs"].items()}
     assert (cached["twin"], cached["branch"]) == (CHUNK, 2 * CHUNK)
 
 
-def test_every_token_of_a_prompt(no_padding: str, crowded: dict[str, Any]) -> None:
-    """Its log-probability given those before it. Of 8, 12 and 16 pages 7 are read."""
-    found = decoder(no_padding, LONG)
-    assert found.chunk_pages == {256: (7, 8), 384: (7, 12), 500: (7, 16)}
-    expected = torch.log_softmax(found.prompt_logits, -1)
+def test_prompt_logprobs_match_the_oracle_at_every_token(
+    no_padding: str, crowded: dict[str, Any]
+) -> None:
+    """Of 8, 12 and 16 pages 7 are read."""
+    oracle = decoder(no_padding, LONG)
+    assert oracle.chunk_pages == {256: (7, 8), 384: (7, 12), 500: (7, 16)}
+    expected = torch.log_softmax(oracle.prompt_logits, -1)
     said = crowded["outputs"]["long"]["prompt_logprobs"]
     for place in range(1, len(LONG)):
         token = LONG[place]
         assert abs(float(expected[place - 1, token]) - said[place][str(token)]) < 2e-3, place
 
 
-def test_reading_prompts_whole_is_another_thing(no_padding: str, crowded: dict[str, Any]) -> None:
-    """The check can tell."""
+def test_check_fails_against_an_oracle_that_reads_whole_prompts(
+    no_padding: str, crowded: dict[str, Any]
+) -> None:
+    """Whole prompts have other logprobs, so the check can tell."""
     everything = [[list(range(len(LONG) // BLOCK * BLOCK))] * HEADS] * LAYERS
     how = {name: HOW[name] for name in ("number", "always")}
-    whole = PagesDecoder(no_padding, LONG, everything, len(LONG) // BLOCK * BLOCK, **how)
+    full_reader = PagesDecoder(no_padding, LONG, everything, len(LONG) // BLOCK * BLOCK, **how)
     with pytest.raises(AssertionError):
-        follow(whole, crowded["outputs"]["long"])
+        follow(full_reader, crowded["outputs"]["long"])
 
 
-def test_a_prompt_that_is_read_in_part_and_then_compressed(
-    no_padding: str, run_engine: Run
-) -> None:
+def test_prompt_read_in_part_can_be_compressed_at_its_end(no_padding: str, run_engine: Run) -> None:
     settings = {**SETTINGS, "policy": "adakv", "budget": 0.5}
     report = run_engine(
         no_padding, [[request("a", LONG, 12)]], settings=settings, record_kept=True, max_num_seqs=8
@@ -137,10 +141,10 @@ def test_a_prompt_that_is_read_in_part_and_then_compressed(
 
 
 @pytest.mark.parametrize("trigger", ["decode:20", "pressure:0.38"])
-def test_a_prompt_that_is_read_in_part_and_compressed_while_its_answer_is_written(
+def test_prompt_read_in_part_can_be_compressed_while_decoding(
     no_padding: str, run_engine: Run, trigger: str
 ) -> None:
-    """Triggers that leave prompts as they are: one event, behind some tokens of the answer."""
+    """With triggers that fire only behind the prompt: one event, within the answer."""
     report = run_engine(
         no_padding,
         [[request("a", LONG, 36)]],
@@ -158,8 +162,10 @@ def test_a_prompt_that_is_read_in_part_and_compressed_while_its_answer_is_writte
     check(decoder(no_padding, LONG), report["outputs"]["a"], (end, kept))
 
 
-def test_preempted_while_a_prompt_is_read(no_padding: str, run_engine: Run) -> None:
-    """By answers that outgrow the pool; it says what it says alone."""
+def test_request_preempted_in_prefill_has_the_output_that_it_has_alone(
+    no_padding: str, run_engine: Run
+) -> None:
+    """Other requests' answers outgrow the pool while the prompt is read."""
     answers = [request(f"r{i}", prompt(60, seed=i), 80) for i in range(3)]
     long = request("long", prompt(1500, seed=30), 12, at_step=4)
     report = run_engine(

@@ -1,4 +1,4 @@
-"""Decode steps that read a part of what is held: dense attention over the pages they choose."""
+"""Decode steps that read a part of the held pages: dense attention over the chosen ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ LONG = prompt(500, seed=21)
 
 
 def everything(tokens: list[int]) -> list[list[list[int]]]:
-    """Kept by every head of a request that is not compressed."""
+    """Returns the kept tokens of an uncompressed request: all of its full blocks."""
     return [[list(range(len(tokens) // BLOCK * BLOCK))] * HEADS] * LAYERS
 
 
 def check_reading(decoder: PagesDecoder, output: dict[str, Any]) -> None:
-    """As `follow`; and the choices are clear, or another machine would choose other pages."""
+    """Follows the output, and asserts that no choice of pages depends on rounding."""
     follow(decoder, output)
     assert decoder.closest > CLEAR
 
@@ -34,7 +34,7 @@ def decoder(no_padding: str, tokens: list[int], kept: list, **how: Any) -> Pages
 
 
 def compiled(report: dict[str, Any]) -> None:
-    """A probe: what is compiled for choosing pages, whenever a step is about to choose."""
+    """Reports how often page choice was compiled, before every choice."""
     choose = Reading.choose
 
     def noting(*args: Any) -> Any:
@@ -48,8 +48,8 @@ def compiled(report: dict[str, Any]) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(no_padding: str, run_engine: Run) -> dict[str, Any]:
-    """Whole requests that read a quarter, some longer and some shorter than it takes.
+def report(no_padding: str, run_engine: Run) -> dict[str, Any]:
+    """Report of uncompressed requests that read a quarter, longer and shorter ones.
 
     Beside them those that ask for a half, or for everything.
     """
@@ -76,30 +76,30 @@ def whole(no_padding: str, run_engine: Run) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["long", "middle", "short", "half", "all", "late", "turn", "hit"])
-def test_whole_requests_read_the_pages_with_the_highest_means(
-    no_padding: str, whole: dict[str, Any], name: str
+def test_uncompressed_requests_read_the_pages_with_the_highest_mean(
+    no_padding: str, report: dict[str, Any], name: str
 ) -> None:
-    """In batches that read prompts beside, in chunks, and behind a prefix-cache hit."""
-    tokens = whole["prompts"][name]
+    """Beside prefill, in chunks, and behind a prefix-cache hit."""
+    tokens = report["prompts"][name]
     part = {"half": 0.5, "all": 1.0, "turn": 1.0}.get(name, 0.25)
     check_reading(
-        decoder(no_padding, tokens, everything(tokens), part=part), whole["outputs"][name]
+        decoder(no_padding, tokens, everything(tokens), part=part), report["outputs"][name]
     )
 
 
-def test_no_request_waits_for_a_compiler(whole: dict[str, Any]) -> None:
-    """The same is there at the first choice as at the last, where it is not torch that chooses."""
+def test_page_choice_is_compiled_before_the_first_request(report: dict[str, Any]) -> None:
+    """As much is compiled at the first choice as at the last, unless torch chooses."""
     from vllm_kvcompress.kernels.page_choice_numba import MOST_THREADS
 
     if torch.get_num_threads() > MOST_THREADS:
         pytest.skip("with so many threads pages are chosen in torch, which compiles nothing")
-    assert 1 == whole["compiled"][0] == whole["compiled"][-1]
+    assert 1 == report["compiled"][0] == report["compiled"][-1]
 
 
 def test_longcache_reads_the_first_the_last_and_the_best_spans(
     no_padding: str, run_engine: Run
 ) -> None:
-    """By the products with the keys themselves."""
+    """With scores from the keys themselves."""
     tokens = prompt(400, seed=0)
     read = "longcache:global=32,local=96,span=32,top=2,score=keys"
     report = run_engine(
@@ -111,31 +111,33 @@ def test_longcache_reads_the_first_the_last_and_the_best_spans(
     assert [pages for pages in report["pages"] if pages[1]] == [[6, number] for number in held]
 
 
-def test_what_is_read_is_counted(whole: dict[str, Any]) -> None:
-    """The last step: the request of 530 tokens and more, alone."""
-    read, held = [pages for pages in whole["pages"] if pages[1]][-1]
+def test_pages_read_and_held_are_counted(report: dict[str, Any]) -> None:
+    """In the last step, the longest request alone."""
+    read, held = [pages for pages in report["pages"] if pages[1]][-1]
     assert (read, held) == (5, 18)
 
 
-def test_the_prefix_cache_is_found_as_ever(whole: dict[str, Any]) -> None:
-    assert whole["outputs"]["hit"]["cached"] == 500 // BLOCK * BLOCK
+def test_reading_in_part_leaves_prefix_hits_as_they_are(report: dict[str, Any]) -> None:
+    assert report["outputs"]["hit"]["cached"] == 500 // BLOCK * BLOCK
 
 
-def test_what_was_generated_with_a_part_is_not_shared(whole: dict[str, Any]) -> None:
-    """A turn that reads everything goes on from a prompt whose answer of 40 tokens did not."""
-    assert len(whole["prompts"]["turn"]) == 321 + 40 + 30
-    assert whole["outputs"]["turn"]["cached"] == 321 // BLOCK * BLOCK
+def test_tokens_generated_with_a_partial_read_are_not_shared(report: dict[str, Any]) -> None:
+    """A turn that reads all pages hits the prompt, and not the answer that read a part."""
+    assert len(report["prompts"]["turn"]) == 321 + 40 + 30
+    assert report["outputs"]["turn"]["cached"] == 321 // BLOCK * BLOCK
 
 
-def test_reading_a_part_is_not_reading_all(no_padding: str, whole: dict[str, Any]) -> None:
-    """The check can tell: attention over all pages says something else."""
-    tokens = whole["prompts"]["long"]
+def test_check_fails_against_an_oracle_that_reads_all_pages(
+    no_padding: str, report: dict[str, Any]
+) -> None:
+    """Attention over all pages has other logprobs, so the check can tell."""
+    tokens = report["prompts"]["long"]
     with pytest.raises(AssertionError):
-        follow(decoder(no_padding, tokens, everything(tokens), part=1.0), whole["outputs"]["long"])
+        follow(decoder(no_padding, tokens, everything(tokens), part=1.0), report["outputs"]["long"])
 
 
 @pytest.mark.parametrize(("group", "bounds"), [("max", "exact"), ("mean", "int8")])
-def test_compressed_requests_read_a_part_of_what_they_keep(
+def test_compressed_requests_read_a_part_of_their_kept_tokens(
     no_padding: str, run_engine: Run, group: str, bounds: str
 ) -> None:
     tokens, read = prompt(640, seed=2), f"quest:0.5,group={group},bounds={bounds}"
@@ -150,7 +152,7 @@ def test_compressed_requests_read_a_part_of_what_they_keep(
     check_reading(decoder(no_padding, tokens, kept, part=0.5, **how), report["outputs"]["a"])
 
 
-def test_reading_everything_is_stock(no_padding: str, run_engine: Run) -> None:
+def test_reading_all_pages_gives_stock_outputs(no_padding: str, run_engine: Run) -> None:
     batch = [[request("a", prompt(500, seed=6), 24), request("b", prompt(90, seed=7), 24)]]
     stock = run_engine(no_padding, batch)
     for read in ("quest:1.0", "quest:4096", "longcache:prefill=64"):
@@ -158,8 +160,8 @@ def test_reading_everything_is_stock(no_padding: str, run_engine: Run) -> None:
         assert report["outputs"] == stock["outputs"], read
 
 
-def test_events_while_decoding_and_preemptions(no_padding: str, run_engine: Run) -> None:
-    """Requests that read before they are compressed, in a pool that is too small for all of them;
+def test_reading_survives_decode_events_and_preemptions(no_padding: str, run_engine: Run) -> None:
+    """Requests read in part before they are compressed, in a pool too small for all of them;
     the debug mode says whom every page belongs to."""
     batch = [request(f"r{i}", prompt(300, seed=i), 150, at_step=2 * i) for i in range(4)]
     settings = {"policy": "snapkv", "budget": 0.5, "trigger": "decode:64", "read": "quest:0.5"}

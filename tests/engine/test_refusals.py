@@ -1,4 +1,4 @@
-"""What does not work together is refused at start-up: what, why, and what to do instead."""
+"""Unsupported combinations are refused at start-up, with the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def engine_config(model: str, settings: dict[str, Any] | None, **options: Any) -
     ],
     ids=["pooling", "pipeline", "connector", "no-hybrid"],
 )
-def test_options_of_vllm(llama: str, options: dict[str, Any], reason: str) -> None:
+def test_vllm_options_that_exclude_compression_are_refused(
+    llama: str, options: dict[str, Any], reason: str
+) -> None:
     config = engine_config(llama, SETTINGS, **options)
     with pytest.raises(UnsupportedError, match=reason):
         check_engine(config)
@@ -117,7 +119,7 @@ def test_options_of_vllm(llama: str, options: dict[str, Any], reason: str) -> No
     ],
     ids=["ngram", "eagle", "asynchronous", "pressure", "read"],
 )
-def test_drafts(
+def test_speculative_methods_and_triggers_beside_them_are_checked(
     llama: str, settings: dict[str, Any], changes: dict[str, Any], reason: str | None
 ) -> None:
     drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
@@ -139,7 +141,9 @@ def test_drafts(
         ({"policy": "none", "attention": "own"}, "--kv-attention own has kernels that read every"),
     ],
 )
-def test_what_reads_every_page(llama: str, settings: dict[str, Any], reason: str) -> None:
+def test_policies_and_kernels_that_read_every_page_are_refused_with_kv_read(
+    llama: str, settings: dict[str, Any], reason: str
+) -> None:
     config = engine_config(llama, {**settings, "read": "quest:0.25"})
     with pytest.raises(UnsupportedError, match=reason):
         check_engine(config)
@@ -157,10 +161,10 @@ def test_what_reads_every_page(llama: str, settings: dict[str, Any], reason: str
         ({"reuse_conversations": "auto"}, {}, "go on where no chunk of a prompt begins"),
     ],
 )
-def test_what_cuts_prompts_elsewhere_than_at_their_chunks(
+def test_options_that_cut_prompts_inside_a_prefill_chunk_are_refused(
     llama: str, settings: dict[str, Any], changes: dict[str, Any], reason: str | None
 ) -> None:
-    """Which are whole blocks of 128, what was asked for rounded up."""
+    """Chunks are the asked size rounded up to blocks of 128."""
     asked = {**SETTINGS, "read": "longcache:prefill=200", **settings}
     changes = {"max_num_batched_tokens": 1024, **changes}
     config = engine_config(llama, asked, max_num_seqs=8, block_size=128, **changes)
@@ -187,7 +191,7 @@ SKIPPING = {"kv_cache_dtype_skip_layers": ["0"]}
         ("fp8", {"policy": "snapkv+momentfix"}, {}, "momentfix, which changes.*use another policy"),
     ],
 )
-def test_types_of_cache(
+def test_cache_dtypes_are_accepted_or_refused(
     llama: str,
     cache_dtype: str,
     settings: dict[str, Any],
@@ -205,10 +209,10 @@ def test_types_of_cache(
 
 
 @pytest.mark.parametrize("compresses", [True, False])
-def test_cpus_whose_kernels_read_no_fp8(
+def test_fp8_is_refused_on_cpus_whose_kernels_cannot_read_it(
     llama: str, compresses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In vLLM's words, before a model is loaded."""
+    """The refusal quotes vLLM, before a model is loaded."""
     for name in ("_is_avx512_supported", "_is_amx_tile_supported"):
         monkeypatch.setattr(torch.cpu, name, lambda: False)
     settings = SETTINGS if compresses else None
@@ -220,7 +224,7 @@ def test_cpus_whose_kernels_read_no_fp8(
         check_engine(config)
 
 
-def test_scales_per_head_are_refused() -> None:
+def test_fp8_scales_per_head_are_refused() -> None:
     layer = SimpleNamespace(
         layer_name="layers.0.attn", kv_cache_dtype="fp8", _k_scale=torch.ones(2)
     )
@@ -244,8 +248,10 @@ def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any
     ],
     ids=["latent", "prefix-LM", "attention-free", "shared-caches", "hybrid-prefix-caching"],
 )
-def test_models(tmp_path: Path, model: dict[str, Any], reason: str) -> None:
-    """Before their weights are loaded."""
+def test_models_that_cannot_be_compressed_are_refused(
+    tmp_path: Path, model: dict[str, Any], reason: str
+) -> None:
+    """The refusal comes before weights are loaded."""
     (tmp_path / "config.json").write_text(json.dumps(model))
     config = engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True)
     with pytest.raises(UnsupportedError, match=reason):
@@ -257,15 +263,15 @@ def test_models(tmp_path: Path, model: dict[str, Any], reason: str) -> None:
     [(PREFIX_LM, {"language_model_only": True}), (HYBRID, {"enable_prefix_caching": False})],
     ids=["prefix-LM", "hybrid-prefix-caching"],
 )
-def test_what_refusals_propose(
+def test_remedies_that_refusals_name_are_accepted(
     tmp_path: Path, model: dict[str, Any], options: dict[str, Any]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model))
     check_engine(engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True, **options))
 
 
-def test_policies_whose_formulas_leave_caps_out(tmp_path: Path) -> None:
-    """Caps that the model's configuration names, and those that only its layers know."""
+def test_policies_without_logit_caps_are_refused_for_models_with_them(tmp_path: Path) -> None:
+    """Caps in the model's configuration, and caps that only its layers know."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
@@ -288,15 +294,15 @@ def test_policies_whose_formulas_leave_caps_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("option", "setting"), [("contexts", True), ("conversations", "reuse")])
-def test_states_are_found_by_block_hashes(llama: str, option: str, setting: object) -> None:
+def test_reuse_without_prefix_caching_is_refused(llama: str, option: str, setting: object) -> None:
     settings = {**SETTINGS, f"reuse_{option}": setting}
     config = engine_config(llama, settings, enable_prefix_caching=False)
     with pytest.raises(UnsupportedError, match=rf"--kv-reuse-{option}.*leave one of the two out"):
         check_engine(config)
 
 
-def test_layers_without_a_cache_of_their_own(llama: str) -> None:
-    """vLLM's cache groups do not name them; a model's configuration need not."""
+def test_layers_that_share_a_compressed_cache_are_refused(llama: str) -> None:
+    """Neither vLLM's cache groups nor the configuration need to name such layers."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.attention import Attention
 
@@ -312,13 +318,13 @@ def test_layers_without_a_cache_of_their_own(llama: str) -> None:
         check_groups([[names[0]]], {}, shared)
 
 
-def test_unknown_settings(llama: str) -> None:
+def test_unknown_settings_are_refused(llama: str) -> None:
     config = engine_config(llama, {**SETTINGS, "bugdet": 0.5})
     with pytest.raises(ConfigError, match="bugdet is not known; valid are attention"):
         check_engine(config)
 
 
-def test_dual_batch_overlap(llama: str) -> None:
+def test_dual_batch_overlap_is_refused(llama: str) -> None:
     config = engine_config(llama, SETTINGS)
     config.parallel_config.enable_dbo = True
     with pytest.raises(UnsupportedError, match=r"dual batch overlap.*remove --enable-dbo"):

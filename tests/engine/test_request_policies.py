@@ -34,15 +34,17 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 def alone(name: str) -> dict[str, Any] | None:
-    """Settings of a server that does by itself what a request asks for; None: stock."""
+    """Returns settings of a server with a request's choice as default; None: stock."""
     choice = CHOICES[name]
     if choice.get("kv_policy") == "none":
         return None
     return {"policy": choice.get("kv_policy", "adakv"), "budget": choice.get("kv_budget", 0.25)}
 
 
-def test_every_request_gets_what_it_asks_for(llama: str, run_engine: Run) -> None:
-    """Side by side, each says what a server of that policy and budget would have said."""
+def test_each_request_is_compressed_with_its_own_policy_and_budget(
+    llama: str, run_engine: Run
+) -> None:
+    """In one batch, each has the output of a server with that policy and budget."""
     trigger = "chunk:256,decode:32"
     tokens = {name: prompt(900, seed=seed) for seed, name in enumerate(CHOICES)}
     together = run_engine(
@@ -71,7 +73,9 @@ def test_every_request_gets_what_it_asks_for(llama: str, run_engine: Run) -> Non
     }
 
 
-def test_a_server_that_compresses_nothing_of_itself(llama: str, run_engine: Run) -> None:
+def test_server_with_policy_none_compresses_requests_that_choose_a_policy(
+    llama: str, run_engine: Run
+) -> None:
     tokens = prompt(900, seed=1)
     report = run_engine(
         llama,
@@ -95,19 +99,23 @@ def test_a_server_that_compresses_nothing_of_itself(llama: str, run_engine: Run)
         ({"kv_budget": True}, "found True"),
     ],
 )
-def test_what_is_not_allowed_is_refused(xargs: dict[str, Any], message: str) -> None:
+def test_choices_outside_the_operators_limits_are_refused(
+    xargs: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         check_of(Settings.from_dict(SERVER)).validate_params(params(xargs))
 
 
 @pytest.mark.parametrize("xargs", CHOICES.values(), ids=CHOICES)
-def test_what_is_allowed_passes(xargs: dict[str, Any]) -> None:
+def test_choices_within_the_operators_limits_are_accepted(xargs: dict[str, Any]) -> None:
     check_of(Settings.from_dict(SERVER)).validate_params(params(xargs))
 
 
 @pytest.mark.parametrize("xargs", [{"kv_budget": 0.5}, {"kv_read": 0.5}, {"kv_read": 1.0}])
 @pytest.mark.parametrize("read", [None, "longcache:prefill=512"])
-def test_without_leave_requests_choose_nothing(xargs: dict[str, Any], read: str | None) -> None:
+def test_choices_are_refused_where_the_operator_allows_none(
+    xargs: dict[str, Any], read: str | None
+) -> None:
     check = check_of(Settings(policy="adakv", budget=0.25, read=read))
     assert check is RequestCheck
     with pytest.raises(ValueError, match="this server lets no request choose"):
@@ -130,17 +138,17 @@ def test_without_leave_requests_choose_nothing(xargs: dict[str, Any], read: str 
         ({"kv_prefill": 512}, "kv_prefill is not known"),
     ],
 )
-def test_all_requests_read_alike_where_prompts_are_read_in_part(
+def test_kv_read_is_refused_where_prompts_are_read_in_part(
     xargs: dict[str, Any], message: str
 ) -> None:
-    """On a server that lets them choose other things."""
+    """On a server that lets requests choose other things."""
     check = check_of(Settings.from_dict({**SERVER, "read": "longcache:prefill=512"}))
     check.validate_params(params({"kv_policy": "none", "kv_context_tokens": 600}))
     with pytest.raises(ValueError, match=message):
         check.validate_params(params(xargs))
 
 
-def test_the_check_survives_pickling() -> None:
+def test_request_check_survives_pickling() -> None:
     check = check_of(Settings.from_dict(SERVER))
     assert pickle.loads(pickle.dumps(check)).settings == check.settings
 
@@ -148,8 +156,8 @@ def test_the_check_survives_pickling() -> None:
 @pytest.mark.parametrize(
     "settings", [Settings(policy="adakv", budget=0.25), Settings.from_dict(SERVER)]
 )
-def test_the_check_loads_for_both_model_runners(settings: Settings) -> None:
-    """By the name that vLLM is given, in the API process, which checks, and in the worker."""
+def test_request_check_loads_for_both_model_runners(settings: Settings) -> None:
+    """Loaded by the name that vLLM is given, in the API process and in the worker."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.sample import logits_processor as v1
     from vllm.v1.worker.gpu.sample import logits_processor as v2
@@ -176,7 +184,9 @@ def test_the_check_loads_for_both_model_runners(settings: Settings) -> None:
     assert second.add_request(0, accepted) is False
 
 
-def test_attention_of_two_kinds_is_refused_at_start_up(llama: str, run_engine: Run) -> None:
+def test_policies_that_need_different_attention_are_refused_at_start_up(
+    llama: str, run_engine: Run
+) -> None:
     with pytest.raises(pytest.fail.Exception, match="momentkv changes how what it keeps"):
         run_engine(
             llama,
@@ -186,7 +196,7 @@ def test_attention_of_two_kinds_is_refused_at_start_up(llama: str, run_engine: R
 
 
 def check_of(settings: Settings) -> Any:
-    """The class that vLLM would find under the name that it is given."""
+    """Returns the class behind the name that vLLM is given."""
     import importlib
 
     module, _, name = plugin_options(settings)["logits_processors"].partition(":")

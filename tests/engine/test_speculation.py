@@ -1,4 +1,4 @@
-"""Speculative decoding: drafts are taken back, events happen only behind tokens that stay."""
+"""Speculative decoding: events happen only behind accepted tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHECKED = {"KVCOMPRESS_CHECK": "1"}
 
 
 def note_drafts(report: dict[str, Any]) -> None:
-    """Reports how many drafts there were, and how many stayed; and where events happened."""
+    """Reports the numbers of drafted and accepted tokens, and where events happened."""
     from vllm.v1.core.sched.scheduler import Scheduler
 
     from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
@@ -40,7 +40,7 @@ def note_drafts(report: dict[str, Any]) -> None:
 
 
 def requests() -> list[dict[str, Any]]:
-    """Of both policies; random models soon repeat themselves, which is what ngram guesses."""
+    """Returns requests of both policies; random models repeat themselves, which ngram guesses."""
     return [
         request(f"{policy}-{length}", prompt(length, seed), 120, xargs={"kv_policy": policy})
         for policy in POLICIES
@@ -53,7 +53,7 @@ def settings(trigger: str = "prompt", budget: float = 0.25) -> dict[str, Any]:
     return {"policy": first, "budget": budget, "trigger": trigger, "request_policies": others}
 
 
-def test_outputs_are_those_without_drafts(llama: str, run_engine: Run) -> None:
+def test_outputs_with_drafts_are_those_without(llama: str, run_engine: Run) -> None:
     """Events at the same positions, of the same tokens; every token that follows is the same."""
     given = {"settings": settings("chunk:128,decode:20"), "probes": [NOTED], "environment": CHECKED}
     plain = run_engine(llama, [requests()], **given)

@@ -1,4 +1,4 @@
-"""Nothing serves uncompressed that was told to compress: a class that was left out is named."""
+"""An engine that was told to compress does not start without our worker and scheduler."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ PLUGIN = "vllm_kvcompress.vllm_plugin"
 
 
 class OperatorsScheduler(CompressionScheduler):
-    """What somebody builds on ours."""
+    """A scheduler that an operator derives from ours."""
 
 
 class OperatorsWorker(CompressionCPUWorker):
-    """The same."""
+    """A worker that an operator derives from ours."""
 
 
 LEFT_OUT = [
@@ -47,7 +47,7 @@ PHASES = [[request("a", prompt(200, seed=1), 2)]]
 
 
 @pytest.mark.parametrize(("classes", "reason"), LEFT_OUT)
-def test_an_engine_does_not_start(
+def test_engine_without_our_worker_or_scheduler_does_not_start(
     llama: str, run_engine: Run, classes: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(pytest.fail.Exception) as caught:
@@ -56,7 +56,7 @@ def test_an_engine_does_not_start(
 
 
 @pytest.mark.parametrize(("classes", "reason"), [*LEFT_OUT, BOTH_LEFT_OUT])
-def test_the_statistics_logger_asks_for_both(
+def test_stat_logger_refuses_a_missing_worker_or_scheduler(
     llama: str, classes: dict[str, Any], reason: str
 ) -> None:
     """In the API process: plain `vllm serve` with settings alone would compress nothing."""
@@ -65,18 +65,18 @@ def test_the_statistics_logger_asks_for_both(
     assert reason in str(caught.value)
 
 
-def test_a_path_that_leads_nowhere_is_refused(llama: str) -> None:
+def test_class_path_that_cannot_be_imported_is_refused(llama: str) -> None:
     config = engine_config(llama, SETTINGS, worker_cls="nowhere.Worker")
     with pytest.raises(UnsupportedError, match=r"nowhere\.Worker cannot be imported.*such as"):
         check_engine(config)
 
 
-def test_without_compression_nobody_asks(llama: str) -> None:
+def test_without_compression_no_class_is_required(llama: str) -> None:
     for settings in (None, {"policy": "none"}, {"policy": "adakv", "budget": 1.0}):
         check_engine(engine_config(llama, settings, scheduler_cls=None))
 
 
-def test_subclasses_of_ours_serve(llama: str, run_engine: Run) -> None:
+def test_subclasses_of_our_classes_serve(llama: str, run_engine: Run) -> None:
     report = run_engine(
         llama,
         PHASES,

@@ -52,10 +52,10 @@ def main() -> None:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shortening = ["--prompt-compressor", f"llmlingua2:{train(folder)}"]
         servers = []
-        for nth, options in enumerate((COMPRESSING, shortening)):
+        for number, options in enumerate((COMPRESSING, shortening)):
             port = free_port()
             command = [*SERVER, *options, "--port", str(port), "--host", "127.0.0.1"]
-            start(stack, command, folder / f"server-{nth}.log")
+            start(stack, command, folder / f"server-{number}.log")
             servers.append(f"127.0.0.1:{port}")
             wait_until_healthy(f"http://{servers[-1]}")
         check_metrics([get(f"http://{server}/metrics") for server in servers])

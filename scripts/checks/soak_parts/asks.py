@@ -1,4 +1,4 @@
-"""A request of a long run, and what came back."""
+"""Requests of a soak run, and their answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Ask:
-    """A request.
+    """A request of the schedule.
 
     Attributes:
         index: its number in the schedule.
@@ -52,7 +52,7 @@ class Ask:
 
 @dataclass
 class Choice:
-    """One answer.
+    """One choice of an answer.
 
     Attributes:
         text: of it.
@@ -69,7 +69,7 @@ class Choice:
 
 @dataclass
 class Answer:
-    """What came of a request.
+    """How a request ended.
 
     Attributes:
         outcome: answered, refused, cut or failed.
@@ -101,7 +101,7 @@ class Batch:
 
 @dataclass
 class Served:
-    """What came of a batch.
+    """The answers to a batch, and the server's counts.
 
     Attributes:
         answers: by number of the request.

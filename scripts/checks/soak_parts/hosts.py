@@ -1,4 +1,4 @@
-"""What serves a setup's requests: the engine itself, or a real server."""
+"""Hosts that serve a setup's requests: an engine in a process, or a real server."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _START_SECONDS = 600
 
 
 class Host(Protocol):
-    """Serves batches."""
+    """Anything that serves batches of requests."""
 
     def call(self, argument: Batch) -> Served:
-        """One of them, to its end."""
+        """Serves a batch until all its requests have ended."""
 
 
 @contextmanager
 def in_process_host(setup: Setup, folder: Path) -> Iterator[Host]:
-    """The engine in a process of its own, without a server."""
+    """Runs the engine in its own process, without a server."""
     settings, log = setup.settings(str(folder)), folder / f"{setup.name}.log"
     model = str(model_of(setup, folder))
     with EngineProcess(model, settings, setup.engine(), log, drive) as engine:
@@ -48,7 +48,7 @@ def in_process_host(setup: Setup, folder: Path) -> Iterator[Host]:
 
 @contextmanager
 def server_host(setup: Setup, folder: Path) -> Iterator[Host]:
-    """`vllm-kvcompress serve`, asked over HTTP."""
+    """Runs `vllm-kvcompress serve`, and asks it over HTTP."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -73,7 +73,7 @@ def server_host(setup: Setup, folder: Path) -> Iterator[Host]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a server, its own way if it can."""
+    """Ends a server with SIGTERM, and kills it after 30 seconds."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(30)
@@ -83,7 +83,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Server:
-    """A server that runs."""
+    """A running server process."""
 
     def __init__(self, process: subprocess.Popen[bytes], address: str, log: Path) -> None:
         self._process, self._address, self._log = process, address, log
@@ -100,7 +100,7 @@ class _Server:
         raise self._error("it does not start")
 
     def call(self, argument: Batch) -> Served:
-        """As `Host.call`."""
+        """Serves a batch over HTTP."""
         before = read_metrics(self._address)
         served = Served()
         served.answers = asyncio.run(Client(self._address).serve(argument))
@@ -123,17 +123,17 @@ class _Server:
         return served
 
     def _left_over(self) -> str:
-        """What is wrong once nobody is there; a step may be on its way still."""
-        found: dict[str, Any] = {}
+        """Waits until the server is idle; returns which requests or blocks are left after 10 s."""
+        busy: dict[str, Any] = {}
         for _ in range(40):
             asyncio.run(Client(self._address).touch())  # whose end is in the metrics
             metrics = read_metrics(self._address)
             names = ("vllm:num_requests_running", "vllm:num_requests_waiting")
-            found = {name: metrics[name] for name in (*names, "vllm:kv_cache_usage_perc")}
-            if not any(found.values()):
+            busy = {name: metrics[name] for name in (*names, "vllm:kv_cache_usage_perc")}
+            if not any(busy.values()):
                 return ""
             time.sleep(0.25)
-        return f"left over: {found}"
+        return f"left over: {busy}"
 
     def _error(self, what: str) -> EngineError:
         tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-25:])

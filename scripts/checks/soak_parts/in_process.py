@@ -45,7 +45,7 @@ class _Driver:
         self.served = Served()
 
     def run(self, scheduler: Any) -> Served:
-        """All of it."""
+        """Drives the engine until the batch has ended."""
         waiting = list(reversed(self._batch.asks))
         count = _Counts(scheduler)
         while waiting or self._live:
@@ -130,12 +130,12 @@ class _Counts:
         scheduler._preempt_request, scheduler.make_stats = counting, recording
 
     def stop(self) -> None:
-        """Takes the counting off again."""
+        """Restores the scheduler's methods."""
         del self._scheduler._preempt_request, self._scheduler.make_stats
 
 
 def sampling_params(ask: Ask) -> Any:
-    """A request as vLLM has it."""
+    """Returns vLLM's sampling parameters of a request."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
@@ -154,7 +154,7 @@ def sampling_params(ask: Ask) -> Any:
 
 
 def _left_over(scheduler: Any) -> str:
-    """What is wrong with a scheduler all of whose requests have ended."""
+    """Returns which requests or blocks a scheduler still holds after all have ended."""
     pool = scheduler.kv_cache_manager.block_pool
     if scheduler.requests:
         return f"requests left over: {sorted(scheduler.requests)}"

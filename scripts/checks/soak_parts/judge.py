@@ -1,4 +1,4 @@
-"""Whether an answer is one that the request may get."""
+"""Judges whether an answer is one that its request may get."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ CLOSE = 1e-3  # log-probabilities of two tokens that may change places
 
 
 def problem(ask: Ask, answer: Answer) -> str:
-    """What is wrong with an answer; empty: nothing."""
+    """Returns what is wrong with an answer; empty: nothing."""
     if answer.outcome == "cut":
         return "" if ask.cut is not None else "was cut, though its client stayed"
     if ask.refused:
-        found = f"{answer.outcome} {answer.reason}".strip()
-        return "" if answer.outcome == "refused" else f"expected a refusal, got {found}"
+        reason = f"{answer.outcome} {answer.reason}".strip()
+        return "" if answer.outcome == "refused" else f"expected a refusal, got {reason}"
     if answer.outcome != "answered":
         return f"{answer.outcome}: {answer.reason}"
     if len(answer.choices) != ask.n:
         return f"expected {ask.n} answers, got {len(answer.choices)}"
     for choice in answer.choices:
-        if found := _problem_of(ask, choice):
-            return found
+        if reason := _problem_of(ask, choice):
+            return reason
     return ""
 
 
@@ -46,7 +46,7 @@ def _problem_of(ask: Ask, choice: Choice) -> str:
 
 
 def _unguided(guide: dict[str, object], text: str) -> str:
-    """How a finished answer differs from what it has to look like."""
+    """Returns how a finished answer breaks its guide; empty: it fits."""
     if "choice" in guide:
         is_right = text in guide["choice"]  # type: ignore[operator]
     elif "regex" in guide:
@@ -60,7 +60,7 @@ def _unguided(guide: dict[str, object], text: str) -> str:
 
 
 def difference(together: Choice, alone: Choice) -> tuple[int, float] | None:
-    """Where two answers part, and how close the two tokens are in what was said alone.
+    """Returns the first token that differs, and how close both are in the answer without load.
 
     None: they are the same.
     """

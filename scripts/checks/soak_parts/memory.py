@@ -1,4 +1,4 @@
-"""Whether a server's memory grows: the slope of a straight line through what it had."""
+"""Tells whether a server's memory grows: the slope of a line fitted to its samples."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def slope(samples: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
     mean_x = sum(x for x, _ in warm) / len(warm)
     mean_y = sum(y for _, y in warm) / len(warm)
     spread = sum((x - mean_x) ** 2 for x, _ in warm)
-    found = sum((x - mean_x) * (y - mean_y) for x, y in warm) / spread
-    rest = sum((y - mean_y - found * (x - mean_x)) ** 2 for x, y in warm)
+    gradient = sum((x - mean_x) * (y - mean_y) for x, y in warm) / spread
+    rest = sum((y - mean_y - gradient * (x - mean_x)) ** 2 for x, y in warm)
     error = math.sqrt(rest / (len(warm) - 2) / spread)
-    return 1000 * found, 1000 * error
+    return 1000 * gradient, 1000 * error
 
 
 def mean_slope(slopes: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of several turns: the mean of their slopes, and its standard error."""
+    """Returns the mean of several turns' slopes, and its standard error."""
     mean = sum(each for each, _ in slopes) / len(slopes)
     return mean, math.sqrt(sum(error**2 for _, error in slopes)) / len(slopes)
 
 
 def grows(slope_and_error: tuple[float, float]) -> bool:
-    """Whether a slope is more than chance, and more than nothing."""
-    found, error = slope_and_error
-    return found > MOST and found > SURE * error
+    """Returns whether a slope is larger than `MOST` and significant."""
+    mean, error = slope_and_error
+    return mean > MOST and mean > SURE * error

@@ -1,4 +1,4 @@
-"""The models of a long run: a tiny random one that speaks bytes, and the reference model."""
+"""The models of a soak run: a tiny random one with a byte tokenizer, and the reference model."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def prepare(folder: Path) -> None:
 
 
 def model_of(setup: Setup, folder: Path) -> Path:
-    """The model that a setup serves."""
+    """Returns the folder of the model that a setup serves."""
     return ROOT / "models" / "reference" if setup.recalls else folder / "llama"
 
 
 def text_of(tokens: list[int]) -> str:
-    """Tokens of `PRINTABLE` as text, for the message of a chat."""
+    """Decodes tokens of `PRINTABLE` into the text of a chat message."""
     return "".join(_CHARACTERS[token] for token in tokens)
 
 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte a token, as in byte-level BPE without any merge; it has braces and quotes."""
+    """A tokenizer with one token per byte: byte-level BPE without merges."""
     vocabulary = {word: number for number, word in enumerate(_WORDS)}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

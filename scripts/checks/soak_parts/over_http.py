@@ -1,4 +1,4 @@
-"""Asks a server over HTTP, as clients of all kinds do."""
+"""Clients of a server over HTTP: patient ones, streams, and ones that leave early."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PATIENCE = aiohttp.ClientTimeout(total=600)
 
 
 def read_metrics(address: str) -> dict[str, float]:
-    """Sums of a server's metrics, by name."""
+    """Returns the sums of a server's metrics, by name."""
     with urllib.request.urlopen(f"{address}/metrics", timeout=60) as reply:
         text = reply.read().decode()
-    found: dict[str, float] = defaultdict(float)
+    sums: dict[str, float] = defaultdict(float)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             if sample.name in (family.name, f"{family.name}_total"):
-                found[family.name] += sample.value
-    return found
+                sums[family.name] += sample.value
+    return sums
 
 
 class Client:
@@ -94,8 +94,8 @@ class Client:
 
 
 def body(ask: Ask) -> dict[str, Any]:
-    """A request as OpenAI's API has it, and vLLM's additions."""
-    found: dict[str, Any] = {
+    """Returns a request's JSON body: OpenAI's fields and vLLM's additions."""
+    fields: dict[str, Any] = {
         "model": "soak",
         "max_tokens": ask.max_tokens,
         "temperature": ask.temperature,
@@ -106,29 +106,29 @@ def body(ask: Ask) -> dict[str, Any]:
         "vllm_xargs": ask.xargs,
     }
     if ask.chat:
-        found["messages"] = [{"role": "user", "content": text_of(ask.prompt)}]
+        fields["messages"] = [{"role": "user", "content": text_of(ask.prompt)}]
     else:
-        found["prompt"] = ask.prompt
+        fields["prompt"] = ask.prompt
     logprobs = 2 if ask.alone else ask.logprobs
     if logprobs is not None:
         of_chat = {"logprobs": True, "top_logprobs": logprobs}
-        found |= of_chat if ask.chat else {"logprobs": logprobs}
+        fields |= of_chat if ask.chat else {"logprobs": logprobs}
     optional = {
         "stop": ask.stop,
         "cache_salt": ask.cache_salt,
         "structured_outputs": ask.guide,
         "prompt_logprobs": None if ask.stream else ask.prompt_logprobs,
     }
-    return found | {name: value for name, value in optional.items() if value not in (None, [])}
+    return fields | {name: value for name, value in optional.items() if value not in (None, [])}
 
 
 def _error(status: int, text: str) -> Answer:
-    """A refusal, or a failure; a stream says as its last part what its status cannot say."""
+    """Makes an answer of an error, which a stream sends as its last part."""
     return Answer("refused" if status < 500 else "failed", reason=f"{status} {text[:300]}")
 
 
 def _answer(ask: Ask, parts: list[dict[str, Any]]) -> Answer:
-    """What a whole reply says, or the parts of a streamed one."""
+    """Joins the parts of a streamed reply, or reads an unstreamed one."""
     choices = [Choice("", [], None, []) for _ in range(ask.n)]
     for part in parts:
         if "error" in part:
@@ -145,7 +145,7 @@ def _answer(ask: Ask, parts: list[dict[str, Any]]) -> Answer:
 
 
 def _logprobs(said: dict[str, Any] | None) -> list[dict[int, float]]:
-    """By token, log-probabilities by token id, in either API's form."""
+    """Returns for each token the log-probabilities by token id, from either API's form."""
     if not said:
         return []
     if "content" in said:
@@ -154,10 +154,10 @@ def _logprobs(said: dict[str, Any] | None) -> list[dict[int, float]]:
             for place in said["content"] or ()
         ]
     own = zip(said["tokens"], said["token_logprobs"], strict=True)
-    found = [{_id(token): logprob} for token, logprob in own]
-    for place, best in zip(found, said["top_logprobs"] or (), strict=False):
+    by_token = [{_id(token): logprob} for token, logprob in own]
+    for place, best in zip(by_token, said["top_logprobs"] or (), strict=False):
         place |= {_id(token): logprob for token, logprob in (best or {}).items()}
-    return found
+    return by_token
 
 
 def _id(token: str) -> int:

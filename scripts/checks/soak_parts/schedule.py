@@ -1,4 +1,4 @@
-"""What is asked: request i is a function of the seed and i, and of nothing else."""
+"""The schedule of requests: request i is a function of the seed and i alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GUIDES: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True)
 class Schedule:
-    """Which request comes when, and to which server.
+    """Says what each request is, and which server it goes to.
 
     Attributes:
         seed: of everything.
@@ -51,15 +51,15 @@ class Schedule:
     setups: tuple[Setup, ...] = SETUPS
 
     def setup_of(self, index: int) -> Setup:
-        """The server that a request goes to."""
+        """Returns the setup that serves a request."""
         return self.setups[index // self.per_setup % len(self.setups)]
 
     def end_of_turn(self, index: int) -> int:
-        """The first request of the turn after that of a request."""
+        """Returns the first index of the turn after a request's."""
         return (index // self.per_setup + 1) * self.per_setup
 
     def ask(self, index: int) -> Ask:
-        """A request."""
+        """Returns the request with this index."""
         setup, rng = self.setup_of(index), random.Random(f"{self.seed}/{index}")
         ask = tenant_ask(index, setup, rng) if setup.recalls else self._ask(index, setup, rng)
         if rng.random() < CUT_SHARE:
@@ -114,22 +114,22 @@ class Schedule:
     def _xargs(
         self, setup: Setup, rng: random.Random, num_tokens: int, shared: int
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+        xargs: dict[str, Any] = {}
         if shared and rng.random() < 0.5:
-            found["kv_context_tokens"] = shared
+            xargs["kv_context_tokens"] = shared
         elif rng.random() < 0.05:
-            found["kv_context_tokens"] = rng.randint(1, 2 * num_tokens)
+            xargs["kv_context_tokens"] = rng.randint(1, 2 * num_tokens)
         if setup.chooses and rng.random() < 0.8:
             policies = (*setup.settings("")["request_policies"], setup.policy)
-            found["kv_policy"] = rng.choice(policies)
+            xargs["kv_policy"] = rng.choice(policies)
         if setup.chooses and rng.random() < 0.3:
-            found["kv_budget"] = rng.choice((0.1, 0.25, 0.5, 0.8))
+            xargs["kv_budget"] = rng.choice((0.1, 0.25, 0.5, 0.8))
         if setup.chooses_read and rng.random() < 0.5:
-            found["kv_read"] = rng.choice((0.2, 0.3, 0.6, 1.0))
-        return found
+            xargs["kv_read"] = rng.choice((0.2, 0.3, 0.6, 1.0))
+        return xargs
 
     def _spoil(self, ask: Ask, setup: Setup, rng: random.Random) -> None:
-        """Makes it one that has to be refused."""
+        """Changes a request into one that must be refused."""
         ask.refused, ask.alone = True, False
         if rng.random() < 0.3:
             ask.prompt = _tokens(rng, setup.max_tokens + rng.randint(1, 2000))

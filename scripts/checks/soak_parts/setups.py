@@ -14,7 +14,7 @@ EVICTING = (
 
 @dataclass(frozen=True)
 class Setup:
-    """One server.
+    """One server's configuration.
 
     Attributes:
         name: of it.
@@ -63,30 +63,30 @@ class Setup:
         return self.reads is not None and "prefill" not in self.reads
 
     def settings(self, folder: str) -> dict[str, Any]:
-        """Ours, for a server whose profiles lie in a folder."""
-        found: dict[str, Any] = {
+        """Returns this package's settings; profiles are read from the folder."""
+        settings: dict[str, Any] = {
             "policy": self.policy,
             "budget": self.budget,
             "trigger": self.trigger,
             "min_tokens": 40,
         }
         if self.chooses:
-            found |= {"request_policies": [p for p in (*EVICTING, "none") if p != self.policy]}
-            found |= {"min_request_budget": 0.1, "max_request_budget": 0.8}
+            settings |= {"request_policies": [p for p in (*EVICTING, "none") if p != self.policy]}
+            settings |= {"min_request_budget": 0.1, "max_request_budget": 0.8}
         if self.reuses:
-            found["reuse_contexts"] = True
+            settings["reuse_contexts"] = True
         if self.converses:
-            found["reuse_conversations"] = "reuse"
+            settings["reuse_conversations"] = "reuse"
         if self.reads is not None:
-            found |= {"read": self.reads, "read_min_tokens": 40}
+            settings |= {"read": self.reads, "read_min_tokens": 40}
         if self.chooses_read:
-            found["min_request_read"] = 0.2
+            settings["min_request_read"] = 0.2
         if self.profile is not None:
-            found["profile"] = f"{folder}/{self.profile}"
-        return found
+            settings["profile"] = f"{folder}/{self.profile}"
+        return settings
 
     def engine(self) -> dict[str, Any]:
-        """Options of vLLM's."""
+        """Returns the keyword arguments of vLLM's engine."""
         return {
             "dtype": "float32",
             "enforce_eager": True,

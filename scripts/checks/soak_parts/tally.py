@@ -1,4 +1,4 @@
-"""What a long run has seen so far: counted, written to a file after every batch, and summed up."""
+"""Counts of a soak run so far, saved after every batch, and their summary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEWEST_OF_STORM = 100  # requests, among which one is preempted
 
 @dataclass
 class Tally:
-    """Counts over all turns.
+    """Counts over all turns of a run.
 
     Attributes:
         key: what the schedule depends on; a file with another one is not gone on with.
@@ -45,24 +45,24 @@ class Tally:
 
     @property
     def next_index(self) -> int:
-        """The request to go on with."""
+        """The index of the next request."""
         return self.first + self.done
 
     def save(self, path: Path) -> None:
-        """Writes it, whole or not at all."""
+        """Writes the tally to a file, atomically."""
         partial = path.with_suffix(".part")
         partial.write_text(json.dumps(vars(self), indent=1))
         partial.replace(path)
 
     @classmethod
     def load(cls, path: Path, key: str, first: int) -> Tally:
-        """That of a run that was stopped, or a new one."""
+        """Reads the tally of a stopped run, or makes a new one."""
         if path.exists():
-            found = json.loads(path.read_text())
-            if found["key"] == key and found["first"] == first:
+            saved = json.loads(path.read_text())
+            if saved["key"] == key and saved["first"] == first:
                 for name in ("outcomes", "counts", "by_setup", "preempted"):
-                    found[name] = Counter(found[name])
-                return cls(**found)
+                    saved[name] = Counter(saved[name])
+                return cls(**saved)
         return cls(key, first)
 
     def see_memory(self, setup: str, samples: list[tuple[int, int]]) -> None:
@@ -71,23 +71,23 @@ class Tally:
             self.slopes.setdefault(setup, []).append(slope)
 
     def wrong(self) -> list[str]:
-        """What is wrong with the whole."""
-        found = list(self.problems)
+        """Returns all problems, those of whole turns included."""
+        problems = list(self.problems)
         for setup in SETUPS:
             asked = self.by_setup[setup.name]
             if setup.storms and asked >= FEWEST_OF_STORM and not self.preempted[setup.name]:
-                found.append(f"{setup.name}: none of {asked} requests was preempted")
+                problems.append(f"{setup.name}: none of {asked} requests was preempted")
         for name, slopes in self.slopes.items():
             if memory.grows(mean := memory.mean_slope(slopes)):
-                found.append(f"{name}: memory grows by {_told(mean)}")
-        return found
+                problems.append(f"{name}: memory grows by {_told(mean)}")
+        return problems
 
     def passed(self, requests: int) -> bool:
-        """Whether all ran, and all is well."""
+        """Returns whether all requests ran without a problem."""
         return self.done >= requests and not self.wrong()
 
     def summary(self, requests: int, command: str) -> str:
-        """A table."""
+        """Returns a table of the counts, the problems and the verdict."""
         rows = [("requests", f"{self.done} of {requests}"), ("minutes", f"{self.seconds / 60:.1f}")]
         rows += [(name, str(count)) for name, count in sorted(self.outcomes.items())]
         rows += [(name, str(count)) for name, count in sorted(self.counts.items())]

@@ -19,8 +19,8 @@ _SHARE = len(FIRST_VALUES) // NUM_TENANTS
 
 def values_of(tenant: int) -> tuple[list[str], list[str]]:
     """The first and second words that a tenant's secrets are made of."""
-    mine = slice(tenant * _SHARE, (tenant + 1) * _SHARE)
-    return list(FIRST_VALUES[mine]), list(SECOND_VALUES[mine])
+    share = slice(tenant * _SHARE, (tenant + 1) * _SHARE)
+    return list(FIRST_VALUES[share]), list(SECOND_VALUES[share])
 
 
 def tenant_ask(index: int, setup: Setup, rng: random.Random) -> Ask:

@@ -1,4 +1,4 @@
-"""Chats over HTTP."""
+"""Scenarios of chats over HTTP."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def _texts(answer: Any) -> list[str]:
 @like(SERVED, CHAT, "test_no_logprobs_chat", "test_zero_logprobs_chat", "test_some_logprobs_chat")
 def chat_logprobs(server: Server) -> Any:
     assert server.chat(logprobs=False).choices[0].logprobs is None
-    found = []
+    by_number = []
     for number in (0, 5):
         said = server.chat(logprobs=True, top_logprobs=number).choices[0].logprobs.content
         assert all(len(place.top_logprobs) == number for place in said)
-        found.append([[place.token, place.logprob] for place in said])
-    return found
+        by_number.append([[place.token, place.logprob] for place in said])
+    return by_number
 
 
 @like(SERVED, CHAT, "test_too_many_chat_logprobs")
@@ -39,14 +39,14 @@ def too_many_chat_logprobs(server: Server) -> Any:
 
 @like(SERVED, CHAT, "test_prompt_logprobs_chat", "test_more_than_one_prompt_logprobs_chat")
 def chat_prompt_logprobs(server: Server) -> Any:
-    found = []
+    by_number = []
     for number in (0, 1, 2):
         said = server.chat(prompt_logprobs=number).prompt_logprobs
         assert len(said) == 200
         assert all(max(1, number) <= len(place) <= number + 1 for place in said[1:])
-        found.append(sorted(each["logprob"] for each in said[3].values()))
+        by_number.append(sorted(each["logprob"] for each in said[3].values()))
     assert server.chat().prompt_logprobs is None
-    return [found, server.refuses(server.chat, prompt_logprobs=-5)]
+    return [by_number, server.refuses(server.chat, prompt_logprobs=-5)]
 
 
 @like(SERVED, CHAT, "test_single_chat_session")
@@ -63,7 +63,7 @@ def two_turns(server: Server) -> Any:
 
 @like(SERVED, CHAT, "test_chat_streaming")
 def streamed_chat(server: Server) -> Any:
-    whole = server.chat().choices[0]
+    unstreamed = server.chat().choices[0]
     text, reasons, roles = "", [], set()
     for chunk in server.chat(stream=True):
         (choice,) = chunk.choices
@@ -72,7 +72,7 @@ def streamed_chat(server: Server) -> Any:
         roles |= {choice.delta.role} - {None}
         reasons += [choice.finish_reason] if choice.finish_reason else []
     assert roles == {"assistant"}
-    assert (text, reasons) == (whole.message.content, [whole.finish_reason])
+    assert (text, reasons) == (unstreamed.message.content, [unstreamed.finish_reason])
     return text
 
 
@@ -93,7 +93,7 @@ def usage_of_streamed_chats(server: Server) -> Any:
 
 @like(SERVED, CHAT, "test_extra_fields_allowed", "test_complex_message_content", "test_custom_role")
 def forms_of_messages(server: Server) -> Any:
-    """Fields that nobody knows, content in parts, roles that nobody has."""
+    """Unknown fields, content in parts and unknown roles are accepted."""
     parts = [{"type": "text", "text": LONG}]
     forms = [
         [{"role": "user", "content": LONG}],
@@ -110,9 +110,9 @@ def forms_of_messages(server: Server) -> Any:
 @like(SERVED, CHAT, "test_long_seed", "test_chat_completion_n_with_seed")
 def seeds(server: Server) -> Any:
     settings = {"temperature": 1.0, "n": 2, "max_tokens": 20}
-    found = [_texts(server.chat(SHORT, seed=seed, **settings)) for seed in (42, 42, 43, LARGEST)]
-    assert found[0] == found[1] != found[2]
-    return [found, [server.refuses(server.chat, seed=s) for s in (LARGEST + 1, -LARGEST - 2)]]
+    by_seed = [_texts(server.chat(SHORT, seed=seed, **settings)) for seed in (42, 42, 43, LARGEST)]
+    assert by_seed[0] == by_seed[1] != by_seed[2]
+    return [by_seed, [server.refuses(server.chat, seed=s) for s in (LARGEST + 1, -LARGEST - 2)]]
 
 
 @like(
@@ -133,7 +133,7 @@ def several_chats(server: Server) -> Any:
 
 @like(SERVED, CHAT, "test_invocations")
 def invocations(server: Server) -> Any:
-    """The page that Sagemaker asks says what the chat says."""
+    """Sagemaker's endpoint answers like the chat endpoint."""
     chat = server.chat()
     body = {"model": MODEL, "messages": [{"role": "user", "content": LONG}]}
     status, text = server.get("/invocations", **body, max_tokens=8, temperature=0)
@@ -155,12 +155,12 @@ def echoed_chat(server: Server) -> Any:
 
 @like(SERVED, f"{BASIC}test_return_token_ids.py", "in chats and streams")
 def token_ids(server: Server) -> Any:
-    whole = server.chat(return_token_ids=True)
-    assert len(whole.prompt_token_ids) == 200
+    answer = server.chat(return_token_ids=True)
+    assert len(answer.prompt_token_ids) == 200
     streamed: list[int] = []
     for chunk in server.chat(return_token_ids=True, stream=True):
         streamed += getattr(chunk.choices[0], "token_ids", None) or []
-    assert streamed == whole.choices[0].token_ids
+    assert streamed == answer.choices[0].token_ids
     return streamed
 
 
@@ -180,28 +180,28 @@ def logit_bias(server: Server) -> Any:
 )
 @like(SERVED, f"{BASIC}test_basic.py", "test_request_wrong_content_type")
 def bodies_that_are_none(server: Server) -> Any:
-    found = []
+    statuses = []
     for path in ("/v1/chat/completions", "/v1/completions"):
         status, _ = server.get(path, x=1)
-        found.append(status)
+        statuses.append(status)
         assert 400 <= status < 500
     kinds = server.refuses(server.chat, messages=[])
     try:
         server.chat(extra_headers={"Content-Type": "application/x-www-form-urlencoded"})
     except Exception as error:
-        return [*found, kinds, type(error).__name__]
+        return [*statuses, kinds, type(error).__name__]
     raise AssertionError("a body that is no JSON was taken")
 
 
 @like(SERVED, "tests/entrypoints/openai/responses/test_simple.py", "text, stream")
 def responses(server: Server) -> Any:
-    """OpenAI's newer API."""
+    """OpenAI's Responses API, with and without a stream."""
     settings = {"model": MODEL, "input": LONG, "temperature": 0, "max_output_tokens": 8}
-    whole = server.client.responses.create(**settings)
+    answer = server.client.responses.create(**settings)
     text = "".join(
         event.delta
         for event in server.client.responses.create(**settings, stream=True)
         if event.type == "response.output_text.delta"
     )
-    assert text == whole.output_text
+    assert text == answer.output_text
     return text

@@ -1,4 +1,4 @@
-"""Who is asked: stock vLLM, and this package that compresses nothing, down to all, or to half."""
+"""The table's columns: stock vLLM, and this package without compression, with budget 1 and 0.5."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _STOCK = (
 
 @dataclass(frozen=True)
 class Column:
-    """One of those that are asked.
+    """One configuration that answers the scenarios.
 
     Attributes:
         name: in the table.
@@ -50,13 +50,13 @@ class Column:
     is_exact: bool = True
 
     def options(self) -> list[str]:
-        """What `serve` is given for the settings."""
+        """Returns the flags of `serve` for the settings."""
         names = {"request_policies": "allow-request-policies"}
-        found = []
+        words = []
         for name, value in (self.settings or {}).items():
             text = ",".join(value) if isinstance(value, list) else str(value)
-            found += [f"--kv-{names.get(name, name).replace('_', '-')}", text]
-        return found
+            words += [f"--kv-{names.get(name, name).replace('_', '-')}", text]
+        return words
 
 
 COLUMNS = (
@@ -69,7 +69,7 @@ COLUMNS = (
 
 @dataclass
 class Result:
-    """How scenarios ended.
+    """Results of the scenarios in one column.
 
     Attributes:
         said: what those said that passed, by name.
@@ -80,7 +80,7 @@ class Result:
     failed: dict[str, str] = field(default_factory=dict)
 
     def add(self, scenario: Scenario, subject: Any) -> None:
-        """Runs a scenario."""
+        """Runs a scenario, and notes what it said or why it failed."""
         if scenario.name in self.said or scenario.name in self.failed:
             return  # it follows several files of vLLM's
         try:
@@ -95,10 +95,10 @@ class Result:
 
 
 def in_engine(column: Column, model: Path, log: Path) -> Result:
-    """All scenarios of an engine."""
+    """Runs the scenarios that drive an engine."""
     with EngineProcess(str(model), column.settings, OPTIONS, log, run_in_engine) as engine:
-        found: Result = engine.call("all")
-        return found
+        result: Result = engine.call("all")
+        return result
 
 
 def run_in_engine(llm: Any, _: str) -> Result:
@@ -110,7 +110,7 @@ def run_in_engine(llm: Any, _: str) -> Result:
 
 
 def served(column: Column, model: Path, log: Path) -> Result:
-    """All scenarios of a server."""
+    """Runs the scenarios that ask a server."""
     result = Result()
     with serving(column, model, log) as address:
         server = Server(address)
@@ -120,7 +120,7 @@ def served(column: Column, model: Path, log: Path) -> Result:
 
 
 def server_arguments(column: Column, model: Path) -> list[str]:
-    """Of `serve`."""
+    """Returns the command line of `serve`."""
     return [
         *("serve", str(model), "--served-model-name", MODEL, *column.options()),
         *("--dtype", "float32", "--enforce-eager", "--block-size", "32"),
@@ -132,7 +132,7 @@ def server_arguments(column: Column, model: Path) -> list[str]:
 
 @contextmanager
 def serving(column: Column, model: Path, log: Path) -> Iterator[str]:
-    """A server's address; the server has ended afterwards."""
+    """Starts a server, yields its address, and ends it."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

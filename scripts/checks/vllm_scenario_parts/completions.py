@@ -1,4 +1,4 @@
-"""Completions over HTTP."""
+"""Scenarios of completions over HTTP."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _texts(answer: Any) -> list[str]:
 
 
 def _streamed(chunks: Any, n: int = 1) -> tuple[list[str], list[str]]:
-    """Texts and finish reasons of a stream, by choice; each has one reason, in its last part."""
+    """Returns a stream's texts and finish reasons by choice; the reason comes in the last part."""
     texts, reasons = [""] * n, [""] * n
     for chunk in chunks:
         for choice in chunk.choices:
@@ -30,7 +30,7 @@ def _streamed(chunks: Any, n: int = 1) -> tuple[list[str], list[str]]:
 
 @like(SERVED, COMPLETION, "test_single_completion")
 def one_completion(server: Server) -> Any:
-    """Of a text, and of tokens."""
+    """Texts and token ids are accepted as prompts."""
     answer = server.complete(LONG, max_tokens=5, ignore_eos=True)
     (choice,) = answer.choices
     usage = answer.usage
@@ -45,35 +45,35 @@ def one_completion(server: Server) -> Any:
 
 @like(SERVED, COMPLETION, "test_completion_truncation_side_controls_prompt_truncation")
 def truncated_prompts(server: Server) -> Any:
-    """From the left, as is the default, and all of it where there is room."""
-    found = []
+    """Prompts are truncated from the left if they are too long."""
+    answers = []
     for most in (4, 60, 500):
         answer = server.complete(
             [*range(10, 110)], truncate_prompt_tokens=most, return_token_ids=True
         )
         kept = answer.choices[0].prompt_token_ids
         assert kept == [*range(10, 110)][-most:]
-        found.append(answer.choices[0].token_ids)
-    return found
+        answers.append(answer.choices[0].token_ids)
+    return answers
 
 
 @like(SERVED, COMPLETION, "test_no_logprobs", "test_zero_logprobs", "test_some_logprobs")
 def logprobs(server: Server) -> Any:
-    """None, of the token alone, of five more."""
+    """Without `logprobs` none come; with 0 the token's own, with 5 five more."""
     assert server.complete().choices[0].logprobs is None
-    found = []
+    by_number = []
     for number in (0, 5):
         said = server.complete(logprobs=number).choices[0].logprobs
         assert all(1 <= len(top) <= number + 1 for top in said.top_logprobs)
         assert len(said.tokens) == len(said.token_logprobs) == len(said.text_offset)
-        found.append([said.tokens, said.token_logprobs])
-    assert found[0][0] == found[1][0]
-    return found
+        by_number.append([said.tokens, said.token_logprobs])
+    assert by_number[0][0] == by_number[1][0]
+    return by_number
 
 
 @like(SERVED, COMPLETION, "test_too_many_completion_logprobs")
 def too_many_logprobs(server: Server) -> Any:
-    """Also of a stream; the server works afterwards."""
+    """More logprobs than allowed are refused, streamed too; the server works afterwards."""
     kinds = [
         server.refuses(server.complete, logprobs=21),
         server.refuses(server.complete, logprobs=30, stream=True),
@@ -83,30 +83,30 @@ def too_many_logprobs(server: Server) -> Any:
 
 @like(SERVED, COMPLETION, "test_prompt_logprobs_completion")
 def prompt_logprobs(server: Server) -> Any:
-    """Of two prompts; a negative number is refused."""
-    found = []
+    """Two prompts have their own prompt logprobs; a negative number is refused."""
+    by_prompt = []
     for number in (0, 1):
         for choice in server.complete([LONG, SHORT], prompt_logprobs=number).choices:
             assert choice.prompt_logprobs[0] is None
             of_tokens = choice.prompt_logprobs[1:]
             assert len(of_tokens) == (199, 14)[choice.index]
-            found.append([[each["logprob"] for each in place.values()] for place in of_tokens])
+            by_prompt.append([[each["logprob"] for each in place.values()] for place in of_tokens])
     assert server.complete([LONG, SHORT]).choices[0].prompt_logprobs is None
-    return [found, server.refuses(server.complete, prompt_logprobs=-5)]
+    return [by_prompt, server.refuses(server.complete, prompt_logprobs=-5)]
 
 
 @like(SERVED, COMPLETION, "test_completion_streaming")
 def streamed(server: Server) -> Any:
-    whole = server.complete().choices[0]
+    unstreamed = server.complete().choices[0]
     (text,), (reason,) = _streamed(server.complete(stream=True))
-    assert (text, reason) == (whole.text, whole.finish_reason)
+    assert (text, reason) == (unstreamed.text, unstreamed.finish_reason)
     return text
 
 
 @like(SERVED, COMPLETION, "test_parallel_no_streaming", "test_parallel_streaming")
 @like(SERVED, SAMPLING, "test_n_gt_1", "test_seed")
 def several_choices(server: Server) -> Any:
-    """With a seed: other ones for every choice and seed, the same ones again."""
+    """Seeded choices differ from each other and from other seeds, and repeat."""
     settings = {"n": 3, "temperature": 1.0, "max_tokens": 30, "seed": 42}
     answer = server.complete(SHORT, **settings)
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
@@ -120,7 +120,7 @@ def several_choices(server: Server) -> Any:
 
 @like(SERVED, COMPLETION, "test_completion_stream_options")
 def usage_of_streams(server: Server) -> Any:
-    """At the end, in every part, or not at all; not without a stream."""
+    """Usage comes at the end of a stream, in every part or never; only with a stream."""
 
     def usages(**options: bool) -> list[Any]:
         chunks = server.complete(stream=True, stream_options=options, ignore_eos=True)
@@ -146,16 +146,16 @@ def usage_of_streams(server: Server) -> Any:
 
 @like(SERVED, COMPLETION, "test_batch_completions")
 def many_prompts(server: Server) -> Any:
-    """Of texts and of tokens, with several choices, streamed."""
-    found = []
+    """Several prompts in one request, as texts and tokens, with choices and streams."""
+    texts = []
     for prompts in ([LONG] * 2, [[10] * 80] * 2):
         one, other = _texts(server.complete(prompts))
         assert one == other
         (streamed_one, streamed_other), _ = _streamed(server.complete(prompts, stream=True), 2)
         assert streamed_one == streamed_other == one
         assert len(server.complete(prompts, n=2, temperature=0.7).choices) == 4
-        found.append(one)
-    return found
+        texts.append(one)
+    return texts
 
 
 @like(SERVED, COMPLETION, "test_batch_completions (use_beam_search)")
@@ -170,8 +170,8 @@ def beams(server: Server) -> Any:
 @like(SERVED, COMPLETION, "test_echo_logprob_completion")
 @like(SERVED, "tests/entrypoints/openai/completion/test_completion_text_offset.py", "offsets")
 def echoed(server: Server) -> Any:
-    """The prompt first, with its logprobs."""
-    found = []
+    """Echo puts the prompt and its logprobs before the answer."""
+    echoes = []
     for number in (1, 0):
         choice = server.complete(LONG, echo=True, logprobs=number, ignore_eos=True).choices[0]
         said = choice.logprobs
@@ -181,24 +181,24 @@ def echoed(server: Server) -> Any:
         assert said.top_logprobs[0] is None
         assert all(1 <= len(top) <= number + 1 for top in said.top_logprobs[1:])
         assert said.text_offset[:200] == [*range(200)]
-        found.append([choice.text, said.token_logprobs])
-    return found
+        echoes.append([choice.text, said.token_logprobs])
+    return echoes
 
 
 @like(SERVED, VALIDATION, "test_empty_prompt", "test_out_of_vocab_token_ids")
 @like(SERVED, "tests/entrypoints/openai/completion/test_empty_prompt_list.py", "an empty list")
 def prompts_that_are_none(server: Server) -> Any:
-    """Nothing, tokens that nobody has, more than the model takes."""
+    """Empty prompts, unknown tokens and prompts beyond max_model_len are refused."""
     prompts: tuple[Any, ...] = ([], [[]], None, [999999], [-1], [10] * 2000, ["a", [10]])
     return [server.refuses(server.complete, prompt=prompt) for prompt in prompts]
 
 
 @like(SERVED, SAMPLING, "test_stop", "test_stop_token_ids")
 def stops(server: Server) -> Any:
-    """At a text, with it or without; at a token."""
-    whole = server.complete(max_tokens=16, return_token_ids=True, ignore_eos=True).choices[0]
-    word, token = whole.text[6:8], whole.token_ids[6]
-    before = whole.text[: whole.text.index(word)]
+    """Answers end before a stop text, behind it if included, or at a stop token."""
+    unstopped = server.complete(max_tokens=16, return_token_ids=True, ignore_eos=True).choices[0]
+    word, token = unstopped.text[6:8], unstopped.token_ids[6]
+    before = unstopped.text[: unstopped.text.index(word)]
     choice = server.complete(max_tokens=16, stop=[word], ignore_eos=True).choices[0]
     assert (choice.text, choice.finish_reason, choice.stop_reason) == (before, "stop", word)
     with_it = server.complete(
@@ -208,15 +208,15 @@ def stops(server: Server) -> Any:
     at_token = server.complete(
         max_tokens=16, stop_token_ids=[token], return_token_ids=True, ignore_eos=True
     ).choices[0]
-    first = whole.token_ids.index(token)
-    assert at_token.token_ids == whole.token_ids[: first + 1]
+    first = unstopped.token_ids.index(token)
+    assert at_token.token_ids == unstopped.token_ids[: first + 1]
     assert (at_token.finish_reason, at_token.stop_reason) == ("stop", token)
-    return [whole.text, before]
+    return [unstopped.text, before]
 
 
 @like(SERVED, SAMPLING, "test_penalties", "test_bad_words", "test_allowed_token_ids")
 def other_parameters(server: Server) -> Any:
-    """Penalties, forbidden words, the only tokens that are allowed, and wrong ones."""
+    """Penalties, bad words and allowed tokens work; wrong values are refused."""
     penalties = {name: 1.2 for name in ("presence_penalty", "frequency_penalty")}
     penalties |= {"repetition_penalty": 1.2, "min_p": 0.5, "top_p": 0.5, "temperature": 1.2}
     server.complete(**penalties, top_k=3)
@@ -236,13 +236,13 @@ def other_parameters(server: Server) -> Any:
 
 @like(SERVED, "tests/v1/e2e/general/test_min_tokens.py", "with stop, with eos, min = max")
 def least_tokens(server: Server) -> Any:
-    """Not even a stop string or the end of text ends an answer before."""
-    whole = server.complete(max_tokens=16, return_token_ids=True, ignore_eos=True).choices[0]
-    found = []
+    """No stop string or end of text ends an answer before `min_tokens`."""
+    unstopped = server.complete(max_tokens=16, return_token_ids=True, ignore_eos=True).choices[0]
+    answers = []
     for least in (1, 8, 16):
         answer = server.complete(
-            max_tokens=16, min_tokens=least, stop_token_ids=whole.token_ids[:1]
+            max_tokens=16, min_tokens=least, stop_token_ids=unstopped.token_ids[:1]
         )
         assert least <= answer.usage.completion_tokens <= 16
-        found.append([answer.usage.completion_tokens, answer.choices[0].text])
-    return [*found, server.refuses(server.complete, min_tokens=17, max_tokens=16)]
+        answers.append([answer.usage.completion_tokens, answer.choices[0].text])
+    return [*answers, server.refuses(server.complete, min_tokens=17, max_tokens=16)]

@@ -33,7 +33,7 @@ class Ended:
 
 @dataclass
 class Run:
-    """What happened.
+    """Record of a run: what was scheduled, and how requests ended.
 
     Attributes:
         steps: tokens that every request was given, step by step.
@@ -51,14 +51,14 @@ class Run:
         return list(dict.fromkeys(name for step in self.steps for name in step))
 
     def facts(self) -> list[Any]:
-        """All of it, to be compared."""
+        """Returns everything that runs are compared by."""
         said = {name: [e.tokens, e.reason, e.cached] for name, e in self.ended.items()}
         return [self.steps, self.preempted, said]
 
 
 @dataclass
 class Ask:
-    """A request.
+    """A request to the engine.
 
     Attributes:
         name: of it.
@@ -94,12 +94,12 @@ class Engine:
 
     @property
     def pool(self) -> Any:
-        """vLLM's block pool."""
+        """vLLM's block pool of the engine."""
         return self.scheduler.kv_cache_manager.block_pool
 
     def run(self, *asks: Ask) -> Run:
-        """Serves requests to their ends; at each, all blocks are free."""
-        found, undo = Run(), self._record()
+        """Serves requests until all have ended, and checks that all blocks are free."""
+        run, undo = Run(), self._record()
         waiting = sorted(asks, key=lambda ask: ask.at_step)
         step, live = 0, set()
         while waiting or live:
@@ -112,15 +112,15 @@ class Engine:
             for output in self._engine.step():
                 if output.finished and output.request_id in live:
                     live.remove(output.request_id)
-                    found.ended[output.request_id] = _ended(output)
+                    run.ended[output.request_id] = _ended(output)
             step += 1
             assert step < MOST_STEPS, f"{live} do not come to an end"
-        found.steps, found.preempted = undo()
+        run.steps, run.preempted = undo()
         self.check_empty()
-        return found
+        return run
 
     def add(self, ask: Ask) -> str:
-        """Takes a request; returns its name."""
+        """Adds a request; returns its name."""
         from vllm import SamplingParams
 
         settings = {"temperature": 0, "max_tokens": ask.max_tokens, "ignore_eos": True}
@@ -132,7 +132,7 @@ class Engine:
         return ask.name
 
     def check_empty(self) -> None:
-        """Nobody is there, and every block is free."""
+        """Checks that no request is left, and that every block is free."""
         self._engine.step()  # workers hear of the last ones
         assert not self.scheduler.requests
         assert self.pool.get_num_free_blocks() == self.pool.num_gpu_blocks - 1
@@ -143,7 +143,7 @@ class Engine:
         return bool(self._engine.reset_prefix_cache())
 
     def _record(self) -> Callable[[], tuple[list[dict[str, int]], list[str]]]:
-        """Writes down what is scheduled, until the function that it returns is called."""
+        """Records what is scheduled until the returned function is called."""
         scheduler, steps, preempted = self.scheduler, [], []
         schedule, preempt = scheduler.schedule, scheduler._preempt_request
 
@@ -176,15 +176,15 @@ def _ended(output: Any) -> Ended:
 
 
 def tokens(count: int, seed: int) -> list[int]:
-    """A prompt, other ones for every seed."""
+    """Returns the token ids of a prompt; each seed has its own."""
     return [4 + (seed * 7919 + i * i * (seed + 3) + 11 * i) % 250 for i in range(count)]
 
 
 def each_alone(engine: Engine, asks: Sequence[Ask]) -> dict[str, list[int]]:
-    """What requests say that nobody disturbs."""
-    found = {}
+    """Returns what each request says when it runs without others."""
+    said = {}
     for ask in asks:
         quiet = Ask(ask.name, ask.prompt, ask.max_tokens, more=ask.more)
-        found[ask.name] = engine.run(quiet).ended[ask.name].tokens
+        said[ask.name] = engine.run(quiet).ended[ask.name].tokens
         engine.forget()
-    return found
+    return said

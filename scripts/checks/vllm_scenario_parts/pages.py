@@ -1,4 +1,4 @@
-"""What a server says of itself, and that nothing of a request stays."""
+"""A server's own pages and metrics, and that ended requests leave nothing behind."""
 
 from __future__ import annotations
 
@@ -50,28 +50,28 @@ def counts(server: Server) -> Any:
     for number in range(4):
         server.complete([10 + number] * 100, max_tokens=6, ignore_eos=True)
     after = read_metrics(server.address)
-    found = [after[name] - before[name] for name in COUNTS]
-    assert found == [400, 24, 4]
-    return found
+    counts = [after[name] - before[name] for name in COUNTS]
+    assert counts == [400, 24, 4]
+    return counts
 
 
 def _wait_until_idle(server: Server) -> None:
-    """Every request has ended, and no block is held."""
-    found: dict[str, float] = {}
+    """Waits until no request runs or waits, and no block is held."""
+    counts: dict[str, float] = {}
     for _ in range(240):
         server.complete([10], max_tokens=1)
         metrics = read_metrics(server.address)
-        found = {name: metrics[name] for name in BUSY}
-        if not any(found.values()):
+        counts = {name: metrics[name] for name in BUSY}
+        if not any(counts.values()):
             return
         time.sleep(0.25)
-    raise AssertionError(f"left over: {found}")
+    raise AssertionError(f"left over: {counts}")
 
 
 @like(SERVED, f"{BASIC}test_basic.py", "test_request_cancellation")
 @like(SERVED, "tests/v1/engine/test_async_llm.py", "test_abort", "test_mid_stream_cancellation")
 def clients_that_leave(server: Server) -> Any:
-    """Forty of them before their answers, ten in the middle of a stream; others are answered."""
+    """Forty clients leave before their answers, ten during a stream; others are answered."""
     expected = server.complete(max_tokens=16).choices[0].text
     impatient = server.client.with_options(timeout=0.3)
 

@@ -13,7 +13,7 @@ UTILS = "tests/v1/core/test_kv_cache_utils.py"
 
 
 def _asked(engine: Engine, prompt: list[int], name: str = "r", **more: Any) -> tuple[Any, int]:
-    """What a request says, and how many of its tokens were cached."""
+    """Returns what a request says, and how many of its tokens were cached."""
     ended = engine.run(Ask(name, prompt, 6, **more)).ended[name]
     return ended.tokens, ended.cached
 
@@ -21,28 +21,28 @@ def _asked(engine: Engine, prompt: list[int], name: str = "r", **more: Any) -> t
 @like(IN_ENGINE, CACHING, "test_prefill", "test_decode", "test_hash_block_correct_reuse")
 @like(IN_ENGINE, UTILS, "test_request_block_hasher", "test_hash_tokens_different_*")
 def hits(engine: Engine) -> Any:
-    """Whole blocks, never the last token; a token that differs ends a hit; replies count too."""
+    """Hits are full blocks up to the first difference, never the last token; replies count too."""
     engine.forget()
     prompt = tokens(200, 1)
     first, cached = _asked(engine, prompt)
     assert cached == 0
-    found = []
+    answers = []
     for again in (prompt, prompt[:192], prompt[:100] + tokens(80, 2), [9, *prompt[1:]]):
         said, cached = _asked(engine, again)
         assert cached < len(again)
         assert cached % BLOCK == 0
         if again == prompt:
             assert said == first
-        found.append([said, cached])
-    assert found[0][1] > 0
-    assert found[3][1] == 0
+        answers.append([said, cached])
+    assert answers[0][1] > 0
+    assert answers[3][1] == 0
     longer, cached = _asked(engine, prompt + first + tokens(40, 3))
-    return [*found, [longer, cached]]
+    return [*answers, [longer, cached]]
 
 
 @like(IN_ENGINE, CACHING, "test_basic_prefix_caching_disabled", "test_reset_prefix_cache")
 def forgotten(engine: Engine) -> Any:
-    """Not while a request runs; then nothing is found."""
+    """Resetting the cache fails while a request runs; afterwards nothing is hit."""
     prompt = tokens(150, 4)
     first, _ = _asked(engine, prompt)
     assert _asked(engine, prompt)[1] > 0
@@ -61,38 +61,38 @@ def forgotten(engine: Engine) -> Any:
 @like(IN_ENGINE, CACHING, "test_cache_key_salting")
 @like(IN_ENGINE, UTILS, "test_generate_block_hash_extra_keys_cache_salt")
 def salts(engine: Engine) -> Any:
-    """Hits only with the same salt."""
+    """Requests hit only blocks of their own salt."""
     engine.forget()
     prompt = tokens(160, 5)
-    found = [_asked(engine, prompt, salt=salt) for salt in ("a", "a", "b", None, None, "b")]
-    assert [cached > 0 for _, cached in found] == [False, True, False, False, True, True]
-    assert all(said == found[0][0] for said, _ in found)
-    return [list(each) for each in found]
+    answers = [_asked(engine, prompt, salt=salt) for salt in ("a", "a", "b", None, None, "b")]
+    assert [cached > 0 for _, cached in answers] == [False, True, False, False, True, True]
+    assert all(said == answers[0][0] for said, _ in answers)
+    return [list(each) for each in answers]
 
 
 @like(IN_ENGINE, CACHING, "test_evict", "test_computed_blocks_not_evicted")
 @like(IN_ENGINE, "tests/v1/core/test_block_pool.py", "the oldest block goes first")
 def evicted(engine: Engine) -> Any:
-    """A prompt is forgotten once others have taken the pool, its end before its beginning."""
+    """Other requests evict a prompt's blocks, the last ones first."""
     engine.forget()
     prompt = tokens(300, 6)
     first, _ = _asked(engine, prompt)
-    found = []
+    answers = []
     for number in range(POOL * BLOCK // 300 + 2):
         _asked(engine, tokens(300, 20 + number))
     said, cached = _asked(engine, prompt)
     assert said == first
-    found.append(cached)
+    answers.append(cached)
     _asked(engine, tokens(480, 50))
     said, cached = _asked(engine, prompt)
     assert said == first
-    return [*found, cached, said]
+    return [*answers, cached, said]
 
 
 @like(IN_ENGINE, CACHING, "test_prefill_not_enough_free_blocks_with_computed_blocks")
 @like(IN_ENGINE, "tests/v1/core/test_single_type_kv_cache_manager.py", "evictable blocks")
 def hits_without_room(engine: Engine) -> Any:
-    """Who hits what is cached waits for the blocks that are missing, and is served."""
+    """A request with a hit waits for its missing blocks, and is served."""
     engine.forget()
     shared = tokens(256, 7)
     asks = [Ask("holds", shared + tokens(180, 8), 30), Ask("other", tokens(250, 9), 30)]
@@ -104,7 +104,7 @@ def hits_without_room(engine: Engine) -> Any:
 
 @like(IN_ENGINE, CACHING, "test_prefill (blocks that two requests share)")
 def shared_blocks(engine: Engine) -> Any:
-    """Four requests with one beginning at a time: together they hold less than four times it."""
+    """Four concurrent requests with one prefix hold its blocks once."""
     engine.forget()
     shared = tokens(256, 11)
     asks = [Ask("first", [*shared, 5], 4)]
@@ -117,7 +117,7 @@ def shared_blocks(engine: Engine) -> Any:
 
 @like(IN_ENGINE, CACHING, "test_prefill_plp")
 def prompt_logprobs_read_all(engine: Engine) -> Any:
-    """Who wants the prompt's logprobs has it read again, and others hit still."""
+    """A request for prompt logprobs reads the prompt again; others still hit."""
     engine.forget()
     prompt = tokens(150, 12)
     first, _ = _asked(engine, prompt)
@@ -131,7 +131,7 @@ def prompt_logprobs_read_all(engine: Engine) -> Any:
 @like(IN_ENGINE, UTILS, "test_free_kv_cache_block_queue_*")
 @like(IN_ENGINE, "tests/v1/core/test_block_pool.py", "free count")
 def no_block_is_lost(engine: Engine) -> Any:
-    """Sixty requests, a third of which leave; the pool is whole, each block once in its queue."""
+    """After sixty requests, a third aborted, every block is in the free queue once."""
     asks = [
         Ask(f"r{n}", tokens(30 + 7 * n, n), 3 + n % 9, n, n + 4 if n % 3 == 0 else None)
         for n in range(60)

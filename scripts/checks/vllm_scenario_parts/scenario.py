@@ -1,4 +1,4 @@
-"""What a scenario is, and how what it says is compared."""
+"""Scenarios, the server that they ask, and how answers are compared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHORT = "What is an LLM?"  # no prompt of this length is compressed
 
 @dataclass
 class Server:
-    """A server that runs, and vLLM's API as clients see it.
+    """A running server, and vLLM's API as clients see it.
 
     Attributes:
         address: such as http://127.0.0.1:8000.
@@ -35,20 +35,20 @@ class Server:
         )
 
     def complete(self, prompt: Any = LONG, **more: Any) -> Any:
-        """A completion; greedy unless it says otherwise. What OpenAI does not know is vLLM's."""
+        """Asks for a completion, greedy by default; passes vLLM's own fields as `extra_body`."""
         return self.client.completions.create(
             **_sorted_out({"prompt": prompt, "temperature": 0, "max_tokens": 8, **more})
         )
 
     def chat(self, content: Any = LONG, **more: Any) -> Any:
-        """A chat of one message, or of those given; as `complete`."""
+        """Asks for a chat of one message, or of `messages`; see `complete`."""
         messages = [{"role": "user", "content": content}]
         return self.client.chat.completions.create(
             **_sorted_out({"messages": messages, "temperature": 0, "max_tokens": 8, **more})
         )
 
     def refuses(self, ask: Callable[..., Any], **more: Any) -> str:
-        """The kind of a refusal with HTTP 400, also of a stream that has begun."""
+        """Returns the type of the error with HTTP 400, or of the error in a stream."""
         try:
             answer = ask(**more)
             if more.get("stream"):
@@ -65,7 +65,7 @@ class Server:
         return str(refusal.body["type"])
 
     def get(self, path: str, **body: Any) -> tuple[int, str]:
-        """Status and text of a page, or of the answer to a body."""
+        """Returns status and text of a page, or of the answer to a posted body."""
         data = json.dumps(body).encode() if body else None
         request = urllib.request.Request(
             self.address + path, data, {"Content-Type": "application/json"}
@@ -107,7 +107,7 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """Ours."""
+        """The scenario's own name."""
         return self.run.__name__
 
 
@@ -127,7 +127,7 @@ def like(
 
 
 def difference(one: Any, other: Any, where: str = "") -> str:
-    """Where two answers part; numbers may by 0.001, which is what other batches round away."""
+    """Returns where two answers differ; numbers may by 0.001, since batches round differently."""
     if isinstance(one, float) and isinstance(other, float):
         return "" if abs(one - other) <= 1e-3 else f"{where}: {one} and {other}"
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
@@ -136,4 +136,4 @@ def difference(one: Any, other: Any, where: str = "") -> str:
         pairs = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(one, other, strict=True))]
     else:
         return "" if one == other else f"{where}: {one!r} and {other!r}"
-    return next((found for at, a, b in pairs if (found := difference(a, b, at))), "")
+    return next((place for at, a, b in pairs if (place := difference(a, b, at))), "")

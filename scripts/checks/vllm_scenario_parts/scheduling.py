@@ -1,4 +1,4 @@
-"""The scheduler: who comes first, who gives way, and that all come to their end."""
+"""Scheduling: order, preemption, aborts, and that every request ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CORE = "tests/v1/engine/test_engine_core.py"
 @like(IN_ENGINE, SCHEDULER, "test_add_requests", "test_finish_request", "test_schedule")
 @like(IN_ENGINE, SCHEDULER, "test_priority_scheduling_fcfs_fallback")
 def first_come_first_served(engine: Engine) -> Any:
-    """More than run together; those that wait start in their order."""
+    """Waiting requests start in the order of their arrival."""
     names = [f"r{number}" for number in range(3 * TOGETHER)]
     asks = [Ask(name, tokens(40, seed), 3) for seed, name in enumerate(names)]
     run = engine.run(*asks)
@@ -46,7 +46,7 @@ def prompts_in_parts(engine: Engine) -> Any:
     *("test_priority_scheduling_with_limited_slots", "test_priority_scheduling_heap_property"),
 )
 def urgent_first(engine: Engine) -> Any:
-    """By priority, then by arrival, where fewer run than wait."""
+    """Waiting requests start by priority, then by arrival."""
     priorities = [5, 1, 3, 1, 0, 5, 2, 3]
     asks = [Ask(f"r{n}", tokens(35, n), 5, priority=p) for n, p in enumerate(priorities)]
     run = engine.run(*asks)
@@ -62,7 +62,7 @@ def urgent_first(engine: Engine) -> Any:
     *("test_priority_scheduling_no_preemption_when_space_available",),
 )
 def urgent_ones_take_room(engine: Engine) -> Any:
-    """Three fill the pool; who has to give way is the least urgent, the latest of equal ones."""
+    """In a full pool the least urgent request is preempted; among equals the latest."""
     asks = [Ask(f"r{n}", tokens(200, n), 80, priority=p) for n, p in enumerate([1, 3, 3])]
     asks.append(Ask("urgent", tokens(150, 7), 80, at_step=9, priority=0))
     run = engine.run(*asks)
@@ -79,7 +79,7 @@ def urgent_ones_take_room(engine: Engine) -> Any:
 @like(IN_ENGINE, SCHEDULER, "test_preempt_during_execution", "test_scheduler_reset_prefix_cache")
 @like(IN_ENGINE, "tests/v1/e2e/general/test_async_scheduling.py", "with preemption")
 def outgrown_pool(engine: Engine) -> Any:
-    """Requests that fit at first and not to their end say what they say alone."""
+    """Requests that outgrow the pool have the outputs that they have alone."""
     asks = [Ask(f"r{n}", tokens(150 + n, n), 140) for n in range(TOGETHER)]
     run = engine.run(*asks)
     assert all(len(ended.tokens) == 140 for ended in run.ended.values())
@@ -92,7 +92,7 @@ def outgrown_pool(engine: Engine) -> Any:
 @like(IN_ENGINE, SCHEDULER, "test_abort_request_while_waiting", "test_get_num_unfinished_requests")
 @like(IN_ENGINE, CORE, "test_engine_core (abort while waiting, running and between)")
 def aborts(engine: Engine) -> Any:
-    """While a prompt is read, while it waits, while it decodes, at once; the others go on."""
+    """Aborts during prefill, waiting and decoding disturb no other request."""
     asks = [
         Ask("reading", tokens(300, 1), 5, abort_at=1),
         Ask("decoding", tokens(20, 2), 50, abort_at=12),
@@ -107,7 +107,7 @@ def aborts(engine: Engine) -> Any:
 
 @like(IN_ENGINE, SCHEDULER, "test_stop_via_update_from_output", "test_check_stop_min_tokens")
 def reasons_to_stop(engine: Engine) -> Any:
-    """A token, the end of text, the length, the model's length."""
+    """A stop token, the end of text, max_tokens and max_model_len end requests."""
     prompt = tokens(100, 5)
     said = engine.run(Ask("whole", prompt, 12)).ended["whole"].tokens
     position = said.index(said[6])
@@ -128,7 +128,7 @@ def reasons_to_stop(engine: Engine) -> Any:
 @like(IN_ENGINE, CORE, "test_engine_core_advanced_sampling", "test_engine_core_invalid_request_id")
 @like(IN_ENGINE, "tests/v1/engine/test_input_processor_validation.py", "prompts that are too long")
 def requests_that_cannot_be(engine: Engine) -> Any:
-    """Are refused when they come, and the engine goes on."""
+    """Impossible requests are refused on arrival, and the engine goes on."""
     from vllm.exceptions import VLLMValidationError
 
     refused = []

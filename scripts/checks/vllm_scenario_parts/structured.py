@@ -1,4 +1,4 @@
-"""Structured answers and tools over HTTP; whether an engine keeps to a form depends on no words."""
+"""Structured outputs and tools over HTTP."""
 
 from __future__ import annotations
 
@@ -38,63 +38,63 @@ WRONG: tuple[dict[str, Any], ...] = (
 
 
 def fits(text: str) -> bool:
-    """Whether a text is what `SCHEMA` asks for."""
-    found = json.loads(text)
-    if not isinstance(found, dict):
+    """Returns whether a text fits `SCHEMA`."""
+    answer = json.loads(text)
+    if not isinstance(answer, dict):
         return False
-    tags = found.get("tags", [])
+    tags = answer.get("tags", [])
     return (
-        found.keys() == {"language", "grade", "tags"}
-        and found["language"] in CHOICES
-        and 1 <= found["grade"] <= 9
+        answer.keys() == {"language", "grade", "tags"}
+        and answer["language"] in CHOICES
+        and 1 <= answer["grade"] <= 9
         and 1 <= len(tags) <= 3
         and {*tags} <= {"a", "b"}
     )
 
 
 def _both(server: Server, **outputs: Any) -> list[str]:
-    """A completion, a chat and a streamed chat in a form."""
+    """Asks for a completion, a chat and a streamed chat in one form; streams must agree."""
     settings = {"structured_outputs": outputs, "max_tokens": ENOUGH}
-    whole = server.chat(LONG, **settings).choices[0].message.content
+    answer = server.chat(LONG, **settings).choices[0].message.content
     chunks = server.chat(LONG, **settings, stream=True)
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole
-    return [server.complete(LONG, **settings).choices[0].text, whole]
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == answer
+    return [server.complete(LONG, **settings).choices[0].text, answer]
 
 
 @like(SERVED, CHAT, "test_structured_outputs_choice_chat")
 @like(SERVED, GENERATE, "test_structured_output (choice)")
 def choice(server: Server) -> Any:
-    found = _both(server, choice=CHOICES)
-    assert {*found} <= {*CHOICES}
-    return found
+    answers = _both(server, choice=CHOICES)
+    assert {*answers} <= {*CHOICES}
+    return answers
 
 
 @like(SERVED, CHAT, "test_structured_outputs_regex_chat")
 @like(SERVED, GENERATE, "test_structured_output (regex)")
 def regex(server: Server) -> Any:
-    found = _both(server, regex=ADDRESS)
-    assert all(re.fullmatch(ADDRESS, text) for text in found)
-    return found
+    answers = _both(server, regex=ADDRESS)
+    assert all(re.fullmatch(ADDRESS, text) for text in answers)
+    return answers
 
 
 @like(SERVED, CHAT, "test_structured_outputs_json_chat")
 @like(SERVED, GENERATE, "test_structured_output (json)")
 def json_schema(server: Server) -> Any:
-    found = _both(server, json=SCHEMA)
-    assert all(map(fits, found))
-    return found
+    answers = _both(server, json=SCHEMA)
+    assert all(map(fits, answers))
+    return answers
 
 
 @like(SERVED, GENERATE, "test_structured_output (grammar)")
 def grammar(server: Server) -> Any:
-    found = _both(server, grammar=GRAMMAR)
-    assert all(re.fullmatch("SELECT c[12] from t[12]", text) for text in found)
-    return found
+    answers = _both(server, grammar=GRAMMAR)
+    assert all(re.fullmatch("SELECT c[12] from t[12]", text) for text in answers)
+    return answers
 
 
 @like(SERVED, GENERATE, "test_structured_output_with_structural_tag")
 def structural_tag(server: Server) -> Any:
-    """What lies between two tags has a form."""
+    """Text between two tags follows a schema."""
     tag = {"begin": "<f>", "schema": SCHEMA, "end": "</f>"}
     said = {"type": "structural_tag", "structures": [tag], "triggers": ["<f>"]}
     answer = server.complete(structured_outputs={"structural_tag": json.dumps(said)}, max_tokens=12)
@@ -103,7 +103,7 @@ def structural_tag(server: Server) -> Any:
 
 @like(SERVED, CHAT, "test_structured_outputs_choice_chat_logprobs")
 def choice_with_logprobs(server: Server) -> Any:
-    """No logprob is below what JSON and OpenAI's clients take."""
+    """No logprob is lower than JSON and OpenAI's clients accept."""
     said = server.chat(
         structured_outputs={"choice": CHOICES}, logprobs=True, top_logprobs=5
     ).choices[0]
@@ -130,7 +130,7 @@ def response_format(server: Server) -> Any:
 @like(SERVED, COMPLETION, "test_invalid_json_schema", "test_invalid_regex", "test_invalid_grammar")
 @like(SERVED, CHAT, "test_structured_outputs_type_error")
 def forms_that_are_none(server: Server) -> Any:
-    """And the server works afterwards."""
+    """Invalid grammars are refused, and the server works afterwards."""
     kinds = [server.refuses(server.complete, structured_outputs=each) for each in WRONG]
     assert choice(server)
     return kinds
@@ -138,7 +138,7 @@ def forms_that_are_none(server: Server) -> Any:
 
 @like(SERVED, TOOLS, "test_function_tool_use (named)")
 def tools(server: Server) -> Any:
-    """A tool that is named is called; vLLM holds only strict ones to their schema."""
+    """A named tool is called; vLLM holds only strict tools to their schema."""
     function = {"name": "grade", "description": "Grades.", "parameters": SCHEMA}
     named = {"type": "function", "function": {"name": "grade"}}
     answer = server.chat(
