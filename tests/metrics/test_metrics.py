@@ -116,7 +116,7 @@ def test_engines_are_counted_apart(registry: CollectorRegistry) -> None:
     assert registry.get_sample_value("kvcompress_source_tokens_total", second) is None
 
 
-def test_names_and_help_texts(registry: CollectorRegistry) -> None:
+def test_every_metric_has_our_prefix_and_a_unit(registry: CollectorRegistry) -> None:
     """vLLM unregisters every collector that starts with its own prefix."""
     CompressionMetrics(registry).start(SETTINGS, "m", "0")
     families = list(text_string_to_metric_families(generate_latest(registry).decode()))
@@ -178,7 +178,7 @@ def test_several_processes_add_up_and_the_latest_gauge_counts(tmp_path: Path) ->
 
 
 def vllm_config(section: dict[str, object] | None) -> SimpleNamespace:
-    """What the logger reads of vLLM's, as `serve` would fill it in."""
+    """The parts of vLLM's configuration that the logger reads, as `serve` fills them."""
     from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 
     additional = {} if section is None else {"kvcompress": section}
@@ -193,7 +193,7 @@ def vllm_config(section: dict[str, object] | None) -> SimpleNamespace:
 
 @pytest.fixture
 def process_registry(monkeypatch: pytest.MonkeyPatch, registry: CollectorRegistry):
-    """A registry of our own in the place of the process's."""
+    """Replaces the process's registry by another."""
     metrics = CompressionMetrics(registry)
     monkeypatch.setattr("vllm_kvcompress.metrics.prometheus.process_metrics", lambda: metrics)
     return registry
@@ -235,7 +235,7 @@ def test_logger_registers_nothing_without_a_policy(
 
 
 def test_vllms_own_loggers_pass_our_statistics_over() -> None:
-    """The field that carries them must not trip a logger that knows nothing of us."""
+    """The field that carries them must not break vLLM's loggers."""
     from vllm.config import VllmConfig
     from vllm.v1.metrics.loggers import AggregatedLoggingStatLogger, LoggingStatLogger
     from vllm.v1.metrics.stats import SchedulerStats

@@ -57,7 +57,7 @@ def test_step_survives_pickle_json_and_msgpack(step: StepStats) -> None:
 
 @given(STEPS)
 def test_step_travels_in_vllms_scheduler_statistics(step: StepStats) -> None:
-    """Through the encoder and decoder between vLLM's engine core and its API process."""
+    """Uses the encoder and decoder between vLLM's engine core and its API process."""
     stats = SchedulerStats(num_running_reqs=3)
     compat.attach_stats(stats, step.to_dict())
     received = MsgpackDecoder(SchedulerStats).decode(MsgpackEncoder().encode(stats))
@@ -75,8 +75,8 @@ def test_statistics_of_stock_vllm_carry_nothing_of_ours() -> None:
 
 
 @pytest.mark.parametrize("own", [None, CUDAGraphStat(5, 8, 3, "PIECEWISE")])
-def test_what_is_taken_out_leaves_vllms_own(own: CUDAGraphStat | None) -> None:
-    """vLLM's loggers come after ours, and count CUDA graphs where they are asked to."""
+def test_detaching_our_statistics_leaves_those_of_vllm(own: CUDAGraphStat | None) -> None:
+    """vLLM's loggers run after ours, and count CUDA graphs if asked to."""
     stats = SchedulerStats(cudagraph_stats=own)
     compat.attach_stats(stats, StepStats(logical_tokens=7).to_dict())
     assert stats != SchedulerStats(cudagraph_stats=own)

@@ -1,4 +1,4 @@
-"""The numbers behind the status page, against what was recorded."""
+"""The numbers of the status page, against what was recorded."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
         )
         metrics.observe(step, "tiny", engine)
 
-    found = totals(registry.collect())
-    assert found["policies"]["snapkv"] == {
+    document = totals(registry.collect())
+    assert document["policies"]["snapkv"] == {
         **{"events": 2, "source_tokens": 1280, "kept_tokens": 320},
         **{"blocks_freed": 40, "blocks_written": 10, "event_seconds": 3},
     }
-    assert found["policies"]["keydiff"]["event_seconds"] == 4
-    assert found["skipped"] == {"nothing_to_free": 6, "shorter_than_min_tokens": 0, "error": 0}
-    assert found["engines"] == {
+    assert document["policies"]["keydiff"]["event_seconds"] == 4
+    assert document["skipped"] == {"nothing_to_free": 6, "shorter_than_min_tokens": 0, "error": 0}
+    assert document["engines"] == {
         "0": {
             **{"compression_ratio": 3, "contexts_reused": 1, "kv_cache_usage": 0.25},
             **{"conversations_continued": 2, "continued_tokens": 100},
@@ -70,8 +70,8 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
             **{"step_logical_tokens": 600, "step_resident_tokens": 200},
         },
     }
-    assert found["forgotten"] == {"evicted": 9, "extended": 0, "unfinished_event": 0}
-    assert found["prompts"] == {}
+    assert document["forgotten"] == {"evicted": 9, "extended": 0, "unfinished_event": 0}
+    assert document["prompts"] == {}
 
 
 def test_shortened_chats_are_counted_apart_from_engines() -> None:
@@ -110,7 +110,7 @@ def test_the_ratio_is_that_of_the_last_five_minutes_and_none_while_idle() -> Non
 
 
 def test_an_engine_left_to_vllm_is_asked_for_no_events() -> None:
-    """Its workers would not know the question: shorter prompts alone want nothing of them."""
+    """Workers of stock vLLM have no events to return, and shorter prompts need none."""
     section = {"policy": "none", "prompts": {"compressor": "llmlingua2:m"}}
     arguments = {"served_model_name": None, "model": "m", "api_key": None}
     args = Namespace(additional_config={SETTINGS_KEY: section}, **arguments)

@@ -86,7 +86,7 @@ class Shape:
 
 
 def make_view(shape: Shape, num_queries: int, dtype: torch.dtype = torch.float32) -> LayerView:
-    """Random keys, values and queries; padding is NaN, so that nobody reads it."""
+    """Random keys, values and queries; padding is NaN, so that reading it shows."""
     generator = torch.Generator().manual_seed(shape.seed)
 
     def normal(*size: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ def with_rows(
     tail: tuple[torch.Tensor, torch.Tensor] | None = None,
     lengths: torch.Tensor | None = None,
 ) -> LayerView:
-    """The same view of other keys or values."""
+    """The same view with other keys or values."""
     kv = view.kv
     rows = (kv.keys() if keys is None else keys, kv.values() if values is None else values)
     tail = tail or (kv.tail_keys(), kv.tail_values())
@@ -161,7 +161,7 @@ def duoattention_file(
 
 
 def make_pipeline(policy: str, shape: Shape, directory: Path, **params: object) -> Pipeline:
-    """A policy of `POLICIES` with its parameters, bound to the shape's model."""
+    """Builds a policy of `POLICIES` with its parameters, bound to the shape's model."""
     num_heads = len(shape.pages)
     profile = None
     if "headkv" in policy.split("+"):
@@ -173,5 +173,5 @@ def make_pipeline(policy: str, shape: Shape, directory: Path, **params: object) 
 
 
 def rows_of(kept: torch.Tensor, counts: Sequence[int], block_size: int) -> list[list[int]]:
-    """A selection's flat indices, head by head."""
+    """Splits a selection's flat indices by head."""
     return [part.tolist() for part in kept.split([count * block_size for count in counts])]

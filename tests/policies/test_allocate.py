@@ -41,7 +41,7 @@ ALLOCATORS: list[Allocator] = [
 def test_layer_totals_are_exact_through_any_events(
     allocator: Allocator, num_full: int, data: st.DataObject
 ) -> None:
-    """Event after event, each with more tokens and another budget."""
+    """Several events in a row, each with more tokens and another budget."""
     num_heads, num_layers = 2, 4
     capacity, logical, resident = [num_full * num_heads] * num_layers, num_full, num_full
     for _ in range(3):
@@ -58,7 +58,7 @@ def test_layer_totals_are_exact_through_any_events(
 def head_pages(
     allocator: Allocator, view: LayerView, scores: torch.Tensor, total: int, floor: int
 ) -> torch.Tensor:
-    """Of one request."""
+    """Pages of one request's heads."""
     return allocator.head_pages(view, scores, torch.tensor([total]), torch.tensor([floor]))
 
 
@@ -91,7 +91,7 @@ def test_head_totals_are_exact(
 # --- uniform and skipped layers ---------------------------------------------------------------
 
 
-def test_skipped_layers_keep_everything_and_the_others_pay() -> None:
+def test_skipped_layers_keep_everything_at_the_cost_of_others() -> None:
     pages = KNorm(skip_layers=2).layer_pages(20, [80] * 8, 2)
     assert pages == [80, 80, 27, 27, 27, 27, 26, 26]
     assert sum(pages) == 20 * 2 * 8
@@ -131,7 +131,7 @@ def test_pyramid_without_slope_is_uniform(num_blocks: int) -> None:
     assert pyramid.layer_pages(num_blocks, [90] * 5, 2) == [2 * num_blocks] * 5
 
 
-def test_pyramid_of_one_layer() -> None:
+def test_pyramid_of_one_layer_gets_the_budget() -> None:
     assert PyramidKV(block_size=4).layer_pages(3, [9], 1) == [3]
 
 
@@ -219,13 +219,13 @@ def test_headkv_is_the_formula() -> None:
     assert all_pages(allocator, 22, 100) == [[36, 20], [16, 16], [32, 24], [20, 12]]
 
 
-def test_headkv_pools_what_lies_beyond_the_window() -> None:
+def test_headkv_pools_budgets_beyond_the_window() -> None:
     """Window 10 pages, c = 12: layers of score 0.4 get 20 + 2 * 6 + 0.4 * 48 = 51.2 pages."""
     allocator = HeadKV(importance=TABLE, beta=2.0, window_size=40, block_size=4)
     assert allocator.layer_pages(22, [200] * 4, 2) == [51, 37, 51, 37]
 
 
-def test_headkv_hands_on_what_full_heads_cannot_hold() -> None:
+def test_headkv_gives_others_what_full_heads_cannot_hold() -> None:
     allocator = HeadKV(importance=TABLE, beta=2.0, window_size=8, block_size=4)
     rows = all_pages(allocator, 22, 30)
     assert sum(map(sum, rows)) == 22 * 8
@@ -280,7 +280,7 @@ def test_duo_without_room_for_retrieval_heads_streams_all() -> None:
     assert all_pages(duo(few_tokens=400), 3, 20) == [[3, 3]] * 4
 
 
-def test_duo_retrieval_heads_stay_whole_from_event_to_event() -> None:
+def test_duo_retrieval_heads_keep_everything_over_several_events() -> None:
     """The same heads, longer by what was generated, with a budget that grows as they do."""
     allocator, pages = duo(), [[20, 3], [3, 3], [20, 20], [3, 3]]
     capacity = [sum(row) + 4 * 2 for row in pages]
@@ -294,7 +294,7 @@ def test_duo_retrieval_heads_stay_whole_from_event_to_event() -> None:
 
 
 @given(num_blocks=st.integers(1, 30))
-def test_duo_streaming_heads_keep_what_they_need(num_blocks: int) -> None:
+def test_duo_streaming_heads_keep_sinks_and_recent_tokens(num_blocks: int) -> None:
     few = min(math.ceil(10 / 4), num_blocks)
     assert all(count >= few for row in all_pages(duo(), num_blocks, 30) for count in row)
 

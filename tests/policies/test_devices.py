@@ -1,4 +1,4 @@
-"""Nothing waits for a device: policies run where values cannot be read at all."""
+"""Policies never wait for a device: they run where values cannot be read."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_no_value_is_read_on_the_host(policy: str, tmp_path: Path) -> None:
     assert selection.page_counts.device.type == selection.kept_indices.device.type == "meta"
 
 
-def test_the_meta_device_notices() -> None:
+def test_the_meta_device_raises_when_a_value_is_read() -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         on("meta", make_view(SHAPE, 1)).lengths.sum().item()
 

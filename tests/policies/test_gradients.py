@@ -1,4 +1,4 @@
-"""AsymKV's and KVSlimmer's weights, against derivatives that autograd takes of attention itself.
+"""AsymKV's and KVSlimmer's weights, against autograd's derivatives of attention.
 
 And what of these weights goes on from event to event.
 """
@@ -19,7 +19,7 @@ NUM_TOKENS, PAIRS = 12, [(1, 2), (4, 5), (8, 9)]
 
 
 def output(view: LayerView, keys: torch.Tensor) -> torch.Tensor:
-    """[D] of the only query, all in fp64."""
+    """[D] attention output of the only query, in fp64."""
     query, values = view.queries[0, 0].double(), view.kv.values()[0].double()
     return torch.softmax(view.scale * keys @ query, dim=0) @ values
 
@@ -39,10 +39,10 @@ def test_asymkv_s_proxy_is_the_squared_gradient_of_an_isotropic_loss(seed: int) 
     keys = view.kv.keys()[0].double()
     jacobian = torch.autograd.functional.jacobian(lambda k: output(view, k), keys)
     squares = (jacobian**2).sum(dim=0)
-    found = AsymKV().weigh(view, mass, groups, tokens_of(view))[0].double()
+    actual = AsymKV().weigh(view, mass, groups, tokens_of(view))[0].double()
     for pair in map(list, PAIRS):
         expected = squares[pair] / squares[pair].sum(dim=0)
-        weights = found[pair] / found[pair].sum()
+        weights = actual[pair] / actual[pair].sum()
         assert torch.allclose(expected, weights[:, None].expand(-1, HEAD_SIZE), atol=1e-4)
 
 
@@ -59,12 +59,12 @@ def test_kvslimmer_s_terms_are_those_of_the_hessian(seed: int) -> None:
         ]
     )[:, :, at, :, at]
     size = blocks.norm(dim=0)
-    found = KVSlimmer().weigh(view, mass, groups, tokens_of(view))[0].double()
+    actual = KVSlimmer().weigh(view, mass, groups, tokens_of(view))[0].double()
     for i, j in PAIRS:
         own = size[i, i] - size[i, j], size[j, j] - size[i, j]
         if min(own) <= 0 or float(mass[0, i] + mass[0, j]) >= 0.5:
             continue  # clipped, or not safe: the ladder's
-        assert float(found[i] / (found[i] + found[j])) == pytest.approx(
+        assert float(actual[i] / (actual[i] + actual[j])) == pytest.approx(
             float(own[0] / sum(own)), abs=1e-4
         )
         break
@@ -82,11 +82,11 @@ def test_sizes_of_gradients_add_up_and_merged_entries_add_theirs(former: bool) -
         view = with_state(view, running=before)
     weight = policy.weigh(view, mass, groups, tokens)
     assert torch.allclose(weight, (now + before) ** 2, atol=1e-6)
-    found = policy.add_up(view, mass, groups, weight)
-    assert found is not None
+    actual = policy.add_up(view, mass, groups, weight)
+    assert actual is not None
     for i, j in PAIRS:
         expected = (now + before)[0, [i, j]].sum()
-        assert float(found[0, i]) == pytest.approx(float(expected), abs=1e-5)
+        assert float(actual[0, i]) == pytest.approx(float(expected), abs=1e-5)
     assert policy.needs.running
     assert not AsymKV().needs.running
 
@@ -96,8 +96,8 @@ def test_kvslimmer_adds_up_its_own_terms_as_the_authors_code_does() -> None:
     view = with_state(view, running=torch.rand(1, NUM_TOKENS))
     policy = KVSlimmer(variant="code", running="on")
     weight = policy.weigh(view, mass, groups, tokens_of(view))
-    found = policy.add_up(view, mass, groups, weight)
-    assert found is not None
+    actual = policy.add_up(view, mass, groups, weight)
+    assert actual is not None
     values, alpha = view.kv.values()[0].double(), mass[0].double() / float(mass.sum())
     size = (values - alpha @ values).abs().sum(dim=1)
     own = alpha * (1 - 2 * alpha) * size + view.entries.running[0].double()  # type: ignore[index]
@@ -109,4 +109,4 @@ def test_kvslimmer_adds_up_its_own_terms_as_the_authors_code_does() -> None:
         share = [w / sum(raw) for w in raw]
         assert weight[0, [i, j]].tolist() == pytest.approx(raw, abs=1e-4)
         expected = share[0] ** 2 * float(own[i]) + share[1] ** 2 * float(own[j])
-        assert float(found[0, i]) == pytest.approx(expected, abs=1e-4)
+        assert float(actual[0, i]) == pytest.approx(expected, abs=1e-4)

@@ -27,23 +27,23 @@ import {modules}
 
 
 def import_without(modules: Iterable[str], *blocked: str) -> subprocess.CompletedProcess[str]:
-    """One after the other, in a process of its own, whose error says which cannot be imported."""
+    """Imports modules in a fresh process, whose error says which cannot be imported."""
     code = BLOCKED.format(modules=", ".join(modules), blocked=set(blocked))
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def test_no_vllm() -> None:
+def test_policies_import_without_vllm() -> None:
     done = import_without(MODULES, "vllm")
     assert done.returncode == 0, done.stderr
 
 
-def test_no_torch_in_scheduling() -> None:
+def test_scheduling_and_statistics_import_without_torch() -> None:
     modules = ("vllm_kvcompress.scheduling.ledger", "vllm_kvcompress.metrics.stats")
     done = import_without(modules, "vllm", "torch")
     assert done.returncode == 0, done.stderr
 
 
-def test_the_block_blocks() -> None:
+def test_blocked_modules_cannot_be_imported() -> None:
     done = import_without(["vllm_kvcompress.compression.layer"], "torch")
     assert done.returncode != 0
     assert "torch is blocked" in done.stderr

@@ -1,4 +1,4 @@
-"""Merged neighbours: weights against plain loops, and what must hold of groups."""
+"""Merged neighbours: weights against plain loops, and invariants of groups."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def weigh(
     link = torch.zeros(view.valid.shape, dtype=torch.bool)
     for group in groups:
         link[0, group[1:]] = True
-    found = policy.weigh(view, mass, GroupSums.of(view, link), tokens_of(view))[0].tolist()
-    return [[found[j] / sum(found[i] for i in group) for j in group] for group in groups]
+    actual = policy.weigh(view, mass, GroupSums.of(view, link), tokens_of(view))[0].tolist()
+    return [[actual[j] / sum(actual[i] for i in group) for j in group] for group in groups]
 
 
 def random_case(seed: int, scale: float = 0.1) -> tuple[LayerView, torch.Tensor]:
@@ -50,11 +50,11 @@ GROUPS = [[0], [1, 2], [3, 4, 5], [6, 7, 8, 9], [10], [11]]
 
 @pytest.mark.parametrize("sigma", [0.0, 2.0])
 @pytest.mark.parametrize("seed", range(3))
-def test_gaussian_weights(seed: int, sigma: float) -> None:
+def test_kvmerger_weights_fall_with_the_distance_from_the_pivot(seed: int, sigma: float) -> None:
     view, mass = random_case(seed)
-    found = weigh(KVMerger(sigma=sigma), view, mass, GROUPS)
+    actual = weigh(KVMerger(sigma=sigma), view, mass, GROUPS)
     keys = view.kv.keys()[0].double().tolist()
-    for group, weights in zip(GROUPS, found, strict=True):
+    for group, weights in zip(GROUPS, actual, strict=True):
         pivot = max(group, key=lambda j: float(mass[0, j]))
         distances = [math.dist(keys[pivot], keys[j]) for j in group]
         mean = sum(distances) / len(group)
@@ -65,7 +65,7 @@ def test_gaussian_weights(seed: int, sigma: float) -> None:
 
 
 def test_random_pivots_are_of_the_group_and_the_same_every_time() -> None:
-    """The pivot's own weight is the group's highest; over layers every member is one."""
+    """The pivot has the group's highest weight; over layers every member is one once."""
     view, mass = random_case(1)
     policy, pivots = KVMerger(pivot="random"), set()
     for layer in range(40):
@@ -103,7 +103,7 @@ def residuals(view: LayerView, mass: torch.Tensor) -> tuple[list[float], list[li
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_asymkv_s_proxy_weights(seed: int) -> None:
+def test_asymkv_weights_are_those_of_the_loop(seed: int) -> None:
     view, mass = random_case(seed)
     alpha, rest = residuals(view, mass)
     for group, weights in zip(GROUPS, weigh(AsymKV(), view, mass, GROUPS), strict=True):
@@ -113,7 +113,7 @@ def test_asymkv_s_proxy_weights(seed: int) -> None:
 
 @pytest.mark.parametrize("variant", ["paper", "code"])
 @pytest.mark.parametrize("seed", range(5))
-def test_kvslimmer_s_weights(seed: int, variant: str) -> None:
+def test_kvslimmer_weights_are_those_of_the_loop(seed: int, variant: str) -> None:
     view, mass = random_case(seed)
     alpha, rest = residuals(view, mass)
     size = [oracles.norm(r) if variant == "paper" else sum(map(abs, r)) for r in rest]
@@ -144,9 +144,9 @@ def test_kvslimmer_of_a_pair_is_the_paper_s_equation() -> None:
     c11 = oracles.norm([a1 * (1 - 2 * a1) * x for x in r1])
     c22 = oracles.norm([a2 * (1 - 2 * a2) * x for x in r2])
     c12 = oracles.norm([-a1 * a2 * (x + y) for x, y in zip(r1, r2, strict=True)])
-    whole = c11 + c22 - 2 * c12
-    found = weigh(KVSlimmer(), view, mass, [[1, 2]])[0]
-    assert found == pytest.approx([(c11 - c12) / whole, (c22 - c12) / whole], abs=1e-5)
+    total = c11 + c22 - 2 * c12
+    actual = weigh(KVSlimmer(), view, mass, [[1, 2]])[0]
+    assert actual == pytest.approx([(c11 - c12) / total, (c22 - c12) / total], abs=1e-5)
 
 
 def test_equal_mass_and_residuals_weigh_one_half() -> None:
@@ -154,25 +154,25 @@ def test_equal_mass_and_residuals_weigh_one_half() -> None:
     values = view.kv.values().clone()
     values[0, 2] = values[0, 1]
     mass[0, 1:3] = 0.01
-    found = weigh(KVSlimmer(), with_rows(view, values=values), mass, [[1, 2]])[0]
-    assert found == pytest.approx([0.5, 0.5], abs=1e-5)
+    actual = weigh(KVSlimmer(), with_rows(view, values=values), mass, [[1, 2]])[0]
+    assert actual == pytest.approx([0.5, 0.5], abs=1e-5)
 
 
-def test_little_mass_weighs_by_mass_and_residual() -> None:
+def test_pairs_of_little_mass_are_weighted_by_mass_and_residual() -> None:
     view, mass = random_case(3)
     mass[0, 1], mass[0, 2] = 1e-6, 3e-6
     alpha, rest = residuals(view, mass)
-    found = weigh(KVSlimmer(), view, mass, [[1, 2]])[0]
+    actual = weigh(KVSlimmer(), view, mass, [[1, 2]])[0]
     raw = [alpha[j] * oracles.norm(rest[j]) for j in (1, 2)]
-    assert found == pytest.approx([w / sum(raw) for w in raw], abs=1e-4)
+    assert actual == pytest.approx([w / sum(raw) for w in raw], abs=1e-4)
 
 
 @pytest.mark.parametrize("variant", ["paper", "code"])
 @pytest.mark.parametrize(
     "case", ["one holds all", "half", "no mass", "no residual", "huge", "tiny"]
 )
-def test_no_input_gives_anything_but_weights(case: str, variant: str) -> None:
-    """The ladder: mass of one half and more, residuals of zero, and groups of every size."""
+def test_weights_are_finite_and_not_negative_for_any_input(case: str, variant: str) -> None:
+    """Inputs: mass of one half and more, residuals of zero, and groups of every size."""
     view, mass = random_case(4)
     values = view.kv.values().clone()
     if case == "one holds all":
@@ -205,7 +205,7 @@ def kept_of(selection: Selection, view: LayerView, head: int) -> list[int]:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("total", [3, 7, 12])
 def test_tokens_add_up_to_those_that_were_there(policy: str, total: int, tmp_path: Path) -> None:
-    """Also when merged entries merge again."""
+    """Holds when merged entries merge again."""
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     view = make_view(SHAPE, pipeline.needs.window_size)
     before = torch.randint(1, 6, view.valid.shape, generator=torch.Generator().manual_seed(1))
@@ -219,10 +219,8 @@ def test_tokens_add_up_to_those_that_were_there(policy: str, total: int, tmp_pat
 
 @pytest.mark.parametrize("policy", ["asymkv", "kvslimmer"])
 @pytest.mark.parametrize("num_recent", [-1, 0, 5])
-def test_what_the_window_has_just_written_is_never_linked(
-    policy: str, num_recent: int, tmp_path: Path
-) -> None:
-    """Its entries have no mass yet. They take at most half of what sinks leave to a budget."""
+def test_recent_entries_are_never_linked(policy: str, num_recent: int, tmp_path: Path) -> None:
+    """Recent entries have no mass yet. They take at most half of what sinks leave of a budget."""
     pipeline = make_pipeline(policy, SHAPE, tmp_path, num_recent=num_recent)
     view = make_view(SHAPE, pipeline.needs.window_size)
     wanted = pipeline.needs.window_size if num_recent < 0 else num_recent
@@ -269,8 +267,8 @@ def test_equal_keys_merge_without_a_trace(policy: str, tmp_path: Path) -> None:
         positions = view.entries.positions[:, : len(kept)]  # type: ignore[index]
         view = with_state(view, bias=merged.bias[:, kept], positions=positions)
         view = replace(view, kv=GatheredKV.of(merged.keys[:, kept], merged.values[:, kept]))
-        found = attend(view.kv.keys(), view.kv.values(), view.entries.bias)
-        assert torch.allclose(found, expected, atol=1e-5)
+        actual = attend(view.kv.keys(), view.kv.values(), view.entries.bias)
+        assert torch.allclose(actual, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["mean", "paper"])
@@ -291,7 +289,7 @@ def test_other_value_modes_carry_no_bias(mode: str, tmp_path: Path) -> None:
 
 
 def test_nothing_is_similar_enough_at_a_threshold_of_one(tmp_path: Path) -> None:
-    """Then the lightest entries are evicted, and the others stay as they are."""
+    """The entries of lowest score are evicted instead, and the others are unchanged."""
     pipeline = make_pipeline("kvmerger", SHAPE, tmp_path, budget_mode="threshold", threshold=1.0)
     view = make_view(SHAPE, pipeline.needs.window_size)
     selection = compress_layer(pipeline, view, 7)
@@ -304,13 +302,13 @@ def test_nothing_is_similar_enough_at_a_threshold_of_one(tmp_path: Path) -> None
         assert not merged.bias[head, kept].any()
 
 
-def test_cosines_of_neighbours() -> None:
+def test_neighbour_cosines_compare_each_key_with_the_one_before() -> None:
     keys = torch.tensor([[[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [0.0, 0.0], [1.0, 1.0]]])
     cosines = neighbour_cosines(GatheredKV.of(keys, keys))[0]
     assert cosines.tolist() == pytest.approx([0.0, 1.0, 0.0, 0.0, 0.0])
 
 
-def test_single_entries_stay_to_the_bit(tmp_path: Path) -> None:
+def test_groups_of_one_entry_keep_the_exact_key(tmp_path: Path) -> None:
     pipeline = make_pipeline("kvslimmer", SHAPE, tmp_path)
     view = make_view(SHAPE, pipeline.needs.window_size, torch.bfloat16)
     merged = compress_layer(pipeline, view, 14).merged
@@ -324,13 +322,13 @@ def test_single_entries_stay_to_the_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("halves", [True, False])
-def test_keys_turn_as_by_hand(halves: bool) -> None:
-    """Pairs of dims turn by frequency times steps; the other dims stay."""
+def test_rotated_keys_are_those_of_the_loop(halves: bool) -> None:
+    """Pairs of dims rotate by frequency times steps; the other dims are unchanged."""
     frequencies = [1.0, 0.3, 0.05]
     rotary = Rotary(torch.tensor(frequencies), halves)
     keys = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(1))
     steps = torch.tensor([[0, 1, -3, 700], [5, 0, 2, 9]])
-    found = rotary.rerotate(keys, steps)
+    actual = rotary.rerotate(keys, steps)
     for head in range(2):
         for j in range(4):
             expected = keys[head, j].tolist()
@@ -340,11 +338,11 @@ def test_keys_turn_as_by_hand(halves: bool) -> None:
                 x, y = float(keys[head, j, a]), float(keys[head, j, b])
                 expected[a] = x * math.cos(angle) - y * math.sin(angle)
                 expected[b] = y * math.cos(angle) + x * math.sin(angle)
-            assert found[head, j].tolist() == pytest.approx(expected, abs=1e-4)
+            assert actual[head, j].tolist() == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("halves", [True, False])
-def test_the_mean_over_positions_is_one_matrix(halves: bool) -> None:
+def test_averaged_rotation_equals_the_mean_of_rotations(halves: bool) -> None:
     rotary = Rotary(torch.tensor([1.0, 0.3, 0.05]), halves)
     row = torch.randn(8, generator=torch.Generator().manual_seed(2))
     turned = [rotary.rerotate(row, torch.tensor(step)) for step in range(5)]

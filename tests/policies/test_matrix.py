@@ -76,13 +76,13 @@ def kept_by_oracle(
         means = [
             [sum(row[i : i + group]) / group for i in range(0, len(row), group)] for row in rows
         ]
-        whole = sum(sum(row) for row in means)
-        profile = [[value / whole for value in row] for row in means]
+        importance = sum(sum(row) for row in means)
+        profile = [[value / importance for value in row] for row in means]
     return oracles.compress(policy, view, total, params, profile)
 
 
 def check_selection(selection: Selection, view: LayerView, total: int) -> list[list[int]]:
-    """What holds for every policy; returns the kept entries by head."""
+    """Checks what holds for every policy; returns the kept entries by head."""
     counts = selection.page_counts.tolist()
     assert selection.page_counts.dtype == torch.int64
     assert selection.kept_indices.dtype == torch.int64
@@ -108,7 +108,7 @@ def test_policy_keeps_what_its_oracle_keeps(policy: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_number_of_pages(policy: str, tmp_path: Path) -> None:
+def test_every_page_budget_keeps_what_the_oracle_keeps(policy: str, tmp_path: Path) -> None:
     """From one page per head to all; keeping all is the identity."""
     shape = Shape(pages=(7, 7), tail=3, group=2, seed=5)
     pipeline = make_pipeline(policy, shape, tmp_path)
@@ -207,8 +207,8 @@ def test_ties_are_broken_the_same_way_every_time(policy: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "adakv", "h2o", "tova", "snapkv+criticalkv"])
-def test_numbers_that_are_not_finite_are_survived(policy: str, tmp_path: Path) -> None:
-    """Scores that are NaN rank last; counts and order stay as they must be."""
+def test_scores_that_are_not_finite_give_a_valid_selection(policy: str, tmp_path: Path) -> None:
+    """NaN scores rank last; counts are exact, and entries are in order."""
     shape = Shape(pages=(6, 4), tail=1)
     pipeline = make_pipeline(policy, shape, tmp_path)
     view = make_view(shape, pipeline.needs.window_size)

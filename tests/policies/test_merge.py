@@ -1,4 +1,4 @@
-"""What mergers make of evicted entries, against plain loops."""
+"""Merging of evicted entries, against plain loops."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def some_kept(view: LayerView, seed: int, share: float = 0.4) -> torch.Tensor:
 
 
 def observed(shape: Shape, num_queries: int) -> LayerView:
-    """A view whose entries have received what the loop says the queries give them."""
+    """A view whose accumulated attention is computed by the loop."""
     view = make_view(shape, num_queries)
     accumulated = torch.zeros(view.valid.shape)
     for h, head in enumerate(oracles.heads_of(view)):
@@ -33,8 +33,8 @@ def observed(shape: Shape, num_queries: int) -> LayerView:
     return with_state(view, accumulated=accumulated)
 
 
-def close(found: torch.Tensor, expected: list[float]) -> bool:
-    return bool(torch.allclose(found.double(), torch.tensor(expected).double(), atol=1e-5))
+def close(actual: torch.Tensor, expected: list[float]) -> bool:
+    return bool(torch.allclose(actual.double(), torch.tensor(expected).double(), atol=1e-5))
 
 
 def cam_targets(kept: list[bool], i: int, most: int) -> list[int]:
@@ -72,7 +72,7 @@ def test_cam_spreads_expected_values(shape: Shape, num_targets: int, most: float
                 assert close(merged.values[h, j], wanted)
 
 
-def test_cam_hands_on_what_the_entry_gave_to_the_output() -> None:
+def test_cam_preserves_the_contribution_of_an_evicted_entry() -> None:
     """For p < 1 the targets' weights times what they received is the evicted weight times value."""
     view = observed(Shape((4,), seed=3), 7)
     head = oracles.heads_of(view)[0]
@@ -139,12 +139,12 @@ def test_d2o_merges_into_the_most_similar_key(shape: Shape, theta: float | None)
         for j in (j for j in range(head.size) if flags[j]):
             came = [(c, i) for i, (c, t) in best.items() if t == j and c >= limit and c > 0]
             total = 1 + sum(c for c, _ in came)
-            for found, entries in ((merged.keys, head.keys), (merged.values, head.values)):
+            for actual, entries in ((merged.keys, head.keys), (merged.values, head.values)):
                 wanted = [
                     (entries[j][d] + sum(c * entries[i][d] for c, i in came)) / total
                     for d in range(len(entries[j]))
                 ]
-                assert close(found[h, j], wanted)
+                assert close(actual[h, j], wanted)
 
 
 def test_d2o_leaves_the_first_layers_alone() -> None:

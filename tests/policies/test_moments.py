@@ -63,7 +63,7 @@ def corrected(
     return with_moments(outputs, lse, queries, state, SCALE)
 
 
-def test_the_state_is_what_loops_sum_up() -> None:
+def test_moments_are_the_sums_of_the_loop() -> None:
     keys, values = normal(2, 9, DIM), normal(2, 9, DIM, seed=1)
     evicted = torch.rand(2, 9, generator=torch.Generator().manual_seed(2)) < 0.6
     state = add_to_moments(GatheredKV.of(keys, values), nothing(2), evicted)
@@ -83,7 +83,7 @@ def test_the_state_is_what_loops_sum_up() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(batches=st.lists(st.integers(0, 2), min_size=12, max_size=12), seed=st.integers(0, 99))
-def test_one_batch_is_any_sequence_of_batches(batches: list[int], seed: int) -> None:
+def test_moments_of_one_batch_equal_those_of_several(batches: list[int], seed: int) -> None:
     """Entries of NaN that are not evicted do not matter."""
     keys, values = 3 * normal(1, 12, DIM, seed=seed) + 5, normal(1, 12, DIM, seed=seed + 1)
     state = nothing()
@@ -99,7 +99,7 @@ def test_one_batch_is_any_sequence_of_batches(batches: list[int], seed: int) -> 
 def test_residuals_are_what_the_moments_do_not_predict() -> None:
     state = state_of(normal(1, 6, DIM, seed=3), normal(1, 6, DIM, seed=4))
     keys, values = normal(1, 4, DIM, seed=5), normal(1, 4, DIM, seed=6)
-    found = moment_residuals(GatheredKV.of(keys, values), state, SCALE)[0].tolist()
+    actual = moment_residuals(GatheredKV.of(keys, values), state, SCALE)[0].tolist()
     mean = state[0, 1 + DIM : 1 + 2 * DIM].tolist()
     cross = state[0, 1 + 2 * DIM :].view(DIM, DIM).tolist()
     for j in range(4):
@@ -108,12 +108,12 @@ def test_residuals_are_what_the_moments_do_not_predict() -> None:
             value[a] - mean[a] - SCALE / 6 * sum(cross[a][b] * key[b] for b in range(DIM))
             for a in range(DIM)
         ]
-        assert found[j] == pytest.approx(math.hypot(*rest), rel=1e-4)
-    whole = moment_residuals(GatheredKV.of(keys, values), nothing(), SCALE)[0].tolist()
-    assert whole == pytest.approx([math.hypot(*v) for v in values[0].tolist()], rel=1e-5)
+        assert actual[j] == pytest.approx(math.hypot(*rest), rel=1e-4)
+    residuals = moment_residuals(GatheredKV.of(keys, values), nothing(), SCALE)[0].tolist()
+    assert residuals == pytest.approx([math.hypot(*v) for v in values[0].tolist()], rel=1e-5)
 
 
-def test_attention_and_its_log_sum_exp() -> None:
+def test_attention_and_log_sum_exp_are_those_of_the_loop() -> None:
     """Sequences of different lengths, causal among the last queries, large padding."""
     lengths = [7, 3, 5]
     keys, values = normal(3, 9, DIM), normal(3, 9, DIM, seed=1)
@@ -124,17 +124,17 @@ def test_attention_and_its_log_sum_exp() -> None:
     assert lse.dtype == torch.float32
     for row, length in enumerate(lengths):
         for member in range(2):
-            for nth in range(3):
-                seen = length - 2 + nth
-                query = queries[row, member, nth].tolist()
+            for index in range(3):
+                seen = length - 2 + index
+                query = queries[row, member, index].tolist()
                 some = keys[row, :seen].tolist()
                 expected = attend(query, some, values[row, :seen].tolist())
-                assert outputs[row, member, nth].tolist() == pytest.approx(expected, abs=1e-5)
+                assert outputs[row, member, index].tolist() == pytest.approx(expected, abs=1e-5)
                 total = sum(
                     math.exp(SCALE * sum(a * b for a, b in zip(query, key, strict=True)))
                     for key in some
                 )
-                assert float(lse[row, member, nth]) == pytest.approx(math.log(total), abs=1e-5)
+                assert float(lse[row, member, index]) == pytest.approx(math.log(total), abs=1e-5)
 
 
 def test_nothing_evicted_is_plain_attention() -> None:
@@ -153,10 +153,10 @@ def test_the_correction_is_exact(case: str) -> None:
         keys[0, :4] = keys[0, 0].clone()
     queries = normal(1, 3, 2, DIM, seed=2)
     state = state_of(keys[:, :num_evicted], values[:, :num_evicted])
-    found = corrected(queries[:, :, 1:], keys[:, num_evicted:], values[:, num_evicted:], state)
+    actual = corrected(queries[:, :, 1:], keys[:, num_evicted:], values[:, num_evicted:], state)
     for member in range(3):
         expected = attend(queries[0, member, 1].tolist(), keys[0].tolist(), values[0].tolist())
-        assert found[0, member, 0].tolist() == pytest.approx(expected, abs=1e-5)
+        assert actual[0, member, 0].tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_equal_evicted_values_are_estimated_exactly_and_weighed_too_little() -> None:
@@ -201,19 +201,19 @@ def test_the_least_blocks_hold_the_state_and_a_page_per_head(
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
 @pytest.mark.parametrize("dims", [5, 8])
 def test_sixteen_bits_hold_cross_moments_of_any_size(size: float, dims: int) -> None:
-    """To a part in 2,000 of the largest; counts and means as they are; twice as once."""
+    """Errors up to 1/2,000 of the largest; counts and means are exact; packing is idempotent."""
     keys, values = size * normal(2, 40, dims), 3 * normal(2, 40, dims, seed=1)
     everything = torch.ones(2, 40, dtype=torch.bool)
     kv = GatheredKV.of(keys, values)
     state = add_to_moments(kv, torch.zeros(2, moment_size(dims)), everything)
     packed = pack_moments(state, dims)
     assert packed.shape == (2, packed_size(dims))
-    found = unpack_moments(packed, dims)
+    actual = unpack_moments(packed, dims)
     means = 1 + 2 * dims
-    assert torch.equal(found[:, :means], state[:, :means])
+    assert torch.equal(actual[:, :means], state[:, :means])
     largest = state[:, means:].abs().amax(dim=1, keepdim=True)
-    assert ((found - state)[:, means:].abs() <= largest / 2000).all()
-    assert torch.allclose(pack_moments(found, dims), packed, rtol=1e-6, equal_nan=True)
+    assert ((actual - state)[:, means:].abs() <= largest / 2000).all()
+    assert torch.allclose(pack_moments(actual, dims), packed, rtol=1e-6, equal_nan=True)
     nothing = torch.zeros(2, moment_size(dims))
     assert not unpack_moments(pack_moments(nothing, dims), dims).any()
 
@@ -222,15 +222,15 @@ def test_without_cross_moments_a_state_is_short_and_predicts_the_mean() -> None:
     state = state_of(normal(1, 6, DIM, seed=3), normal(1, 6, DIM, seed=4))
     packed = pack_moments(state, DIM, order=0)
     assert packed.shape == (1, 2 + 2 * DIM)
-    found = unpack_moments(packed, DIM)
-    assert torch.equal(found[:, : 1 + 2 * DIM], state[:, : 1 + 2 * DIM])
-    assert not found[:, 1 + 2 * DIM :].any()
+    actual = unpack_moments(packed, DIM)
+    assert torch.equal(actual[:, : 1 + 2 * DIM], state[:, : 1 + 2 * DIM])
+    assert not actual[:, 1 + 2 * DIM :].any()
     assert resolve("momentkv", {"order": 0}).state_size(64) == 2 + 2 * 64
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 def test_rounds_predict_with_what_earlier_ones_evicted(rounds: int) -> None:
-    """The least in weight times residual go, a part at a time, as plain loops have it."""
+    """Entries of least weight times residual are evicted in parts, as by plain loops."""
     shape, window = Shape((9,), tail=1, group=1), 5
     view = make_view(shape, window)
     pipeline = resolve("momentkv", {"window_size": window, "chunk_size": 1, "rounds": rounds})
@@ -246,8 +246,8 @@ def test_rounds_predict_with_what_earlier_ones_evicted(rounds: int) -> None:
         gone += [j for j in left if j not in best]
         left = sorted(best)
     scores = pipeline.scorer.score(view)
-    found = pipeline.selector.select(view, scores, torch.tensor([kept]), pipeline.protection)
-    assert found[0].nonzero()[:, 0].tolist() == left
+    actual = pipeline.selector.select(view, scores, torch.tensor([kept]), pipeline.protection)
+    assert actual[0].nonzero()[:, 0].tolist() == left
 
 
 def unpredicted(head: oracles.Head, gone: list[int], j: int) -> float:

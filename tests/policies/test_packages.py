@@ -1,4 +1,4 @@
-"""Policies in packages of other people: found, run, and refused where they are broken."""
+"""Policies in other packages: found, run, and refused if broken."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def fresh_registry() -> Iterator[None]:
-    """Looks again for packages, now and afterwards."""
+    """Clears the registry's cache, before and after the test."""
     registry._known.cache_clear()
     yield
     registry._known.cache_clear()
@@ -71,7 +71,7 @@ def command(installed: Path, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
-def test_commands_show_it_and_set_its_parameters(installed: Path) -> None:
+def test_commands_list_a_foreign_policy_and_set_its_parameters(installed: Path) -> None:
     listed = json.loads(command(installed, "policies", "--json").stdout)
     names = [part["name"] for part in listed if part["kind"] == "policy"]
     assert names[-1] == "fading"
@@ -89,7 +89,7 @@ def test_commands_show_it_and_set_its_parameters(installed: Path) -> None:
 @pytest.mark.usefixtures("fading")
 @pytest.mark.parametrize("total", [2, 5, 9])
 @pytest.mark.parametrize("shape", [Shape((9, 9), tail=3), Shape((7, 2)), Shape((12, 5), tail=1)])
-def test_it_keeps_what_the_loop_keeps(shape: Shape, total: int) -> None:
+def test_a_foreign_policy_keeps_what_the_loop_keeps(shape: Shape, total: int) -> None:
     """Norms of values, fading; 3 sinks and 16 recent tokens, as far as there is room."""
     params = {"half_life": 8.0, "num_sinks": 3}
     pipeline = resolve("fading", params).bind(3, 2, 4, shape.block_size)
@@ -98,7 +98,7 @@ def test_it_keeps_what_the_loop_keeps(shape: Shape, total: int) -> None:
     counts = selection.page_counts.tolist()
     assert sum(counts) == total
     kept = rows_of(selection.kept_indices, counts, shape.block_size)
-    for head, count, found in zip(oracles.heads_of(view), counts, kept, strict=True):
+    for head, count, actual in zip(oracles.heads_of(view), counts, kept, strict=True):
         num_kept = count * shape.block_size
         sure = oracles.protected(head, num_kept, 3, 16, 0.0)
         norms = [math.sqrt(sum(float(x) ** 2 for x in value)) for value in head.values]
@@ -107,7 +107,7 @@ def test_it_keeps_what_the_loop_keeps(shape: Shape, total: int) -> None:
         ]
         others = [j for j in range(head.size) if j not in sure]
         best = oracles.best(others, scores, num_kept - len(sure))
-        assert found == sorted(sure | set(best))
+        assert actual == sorted(sure | set(best))
 
 
 def test_views_also_have_entry_state_under_the_names_of_earlier_versions() -> None:
@@ -119,7 +119,7 @@ def test_views_also_have_entry_state_under_the_names_of_earlier_versions() -> No
 
 
 @pytest.mark.usefixtures("fading")
-def test_it_goes_with_what_fits_it() -> None:
+def test_a_foreign_policy_takes_the_modifiers_that_fit() -> None:
     assert [part.name for part in describe("fading+momentfix")] == ["fading", "momentfix"]
     with pytest.raises(ConfigError, match="scores of fading are no attention mass per head"):
         describe("fading+criticalkv")
@@ -147,7 +147,7 @@ class Mine(Policy):
 
 
 def with_field(name: str, default: float) -> str:
-    """The same with a parameter that is at least 0."""
+    """The policy's code with a parameter that is at least 0."""
     field = f'    {name}: float = parameter({default}, "a number", 0)\n\n'
     return WHOLE.replace("    def score", field + "    def score")
 
@@ -206,10 +206,10 @@ def test_parameters_of_one_name_are_refused(package: Install) -> None:
     ],
 )
 @pytest.mark.parametrize("policy", ["snapkv", "keydiff+window"])
-def test_what_is_broken_is_refused_by_its_package(
+def test_a_broken_policy_is_refused_with_the_name_of_its_package(
     package: Install, code: str, value: str, sentence: str, policy: str
 ) -> None:
-    """Whichever policy is asked for, since processes must agree on what there is."""
+    """Any lookup is refused, since processes must know the same policies."""
     package(code, value)
     with pytest.raises(ConfigError, match=sentence) as refused:
         resolve(policy)
@@ -220,7 +220,7 @@ def test_what_is_broken_is_refused_by_its_package(
 def test_a_file_in_the_tree_is_found_by_being_there(
     tmp_path: Path, fresh_registry: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The guide's example, in a folder that is made a part of ours."""
+    """The guide's example, in a folder that is added to the package's path."""
     (code,) = foreign_policy.blocks("python")
     (tmp_path / "fading_values.py").write_text(code)
     monkeypatch.setattr(policies, "__path__", [*policies.__path__, str(tmp_path)])
@@ -230,7 +230,7 @@ def test_a_file_in_the_tree_is_found_by_being_there(
     del sys.modules["vllm_kvcompress.policies.fading_values"]
 
 
-def test_without_a_package_there_are_ours_alone(fresh_registry: None) -> None:
+def test_only_policies_of_this_package_are_known_by_default(fresh_registry: None) -> None:
     modules = {policy.__module__.partition(".")[0] for policy in registry.all_policies()}
     assert modules == {"vllm_kvcompress"}
     assert all(issubclass(policy, Policy) for policy in registry.policies().values())

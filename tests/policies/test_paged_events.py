@@ -53,7 +53,7 @@ def run(pipeline: Pipeline, kind: type, budget: str, positions: tuple[int, ...])
 
 
 @pytest.mark.parametrize(("policy", "params"), CASES, ids=str)
-def test_pages_and_gathered_tensors_give_the_same(
+def test_paged_and_gathered_caches_keep_the_same(
     policy: str, params: dict[str, object], tmp_path: Path
 ) -> None:
     """The same entries on the same pages; sums in another order differ by rounding alone."""
@@ -61,14 +61,14 @@ def test_pages_and_gathered_tensors_give_the_same(
     for budget, positions in COURSES:
         gathered = run(pipeline, PackedPagePool, budget, positions)
         paged = run(pipeline, InterleavedPagePool, budget, positions)
-        for expected, found in zip(left_by(gathered), left_by(paged), strict=True):
-            assert torch.equal(found["counts"], expected["counts"])
-            assert torch.equal(found["pages"], expected["pages"])
+        for expected, result in zip(left_by(gathered), left_by(paged), strict=True):
+            assert torch.equal(result["counts"], expected["counts"])
+            assert torch.equal(result["pages"], expected["pages"])
             for name in ("keys", "values", "carried"):
-                torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
+                torch.testing.assert_close(result[name], expected[name], rtol=1e-5, atol=1e-6)
             if pipeline.merger is None:
-                assert torch.equal(found["keys"], expected["keys"])
-                assert torch.equal(found["values"], expected["values"])
+                assert torch.equal(result["keys"], expected["keys"])
+                assert torch.equal(result["values"], expected["values"])
 
 
 MERGING = [
@@ -86,7 +86,7 @@ def test_several_heads_at_once_merge_as_one_by_one(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As off the CPU."""
+    """Devices other than CPUs take several heads at once."""
     pipeline = make_pipeline(policy, SHAPE, tmp_path, **params)
     expected = left_by(run(pipeline, kind, *COURSES[0]))
     taken = []
@@ -106,10 +106,10 @@ def test_several_heads_at_once_merge_as_one_by_one(
 
 
 @pytest.mark.parametrize("policy", NEVER_GATHER)
-def test_what_kernels_compute_from_pages_is_not_gathered(
+def test_kernels_read_pages_without_gathering_them(
     policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But by the twins that stand in for kernels here."""
+    """Only the twins that stand in for kernels gather."""
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     request = Request(pipeline, make_pool(InterleavedPagePool))
     launched, gather = [], PagedKV.gather
@@ -117,9 +117,9 @@ def test_what_kernels_compute_from_pages_is_not_gathered(
     def launch(module: str, name: str) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             launched.append(name)
-            found = twin_of(module, name)(*args, **kwargs)
+            result = twin_of(module, name)(*args, **kwargs)
             launched.pop()
-            return found
+            return result
 
         return call
 
@@ -156,9 +156,9 @@ def test_entries_are_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_as_many_heads_at_once_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     view = make_view(Shape(pages=(8,) * 5), 0).kv
     assert isinstance(view, GatheredKV)
-    there = replace(view, lengths=view.lengths.to("meta"))
+    on_device = replace(view, lengths=view.lengths.to("meta"))
     of_a_head = 4 * TEMPORARIES * view.capacity * view.head_size
     for tile, starts in ((5 * of_a_head, [0]), (3 * of_a_head - 1, [0, 2, 4]), (1, range(5))):
-        for name, one in (("HEADS_BYTES", view), ("DEVICE_TILE_BYTES", there)):
+        for name, one in (("HEADS_BYTES", view), ("DEVICE_TILE_BYTES", on_device)):
             monkeypatch.setattr(tiles, name, tile)
             assert [part.start for part in one.head_slices()] == list(starts)

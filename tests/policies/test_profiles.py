@@ -27,7 +27,7 @@ def test_headkv_scores_are_means(tmp_path: Path) -> None:
 
 
 def importance(path: Path, model: ModelHeads, temperature: float = 1.0) -> Table:
-    """What a rank's KV heads get."""
+    """Importance of a rank's KV heads."""
     return HeadKV(temperature=temperature).with_profile(path).bind(model).importance
 
 

@@ -1,4 +1,4 @@
-"""Policy strings, parameters and what is refused, each with its sentence."""
+"""Policy strings, parameters, and the messages of refusals."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_criticalkv_is_tested_on_all_that_it_modifies() -> None:
     assert {f"{base}+criticalkv" for base in valid} <= set(POLICIES)
 
 
-def test_defaults() -> None:
+def test_defaults_of_all_parts_are_in_the_parameters() -> None:
     assert resolve("adakv+criticalkv").params == {
         "window_size": 32,
         "kernel_size": 7,
@@ -96,7 +96,9 @@ def test_adakv_divides_what_pyramidkv_gives_to_each_layer() -> None:
         ("tova+momentfix", {}, Needs(window_size=1, values=True, plain_logits=True)),
     ],
 )
-def test_needs(policy: str, params: dict[str, object], needs: Needs) -> None:
+def test_policies_need_exactly_what_is_listed(
+    policy: str, params: dict[str, object], needs: Needs
+) -> None:
     assert resolve(policy, params).needs == needs
 
 
@@ -176,7 +178,7 @@ def test_parameters_that_are_refused(policy: str, params: dict[str, object], sen
         resolve(policy, params)
 
 
-def test_what_protects_comes_first_so_that_others_divide_what_it_leaves() -> None:
+def test_modifiers_that_protect_tokens_run_first() -> None:
     first, second = (
         resolve(policy, {"any_scores": "on"})
         for policy in ("keydiff+adakv+window", "keydiff+window+adakv")

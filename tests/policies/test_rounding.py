@@ -78,6 +78,6 @@ def test_remainders_go_to_the_largest_then_to_the_earlier() -> None:
     assert on_device([1.0, 1.5, 1.5], 5, [0] * 3, [9] * 3) == [1, 2, 2]
 
 
-def test_heads_without_a_share_take_what_nobody_else_can_hold() -> None:
+def test_heads_without_a_share_take_what_others_cannot_hold() -> None:
     assert on_device([0, 1], 7, [0, 0], [5, 4]) == [3, 4]
     assert spread([0.0, 1.0], 7, [5, 4]) == [3, 4]

@@ -41,12 +41,12 @@ def mass_of(view: LayerView) -> torch.Tensor:
 
 
 def of_keys(rows: torch.Tensor) -> GatheredKV:
-    """These as keys, and as values, too."""
+    """A view with these as keys and as values."""
     return GatheredKV.of(rows, rows)
 
 
 def own(rows: torch.Tensor, shape: Shape) -> list[torch.Tensor]:
-    """Scores without padding."""
+    """Scores by head, without padding."""
     return [row[:length] for row, length in zip(rows, shape.lengths, strict=True)]
 
 
@@ -64,7 +64,7 @@ def test_mass_is_at_most_one(shape: Shape, window: int) -> None:
 
 
 def test_mass_of_everything_visible_is_one() -> None:
-    """Without a tail nothing else can have the attention."""
+    """Without a tail all attention goes to the entries."""
     shape = Shape(pages=(4, 4), tail=0)
     rows = mass_of(make_view(shape, 6))
     assert torch.allclose(rows.sum(dim=1), torch.ones(2), atol=1e-5)
@@ -72,20 +72,20 @@ def test_mass_of_everything_visible_is_one() -> None:
 
 def test_tiles_do_not_change_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
     view = make_view(Shape(pages=(5, 3), tail=3), 11)
-    whole = mass_of(view)
+    untiled = mass_of(view)
     monkeypatch.setattr(tiles, "HEADS_BYTES", 1)
-    assert torch.allclose(mass_of(view)[0], whole[0], atol=1e-6)
-    assert torch.allclose(mass_of(view)[1, :12], whole[1, :12], atol=1e-6)
+    assert torch.allclose(mass_of(view)[0], untiled[0], atol=1e-6)
+    assert torch.allclose(mass_of(view)[1, :12], untiled[1, :12], atol=1e-6)
 
 
 def test_tiles_do_not_change_the_norms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor which weights are whose."""
+    """Each head also keeps its weights."""
     view = make_view(Shape(pages=(5, 5), tail=3), 1)
     assert view.output_gram is not None
     gram = view.output_gram.unflatten(0, (view.num_heads, -1))
-    whole = value_norms_l2(view.kv, gram)
+    untiled = value_norms_l2(view.kv, gram)
     monkeypatch.setattr(tiles, "HEADS_BYTES", 1)
-    assert torch.allclose(value_norms_l2(view.kv, gram), whole, rtol=1e-5)
+    assert torch.allclose(value_norms_l2(view.kv, gram), untiled, rtol=1e-5)
 
 
 def test_no_tensor_holds_the_whole_window(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_tova_s_scope_may_be_a_head() -> None:
 
 @pytest.mark.parametrize(("former", "stride"), [(False, 1), (True, 1), (True, 4)])
 def test_h2o_by_count_is_the_mean_over_queries_that_saw_an_entry(former: bool, stride: int) -> None:
-    """Of this event, and of former ones if there were any."""
+    """Counts queries of this event and of former ones."""
     shape, window = Shape(pages=(4, 6), tail=2), 9
     view = make_view(shape, window)
     before = torch.zeros(2, view.num_entries), torch.zeros(2, view.num_entries)
@@ -186,7 +186,7 @@ def test_h2o_by_count_is_the_mean_over_queries_that_saw_an_entry(former: bool, s
             assert float(row[j]) == pytest.approx(total / seen, abs=1e-5)
 
 
-def test_what_counts_queries_keeps_their_number_where_there_is_a_next_event() -> None:
+def test_h2o_by_count_keeps_state_only_if_events_repeat() -> None:
     pipeline = resolve("h2o", {"normalize_by_count": "on"})
     assert pipeline.token_state == ("accumulated", "observed")
     assert replace(pipeline, repeats=False).token_state == ()
@@ -262,10 +262,10 @@ def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) 
             value_norms_l2(view.kv, view.output_gram.unflatten(0, (view.num_heads, -1))),
         ]
 
-    whole = everything()
+    untiled = everything()
     monkeypatch.setattr(tiles, "TILE_BYTES", 4 * 3 * 24)
     monkeypatch.setattr(value_norms, "FEWEST_ROWS", 1)
-    for a, b in zip(everything(), whole, strict=True):
+    for a, b in zip(everything(), untiled, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 
 
@@ -305,8 +305,8 @@ def test_unwanted_value_norms_are_left_out() -> None:
     assert view.output_weight is not None
     wanted = torch.rand(2, 12, generator=torch.Generator().manual_seed(5)) < 0.5
     some = value_norms_l1(view.kv, view.output_weight, wanted)
-    whole = value_norms_l1(view.kv, view.output_weight, all_of(view))
-    assert torch.allclose(some, whole * wanted, atol=1e-5)
+    every_norm = value_norms_l1(view.kv, view.output_weight, all_of(view))
+    assert torch.allclose(some, every_norm * wanted, atol=1e-5)
 
 
 def all_of(view: LayerView) -> torch.Tensor:
@@ -318,18 +318,18 @@ def all_of(view: LayerView) -> torch.Tensor:
 def test_tiles_do_not_change_the_perturbation(
     monkeypatch: pytest.MonkeyPatch, variant: str, head_bytes: int
 ) -> None:
-    """Of a query each, and of several."""
+    """Tiles hold one query, or several."""
     view = make_view(Shape((9, 5), tail=3), 9)
 
     def scores() -> torch.Tensor:
         return OBCache(variant, window_size=9).score(view)
 
-    whole = scores()
+    untiled = scores()
     monkeypatch.setattr(tiles, "HEADS_BYTES", head_bytes)
-    assert torch.allclose(scores(), whole, atol=1e-5)
+    assert torch.allclose(scores(), untiled, atol=1e-5)
 
 
-def test_values_of_zero_are_not_missed() -> None:
+def test_pruning_values_of_zero_changes_no_output() -> None:
     view = make_view(Shape((4, 4), tail=2), 5)
     tail = (view.kv.tail_keys(), torch.zeros_like(view.kv.tail_values()))
     view = with_rows(view, values=torch.zeros_like(view.kv.values()), tail=tail)

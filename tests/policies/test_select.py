@@ -1,4 +1,4 @@
-"""What a head keeps: protected entries, CriticalKV's two stages, small budgets."""
+"""Entries that a head keeps: protected ones, CriticalKV's two stages, small budgets."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_tail_counts_as_recent() -> None:
 )
 @pytest.mark.parametrize("tail", [0, 1, 3])
 def test_the_window_is_always_kept(policy: str, tail: int, tmp_path: Path) -> None:
-    """It counts the partial block; each head has room for it (two pages)."""
+    """The window includes the partial block; each head has room for it (two pages)."""
     shape = replace(SHAPE, tail=tail)
     pipeline = make_pipeline(policy, shape, tmp_path)
     view = make_view(shape, pipeline.needs.window_size)
@@ -115,7 +115,7 @@ def test_streamingllm_keeps_sinks_and_the_latest(total: int, tmp_path: Path) -> 
         assert row == [0, 1, 2, *range(32 - (4 * count - 3), 32)]
 
 
-def test_streamingllm_looks_at_no_numbers(tmp_path: Path) -> None:
+def test_streamingllm_depends_on_positions_alone(tmp_path: Path) -> None:
     pipeline = make_pipeline("streamingllm", SHAPE, tmp_path)
     kept = [
         compress_layer(pipeline, make_view(replace(SHAPE, seed=seed), 0), 6).kept_indices
@@ -210,8 +210,8 @@ def test_the_scale_of_the_output_weight_changes_nothing(norm: str, epsilon: floa
     assert torch.equal(two_stage(larger, scores, kept, norm=norm, epsilon=epsilon), plain)
 
 
-def test_values_decide_the_second_stage() -> None:
-    """A value that the output projection does not see is worth nothing."""
+def test_second_stage_skips_values_that_the_output_projection_ignores() -> None:
+    """A value that the output projection maps to 0 has a norm of 0."""
     view = make_view(SHAPE, 0)
     scores, kept = torch.full((2, 32), 0.5), torch.tensor([8, 8])
     view.kv.values()[:, 20:] = 0.0

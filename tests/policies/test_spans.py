@@ -1,4 +1,4 @@
-"""What spans promises: whole passages around what the last queries want, and what many want."""
+"""Spans keeps passages around what the last queries attend to, and what many attend to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WANTED_BY_LAST, WANTED_BY_MANY, UNLIKE_OTHERS = 20, [5, 40], 50
 
 
 def passage_view() -> LayerView:
-    """The last queries look at one token, all others at two others, and nobody at a strange one."""
+    """The last queries attend to one token, all others to two others, none to an unusual one."""
     view = make_view(SHAPE, FAR)
     keys, queries = torch.zeros(1, 64, HEAD_SIZE), torch.zeros(FAR, 1, HEAD_SIZE)
     keys[0, WANTED_BY_LAST, 0] = 30.0
@@ -37,8 +37,8 @@ def passage_view() -> LayerView:
     return replace(view, kv=GatheredKV.of(keys, keys), queries=queries, scale=1.0)
 
 
-def test_a_passage_stays_whole_beside_what_many_queries_want_and_what_is_unlike_others() -> None:
-    """Of 3k kept tokens at least k are the best by each rank.
+def test_spans_keep_a_passage_popular_tokens_and_an_unusual_key() -> None:
+    """Among 3k kept tokens at least k are the best by each rank.
 
     SnapKV's window alone would lose the ones, H2O's sum alone the passage around the other, and
     both what nobody has asked for yet.
@@ -53,15 +53,15 @@ def test_a_passage_stays_whole_beside_what_many_queries_want_and_what_is_unlike_
 
 
 @given(numbers=st.lists(st.integers(0, 9), min_size=4, max_size=12), factor=st.floats(0.1, 1e6))
-def test_ranks_forget_the_scale_and_put_the_later_of_equals_higher(
+def test_ranks_ignore_the_scale_and_put_the_later_of_equals_higher(
     numbers: list[int], factor: float
 ) -> None:
     scores = torch.tensor([numbers], dtype=torch.float32)
     everywhere = torch.ones_like(scores, dtype=torch.bool)
-    found = ranks(scores, everywhere)[0].tolist()
-    assert found == ranks(scores * factor, everywhere)[0].tolist()
+    places = ranks(scores, everywhere)[0].tolist()
+    assert places == ranks(scores * factor, everywhere)[0].tolist()
     for i, one in enumerate(numbers):
-        assert found[i] == sum((other, j) < (one, i) for j, other in enumerate(numbers))
+        assert places[i] == sum((other, j) < (one, i) for j, other in enumerate(numbers))
 
 
 def test_entries_behind_a_head_s_length_are_not_counted() -> None:
@@ -70,8 +70,8 @@ def test_entries_behind_a_head_s_length_are_not_counted() -> None:
     assert ranks(scores, torch.arange(64)[None] < 3)[0, :3].tolist() == [2, 0, 1]
 
 
-def test_the_first_tokens_stay_where_there_is_room_for_little_else(tmp_path: Path) -> None:
-    """What most queries attend to is there, whatever else a short prompt loses."""
+def test_first_tokens_are_kept_under_a_small_budget(tmp_path: Path) -> None:
+    """First tokens, which most queries attend to, are kept even of a short prompt."""
     view = make_view(Shape((32,), group=1), 300)
     pipeline = make_pipeline(
         "spans", Shape((32,), group=1), tmp_path, near_size=32, window_size=256
@@ -80,7 +80,7 @@ def test_the_first_tokens_stay_where_there_is_room_for_little_else(tmp_path: Pat
     assert kept == [0, 1, *range(98, 128)]
 
 
-def test_parameters_that_make_no_sense_are_refused() -> None:
+def test_contradictory_parameters_are_refused() -> None:
     with pytest.raises(ConfigError, match="near_size: expected at most window_size, 16, found 32"):
         resolve("spans", {"window_size": 16})
     with pytest.raises(ConfigError, match="key_kernel_size: expected an odd number"):

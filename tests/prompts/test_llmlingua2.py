@@ -1,4 +1,4 @@
-"""The words that stay: against the authors' package, and against plain loops."""
+"""Kept words, against the authors' package and against plain loops."""
 
 from __future__ import annotations
 
@@ -42,9 +42,11 @@ def kept_pieces(scored: ScoredText, text: str, rate: float) -> list[tuple[str, b
 def test_the_same_words_stay_as_in_the_authors_package(
     name: str, kind: str, folders: dict[str, Path]
 ) -> None:
-    text, found = TEXTS[name], GOLDEN[kind][name]
-    assert [each["case"] for each in found] == [case for case in CASES if case in found_cases(name)]
-    for each in found:
+    text, actual = TEXTS[name], GOLDEN[kind][name]
+    assert [each["case"] for each in actual] == [
+        case for case in CASES if case in found_cases(name)
+    ]
+    for each in actual:
         case = each["case"]
         classifier = TokenClassifier(str(folders[kind]), force_tokens=case.get("force_tokens", ()))
         scored = classifier.score(text)
@@ -65,7 +67,9 @@ def test_golden_texts_are_cut_into_chunks(kind: str, folders: dict[str, Path]) -
     assert len(classifier.score(TEXTS["unbroken"]).chunks) > 2
 
 
-def test_together_is_alone(kind: str, folders: dict[str, Path]) -> None:
+def test_chunks_have_the_same_probabilities_in_a_batch_as_alone(
+    kind: str, folders: dict[str, Path]
+) -> None:
     """Chunks of a batch, which are padded, have the probabilities that they have alone."""
     classifier = TokenClassifier(str(folders[kind]))
     chunks = [np.array([5, 9, 30, 31, 12] * n) for n in (3, 40, 1, 7)]
@@ -75,7 +79,7 @@ def test_together_is_alone(kind: str, folders: dict[str, Path]) -> None:
 
 
 def loops(probabilities: list[float], counts: list[int], rate: float) -> list[bool]:
-    """The rule, word by word: the threshold lies between the two tokens around its place."""
+    """Kept words by plain loops: the threshold is interpolated between two tokens."""
     of_tokens = sorted(p for p, n in zip(probabilities, counts, strict=True) for _ in range(n))
     place = min(100, int(100 * (1 - rate) + 1)) / 100 * (len(of_tokens) - 1)
     below = int(place)
@@ -85,7 +89,7 @@ def loops(probabilities: list[float], counts: list[int], rate: float) -> list[bo
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_rule_is_that_of_plain_loops(seed: int) -> None:
+def test_kept_words_are_those_of_the_loop(seed: int) -> None:
     draw = random.Random(seed)
     tokens = [draw.choice([draw.random(), 1.0]) for _ in range(211)]
     begins = [True, *(draw.random() < 0.6 for _ in tokens[1:])]
@@ -127,7 +131,7 @@ def test_chunks_end_where_a_sentence_does() -> None:
         ([], ""),
     ],
 )
-def test_what_stays_is_cut_from_the_text(spans: list[tuple[int, int]], expected: str) -> None:
+def test_kept_parts_are_cut_from_the_text(spans: list[tuple[int, int]], expected: str) -> None:
     assert joined("Pay  $12.50\nnow!", spans) == expected
 
 
@@ -169,7 +173,9 @@ def save(folder: Path, config: Any, architecture: str) -> str:
     return str(folder)
 
 
-def test_what_is_no_classifier_is_refused(tmp_path: Path, folders: dict[str, Path]) -> None:
+def test_models_that_are_no_classifier_are_refused(
+    tmp_path: Path, folders: dict[str, Path]
+) -> None:
     shape = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     cases = {
         str(tmp_path / "nothing"): "no model there that can be read",

@@ -1,4 +1,4 @@
-"""The middleware, in an app as vLLM builds one: behind its keys, and never in the loop's way."""
+"""The middleware in an app like vLLM's: it runs after keys are checked and blocks no loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KEY = "a key"
 
 
 def served(score: Any) -> tuple[FastAPI, CollectorRegistry]:
-    """An app that repeats what it is sent, with vLLM's own middleware around ours."""
+    """An app that returns what it is sent, with vLLM's middleware around ours."""
     app, registry = FastAPI(), CollectorRegistry()
 
     @app.post(PATH)
@@ -69,7 +69,7 @@ def chat(**more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "tool", "content": LONG}], **more}
 
 
-def test_chats_are_shortened_and_all_else_passes() -> None:
+def test_chats_are_shortened_and_other_requests_pass() -> None:
     app, registry = served(Scorer())
 
     async def ask() -> None:
@@ -93,7 +93,7 @@ def test_chats_are_shortened_and_all_else_passes() -> None:
 
 
 @pytest.mark.parametrize("key", [None, "Bearer another", KEY])
-def test_without_a_key_nothing_is_looked_at(key: str | None) -> None:
+def test_requests_without_the_api_key_are_not_scored(key: str | None) -> None:
     scorer = Scorer()
     app, registry = served(scorer)
 
@@ -109,7 +109,7 @@ def test_without_a_key_nothing_is_looked_at(key: str | None) -> None:
 
 
 def test_the_loop_never_waits_for_the_classifier() -> None:
-    """Other requests are answered while it reads."""
+    """Other requests are answered while the classifier runs."""
     reads, may_end = threading.Event(), threading.Event()
 
     def slow(text: str) -> Any:
@@ -132,7 +132,7 @@ def test_the_loop_never_waits_for_the_classifier() -> None:
     asyncio.run(ask())
 
 
-def test_who_is_gone_costs_nothing_and_the_app_hears_of_it() -> None:
+def test_disconnected_clients_are_not_scored_and_the_app_is_told() -> None:
     scorer = Scorer()
     heard: list[Any] = []
 
@@ -193,7 +193,7 @@ class PlainMiddleware:
 
 
 def refused(*arguments: str) -> str:
-    """Why `serve` would not start."""
+    """The error with which `serve` refuses to start."""
     from vllm_kvcompress.cli import launch, serve
 
     with pytest.raises(ConfigError) as caught:
@@ -201,7 +201,9 @@ def refused(*arguments: str) -> str:
     return str(caught.value)
 
 
-def test_refusals_come_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_prompt_options_are_refused_before_the_server_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     reference = str(Path(__file__).parents[2] / "models" / "reference")
     option = ["--prompt-compressor", "llmlingua2:/no/folder"]
     assert "no model there that can be read" in refused(reference, *option)

@@ -1,4 +1,4 @@
-"""Which texts of a chat are shortened, by how much, and what is remembered of them."""
+"""Which texts of a chat are shortened, by how much, and what is cached."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Scorer:
             start = text.index(word, start)
             spans.append((start, start + len(word)))
             start += len(word)
-        found = np.array(spans, dtype=np.int32)
+        actual = np.array(spans, dtype=np.int32)
         # Ties would all stay or all go.
         matters = [text[s].isupper() - i / 1000 for i, (s, _) in enumerate(spans)]
         words = ScoredWords(
-            found[:, 0], found[:, 1], np.array(matters), np.ones(len(spans), dtype=np.int32)
+            actual[:, 0], actual[:, 1], np.array(matters), np.ones(len(spans), dtype=np.int32)
         )
         return ScoredText(len(spans), (words,))
 
@@ -47,7 +47,7 @@ def settings(**given: Any) -> PromptSettings:
 
 
 def rewritten(body: dict[str, Any], **given: Any) -> dict[str, Any]:
-    """What becomes of a body; that the original is not changed is seen to as well."""
+    """Rewrites a body, and checks that the original is not changed."""
     before = copy.deepcopy(body)
     raw, _ = PromptShortener(settings(**given), Scorer()).rewrite(json.dumps(body).encode())
     assert body == before
@@ -58,8 +58,8 @@ def rewritten(body: dict[str, Any], **given: Any) -> dict[str, Any]:
 SHORT = "Keep a drop Keep"  # of LONG at a half
 
 
-def test_what_stays_whole_and_what_does_not() -> None:
-    """System prompts, questions, tools, images, calls, thoughts and what is to be gone on with."""
+def test_only_user_assistant_and_tool_texts_are_shortened() -> None:
+    """Kept: system prompts, questions, tools, images, calls, reasoning, messages to continue."""
     image = {"type": "image_url", "image_url": {"url": f"data:,{LONG}"}}
     call = {"id": LONG, "function": {"name": "f", "arguments": json.dumps({"a": LONG})}}
     body = {
@@ -147,7 +147,7 @@ def test_a_rate_of_one_is_the_identity_to_the_byte() -> None:
         *(b'{"messages": [{"role": "tool", "content": [{"type": "text", "text": 1}, "x"]}]}',),
     ],
 )
-def test_what_is_no_chat_is_left_to_vllm(raw: bytes) -> None:
+def test_bodies_that_are_no_chat_are_left_to_vllm(raw: bytes) -> None:
     assert PromptShortener(settings(), Scorer()).rewrite(raw)[0] is raw
 
 
@@ -186,7 +186,7 @@ def test_requests_choose_within_the_operators_limits() -> None:
 
 
 def test_a_target_is_shared_by_all_texts() -> None:
-    """Of what goes by the server's rate; 16 tokens come down to at most 8."""
+    """Texts without a rate of their own share it: 16 tokens come down to at most 8."""
     body = {"messages": [{"role": role, "content": LONG} for role in ("tool", "system", "tool")]}
     body["messages"].append({"role": "assistant", "content": f"{LONG} Keep"})
     body["messages"].append({"role": "user", "content": "Why?"})
@@ -220,7 +220,7 @@ def test_texts_are_remembered_whatever_the_rate_and_forgotten_in_time() -> None:
     assert [shortener.rewrite(salted)[1].num_scored for _ in range(2)] == [1, 0]
 
 
-def test_many_threads_say_what_one_does() -> None:
+def test_many_threads_give_the_same_as_one() -> None:
     shortener = PromptShortener(settings(), Scorer(), max_characters=2000)
     bodies = [chat(f"{LONG} {i % 13}") for i in range(200)]
     alone = [PromptShortener(settings(), Scorer()).rewrite(body)[0] for body in bodies]
@@ -228,7 +228,7 @@ def test_many_threads_say_what_one_does() -> None:
         assert [raw for raw, _ in pool.map(shortener.rewrite, bodies)] == alone
 
 
-def test_work_counts_what_was_to_be_shortened() -> None:
+def test_work_counts_tokens_before_and_after_shortening() -> None:
     raw, work = PromptShortener(settings(), Scorer()).rewrite(chat(LONG))
     assert (work.source_tokens, work.kept_tokens) == (8, len(content_of(raw).split()))
     _, short = PromptShortener(settings(min_tokens=100), Scorer()).rewrite(chat(LONG))
@@ -260,7 +260,7 @@ def test_settings_that_cannot_work_are_refused(given: dict[str, Any], reason: st
         PromptSettings.from_dict({"compressor": COMPRESSOR, **given})
 
 
-def test_settings_travel() -> None:
+def test_settings_survive_their_dictionary() -> None:
     given = {
         "compressor": COMPRESSOR,
         "rate": 0.4,

@@ -1,4 +1,4 @@
-"""A small classifier that tells the facts of the reference model's tasks from noise."""
+"""A small classifier that separates facts of the reference model's tasks from noise."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build_tokenizer() -> Any:
 
 
 def train(folder: Path) -> Path:
-    """Trains one in seconds, and returns where it is."""
+    """Trains a classifier in seconds, and returns its folder."""
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(WORDS),

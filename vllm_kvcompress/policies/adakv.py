@@ -1,7 +1,7 @@
-"""AdaKV (arXiv 2407.11550): budgets per head, by scores."""
+"""Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv 2407.11550."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,23 +16,11 @@ from vllm_kvcompress.policies.parts.parameters import switch
 from vllm_kvcompress.policies.parts.selection import NOTHING_PROTECTED
 from vllm_kvcompress.policies.snapkv import SnapKV
 
-PAPER = "Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation, arXiv 2407.11550"
-
-
-def phi() -> Any:
-    """Parameter `safeguard`: the paper's phi."""
-    return parameter(0.2, "part of the budget shared out evenly", 0.0, 1.0)
-
-
-def phi_mode() -> Any:
-    """Parameter `safeguard_mode`: how phi is applied."""
-    meaning = "blend (the authors' code) or floor (kvpress)"
-    return parameter("blend", meaning, choices=("blend", "floor"))
-
-
-def normalize() -> Any:
-    """Parameter `normalize`: whether heads that spread their attention count less."""
-    return switch("on: multiply a head's scores by the share of its highest ones in their sum")
+PHI = parameter(0.2, "part of the budget shared out evenly", 0.0, 1.0)
+PHI_MODE = parameter(
+    "blend", "blend (the authors' code) or floor (kvpress)", choices=("blend", "floor")
+)
+NORMALIZE = switch("on: multiply a head's scores by the share of its highest ones in their sum")
 
 
 @dataclass(frozen=True)
@@ -52,15 +40,14 @@ class Ada(Modifier, Allocator):
 
     name = "adakv"
     batches = True
-    paper = PAPER
     stages = Stages(
         allocate="layers as the policy has it; heads by their share of the layer's highest scores"
     )
     goes_on = ("pyramidkv", "h2o", "keydiff")
 
-    safeguard: float = phi()
-    safeguard_mode: str = phi_mode()
-    normalize: str = normalize()
+    safeguard: float = PHI
+    safeguard_mode: str = PHI_MODE
+    normalize: str = NORMALIZE
     any_scores: str = switch("on: also compares heads by scores that are no attention mass")
     protection: Protection = NOTHING_PROTECTED
     layers: Allocator = UNIFORM
@@ -124,7 +111,6 @@ class AdaKV(SnapKV):
 
     name = "adakv"
     batches = True
-    paper = PAPER
     stages = SnapKV.stages._replace(allocate="by each head's share of the layer's highest scores")
     decides = ("how much each head keeps",)
     refuses = dict.fromkeys(
@@ -132,9 +118,9 @@ class AdaKV(SnapKV):
         "adakv divides a layer's budget by each head's attention mass, which {} does not score",
     )
 
-    safeguard: float = phi()
-    safeguard_mode: str = phi_mode()
-    normalize: str = normalize()
+    safeguard: float = PHI
+    safeguard_mode: str = PHI_MODE
+    normalize: str = NORMALIZE
 
     @property
     def allocator(self) -> Ada:

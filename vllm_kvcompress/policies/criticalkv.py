@@ -1,4 +1,5 @@
-"""CriticalKV (arXiv 2502.03805): tokens without which outputs would change most."""
+"""Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective,
+arXiv 2502.03805."""
 
 from dataclasses import dataclass, replace
 
@@ -35,10 +36,6 @@ class CriticalKV(Modifier, Selector):
 
     name = "criticalkv"
     batches = True
-    paper = (
-        "Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective, "
-        "arXiv 2502.03805"
-    )
     stages = Stages(select="two stages: highest score, then (score + epsilon) * ||v W_O||")
     goes_on = ("snapkv", "adakv", "headkv", "pyramidkv", "h2o")
     refuses = dict(  # noqa: RUF012

@@ -1,4 +1,5 @@
-"""DuoAttention (arXiv 2410.10819): retrieval heads keep everything, the others stream.
+"""DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads,
+arXiv 2410.10819.
 
 The authors' files: `full_attention_heads.tsv`, one line of gates per layer and a column per KV
 head, and beside it `config.json` with `sink_size` and `recent_size`.
@@ -35,10 +36,6 @@ class DuoAttention(Policy):
 
     name = "duoattention"
     batches = True
-    paper = (
-        "DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, "
-        "arXiv 2410.10819"
-    )
     stages = Stages(
         score="position",
         protect="the pattern's first sink_size tokens",

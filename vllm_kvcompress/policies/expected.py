@@ -1,4 +1,5 @@
-"""Expected Attention (arXiv 2510.00636): what future queries are expected to attend to."""
+"""Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
+Distribution, arXiv 2510.00636."""
 
 from __future__ import annotations
 
@@ -25,10 +26,6 @@ class Expected(Policy):
     """
 
     name = "expected"
-    paper = (
-        "Expected Attention: KV Cache Compression by Estimating Attention from Future Queries "
-        "Distribution, arXiv 2510.00636"
-    )
     stages = Stages(
         score="expected attention of the next n_future_positions queries, times the value's norm",
         protect="the first n_sink tokens",

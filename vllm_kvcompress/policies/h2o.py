@@ -1,4 +1,4 @@
-"""H2O (arXiv 2306.14048): tokens of high accumulated attention, and recent ones."""
+"""H2O: Heavy-Hitter Oracle for Efficient Generative Inference, arXiv 2306.14048."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,6 @@ class H2O(Policy):
 
     name = "h2o"
     batches = True
-    paper = "H2O: Heavy-Hitter Oracle for Efficient Generative Inference, arXiv 2306.14048"
     stages = Stages(
         score="attention accumulated over one in stride of the last window_size queries of every "
         "event",
@@ -33,7 +32,7 @@ class H2O(Policy):
     )
     recent_fraction: float = parameter(0.5, "part of the budget for recent tokens", 0.0, 1.0)
     normalize_by_count: str = switch("on: divide sums by how many queries saw a token")
-    stride: int = mass.stride_of_sums()
+    stride: int = mass.STRIDE
 
     @property
     def needs(self) -> Needs:

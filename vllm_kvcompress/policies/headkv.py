@@ -1,4 +1,4 @@
-"""HeadKV (arXiv 2410.19258): budgets per head from measured importance.
+"""Not All Heads Matter: A Head-Level KV Cache Compression Method, arXiv 2410.19258.
 
 The authors' file is JSON, `{"layer-queryhead": [scores, ...], ...}`; importance is their mean.
 """
@@ -17,8 +17,6 @@ from vllm_kvcompress.policies.parts.allocation import divide, spread, spread_wit
 from vllm_kvcompress.policies.parts.profiles import HOW, Table
 from vllm_kvcompress.policies.snapkv import SnapKV
 
-PAPER = "Not All Heads Matter: A Head-Level KV Cache Compression Method, arXiv 2410.19258"
-
 
 @dataclass(frozen=True)
 class ByImportance(Modifier, Allocator):
@@ -35,7 +33,6 @@ class ByImportance(Modifier, Allocator):
 
     name = "headkv"
     batches = True
-    paper = PAPER
     stages = Stages(allocate="by the heads' importance in the profile, over all layers")
     goes_on = ("spans", "h2o", "leverage", "expected", "keydiff")
     refuses = {"adakv": "headkv and {} both decide how much each head keeps"}  # noqa: RUF012
@@ -90,7 +87,6 @@ class HeadKV(SnapKV):
 
     name = "headkv"
     batches = True
-    paper = PAPER
     stages = SnapKV.stages._replace(allocate="by the heads' importance in the profile")
     decides = ("how much each head keeps", "how much each layer keeps")
     profile = "headkv"

@@ -1,4 +1,4 @@
-"""KeyDiff (arXiv 2504.15364): keys unlike the others, and its authors' share of recent tokens."""
+"""KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364."""
 
 from dataclasses import dataclass, replace
 
@@ -20,7 +20,6 @@ class KeyDiff(Policy):
 
     name = "keydiff"
     batches = True
-    paper = "KeyDiff: Key Similarity-Based KV Cache Eviction, arXiv 2504.15364"
     stages = Stages(score="minus the cosine to the anchor", select="highest score")
 
     anchor: str = parameter(
@@ -49,7 +48,6 @@ class Window(Modifier):
     """Keeps a share of the budget for the most recent tokens."""
 
     name = "window"
-    paper = KeyDiff.paper
     stages = Stages(protect="the most recent recent_fraction of the budget")
     goes_on = ("keydiff", "knorm", "tova")
     otherwise = "{} already says which recent tokens it keeps"

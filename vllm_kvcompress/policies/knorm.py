@@ -1,4 +1,4 @@
-"""Key norms (arXiv 2406.11430): keys of low norm get most attention."""
+"""A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430."""
 
 from dataclasses import dataclass
 
@@ -19,9 +19,6 @@ class KNorm(Policy):
 
     name = "knorm"
     batches = True
-    paper = (
-        "A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430"
-    )
     stages = Stages(
         score="minus the key's norm",
         allocate="everything in the first skip_layers layers if the others keep half a uniform "

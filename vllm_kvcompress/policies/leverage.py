@@ -1,10 +1,10 @@
-"""Leverage scores of keys (Compactor, arXiv 2507.08143): keys that others cannot replace."""
+"""Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage Scores,
+arXiv 2507.08143."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ RIDGE = 1e-3  # added to all eigenvalues, as a fraction of their mean
 UNROTATED = "unrotated"
 
 
-def key_space() -> Any:
-    """Parameter of policies that score keys by leverage."""
-    meaning = "keys before RoPE (unrotated), or as they are cached (rotated)"
-    return parameter(UNROTATED, meaning, choices=(UNROTATED, "rotated"))
+KEY_SPACE = parameter(
+    UNROTATED,
+    "keys before RoPE (unrotated), or as they are cached (rotated)",
+    choices=(UNROTATED, "rotated"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,9 @@ class Leverage(Policy):
 
     name = "leverage"
     batches = True
-    paper = (
-        "Compactor: Calibrated Query-Agnostic KV Cache Compression with Approximate Leverage "
-        "Scores, arXiv 2507.08143"
-    )
     stages = Stages(score="the key's statistical leverage, before RoPE", select="highest score")
 
-    keys: str = key_space()
+    keys: str = KEY_SPACE
 
     @property
     def needs(self) -> Needs:

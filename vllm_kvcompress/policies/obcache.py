@@ -1,4 +1,5 @@
-"""OBCache (arXiv 2510.07651): pruning by what attention outputs would lose."""
+"""OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM Inference,
+arXiv 2510.07651."""
 
 from dataclasses import dataclass, replace
 
@@ -21,10 +22,6 @@ class OBCache(Modifier):
 
     name = "obcache"
     batches = True
-    paper = (
-        "OBCache: Optimal Brain KV Cache Pruning for Efficient Long-Context LLM Inference, "
-        "arXiv 2510.07651"
-    )
     stages = Stages(
         score="squared change of the window's attention outputs, instead of their attention"
     )

@@ -5,6 +5,7 @@ Both are frozen dataclasses whose fields are their parameters, made by `paramete
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,8 +40,8 @@ class Part(ABC):
 
     Attributes:
         name: as written in a policy string.
-        paper: title and arXiv number.
-        summary: one sentence; the first line of the class's docstring, unless it is set.
+        paper: title and arXiv number; the first paragraph of the module's docstring, unless set.
+        summary: one sentence; the first line of the class's docstring, unless set.
         stages: what it does in each stage of the pipeline.
         profile: kind of profile file that it needs, or None.
         refuses: parts that it cannot be combined with, and why; `{}` stands for the other's name.
@@ -54,7 +55,10 @@ class Part(ABC):
     refuses: ClassVar[Mapping[str, str]] = {}
 
     def __init_subclass__(cls) -> None:
-        if "summary" not in vars(cls) and cls.__doc__:
+        module = sys.modules[cls.__module__].__doc__
+        if "name" in vars(cls) and "paper" not in vars(cls) and module:
+            cls.paper = " ".join(module.partition("\n\n")[0].split()).removesuffix(".")
+        if "name" in vars(cls) and "summary" not in vars(cls) and cls.__doc__:
             cls.summary = cls.__doc__.partition("\n")[0]
 
     @classmethod

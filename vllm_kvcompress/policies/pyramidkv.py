@@ -1,4 +1,5 @@
-"""PyramidKV (arXiv 2406.02069): budgets that fall from layer to layer."""
+"""PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling,
+arXiv 2406.02069."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -21,10 +22,6 @@ class PyramidKV(SnapKV):
 
     name = "pyramidkv"
     batches = True
-    paper = (
-        "PyramidKV: Dynamic KV Cache Compression based on Pyramidal Information Funneling, "
-        "arXiv 2406.02069"
-    )
     stages = SnapKV.stages._replace(allocate="falls linearly from the first layer to the last")
     decides = ("how much each layer keeps",)
     layer_dependent = True

@@ -1,4 +1,4 @@
-"""SnapKV (arXiv 2404.14469): what the last queries attend to."""
+"""SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,6 @@ class SnapKV(Policy):
 
     name = "snapkv"
     batches = True
-    paper = "SnapKV: LLM Knows What You are Looking for Before Generation, arXiv 2404.14469"
     stages = Stages(
         score="mean attention of the last window_size queries, pooled over neighbouring tokens",
         protect="the last window_size tokens",

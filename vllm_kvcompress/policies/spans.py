@@ -1,4 +1,5 @@
-"""Spans: tokens that many queries attend to, passages that the last ones do, and unusual keys."""
+"""Spans, of this project; from H2O, arXiv 2306.14048, SnapKV, arXiv 2404.14469, and Compactor,
+arXiv 2507.08143."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.pooling import max_or_mean_pool, max_within
 from vllm_kvcompress.kernels.top_entries import ranks
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
-from vllm_kvcompress.policies.leverage import Leverage, key_space, leverage
+from vllm_kvcompress.policies.leverage import KEY_SPACE, Leverage, leverage
 from vllm_kvcompress.policies.parts.mass import (
+    STRIDE,
     check_kernel_size,
     left_of_window,
     observed_masses,
-    stride_of_sums,
 )
 
 
@@ -36,10 +37,6 @@ class Spans(Policy):
 
     name = "spans"
     batches = True
-    paper = (
-        "of this project; from H2O, arXiv 2306.14048, SnapKV, arXiv 2404.14469, and Compactor, "
-        "arXiv 2507.08143"
-    )
     stages = Stages(
         score="the highest of three ranks in the head: by the mean attention of every stride-th of "
         "the last window_size queries; by that of the last near_size, max-pooled from num_after "
@@ -57,8 +54,8 @@ class Spans(Policy):
     num_before: int = parameter(15, "tokens that are kept before it", minimum=0)
     key_kernel_size: int = parameter(7, "width of the leverage's pooling; odd", minimum=1)
     num_sinks: int = parameter(4, "first tokens that are kept", minimum=0)
-    keys: str = key_space()
-    stride: int = stride_of_sums()
+    keys: str = KEY_SPACE
+    stride: int = STRIDE
 
     def __post_init__(self) -> None:
         check_kernel_size(self.key_kernel_size, "key_kernel_size")

@@ -1,4 +1,4 @@
-"""StreamingLLM (arXiv 2309.17453): the first tokens and the most recent ones."""
+"""Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,6 @@ class StreamingLLM(Policy):
 
     name = "streamingllm"
     batches = True
-    paper = "Efficient Streaming Language Models with Attention Sinks, arXiv 2309.17453"
     stages = Stages(score="position", protect="the first num_sinks tokens", select="most recent")
 
     num_sinks: int = parameter(4, "first tokens kept", minimum=0)

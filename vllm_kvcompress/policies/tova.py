@@ -1,4 +1,4 @@
-"""TOVA (arXiv 2401.06104): what the last query attends to."""
+"""Transformers are Multi-State RNNs, arXiv 2401.06104."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,6 @@ class TOVA(Policy):
 
     name = "tova"
     batches = True
-    paper = "Transformers are Multi-State RNNs, arXiv 2401.06104"
     stages = Stages(
         score="last query's attention, mean over the layer's heads", select="highest score"
     )

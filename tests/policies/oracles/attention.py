@@ -8,7 +8,7 @@ from tests.policies.oracles.heads import Head, Vector, dot, norm
 
 
 def mass(head: Head, stride: int = 1) -> Vector:
-    """Mean attention of the window's queries to each entry, of one in `stride` from the last on."""
+    """Mean attention of every stride-th query of the window to each entry, from the last back."""
     everything = head.keys + head.tail_keys
     window = len(head.queries)
     total, count = [0.0] * head.size, 0
@@ -23,9 +23,9 @@ def mass(head: Head, stride: int = 1) -> Vector:
             logits = [head.scale * dot(query, key) for key in everything[:visible]]
             top = max(logits)
             exps = [math.exp(logit - top) for logit in logits]
-            whole = sum(exps)
+            denominator = sum(exps)
             for j in range(min(visible, head.size)):
-                total[j] += exps[j] / whole
+                total[j] += exps[j] / denominator
     return [value / max(1, count) for value in total]
 
 
@@ -74,7 +74,7 @@ def pooled(head: Head, raw: Vector, kernel: int, how: str) -> Vector:
 
 
 def passages(head: Head, raw: Vector, num_after: int, num_before: int) -> Vector:
-    """A column left of the window is as high as the highest one whose passage it belongs to."""
+    """Raises a column left of the window to the highest one whose passage it belongs to."""
     left = max(0, head.size - max(0, len(head.queries) - head.num_tail))
     out = list(raw)
     for peak in range(left):

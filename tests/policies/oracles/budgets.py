@@ -11,8 +11,8 @@ from tests.policies.oracles.protection import protected
 
 def divide(shares: Vector, total: int, floors: list[int], caps: list[int]) -> list[int]:
     """min(max(m * share, floor), cap) with m found by bisection, then largest remainders."""
-    whole = sum(shares)
-    weights = [s / whole + 1e-9 if whole else 1.0 for s in shares]
+    all_shares = sum(shares)
+    weights = [s / all_shares + 1e-9 if all_shares else 1.0 for s in shares]
 
     def ideal(multiple: float) -> Vector:
         return [
@@ -76,14 +76,14 @@ def ada_shares(
 
 
 def weighed_by_share(head: Head, row: Vector, stay: set[int], count: int) -> Vector:
-    """A head's scores times what the best of those that compete have of their sum."""
+    """A head's scores times the share of its best competing ones in their sum."""
     open_scores = sorted((row[j] for j in range(head.size) if j not in stay), reverse=True)
     share = sum(open_scores[:count]) / sum(open_scores) if any(open_scores) else 0.0
     return [share * score for score in row]
 
 
 def duo_pages(gates: Vector, few: int, caps: list[int], total: int) -> list[int]:
-    """A few pages for everyone, then heads by gate up to everything."""
+    """A few pages for every head, then everything by gate."""
     few = min(few, total // len(caps))
     pages = [min(few, cap) for cap in caps]
     order = sorted(range(len(caps)), key=lambda h: (-gates[h], h))

@@ -1,4 +1,4 @@
-"""Scores from keys, and from queries to come."""
+"""Scores from keys, and from future queries."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keydiff(head: Head, anchor: str, metric: str) -> Vector:
 
 
 def turned(vector: Vector, steps: int, frequencies: Vector) -> Vector:
-    """As it would be so many positions later."""
+    """The vector rotated by RoPE to a later position."""
     out, half = list(vector), len(frequencies)
     for i, frequency in enumerate(frequencies):
         a, b, angle = vector[i], vector[i + half], steps * frequency
@@ -88,9 +88,9 @@ def expected(head: Head, width: int, params: dict[str, Any]) -> Vector:
                 logit += head.scale**2 / 2 * sum(dot(row, key) ** 2 for row in away) / len(away)
             logits.append(logit)
         top = max(logits[sinks:], default=0.0)
-        whole = sum(math.exp(logit - top) for logit in logits[sinks:])
+        denominator = sum(math.exp(logit - top) for logit in logits[sinks:])
         for j in range(sinks, head.size):
-            total[j] += math.exp(logits[j] - top) / whole / len(head.weights)
+            total[j] += math.exp(logits[j] - top) / denominator / len(head.weights)
     if not params["use_vnorm"]:
         return total
     return [(s + params["epsilon"]) * norm(v) for s, v in zip(total, head.values, strict=True)]

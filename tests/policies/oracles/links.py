@@ -41,7 +41,7 @@ def similar_neighbours(head: Head, free: set[int], max_set: int) -> tuple[list[i
 
 
 def mergeable(head: Head, masses: Vector, kept: int, params: dict[str, Any]) -> int:
-    """Entries that would be left if all similar neighbours were merged."""
+    """Number of entries left if all similar neighbours were merged."""
     stay = protected(head, kept, 0, 0, params["recent_fraction"])
     open_entries = [j for j in range(head.size) if j not in stay]
     heavy = best(open_entries, masses, math.floor(params["heavy_fraction"] * kept))

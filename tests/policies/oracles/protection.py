@@ -1,4 +1,4 @@
-"""Entries that stay whatever their score."""
+"""Entries that are kept whatever their score."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.policies.oracles.heads import Head
 
 
 def protected(head: Head, kept: int, sinks: int, recent: int, share: float) -> set[int]:
-    """The entries of a head that stay, when `kept` of its full-block entries do."""
+    """Protected entries of a head that keeps `kept` full-block entries."""
     if share:
         recent = math.floor((kept + head.num_tail) * share)
     wanted = recent > 0 or share > 0

@@ -1,4 +1,4 @@
-"""Which score every policy has."""
+"""The score of every policy."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
 
 
 def higher_rank(head: Head, params: dict[str, Any]) -> Vector:
-    """Spans: by all queries that are observed, by the last of them, pooled, or by the key."""
+    """Highest rank by all observed queries, the last ones pooled, or the key (Spans)."""
     last = replace(head, queries=head.queries[-params["near_size"] :])
     near = passages(last, mass(last), params["num_after"], params["num_before"])
     rows = [mass(head, params["stride"]), near]

@@ -11,7 +11,7 @@ from tests.policies.oracles.heads import Head, Vector
 
 
 def best(candidates: list[int], score: Vector, count: int) -> list[int]:
-    """The `count` highest; of equals, the later."""
+    """The `count` entries of highest score; of equal ones, the later."""
     return sorted(candidates, key=lambda j: (score[j], j), reverse=True)[:count]
 
 

@@ -1,4 +1,5 @@
-"""AsymKV (arXiv 2506.05410): neighbours of little attention are merged."""
+"""Homogeneous Keys, Heterogeneous Values: Exploiting Local KV Cache Asymmetry for Long-Context
+LLMs, arXiv 2506.05410."""
 
 from dataclasses import dataclass, replace
 
@@ -38,10 +39,6 @@ class AsymKV(GroupMerging):
 
     name = "asymkv"
     batches = True
-    paper = (
-        "Homogeneous Keys, Heterogeneous Values: Exploiting Local KV Cache Asymmetry for "
-        "Long-Context LLMs, arXiv 2506.05410"
-    )
     stages = Stages(
         score="mean attention of the last window_size queries",
         protect="the first num_sinks tokens, and the last num_recent from being merged",

@@ -1,4 +1,4 @@
-"""CaM (ICML 2024): evicted values are added to the next kept ones."""
+"""CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024."""
 
 from dataclasses import dataclass, replace
 
@@ -27,7 +27,6 @@ class CaM(Modifier, Merger):
 
     name = "cam"
     batches = True
-    paper = "CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024"
     stages = Stages(merge="values of evicted tokens, spread over the next num_targets kept ones")
     goes_on = ("streamingllm", "h2o")
     otherwise = "cam was made for policies whose kept tokens move on, and {} is none of them"

@@ -1,4 +1,5 @@
-"""D2O (arXiv 2406.13035): what H2O evicts is merged into similar tokens."""
+"""D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language
+Models, arXiv 2406.13035."""
 
 from dataclasses import dataclass, replace
 
@@ -22,10 +23,6 @@ class D2O(H2O, Merger):
 
     name = "d2o"
     batches = True
-    paper = (
-        "D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large "
-        "Language Models, arXiv 2406.13035"
-    )
     stages = H2O.stages._replace(
         protect="the first num_sinks tokens and recent_fraction of the budget",
         merge="keys and values of evicted tokens that are similar enough, by cosine",

@@ -1,4 +1,5 @@
-"""KVMerger (arXiv 2407.08454): neighbours of similar keys are merged."""
+"""Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on Long-Context Tasks,
+arXiv 2407.08454."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from vllm_kvcompress.policies.merging import groups as grouping
 from vllm_kvcompress.policies.merging.cam import uniform_draws
 from vllm_kvcompress.policies.merging.groups import GroupMerging, GroupSums
 from vllm_kvcompress.policies.parts.allocation import divide
-from vllm_kvcompress.policies.parts.mass import accumulated_mass, stride_of_sums
+from vllm_kvcompress.policies.parts.mass import STRIDE, accumulated_mass
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,6 @@ class KVMerger(GroupMerging):
 
     name = "kvmerger"
     batches = True
-    paper = (
-        "Model Tells You Where to Merge: Adaptive KV Cache Merging for LLMs on Long-Context Tasks, "
-        "arXiv 2407.08454"
-    )
     stages = Stages(
         score="attention accumulated over every stride-th of the last window_size queries of "
         "every event",
@@ -75,7 +72,7 @@ class KVMerger(GroupMerging):
         choices=("lossless", "mean", "paper"),
     )
     merge_space: str = parameter("rotated", grouping.MERGE_SPACE, choices=("rotated", "unrotated"))
-    stride: int = stride_of_sums()
+    stride: int = STRIDE
 
     @property
     def needs(self) -> Needs:

@@ -1,4 +1,5 @@
-"""KVSlimmer (arXiv 2603.00907): AsymKV's pairs, weighted by the Hessian in closed form."""
+"""KVSlimmer: Theoretical Insights and Practical Optimizations for Asymmetric KV Merging,
+arXiv 2603.00907."""
 
 from dataclasses import dataclass
 
@@ -29,10 +30,6 @@ class KVSlimmer(AsymKV):
 
     name = "kvslimmer"
     batches = True
-    paper = (
-        "KVSlimmer: Theoretical Insights and Practical Optimizations for Asymmetric KV Merging, "
-        "arXiv 2603.00907"
-    )
 
     variant: str = parameter(
         "paper", "Eq. 33, or what the authors' code computes", choices=("paper", "code")

@@ -1,7 +1,7 @@
-"""MomentKV (arXiv 2606.01563): evicted tokens are summarised by moments of keys and values."""
+"""MomentKV: Closing the Directional Gap in KV Cache Eviction for Long-Context Inference,
+arXiv 2606.01563."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,30 +16,20 @@ from vllm_kvcompress.kernels.merging.moments import (
 )
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import Modifier, Pipeline, Policy, Protection, Stages, parameter
-from vllm_kvcompress.policies.adakv import Ada, phi, phi_mode
+from vllm_kvcompress.policies.adakv import PHI, PHI_MODE, Ada
 from vllm_kvcompress.policies.base import LayerView, Merged, Merger, Needs
 from vllm_kvcompress.policies.parts.mass import observed_mass
 from vllm_kvcompress.policies.parts.parameters import switch
 from vllm_kvcompress.rounding import ceil_div
 
-PAPER = (
-    "MomentKV: Closing the Directional Gap in KV Cache Eviction for Long-Context Inference, "
-    "arXiv 2606.01563"
-)
 MERGE = "evicted keys and values go into moments, kept in the request's own blocks"
 CORRECT = "every later attention output, from the moments"
 
 
-def moment_order() -> Any:
-    """Parameter `order` of both parts that keep moments."""
-    meaning = "1: means and cross moments of evicted keys and values; 0: means alone"
-    return parameter(1, meaning, 0, 1)
-
-
-def moment_room() -> Any:
-    """Parameter `state_room` of both parts that keep moments."""
-    meaning = "moments are allocated within the budget, or on_top of it"
-    return parameter("within", meaning, choices=("within", "on_top"))
+ORDER = parameter(1, "1: means and cross moments of evicted keys and values; 0: means alone", 0, 1)
+STATE_ROOM = parameter(
+    "within", "moments count within the budget, or on_top of it", choices=("within", "on_top")
+)
 
 
 class Moments(Merger):
@@ -86,7 +76,6 @@ class MomentKV(Moments, Policy):
 
     name = "momentkv"
     batches = True
-    paper = PAPER
     stages = Stages(
         score="mean attention of the last window_size queries",
         protect="the first num_sinks and the last window_size tokens",
@@ -99,12 +88,12 @@ class MomentKV(Moments, Policy):
     window_size: int = parameter(32, "last queries observed, and kept", minimum=1)
     num_sinks: int = parameter(1, "first tokens kept", minimum=0)
     chunk_size: int = parameter(4, "neighbouring tokens that share a score", minimum=1)
-    safeguard: float = phi()
-    safeguard_mode: str = phi_mode()
+    safeguard: float = PHI
+    safeguard_mode: str = PHI_MODE
     rounds: int = parameter(1, "parts in which an event evicts, with moments updated after each", 1)
-    order: int = moment_order()
+    order: int = ORDER
     correct: str = switch("off: attention is not corrected", "on")
-    state_room: str = moment_room()
+    state_room: str = STATE_ROOM
 
     @property
     def corrects(self) -> bool:
@@ -148,11 +137,10 @@ class MomentFix(Modifier, Moments):
 
     name = "momentfix"
     batches = True
-    paper = PAPER
     stages = Stages(merge=MERGE, correct=CORRECT)
 
-    order: int = moment_order()
-    state_room: str = moment_room()
+    order: int = ORDER
+    state_room: str = STATE_ROOM
 
     @classmethod
     def fits(cls, policy: type[Policy]) -> bool:

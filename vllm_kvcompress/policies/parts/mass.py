@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,10 +14,7 @@ from vllm_kvcompress.kernels.window_mass import Window, window_mass, window_mass
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.parts.parameters import parameter
 
-
-def stride_of_sums() -> Any:
-    """Parameter of policies that add up the attention of many queries."""
-    return parameter(2, "every stride-th query counts, from the last one back", minimum=1)
+STRIDE = parameter(2, "every stride-th query counts, from the last one back", minimum=1)
 
 
 def observed_mass(view: LayerView, stride: int = 1) -> Tensor:
