@@ -131,10 +131,16 @@ def test_duoattention_files_that_are_refused(
 
 def test_profiles_of_other_models_are_refused(tmp_path: Path) -> None:
     headkv = resolve("headkv", {}, headkv_file(tmp_path, 3, 4))
-    with pytest.raises(ConfigError, match="has 3 layers of 4 query heads, the model has 2 of 4"):
+    with pytest.raises(
+        ConfigError, match="expected 2 layers of 4 query heads, as the model has, found 3 of 4"
+    ):
         headkv.bind(2, 2, 4, 16)
-    with pytest.raises(ConfigError, match="has 3 layers of 4 query heads, the model has 3 of 8"):
+    with pytest.raises(
+        ConfigError, match="expected 3 layers of 8 query heads, as the model has, found 3 of 4"
+    ):
         headkv.bind(3, 2, 4, 16, tp_rank=0, tp_size=2)
     duo = resolve("duoattention", {}, duoattention_file(tmp_path, 3, 2))
-    with pytest.raises(ConfigError, match="has 3 layers of 2 KV heads, the model has 3 of 4"):
+    with pytest.raises(
+        ConfigError, match="expected 3 layers of 4 KV heads, as the model has, found 3 of 2"
+    ):
         duo.bind(3, 4, 8, 16)

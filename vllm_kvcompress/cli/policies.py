@@ -100,7 +100,7 @@ def pipeline_stages(parts: Sequence[type[Part]]) -> list[Stage]:
     """The stages in order; a modifier replaces those of the policy that it goes on."""
     decided = {"allocate": Stage("allocate", _UNIFORM, "")}
     for part in parts:
-        for name, does in part.stages.said().items():
+        for name, does in part.stages.non_empty().items():
             decided[name] = Stage(name, does, part.name)
     return [decided[name] for name in parts[0].stages._fields if name in decided]
 
@@ -148,7 +148,7 @@ def _as_json(info: type[Part]) -> dict[str, Any]:
         "kind": "modifier" if issubclass(info, Modifier) else "policy",
         "summary": info.summary,
         "paper": info.paper,
-        "stages": info.stages.said(),
+        "stages": info.stages.non_empty(),
         "parameters": [asdict(parameter) for parameter in info.parameters()],
         "modifies": list(bases_of(info)),
         "profile": info.profile,

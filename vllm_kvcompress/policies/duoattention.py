@@ -12,11 +12,10 @@ from typing import Self
 
 from torch import Tensor
 
-from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import LayerView, ModelHeads, Policy, Protection, Stages
 from vllm_kvcompress.policies.parts import profiles
 from vllm_kvcompress.policies.parts.allocation import pages_held, spread_within
-from vllm_kvcompress.policies.parts.profiles import HOW, Table
+from vllm_kvcompress.policies.parts.profiles import Table
 from vllm_kvcompress.policies.streamingllm import positions_as_scores
 
 
@@ -114,11 +113,10 @@ def read_pattern(path: Path) -> tuple[Table, int, int]:
     try:
         gates = tuple(tuple(float(gate) for gate in line) for line in lines)
     except ValueError as error:
-        raise ConfigError(
-            f"{table}: expected gates as numbers, one line per layer ({error}); {HOW}."
-        ) from None
+        reason = f"expected gates as numbers, one line per layer ({error})"
+        raise profiles.refusal(table, reason) from None
     if not gates or len({len(row) for row in gates}) != 1:
-        raise ConfigError(f"{table}: expected lines with one gate per KV head each; {HOW}.")
+        raise profiles.refusal(table, "expected lines with one gate per KV head each")
     profiles.check_finite(table, gates)
     config = table.parent / "config.json"
     sizes = profiles.read_json(config)
@@ -127,7 +125,6 @@ def read_pattern(path: Path) -> tuple[Table, int, int]:
         if min(sinks, recent) < 0:
             raise ValueError
     except (KeyError, TypeError, ValueError):
-        raise ConfigError(
-            f"{config}: expected sink_size and recent_size, in tokens, found {sizes}; {HOW}."
-        ) from None
+        reason = f"expected sink_size and recent_size, in tokens, found {sizes}"
+        raise profiles.refusal(config, reason) from None
     return tuple(tuple(min(1.0, max(0.0, gate)) for gate in row) for row in gates), sinks, recent

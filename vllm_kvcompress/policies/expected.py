@@ -36,7 +36,7 @@ class Expected(Policy):
 
     window_size: int = parameter(256, "last queries that give mean and covariance", minimum=1)
     n_future_positions: int = parameter(512, "positions that RoPE is averaged over", minimum=1)
-    n_sink: int = parameter(4, "first tokens that stay", minimum=0)
+    n_sink: int = parameter(4, "first tokens that are kept", minimum=0)
     use_covariance: int = parameter(1, "0: by the mean query alone", 0, 1)
     use_vnorm: int = parameter(1, "0: without the values' norms", 0, 1)
     epsilon: float = parameter(0.0, "added before the values' norms are multiplied", 0.0)

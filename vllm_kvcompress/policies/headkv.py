@@ -9,12 +9,11 @@ from typing import Self
 
 from torch import Tensor
 
-from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import Allocator, Modifier, Pipeline, Stages, parameter
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
 from vllm_kvcompress.policies.parts import profiles
 from vllm_kvcompress.policies.parts.allocation import divide, spread, spread_within
-from vllm_kvcompress.policies.parts.profiles import HOW, Table
+from vllm_kvcompress.policies.parts.profiles import Table
 from vllm_kvcompress.policies.snapkv import SnapKV
 
 
@@ -161,16 +160,13 @@ def read_importance(path: Path) -> Table:
             values = [float(score) for score in scores]
             means[layer, head] = sum(values) / len(values)
         except (ValueError, TypeError, ZeroDivisionError):
-            raise ConfigError(
-                f'{path}: expected "layer-head": [scores], found {key!r}: {scores!r}; {HOW}.'
-            ) from None
+            reason = f'expected "layer-head": [scores], found {key!r}: {scores!r}'
+            raise profiles.refusal(path, reason) from None
     num_layers = 1 + max((layer for layer, _ in means), default=-1)
     num_heads = 1 + max((head for _, head in means), default=-1)
     if len(means) != num_layers * num_heads or not means:
-        raise ConfigError(
-            f"{path}: expected every head of every layer, found {len(means)} of "
-            f"{num_layers} x {num_heads}; {HOW}."
-        )
+        shape = f"{len(means)} of {num_layers} x {num_heads}"
+        raise profiles.refusal(path, f"expected every head of every layer, found {shape}")
     table = tuple(tuple(means[la, h] for h in range(num_heads)) for la in range(num_layers))
     profiles.check_finite(path, table)
     return table

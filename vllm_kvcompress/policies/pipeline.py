@@ -164,7 +164,7 @@ class Pipeline:
             other = ", or state_room=on_top" if "state_room" in self.params else ""
             raise ConfigError(
                 f"the state of {self.name} counts in the budget and takes as much as {taken:g} "
-                f"tokens per head; expected at least {least} tokens beside it (a block, "
+                f"tokens per head; expected at least {least} tokens besides it (a block, "
                 f"or the first tokens and recent ones that are always kept), found "
                 f"{max(0, left(num_blocks)):g} of {num_tokens}; give at least "
                 f"{enough * block_size}{other}."

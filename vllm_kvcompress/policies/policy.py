@@ -30,7 +30,7 @@ class Stages(NamedTuple):
     merge: str = ""
     correct: str = ""
 
-    def said(self) -> dict[str, str]:
+    def non_empty(self) -> dict[str, str]:
         """Descriptions that are not empty by stage, in the order in which stages run."""
         return {stage: does for stage, does in self._asdict().items() if does}
 

@@ -32,6 +32,10 @@ _FIND = (
 )
 
 
+def _refusal(name: str, reason: str) -> ConfigError:
+    return ConfigError(f"prompt compressor {name}: {reason}; {_FIND}.")
+
+
 def check_model(name: str) -> None:
     """Refuses a model that is no classifier of tokens to keep; reads its configuration alone.
 
@@ -44,20 +48,14 @@ def check_model(name: str) -> None:
         config = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"prompt compressor {name}: no model there that can be read ({reason}); {_FIND}."
-        ) from None
+        raise _refusal(name, f"no model there that can be read ({reason})") from None
     kinds = config.architectures or []
     if not any("ForTokenClassification" in kind for kind in kinds):
-        raise ConfigError(
-            f"prompt compressor {name}: expected a token classifier, found "
-            f"{', '.join(kinds) or 'no architecture'}; {_FIND}."
-        )
+        architectures = ", ".join(kinds) or "no architecture"
+        raise _refusal(name, f"expected a token classifier, found {architectures}")
     if config.num_labels != 2:
-        raise ConfigError(
-            f"prompt compressor {name}: expected two labels, for tokens to leave out and to keep, "
-            f"found {config.num_labels}; {_FIND}."
-        )
+        labels = "expected two labels, for tokens to leave out and to keep"
+        raise _refusal(name, f"{labels}, found {config.num_labels}")
 
 
 class TokenClassifier:
@@ -88,14 +86,10 @@ class TokenClassifier:
             )
             self._model: Any = model.eval().to(device)
         except (OSError, ValueError, RuntimeError, AssertionError) as error:
-            raise ConfigError(
-                f"prompt compressor {name}: cannot be loaded on {device} ({error}); {_FIND}."
-            ) from None
+            raise _refusal(name, f"cannot be loaded on {device} ({error})") from None
         if not self._tokenizer.is_fast:
-            raise ConfigError(
-                f"prompt compressor {name}: expected a tokenizer.json, without which positions of "
-                f"tokens in a text are unknown, found none; {_FIND}."
-            )
+            reason = "expected a tokenizer.json, which locates tokens in a text, found none"
+            raise _refusal(name, reason)
         self._device = device
         self._min_tokens = min_tokens
         self._max_tokens = min(MAX_CHUNK_TOKENS, self._tokenizer.model_max_length)
@@ -109,7 +103,7 @@ class TokenClassifier:
 
     def score(self, text: str) -> ScoredText:
         """Scores the words of a text."""
-        encoding = self._encoded(text)
+        encoding = self._tokenizer(text, add_special_tokens=False, verbose=False)[0]
         ids = np.array(encoding.ids, dtype=np.int64)
         if not len(ids) or len(ids) < self._min_tokens:
             return ScoredText(len(ids))
@@ -134,9 +128,6 @@ class TokenClassifier:
         )
         kept_parts = self._forced_parts.finditer(text) if self._forced_parts else ()
         return ScoredText(len(ids), chunks, tuple(match.span() for match in kept_parts))
-
-    def _encoded(self, text: str) -> Any:
-        return self._tokenizer(text, add_special_tokens=False, verbose=False)[0]
 
     def _probabilities(self, chunks: list[Any]) -> list[Any]:
         """Probabilities that tokens are to be kept: [tokens] of every chunk."""
@@ -168,14 +159,10 @@ class TokenClassifier:
     def _try(self, name: str) -> None:
         """Refuses a classifier that does not run, before the server starts."""
         if None in self._around():
-            raise ConfigError(
-                f"prompt compressor {name}: expected a tokenizer with a cls_token and a sep_token, "
-                f"which begin and end a text; {_FIND}."
-            )
+            reason = "expected a tokenizer with cls_token and sep_token, around each text"
+            raise _refusal(name, reason)
         try:
             self._probabilities([np.full(self._max_tokens - 2, self._around()[0])])
         except (IndexError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"prompt compressor {name}: does not run on {self._max_tokens} tokens ({error}); "
-                f"{_FIND}."
-            ) from None
+            reason = f"does not run on {self._max_tokens} tokens ({error})"
+            raise _refusal(name, reason) from None

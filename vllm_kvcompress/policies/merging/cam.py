@@ -29,7 +29,7 @@ class CaM(Modifier, Merger):
     batches = True
     stages = Stages(merge="values of evicted tokens, spread over the next num_targets kept ones")
     goes_on = ("streamingllm", "h2o")
-    otherwise = "cam was made for policies whose kept tokens move on, and {} is none of them"
+    otherwise = "cam was made for policies that keep a moving window, and {} is none of them"
 
     num_targets: int = parameter(32, "kept tokens that share an evicted value", minimum=1)
     merge_window: int = parameter(256, "last queries of an event that are observed", minimum=1)

@@ -16,8 +16,12 @@ from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
 
 Table = tuple[tuple[float, ...], ...]  # a number per layer and head
-HOW = "`vllm-kvcompress profile` makes one for any model"
 MAX_BYTES = 64 * 2**20  # of a file; 128 layers of 128 heads take a third of it
+
+
+def refusal(about: Path | str, reason: str) -> ConfigError:
+    """Error about a profile, which says how to make another."""
+    return ConfigError(f"{about}: {reason}; `vllm-kvcompress profile` makes one for any model.")
 
 
 def read_text(path: Path) -> str:
@@ -30,13 +34,13 @@ def read_text(path: Path) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {HOW}.") from None
+        raise refusal(path, f"cannot be read ({error.strerror})") from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{path}: expected at most {MAX_BYTES} bytes, found more; {HOW}.")
+        raise refusal(path, f"expected at most {MAX_BYTES} bytes, found more")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: expected text ({error}); {HOW}.") from None
+        raise refusal(path, f"expected text ({error})") from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -49,16 +53,16 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: expected JSON ({error}); {HOW}.") from None
+        raise refusal(path, f"expected JSON ({error})") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}.")
+        raise refusal(path, f"expected a JSON object, found {type(content).__name__}")
     return content
 
 
 def check_finite(path: Path, table: Table) -> None:
     """Refuses a file with NaN or infinity in it."""
     if not all(math.isfinite(value) for row in table for value in row):
-        raise ConfigError(f"{path}: expected finite numbers; {HOW}.")
+        raise refusal(path, "expected finite numbers")
 
 
 def rows_of_rank(table: Table, model: ModelHeads, per_rank: int, kind: str) -> Table:
@@ -76,9 +80,10 @@ def rows_of_rank(table: Table, model: ModelHeads, per_rank: int, kind: str) -> T
     expected = (model.num_layers, per_rank * model.tp_size)
     shape = (len(table), len(table[0]))
     if shape != expected:
-        raise ConfigError(
-            f"the profile has {shape[0]} layers of {shape[1]} {kind} heads, the model has "
-            f"{expected[0]} of {expected[1]}; {HOW}."
+        raise refusal(
+            "the profile",
+            f"expected {expected[0]} layers of {expected[1]} {kind} heads, as the model has, found "
+            f"{shape[0]} of {shape[1]}",
         )
     return tuple(row[model.tp_rank * per_rank : (model.tp_rank + 1) * per_rank] for row in table)
 
