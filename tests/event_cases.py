@@ -12,9 +12,8 @@ from torch import Tensor
 from tests.policies.cases import HEAD_SIZE, HIDDEN_SIZE, NUM_LAYERS
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
-from vllm_kvcompress.cache.quantization import Quantization
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool, Quantization
+from vllm_kvcompress.cache.query_windows import QueryWindows
 from vllm_kvcompress.compression.event import Event, LayerWeights
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.rotary import Rotary
@@ -186,7 +185,7 @@ def left_in(tables: PageTables, request_id: str) -> list[dict[str, Tensor]]:
     pool, slot, found = tables.pool, tables.slots[request_id], []
     for layer in range(NUM_LAYERS):
         counts = tables.counts[layer, slot]
-        table = tables.gather(torch.tensor([slot]), int(counts.max()))[layer, 0]
+        table = tables.rows.read(torch.tensor([slot]), int(counts.max()))[layer, 0]
         rows = [row[: int(count)].long() for row, count in zip(table, counts, strict=True)]
         pages = torch.cat(rows)
         carried = torch.zeros(0)

@@ -13,7 +13,7 @@ from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import QueryWindows
 from vllm_kvcompress.compression.event import LayerWeights
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.transfers import upload

@@ -12,7 +12,7 @@ from gpu_parts.measure import progress
 from gpu_parts.whole_events import GHZ, Cache, Model, make_pipeline
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PagePool
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import QueryWindows
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
@@ -87,9 +87,9 @@ class PromptsEnd:
                 (plan.request_id, repeat * num_tokens, seen) for repeat, plan in enumerate(plans)
             ]
             where = self.windows.locate(asked, plans)
-        first_queries = () if where is None else where.whole
+        windows_in_step = () if where is None else where.in_step
         groups = [events] if together else [[event] for event in events]
-        batches = [batch for some in groups for batch in runner.batches(some, first_queries)]
+        batches = [batch for some in groups for batch in runner.batches(some, windows_in_step)]
         for layer in range(self.model.num_layers):
             if where is not None:
                 self.windows.record(layer, self.queries, where)

@@ -34,7 +34,7 @@ from gpu_parts.whole_events import Cache, Model, make_pipeline
 from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import QueryWindows
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.attention import decode_attention
 from vllm_kvcompress.kernels.common.transfers import upload
@@ -241,15 +241,15 @@ class Traffic:
         """Where the queries of some requests go, once others have taken ring buffers before."""
         for _ in range(OUTSIDERS):
             name, self.num_outsiders = f"outsider {self.num_outsiders}", self.num_outsiders + 1
-            self.windows.destinations([(name, 0, Observation(0, 0, 1))], self.steps.like)
+            self.windows.addresses([(name, 0, Observation(0, 0, 1))], self.steps.like)
         rows = [
             (name, names.index(name), Observation(0, self.requests[name].num_tokens - 1, 1))
             for name in observed
         ]
-        seen = self.windows.destinations(rows, self.steps.like)
-        assert self.windows.ring is not None
-        self.moved["ring buffers"] += self.windows.ring is not self._former.get("rings")
-        self._former["rings"] = self.windows.ring
+        seen = self.windows.addresses(rows, self.steps.like)
+        assert self.windows.buffers is not None
+        self.moved["ring buffers"] += self.windows.buffers is not self._former.get("rings")
+        self._former["rings"] = self.windows.buffers
         return seen
 
     def _retire(self, name: str, table: Tensor) -> None:
@@ -270,7 +270,7 @@ class Traffic:
         for batch in batches:
             entries = pool.entries(*batch.layers[layer])
             state = batch.policy_state
-            carried = None if state is None else state.of_layer(layer, pool)
+            carried = None if state is None else state.layers[layer]
             rows = queries[batch.device_rows].reshape(by_head)
             bias = carried if self.pipeline.weighs_entries else None
             attended, lse = _twin(decode_attention)(entries, rows, self.scale, bias, True)

@@ -19,7 +19,7 @@ from gpu_parts import shapes
 from gpu_parts.measure import progress
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import QueryWindows
 from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.event import Event, LayerWeights
 from vllm_kvcompress.compression.runner import EventRunner

@@ -114,7 +114,7 @@ def test_what_attention_reads_is_found_again_only_when_something_changed() -> No
     tables.begin_tail(slot, 3, 2)
     found = step.read().policy_state
     assert found is not None
-    assert found.pages[:, 1, :1].tolist() == [[5]] * NUM_LAYERS
+    assert found.page_table[:, 1, :1].tolist() == [[5]] * NUM_LAYERS
     assert found.starts[:, 2:].tolist() == [[0, 4]] * NUM_LAYERS
     assert found.lengths[:, 2:].tolist() == [[4, 8]] * NUM_LAYERS
     assert torch.equal(found.lengths[:, :2], first.lengths[:, :2])

@@ -31,8 +31,7 @@ from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
-from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import PagedWindows, QueryWindows, window_blocks
 from vllm_kvcompress.kernels import dispatch
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies.registry import resolve
@@ -144,7 +143,7 @@ def test_queries_go_where_windows_look_for_them(paged: bool, device: torch.devic
         some = names[: position + 1]
         rows = [(name, nth, Observation(0, position, 1)) for nth, name in enumerate(some)]
         rows = [row for row in rows if row[0] != "r1"]
-        seen = windows.destinations(rows, steps.like)
+        seen = windows.addresses(rows, steps.like)
         padded = len(some) + 2
         table = torch.zeros(padded, 8, dtype=torch.int32, device=device)
         lengths = torch.zeros(padded, dtype=torch.int32, device=device)

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.cache.page_order import known_packings
-from vllm_kvcompress.cache.page_rows import RUN, PageRows
+from vllm_kvcompress.cache.page_rows import RUN, PageIdRows
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import PackedPagePool
-from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import PagedWindows, QueryWindows, window_blocks
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 LAYERS, HEADS, SIZE = 2, 3, 4
@@ -158,7 +157,7 @@ def test_rows_get_room_for_the_longest_head_where_a_bound_is_known() -> None:
         tables.replace(range(1, 2), tables.acquire("a"), counts, pages, bound)
         slot = tables.slots["a"]
         widths.append(int(tables.rows.num_runs[slot]))
-        table = tables.gather(torch.tensor([slot]), RUN)[1, 0]
+        table = tables.rows.read(torch.tensor([slot]), RUN)[1, 0]
         assert table[0, : RUN - 1].tolist() == list(range(RUN - 1))
         assert table[1, :2].tolist() == [RUN - 1, RUN]
         assert tables.counts[1, slot].tolist() == [RUN - 1, 2, 0]
@@ -167,7 +166,7 @@ def test_rows_get_room_for_the_longest_head_where_a_bound_is_known() -> None:
 
 def test_a_long_request_makes_no_other_s_rows_longer() -> None:
     """Memory follows the sum of all; what is given back is used again."""
-    rows = PageRows(LAYERS, HEADS, CPU)
+    rows = PageIdRows(LAYERS, HEADS, CPU)
     rows.add_slots(64)
     for slot in range(64):
         rows.reserve(slot, 40)
@@ -315,8 +314,8 @@ def test_windows_that_lie_in_their_step_take_no_room() -> None:
         rows, [*(event(name, 6, window) for name in names), event("begun", 9, 4)]
     )
     windows.record(0, queries, where)
-    assert windows.ring is not None
-    assert windows.ring.shape[1] == 8
+    assert windows.buffers is not None
+    assert windows.buffers.shape[1] == 8
     assert set(windows.slots) == {"begun"}
     two = windows.read(0, windows.find([("r3", 6), ("r100", 6)], window)).squeeze().T.tolist()
     assert two == [[20, 21, 22, 23], [602, 603, 604, 605]]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.cache.page_order import find_packing, known_packings
-from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, flat_pages
+from vllm_kvcompress.cache.pages import VALUES, InterleavedPagePool, PackedPagePool, flat_pages
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
 
 SIZES = [(16, 32), (32, 32), (32, 80), (128, 64), (4, 6)]
@@ -134,7 +134,9 @@ def test_interleaved_pages_are_the_layers_own_keys_and_values(size: int, dim: in
                 assert torch.equal(pool.keys(page, layer)[0], keys[block, layer, head])
                 assert torch.equal(pool.values(page, layer)[0], values[block, layer, head])
                 token = torch.tensor([size - 1])
-                assert torch.equal(pool.take_values(page, token)[0], values[block, layer, head, -1])
+                assert torch.equal(
+                    pool.take(page, token, VALUES)[0], values[block, layer, head, -1]
+                )
 
 
 def test_interleaved_pages_read_back_and_leave_others_alone() -> None:

@@ -35,8 +35,8 @@ def test_runs_of_entries_are_found_name_by_name(policy: str, tmp_path: Path) -> 
         kept = [BLOCK_SIZE * count for count in tables.counts[layer, slot].tolist()]
         place = NUM_HEADS * pipeline.state_size(HEAD_SIZE)
         for name in CARRIED[policy]:
-            runs = carried.of_entries(pipeline, name, torch.tensor([slot]))
-            found = runs.of_layer(layer, pool).gathered(max(kept)).tolist()
+            runs = carried.entry_numbers(pipeline, name, torch.tensor([slot]))
+            found = runs.layers[layer].gathered(max(kept)).tolist()
             for head in range(NUM_HEADS):
                 mine = numbers[place : place + kept[head]]
                 assert found[head] == mine + [0.0] * (max(kept) - kept[head])
@@ -51,10 +51,10 @@ def test_runs_of_heads_are_found(policy: str, tmp_path: Path) -> None:
     request.compress(request.positions[0])
     pool, tables, pipeline = request.pool, request.runner.tables, request.pipeline
     slot, size = tables.slots["r"], pipeline.state_size(HEAD_SIZE)
-    runs = PolicyState(tables).of_heads(pipeline, torch.tensor([slot]))
+    runs = PolicyState(tables).head_numbers(pipeline, torch.tensor([slot]))
     for layer in range(NUM_LAYERS):
         numbers = pool.floats(tables.state[layer, slot])[: NUM_HEADS * size]
-        assert torch.equal(runs.of_layer(layer, pool).whole(size), numbers.view(NUM_HEADS, size))
+        assert torch.equal(runs.layers[layer].whole(size), numbers.view(NUM_HEADS, size))
 
 
 @pytest.mark.parametrize("kind", [InterleavedPagePool, PackedPagePool])
@@ -68,12 +68,12 @@ def test_blocks_with_numbers_make_way_for_tokens(kind: type[PagePool], tmp_path:
     one, *others = sorted(fresh)
     outside = next(block for block in range(len(pool.pages)) if block not in fresh)
     before = pool.pages.clone().unflatten(0, (-1, pool.pages_per_block))
-    state.make_way({one, outside})
+    state.zero_reused_blocks({one, outside})
     after = pool.pages.unflatten(0, (-1, pool.pages_per_block))
     assert not after[one].any()
     unchanged = [block for block in range(len(before)) if block != one]
     assert torch.equal(after[unchanged].nan_to_num(), before[unchanged].nan_to_num())
     assert state.blocks == set(others)
     pool.pages.fill_(1)
-    state.make_way({one})
+    state.zero_reused_blocks({one})
     assert bool(pool.pages.all())

@@ -14,9 +14,14 @@ from torch import Tensor
 from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, left_by, make_pool, once
 from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, POLICIES, Shape, make_pipeline
 from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind
-from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
-from vllm_kvcompress.cache.quantization import FP8_TYPES, Quantization
-from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
+from vllm_kvcompress.cache.pages import (
+    FP8_TYPES,
+    InterleavedPagePool,
+    PackedPagePool,
+    PagePool,
+    Quantization,
+)
+from vllm_kvcompress.cache.query_windows import PagedWindows, window_blocks
 from vllm_kvcompress.scheduling.plan import BlockTags, Observation, StepPlan
 from vllm_kvcompress.vllm_plugin.worker_side.access_checks import WorkerChecks
 
@@ -149,6 +154,6 @@ def test_weights_may_change() -> None:
     pages = pool.layer_page_ids(1, torch.tensor([3]))
     assert pool.keys(pages, 1).unique().tolist() == pytest.approx([1.3])
     assert pool.quantization is not None
-    pool.quantization.rescale([(2.0, 3.0)] * NUM_LAYERS)
+    pool.quantization.set_scales([(2.0, 3.0)] * NUM_LAYERS)
     assert pool.keys(pages, 1).unique().tolist() == [2.0]
     assert replace(pool).values(pages, 1).unique().tolist() == [3.0]

@@ -15,8 +15,7 @@ from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, Shape, make_pipeline
 from tests.policies.cases import POLICIES as EVERY_POLICY
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool
-from vllm_kvcompress.cache.query_windows.paged import PagedWindows
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import PagedWindows, QueryWindows
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.compression.event import LayerWeights
 from vllm_kvcompress.compression.runner import EventRunner

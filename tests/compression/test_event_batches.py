@@ -28,7 +28,7 @@ from tests.event_cases import (
 from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, POLICIES, Shape, make_pipeline
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import QueryWindows
 from vllm_kvcompress.compression import guard
 from vllm_kvcompress.compression.batch import (
     MAX_BATCH_TOKENS,
@@ -142,7 +142,7 @@ class Step:
             seen = [Observation(0, p.position - p.window_size, p.window_size) for p in plans]
             observed = [(p.request_id, nth * size, seen[nth]) for nth, p in enumerate(plans)]
             where = runner.windows.locate(observed, plans if in_step else ())
-        whole = () if where is None else where.whole
+        whole = () if where is None else where.in_step
         batches = runner.batches(events, whole)
         if not together:
             batches = [batch for event in events for batch in runner.batches([event], whole)]

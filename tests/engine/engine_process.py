@@ -123,7 +123,7 @@ class Bookkeeping:
             owned_blocks = set(self.owned(manager, request_id))
             seen: set[int] = set()
             num_tail = int(tables.tails.num_pages[slot])
-            table = tables.gather(
+            table = tables.rows.read(
                 torch.tensor([slot]), int(tables.counts[:, slot].max()) + num_tail
             )
             for layer in range(tables.pool.num_layers):

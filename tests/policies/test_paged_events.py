@@ -133,7 +133,7 @@ def test_kernels_read_pages_without_gathering_them(
     monkeypatch.setattr(dispatch, "takes_triton", lambda device: True)
     monkeypatch.setattr(dispatch, "triton_kernel", launch)
     monkeypatch.setattr(PagedKV, "gather", only_by_twins)
-    for name in ("keys", "values", "take_values"):
+    for name in ("keys", "values", "take"):
         monkeypatch.setattr(InterleavedPagePool, name, refuse)
     assert len(request.run()) == 2
 

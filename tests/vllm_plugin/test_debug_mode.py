@@ -51,7 +51,7 @@ class Checked:
         for layer, counts in enumerate(request.kept):
             for head, count in enumerate(counts):
                 width = count + int(tables.tails.num_pages[slot])
-                row = tables.gather(torch.tensor([slot]), width)[layer, 0, head]
+                row = tables.rows.read(torch.tensor([slot]), width)[layer, 0, head]
                 pages = row[:width].tolist()
                 found |= {page // PER_BLOCK for page in pages}
         return found

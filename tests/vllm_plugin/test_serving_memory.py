@@ -21,10 +21,9 @@ from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.biased import query_batches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import Readers, summary_kind
-from vllm_kvcompress.cache.page_rows import Integers
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.pages import InterleavedPagePool
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.pages import Integers, InterleavedPagePool
+from vllm_kvcompress.cache.query_windows import QueryWindows
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.compression.event import LayerWeights
 from vllm_kvcompress.compression.runner import EventRunner
@@ -142,7 +141,7 @@ def runner_of(shape: Shape, policy: str, num_rings: int) -> EventRunner:
     pipeline = resolve(policy).bind(shape.num_layers, *heads, BLOCK)
     pool = pool_of(shape, shape.cache_bytes)
     windows = QueryWindows(
-        shape.num_layers, pipeline.needs.window_size, pool.device, num_rings=num_rings
+        shape.num_layers, pipeline.needs.window_size, pool.device, num_buffers=num_rings
     )
     gram = None
     if pipeline.needs.output_gram:
@@ -239,7 +238,7 @@ def test_events_that_hold_queries_of_several_layers(shape: Shape, policy: str) -
         seen = [Observation(plan.position - size, plan.position - size, size) for plan in plans]
         asked = list(zip((plan.request_id for plan in plans), starts, seen, strict=True))
         where = runner.windows.locate(asked, plans)
-        batches = runner.batches(events, where.whole)
+        batches = runner.batches(events, where.in_step)
         assert [len(batch.layers[-1].layers) for batch in batches] == [8, 8, 8, 8, 1]
         for layer in batches[0].layers[-1].layers:
             runner.windows.record(layer, queries, where)

@@ -25,8 +25,7 @@ from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
-from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import PagedWindows, QueryWindows, window_blocks
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies.registry import resolve
 from vllm_kvcompress.scheduling.plan import Observation

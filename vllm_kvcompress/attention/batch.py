@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.attention.query_rows import places
-from vllm_kvcompress.cache.page_rows import Integers
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.policy_state import PolicyStateRuns
+from vllm_kvcompress.cache.pages import Integers
+from vllm_kvcompress.cache.policy_state import StateNumbers
 from vllm_kvcompress.kernels.common.transfers import upload
 
-MOST_TABLE_BYTES = 2**26  # of a table for all rows; rarely more, where one request is far longer
+MAX_SHARED_TABLE_BYTES = (
+    2**26
+)  # of a table for all rows; rarely more, where one request is far longer
 HostNumbers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 
 
@@ -68,7 +70,7 @@ class ResidentBatch(BatchRows):
     seq_lens: Tensor
     resident_offset: Tensor
     same_in_all_layers: bool
-    policy_state: PolicyStateRuns | None = None
+    policy_state: StateNumbers | None = None
 
     @cached_property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
@@ -126,8 +128,8 @@ class ResidentBatches:
     def __init__(
         self,
         tables: PageTables,
-        find_state: Callable[[Tensor], PolicyStateRuns | None] | None = None,
-        most_bytes: int = MOST_TABLE_BYTES,
+        find_state: Callable[[Tensor], StateNumbers | None] | None = None,
+        most_bytes: int = MAX_SHARED_TABLE_BYTES,
     ) -> None:
         self.tables = tables
         self._find_state = find_state
@@ -191,7 +193,7 @@ class _Part:
         self,
         tables: PageTables,
         rows: BatchRows,
-        find_state: Callable[[Tensor], PolicyStateRuns | None] | None,
+        find_state: Callable[[Tensor], StateNumbers | None] | None,
     ) -> None:
         self.tables = tables
         self._find_state = find_state
@@ -232,7 +234,7 @@ class _Part:
         Rows are whole runs, multiples of 16 numbers: kernels need to be compiled for no other kind.
         """
         tables, found = self.tables, self._rows
-        table = tables.gather(found.device_slots, width + max(8, width // 8))
+        table = tables.rows.read(found.device_slots, width + max(8, width // 8))
         resident_offset = tables.resident_offsets(found.slots)
         # Only the CPU can look without waiting for what runs on the device.
         same_in_all_layers = resident_offset.device.type == "cpu" and bool(

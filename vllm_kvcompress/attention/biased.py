@@ -17,7 +17,7 @@ from torch import Tensor
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch
 from vllm_kvcompress.attention.query_rows import Places, places, rows_at
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
-from vllm_kvcompress.cache.policy_state import PolicyStateRuns
+from vllm_kvcompress.cache.policy_state import StateNumbers
 from vllm_kvcompress.kernels.attention import (
     attention_with_lse,
     decode_attention,
@@ -56,7 +56,7 @@ class QueryBatch:
     num_queries: int
     layers: list[tuple[Tensor, Tensor]]
     seq_lens: Tensor
-    policy_state: PolicyStateRuns | None
+    policy_state: StateNumbers | None
     _tile_ends: list[Tensor] = field(default_factory=list, init=False)
 
     def tile_ends(self, pool: InterleavedPagePool) -> list[Tensor]:
@@ -130,7 +130,7 @@ def biased_attention(
         scale: of the logits.
     """
     pool, pipeline = pages.pool, pages.pipeline
-    state = None if batch.policy_state is None else batch.policy_state.of_layer(layer, pool)
+    state = None if batch.policy_state is None else batch.policy_state.layers[layer]
     bias = state if pipeline.weighs_entries else None
     with rows_at(batch.tokens, queries, outputs) as (rows, out_rows):
         mine, out = (batch.by_head(each, pool.num_heads) for each in (rows, out_rows))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.cache.pages import InterleavedPagePool
-from vllm_kvcompress.cache.query_windows.rings import Destinations
+from vllm_kvcompress.cache.query_windows import QueryAddresses
 from vllm_kvcompress.kernels.attention import decode_rows, sum_tiles
 from vllm_kvcompress.kernels.common.addressed_rows import (
     COLUMNS,
@@ -71,9 +71,9 @@ class _PolicyState:
         for batch in batches:
             state, by_head = batch.policy_state, (-1, self._pool.num_heads)
             assert state is not None
-            its = np.arange(len(batch.rows)) * (state.pages.stride(1) * ID_BYTES)
-            addresses[batch.rows, 0] = state.pages.data_ptr() + its
-            addresses[batch.rows, 1] = state.pages.stride(0)
+            its = np.arange(len(batch.rows)) * (state.page_table.stride(1) * ID_BYTES)
+            addresses[batch.rows, 0] = state.page_table.data_ptr() + its
+            addresses[batch.rows, 1] = state.page_table.stride(0)
             starts[:, batch.device_rows] = state.starts.unflatten(1, by_head)
             lengths[:, batch.device_rows] = state.lengths.unflatten(1, by_head)
         self._addresses.put(addresses)
@@ -138,7 +138,7 @@ class DecodeSteps:
         batches: list[ResidentBatch],
         seq_lens: Tensor,
         block_table: Tensor,
-        seen: Destinations | None,
+        seen: QueryAddresses | None,
     ) -> None:
         """Before a step runs, or is replayed.
 

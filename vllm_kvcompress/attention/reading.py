@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch
-from vllm_kvcompress.cache.page_rows import Integers
 from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind
 from vllm_kvcompress.cache.page_tables import PageTables
+from vllm_kvcompress.cache.pages import Integers
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products
 from vllm_kvcompress.scheduling.plan import ReadPlan

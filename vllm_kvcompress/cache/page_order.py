@@ -1,4 +1,4 @@
-"""In which order attention kernels of CPUs keep the elements of K, or of V, inside a page."""
+"""Orders in which CPU attention kernels store the elements of K or V inside a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vllm_kvcompress.errors import UnsupportedError
 
-_PAIRS = {1: torch.int16, 2: torch.int32}  # by bytes of an element
+_PAIR_TYPES = {1: torch.int16, 2: torch.int32}  # by bytes of an element
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,21 @@ class Packing:
 
     @property
     def block_size(self) -> int:
+        """Number of tokens of a page."""
         return math.prod(self.shape[a] for a in self.token_axes)
 
     @property
     def head_size(self) -> int:
+        """Number of elements of a key or value."""
         return math.prod(self.shape[a] for a in self.dim_axes)
 
     def to_rows(self, packed: Tensor) -> Tensor:
         """[..., block_size * head_size] page elements -> [..., block_size, head_size] rows."""
-        if self._keeps_pairs and packed.element_size() in _PAIRS:
-            # Pairs of 8 or 16 bits that stay together are moved as one number.
-            pairs = replace(self, shape=self.shape[:-1], dim_axes=self.dim_axes[:-1])
-            together = packed.view(_PAIRS[packed.element_size()])
-            return pairs.to_rows(together).contiguous().view(packed.dtype)
+        if self._keeps_pairs and packed.element_size() in _PAIR_TYPES:
+            # Two neighbours of 8 or 16 bits are moved as one number.
+            by_pair = replace(self, shape=self.shape[:-1], dim_axes=self.dim_axes[:-1])
+            pairs = packed.view(_PAIR_TYPES[packed.element_size()])
+            return by_pair.to_rows(pairs).contiguous().view(packed.dtype)
         lead = packed.shape[:-1]
         axes = [len(lead) + a for a in self.token_axes + self.dim_axes]
         rows = packed.unflatten(-1, self.shape).permute(*range(len(lead)), *axes)
@@ -48,12 +50,12 @@ class Packing:
 
     @property
     def _keeps_pairs(self) -> bool:
-        """Whether neighbours in a page, two by two, are neighbours in a row."""
+        """Whether every two neighbours in a page are also neighbours in a row."""
         last = len(self.shape) - 1
         return self.dim_axes[-1] == last and len(self.dim_axes) > 1 and self.shape[last] == 2
 
     def take_rows(self, packed: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
-        """[P, block_size * head_size] pages -> [N, head_size] rows, by page and token within it."""
+        """[P, block_size * head_size] pages -> [N, head_size] rows of [N] pages and tokens."""
         axes = [1 + a for a in self.token_axes + self.dim_axes]
         rows = packed.unflatten(-1, self.shape).permute(0, *axes)
         places: list[Tensor] = []
@@ -72,29 +74,29 @@ class Packing:
 
 
 def known_packings(block_size: int, head_size: int) -> list[Packing]:
-    """The packings that attention kernels were seen to use, for this page size."""
-    found = [
+    """Returns the packings that attention kernels are known to use, for this page size."""
+    packings = [
         Packing("rows", (block_size, head_size), (0,), (1,)),
         Packing("columns", (head_size, block_size), (1,), (0,)),
     ]
     if block_size % 16 == 0 and head_size % 16 == 0:
         pairs_of_dims = (block_size // 16, head_size // 2, 16, 2)
         pairs_of_tokens = (head_size // 16, block_size // 2, 16, 2)
-        found.append(Packing("amx-key", pairs_of_dims, (0, 2), (1, 3)))
-        found.append(Packing("amx-value", pairs_of_tokens, (1, 3), (0, 2)))
-    return found
+        packings.append(Packing("amx-key", pairs_of_dims, (0, 2), (1, 3)))
+        packings.append(Packing("amx-value", pairs_of_tokens, (1, 3), (0, 2)))
+    return packings
 
 
 def find_packing(packed: Tensor, rows: Tensor, what: str) -> Packing:
-    """The packing that a kernel's own cache-write op used.
+    """Returns the packing that a kernel's own cache-write op used.
 
     Args:
         packed: [block_size * head_size] page elements that the op wrote.
-        rows: [block_size, head_size] the rows that were handed to it; elements must differ.
-        what: "keys" or "values", for the message.
+        rows: [block_size, head_size] rows given to the op; all elements differ.
+        what: "keys" or "values", for the error message.
 
     Raises:
-        UnsupportedError: no known packing explains what was written.
+        UnsupportedError: no known packing matches what was written.
     """
     for packing in known_packings(*rows.shape):
         if torch.equal(packing.to_rows(packed), rows):

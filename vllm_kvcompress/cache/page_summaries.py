@@ -1,4 +1,4 @@
-"""Summaries of every page's keys, for choosing which pages a decode step reads."""
+"""Summaries of the keys of every page, by which decode steps choose the pages that they read."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _SCALE = torch.float32
 
 @dataclass(frozen=True)
 class SummaryKind:
-    """What is remembered of a page's keys.
+    """Form of a page's summary.
 
     Attributes:
-        num_means: the means of so many parts of the page; 0: the keys' minimum and maximum.
-        rounded: minimum and maximum, outwards to int8, with a scale.
+        num_means: number of equal parts of the page whose mean keys are stored; 0: the minimum
+            and maximum of the keys are stored.
+        rounded: whether minimum and maximum are rounded outwards to int8 with a scale.
     """
 
     num_means: int = 0
@@ -28,31 +29,31 @@ class SummaryKind:
 
     @property
     def num_vectors(self) -> int:
-        """As long as keys are."""
+        """Number of vectors of head_size elements per page."""
         return self.num_means or 2
 
     def page_bytes(self, head_size: int, dtype: torch.dtype) -> int:
-        """Of one page's, whose keys are of that type."""
+        """Returns the bytes of one page's summary, for keys of the given type."""
         numbers = self.num_vectors * head_size
         return numbers + int(_SCALE.itemsize) if self.rounded else numbers * int(dtype.itemsize)
 
 
 class PageSummaries:
-    """Of all pages of a pool, made once when a page has become full.
+    """Summaries of all pages of a pool, made once when a page is full.
 
-    They are found by page, whoever holds it: prefixes that requests share are shared here, too,
-    and what the prefix cache keeps stays known.
+    They are indexed by page: requests that share a prefix share its summaries, and pages in the
+    prefix cache keep theirs.
 
     Args:
-        pool, kind: as below.
-        others: of other cache groups. Groups take blocks from one cache, so those with the same
-            pages share one array.
+        pool, kind: see the attributes.
+        others: summaries of other cache groups. Groups take blocks from one cache, so those with
+            the same pages share one array.
 
     Attributes:
         pool: the pages.
-        kind: what is remembered of them.
-        vectors: [num_pages, num_vectors * head_size] by page.
-        scales: [num_pages] fp32 of rounded bounds; None: vectors are in the keys' own type.
+        kind: form of the summaries.
+        vectors: [num_pages, num_vectors * head_size] vectors of each page.
+        scales: [num_pages] fp32 scales of rounded bounds; None if vectors have the keys' type.
     """
 
     vectors: Tensor
@@ -73,28 +74,28 @@ class PageSummaries:
         self.scales = torch.ones(num_pages, dtype=_SCALE, device=device) if rounded else None
 
     def fill_blocks(self, layer: int, block_ids: Tensor) -> None:
-        """Reads the pages of one layer in [N] int64 blocks that have just become full."""
+        """Summarises one layer's pages of [N] int64 blocks that have just become full."""
         self.fill(layer, self.pool.layer_page_ids(layer, block_ids).flatten())
 
     def fill(self, layer: int, page_ids: Tensor) -> None:
-        """Reads [P] int64 full pages of a layer's heads."""
-        keys, kind = self.pool.keys(page_ids, layer), self.kind
-        found = key_means(keys, kind.num_means) if kind.num_means else key_bounds(keys)
+        """Summarises [P] int64 full pages of a layer's heads."""
+        keys, num_means = self.pool.keys(page_ids, layer), self.kind.num_means
+        vectors = key_means(keys, num_means) if num_means else key_bounds(keys)
         if self.scales is not None:
-            found, self.scales[page_ids] = rounded_outwards(found)
-        self.vectors[page_ids] = found
+            vectors, self.scales[page_ids] = rounded_outwards(vectors)
+        self.vectors[page_ids] = vectors
 
 
-def bytes_beside(
+def summary_bytes(
     pool_bytes: int, page_bytes: int, head_size: int, dtype: torch.dtype, kind: SummaryKind
 ) -> int:
-    """Bytes of `pool_bytes` for pages and summaries together that the summaries take.
+    """Returns how many of `pool_bytes`, which pages and their summaries share, go to summaries.
 
     Args:
-        pool_bytes: of both.
-        page_bytes: of a page.
-        head_size, dtype: of a key.
-        kind: of the summaries.
+        pool_bytes: bytes for pages and summaries together.
+        page_bytes: bytes of a page.
+        head_size, dtype: size and type of a key.
+        kind: form of the summaries.
     """
-    beside = kind.page_bytes(head_size, dtype)
-    return pool_bytes * beside // (page_bytes + beside)
+    per_page = kind.page_bytes(head_size, dtype)
+    return pool_bytes * per_page // (page_bytes + per_page)

@@ -1,9 +1,8 @@
-"""A policy state: numbers that stay from event to event, in pages of the request's own.
+"""Policy state: fp32 numbers that a policy keeps from event to event, in pages of the request.
 
     state pages of a layer:  [ per head: s numbers each ][ per entry: bias, positions, ... ]
 
-All are fp32. Those per entry follow one another name by name (`Pipeline.token_state`), and
-within a name head after head.
+Numbers per entry are ordered by name (`Pipeline.token_state`), and within a name by head.
 """
 
 from __future__ import annotations
@@ -27,51 +26,52 @@ EVERY_LAYER = slice(None)
 
 
 @dataclass(frozen=True)
-class PolicyStateRuns:
-    """Where its numbers lie: a run for every KV head of R requests, S = R * num_heads.
+class StateNumbers:
+    """State numbers of R requests: a run for each of their S = R * num_heads heads.
 
     Attributes:
-        pages: [num_layers, R, any] int32 page ids.
-        starts, lengths: [num_layers, S] int32 where each head's run begins in these, and how many
-            numbers it has.
+        numbers: [num_pages, n] fp32 view of all pages.
+        page_table: [num_layers, R, any] int32 state pages.
+        starts, lengths: [num_layers, S] int32 first number and count of each head's run.
     """
 
-    pages: Tensor
+    numbers: Tensor
+    page_table: Tensor
     starts: Tensor
     lengths: Tensor
 
-    def select(self, requests: Tensor, sequences: Tensor) -> PolicyStateRuns:
-        """Those of some requests, whose heads are `sequences`."""
-        return PolicyStateRuns(
-            self.pages[:, requests], self.starts[:, sequences], self.lengths[:, sequences]
+    def select(self, requests: Tensor, sequences: Tensor) -> StateNumbers:
+        """Returns the numbers of some requests, whose heads are `sequences`."""
+        return StateNumbers(
+            self.numbers,
+            self.page_table[:, requests],
+            self.starts[:, sequences],
+            self.lengths[:, sequences],
         )
 
-    def of_layer(self, layer: int, pool: PagePool) -> PagedNumbers:
-        """A layer's, as kernels take them."""
-        return PagedNumbers(pool.numbers, *self._layers[layer])
-
-    def of_all(self, pool: PagePool) -> PagedNumbers:
-        """All layers', one after the other."""
+    def all_layers(self) -> PagedNumbers:
+        """Returns the runs of all layers, layer after layer, as kernels take them."""
         runs = self.starts.flatten(), self.lengths.flatten()
-        return PagedNumbers(pool.numbers, self.pages.flatten(0, 1), *runs)
+        return PagedNumbers(self.numbers, self.page_table.flatten(0, 1), *runs)
 
     @cached_property
-    def _layers(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        runs = self.starts.unbind(), self.lengths.unbind()
-        return list(zip(self.pages.unbind(), *runs, strict=True))
+    def layers(self) -> list[PagedNumbers]:
+        """The runs of each layer, as kernels take them."""
+        per_layer = (self.page_table, self.starts, self.lengths)
+        return [PagedNumbers(self.numbers, *each) for each in zip(*per_layer, strict=True)]
 
 
 @dataclass(frozen=True)
-class StateRows:
-    """Whose state pages are, and where these stand in the page tables.
+class StatePagePlaces:
+    """Where the state pages of R events are recorded in the page tables.
 
     Attributes:
-        layers: behind the first: 0, or each page's [P] int64.
-        slots: of the one request, or each page's [P] int64.
-        columns: [P] int64 likewise; None: of one row.
-        width: of the longest row; 0: there are none.
+        layers: layer of each page, relative to the batch's first: 0, or [P] int64.
+        slots: the slot of a single event, or [P] int64.
+        columns: [P] int64 column of each page; None for a single event.
+        width: state pages of the event that has most; 0: there are none.
         num_pages: P.
-        firsts: [R] int64 numbers before each row's first one.
+        offsets: [R] int64 numbers before each event's first one; None for a single event.
     """
 
     layers: int | Tensor
@@ -79,33 +79,38 @@ class StateRows:
     columns: Tensor | None
     width: int
     num_pages: int
-    firsts: Tensor | None
+    offsets: Tensor | None
 
     @classmethod
-    def of(cls, rows: list[tuple[int, int, int]], pool: PagePool) -> StateRows:
-        """Of [R] layers behind the first, slots and numbers of pages, row after row."""
+    def of(cls, rows: list[tuple[int, int, int]], pool: PagePool) -> StatePagePlaces:
+        """Places pages row after row, from each row's relative layer, slot and page count."""
         layers, slots, counts = np.array(rows).T
         width = int(counts.max())
         if len(rows) == 1 or width == 0:
             return cls(0, int(slots[0]), None, width, width, None)
         ends = counts.cumsum()
         columns = np.arange(ends[-1]) - (ends - counts).repeat(counts)
-        of_pages = np.stack((layers.repeat(counts), slots.repeat(counts), columns))
-        firsts = (ends - counts) * (pool.page_bytes // 4)
-        nth, slots_there, columns_there = upload(of_pages, pool.device)
-        firsts_there = upload(firsts, pool.device)
-        where = nth if layers.any() else 0
-        return cls(where, slots_there, columns_there, width, int(ends[-1]), firsts_there)
+        per_page = np.stack((layers.repeat(counts), slots.repeat(counts), columns))
+        page_layers, page_slots, page_columns = upload(per_page, pool.device)
+        offsets = upload((ends - counts) * (pool.page_bytes // 4), pool.device)
+        return cls(
+            page_layers if layers.any() else 0,
+            page_slots,
+            page_columns,
+            width,
+            int(ends[-1]),
+            offsets,
+        )
 
 
 class PolicyState:
-    """Finds and writes them.
+    """Reads and writes the policy state of a cache group's requests.
 
     Args:
-        tables: whose pages hold them.
+        tables: page tables, which record the state pages.
 
     Attributes:
-        blocks: those that hold such numbers, or did since tokens were last written to them.
+        blocks: blocks that hold state numbers, or held them and have not been zeroed since.
     """
 
     def __init__(self, tables: PageTables) -> None:
@@ -113,43 +118,43 @@ class PolicyState:
         self.pool = tables.pool
         self.blocks: set[int] = set()
 
-    def make_way(self, block_ids: Set[int]) -> None:
-        """Zeroes those of `blocks` to which tokens are about to be written.
+    def zero_reused_blocks(self, block_ids: Set[int]) -> None:
+        """Zeroes former state blocks to which tokens are about to be written.
 
         Kernels may multiply values behind a request's last token by 0, and half of an fp32 number
-        may be NaN as a value of 16 bits.
+        may be NaN as a 16-bit value.
         """
-        found = self.blocks & block_ids
-        if found:
-            self.blocks -= found
-            within = np.arange(self.pool.pages_per_block)
-            pages = np.array(sorted(found))[:, None] * self.pool.pages_per_block + within
+        reused = self.blocks & block_ids
+        if reused:
+            self.blocks -= reused
+            pages_per_block = self.pool.pages_per_block
+            pages = np.array(sorted(reused))[:, None] * pages_per_block + np.arange(pages_per_block)
             self.pool.pages.index_fill_(0, upload(pages.flatten(), self.pool.device), 0)
 
-    def of_heads(
+    def head_numbers(
         self, pipeline: Pipeline, slots: Tensor | slice, layers: slice = EVERY_LAYER
-    ) -> PolicyStateRuns:
-        """The numbers per head of requests."""
-        kept, size = self._kept(slots, layers), pipeline.state_size(self.pool.head_size)
-        nth = torch.arange(kept.shape[2], dtype=torch.int32, device=kept.device)
-        starts = (nth * size).expand_as(kept).flatten(1)
+    ) -> StateNumbers:
+        """Returns the numbers per head of requests in [R] slots."""
+        kept, size = self._kept_entries(slots, layers), pipeline.state_size(self.pool.head_size)
+        heads = torch.arange(kept.shape[2], dtype=torch.int32, device=kept.device)
+        starts = (heads * size).expand_as(kept).flatten(1)
         pages = self.tables.state[layers, slots]
-        return PolicyStateRuns(pages, starts, torch.full_like(starts, size))
+        return StateNumbers(self.pool.numbers, pages, starts, torch.full_like(starts, size))
 
-    def of_entries(
+    def entry_numbers(
         self, pipeline: Pipeline, name: str, slots: Tensor | slice, layers: slice = EVERY_LAYER
-    ) -> PolicyStateRuns:
-        """The numbers of that name of requests' kept entries, head after head."""
-        pool, kept = self.pool, self._kept(slots, layers)
+    ) -> StateNumbers:
+        """Returns the numbers called `name` of requests' kept entries, head after head."""
+        pool, kept = self.pool, self._kept_entries(slots, layers)
         starts = kept.cumsum(dim=2, dtype=torch.int32) - kept
         starts += pool.num_heads * pipeline.state_size(pool.head_size)
-        if which := pipeline.token_state.index(name):
-            starts += which * kept.sum(dim=2, keepdim=True, dtype=torch.int32)
+        if index := pipeline.token_state.index(name):
+            starts += index * kept.sum(dim=2, keepdim=True, dtype=torch.int32)
         pages = self.tables.state[layers, slots]
-        return PolicyStateRuns(pages, starts.flatten(1), kept.flatten(1))
+        return StateNumbers(pool.numbers, pages, starts.flatten(1), kept.flatten(1))
 
-    def _kept(self, slots: Tensor | slice, layers: slice) -> Tensor:
-        """[layers, R, num_heads] int32 kept entries."""
+    def _kept_entries(self, slots: Tensor | slice, layers: slice) -> Tensor:
+        """Returns the [layers, R, num_heads] int32 numbers of kept entries."""
         return self.tables.counts[layers, slots] * self.pool.block_size
 
     def write(
@@ -158,48 +163,51 @@ class PolicyState:
         layer: int,
         selection: Selection,
         pages: Tensor,
-        rows: StateRows,
+        places: StatePagePlaces,
         kept_pages: Tensor,
     ) -> None:
-        """Writes what events leave to state pages, and records these.
-
-        Zeros, where the policy leaves nothing.
+        """Writes the state that events leave and records its pages; unused numbers become zeros.
 
         Args:
-            pipeline: the policy.
-            layer: of the group; the first, if they are several.
-            selection: what is kept of all rows.
-            pages: [P] int64 state pages, row after row.
-            rows: whose they are.
-            kept_pages: [R] int64 pages that each row keeps.
+            pipeline: policy of the events.
+            layer: layer of the group; the first, if the events run in several.
+            selection: entries that all events keep, with their state.
+            pages: [P] int64 state pages, event after event.
+            places: where these are recorded.
+            kept_pages: [R] int64 pages of entries that each event keeps.
         """
-        numbers, where = self._numbers(pipeline, selection), None
-        if rows.firsts is not None:
-            where = self._places(pipeline, numbers, rows.firsts, kept_pages * self.pool.block_size)
-        self.pool.write_floats(pages, torch.cat(numbers), where)
-        layers = rows.layers + layer
-        self.tables.replace_state(layers, rows.slots, pages, rows.columns, rows.width)
+        numbers, order = self._numbers(pipeline, selection), None
+        if places.offsets is not None:
+            kept = kept_pages * self.pool.block_size
+            order = self._order(pipeline, numbers, places.offsets, kept)
+        self.pool.write_floats(pages, torch.cat(numbers), order)
+        layers = places.layers + layer
+        self.tables.replace_state(layers, places.slots, pages, places.columns, places.width)
 
-    def _places(
-        self, pipeline: Pipeline, numbers: list[Tensor], firsts: Tensor, kept: Tensor
+    def _order(
+        self, pipeline: Pipeline, numbers: list[Tensor], offsets: Tensor, kept: Tensor
     ) -> Tensor:
-        """Where the numbers stand among those of all rows, [R] of which keep so many entries.
+        """Returns places in the state pages of numbers that are sorted by name, then by event.
 
-        Name by name all rows', as they were made; each row's, as they are read.
+        Args:
+            pipeline: policy of the events.
+            numbers: the numbers of all events, name by name.
+            offsets: [R] numbers before each event's first one.
+            kept: [R] entries that each event keeps.
         """
         device, pool = kept.device, self.pool
-        of_heads = pool.num_heads * pipeline.state_size(pool.head_size)
-        places = [(firsts[:, None] + torch.arange(of_heads, device=device)).flatten()]
+        per_heads = pool.num_heads * pipeline.state_size(pool.head_size)
+        places = [(offsets[:, None] + torch.arange(per_heads, device=device)).flatten()]
         if pipeline.token_state:
             num_entries = numbers[1].numel()
-            whose = torch.repeat_interleave(kept, output_size=num_entries)
-            nth = torch.arange(num_entries, device=device)
-            here = nth + (firsts + of_heads - kept.cumsum(0) + kept)[whose]
-            places += [here + which * kept[whose] for which in range(len(pipeline.token_state))]
+            events = torch.repeat_interleave(kept, output_size=num_entries)
+            entries = torch.arange(num_entries, device=device)
+            first = entries + (offsets + per_heads - kept.cumsum(0) + kept)[events]
+            places += [first + name * kept[events] for name in range(len(pipeline.token_state))]
         return torch.cat(places)
 
     def _numbers(self, pipeline: Pipeline, selection: Selection) -> list[Tensor]:
-        """Name by name, of all rows: [numbers] fp32."""
+        """Returns the fp32 numbers per head of all events, then those of each name."""
         merged, numbers = selection.merged, [self.pool.pages.new_zeros(0, dtype=torch.float32)]
         if pipeline.state_size(self.pool.head_size):
             assert merged.state is not None

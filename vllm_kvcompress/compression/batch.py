@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from vllm_kvcompress.cache.pages import PagePool
-from vllm_kvcompress.cache.policy_state import StateRows
-from vllm_kvcompress.cache.query_windows.rings import WindowPlaces
+from vllm_kvcompress.cache.policy_state import StatePagePlaces
+from vllm_kvcompress.cache.query_windows import WindowRows
 from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.compression.layer import Totals, protected_pages
 from vllm_kvcompress.kernels.common.transfers import upload
@@ -55,7 +55,7 @@ class EventLayers:
     totals: Totals
     pages: Tensor
     state_pages: Tensor
-    state: StateRows
+    state: StatePagePlaces
 
 
 @dataclass
@@ -87,7 +87,7 @@ class EventBatch:
     num_tail: int
     tails: Tensor | None
     layers: list[EventLayers]
-    queries_at: WindowPlaces | None = field(default=None, init=False)
+    queries_at: WindowRows | None = field(default=None, init=False)
     held_queries: list[Tensor] = field(default_factory=list, init=False)
 
     @property
@@ -186,7 +186,7 @@ def _layers(events: list[Event], pool: PagePool, num_together: int) -> Iterator[
     runs = [range(*ends) for ends in pairwise(firsts)]
     pages = _pages(events, runs, pool)
     totals = _totals(events, runs, pool)
-    states: dict[int, StateRows] = {}
+    states: dict[int, StatePagePlaces] = {}
     start = 0
     for layers, total in zip(runs, totals, strict=True):
         if len(layers) not in states:
@@ -195,7 +195,7 @@ def _layers(events: list[Event], pool: PagePool, num_together: int) -> Iterator[
                 for layer in range(len(layers))
                 for event in events
             ]
-            states[len(layers)] = StateRows.of(rows, pool)
+            states[len(layers)] = StatePagePlaces.of(rows, pool)
         state = states[len(layers)]
         end = start + total.num_pages
         state_pages = pages[end : end + state.num_pages]

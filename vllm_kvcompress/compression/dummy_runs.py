@@ -10,8 +10,7 @@ from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
-from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
-from vllm_kvcompress.cache.query_windows.rings import Located
+from vllm_kvcompress.cache.query_windows import ObservedQueries, PagedWindows, window_blocks
 from vllm_kvcompress.compression.batch import MAX_HELD_WINDOWS
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.policies import Pipeline
@@ -190,7 +189,7 @@ class DummyRuns:
         if window:
             where = self._locate(plans, plans)
         groups = [events] if batched else [[event] for event in events]
-        in_step = () if where is None else where.whole
+        in_step = () if where is None else where.in_step
         batches = [batch for group in groups for batch in runner.batches(group, in_step)]
         for layer in batches[0].layers[-1].layers:
             if where is not None:
@@ -225,7 +224,9 @@ class DummyRuns:
             runner.run_layer(batch, layer, 1.0)
         runner.finish(event)
 
-    def _locate(self, plans: Sequence[EventPlan], ending: Sequence[EventPlan] = ()) -> Located:
+    def _locate(
+        self, plans: Sequence[EventPlan], ending: Sequence[EventPlan] = ()
+    ) -> ObservedQueries:
         """Locates the windows of requests, one after the other; `ending` ones need all queries."""
         pool, windows, rows = self._pool, self._runner.windows, []
         for index, plan in enumerate(plans):

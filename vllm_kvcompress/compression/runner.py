@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.pages import InterleavedPagePool
-from vllm_kvcompress.cache.policy_state import PolicyState, PolicyStateRuns
-from vllm_kvcompress.cache.query_windows.paged import PagedWindows
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.pages import KEYS, VALUES, InterleavedPagePool
+from vllm_kvcompress.cache.policy_state import PolicyState, StateNumbers
+from vllm_kvcompress.cache.query_windows import Windows
 from vllm_kvcompress.compression.batch import (
     MAX_BATCH_TOKENS,
     MAX_HELD_WINDOWS,
@@ -53,7 +52,7 @@ class EventRunner:
     def __init__(
         self,
         tables: PageTables,
-        windows: QueryWindows | PagedWindows,
+        windows: Windows,
         pipelines: Mapping[str, Pipeline],
         weights: Sequence[LayerWeights],
         max_tokens: int = MAX_BATCH_TOKENS,
@@ -236,15 +235,15 @@ class EventRunner:
         if self.observer is not None:
             self.observer.finished(event)
 
-    def read_by_attention(self, slots: Tensor) -> PolicyStateRuns | None:
+    def read_by_attention(self, slots: Tensor) -> StateNumbers | None:
         """Returns the policy state that attention reads for requests in [R] `slots`, if any.
 
         It corrects outputs (MomentKV) or holds the biases of kept entries.
         """
         if self.pipeline.corrects:
-            return self.policy_state.of_heads(self.pipeline, slots)
+            return self.policy_state.head_numbers(self.pipeline, slots)
         if self.pipeline.weighs_entries:
-            return self.policy_state.of_entries(self.pipeline, "bias", slots)
+            return self.policy_state.entry_numbers(self.pipeline, "bias", slots)
         return None
 
     def _write(
@@ -269,14 +268,14 @@ class EventRunner:
             if values is None and pipeline.needs.any_values:
                 values = view.kv.values()
 
-        def kept_rows(rows: Tensor | None, take: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        def kept_rows(rows: Tensor | None, which: int) -> Tensor:
             if rows is None:
-                kept_entries = take(sources.body[heads, kept // size], kept % size)
+                kept_entries = pool.take(sources.body[heads, kept // size], kept % size, which)
             else:
                 kept_entries = rows[heads, kept]
             return kept_entries.view(pages.numel(), size, pool.head_size)
 
-        pool.write(pages, kept_rows(keys, pool.take_keys), kept_rows(values, pool.take_values))
+        pool.write(pages, kept_rows(keys, KEYS), kept_rows(values, VALUES))
 
     def _max_kept(self, batch: EventBatch, layers: range, counts: Tensor) -> list[int]:
         """Returns the pages of each request's longest head, from [layers, R, num_heads] counts.

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.cache.kv_view import PooledKV
-from vllm_kvcompress.cache.pages import InterleavedPagePool
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedKV
 from vllm_kvcompress.cache.policy_state import PolicyState
-from vllm_kvcompress.cache.query_windows.paged import PagedWindows
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import Windows
 from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.event import LayerWeights
 from vllm_kvcompress.kernels.common.kv_view import KVView, PagedKV
@@ -55,7 +53,7 @@ class EventViews:
     def __init__(
         self,
         policy_state: PolicyState,
-        windows: QueryWindows | PagedWindows,
+        windows: Windows,
         weights: Sequence[LayerWeights],
     ) -> None:
         self.policy_state = policy_state
@@ -81,7 +79,7 @@ class EventViews:
             return Sources(tail, batch.num_body, partial)
         # A row of the page table holds the kept pages, then those of the tail.
         width = batch.num_body + partial.shape[1]
-        rows = self.tables.gather(batch.slots, width, _slice(layers))[..., :width]
+        rows = self.tables.rows.read(batch.slots, width, _slice(layers))[..., :width]
         return Sources(rows.flatten(0, 2).to(torch.int64), batch.num_body, partial)
 
     def view(self, batch: EventBatch, layers: range, scale: float, sources: Sources) -> LayerView:
@@ -124,15 +122,15 @@ class EventViews:
             all_lengths = lengths + (num_tail if shorter is None else shorter)
             entries = pool.read_entries(sources.table, all_lengths, layer)
             return PagedKV(lengths, num_tail, entries, sources.num_body, shorter)
-        return PooledKV(lengths, num_tail, pool, layer, sources.body, sources.partial, shorter)
+        return PackedKV(lengths, num_tail, pool, layer, sources.body, sources.partial, shorter)
 
     def _state(self, batch: EventBatch, layers: range) -> Tensor | None:
         """Returns the [H, s] policy state of heads after the previous event, if there was one."""
         if not batch.resident or not batch.pipeline.state_size(self.pool.head_size):
             return None
-        runs = self.policy_state.of_heads(batch.pipeline, batch.slots, _slice(layers))
+        runs = self.policy_state.head_numbers(batch.pipeline, batch.slots, _slice(layers))
         size = batch.pipeline.state_size(self.pool.head_size)
-        return runs.of_all(self.pool).whole(size)
+        return runs.all_layers().whole(size)
 
     def _bias(self, batch: EventBatch, layers: range, width: int) -> Tensor | None:
         """Returns the [H, width] biases of tokens that the previous event kept, if it left any."""
@@ -161,8 +159,8 @@ class EventViews:
 
     def _read_entries(self, name: str, batch: EventBatch, layers: range, width: int) -> Tensor:
         """Returns the [H, width] policy state of entries; 0 for entries newer than the event."""
-        runs = self.policy_state.of_entries(batch.pipeline, name, batch.slots, _slice(layers))
-        return runs.of_all(self.pool).gathered(width)
+        runs = self.policy_state.entry_numbers(batch.pipeline, name, batch.slots, _slice(layers))
+        return runs.all_layers().gathered(width)
 
     def _held(self, batch: EventBatch, lengths: Tensor) -> Tensor:
         """Returns the [window, H * G, D] observed queries of all layers of the batch."""

@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from vllm_kvcompress.cache.quantization import FP8_TYPES
-from vllm_kvcompress.cache.query_windows.paged import window_blocks
+from vllm_kvcompress.cache.pages import FP8_TYPES
+from vllm_kvcompress.cache.query_windows import window_blocks
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress.cache.quantization import FP8_TYPES, Quantization
+from vllm_kvcompress.cache.pages import FP8_TYPES, Quantization
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.startup import compat

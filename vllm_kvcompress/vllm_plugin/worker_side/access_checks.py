@@ -88,7 +88,7 @@ class WorkerChecks:
                     runs = batch.policy_state
                     ends = (runs.starts + runs.lengths).unflatten(1, (-1, pool.num_heads))
                     used = ceil_div(ends[:, nth].amax(1) * 4, pool.page_bytes)
-                    state = _first(runs.pages[:, nth], used)
+                    state = _first(runs.page_table[:, nth], used)
                     self._expect_pages(group, request_ids[row], "reads policy state of", state)
         for event in work.events:
             self._check_event(group, event)
@@ -101,7 +101,7 @@ class WorkerChecks:
         if plan.resident_blocks:
             counts = tables.counts[:, event.slot] + plan.end_block - plan.first_block
             slot = torch.tensor([event.slot])
-            pages = _first(tables.gather(slot, int(counts.max()))[:, 0], counts)
+            pages = _first(tables.rows.read(slot, int(counts.max()))[:, 0], counts)
             self._expect_pages(group, plan.request_id, "compresses", pages)
             sources |= set((pages // pool.pages_per_block).tolist())
         fresh = torch.tensor(plan.fresh_block_ids)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vllm_kvcompress.attention.reading import summary_kind
-from vllm_kvcompress.cache.page_summaries import SummaryKind, bytes_beside
+from vllm_kvcompress.cache.page_summaries import SummaryKind, summary_bytes
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.errors import UnsupportedError
@@ -77,7 +77,7 @@ def reserve(
     found = int(FRAGMENTATION * event_bytes + TABLES_SHARE * available)
     room = available - found
     beside = [
-        bytes_beside(room, _page_bytes(spec), spec.head_size, dtype, kind)
+        summary_bytes(room, _page_bytes(spec), spec.head_size, dtype, kind)
         for spec, dtype, kind in summarised
     ]
     return found + sum(beside)

@@ -13,7 +13,7 @@ from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch, Resident
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import Readers
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.query_windows.rings import Located
+from vllm_kvcompress.cache.query_windows import ObservedQueries
 from vllm_kvcompress.compression import guard
 from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.event import Event
@@ -48,7 +48,7 @@ class StepWork:
     events: list[Event] = field(default_factory=list)
     batches: list[EventBatch] = field(default_factory=list)
     waiting: list[EventBatch] = field(default_factory=list)
-    observed: Located | None = None
+    observed: ObservedQueries | None = None
     repetitions: list[Repetition] = field(default_factory=list)
     filled: Tensor | None = None
     decodes: bool = False
@@ -158,7 +158,7 @@ class GroupCompression:
         elif observed:
             events = [event.plan for event in work.events]
             work.observed = self.runner.windows.locate(observed, events)
-        whole = () if work.observed is None else work.observed.whole
+        whole = () if work.observed is None else work.observed.in_step
         for batch in self.runner.batches(work.events, whole):
             reads_step = batch.window_size > 0 and batch.events[0].plan.request_id in whole
             (work.batches if reads_step else work.waiting).append(batch)
@@ -184,7 +184,7 @@ class GroupCompression:
         steps, seen = self.decode_steps, None
         assert steps is not None
         if observed:
-            seen = self.runner.windows.destinations(observed, steps.like)
+            seen = self.runner.windows.addresses(observed, steps.like)
         steps.fill(compressed, common.seq_lens, common.block_table_tensor, seen)
 
     def finish_step(self, work: StepWork) -> None:

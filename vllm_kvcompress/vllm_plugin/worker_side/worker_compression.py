@@ -16,8 +16,7 @@ from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import Readers
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
-from vllm_kvcompress.cache.query_windows.paged import PagedWindows, window_blocks
-from vllm_kvcompress.cache.query_windows.rings import QueryWindows
+from vllm_kvcompress.cache.query_windows import PagedWindows, QueryWindows, Windows, window_blocks
 from vllm_kvcompress.compression.batch import MAX_BATCH_LAYERS, MAX_BATCH_TOKENS
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.compression.event import Event, LayerWeights
@@ -230,7 +229,7 @@ class WorkerCompression:
             )
             for policy, pipeline in self.pipelines.items()
         }
-        windows: QueryWindows | PagedWindows
+        windows: Windows
         if self.settings.pressure_mark is None:
             size, device = self.needs.window_size, pool.device
             windows = QueryWindows(len(layers), size, device, self.num_rings(device))
@@ -280,7 +279,7 @@ class WorkerCompression:
         for group in self.groups.values():
             layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
             if (quantization := group.tables.pool.quantization) is not None:
-                quantization.rescale(compat.cache_scales(layers))
+                quantization.set_scales(compat.cache_scales(layers))
             for number, layer in enumerate(layers):
                 group.runner.weights[number] = layer_weights(layer, model, needs)
 
@@ -314,7 +313,7 @@ class WorkerCompression:
         if holding:
             new = new_block_ids(self._scheduler_output)
             for state in holding:
-                state.make_way(new)
+                state.zero_reused_blocks(new)
 
     def prepare(self, layer_name: str, common: CommonAttentionMetadata) -> StepWork | None:
         """The step's work of the layer's cache group; None: it has none."""

@@ -6,8 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool, flat_pages
-from vllm_kvcompress.cache.quantization import Quantization, random_codes
+from vllm_kvcompress.cache.pages import (
+    InterleavedPagePool,
+    PagePool,
+    Quantization,
+    flat_pages,
+    random_codes,
+)
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.vllm_plugin.startup.quantized import quantization_of
@@ -74,7 +79,7 @@ def check_rows(layer, spec: AttentionSpec, quantization: Quantization | None) ->
     else:
         rows = random_codes(size, spec.num_kv_heads, 2 * head_size).to(device)
         halves = enumerate(rows.split(head_size, dim=-1))
-        keys, values = (quantization.widened(half, 0, which) for which, half in halves)
+        keys, values = (quantization.dequantize(half, 0, which) for which, half in halves)
     slots = torch.arange(size, device=device)
     layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), page, slots)
     if not torch.equal(page[0].transpose(0, 1), rows):

@@ -1,1 +1,0 @@
-"""The last queries of requests, which policies look at: beside the cache, or in its blocks."""
