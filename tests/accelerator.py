@@ -43,8 +43,13 @@ class _NoMixing(TorchDispatchMode):
             if waits:
                 raise Synchronised(f"{func} takes tensors of {sorted(devices)}")
         target = kwargs.get("device")
-        there = target is not None and torch.device(target) == ACCELERATOR
-        if name == "_to_copy" and there and devices == {"cpu"} and not kwargs.get("non_blocking"):
+        to_accelerator = target is not None and torch.device(target) == ACCELERATOR
+        if (
+            name == "_to_copy"
+            and to_accelerator
+            and devices == {"cpu"}
+            and not kwargs.get("non_blocking")
+        ):
             raise Synchronised("a copy to the accelerator that waits; use upload")
         return func(*args, **kwargs)
 
@@ -53,8 +58,8 @@ class _NoLiterals(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        there = device is not None and torch.device(device) == ACCELERATOR
-        if there and func in (torch.tensor, torch.as_tensor, torch.asarray):
+        to_accelerator = device is not None and torch.device(device) == ACCELERATOR
+        if to_accelerator and func in (torch.tensor, torch.as_tensor, torch.asarray):
             raise Synchronised(f"torch.{func.__name__} to the accelerator waits; use upload")
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Properties are checked without a clock, and files that take long come first."""
+"""Settings of all tests: hypothesis without deadlines, long files first."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LONG = ("gpu_path", "engine", "cli", "evaluation", "scripts", "kernels", "benchm
 
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[Child]:
-    """A process in which Triton interprets."""
+    """A process in which Triton runs in its interpreter."""
     process = Child(interprets=True)
     yield process
     process.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first; with `--no-loadscope-reorder` processes take them in this order."""
+    """Puts long files first; with `--no-loadscope-reorder` processes take them in this order."""
     here = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:

@@ -38,7 +38,7 @@ def make_pool(
     num_blocks: int = NUM_BLOCKS,
     quantization: Quantization | None = None,
 ) -> PagePool:
-    """Pages that nobody has written: NaN, so that no result depends on them."""
+    """Makes a pool of NaN pages, so that no result depends on unwritten ones."""
     shape = (num_blocks * NUM_LAYERS * NUM_HEADS, 2 * BLOCK_SIZE * HEAD_SIZE)
     pages = torch.full(shape, float("nan"), dtype=dtype, device=device)
     common: dict[str, Any] = dict(
@@ -57,21 +57,21 @@ def make_pool(
 
 
 def make_weights(device: torch.device, dtype: torch.dtype = torch.float32) -> list[LayerWeights]:
-    """Of every layer, all that any policy may ask for."""
+    """Makes every layer's weights that any policy may ask for."""
     generator = torch.Generator().manual_seed(11)
-    found = []
+    weights = []
     for _ in range(NUM_LAYERS):
         weight = torch.randn(NUM_HEADS, HEAD_SIZE, GROUP, HIDDEN_SIZE, generator=generator)
         wide = weight.transpose(1, 2).flatten(0, 1)
         rotary = Rotary(upload(torch.tensor([1.0, 0.3, 0.05]), device))
-        found.append(
+        weights.append(
             LayerWeights(
                 output_weight=upload(weight.to(dtype), device),
                 output_gram=upload(wide @ wide.mT, device),
                 rotary=rotary,
             )
         )
-    return found
+    return weights
 
 
 @dataclass
@@ -111,11 +111,11 @@ class Request:
         self._write_tokens(order[:held])
 
     def run(self) -> list[Event]:
-        """All events, over all layers."""
+        """Runs all events over all layers."""
         return [self.compress(position) for position in self.positions]
 
     def compress(self, position: int) -> Event:
-        """The next event."""
+        """Runs the request's next event."""
         plan = self.plan(position)
         if self._kept_blocks:
             slot = np.array([self.runner.tables.slots["r"]])
@@ -131,7 +131,7 @@ class Request:
         return event
 
     def plan(self, position: int) -> EventPlan:
-        """What a scheduler would decide."""
+        """Returns the plan that a scheduler would make."""
         least = self.pipeline.least_blocks(NUM_HEADS, HEAD_SIZE, BLOCK_SIZE, self.pool.page_bytes)
         rule = CompressionRule(BLOCK_SIZE, least_blocks=least, **BUDGETS[self.budget])
         num_fresh = rule.target_blocks(position, position)
@@ -163,7 +163,7 @@ class Request:
             windows.record(layer, upload(2 * queries.to(dtype), self.pool.device), where)
 
     def _write_tokens(self, block_ids: list[int]) -> None:
-        """Random keys and values in every layer; behind the last token, NaN stays."""
+        """Writes random keys and values in every layer; behind the last token NaN stays."""
         pool, num_tokens = self.pool, self.positions[-1]
         generator = torch.Generator().manual_seed(5)
         shape = (len(block_ids), NUM_LAYERS * NUM_HEADS, BLOCK_SIZE, HEAD_SIZE)
@@ -176,13 +176,13 @@ class Request:
 
 
 def left_by(request: Request) -> list[dict[str, Tensor]]:
-    """What the events left in each layer: pages by head, what lies in them, what is carried."""
+    """Returns what the events left in each layer: pages by head, their tokens, policy state."""
     return left_in(request.runner.tables, "r")
 
 
 def left_in(tables: PageTables, request_id: str) -> list[dict[str, Tensor]]:
-    """The same of a request in page tables."""
-    pool, slot, found = tables.pool, tables.slots[request_id], []
+    """Returns what events left of a request in page tables, layer by layer."""
+    pool, slot, layers = tables.pool, tables.slots[request_id], []
     for layer in range(NUM_LAYERS):
         counts = tables.counts[layer, slot]
         table = tables.rows.read(torch.tensor([slot]), int(counts.max()))[layer, 0]
@@ -191,7 +191,7 @@ def left_in(tables: PageTables, request_id: str) -> list[dict[str, Tensor]]:
         carried = torch.zeros(0)
         if tables.state.shape[2]:
             carried = pool.floats(tables.state[layer, slot])
-        found.append(
+        layers.append(
             dict(
                 counts=counts,
                 pages=pages,
@@ -200,9 +200,9 @@ def left_in(tables: PageTables, request_id: str) -> list[dict[str, Tensor]]:
                 carried=carried,
             )
         )
-    return found
+    return layers
 
 
 def once(pipeline: Pipeline) -> Pipeline:
-    """The same policy for a request that is compressed once."""
+    """Returns the policy for a request that is compressed once."""
     return replace(pipeline, repeats=False)

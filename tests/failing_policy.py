@@ -1,4 +1,4 @@
-"""Policies in a package of somebody else's that fail at prompts of certain lengths."""
+"""Policies in another package that fail at prompts of certain lengths."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def install(folder: Path) -> Path:
 
 
 def good(name: str) -> list[dict[str, Any]]:
-    """Requests that nothing happens to."""
+    """Makes requests whose events succeed."""
     return [
         request(f"{name}1", prompt(600, seed=1), 24),
         request(f"{name}2", prompt(500, seed=2), 24, at_step=1),
@@ -94,13 +94,13 @@ def good(name: str) -> list[dict[str, Any]]:
 
 
 def failing(num_blocks: int, output: int = 24, **more: Any) -> dict[str, Any]:
-    """A request at whose event the policy fails."""
+    """Makes a request at whose event the policy fails."""
     tokens = prompt(num_blocks * BLOCK + 5, seed=num_blocks)
     return request(f"bad{num_blocks}-{output}", tokens, output, **more)
 
 
 def check(report: dict[str, Any], bad: list[dict[str, Any]]) -> None:
-    """The good ones say what they say without the bad, and at the end every block is free."""
+    """Asserts that good requests are unaffected by bad ones, and that every block is free."""
     outputs = report["outputs"]
     for number in (1, 2, 3):
         alone, beside = outputs[f"alone{number}"], outputs[f"beside{number}"]

@@ -1,4 +1,4 @@
-"""The guide's example, a policy in a package of somebody else's, as its readers install it."""
+"""The guide's example of a policy in another package, installed like its readers do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GUIDE = Path(__file__).parents[1] / "docs" / "writing-a-policy.md"
 
 
 def blocks(language: str) -> list[str]:
-    """The guide's code in a language."""
+    """Returns the guide's code blocks in a language."""
     return re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
 
 

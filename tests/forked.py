@@ -1,4 +1,4 @@
-"""Processes forked from one that has imported vLLM, which is most of an engine's start."""
+"""Processes forked from one that has imported vLLM, which saves most of an engine's start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_kvcompress.vllm_plugin.startup.compat import ENGINE_MODULES
 
 
 def forked(target: Callable[..., None], *args: object) -> ForkServerProcess:
-    """Starts a process that calls a function."""
+    """Forks a process that calls a function."""
     context: ForkServerContext = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*ENGINE_MODULES, "tests.engine.engine_process"])
     process = context.Process(target=target, args=args)
@@ -23,7 +23,7 @@ def forked(target: Callable[..., None], *args: object) -> ForkServerProcess:
 
 
 class Done(NamedTuple):
-    """A command that has ended."""
+    """Result of a command that has ended."""
 
     returncode: int | None
     stdout: str
@@ -31,7 +31,7 @@ class Done(NamedTuple):
 
 
 def command(folder: Path, *arguments: str, timeout: float = 600) -> Done:
-    """Runs `vllm-kvcompress` with arguments; what it prints goes through files in a folder."""
+    """Runs `vllm-kvcompress` with arguments; its output goes through files in a folder."""
     files = [folder / name for name in ("stdout", "stderr")]
     process = forked(_run, [str(path) for path in files], arguments)
     process.join(timeout)
@@ -42,7 +42,7 @@ def command(folder: Path, *arguments: str, timeout: float = 600) -> Done:
 
 
 def _run(files: list[str], arguments: tuple[str, ...]) -> None:
-    """In the process."""
+    """Runs the function in the forked process."""
     for path, stream in zip(files, (sys.stdout, sys.stderr), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT, 0o644), stream.fileno())
     from vllm_kvcompress.cli.main import main

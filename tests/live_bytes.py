@@ -1,4 +1,4 @@
-"""What an allocator would count, where there is none to ask."""
+"""Counts live tensor bytes where no allocator keeps statistics."""
 
 from __future__ import annotations
 

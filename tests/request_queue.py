@@ -1,4 +1,4 @@
-"""Requests on vLLM's own block pool that take steps of their own, without an engine."""
+"""Requests on vLLM's own block pool that step without an engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ hasher = get_request_block_hasher(BLOCK, sha256)
 
 
 class Queue:
-    """Requests that take steps of their own, as vLLM's scheduler would give them.
+    """A queue of requests, stepped like vLLM's scheduler would.
 
     Args:
         num_groups: of compressed layers; two have a group of sliding windows beside them.
@@ -100,7 +100,7 @@ class Queue:
         return request
 
     def step(self, name: str, num_tokens: int = 64) -> bool:
-        """Computes some more tokens, up to an event; False: there is no room for them."""
+        """Computes more tokens, up to an event; returns False if there is no room."""
         request, record = self.requests[name], self.table[name]
         blocks, num_hit = None, 0
         if request.num_computed_tokens == 0:

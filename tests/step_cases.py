@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Request:
-    """A request of the step.
+    """One request of the step.
 
     Attributes:
         name: its id.
@@ -54,7 +54,7 @@ REQUESTS = (
 
 
 def make_pool(kind: type[PagePool], device: torch.device = CPU) -> PagePool:
-    """Pages that nobody has written: NaN, so that no result depends on them."""
+    """Makes a pool of NaN pages, so that no result depends on unwritten ones."""
     common = dict(
         pages=torch.full((NUM_BLOCKS * PER_BLOCK, 2 * SIZE * DIM), float("nan"), device=device),
         pages_per_block=PER_BLOCK,
@@ -71,7 +71,7 @@ def make_pool(kind: type[PagePool], device: torch.device = CPU) -> PagePool:
 
 @dataclass
 class Step:
-    """Compressed requests as events have left them, and this step's queries.
+    """Compressed requests after their events, and this step's queries.
 
     Attributes:
         pipeline: the policy of all.
@@ -94,7 +94,9 @@ class Step:
         self._random = torch.Generator().manual_seed(7)
         order = torch.randperm(NUM_BLOCKS, generator=self._random).tolist()
         # Kept pages lie anywhere in the first blocks, tails in the others.
-        self._pages = [block * PER_BLOCK + nth for block in order[:24] for nth in range(PER_BLOCK)]
+        self._pages = [
+            block * PER_BLOCK + page for block in order[:24] for page in range(PER_BLOCK)
+        ]
         self._blocks = order[24:]
         tables = PageTables(self.pool)
         windows = QueryWindows(NUM_LAYERS, 4, self.pool.device)
@@ -114,7 +116,7 @@ class Step:
         self.queries = self._draw(int(starts[-1]), NUM_HEADS * GROUP, DIM)
 
     def read(self) -> ResidentBatch:
-        """The step's batch."""
+        """Returns the batch that attention reads."""
         device = self.pool.device
         num_tokens = np.array([request.num_tokens for request in self.requests], dtype=np.int32)
         (batch,) = self.batches.read(
@@ -126,7 +128,7 @@ class Step:
         return batch
 
     def _compress(self, row: int, request: Request) -> None:
-        """Writes what an event has left, and the tokens that came after."""
+        """Writes the kept tokens of an event, and the tokens behind them."""
         assert request.kept is not None
         tables, device = self.runner.tables, self.pool.device
         slot = tables.acquire(request.name)
@@ -136,17 +138,17 @@ class Step:
             tables.replace(
                 range(layer, layer + 1), slot, upload(counts, device), upload(pages, device)
             )
-            for head, mine in enumerate(kept):
+            for head, tokens in enumerate(kept):
                 tail = self.block_table[row, request.first_block :]
                 tail = tail[: math.ceil(request.num_tokens / SIZE) - request.first_block]
-                mine = mine + [int(b) * PER_BLOCK + layer * NUM_HEADS + head for b in tail]
+                tokens = tokens + [int(b) * PER_BLOCK + layer * NUM_HEADS + head for b in tail]
                 length = counts[head] * SIZE + request.num_tokens - request.first_block * SIZE
-                self._write((request.name, layer, head), mine, length)
+                self._write((request.name, layer, head), tokens, length)
             self._carry(request, layer, slot, counts)
         tables.begin_tail(slot, request.first_block, max(max(counts) for counts in request.kept))
 
     def _write(self, where: tuple[str, int, int], pages: list[int], length: int) -> None:
-        """A head's tokens; behind the last one, NaN."""
+        """Writes a head's tokens; behind the last one NaN stays."""
         keys, values = self._draw(2, len(pages) * SIZE, DIM)
         keys[length:] = values[length:] = float("nan")
         shape, device = (len(pages), SIZE, DIM), self.pool.device
@@ -155,7 +157,7 @@ class Step:
         self.keys[where], self.values[where] = keys[:length], values[:length]
 
     def _carry(self, request: Request, layer: int, slot: int, counts: list[int]) -> None:
-        """Numbers per head, then biases head after head, in pages of their own."""
+        """Writes the policy state: numbers per head, then biases, in their own pages."""
         numbers = []
         if self.pipeline.corrects:
             states = 0.3 * self._draw(NUM_HEADS, moment_size(DIM))

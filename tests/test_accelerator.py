@@ -1,4 +1,4 @@
-"""The stand-in for an accelerator catches what would wait for a real one."""
+"""The stand-in for an accelerator refuses whatever would synchronise with a real one."""
 
 import numpy as np
 import pytest
@@ -24,13 +24,13 @@ WAITS = {
 
 
 @pytest.mark.parametrize("what", WAITS)
-def test_waiting_is_refused(what: str) -> None:
+def test_synchronisation_is_refused(what: str) -> None:
     numbers = torch.zeros(4, 8, device=ACCELERATOR)
     with watched(), pytest.raises((Synchronised, RuntimeError, NotImplementedError)):
         WAITS[what](numbers)
 
 
-def test_work_that_does_not_wait_passes() -> None:
+def test_asynchronous_work_passes() -> None:
     numbers = torch.zeros(4, 8, device=ACCELERATOR)
     with watched():
         index = upload([0, 2], ACCELERATOR)
@@ -46,7 +46,7 @@ def test_uploading_to_the_host_copies_nothing() -> None:
     assert numbers_there.tolist() == [7, 1, 2]
 
 
-def test_numbers_are_asked_of_the_accelerator_without_waiting() -> None:
+def test_downloads_do_not_synchronise() -> None:
     numbers = torch.zeros(4, device=ACCELERATOR)
     with watched():
         assert Download(numbers.max()).value is None

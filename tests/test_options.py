@@ -1,4 +1,4 @@
-"""One field states an option: its flag, key, refusal and row of the docs follow from it."""
+"""Each option's flag, key, refusal and docs row follow from one field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation as a site: it builds without a warning and fetches nothing from elsewhere."""
+"""The documentation site builds without a warning and fetches nothing from other hosts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOREIGN = re.compile(r"(https?:)?//")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Strict: a broken link or anchor, or a page outside the navigation, would end the build."""
+    """The site, built strictly: broken links and pages outside the navigation fail."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
@@ -35,7 +35,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Fetched(HTMLParser):
-    """What a browser loads to show a page; links that a reader may follow are not among it."""
+    """Collects what a browser loads to show a page, without links that a reader may follow."""
 
     def __init__(self, page: Path) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def test_pages_fetch_nothing_from_other_hosts(site: Path) -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What links to a page's headings may end with."""
+    """Returns the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {slugify(heading, "-") for heading in headings}
 

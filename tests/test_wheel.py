@@ -1,4 +1,4 @@
-"""What is in the wheel: the package, whole, and nothing of the repository around it."""
+"""The wheel holds the complete package, and nothing else of the repository."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     package = {
         path.relative_to(ROOT).as_posix()
         for path in PACKAGE.rglob("*")
@@ -42,7 +42,7 @@ def test_it_holds_the_package_and_nothing_else(wheel: Path) -> None:
     assert any(name.endswith("haystack.txt") for name in names)  # data of eval, not only modules
 
 
-def test_it_says_what_it_is(wheel: Path) -> None:
+def test_wheel_holds_licence_and_entry_points(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         metadata = message_from_bytes(archive.read(f"{INFO}/METADATA"))
         licence = archive.read(f"{INFO}/licenses/LICENSE")
@@ -55,7 +55,7 @@ def test_it_says_what_it_is(wheel: Path) -> None:
     assert {name: dict(entry_points[name]) for name in entry_points.sections()} == declared
 
 
-def test_its_command_starts_without_torch_and_vllm(wheel: Path, tmp_path: Path) -> None:
+def test_command_in_the_wheel_starts_without_torch_and_vllm(wheel: Path, tmp_path: Path) -> None:
     code = f"""
 import sys
 sys.path.insert(0, {str(wheel)!r})

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that are served, with a word-level tokenizer."""
+"""Tiny random models of the served families, with a word-level tokenizer."""
 
 from __future__ import annotations
 
@@ -114,6 +114,6 @@ def build(family: str, directory: Path, seed: int = 0, **overrides: object) -> P
 
 
 def prompt(num_tokens: int, seed: int) -> list[int]:
-    """Random token ids; the same for the same length and seed."""
+    """Returns random token ids, the same for the same length and seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(4, VOCABULARY, (num_tokens,), generator=generator).tolist()

@@ -19,7 +19,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 class Tab:
-    """One page.
+    """A browser tab with its debugging connection.
 
     Attributes:
         errors: what the page has complained about so far: exceptions, errors on its console, and
@@ -34,7 +34,7 @@ class Tab:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """What a command answers."""
+        """Sends a command, and returns its answer."""
         self._number += 1
         command = {"id": self._number, "method": method, "params": parameters}
         self._connection.send(json.dumps(command))
@@ -52,22 +52,22 @@ class Tab:
             self.errors.append(told)
 
     def value(self, expression: str) -> Any:
-        """What JavaScript makes of an expression."""
+        """Evaluates a JavaScript expression."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def wait_for(self, expression: str, seconds: float = 300) -> Any:
-        """The expression's value as soon as it is true."""
+        """Waits until an expression is true, and returns its value."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if found := self.value(expression):
-                return found
+            if value := self.value(expression):
+                return value
             time.sleep(0.2)
         raise AssertionError(f"not within {seconds} s: {expression}; {self.errors}")
 
     def resize(self, width: int, height: int) -> None:
-        """As if the screen were so many CSS pixels large."""
+        """Sets the size of the screen in CSS pixels."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -77,14 +77,14 @@ class Tab:
         )
 
     def screenshot(self, path: Path) -> None:
-        """The whole page as PNG."""
+        """Returns the full page as PNG."""
         picture = self.call("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(picture["data"]))
 
 
 @contextmanager
 def tab(folder: Path) -> Iterator[Tab]:
-    """An empty page in a browser of its own, which ends with it."""
+    """Opens an empty page in a new browser, and ends the browser afterwards."""
     assert CHROMIUM is not None
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
     options += ["--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank"]

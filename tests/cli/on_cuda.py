@@ -1,4 +1,4 @@
-"""Prints, as JSON, what vLLM's parser makes of command lines where its platform is CUDA.
+"""Prints, as JSON, how vLLM's parser reads command lines where its platform is CUDA.
 
     python -m tests.cli.on_cuda '[["ours", ["MODEL", ...]], ["vllm", ["MODEL", ...]]]'
 
@@ -21,7 +21,7 @@ from vllm_kvcompress.cli import launch, serve
 
 
 def parsed(reader: str, words: list[str]) -> dict[str, Any]:
-    """The options of `vllm serve`, with every default."""
+    """Returns the options of `vllm serve`, with every default."""
     command = ["serve", *words]
     if reader == "ours":
         command = launch.vllm_command(serve.parse_request(words))
@@ -29,7 +29,7 @@ def parsed(reader: str, words: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Takes vLLM's CUDA platform for the one that it found; nothing is computed."""
+    """Parses command lines with vLLM's platform replaced by CUDA's."""
     sys.modules["vllm._C_stable_libtorch"] = ModuleType("stand-in")
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
     platforms._current_platform = importlib.import_module(

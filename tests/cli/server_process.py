@@ -1,4 +1,4 @@
-"""A real server in a process of its own."""
+"""Real servers, each in its own process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def plain_arguments(printed: str) -> list[str]:
-    """The arguments of `vllm` in a printed command, which may begin with variables."""
+    """Returns the arguments of `vllm` in a printed command without its variables."""
     words = shlex.split(printed)
     return words[words.index("vllm") + 1 :]
 
@@ -40,7 +40,7 @@ def plain_arguments(printed: str) -> list[str]:
 def serving(
     code: str, arguments: list[str], log: Path, timeout: float = 600, packages: Path | None = None
 ) -> Iterator[str]:
-    """Runs a server, and yields its address as soon as it is healthy; it ends well when asked to.
+    """Runs a server; yields its address once it is healthy; asserts that it ends well.
 
     Args:
         code: Python that starts it.
@@ -61,7 +61,7 @@ def serving(
 def starting(
     code: str, arguments: list[str], log: Path, packages: Path | None = None
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Starts a server, and yields it and its address at once; as `serving`."""
+    """Starts a server, and yields it and its address at once; arguments as for `serving`."""
     port = free_port()
     command = [sys.executable, "-c", code, *arguments, "--port", str(port), "--host", "127.0.0.1"]
     path = os.pathsep.join(str(folder) for folder in (packages, ROOT) if folder is not None)
@@ -84,7 +84,7 @@ def starting(
 def wait_until_healthy(
     address: str, server: subprocess.Popen[str], log: Path, timeout: float = 600
 ) -> None:
-    """Raises an error with the end of the log if a server does not start."""
+    """Waits for a server; fails with the end of the log if it does not start."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline and server.poll() is None:
         try:

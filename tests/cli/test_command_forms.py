@@ -1,4 +1,4 @@
-"""What --print-vllm-command prints means the same in every form, to vLLM's own parser."""
+"""Every form of --print-vllm-command means the same to vLLM's own parser."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def as_yaml(text: str, folder: Path) -> dict[str, Any]:
     [EVERYTHING, *(["--config", str(path)] for path in CONFIGS)],
     ids=["everything", *(path.stem for path in CONFIGS)],
 )
-def test_every_form_says_the_same(
+def test_every_printed_form_parses_to_the_same_options(
     arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     expected = parsed(plain_arguments(printed("shell", arguments, capsys)))
@@ -70,15 +70,15 @@ def test_every_form_says_the_same(
             assert engine[name] == expected[name], name
 
 
-def test_only_the_equals_sign_takes_a_form(capsys: pytest.CaptureFixture[str]) -> None:
-    """Else the option would swallow the model."""
+def test_form_is_only_accepted_behind_an_equals_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise the option would take the model for a form."""
     assert main(["serve", *POLICY, "--print_vllm_command", "yaml"]) == 0
     assert plain_arguments(capsys.readouterr().out)[:2] == ["serve", "yaml"]
     with pytest.raises(SystemExit):
         main(["serve", "m", *POLICY, "--print-vllm-command=toml"])
 
 
-def test_what_ray_sets_itself_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ray_form_names_the_options_that_ray_sets(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["serve", "m", *POLICY, "--port", "8123", "--print-vllm-command=ray"]
     assert main(arguments) == 0
     captured = capsys.readouterr()
@@ -86,7 +86,7 @@ def test_what_ray_sets_itself_is_named(capsys: pytest.CaptureFixture[str]) -> No
     assert "8123" not in captured.out
 
 
-def test_what_yaml_cannot_say_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_yaml_cannot_express_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["m", *POLICY, "--middleware", "one.Two", "--middleware", "three.Four"]
     assert main(["serve", *arguments, "--print-vllm-command=yaml"]) == 2
     assert "--middleware is given 2 times" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Memory of a server on CPUs where nobody has said how much to take."""
+"""The memory that a server on CPUs takes by default."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_workers_leave_the_reserve_on_every_node(data: st.DataObject, workers: i
     assert 0 < share <= 0.92
 
 
-def test_a_fully_free_node_is_taken_as_vllm_takes_it() -> None:
+def test_fully_free_node_gets_vllms_own_share() -> None:
     assert memory_share([Node(512 * GIB, 512 * GIB)], 1) == 0.92
 
 
@@ -67,7 +67,7 @@ def test_a_server_takes_what_is_free_and_says_so(
     "options",
     [["--gpu-memory-utilization", "0.5"], ["--kv_cache_memory_bytes=1G"], [VARIABLE]],
 )
-def test_what_the_user_said_stands(
+def test_memory_chosen_by_the_user_is_kept(
     options: list[str], parsed: argparse.Namespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if options == [VARIABLE]:

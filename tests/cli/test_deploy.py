@@ -1,4 +1,4 @@
-"""What is in deploy/ starts what it says it starts, on vLLM's CUDA build.
+"""Files of deploy/ start the command that they name, on vLLM's CUDA build.
 
 vLLM's own parser reads every command there, in a process where its platform is CUDA. Whether
 charts and clusters accept the files is checked by scripts/checks/check_deploy.sh.
@@ -29,7 +29,7 @@ def read(name: str) -> Any:
 
 
 def promised(name: str) -> list[str]:
-    """The words of the `vllm-kvcompress serve` command in a file's first comment."""
+    """Returns the words of the `vllm-kvcompress serve` command in a file's first comment."""
     comment = re.match(r"(#.*\n)+", (DEPLOY / name).read_text())
     assert comment is not None
     text = re.sub(r"\\\n#", "", comment.group())
@@ -38,7 +38,7 @@ def promised(name: str) -> list[str]:
 
 
 def production_stack() -> list[str]:
-    """What the chart makes of its values, less what it adds of itself."""
+    """Returns the command that the chart makes of its values, without its own additions."""
     (model,) = read("helm/production-stack.yaml")["servingEngineSpec"]["modelSpec"]
     options = model["vllmConfig"]
     assert options["enablePrefixCaching"]
@@ -89,7 +89,7 @@ OURS = {  # files that start `vllm-kvcompress serve`
 
 @pytest.fixture(scope="module")
 def parsed() -> dict[str, dict[str, Any]]:
-    """vLLM's options by file, and of the command that the file promises by `its name, promised`."""
+    """vLLM's options by file, and those of the promised command by `NAME, promised`."""
     commands = {name: ("vllm", words()) for name, words in STOCK.items()}
     commands |= {f"{name}, promised": ("ours", promised(name)) for name in STOCK}
     commands |= {name: ("ours", words()) for name, words in OURS.items()}
@@ -105,13 +105,17 @@ def parsed() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", STOCK)
-def test_the_options_are_what_is_printed(parsed: dict[str, Any], name: str) -> None:
+def test_deploy_files_have_the_options_of_the_printed_command(
+    parsed: dict[str, Any], name: str
+) -> None:
     assert parsed[name] == parsed[f"{name}, promised"]
     assert parsed[name]["attention_backend"] == "CUSTOM"
 
 
 @pytest.mark.parametrize("name", [*STOCK, *OURS])
-def test_it_compresses_under_pressure_and_drains(parsed: dict[str, Any], name: str) -> None:
+def test_deployed_servers_compress_under_pressure_and_drain(
+    parsed: dict[str, Any], name: str
+) -> None:
     settings = parsed[name]["additional_config"]["kvcompress"]
     assert settings == {"policy": "adakv+criticalkv", "budget": 0.25, "trigger": "pressure:0.9"}
     kubernetes_default = 30  # seconds, which production-stack's chart cannot change
@@ -119,7 +123,7 @@ def test_it_compresses_under_pressure_and_drains(parsed: dict[str, Any], name: s
     assert parsed[name]["shutdown_timeout"] == expected
 
 
-def test_pods_are_given_the_time_to_drain(parsed: dict[str, Any]) -> None:
+def test_pods_have_time_to_drain(parsed: dict[str, Any]) -> None:
     pod = read("kubernetes/deployment.yaml")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     (seconds,) = container["lifecycle"]["preStop"]["exec"]["command"][1:]
@@ -134,8 +138,8 @@ def test_pods_are_given_the_time_to_drain(parsed: dict[str, Any]) -> None:
     assert int(server["stop_grace_period"].removesuffix("s")) > 120
 
 
-def test_read_only_pods_can_write_where_the_image_must() -> None:
-    """The same as scripts/checks/check_deploy.sh runs: its home, /tmp, and shared memory."""
+def test_read_only_pods_can_write_where_the_image_needs_to() -> None:
+    """Home, /tmp and shared memory, which scripts/checks/check_deploy.sh also mounts."""
     pod = read("kubernetes/deployment.yaml")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert container["securityContext"]["readOnlyRootFilesystem"]
@@ -143,7 +147,7 @@ def test_read_only_pods_can_write_where_the_image_must() -> None:
     assert {"/home/vllm", "/tmp", "/dev/shm"} <= writable
 
 
-def test_the_endpoint_picker_reads_a_metric_that_there_is() -> None:
+def test_endpoint_picker_reads_an_existing_metric() -> None:
     config = read("llm-d/epp.yaml")
     plugins = {plugin.get("name", plugin["type"]): plugin for plugin in config["plugins"]}
     engine = plugins["core-metrics-extractor"]["parameters"]["engineConfigs"][0]

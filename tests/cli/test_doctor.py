@@ -38,7 +38,7 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 @pytest.fixture
 def fresh_loaders() -> Iterator[None]:
-    """vLLM remembers what it has loaded."""
+    """Clears vLLM's caches of loaded plugins."""
     caches = (cached_load_custom_logitsprocs, _cached_load_v2_logitsprocs)
     for cache in caches:
         cache.cache_clear()
@@ -74,14 +74,14 @@ def test_report_names_versions_entry_points_and_classes(
 
 
 @pytest.mark.parametrize(("runner", "other"), [("V1", V2Processor), ("V2", V1Processor)])
-def test_a_check_of_requests_that_one_model_runner_refuses_is_a_problem(
+def test_request_check_that_a_model_runner_refuses_is_a_problem(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     fresh_loaders: None,
     runner: str,
     other: type,
 ) -> None:
-    """It can be imported, but vLLM's loaders want an interface each."""
+    """It can be imported, but each of vLLM's loaders wants its own interface."""
     half = type("HalfCheck", (other,), {"validate_params": classmethod(lambda *_: None)})
     monkeypatch.setattr(request_options, "RequestCheck", half)
     assert main(["doctor"]) == 1
@@ -127,8 +127,8 @@ def test_a_missing_compiler_and_plugin_are_problems(monkeypatch: pytest.MonkeyPa
         ("--kv-policy snapkv --kv-budget 1.0 --pipeline-parallel-size 2", "would accept this"),
     ],
 )
-def test_says_what_serve_would_say(arguments: str, verdict: str, tmp_path: Path) -> None:
-    """In a process of its own: vLLM's configuration leaves more behind than variables."""
+def test_doctor_reports_the_refusal_of_serve(arguments: str, verdict: str, tmp_path: Path) -> None:
+    """In its own process, since vLLM's configuration changes global state."""
     model = tiny_models.build("llama", tmp_path)
     done = command(tmp_path, "doctor", str(model), *arguments.split())
     assert verdict in done.stdout

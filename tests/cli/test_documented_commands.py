@@ -1,4 +1,4 @@
-"""Commands that the README and the documentation show are such as the program takes."""
+"""Commands in the README and the documentation are accepted by the program."""
 
 import re
 import shlex
@@ -21,19 +21,19 @@ def commands(page: Path) -> list[str]:
 
 
 def is_a_form(command: str) -> bool:
-    """What stands for several commands, or names one without its arguments."""
+    """Returns whether a line is a placeholder: several commands, or one without arguments."""
     return bool(re.search(r"\[|\.\.\.|\$\(", command)) or len(command.split()) == 2
 
 
 SHOWN = sorted({command for page in PAGES for command in commands(page) if not is_a_form(command)})
 
 
-def test_there_are_some() -> None:
+def test_documentation_shows_commands() -> None:
     assert len(SHOWN) > 30
 
 
 @pytest.mark.parametrize("command", SHOWN)
-def test_it_is_taken(command: str) -> None:
+def test_documented_command_is_accepted(command: str) -> None:
     arguments = shlex.split(command)[1:]
     namespace, rest = _parser(arguments[0]).parse_known_args(arguments)
     assert namespace.command == arguments[0]

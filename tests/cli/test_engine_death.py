@@ -1,4 +1,4 @@
-"""How a server ends whose engine dies, or that is asked to while it works."""
+"""Servers whose engine dies, or that are asked to end while they work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ARGUMENTS = [
 
 
 def answered(address: str, num_tokens: int) -> tuple[int, int]:
-    """Status and tokens of a completion; 503 where nobody listens any more."""
+    """Returns status and tokens of a completion; 503 if the connection fails."""
     body = {"model": "reference", "prompt": "a", "max_tokens": num_tokens, "ignore_eos": True}
     request = urllib.request.Request(
         f"{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -42,7 +42,7 @@ def answered(address: str, num_tokens: int) -> tuple[int, int]:
 
 
 def engine_of(server: subprocess.Popen[str]) -> psutil.Process | None:
-    """vLLM's engine, once there is one; it takes its name when it has imported vLLM."""
+    """Returns vLLM's engine process, which is renamed after it has imported vLLM."""
     children = psutil.Process(server.pid).children()
     names = ("EngineCore", "spawn_main")
     return next((c for c in children if any(name in " ".join(c.cmdline()) for name in names)), None)
@@ -50,7 +50,7 @@ def engine_of(server: subprocess.Popen[str]) -> psutil.Process | None:
 
 @contextmanager
 def nothing_left_of(server: subprocess.Popen[str]) -> Iterator[None]:
-    """All processes that a server has by now are gone soon afterwards."""
+    """Asserts that all child processes that a server has now end soon afterwards."""
     processes = psutil.Process(server.pid).children(recursive=True)
     yield
     end = time.monotonic() + SECONDS
@@ -60,15 +60,15 @@ def nothing_left_of(server: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def lives(process: psutil.Process) -> bool:
-    """Whether it runs; who ended and was not waited for yet does not."""
+    """Returns whether a process runs; zombies do not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
 
 
-def test_an_engine_that_is_killed_in_a_step(tmp_path: Path) -> None:
-    """Clients hear of it, every process ends, and the status is a failure's."""
+def test_server_ends_with_status_1_when_its_engine_is_killed_in_a_step(tmp_path: Path) -> None:
+    """Clients get an error, and every process ends."""
     log = tmp_path / "log"
     with starting(OUR_SERVE, ARGUMENTS, log) as (server, address):
         wait_until_healthy(address, server, log)
@@ -85,7 +85,7 @@ def test_an_engine_that_is_killed_in_a_step(tmp_path: Path) -> None:
     assert "error: the server ended although nobody had asked it to;" in log.read_text()
 
 
-def test_an_engine_that_is_killed_at_its_start(tmp_path: Path) -> None:
+def test_server_ends_with_status_1_when_its_engine_is_killed_at_start(tmp_path: Path) -> None:
     with starting(OUR_SERVE, ARGUMENTS, tmp_path / "log") as (server, _):
         end = time.monotonic() + SECONDS
         while (engine := engine_of(server)) is None and time.monotonic() < end:
@@ -100,7 +100,7 @@ def test_an_engine_that_is_killed_at_its_start(tmp_path: Path) -> None:
 def failing_server(
     folder: Path, options: Sequence[str] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """One whose policy fails, or kills, at prompts of certain lengths."""
+    """Runs a server whose policy fails, or kills its process, at prompts of certain lengths."""
     arguments = ["serve", str(tiny_models.build("llama", folder)), "--kv-policy", "failing"]
     arguments += ["--kv-budget", "0.25", "--enforce-eager", "--max-model-len", "2048"]
     arguments += ["--served-model-name", "reference", "--dtype", "float32", *options]
@@ -111,7 +111,7 @@ def failing_server(
 
 
 def asked(address: str, num_blocks: int, **more: object) -> tuple[int, str]:
-    """Status and text of a completion of a prompt of so many blocks; 503 if there is none."""
+    """Returns status and text of a completion of a prompt of `num_blocks`; 503 without one."""
     prompt = tiny_models.prompt(num_blocks * failing_policy.BLOCK + 5, seed=num_blocks)
     body = {"model": "reference", "prompt": prompt, "max_tokens": 40, "temperature": 0, **more}
     request = urllib.request.Request(
@@ -126,10 +126,10 @@ def asked(address: str, num_blocks: int, **more: object) -> tuple[int, str]:
         return 503, repr(error)
 
 
-def test_one_of_two_workers_that_is_killed_in_an_event(
+def test_server_ends_when_one_of_two_workers_is_killed_in_an_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As an engine in a step."""
+    """Clients get an error, and every process ends."""
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
     options = ["--tensor-parallel-size", "2"]
     with failing_server(tmp_path, options) as (server, address), nothing_left_of(server):
@@ -140,8 +140,8 @@ def test_one_of_two_workers_that_is_killed_in_an_event(
         assert server.wait(SECONDS) == 1
 
 
-def test_an_api_process_that_is_killed(tmp_path: Path) -> None:
-    """Its engine and workers end with it; before, a request whose event failed was a 500 alone."""
+def test_engine_and_workers_end_when_the_api_process_is_killed(tmp_path: Path) -> None:
+    """Before that, a request whose event fails gets a 500, and others are unaffected."""
     with failing_server(tmp_path) as (server, address):
         expected = answer_of(asked(address, 15))
         others: list[str] = []
@@ -160,13 +160,13 @@ def test_an_api_process_that_is_killed(tmp_path: Path) -> None:
 
 
 def answer_of(asked: tuple[int, str]) -> str:
-    """The text of an answer that came."""
+    """Returns the text of a successful completion."""
     assert asked[0] == 200, asked
     return str(json.loads(asked[1])["choices"][0]["text"])
 
 
-def test_a_server_that_is_asked_to_end_finishes_its_work(tmp_path: Path) -> None:
-    """By Ctrl-C, and once more."""
+def test_interrupted_server_finishes_its_requests(tmp_path: Path) -> None:
+    """Interrupted by SIGINT, and then SIGTERM."""
     log = tmp_path / "log"
     answers: list[tuple[int, int]] = []
     with starting(OUR_SERVE, ARGUMENTS, log) as (server, address):

@@ -1,4 +1,4 @@
-"""Ctrl-C in a terminal, which every process of a command hears: one line, and nothing is left."""
+"""Ctrl-C in a terminal, which signals every process of a command."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ Command = subprocess.Popen[str]
 
 
 def fork_servers(command: Command) -> list[psutil.Process]:
-    """Its fork server, and what was forked from that."""
+    """Returns a command's fork server, and the processes forked from it."""
     children = psutil.Process(command.pid).children(recursive=True)
     return [child for child in children if "forkserver" in " ".join(child.cmdline())]
 
 
 def imports(command: Command, said: Path) -> bool:
-    """Its fork server reads vLLM's modules."""
+    """Returns whether the fork server imports vLLM."""
     return len(fork_servers(command)) == 1
 
 
 def starts(command: Command, said: Path) -> bool:
-    """An engine has been forked."""
+    """Returns whether an engine has been forked."""
     return len(fork_servers(command)) == 2
 
 
 def measures(command: Command, said: Path) -> bool:
-    """It works itself."""
+    """Returns whether the command itself measures."""
     return "measuring" in said.read_text()
 
 
 @pytest.mark.parametrize(
     ("arguments", "moment"), [(EVAL, imports), (BENCH, starts), (PROFILE, measures)]
 )
-def test_ctrl_c(
+def test_ctrl_c_ends_every_process_with_one_line(
     arguments: tuple[str, ...],
     moment: Callable[[Command, Path], bool],
     tmp_path: Path,
 ) -> None:
-    """Seconds into a command that would take longer."""
+    """Interrupts commands while they import, start an engine, or measure."""
     said = tmp_path / "said"
     with (
         said.open("w") as output,

@@ -33,7 +33,7 @@ def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("flag_first", [True, False])
-def test_explained_modifier_replaces_its_stage(
+def test_explanation_lists_the_modifier_as_the_part_of_its_stage(
     flag_first: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["explain", "adakv+criticalkv"]
@@ -49,7 +49,7 @@ def test_explained_modifier_replaces_its_stage(
     ]
 
 
-def test_explained_as_text(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explanation_can_be_printed_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["policies", "explain", "keydiff+window"]) == 0
     text = capsys.readouterr().out
     lines = [line.split() for line in text.splitlines()]
@@ -60,7 +60,7 @@ def test_explained_as_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_stages_are_explained_in_the_order_in_which_they_run() -> None:
-    """Merging comes before correcting, though Python's set has them the other way round here."""
+    """Merging comes before correcting, whatever the order in Python's set."""
     explained = subprocess.run(
         [sys.executable, "-m", "vllm_kvcompress.cli.main", "policies", "explain", "momentkv"],
         env={**os.environ, "PYTHONHASHSEED": "1"},
@@ -87,7 +87,7 @@ def test_policies_with_a_profile_are_explained_without_it(
 
 
 @pytest.mark.parametrize("policy", ["nonsense", "criticalkv", "keydiff+criticalkv", ""])
-def test_what_cannot_be_explained_is_refused(
+def test_unknown_policies_and_wrong_parameters_are_refused(
     policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["policies", "explain", policy]) == 2

@@ -31,7 +31,7 @@ def samples() -> list[Sample]:
 
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server that compresses, unless a request asks for the full cache."""
+    """Address of a server that compresses unless a request asks for the full cache."""
     arguments = ["serve", str(MODEL), "--served-model-name", "reference", "--enforce-eager"]
     arguments += ["--dtype", fast_dtype(), *QUARTER, "--kv-allow-request-policies", "none"]
     log = tmp_path_factory.mktemp("recall") / "server.log"
@@ -40,7 +40,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def ask(address: str, samples: list[Sample], more: dict[str, object]) -> dict[str, float]:
-    """Mean score by family, all questions asked in plain words through the chat API."""
+    """Returns the mean score by family; questions go through the chat API."""
     with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
 
         def reply(sample: Sample) -> float:
@@ -63,7 +63,7 @@ def ask(address: str, samples: list[Sample], more: dict[str, object]) -> dict[st
     return means | {"mean": sum(means.values()) / len(FAMILIES)}
 
 
-def test_a_quarter_of_the_cache_answers_nearly_as_well(address: str, samples: list[Sample]) -> None:
+def test_quarter_of_the_cache_recalls_nearly_as_much(address: str, samples: list[Sample]) -> None:
     """Question-aware: the question is part of the prompt that is compressed."""
     full, quarter = (ask(address, samples, more) for more in (WHOLE, {}))
     print(f"full {full}\nquarter {quarter}")

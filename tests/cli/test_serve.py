@@ -28,7 +28,7 @@ def sorted_out(*arguments: str) -> ServeRequest:
 
 @pytest.fixture
 def any_policy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies have tests of their own."""
+    """Accepts any policy; policies have their own tests."""
     monkeypatch.setattr("vllm_kvcompress.policies.resolve_settings", lambda settings: None)
 
 
@@ -68,7 +68,7 @@ def test_options_are_sorted_into_ours_and_vllms(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("any_policy")
 @pytest.mark.parametrize("joined", [True, False])
 def test_config_is_read_in_both_spellings(tmp_path: Path, joined: bool) -> None:
-    """vLLM ignores --config=FILE."""
+    """Also as --config=FILE, which vLLM ignores."""
     path = tmp_path / "serve.yaml"
     path.write_text("port: 80\nkvcompress: {policy: snapkv, budget: 0.5}\n")
     request = sorted_out("m", *([f"--config={path}"] if joined else ["--config", str(path)]))
@@ -79,7 +79,7 @@ def test_config_is_read_in_both_spellings(tmp_path: Path, joined: bool) -> None:
 
 @pytest.mark.usefixtures("any_policy")
 @pytest.mark.parametrize("source", ["flag", "yaml", "additional-config"])
-def test_a_policy_is_enough(tmp_path: Path, source: str) -> None:
+def test_policy_alone_serves_with_the_default_budget(tmp_path: Path, source: str) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text("kvcompress: {policy: snapkv}\n")
     arguments = {
@@ -95,7 +95,7 @@ def test_a_policy_is_enough(tmp_path: Path, source: str) -> None:
     assert "about 2 times fewer blocks" in said
 
 
-def test_who_serves_the_default_without_measured_heads_is_told_of_them(tmp_path: Path) -> None:
+def test_default_policy_without_measured_heads_names_them_at_start(tmp_path: Path) -> None:
     told = sorted_out("m", "--kv-policy", "auto").settings
     assert told is not None
     assert "vllm-kvcompress profile MODEL --kind headkv" in told.start_lines()[1]
@@ -238,7 +238,7 @@ def test_the_status_page_needs_every_plugin_named(
     assert first_word() == "vllm"
 
 
-def test_users_may_extend_our_classes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_subclasses_of_our_classes_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["serve", "m", "--kv-policy", "snapkv", "--print-vllm-command"]
     worker = "tests.engine.test_start.OperatorsWorker"
     assert main([*arguments, "--worker-cls", worker]) == 0
@@ -284,6 +284,6 @@ def test_settings_in_the_command_are_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prefill", "who"), [(0, "decode steps"), (128, "decode steps and prompts")]
 )
-def test_the_line_at_the_start_says_who_reads_a_part(prefill: int, who: str) -> None:
+def test_start_line_says_which_requests_read_in_part(prefill: int, who: str) -> None:
     read = f"longcache:top=4,prefill={prefill}"
     assert Settings(policy="none", read=read).start_lines()[0].endswith(f"; {who} read {read}")

@@ -59,18 +59,18 @@ def completed(client: openai.OpenAI, seed: int) -> str:
     return answer.choices[0].text
 
 
-def test_streamed_chat_says_what_unstreamed_chat_says(client: openai.OpenAI) -> None:
+def test_streamed_chat_equals_unstreamed_chat(client: openai.OpenAI) -> None:
     content = " ".join(f"w{token}" for token in tiny_models.prompt(500, seed=1))
     messages = [{"role": "user", "content": content}]
     settings = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}
-    whole = client.chat.completions.create(**settings).choices[0].message.content
+    unstreamed = client.chat.completions.create(**settings).choices[0].message.content
     chunks = client.chat.completions.create(**settings, stream=True)
     streamed = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert whole
-    assert streamed == whole
+    assert unstreamed
+    assert streamed == unstreamed
 
 
-def test_a_prompt_is_one_event_and_the_command_line_budget_counts(
+def test_prompt_is_one_event_with_the_budget_of_the_command_line(
     address: str, client: openai.OpenAI
 ) -> None:
     before = scraped(address)
@@ -89,7 +89,7 @@ def test_a_prompt_is_one_event_and_the_command_line_budget_counts(
 @pytest.mark.parametrize(
     ("num_tokens", "reason"), [(20, "shorter_than_min_tokens"), (64, None), (31 + 64, None)]
 )
-def test_short_prompts_are_left_alone_and_counted(
+def test_short_prompts_are_skipped_and_counted(
     address: str, client: openai.OpenAI, num_tokens: int, reason: str | None
 ) -> None:
     before = scraped(address)
@@ -104,7 +104,7 @@ def test_short_prompts_are_left_alone_and_counted(
         assert after[name] - before[name] == 1
 
 
-def test_a_bad_request_harms_no_other(client: openai.OpenAI) -> None:
+def test_refused_request_leaves_others_unchanged(client: openai.OpenAI) -> None:
     expected = completed(client, seed=4)
     answers: list[str] = []
     other = threading.Thread(target=lambda: answers.append(completed(client, seed=4)))
@@ -120,8 +120,8 @@ def test_a_bad_request_harms_no_other(client: openai.OpenAI) -> None:
     assert completed(client, seed=4) == expected
 
 
-def test_a_request_may_name_its_context(address: str, client: openai.OpenAI) -> None:
-    """Through the API, the event compresses the context alone; nonsense is a 400."""
+def test_request_can_name_its_context(address: str, client: openai.OpenAI) -> None:
+    """The event compresses the context alone; invalid values are a 400."""
     before = scraped(address)
     settings = {"model": "tiny", "prompt": tiny_models.prompt(PROMPT_TOKENS, seed=6)}
     client.completions.create(
@@ -136,8 +136,8 @@ def test_a_request_may_name_its_context(address: str, client: openai.OpenAI) -> 
         )
 
 
-def test_a_request_may_prepare_its_context_for_others(address: str, client: openai.OpenAI) -> None:
-    """As docs/serving.md writes it; what asks for an answer besides is a 400."""
+def test_request_can_prepare_its_context_for_others(address: str, client: openai.OpenAI) -> None:
+    """Prepares a context with the request of docs/serving.md; `max_tokens` above 1 is a 400."""
     context = tiny_models.prompt(320, seed=9)
     xargs = {"kv_context_tokens": 320}
     preparing = {
@@ -159,8 +159,10 @@ def test_a_request_may_prepare_its_context_for_others(address: str, client: open
         client.completions.create(**preparing, max_tokens=4)
 
 
-def test_a_request_may_choose_within_limits(address: str, client: openai.OpenAI) -> None:
-    """Another policy, another budget, none at all; what the operator did not allow is a 400."""
+def test_request_can_choose_policy_and_budget_within_limits(
+    address: str, client: openai.OpenAI
+) -> None:
+    """Other policies, other budgets and none; choices that are not allowed are a 400."""
     settings = {"model": "tiny", "prompt": tiny_models.prompt(640, seed=7), "max_tokens": 4}
 
     def ask(**xargs: object) -> dict[str, float]:
@@ -190,7 +192,7 @@ def test_a_request_may_choose_within_limits(address: str, client: openai.OpenAI)
 
 
 def posted(address: str, body: dict[str, object]) -> tuple[int, str]:
-    """Status and text of a completion's answer; JSON as Python has it, with NaN and Infinity."""
+    """Posts a completion in Python's JSON, with NaN and Infinity; returns status and text."""
     answer = urllib3.request(
         "POST",
         f"{address}/v1/completions",
@@ -228,8 +230,8 @@ def test_odd_values_are_refused_with_a_reason(address: str, client: openai.OpenA
     assert completed(client, seed=8) == expected
 
 
-def test_what_clients_name_makes_no_series(address: str) -> None:
-    """1,000 models and policies that nobody has; vLLM's own metrics have no more series, either."""
+def test_names_chosen_by_clients_add_no_metric_series(address: str) -> None:
+    """1,000 unknown models and policies add no series, not even to vLLM's own metrics."""
 
     def series() -> set[str]:
         lines = urllib3.request("GET", f"{address}/metrics").data.decode().splitlines()
@@ -245,7 +247,7 @@ def test_what_clients_name_makes_no_series(address: str) -> None:
     assert series() == before
 
 
-def test_what_the_engine_cannot_do_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_unsupported_engine_option_is_refused_in_one_line(tmp_path: Path) -> None:
     model = tiny_models.build("llama", tmp_path)
     arguments = ["serve", str(model), "--kv-policy", "snapkv", "--kv-budget", "0.25"]
     arguments += ["--pipeline-parallel-size", "2"]

@@ -1,4 +1,4 @@
-"""/metrics of real servers: every event counted once, whatever started them."""
+"""/metrics of real servers: every event is counted once, however they were started."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scraped(address: str, engine: str = "0") -> dict[str, float]:
-    """An engine's samples by name, or by name{reason}, over all policies; and by name{policy}."""
+    """Returns an engine's samples by name, by name{reason} and by name{policy}."""
     text = urllib3.request("GET", f"{address}/metrics").data.decode()
     samples: dict[str, float] = {}
     seen = set()
@@ -52,7 +52,7 @@ def test_metrics_count_every_event_once(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of plain `vllm serve`, with what the command prints for it; those of `serve` itself are in
+    """Plain `vllm serve` with the printed command; `serve` itself is covered in
     test_server.py, and of several API servers in test_status_page.py."""
     arguments = ["serve", str(model), "--kv-policy", "snapkv", "--kv-min-tokens", "64"]
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # --print-vllm-command would lower it
@@ -90,7 +90,7 @@ def test_metrics_count_every_event_once(
 
 
 def settled(samples: dict[str, float]) -> bool:
-    """Whether the last request is over, and everything said of its event."""
+    """Returns whether the last request has ended and its event is in the metrics."""
     return (
         samples["kvcompress_compression_ratio"] == 1
         and samples["kvcompress_event_seconds_count"] == NUM_REQUESTS

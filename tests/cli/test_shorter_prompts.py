@@ -1,4 +1,4 @@
-"""A real server whose chats a classifier shortens, trained here: answers survive at a half."""
+"""A real server that shortens chats with a classifier that is trained here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ask(address: str, sample: Sample, **more: Any) -> Any:
 
 
 def counted(address: str) -> dict[str, float]:
-    """What /metrics says of prompts, and of the cache's events."""
+    """Returns this package's metrics by name, those of prompts with their labels."""
     headers = {"Authorization": f"Bearer {KEY}"}
     text = urllib3.request("GET", f"{address}/metrics", headers=headers).data.decode()
     lines = [line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("kvcompress_")]
@@ -67,7 +67,7 @@ def counted(address: str) -> dict[str, float]:
     }
 
 
-def test_answers_survive_at_a_half_beside_a_compressed_cache(address: str) -> None:
+def test_answers_survive_half_of_the_prompt_and_a_compressed_cache(address: str) -> None:
     before, scores = counted(address), []
     asked = samples()
     for sample in asked:
@@ -89,7 +89,7 @@ def test_answers_survive_at_a_half_beside_a_compressed_cache(address: str) -> No
     assert page["prompts"]["requests"] == after["kvcompress_prompt_seconds_count"]
 
 
-def test_what_goes_is_noise(classifier: Path) -> None:
+def test_only_noise_is_removed_from_prompts(classifier: Path) -> None:
     from vllm_kvcompress.prompts.llmlingua2 import TokenClassifier
 
     scorer = TokenClassifier(str(classifier))
@@ -101,10 +101,10 @@ def test_what_goes_is_noise(classifier: Path) -> None:
         assert facts[0] == facts[1], sample.family
 
 
-def test_requests_choose_and_streams_flow(address: str) -> None:
+def test_requests_choose_their_rate_and_streams_work(address: str) -> None:
     sample = samples()[0]
-    whole = ask(address, sample, extra_body={"vllm_xargs": {"prompt_rate": 1.0}})
-    assert whole.usage.prompt_tokens == NUM_WORDS + len(sample.question.split()) + 2
+    unshortened = ask(address, sample, extra_body={"vllm_xargs": {"prompt_rate": 1.0}})
+    assert unshortened.usage.prompt_tokens == NUM_WORDS + len(sample.question.split()) + 2
     third = ask(address, sample, extra_body={"vllm_xargs": {"prompt_rate": 0.3}})
     assert third.usage.prompt_tokens < 0.33 * NUM_WORDS
     parts = ask(address, sample, stream=True)
@@ -121,7 +121,7 @@ def test_requests_choose_and_streams_flow(address: str) -> None:
         )
 
 
-def test_without_the_key_nothing_is_shortened(address: str) -> None:
+def test_requests_without_the_api_key_are_not_shortened(address: str) -> None:
     before = counted(address)
     body = {"model": "reference", "messages": [{"role": "tool", "content": samples()[1].context}]}
     for headers in ({}, {"Authorization": "Bearer another"}):
@@ -133,7 +133,7 @@ def test_without_the_key_nothing_is_shortened(address: str) -> None:
     } == {}
 
 
-def test_what_is_no_chat_gets_vllms_own_answer(address: str) -> None:
+def test_malformed_chats_get_vllms_own_error(address: str) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     url = f"{address}/v1/chat/completions"
     for body in (b"{", b"[]", b'{"messages": 5}'):

@@ -1,4 +1,4 @@
-"""A real server with two engines, two API processes and a key: what each counts, and the page."""
+"""The status page of a real server with two engines, two API processes and a key."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ENGINES = ("0", "1")
 
 
 def declared_plugins(folder: Path) -> Path:
-    """The entry points that this commit declares, wherever the package was installed before."""
+    """Writes the entry points of this commit, which may differ from the installed ones."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     about = folder / "declared_plugins-0.dist-info"
     about.mkdir(parents=True)
@@ -61,7 +61,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def ask(address: str, seed: int, engine: str | None = None) -> None:
-    """One request, over a connection of its own, so that both API processes get some.
+    """Sends a request over its own connection, so that both API processes get some.
 
     Args:
         address: of the server.
@@ -90,7 +90,7 @@ def counted(address: str) -> dict[str, float]:
 
 
 def events_by_engine(address: str, at_least: float = 0) -> list[float]:
-    """What each engine has counted, as soon as all together have counted so many."""
+    """Waits for a total number of events, and returns each engine's count."""
     deadline = time.monotonic() + 300
     while True:
         counts = [scraped(address, engine)["kvcompress_events_total"] for engine in ENGINES]
@@ -128,7 +128,7 @@ def test_the_balancer_gives_every_engine_its_share(address: str) -> None:
 
 
 def test_totals_cover_all_api_servers_and_engines(address: str) -> None:
-    """Whichever process answers, the counts are of all."""
+    """Every API process shows the counts of all."""
     before, num_requests = counted(address), 6
     for seed in range(num_requests):
         ask(address, seed, ENGINES[seed % 2])
@@ -176,7 +176,7 @@ def test_numbers_need_the_servers_key(address: str, key: str | None) -> None:
 
 
 def say(address: str, prompt: list[int], stream: bool) -> list[int]:
-    """The first engine's reply, as token ids."""
+    """Returns the first engine's reply as token ids."""
     with openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0) as client:
         answer: Any = client.completions.create(
             model="tiny",
@@ -191,8 +191,8 @@ def say(address: str, prompt: list[int], stream: bool) -> list[int]:
         return [token for part in parts if part.choices for token in part.choices[0].token_ids]
 
 
-def test_a_streamed_conversation_goes_on(address: str) -> None:
-    """Both turns are streamed; the second one says the same again when it is not.
+def test_streamed_conversation_continues_from_its_state(address: str) -> None:
+    """Both turns are streamed; the second one has the same output without a stream.
 
     Its events are others than those of the tests before.
     """
@@ -213,8 +213,8 @@ def test_a_streamed_conversation_goes_on(address: str) -> None:
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
-def test_a_browser_shows_the_numbers_move(address: str, tmp_path: Path) -> None:
-    """It asks for the key, shows events and heads, and moves; on a phone and on a desk."""
+def test_browser_shows_changing_numbers(address: str, tmp_path: Path) -> None:
+    """The page asks for the key and shows events and heads, on a phone and on a desktop."""
     number = "document.querySelector('#tiles [data-name=events]')?.textContent"
     with tab(tmp_path / "profile") as page:
         page.resize(1400, 900)

@@ -15,7 +15,7 @@ FLAGS = {"policy": "snapkv", "budget": "0.25"}
 
 @pytest.fixture(autouse=True)
 def any_policy_and_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Policies and their files have tests of their own."""
+    """Accepts any policy and profile, which have their own tests."""
     monkeypatch.setattr("vllm_kvcompress.policies.resolve_settings", lambda settings: None)
     monkeypatch.setattr("os.path.isfile", lambda path: True)
 
@@ -32,7 +32,7 @@ def additional(command: list[str]) -> dict[str, Any]:
     return json.loads(values[0])
 
 
-def test_without_settings_the_command_is_the_users_own() -> None:
+def test_without_settings_the_command_is_unchanged() -> None:
     arguments = ["m", "--port", "80", "--additional_config", '{"x": 1}']
     command = read_request({}, None, arguments).command(PLUGIN)
     assert command == ["serve", "m", "--port", "80", "--additional-config", '{"x": 1}']
@@ -40,7 +40,7 @@ def test_without_settings_the_command_is_the_users_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "found"),
+    ("flags", "default"),
     [
         ({"policy": "auto"}, ("spans+headkv", True)),
         ({"policy": "spans"}, ("spans", False)),
@@ -49,14 +49,14 @@ def test_without_settings_the_command_is_the_users_own() -> None:
 )
 @pytest.mark.parametrize("as_option", [False, True])
 def test_auto_finds_measured_heads_in_the_models_folder(
-    tmp_path: Path, flags: dict[str, str], found: tuple[str, bool], as_option: bool
+    tmp_path: Path, flags: dict[str, str], default: tuple[str, bool], as_option: bool
 ) -> None:
     heads = tmp_path / "kv_heads.json"
     heads.write_text("{}")
     arguments = ["--model", str(tmp_path)] if as_option else [str(tmp_path)]
     settings = read_request(flags, None, arguments).settings
     assert settings is not None
-    policy, by_itself = found
+    policy, by_itself = default
     assert settings.policy == policy
     assert settings.profile == (str(heads) if by_itself else flags.get("profile"))
 

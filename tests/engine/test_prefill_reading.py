@@ -111,7 +111,7 @@ def test_requests_of_one_step_share_full_chunks(together: dict[str, Any]) -> Non
 def test_prompt_logprobs_match_the_oracle_at_every_token(
     no_padding: str, crowded: dict[str, Any]
 ) -> None:
-    """Of 8, 12 and 16 pages 7 are read."""
+    """Seven pages of 8, 12 and 16 are read."""
     oracle = decoder(no_padding, LONG)
     assert oracle.chunk_pages == {256: (7, 8), 384: (7, 12), 500: (7, 16)}
     expected = torch.log_softmax(oracle.prompt_logits, -1)

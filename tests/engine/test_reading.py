@@ -88,7 +88,7 @@ def test_uncompressed_requests_read_the_pages_with_the_highest_mean(
 
 
 def test_page_choice_is_compiled_before_the_first_request(report: dict[str, Any]) -> None:
-    """As much is compiled at the first choice as at the last, unless torch chooses."""
+    """The first choice finds as much compiled as the last one, unless torch chooses."""
     from vllm_kvcompress.kernels.page_choice_numba import MOST_THREADS
 
     if torch.get_num_threads() > MOST_THREADS:

@@ -47,7 +47,7 @@ def stored(request: pytest.FixtureRequest) -> dict[str, Tensor]:
 
 
 def view_of(stored: dict[str, Tensor], layer: int, num_queries: int) -> LayerView:
-    """Pages of one token, so that budgets are exact."""
+    """Returns a view with pages of one token, so that budgets are exact."""
     keys, values = stored[f"{layer}.keys"], stored[f"{layer}.values"]
     queries, o_proj = stored[f"{layer}.queries"], stored[f"{layer}.o_proj"]
     num_heads, _, size = keys.shape
@@ -65,7 +65,7 @@ def view_of(stored: dict[str, Tensor], layer: int, num_queries: int) -> LayerVie
 
 
 def ours(stored: dict[str, Tensor], layer: int, policy: str, params: dict[str, Any]) -> Any:
-    """[H, n] scores and kept entries of our pipeline."""
+    """Returns [H, n] scores and kept entries of our pipeline."""
     num_heads = stored[f"{layer}.keys"].shape[0]
     pipeline = resolve(policy, params).bind(4, num_heads, num_heads, block_size=1)
     view = view_of(stored, layer, pipeline.needs.window_size)
@@ -78,15 +78,17 @@ def ours(stored: dict[str, Tensor], layer: int, policy: str, params: dict[str, A
 
 @pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.parametrize("policy", list(SAME))
-def test_the_same_entries_are_kept(stored: dict[str, Tensor], layer: int, policy: str) -> None:
-    """Entries that one side alone keeps have scores that are equal up to rounding."""
-    _, mine = ours(stored, layer, policy, SAME[policy])
+def test_policies_keep_the_entries_that_kvpress_keeps(
+    stored: dict[str, Tensor], layer: int, policy: str
+) -> None:
+    """Entries that only one side keeps have scores equal up to rounding."""
+    _, our_result = ours(stored, layer, policy, SAME[policy])
     theirs, scores = stored[f"{layer}.{policy}.kept"], stored[f"{layer}.{policy}.scores"]
-    assert int(mine.sum()) == int(theirs.sum())
-    different = mine != theirs
+    assert int(our_result.sum()) == int(theirs.sum())
+    different = our_result != theirs
     if policy == "tova":  # kvpress keeps the last token whatever its score
         assert (different.sum(dim=1) <= 2).all()
-        assert not (theirs & ~mine)[:, :-1].any()
+        assert not (theirs & ~our_result)[:, :-1].any()
     elif different.any():
         spread = scores[different].max() - scores[different].min()
         assert spread <= 1e-5 * scores[different].abs().max(), int(different.sum())
@@ -97,23 +99,25 @@ def test_the_same_entries_are_kept(stored: dict[str, Tensor], layer: int, policy
     ("policy", "unscored"),
     [("knorm", 0), ("keydiff", 0), ("tova", 1), ("snapkv", WINDOW), ("expected", 0)],
 )
-def test_the_same_scores(stored: dict[str, Tensor], layer: int, policy: str, unscored: int) -> None:
-    """Up to the last tokens, which kvpress always keeps and gives no score."""
-    mine, _ = ours(stored, layer, policy, SAME[policy])
+def test_policies_have_the_scores_of_kvpress(
+    stored: dict[str, Tensor], layer: int, policy: str, unscored: int
+) -> None:
+    """Except for the last tokens, which kvpress always keeps without a score."""
+    our_result, _ = ours(stored, layer, policy, SAME[policy])
     theirs = stored[f"{layer}.{policy}.scores"]
     begin = 4 if policy == "expected" else 0  # sinks, to which kvpress gives the highest score
     end = NUM_TOKENS - unscored
-    assert torch.allclose(mine[:, begin:end], theirs[:, begin:end], rtol=1e-3, atol=1e-6)
+    assert torch.allclose(our_result[:, begin:end], theirs[:, begin:end], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_adakv_with_criticalkv_divides_budgets_alike(stored: dict[str, Tensor], layer: int) -> None:
-    """The same budget for every head; in a head, the first stage differs by the window's share.
+    """Every head has the same budget; within it the first stage differs by the window's share.
 
     kvpress takes half of a head's whole budget, window included; we half of what the window
     leaves, as the paper has it. At most half of the window can differ, on either side.
     """
-    _, mine = ours(stored, layer, "adakv+criticalkv", L1 | {"safeguard": 0.0})
+    _, our_result = ours(stored, layer, "adakv+criticalkv", L1 | {"safeguard": 0.0})
     theirs = stored[f"{layer}.adakv+criticalkv.kept"]
-    assert mine.sum(dim=1).tolist() == theirs.sum(dim=1).tolist()
-    assert ((mine & ~theirs).sum(dim=1) <= WINDOW // 2).all()
+    assert our_result.sum(dim=1).tolist() == theirs.sum(dim=1).tolist()
+    assert ((our_result & ~theirs).sum(dim=1) <= WINDOW // 2).all()

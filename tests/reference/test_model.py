@@ -1,4 +1,4 @@
-"""The shipped model answers, its tokenizer round-trips, and training really learns."""
+"""The shipped reference model, its tokenizer, and its training."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(SHIPPED)
 
 
-def test_the_shipped_model_answers_held_out_questions(shipped: Any) -> None:
+def test_shipped_model_answers_held_out_questions(shipped: Any) -> None:
     """Ten questions of each family with contexts of 1,024 tokens; at least 95% right."""
     scores = evaluate(shipped, num_tokens=1024, num_samples=10)
     assert scores["mean"] >= 0.95, scores
@@ -73,8 +73,8 @@ def test_words_survive_the_tokenizer() -> None:
     assert tokenizer("unheard-of")["input_ids"] == [tokenizer.unk_token_id]
 
 
-def test_loss_is_on_answers_only() -> None:
-    """Every label is the token at its own place, and contexts and questions have none."""
+def test_loss_covers_answers_only() -> None:
+    """Every label is the token at its place; contexts and questions have none."""
     ids, labels = recall_sequence("multikey", 128, random.Random(1))
     words = build_tokenizer().convert_ids_to_tokens(ids)
     labelled = [word for word, label in zip(words, labels, strict=True) if label != IGNORED]

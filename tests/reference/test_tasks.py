@@ -1,4 +1,4 @@
-"""The tasks: what is asked can be answered from the context, by re-reading it from scratch."""
+"""The reference model's tasks can be answered from the context by plain reading."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ samples = st.builds(
 
 
 def answer_by_reading(sample: Sample) -> list[str]:
-    """Answers a question from the text alone."""
+    """Answers a question by reading the text."""
     words = sample.context.split()
     verb, *keys = sample.question.split()
     if verb == "find":
         return [w for key in keys for w in words[words.index(key) : words.index(key) + 3]]
     if verb == "gather":
-        found = [(key, words[i + 1]) for key in keys for i, w in enumerate(words) if w == key]
-        return [word for pair in sorted(found, key=lambda p: p[1][0]) for word in pair]
+        pairs = [(key, words[i + 1]) for key in keys for i, w in enumerate(words) if w == key]
+        return [word for pair in sorted(pairs, key=lambda p: p[1][0]) for word in pair]
     if verb == "trace":
         chain = [keys[0]]
         while chain[-1].startswith("x"):
@@ -36,14 +36,14 @@ def answer_by_reading(sample: Sample) -> list[str]:
 
 
 @given(sample=samples)
-def test_reading_the_context_gives_the_answer(sample: Sample) -> None:
+def test_answers_follow_from_the_context(sample: Sample) -> None:
     assert " ".join(answer_by_reading(sample)) == sample.answer
     assert set(sample.answers) <= set(sample.answer.split())
     assert set(sample.answers) <= set(sample.context.split())
 
 
 @given(family=st.sampled_from(FAMILIES), length=st.integers(64, 1200), seed=st.integers(0, 10_000))
-def test_contexts_are_as_long_as_was_asked(family: str, length: int, seed: int) -> None:
+def test_contexts_have_the_requested_length(family: str, length: int, seed: int) -> None:
     sample = generate_sample(family, length, seed)
     assert len(sample.context.split()) == length
     assert sample == generate_sample(family, length, seed)
@@ -51,7 +51,7 @@ def test_contexts_are_as_long_as_was_asked(family: str, length: int, seed: int) 
 
 
 @given(sample=samples)
-def test_scores_tell_right_from_wrong(sample: Sample) -> None:
+def test_score_is_the_share_of_right_answers(sample: Sample) -> None:
     assert score(sample, sample.answer) == 1.0
     assert score(sample, sample.question) == 0.0
     assert score(sample, "") == 0.0

@@ -1,4 +1,4 @@
-"""ELF files with device code that is none, in the layout that nvcc writes, for tests of bundles."""
+"""ELF files with made-up device code in nvcc's layout, for tests of bundles."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BETWEEN_CONTAINERS = bytes(24)
 
 @dataclass(frozen=True)
 class Code:
-    """An entry of a container.
+    """Device code: an entry of a container.
 
     Attributes:
         kind: 1 for PTX, 2 for a cubin.
@@ -29,7 +29,7 @@ class Code:
     header_size: int = 64
 
     def to_bytes(self) -> bytes:
-        """Header, payload and padding."""
+        """Returns header, payload and padding."""
         padded = self.payload + bytes(-len(self.payload) % 8)
         header = (
             self.kind.to_bytes(2, "little")
@@ -48,7 +48,7 @@ class Code:
 
 
 def container(entries: bytes) -> bytes:
-    """A container with these entries."""
+    """Returns a container with these entries."""
     return (
         (0xBA55ED50).to_bytes(4, "little")
         + (1).to_bytes(2, "little")
@@ -59,7 +59,7 @@ def container(entries: bytes) -> bytes:
 
 
 def containers(codes: Sequence[Sequence[Code]]) -> bytes:
-    """A section of device code."""
+    """Returns a section of device code."""
     return b"".join(
         container(b"".join(code.to_bytes() for code in entries)) + BETWEEN_CONTAINERS
         for entries in codes
@@ -67,7 +67,7 @@ def containers(codes: Sequence[Sequence[Code]]) -> bytes:
 
 
 def library(device_code: bytes, host_code: bytes = b"host code here", tail: bytes = b"") -> bytes:
-    """A 64-bit ELF file with a section .nv_fatbin between two others.
+    """Returns a 64-bit ELF file with a section .nv_fatbin between two others.
 
     Args:
         device_code: contents of the section.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def normalized(name: str) -> str:
-    """A distribution's name as indexes spell it."""
+    """Returns a distribution's name in the spelling of indexes."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

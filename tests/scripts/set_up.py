@@ -1,4 +1,4 @@
-"""A clone in miniature: scripts/setup.sh with locks that name tiny packages of local indexes."""
+"""A miniature clone: scripts/setup.sh with locks that name tiny packages of local indexes."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Clone:
         return {**kept, **{name: value for name, value in wanted.items() if value is not None}}
 
     def set_up(self, **variables: str | None) -> subprocess.CompletedProcess[str]:
-        """Runs the script; nothing may go to stdout, which belongs to what is served or tested."""
+        """Runs the script, and asserts that it prints nothing to stdout."""
         done = subprocess.run(
             [self.root / "scripts/setup.sh"],
             env=self.variables(**variables),
@@ -91,7 +91,7 @@ class Clone:
         return done
 
     def installed(self, name: str) -> str:
-        """The version that an installed package says when it is imported."""
+        """Returns the version of an installed package."""
         done = subprocess.run(
             [self.venv / "bin/python", "-c", f"import {name}; print({name}.VERSION)"],
             env=self.variables(),
@@ -102,7 +102,7 @@ class Clone:
 
 
 def make_clone(folder: Path, torch_in: str = "index") -> Clone:
-    """A miniature whose default index lacks torch if that is in another folder."""
+    """Makes a miniature clone; torch may be in another index than the default."""
     root = folder / "clone"
     (root / "scripts").mkdir(parents=True)
     (root / "requirements").mkdir()

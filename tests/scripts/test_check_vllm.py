@@ -1,4 +1,4 @@
-"""scripts/checks/check_vllm.py knows all that is relied on in vLLM, and reports what differs."""
+"""scripts/checks/check_vllm.py looks up all that is relied on, and reports differences."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def looked_up() -> check_vllm.Problems:
     return check_vllm.look_up(Path(sys.executable))
 
 
-def test_the_installed_vllm_fits(looked_up: check_vllm.Problems) -> None:
+def test_installed_vllm_has_all_that_is_relied_on(looked_up: check_vllm.Problems) -> None:
     assert {key: problem for key, problem in looked_up.items() if problem} == {}
     assert {kind for kind, _, _ in looked_up} == {"imported", "overridden", "called", "read"}
 
 
 def test_every_import_is_looked_up(looked_up: check_vllm.Problems) -> None:
-    """Found in the text, which shares nothing with the script's reading of syntax."""
+    """Imports are searched as text, which shares no code with the script."""
     written = set()
     for path in PACKAGE.rglob("*.py"):
         text = re.sub(r"#.*", "", path.read_text())
@@ -72,7 +72,7 @@ def sources_that_touch_vllm() -> Iterator[ast.Module]:
 
 
 def own_names() -> set[str]:
-    """Functions, classes and variables of the package."""
+    """Returns the names of functions, classes and variables of the package."""
     names = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -87,7 +87,7 @@ def own_names() -> set[str]:
 
 
 def names_elsewhere() -> set[str]:
-    """Attributes of what these sources import from elsewhere, and of its classes."""
+    """Returns attributes of other imported modules and of their classes."""
     objects: list[Any] = list(OBJECTS)
     for tree in sources_that_touch_vllm():
         for node in ast.walk(tree):
@@ -201,11 +201,11 @@ def look_up_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]
         del sys.modules[name]
 
 
-def test_a_host_that_has_everything_fits(look_up_in: Any) -> None:
-    found = look_up_in(ENGINE)
-    assert {key: problem for key, problem in found.items() if problem} == {}
-    assert ("overridden", "host.engine.Engine", "step") in found
-    assert ("called", "host.engine.Queue", "push") in found
+def test_host_with_all_names_has_no_problems(look_up_in: Any) -> None:
+    problems = look_up_in(ENGINE)
+    assert {key: problem for key, problem in problems.items() if problem} == {}
+    assert ("overridden", "host.engine.Engine", "step") in problems
+    assert ("called", "host.engine.Queue", "push") in problems
 
 
 @pytest.mark.parametrize(
@@ -230,17 +230,17 @@ def test_a_planted_difference_is_reported(
     look_up_in: Any, old: str, new: str, name: str, problem: str
 ) -> None:
     assert old in ENGINE
-    found = look_up_in(ENGINE.replace(old, new))
-    problems = [text for (_, _, named), text in found.items() if named == name and text]
-    assert any(problem in text for text in problems), found
+    looked_up_names = look_up_in(ENGINE.replace(old, new))
+    problems = [text for (_, _, named), text in looked_up_names.items() if named == name and text]
+    assert any(problem in text for text in problems), looked_up_names
 
 
 def test_a_member_that_vllm_no_longer_calls_is_reported(
     look_up_in: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Such a member overrides nothing, so that only another version can tell."""
+    """Such a member overrides nothing, so it is found by comparing two versions."""
     reference = {("overridden", "host.engine.Engine", "close"): ""}
-    found = look_up_in(ENGINE.replace("def close(self)", "def shut(self)"))
-    assert not any(found.values())
-    assert check_vllm.report("host 2", check_vllm.with_missing(found, reference)) == 1
+    looked_up_names = look_up_in(ENGINE.replace("def close(self)", "def shut(self)"))
+    assert not any(looked_up_names.values())
+    assert check_vllm.report("host 2", check_vllm.with_missing(looked_up_names, reference)) == 1
     assert "host.engine.Engine close: missing" in capsys.readouterr().out

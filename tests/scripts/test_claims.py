@@ -37,8 +37,10 @@ def layers(model: DenseModel) -> list[DenseLayer]:
     return model.layers((5 + numbers * 37 % 90).tolist())
 
 
-def test_layers_are_the_model_s(model: DenseModel, layers: list[DenseLayer]) -> None:
-    """Attention over what was captured, behind W_O, is what the model's own module gives."""
+def test_captured_layers_reproduce_the_models_attention(
+    model: DenseModel, layers: list[DenseLayer]
+) -> None:
+    """Attention over captured keys and values, projected, equals the module's output."""
     given = []
     handle = model.model.model.layers[1].self_attn.register_forward_hook(
         lambda module, args, output: given.append(output[0][0].float())
@@ -54,7 +56,7 @@ def test_layers_are_the_model_s(model: DenseModel, layers: list[DenseLayer]) -> 
     assert (outputs - given[0]).norm() < 0.02 * given[0].norm(), "bfloat16"
 
 
-def test_a_policy_keeps_whole_blocks_of_a_layer(layers: list[DenseLayer]) -> None:
+def test_policies_keep_full_blocks_of_a_layer(layers: list[DenseLayer]) -> None:
     kept = compress(resolve("snapkv"), layers[2], CONTEXT, 0.3)
     blocks = math.ceil(0.3 * CONTEXT / BLOCK_SIZE)
     assert kept.mask.sum(dim=1).tolist() == [blocks * BLOCK_SIZE] * len(kept.mask)
@@ -62,7 +64,7 @@ def test_a_policy_keeps_whole_blocks_of_a_layer(layers: list[DenseLayer]) -> Non
 
 
 def test_nothing_is_lost_where_everything_is_kept(layers: list[DenseLayer]) -> None:
-    """And the less is kept, the more is lost."""
+    """The smaller the budget, the larger the loss."""
     look = claims.Look(layers[2], CONTEXT)
     lost = []
     for budget in (1.0, 0.5, 0.125):
@@ -72,12 +74,12 @@ def test_nothing_is_lost_where_everything_is_kept(layers: list[DenseLayer]) -> N
 
 
 def test_every_claim_has_figures_of_every_head(layers: list[DenseLayer]) -> None:
-    """Finite ones; shares and cosines lie where such numbers lie."""
+    """Figures are finite; shares and cosines are within their bounds."""
     look = claims.Look(layers[3], CONTEXT)
     for claim in claims.CLAIMS.values():
-        found = dict(claim(look))
-        assert found
-        for name, figure in found.items():
+        figures = dict(claim(look))
+        assert figures
+        for name, figure in figures.items():
             assert figure.shape in {(4,), (8,)}, name
             assert figure.isfinite().all(), name
             kind = name.partition("/")[0]
@@ -95,7 +97,7 @@ def test_every_claim_has_figures_of_every_head(layers: list[DenseLayer]) -> None
                 assert 0 <= figure.min() <= figure.max() <= 1.001, name
 
 
-def test_rank_correlation() -> None:
+def test_rank_correlation_is_spearmans() -> None:
     one = torch.tensor([3.0, 1.0, 2.0, 9.0])
     assert float(claims.rank_correlation(one, one.exp())) == pytest.approx(1)
     assert float(claims.rank_correlation(one, -one)) == pytest.approx(-1)
@@ -105,7 +107,7 @@ def test_rank_correlation() -> None:
 
 
 def test_heads_that_gain_are_counted_text_by_text() -> None:
-    """Two texts of one layer with four heads: 3 and 1 of 4 gain, 2 in the mean."""
+    """Two texts of one layer with four heads: 3 and 1 of 4 gain, 2 on average."""
     base = torch.ones(1, 4)
     with_it = [torch.tensor([[0.5, 0.5, 0.5, 2.0]]), torch.tensor([[0.5, 3.0, 1.2, 2.0]])]
     texts = [{"l1/snapkv@1": base, "l1/snapkv+criticalkv@1": gained} for gained in with_it]
@@ -117,7 +119,7 @@ def test_heads_that_gain_are_counted_text_by_text() -> None:
 
 
 def losing_head(seed: int) -> tuple[claims.Look, Tensor]:
-    """A head of random numbers whose logits lie far apart, and what is kept of it."""
+    """Returns a layer of random heads with widely spread logits, and a random choice of tokens."""
     torch.manual_seed(seed)
     spread = (0.3, 1.0, 3.0)[seed % 3]
     layer = DenseLayer(
@@ -137,10 +139,10 @@ def losing_head(seed: int) -> tuple[claims.Look, Tensor]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_head_loses_more_than_theta(seed: int) -> None:
-    """Theorem 3.3's bound, by loops; more of the attention than a half may be evicted."""
+    """Theorem 3.3's bound by loops; more than half of the attention may be evicted."""
     look, kept = losing_head(seed)
     bound, layer = criticalkv.theta(look, kept), look.layer
-    found = torch.zeros(2, 6)  # bounds and losses
+    expected = torch.zeros(2, 6)  # bounds and losses
     for head in range(6):
         for query in look.positions().tolist():
             keys, values = layer.keys[head // 3, : query + 1], layer.values[head // 3, : query + 1]
@@ -152,22 +154,22 @@ def test_no_head_loses_more_than_theta(seed: int) -> None:
             on_kept = sum(size for size, stay in zip(sizes, stays, strict=True) if stay)
             left = sum(weights[j] / sigma * projected[j] for j in range(query + 1) if stays[j])
             lost = (weights @ projected - left).abs().sum()
-            found[:, head] += torch.tensor([sum(sizes) - (2 - 1 / sigma) * on_kept, float(lost)])
-    found /= len(look.positions())
-    assert torch.allclose(bound, found[0], rtol=1e-4, atol=1e-3)
-    assert torch.allclose(criticalkv.lost(look, kept), found[1], rtol=1e-4, atol=1e-3)
-    assert (bound >= found[1] - 1e-3).all()
+            expected[:, head] += torch.tensor([sum(sizes) - (2 - 1 / sigma) * on_kept, float(lost)])
+    expected /= len(look.positions())
+    assert torch.allclose(bound, expected[0], rtol=1e-4, atol=1e-3)
+    assert torch.allclose(criticalkv.lost(look, kept), expected[1], rtol=1e-4, atol=1e-3)
+    assert (bound >= expected[1] - 1e-3).all()
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_expansion_is_further_off_than_its_bounds(seed: int) -> None:
-    """Numerator, normaliser and output of MomentKV's first order; the output is the kernel's."""
+def test_moment_expansion_stays_within_its_bounds(seed: int) -> None:
+    """Numerator, normaliser and output of MomentKV's first order; the kernel gives the output."""
     look, kept = losing_head(seed)
     rows = (look.layer.keys[:, :64], look.layer.values[:, :64])
     parts = look.parts(kept)
-    found = expansion_remainders(look.queries(), *rows, ~kept, parts)
+    remainders = expansion_remainders(look.queries(), *rows, ~kept, parts)
     for kind in ("numerator", "normaliser", "output"):
-        error, bound = getattr(found, kind), getattr(found, f"{kind}_bound")
+        error, bound = getattr(remainders, kind), getattr(remainders, f"{kind}_bound")
         assert (error <= bound * (1 + 1e-4) + 1e-5).all(), kind
         assert (error >= 0).all()
     view = GatheredKV.of(*rows)
@@ -177,15 +179,15 @@ def test_no_expansion_is_further_off_than_its_bounds(seed: int) -> None:
         for part in (parts.kept, parts.lse, look.queries())
     ]
     outputs = corrected(*by_head, moments, 1.0)
-    whole = parts.whole.transpose(0, 1).unflatten(0, (2, 3))
-    error = (outputs - whole).norm(dim=3).double()
-    assert torch.allclose(error, found.output, rtol=1e-3, atol=1e-5)
+    full = parts.whole.transpose(0, 1).unflatten(0, (2, 3))
+    error = (outputs - full).norm(dim=3).double()
+    assert torch.allclose(error, remainders.output, rtol=1e-3, atol=1e-5)
 
 
 def test_hidden_states_differ_the_more_the_less_is_kept(model: MaskedModel) -> None:
     tokens = (5 + torch.arange(NUM_TOKENS) * 37 % 90).tolist()
     rest = torch.tensor(tokens[CONTEXT:])
-    found = dict(criticalkv.hidden(model, model.layers(tokens), CONTEXT, rest))
-    errors = [float(found[f"hidden/snapkv@{budget:g}"]) for budget in (0.4, 0.1)]
+    figures = dict(criticalkv.hidden(model, model.layers(tokens), CONTEXT, rest))
+    errors = [float(figures[f"hidden/snapkv@{budget:g}"]) for budget in (0.4, 0.1)]
     assert 0 < errors[0] < errors[1]
-    assert len(found) == 2 * len(criticalkv.BUDGETS)
+    assert len(figures) == 2 * len(criticalkv.BUDGETS)

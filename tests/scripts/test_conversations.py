@@ -1,4 +1,4 @@
-"""Conversations that ask late: what their requests are, and what the table says of the answers."""
+"""Conversations that ask late: their requests, and the table of their answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODEL = str(ROOT / "models" / "reference")
 
 
 @pytest.mark.parametrize("build", [needles, words])
-def test_later_turns_ask_for_what_the_first_one_said(
+def test_later_turns_ask_about_the_first_turn(
     build: Callable[[int, int, int], list[Turn]],
 ) -> None:
     turns = build(8, 256, 3)
@@ -34,8 +34,8 @@ def test_later_turns_ask_for_what_the_first_one_said(
     assert build(8, 256, 4) != turns
 
 
-def test_a_request_begins_as_the_conversation_went_on() -> None:
-    """Replies are the right ones; branches are continued by nobody."""
+def test_requests_begin_with_the_conversation_so_far() -> None:
+    """Replies are the right answers; branches are not continued."""
     tokenizer = load_tokenizer(MODEL)
     turns = words(4, 128, seed=1)
     asked = list(requests(tokenizer, turns))
@@ -63,28 +63,28 @@ def test_turns_that_are_too_short_are_refused() -> None:
         words(8, 16, seed=0)
 
 
-def test_tokens_that_are_given_do_not_count() -> None:
+def test_given_tokens_do_not_count_in_the_loss() -> None:
     question = Question([1, 2], [4, 5, 6], 1, agnostic=True, predicted=True, num_given=2)
     said = [{}, {2: -1.0}, {4: -9.0}, {5: -7.0}, {6: -4.0}]
     assert mean_nats(said, question) == 4.0
 
 
-def rows(how: str, setup: str, found: list[float], nats: list[float]) -> list[dict[str, Any]]:
-    """Two questions of a conversation's second turn, and two texts."""
+def rows(how: str, setup: str, needles: list[float], nats: list[float]) -> list[dict[str, Any]]:
+    """Returns rows of two questions of a second turn, and of two texts."""
     about = {"how": how, "setup": setup, "group": 0, "turn": 2}
-    asked = [about | {"task": "needles", "number": 0, "value": value} for value in found]
+    asked = [about | {"task": "needles", "number": 0, "value": value} for value in needles]
     return asked + [
         about | {"task": "text", "number": number, "value": value}
         for number, value in enumerate(nats)
     ]
 
 
-def test_the_table_counts_what_the_full_cache_finds() -> None:
+def test_table_counts_only_questions_that_the_full_cache_answers() -> None:
     setup = Setup("keydiff", 0.25)
-    found = rows(FULL, FULL, [1, 0.5], [2.0, 3.0])
-    found += rows(script.ANEW, setup.name, [1, 1], [2.1, 3.1])
-    found += rows(script.REUSE, setup.name, [0.5, 1], [2.2, 3.4])
-    lines = list(script.table(found, [Setup(FULL), setup]))
+    answers = rows(FULL, FULL, [1, 0.5], [2.0, 3.0])
+    answers += rows(script.ANEW, setup.name, [1, 1], [2.1, 3.1])
+    answers += rows(script.REUSE, setup.name, [0.5, 1], [2.2, 3.4])
+    lines = list(script.table(answers, [Setup(FULL), setup]))
     assert lines[0] == "| setting | needles, turn 2 | text, turn 2 | text, all (95%) |"
     assert lines[2].startswith("| `keydiff@0.25`, anew | 1 of 1 | 0.100 | 0.100 (")
     assert lines[3].startswith("| `keydiff@0.25`, reuse | 0 of 1 | 0.300 | 0.300 (")

@@ -1,4 +1,4 @@
-"""scripts/checks/deploy/*.sh name what a machine lacks, at once."""
+"""scripts/checks/deploy/*.sh name all missing programs at once."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ def ptx(sm: int, flags: int = LINUX_64) -> Code:
 
 
 def entries_of(contents: bytes) -> list[list[bytes]]:
-    """The entries of each container, found by their sizes in plain loops; zeros are skipped."""
-    found = []
+    """Returns the entries of each container by plain loops; zeros are skipped."""
+    by_container = []
     start = 0
     while start < len(contents):
         if contents[start] == 0:
@@ -62,8 +62,8 @@ def entries_of(contents: bytes) -> list[list[bytes]]:
             entries.append(contents[start : start + size])
             start += size
         assert start == end
-        found.append(entries)
-    return found
+        by_container.append(entries)
+    return by_container
 
 
 # -- Device code -----------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def entries_of(contents: bytes) -> list[list[bytes]]:
         (90, [Code(8, 100), cubin(80), cubin(90)], [0, 2]),
     ],
 )
-def test_keeps_cubins_that_run_there_or_else_ptx(
+def test_slimming_keeps_usable_cubins_or_else_ptx(
     sm: int, codes: list[Code], kept: list[int]
 ) -> None:
     original = library(containers([codes]), tail=b"data")
@@ -117,7 +117,7 @@ def test_keeps_cubins_that_run_there_or_else_ptx(
     ),
     st.sampled_from([80, 89, 90, 100, 103]),
 )
-def test_every_container_stays_where_it_is_and_has_code_that_runs_there_or_a_placeholder(
+def test_containers_stay_in_place_with_usable_code_or_a_placeholder(
     codes: list[list[Code]], sm: int
 ) -> None:
     section = containers(codes)
@@ -149,7 +149,7 @@ def test_every_container_stays_where_it_is_and_has_code_that_runs_there_or_a_pla
 
 
 def runs_on(code: Code, sm: int) -> bool:
-    """The oracle's rule, in the words of CUDA's guide."""
+    """Returns whether code runs on an architecture, by the rule of CUDA's guide."""
     if code.flags & EXACT:
         return code.sm == sm
     if code.kind == PTX:
@@ -158,7 +158,7 @@ def runs_on(code: Code, sm: int) -> bool:
     return same_major and str(code.sm)[-1] <= str(sm)[-1]
 
 
-def test_doing_it_twice_changes_nothing() -> None:
+def test_slimming_twice_changes_nothing() -> None:
     slim = bytearray(library(containers([[cubin(80), cubin(90)], [cubin(120)]])))
     fat_binary.keep_architecture(slim, 90)
     once = bytes(slim)
@@ -184,7 +184,7 @@ def test_another_format_is_refused_with_what_to_do(offset: int, value: int) -> N
 
 
 def test_nvidias_own_tool_reads_the_slimmed_library(tmp_path: Path) -> None:
-    """cuobjdump and ptxas come with Triton."""
+    """Uses cuobjdump and ptxas, which come with Triton."""
     spec = importlib.util.find_spec("triton")
     assert spec is not None
     assert spec.origin is not None
@@ -252,7 +252,7 @@ CODE = {
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel with the names of vLLM's CUDA build, in miniature."""
+    """A miniature wheel with the file names of vLLM's CUDA build."""
     path = tmp_path_factory.mktemp("vllm") / NAME
     libraries = {name: library(containers([codes])) for name, codes in CODE.items()}
     others = {"vllm/vllm-rs": b"rust", "vllm/cumem_allocator.abi3.so": library(b"")}
@@ -313,7 +313,7 @@ def test_record_lists_every_file_with_its_hash_and_size(vllm: Path, tmp_path: Pa
     assert lines[-1] == f"{INFO}/RECORD,,"
 
 
-def test_what_is_left_out_comes_when_it_is_asked_for(vllm: Path, tmp_path: Path) -> None:
+def test_left_out_parts_are_packed_on_request(vllm: Path, tmp_path: Path) -> None:
     names = slim_names(vllm, tmp_path, 90, "moe", "rust", "deep_gemm", "fa2")
     assert set(zipfile.ZipFile(vllm).namelist()) - names == {"vllm/_qutlass_C.abi3.so"}
 
@@ -348,7 +348,7 @@ def test_a_wheel_without_device_code_is_refused(tmp_path: Path) -> None:
         "torch   2.11.0+cu130 /x\nPy.YAML 6.0\n",
     ],
 )
-def test_reads_what_pip_list_and_pip_freeze_print(text: str) -> None:
+def test_package_lists_of_pip_list_and_pip_freeze_are_read(text: str) -> None:
     assert wheels.read_packages(text) == {"torch": "2.11.0+cu130", "py-yaml": "6.0"}
 
 
@@ -381,7 +381,7 @@ def test_parts_are_the_stream_cut_at_the_limit(
 
 @pytest.fixture(scope="module")
 def bundle(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the script packs for a machine that has little, from an index in a folder."""
+    """A bundle for a machine with few packages, from an index in a folder."""
     folder = tmp_path_factory.mktemp("bundle")
     index = folder / "index"
     for name, version, requires in (
@@ -412,7 +412,7 @@ def bundle(vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a new environment that has pip and a torch without CUDA."""
+    """The Python of a new environment that has pip and a torch without CUDA."""
     folder = tmp_path_factory.mktemp("machine") / "venv"
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     (site,) = folder.glob("lib/python*/site-packages")
@@ -425,7 +425,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_unpack(
     machine: Path, bundle: Path, *options: str | Path
 ) -> subprocess.CompletedProcess[str]:
-    """Unpacks under the machine's Python, which finds no index."""
+    """Unpacks with the machine's Python, which finds no index."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "file:///nowhere"}
     return subprocess.run(
@@ -453,7 +453,7 @@ def test_the_bundle_carries_what_the_machine_lacks_in_parts(bundle: Path) -> Non
     assert 0 < sizes[-1] <= 20_000
 
 
-def test_it_unpacks_into_an_empty_environment_and_is_imported(
+def test_bundle_unpacks_into_an_empty_environment_and_imports(
     vllm: Path, bundle: Path, machine: Path
 ) -> None:
     done = run_unpack(machine, bundle)
@@ -476,7 +476,7 @@ def test_it_unpacks_into_an_empty_environment_and_is_imported(
     assert not (site / "vllm").exists() or not list((site / "vllm").rglob("*.so"))
 
 
-def test_where_torch_has_cuda_compiled_modules_are_tried_too(
+def test_compiled_modules_are_imported_where_torch_has_cuda(
     bundle: Path, machine: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "target"
@@ -514,7 +514,7 @@ def test_missing_and_damaged_parts_are_named(bundle: Path, machine: Path, tmp_pa
         ("torch==2.11.0\n", ["--arch", "90"], "expected sm_ and a number"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(
+def test_invalid_inputs_of_a_bundle_are_refused(
     tmp_path: Path, has: str, options: list[str], message: str
 ) -> None:
     (tmp_path / "has.txt").write_text(has)

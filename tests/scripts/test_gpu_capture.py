@@ -1,4 +1,4 @@
-"""gpu_check's part `capture`, with a recording in the place of a CUDA graph."""
+"""gpu_check's part `capture`, with a recording instead of a CUDA graph."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KERNELS = ("decode_rows", "record_queries", "correct_with_moments")
 
 @pytest.fixture
 def capture(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
-    """Records a step, and returns what runs the same launches on the same memory again."""
+    """Records a step, and returns a function that repeats its launches on the same memory."""
     for name in KERNELS:
         if hasattr(decode_steps, name):
             monkeypatch.setattr(decode_steps, name, launched(getattr(decode_steps, name)))
@@ -53,8 +53,8 @@ def test_a_replay_whose_buffers_were_not_filled_is_noticed(
     assert row["forgotten"] > 0
 
 
-def test_what_a_stale_address_would_read_is_overwritten() -> None:
-    """With block or page 0, whose numbers are NaN."""
+def test_memory_behind_stale_addresses_is_overwritten() -> None:
+    """It holds block or page 0, whose numbers are NaN."""
     traffic = Traffic(PLAN)
     for _ in range(4):
         traffic.join()
@@ -71,7 +71,7 @@ def test_what_a_stale_address_would_read_is_overwritten() -> None:
 
 
 def test_both_modes_run_in_processes_of_their_own(tmp_path: Path) -> None:
-    """Without a GPU the one that captures ends with an error, which the report has."""
+    """Without a GPU the capturing process ends with an error, which the report shows."""
     rows = measure_capture(PLAN, POLICIES[:1], tmp_path / "new", limit_seconds=240)
     graph, eager = rows
     assert (graph["mode"], eager["mode"], eager["passed"]) == ("graph", "eager", True)

@@ -91,7 +91,7 @@ EVENT = {
 }
 
 
-def test_tables_hold_the_numbers() -> None:
+def test_report_tables_hold_the_measured_numbers() -> None:
     text = as_markdown(
         results(read_bandwidth=4.5e12, decode=[DECODE], prefill=[PREFILL], events=[EVENT])
     )
@@ -132,7 +132,7 @@ def test_batched_events_and_reading_have_tables() -> None:
     assert "| 8 | 32768 | 25.0% | 20.0 | 31 | 60.0 | 200.0 | 2.50x |" in text
 
 
-def test_kernels_alone_make_a_table_too() -> None:
+def test_kernels_without_whole_events_have_a_table() -> None:
     text = as_markdown(results(events=[{**EVENT, "policies": []}]))
     assert "Whole events" not in text
     assert "| 32768 | 1.50 | 12.00 | 3.00 | 87.5% |" in text
@@ -159,8 +159,8 @@ def test_vllms_kernels_have_columns_where_they_were_measured() -> None:
 def test_parts_of_one_report_may_be_measured_one_by_one(tmp_path: Path) -> None:
     write_results(results(decode=[DECODE]), tmp_path)
     settings = {name: value for name, value in results().items() if name != "checks"}
-    found = with_earlier({**settings, "events": [EVENT]}, tmp_path)
-    assert found == results(decode=[DECODE], events=[EVENT])
+    merged = with_earlier({**settings, "events": [EVENT]}, tmp_path)
+    assert merged == results(decode=[DECODE], events=[EVENT])
     for other in ({"quick": True}, {"sources": "other"}, {"device": "NVIDIA H100"}):
         assert with_earlier({**settings, **other}, tmp_path) == {**settings, **other}
 
@@ -173,7 +173,7 @@ def test_failed_checks_are_named() -> None:
     assert "| window_mass | 64 | 0.5 |" in text
 
 
-def test_numbers_stand_to_the_right() -> None:
+def test_table_columns_of_numbers_are_right_aligned() -> None:
     assert table(("a", "b"), [("x", 1)]).splitlines()[1] == "| --- | ---: |"
 
 
@@ -202,7 +202,7 @@ def test_files_have_plain_names() -> None:
         ),
     ],
 )
-def test_what_pytest_prints_is_shown_as_it_comes_and_kept(
+def test_pytest_output_is_shown_at_once_and_logged(
     command: str, limit: float, last: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = runpy.run_path(str(SCRIPT))
@@ -220,7 +220,7 @@ def test_pytest_is_ended_before_the_call_is(monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < script["seconds_left"](options) < options.limit < 600
 
 
-def test_options() -> None:
+def test_options_and_their_defaults_are_parsed() -> None:
     parse = runpy.run_path(str(SCRIPT))["parse"]
     options = parse(["--quick", "--out", "elsewhere"])
     assert (options.quick, options.out) == (True, Path("elsewhere"))
@@ -230,7 +230,7 @@ def test_options() -> None:
 
 
 @pytest.mark.parametrize(("said", "good"), [("9 passed", True), ("1 failed, 8 passed", False)])
-def test_what_counts_as_passed(said: str, good: bool) -> None:
+def test_report_passes_only_if_pytest_and_kernels_passed(said: str, good: bool) -> None:
     passed = runpy.run_path(str(SCRIPT))["passed"]
     assert passed({**CHECKS, "pytest": said}) is good
     assert not passed({"kernels": [{"passed": False}], "pytest": None})
@@ -288,7 +288,7 @@ RUN = {
 }
 
 
-def test_an_engine_has_a_table() -> None:
+def test_engine_results_have_tables() -> None:
     text = as_markdown(results(engine={"prompt": RUN}))
     assert "events by prompt" in text
     assert "Passed." in text
@@ -314,7 +314,9 @@ def test_an_engine_has_a_table() -> None:
     ],
     ids=str,
 )
-def test_what_an_engine_must_not_do(wrong: dict[str, Any], name: str) -> None:
+def test_engine_fails_with_lost_blocks_missing_events_or_compilation(
+    wrong: dict[str, Any], name: str
+) -> None:
     engines = RUN["engines"]
     run = {**RUN, "engines": {**engines, name: {**engines[name], **wrong}}}
     assert engine_passed(RUN)
@@ -325,14 +327,14 @@ def test_what_an_engine_must_not_do(wrong: dict[str, Any], name: str) -> None:
         assert f"{name} ended: RuntimeError: no" in text
 
 
-def test_stock_has_no_events() -> None:
+def test_stock_engine_with_events_fails() -> None:
     stock = {**SERVED, "load": {**LOAD, "events": {"prompt": 2}}}
     assert not engine_passed({**RUN, "engines": {**RUN["engines"], "stock": stock}})
 
 
 @pytest.mark.parametrize(("decode", "passes"), [(2, True), (1, False)])
-def test_every_trigger_has_its_events(decode: int, passes: bool) -> None:
-    """160 tokens of two requests, which are long enough for one behind 64."""
+def test_engine_passes_only_with_events_of_every_trigger(decode: int, passes: bool) -> None:
+    """Two requests of 160 tokens, long enough for a decode event behind 64."""
     load = {**OURS["load"], "events": {"prompt": 2, "decode": decode}}
     settings = {**RUN["settings"], "trigger": "prompt,decode:64"}
     run = {
@@ -344,7 +346,7 @@ def test_every_trigger_has_its_events(decode: int, passes: bool) -> None:
     assert engine_passed(run) is passes
 
 
-def test_a_run_that_is_not_over_has_a_report() -> None:
+def test_unfinished_run_has_a_report() -> None:
     unfinished = {name: OURS[name] for name in ("start_seconds", "load")}
     run = {**RUN, "engines": {"compressed": unfinished, "stock": {}}}
     assert not engine_passed(run)
@@ -356,19 +358,19 @@ def test_a_run_that_is_not_over_has_a_report() -> None:
     assert "| compressed |  | 61 | 2.00 |" in text
 
 
-def test_engines_join_those_that_served_the_same_requests() -> None:
+def test_engines_are_merged_with_runs_of_the_same_requests() -> None:
     engines = RUN["engines"]
-    found = results(engine={"prompt": {**RUN, "engines": {"compressed": engines["compressed"]}}})
+    merged = results(engine={"prompt": {**RUN, "engines": {"compressed": engines["compressed"]}}})
     more = {**RUN, "engines": {"stock": engines["stock"]}}
-    add_results(found, {"engine": {"prompt": more, "decode:64": more}})
-    assert list(found["engine"]["prompt"]["engines"]) == ["compressed", "stock"]
-    assert list(found["engine"]["decode:64"]["engines"]) == ["stock"]
-    add_results(found, {"engine": {"prompt": {**more, "requests": 5}}})
-    assert list(found["engine"]["prompt"]["engines"]) == ["stock"]
+    add_results(merged, {"engine": {"prompt": more, "decode:64": more}})
+    assert list(merged["engine"]["prompt"]["engines"]) == ["compressed", "stock"]
+    assert list(merged["engine"]["decode:64"]["engines"]) == ["stock"]
+    add_results(merged, {"engine": {"prompt": {**more, "requests": 5}}})
+    assert list(merged["engine"]["prompt"]["engines"]) == ["stock"]
 
 
-def test_caches_are_flushed_by_reading() -> None:
-    """What a flush writes stays in the cache until it is written back, while others read."""
+def test_cache_flush_writes_less_than_a_hundredth_of_what_it_reads() -> None:
+    """Written lines stay in the cache until written back, which would disturb the timing."""
     other = torch.ones(1 << 12, dtype=torch.int32)
     with Writes() as writes:
         fill_caches_with(other)
@@ -390,7 +392,7 @@ class Writes(TorchDispatchMode):
 
 
 def test_pytest_is_given_every_folder_with_tests_for_gpus() -> None:
-    """pytest would end with an error where a file has moved, and run none of its tests."""
+    """pytest would run no test at all if one of its arguments had moved."""
     script = runpy.run_path(str(SCRIPT))
     marked = {path for path in TESTS.rglob("test_*.py") if "mark" + ".gpu" in path.read_text()}
     for path in marked - {Path(__file__)}:
@@ -399,7 +401,7 @@ def test_pytest_is_given_every_folder_with_tests_for_gpus() -> None:
 
 
 def flash(**given: Any) -> None:
-    """A stand-in of version 3 that checks its arguments, and computes in torch."""
+    """A stand-in for FlashAttention 3 that checks its arguments and computes in torch."""
     stand_in = pytest.importorskip("tests.gpu_path.flash_attention")
     names = ("scheduler_metadata", "q_descale", "k_descale", "v_descale")
     stand_in.varlen_attention(num_splits=0, fa_version=3, **dict.fromkeys(names), **given)
@@ -415,26 +417,26 @@ def entries_of(lengths: list[int]) -> PagedEntries:
     return PagedEntries(pages, table, torch.tensor(lengths).int(), 16, 32)
 
 
-def test_flash_attention_is_asked_for_heads_as_the_twins_are() -> None:
+def test_flash_attention_per_head_equals_our_twin() -> None:
     entries = entries_of([45, 7, 130, 16])
     queries = torch.randn(4, 5, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
     for last in (1, 5):
         rows = queries[:, -last:].contiguous()
-        found = attention_per_head(flash, entries, rows, 0.2)()
+        actual = attention_per_head(flash, entries, rows, 0.2)()
         expected = prefill_attention(entries, rows.transpose(1, 2), 0.2)[0].transpose(1, 2)
-        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
 
 
-def test_flash_attention_is_asked_for_requests_as_the_twin_is() -> None:
+def test_flash_attention_of_requests_equals_our_twin() -> None:
     entries = blockwise(entries_of(6 * [75]), 3)
     queries = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    found = attention_of_requests(flash, entries, queries, 0.2, 3)()
+    actual = attention_of_requests(flash, entries, queries, 0.2, 3)()
     expected = decode_attention(entries, queries, 0.2)[0]
-    torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(actual, expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing to refuse")
-def test_it_refuses_without_a_gpu(tmp_path: Path) -> None:
+def test_script_refuses_to_run_without_a_gpu(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -442,14 +444,14 @@ def test_it_refuses_without_a_gpu(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_every_policy_takes_part() -> None:
+def test_every_policy_is_measured() -> None:
     parts = {part for name in every_policy() for part in name.partition(":")[0].split("+")}
     assert {part.name for part in all_policies()} - {"window"} <= parts
 
 
 @pytest.mark.parametrize("name", every_policy())
-def test_events_that_are_measured_keep_a_quarter(name: str) -> None:
-    """As they run on a GPU, but over few small pages; the same again after they are forgotten."""
+def test_measured_events_keep_a_quarter(name: str) -> None:
+    """The events of a GPU over few small pages; repeating them gives the same."""
     model = Model(3, num_heads=2, group=2, head_size=16, hidden_size=64, dtype=torch.float32)
     event = WholeEvent(make_pipeline(name, model, 16), Cache(model, 512, 16, "cpu"))
     kept = []
@@ -468,8 +470,8 @@ def test_events_that_are_measured_keep_a_quarter(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["snapkv", "spans+headkv"])
-def test_a_step_of_events_that_is_measured_keeps_a_quarter_of_each(name: str) -> None:
-    """As it runs on a GPU, over few small pages: together in fewer launches, and the same."""
+def test_measured_step_of_events_keeps_a_quarter_of_each_request(name: str) -> None:
+    """The step of a GPU over few small pages; batched, with fewer launches and equal results."""
     model = Model(3, num_heads=2, group=2, head_size=16, hidden_size=64, dtype=torch.float32)
     cache = Cache(model, blocks_of(4, 256, 16) * 16, 16, "cpu")
     step = PromptsEnd(make_pipeline(name, model, 16), cache, cache.pool, 4, 256)
@@ -515,14 +517,14 @@ def test_ragged_lengths_are_whole_pages_with_the_same_total() -> None:
     assert lengths.max() > 2 * 8192
 
 
-def test_results_are_of_all_files_of_the_kernels(tmp_path: Path) -> None:
-    """Those in folders, too: another kernel is another report."""
+def test_source_hash_covers_all_kernel_files(tmp_path: Path) -> None:
+    """Files in folders, too: a changed kernel starts another report."""
     sources = runpy.run_path(str(SCRIPT))["sources"]
     folder = tmp_path / "vllm_kvcompress" / "kernels" / "merging" / "moments"
     folder.mkdir(parents=True)
     sources.__globals__["ROOT"] = tmp_path
-    found = set()
+    hashes = set()
     for text in ("a = 1", "a = 2"):
         (folder / "reference.py").write_text(text)
-        found.add(sources())
-    assert len(found) == 2
+        hashes.add(sources())
+    assert len(hashes) == 2

@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def served_together(llm: Any, call: tuple[Any, ...]) -> Any:
-    """`serve_call`, that also tells which events ran in one batch, and in how many layers."""
+    """Wraps `serve_call` to report which events ran in one batch, and in how many layers."""
     from vllm_kvcompress.compression.runner import EventRunner
 
     if not hasattr(EventRunner, "told"):
@@ -49,7 +49,7 @@ def served_together(llm: Any, call: tuple[Any, ...]) -> Any:
     return {**answer, "together": list(EventRunner.told)} if call[0] == "path" else answer
 
 
-def test_engines_serve_as_a_server_does(model: str, tmp_path: Path) -> None:
+def test_engines_batch_events_like_a_server(model: str, tmp_path: Path) -> None:
     """Compressed first; events run together and over several layers, and figures are written after
     every engine and every case."""
     plan = EnginePlan(
@@ -91,10 +91,10 @@ def test_engines_serve_as_a_server_does(model: str, tmp_path: Path) -> None:
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", path.name) for path in tmp_path.rglob("*"))
 
 
-def test_prompts_are_read_before_steps_are_timed_and_what_does_not_fit_is_left_out(
+def test_decode_steps_are_timed_after_prefill_and_oversized_cases_are_left_out(
     model: str, tmp_path: Path
 ) -> None:
-    """Five prompts take 38 steps here, while the first request already generates."""
+    """Five prompts take 38 steps here, while the first request decodes."""
     engine = {**ENGINE, "max_num_batched_tokens": 40, "max_num_seqs": 8}
     plan = EnginePlan(
         model,
@@ -118,8 +118,8 @@ def test_prompts_are_read_before_steps_are_timed_and_what_does_not_fit_is_left_o
 REPORT = {"device": "x", "versions": {}, "quick": False}
 
 
-def test_options_are_those_of_serve(model: str) -> None:
-    """What `serve` prints, and vLLM's defaults for servers."""
+def test_engine_options_are_those_of_serve(model: str) -> None:
+    """The options that `serve` prints, and vLLM's defaults for servers."""
     command = [sys.executable, "-m", "vllm_kvcompress.cli.main", "serve", model]
     command += [f"--kv-{name}={value}" for name, value in SETTINGS.items()]
     printed = subprocess.run(
@@ -149,7 +149,7 @@ def _plain(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) and value.startswith("{") else value
 
 
-def test_a_full_pool_holds_so_many_uncompressed_requests(model: str) -> None:
+def test_pool_option_holds_that_many_uncompressed_requests(model: str) -> None:
     plan = EnginePlan(model, SETTINGS, {}, requests=6, prompt=400, output=10, pool=2)
     options = plan.options("compressed")
     assert options["num_gpu_blocks_override"] == 2 * 13 + 1  # of 32 tokens each
@@ -157,7 +157,7 @@ def test_a_full_pool_holds_so_many_uncompressed_requests(model: str) -> None:
     assert (plan.num_long, plan.label) == (6, "prompt, pool of 2")
 
 
-def test_checked_engines_end_where_they_compile(model: str) -> None:
+def test_checked_engines_fail_if_kernels_compile_while_serving(model: str) -> None:
     plan = EnginePlan(model, SETTINGS, {}, checked=True)
     assert plan.options("stock")["jit_monitor_mode"] == "error"
     assert "jit_monitor_mode" not in EnginePlan(model, SETTINGS, {}).options("stock")
@@ -170,12 +170,12 @@ def test_the_shape_of_8b_is_a_model_for_vllm(tmp_path: Path) -> None:
     assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (32, 8)
 
 
-def test_nothing_that_measures_engines_looks_on() -> None:
+def test_measured_engines_have_no_observers() -> None:
     for path in (ROOT / "scripts" / "gpu_parts").glob("*.py"):
         assert "evaluation.observer" not in path.read_text(), path
 
 
-def test_parts_are_rehearsed_on_a_cpu(model: str, tmp_path: Path) -> None:
+def test_engine_parts_can_be_rehearsed_on_a_cpu(model: str, tmp_path: Path) -> None:
     """The script itself, from its command line to its report."""
     script = ROOT / "scripts" / "gpu_check.py"
     command = f"--rehearse --part capture engine decode-only --model {model} --out {tmp_path}"

@@ -1,4 +1,4 @@
-"""The half hour that gpu_check prints, and the goals that its report says hold."""
+"""The plan that gpu_check prints, and the goals in its report."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vllm_kvcompress.cli import main
 
 
 def commands() -> list[list[str]]:
-    """Of the printed text, without comments."""
+    """Returns the commands of the printed plan."""
     return [shlex.split(line) for line in as_text().splitlines() if line and line[0] != "#"]
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_every_command_parses(command: list[str]) -> None:
+def test_every_command_of_the_plan_parses(command: list[str]) -> None:
     if command[0] == "python":
         assert (SCRIPT.parents[1] / command[1]).samefile(SCRIPT)
         options = runpy.run_path(str(SCRIPT))["parse"](command[2:])
@@ -53,8 +53,8 @@ def test_the_plan_is_in_order() -> None:
     assert places == sorted(places)
 
 
-def test_runs_of_the_plan_are_told_apart(tmp_path: Path) -> None:
-    """Or a later call would write over what an earlier one has found."""
+def test_runs_of_the_plan_have_different_labels(tmp_path: Path) -> None:
+    """Otherwise a later call would overwrite an earlier one's results."""
     script = runpy.run_path(str(SCRIPT))
     labels = []
     for command in commands():
@@ -70,14 +70,14 @@ def test_runs_of_the_plan_are_told_apart(tmp_path: Path) -> None:
 
 
 def reached(engine: dict[str, Any] | None = None, **more: Any) -> dict[str, tuple[str, bool]]:
-    """What was measured of every goal, and whether it holds, by the goal's first words."""
+    """Returns by a goal's first words what was measured, and whether it holds."""
     runs = {} if engine is None else {"engine": {"prompt": engine}}
-    found = goals(results(**runs, **more))
-    return {" ".join(goal.text.split()[:3]): (goal.measured, goal.holds) for goal in found}
+    all_goals = goals(results(**runs, **more))
+    return {" ".join(goal.text.split()[:3]): (goal.measured, goal.holds) for goal in all_goals}
 
 
 def timed(seconds: dict[tuple[int, int], float]) -> list[dict[str, Any]]:
-    """Rows of decode-only, in which every request was compressed before."""
+    """Returns rows of decode-only whose requests were all compressed before."""
     return [
         {"length": length, "batch": batch, "seconds": each, "events_before": batch, "others": 0}
         for (length, batch), each in seconds.items()
@@ -95,19 +95,21 @@ STOCK = {(512, 1): 1.0, (1024, 1): 1.0, (32768, 8): 2.0}
     ("long", "short", "holds"),
     [(0.9, 1.0, (True, True)), (0.92, 0.9, (False, True)), (0.9, 1.01, (True, False))],
 )
-def test_steps_are_compared_with_stocks(
+def test_decode_steps_are_compared_with_stock(
     long: float, short: float, holds: tuple[bool, bool]
 ) -> None:
-    """Those of fewer than 1,024 tokens may take longer."""
+    """Steps of fewer than 1,024 tokens may take longer."""
     ours = timed({(512, 1): 1.5, (1024, 1): short, (32768, 8): long})
-    found = reached(run_with(compressed={"decode_only": ours}, stock={"decode_only": timed(STOCK)}))
-    assert found["steps of 8"] == (f"{long / 2:.2f}x", holds[0])
+    by_goal = reached(
+        run_with(compressed={"decode_only": ours}, stock={"decode_only": timed(STOCK)})
+    )
+    assert by_goal["steps of 8"] == (f"{long / 2:.2f}x", holds[0])
     worst = max(short, long / 2)
-    assert found["steps never take"][0].startswith(f"at most {worst:.2f}x")
-    assert found["steps never take"][1] == holds[1]
+    assert by_goal["steps never take"][0].startswith(f"at most {worst:.2f}x")
+    assert by_goal["steps never take"][1] == holds[1]
 
 
-def test_steps_whose_requests_were_not_compressed_reach_nothing() -> None:
+def test_steps_of_uncompressed_requests_reach_no_goal() -> None:
     ours = [{**row, "events_before": 0} for row in timed(STOCK)]
     engines = {"compressed": {"decode_only": ours}, "stock": {"decode_only": timed(STOCK)}}
     assert reached(run_with(**engines)) == {}
@@ -125,15 +127,15 @@ def test_requests_per_second_are_compared_where_the_pool_is_full(ratio: float, h
 @pytest.mark.parametrize(
     ("seconds", "throughput", "holds"), [(1.01, 2.0, True), (0.97, 2.0, False), (1.0, 2.05, False)]
 )
-def test_ours_that_compresses_nobody_is_compared_with_stock(
+def test_engine_without_compression_is_compared_with_stock(
     seconds: float, throughput: float, holds: bool
 ) -> None:
     off = {
         "decode_only": timed({(1024, 1): seconds}),
         "load": {**LOAD, "requests_per_second": throughput},
     }
-    found = reached(run_with(off=off, stock={"decode_only": timed(STOCK), "load": LOAD}))
-    assert found["--kv-policy none is"][1] is holds
+    by_goal = reached(run_with(off=off, stock={"decode_only": timed(STOCK), "load": LOAD}))
+    assert by_goal["--kv-policy none is"][1] is holds
 
 
 @pytest.mark.parametrize(("host_seconds", "holds"), [(0.02, True), (0.03, False)])
@@ -143,8 +145,8 @@ def test_events_are_compared_with_the_prefill_that_hides_them(
     policy = {"policy": "adakv+criticalkv", "seconds": 0.1, "host_seconds": host_seconds}
     row = {**EVENT, "prompt": 1024, "prefill_seconds": 0.025, "policies": [policy]}
     longer = {**row, "prompt": 8192, "prefill_seconds": 0.25}
-    found = reached(events=[row, longer])["the prefill hides"]
-    assert found == (f"at most {host_seconds / 0.025:.0%} of the prefill, at 1,024 tokens", holds)
+    by_goal = reached(events=[row, longer])["the prefill hides"]
+    assert by_goal == (f"at most {host_seconds / 0.025:.0%} of the prefill, at 1,024 tokens", holds)
     # Nothing is known of 1,024 tokens.
     assert not reached(events=[longer])["the prefill hides"][1]
     assert reached(decode=[DECODE]) == {}

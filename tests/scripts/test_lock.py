@@ -35,7 +35,7 @@ def locked() -> dict[str, str]:
 
 
 def unmet(package: str, locked: dict[str, str]) -> list[str]:
-    """Requirements of an installed package that the locks do not satisfy."""
+    """Returns requirements of an installed package that the locks do not satisfy."""
     missing = []
     for requirement in map(Requirement, requires(package) or ()):
         name = normalized(requirement.name)
@@ -58,7 +58,7 @@ def test_locks_hold_what_is_asked_for(locked: dict[str, str]) -> None:
 
 
 def test_locks_satisfy_every_installed_package(locked: dict[str, str]) -> None:
-    """`--no-deps` installs exactly the locks, so that what they lack fails at run time only."""
+    """`--no-deps` installs exactly the locks, so a missing package would fail at run time."""
     assert [line for package in locked for line in unmet(package, locked)] == []
 
 

@@ -1,4 +1,4 @@
-"""What deploy/observability/ names exists; a check there asks a real Prometheus."""
+"""Metrics that deploy/observability/ names exist; check_deploy.sh asks a real Prometheus."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OURS = re.compile(r"\bkvcompress_[a-z0-9_]+")
 
 @pytest.fixture(scope="module")
 def samples() -> set[str]:
-    """Names of the series that servers of ours show before the first request."""
+    """Returns the names of the series that servers show before the first request."""
     registry = CollectorRegistry()
     CompressionMetrics(registry).start(Settings(policy="snapkv"), "tiny", "0")
     PromptMetrics(registry).start("tiny")
@@ -45,8 +45,8 @@ def test_every_metric_and_alert_is_documented(samples: set[str]) -> None:
         assert f"`{alert}`" in OPERATING
 
 
-def test_the_dashboard_is_one_of_vllms() -> None:
-    """By tag and variables, which choose what every panel shows; no engine shortens prompts."""
+def test_dashboard_has_the_tags_and_variables_of_vllms() -> None:
+    """Every panel is filtered by the variables; prompts are not shortened by engines."""
     board = json.loads((FOLDER / "dashboard.json").read_text())
     assert board["tags"] == ["vllm"]
     names = [variable["name"] for variable in board["templating"]["list"]]
@@ -59,6 +59,6 @@ def test_the_dashboard_is_one_of_vllms() -> None:
                 assert selected != (prompts and name == "engine"), panel["title"]
 
 
-def test_the_operator_s_rules_are_the_same() -> None:
+def test_rules_of_the_operator_equal_the_prometheus_rules() -> None:
     rules = yaml.safe_load((FOLDER / "rules.yml").read_text())
     assert yaml.safe_load((FOLDER / "prometheusrule.yaml").read_text())["spec"] == rules

@@ -17,7 +17,7 @@ HEADS, GROUP, SIZE = 2, 3, 4
 
 @pytest.fixture(scope="module")
 def layer() -> DenseLayer:
-    """20 tokens of a context, and 9 of its repetition."""
+    """A layer with 20 tokens of a context, and 9 of its repetition."""
     torch.manual_seed(0)
     keys, values = torch.randn(2, HEADS, 29, SIZE)
     queries = torch.randn(29, HEADS * GROUP, SIZE)
@@ -25,11 +25,11 @@ def layer() -> DenseLayer:
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 20), (3, 12)])
-def test_a_score_is_the_highest_attention_of_the_repetition(
+def test_score_is_the_highest_attention_of_the_repetition(
     layer: DenseLayer, start: int, end: int
 ) -> None:
-    """To a chunk, the first tokens before it, and what of the repetition a query may see."""
-    found = reconstruction.chunk_scores(layer, 20, start, end)
+    """Attention to a chunk, the first tokens before it, and the repetition so far."""
+    scores = reconstruction.chunk_scores(layer, 20, start, end)
     for head in range(HEADS):
         best = [0.0] * (end - start)
         for member in range(GROUP):
@@ -41,14 +41,16 @@ def test_a_score_is_the_highest_attention_of_the_repetition(
                 for j, weight in zip(seen, weights, strict=True):
                     if start <= j < end:
                         best[j - start] = max(best[j - start], weight / sum(weights))
-        assert found[head].tolist() == pytest.approx(best, rel=1e-4)
+        assert scores[head].tolist() == pytest.approx(best, rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("shared", "dims"), [("uniform", (2,)), ("layer", (1, 2)), ("model", None)]
 )
-def test_budgets_are_shared_as_they_say(shared: str, dims: tuple[int, ...] | None) -> None:
-    """As many tokens in all; the highest scores of a head, of a layer, or of all layers."""
+def test_budgets_are_shared_by_head_layer_or_model(
+    shared: str, dims: tuple[int, ...] | None
+) -> None:
+    """The total is the same; the highest scores of a head, a layer or all layers stay."""
     torch.manual_seed(1)
     scores = torch.rand(3, 2, 40) * torch.tensor([1.0, 2.0, 4.0])[:, None, None]
     masks = torch.stack([kept.mask for kept in reconstruction.choose(scores, 10, shared)])
@@ -61,7 +63,7 @@ def test_budgets_are_shared_as_they_say(shared: str, dims: tuple[int, ...] | Non
 
 
 def test_a_long_context_is_repeated_chunk_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later chunks begin with the last tokens of the one before; a template is left out."""
+    """Later chunks begin with the last tokens of the previous one, without the template."""
     monkeypatch.setattr(reconstruction, "CHUNK", 30)
     monkeypatch.setattr(reconstruction, "before_and_after", lambda tokenizer: (2, [7, 8]))
     tokenizer = load_tokenizer(str(ROOT / "models" / "reference"))
@@ -73,7 +75,7 @@ def test_a_long_context_is_repeated_chunk_by_chunk(monkeypatch: pytest.MonkeyPat
     assert parts[1][1][-10:-2] == context[24:32]
 
 
-def test_a_needle_is_found_where_it_stands() -> None:
+def test_needle_tokens_are_located_in_the_context() -> None:
     assert reconstruction.place([5, 1, 2, 3, 9], [1, 2, 3]) == slice(1, 4)
     assert reconstruction.place([5, 1, 2, 3, 9], [8, 2, 3]) == slice(2, 4), "behind another token"
     with pytest.raises(ValueError, match="does not hold"):

@@ -1,4 +1,4 @@
-"""scripts/setup.sh, with local indexes: what it installs from where, and what it says."""
+"""scripts/setup.sh with local indexes: what it installs from where, and its messages."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.scripts.set_up import TORCH, Clone, make_clone
 
 @contextmanager
 def listening(handler: Any) -> Iterator[str]:
-    """A server on loopback in a thread of its own; yields its address."""
+    """Runs a server on loopback in a thread; yields its address."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -36,7 +36,7 @@ def listening(handler: Any) -> Iterator[str]:
 
 
 class Folder(http.server.SimpleHTTPRequestHandler):
-    """Serves an index quietly."""
+    """Serves an index folder without a log."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -49,7 +49,7 @@ def executable(path: Path, text: str) -> None:
 
 
 def with_pythons(folder: Path, **scripts: str) -> str:
-    """A PATH whose interpreters are these scripts; those without one are broken shims."""
+    """Returns a PATH whose interpreters are these scripts, or broken shims."""
     for name in ("python3.11", "python3.12", "python3.13", "python3"):
         executable(
             folder / name, scripts.get(name.replace(".", "_"), "echo no such version; exit 127")
@@ -59,14 +59,14 @@ def with_pythons(folder: Path, **scripts: str) -> str:
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Clone, str]:
-    """A clone that was set up once, and what was said."""
+    """A clone that was set up once, and the script's output."""
     clone = make_clone(tmp_path_factory.mktemp("first"))
     done = clone.set_up(TORCH_INDEX_URL="file:///nowhere")
     assert done.returncode == 0, done.stderr
     return clone, done.stderr
 
 
-def test_sets_up_once_and_says_each_step(first: tuple[Clone, str]) -> None:
+def test_setup_runs_each_step_once_and_names_it(first: tuple[Clone, str]) -> None:
     clone, said = first
 
     assert clone.installed("torch") == TORCH
@@ -93,7 +93,7 @@ def test_torch_that_the_default_index_lacks_comes_from_another(tmp_path: Path) -
     assert clone.installed("torch") == TORCH
 
 
-def test_pytorchs_own_index_is_asked_by_itself(tmp_path: Path) -> None:
+def test_pytorch_index_is_used_alone(tmp_path: Path) -> None:
     clone = make_clone(tmp_path, torch_in="pytorch")
     asked = []
 
@@ -163,7 +163,7 @@ def _read(terminal: int) -> bytes:
         ),
     ],
 )  # fmt: skip
-def test_says_what_is_missing(
+def test_setup_names_what_is_missing(
     tmp_path: Path, pythons: dict[str, str], python: str | None, said: str
 ) -> None:
     clone = make_clone(tmp_path)
@@ -175,7 +175,7 @@ def test_says_what_is_missing(
     assert not clone.venv.exists()
 
 
-def test_leaves_alone_what_it_did_not_make(tmp_path: Path) -> None:
+def test_setup_keeps_environments_that_it_did_not_make(tmp_path: Path) -> None:
     clone = make_clone(tmp_path)
     theirs = clone.venv / "theirs.txt"
     theirs.parent.mkdir()
@@ -193,7 +193,7 @@ def test_leaves_alone_what_it_did_not_make(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere/theirs.txt").read_text() == "precious"
 
 
-def test_recovers_from_a_run_that_was_killed(tmp_path: Path) -> None:
+def test_setup_recovers_from_a_killed_run(tmp_path: Path) -> None:
     clone = make_clone(tmp_path)
     wheel = clone.index / "beta/beta-1.0-py3-none-any.whl"
     wheel.rename(tmp_path / wheel.name)
@@ -217,7 +217,7 @@ def test_recovers_from_a_run_that_was_killed(tmp_path: Path) -> None:
 
 
 def _start(clone: Clone, until: str) -> subprocess.Popen[str]:
-    """Starts the script in a group of its own, and returns when it has said this."""
+    """Starts the script in its own process group; returns once it has printed this."""
     process = subprocess.Popen(
         [clone.root / "scripts/setup.sh"],
         env=clone.variables(),
@@ -234,7 +234,7 @@ def _start(clone: Clone, until: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_mends_an_environment_that_was_broken(first: tuple[Clone, str]) -> None:
+def test_setup_repairs_a_broken_environment(first: tuple[Clone, str]) -> None:
     clone, _ = first
 
     # As after an update of the system's Python to another version.
@@ -254,7 +254,7 @@ def test_mends_an_environment_that_was_broken(first: tuple[Clone, str]) -> None:
     assert clone.installed("alpha") == "1.1"
 
 
-def test_makes_it_anew_for_another_python(first: tuple[Clone, str]) -> None:
+def test_setup_rebuilds_for_another_python(first: tuple[Clone, str]) -> None:
     other = _other_python()
     if other is None:
         pytest.skip("no second one of Python 3.11, 3.12 and 3.13 on this machine")
@@ -271,7 +271,7 @@ def test_makes_it_anew_for_another_python(first: tuple[Clone, str]) -> None:
 
 
 def _other_python() -> tuple[str, str] | None:
-    """A supported interpreter of another version than this one's, on PATH or of pyenv."""
+    """Returns a supported Python of another version, from PATH or pyenv."""
     names = [f"python3.{minor}" for minor in (11, 12, 13) if minor != sys.version_info.minor]
     candidates = [[name] for name in names]
     if shutil.which("pyenv"):

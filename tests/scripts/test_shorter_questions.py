@@ -19,9 +19,9 @@ def test_questions_are_those_of_eval_with_shorter_contexts(
     shorter_questions.main()
     assert "12 questions" in capsys.readouterr().out
     for family in ("single", "multikey", "multivalue", "multiquery", "tracking", "frequent"):
-        whole = generate(f"words/{family}", [200], 2, 2_000_000)
+        questions = generate(f"words/{family}", [200], 2, 2_000_000)
         short = load(tmp_path / "0.5" / f"{family}.jsonl", "contains_all", 16)
-        for one, other in zip(whole, short, strict=True):
+        for one, other in zip(questions, short, strict=True):
             assert (one.question, one.answers, one.metric) == (
                 *(other.question, other.answers, other.metric),
             )

@@ -1,4 +1,4 @@
-"""The long run, a short one: its schedule, its judgement, and a run of the engine itself."""
+"""The soak run: its schedule, its judgement, and a short run of the engine itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAID = Choice("abcd", [1, 2, 3, 4], "length", [{1: -0.5, 9: -1.0}] * 4)
 
 
 def test_a_request_depends_on_the_seed_and_its_number_alone() -> None:
-    """Asked for in another order, from an offset; every server has its turn."""
+    """In any order and from any offset; every server has its turn."""
     numbers = range(0, 40 * len(SETUPS), 7)
     schedule = Schedule(3, 40)
     asks = {number: schedule.ask(number) for number in numbers}
@@ -32,7 +32,7 @@ def test_a_request_depends_on_the_seed_and_its_number_alone() -> None:
     assert {schedule.setup_of(number).name for number in numbers} == {s.name for s in SETUPS}
 
 
-def test_the_mix_has_everything() -> None:
+def test_schedule_mixes_all_kinds_of_requests() -> None:
     schedule = Schedule(1, 200)
     asks = [schedule.ask(number) for number in range(200 * len(SETUPS))]
     sizes = [len(ask.prompt) for ask in asks]
@@ -47,13 +47,13 @@ def test_the_mix_has_everything() -> None:
     assert len(chosen) > 15
 
 
-def test_tenants_share_no_word() -> None:
+def test_tenants_share_no_secret_word() -> None:
     one, other = ({*first, *second} for first, second in map(values_of, range(2)))
     assert one.isdisjoint(other)
 
 
 @pytest.mark.parametrize(
-    ("ask", "answer", "found"),
+    ("ask", "answer", "reason"),
     [
         (ASK, Answer("answered", [SAID]), ""),
         (ASK, Answer("failed", reason="500"), "failed: 500"),
@@ -78,18 +78,20 @@ def test_tenants_share_no_word() -> None:
         ),
     ],
 )
-def test_judgement(ask: Ask, answer: Answer, found: str) -> None:
-    assert problem(ask, answer).startswith(found) or found in problem(ask, answer)
-    assert bool(problem(ask, answer)) == bool(found)
+def test_answers_are_judged_by_what_the_request_asked(
+    ask: Ask, answer: Answer, reason: str
+) -> None:
+    assert problem(ask, answer).startswith(reason) or reason in problem(ask, answer)
+    assert bool(problem(ask, answer)) == bool(reason)
 
 
-def test_a_stream_says_that_it_is_refused() -> None:
-    """In a part, since its status is sent already."""
+def test_error_in_a_stream_is_a_refusal_or_failure() -> None:
+    """Such an error comes as a part, since the status has been sent."""
     refused, failed = (_answer(ASK, [{"error": {"code": code}}]) for code in (400, 500))
     assert (refused.outcome, failed.outcome) == ("refused", "failed")
 
 
-def test_where_two_answers_part() -> None:
+def test_difference_is_the_first_token_and_its_gap() -> None:
     assert difference(SAID, SAID) is None
     assert difference(replace(SAID, tokens=[1, 9, 3, 4]), replace(SAID, tokens=[1, 1, 3, 4])) == (
         1,
@@ -99,11 +101,11 @@ def test_where_two_answers_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone", "found"),
+    ("alone", "problems"),
     [(["far"], []), (["near"], ["7: alone it differs from token 0 on, 2.0000 nats apart"])],
 )
-def test_a_word_of_the_other_tenant_is_a_leak_unless_it_is_said_alone_too(
-    tmp_path: Path, alone: list[str], found: list[str]
+def test_word_of_another_tenant_is_a_leak_unless_also_said_alone(
+    tmp_path: Path, alone: list[str], problems: list[str]
 ) -> None:
     words = {"near": 3, "far": 4}
 
@@ -120,11 +122,11 @@ def test_a_word_of_the_other_tenant_is_a_leak_unless_it_is_said_alone_too(
     run.see([ask], Served({7: said("far")}))
     assert ask.alone, "it is asked again"
     run.ask_alone(Alone(), ask, said("far"))
-    assert run.tally.problems == found
+    assert run.tally.problems == problems
     assert run.tally.counts["words of the other tenant"] == 1
 
 
-def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_stopped_run_continues_from_its_tally(tmp_path: Path) -> None:
     path = tmp_path / "tally.json"
     tally = Tally("key", 10, done=5)
     tally.outcomes["answered"] += 5
@@ -139,8 +141,8 @@ def test_a_run_goes_on_where_it_was(tmp_path: Path) -> None:
     assert Tally.load(path, "key", 0).done == 0
 
 
-def test_memory_that_grows_is_no_pass() -> None:
-    """What fills at first is warm-up; later it is a leak, if it is more than chance."""
+def test_growing_memory_fails_the_run() -> None:
+    """Growth at first is warm-up; later significant growth is a leak."""
     rng = random.Random(1)
 
     def samples(per_batch: int) -> list[tuple[int, int]]:
@@ -154,14 +156,14 @@ def test_memory_that_grows_is_no_pass() -> None:
     tally.see_memory("storm", samples(4 * 2**20))
     assert tally.passed(5) is False
     assert "PROBLEM storm: memory grows by" in tally.summary(5, "again")
-    found = slope([(1000 * n, 7 * n * 2**20 + (-1) ** n) for n in range(12)])
-    assert found is not None
-    assert found[0] == pytest.approx(7 * 2**20, rel=1e-4)
-    assert 0 < found[1] < 1
+    fitted = slope([(1000 * n, 7 * n * 2**20 + (-1) ** n) for n in range(12)])
+    assert fitted is not None
+    assert fitted[0] == pytest.approx(7 * 2**20, rel=1e-4)
+    assert 0 < fitted[1] < 1
     assert slope(samples(0)[:6]) is None, "too few"
 
 
-def test_a_storm_without_preemptions_is_no_pass() -> None:
+def test_storm_without_preemptions_fails_the_run() -> None:
     tally = Tally("key", 0, done=300)
     tally.by_setup["storm"] = 99
     assert tally.passed(300), "too few to say"
@@ -172,10 +174,10 @@ def test_a_storm_without_preemptions_is_no_pass() -> None:
     assert tally.passed(300)
 
 
-def test_the_engine_itself(
+def test_soak_runs_two_tenants_on_the_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tenants with secrets, in the debug mode; and a run that is not whole has not passed."""
+    """In the debug mode; an incomplete run does not pass."""
     for name in ("KVCOMPRESS_CHECK", "TORCH_COMPILE_DISABLE"):
         monkeypatch.setenv(name, "1")  # which the script sets, and other tests must not see
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "0")

@@ -22,7 +22,7 @@ MODEL = str(ROOT / "models" / "reference")
 
 
 def test_answers_are_found_where_their_tokens_are_kept() -> None:
-    """A whole cache answers in both modes; the last tokens alone do where the answer is one."""
+    """A full cache answers in both modes; the last tokens alone do not."""
     model, tokenizer = MaskedModel(MODEL, torch.float32), load_tokenizer(MODEL)
     sample = generate_sample("single", num_tokens=300, seed=3)
     context, question, answer = (
@@ -37,17 +37,17 @@ def test_answers_are_found_where_their_tokens_are_kept() -> None:
     assert known["full"] == known["streamingllm@1.0"]
 
 
-def test_a_part_of_what_is_kept_is_read() -> None:
-    """All of it: as if nothing was said of reading."""
+def test_reading_a_part_of_the_kept_tokens_changes_the_loss() -> None:
+    """Reading all kept tokens gives the loss of not choosing pages."""
     model, tokens = MaskedModel(MODEL, torch.float32), (torch.arange(320) * 7 % 90 + 5).tolist()
     setups = ["full", "snapkv@0.5", "snapkv@0.5 quest:1.0", "snapkv@0.5 quest:0.3", "quest:0.3"]
-    found = stand_in.text_loss(model, (tokens[:300], tokens[300:]), setups)
-    kept, all_of_it, part, of_everything = (found[setup] for setup in setups[1:])
+    losses = stand_in.text_loss(model, (tokens[:300], tokens[300:]), setups)
+    kept, all_of_it, part, of_everything = (losses[setup] for setup in setups[1:])
     assert all_of_it == pytest.approx(kept, abs=1e-6)
-    assert len({round(nats, 4) for nats in (found["full"], kept, part, of_everything)}) == 4
+    assert len({round(nats, 4) for nats in (losses["full"], kept, part, of_everything)}) == 4
 
 
-def test_settings_have_parameters_and_a_budget() -> None:
+def test_setting_names_parameters_and_budget() -> None:
     pipeline, budget = stand_in.pipeline_of("snapkv:window_size=64,pooling=mean@0.25")
     assert (pipeline.params["window_size"], pipeline.params["pooling"]) == (64, "mean")
     assert budget == 0.25
@@ -87,7 +87,7 @@ def test_differences_are_paired_and_only_what_the_full_cache_answers_counts(
     assert all(drawn.count(f"<!-- {name} -->") == 2 for name in ("a@0.5", "b@0.5"))
 
 
-def test_what_compressing_on_the_way_costs_is_paired_with_the_prompt_s_end() -> None:
+def test_cost_of_chunk_events_is_paired_with_prompt_events() -> None:
     values = {("none", "prompt"): (2.0, 1.0), ("tova", "prompt"): (2.1, 1.1)}
     values |= {("tova", "chunk:128"): (2.4, 1.4)}
     rows = [

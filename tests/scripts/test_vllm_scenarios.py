@@ -1,4 +1,4 @@
-"""vLLM's own tests on its engine, stock and ours; on a server those that ask most of it."""
+"""Scenarios of vLLM's tests on stock and compressed engines, and a choice on a server."""
 
 from __future__ import annotations
 
@@ -33,23 +33,25 @@ def stock(folder: Path) -> Result:
 
 
 @pytest.mark.parametrize("column", [OFF, ALL, HALF], ids=lambda column: column.name)
-def test_the_engine_does_as_stock_vllm_does(folder: Path, stock: Result, column: Column) -> None:
-    """Scheduler and prefix cache, step by step; compressed, what vLLM's tests ask for alone."""
+def test_engine_passes_the_scenarios_of_stock_vllm(
+    folder: Path, stock: Result, column: Column
+) -> None:
+    """Scheduler and prefix cache step by step; compressed engines pass what the tests ask."""
     result = in_engine(column, folder / "llama", folder / f"{column.name}.log")
     assert judged(column, result, stock) == stock.failed == {}
     assert result.said.keys() == {scenario.name for scenario in IN_ENGINE}
 
 
-def test_a_compressed_server_does_what_vllms_tests_ask(folder: Path) -> None:
-    """A choice of them; scripts/checks/vllm_scenarios.py runs all, beside stock vLLM."""
+def test_compressed_server_passes_vllms_scenarios(folder: Path) -> None:
+    """A choice of scenarios; scripts/checks/vllm_scenarios.py runs all, beside stock vLLM."""
     with serving(HALF, folder / "llama", folder / "server.log") as address:
         server = Server(address)
         for scenario in SERVED:
             scenario(server)
 
 
-def test_what_parts_is_named(folder: Path) -> None:
-    """Numbers within a thousandth are equal; a scenario that says otherwise fails its column."""
+def test_differing_answers_fail_with_their_place(folder: Path) -> None:
+    """Numbers within 0.001 count as equal."""
     assert difference([1.0, {"a": "b"}], [1.0004, {"a": "b"}]) == ""
     assert difference([1.0, {"a": "b"}], [1.0, {"a": "c"}]) == "[1].a: 'b' and 'c'"
     assert difference([1], [1, 2])
