@@ -37,7 +37,7 @@ def nats(
     trigger: str,
     budget: float,
 ) -> float:
-    """Of one text at one setting."""
+    """Nats per predicted token of one text at one setting."""
     settings = {"policy": policy, "trigger": trigger, "budget": budget, "min_tokens": 0}
     pipeline = resolve("streamingllm" if policy == NO_POLICY else policy)
     rule = Settings.from_dict(settings).rule(BLOCK_SIZE, pipeline.needs.window_size)
@@ -46,17 +46,19 @@ def nats(
 
 def table(rows: list[Row], policies: list[str]) -> Iterator[str]:
     """Loss by policy and trigger, and how much more it is than at the prompt's end."""
-    found = {(row["policy"], row["trigger"], row["item"]): row["nats"] for row in rows}
+    nats_by_run = {(row["policy"], row["trigger"], row["item"]): row["nats"] for row in rows}
     triggers = [each for each in TRIGGERS if any(row["trigger"] == each for row in rows)]
-    full = {item: value for (policy, _, item), value in found.items() if policy == NO_POLICY}
+    full = {item: value for (policy, _, item), value in nats_by_run.items() if policy == NO_POLICY}
     yield f"{len(full)} texts, full cache {statistics.mean(full.values()):.3f} nats"
     yield f"| policy | {' | '.join(f'`{each}` | more than `prompt`' for each in triggers)} |"
     yield "|" + "---|" * (1 + 2 * len(triggers))
     for policy in policies:
         cells = []
         for trigger in triggers:
-            losses = {i: found[policy, trigger, i] - full[i] for i in full}
-            more = [found[policy, trigger, i] - found[policy, "prompt", i] for i in full]
+            losses = {i: nats_by_run[policy, trigger, i] - full[i] for i in full}
+            more = [
+                nats_by_run[policy, trigger, i] - nats_by_run[policy, "prompt", i] for i in full
+            ]
             low, high = interval(list(losses.values()))
             cells.append(f"{statistics.mean(losses.values()):.3f} ({low:.3f} to {high:.3f})")
             low, high = interval(more)

@@ -113,17 +113,17 @@ def measure(
     model: MaskedModel, tokens: tuple[list[int], list[int]], claims: list[str], every: int
 ) -> Figures:
     """Figures of one text, by name."""
-    found: dict[str, list[Tensor]] = defaultdict(list)
+    by_name: dict[str, list[Tensor]] = defaultdict(list)
     layers, num_tokens = model.layers([*tokens[0], *tokens[1]]), len(tokens[0])
     for layer in layers[::every]:
         look = Look(layer, num_tokens)
         for claim in claims:
             for name, figure in CLAIMS[claim](look) if claim in CLAIMS else ():
-                found[name].append(figure)
+                by_name[name].append(figure)
     for claim in OF_MODELS.keys() & claims:
         for name, figure in OF_MODELS[claim](model, layers, num_tokens, torch.tensor(tokens[1])):
-            found[name].append(figure)
-    return {name: torch.stack(figures) for name, figures in found.items()}
+            by_name[name].append(figure)
+    return {name: torch.stack(figures) for name, figures in by_name.items()}
 
 
 def lower_share(one: Tensor, other: Tensor) -> float:
@@ -189,8 +189,8 @@ def main() -> None:
     tokenizer = load_tokenizer(options.model)
     lengths, so_far = [options.length], options.out.with_suffix(".pt")
     samples = options.samples
-    found = load_texts("text", lengths, options.continuation, samples, options.seed)
-    items = [item for nth in range(samples) for item in found[nth::samples]]  # kinds in turn
+    by_kind = load_texts("text", lengths, options.continuation, samples, options.seed)
+    items = [item for start in range(samples) for item in by_kind[start::samples]]  # kinds in turn
     model = MaskedModel(options.model)
     texts: list[Figures] = torch.load(so_far) if so_far.exists() else []
     for item in tqdm(items[len(texts) :], unit="text"):

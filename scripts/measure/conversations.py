@@ -87,15 +87,15 @@ def needles(num_turns: int, num_tokens: int, seed: int) -> list[Turn]:
     late = [_needle(key, rng) for key in ruler.distinct_keys(PER_TURN, rng)]
     size = max(1, num_tokens // _TOKENS_PER_SENTENCE)
     sentences = itertools.cycle(ruler.haystack())
-    found = []
+    parts = []
     for number in range(1, num_turns + 1):
-        mine = list(itertools.islice(sentences, size))
+        filling = list(itertools.islice(sentences, size))
         if number == 1:
             for fact in late:
-                mine.insert(rng.randrange(len(mine)), fact.sentence)  # not behind the last one
-            mine.insert(0, _DEMAND)
-        found.append(_turn(number, " ".join(mine), _SMALL_TALK, late))
-    return found
+                filling.insert(rng.randrange(len(filling)), fact.sentence)  # never the last one
+            filling.insert(0, _DEMAND)
+        parts.append(_turn(number, " ".join(filling), _SMALL_TALK, late))
+    return parts
 
 
 def words(num_turns: int, num_tokens: int, seed: int) -> list[Turn]:
@@ -113,11 +113,11 @@ def words(num_turns: int, num_tokens: int, seed: int) -> list[Turn]:
         Fact(" ".join(question), "", " ".join(answer), tuple(answer[1:]))
         for question, answer in rng.sample(scene.questions, num_facts)
     ]
-    found = []
+    parts = []
     for turn in range(num_turns):
         said = rng.choices(tasks.NOISE, k=num_tokens) if turn else scene.words
-        found.append(_turn(turn + 1, " ".join(said), facts[turn], facts[num_turns:]))
-    return found
+        parts.append(_turn(turn + 1, " ".join(said), facts[turn], facts[num_turns:]))
+    return parts
 
 
 def requests(tokenizer: Any, turns: Sequence[Turn]) -> Iterator[Asked]:

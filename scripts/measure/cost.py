@@ -188,8 +188,10 @@ def measure(names: list[str], options: argparse.Namespace) -> dict[str, list[dic
         write_profiles(Path(model), options)
         engines = {}
         for name in tqdm(names, desc="starting engines"):
-            here, there = context.Pipe()
-            process = context.Process(target=serve, args=(name, model, options, there), daemon=True)
+            here, child_end = context.Pipe()
+            process = context.Process(
+                target=serve, args=(name, model, options, child_end), daemon=True
+            )
             process.start()
             assert here.recv() == "ready"
             engines[name] = (process, here)

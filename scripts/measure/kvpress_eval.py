@@ -98,13 +98,13 @@ class Asked:
         from transformers import DynamicCache
 
         num_kept = self.num_kept(len(tokens))
-        found, press = DynamicCache(), contextlib.nullcontext()
+        cache, press = DynamicCache(), contextlib.nullcontext()
         if num_kept < len(tokens):
             # Presses keep int(n * (1 - ratio)).
             press = self.press(1 - (num_kept + 0.5) / len(tokens))(self.model)
         with press:
-            logits = self.model(self._row(tokens), past_key_values=found).logits
-        return found, logits[0]
+            logits = self.model(self._row(tokens), past_key_values=cache).logits
+        return cache, logits[0]
 
     def go_on(self, cache: Any, tokens: list[int], start: int) -> Any:
         """Logits of what follows further tokens; positions go on from the uncompressed length."""
@@ -147,18 +147,18 @@ class Asked:
 def answer(
     asked: Asked, tokenizer: Any, item: Item, prompt: tuple[list[int], list[int]], mode: str
 ) -> Answer:
-    """As a line of answers.jsonl has it."""
+    """Asks one question; the answer as a line of answers.jsonl."""
     context, question = prompt
-    found: Answer = {"task": item.task, "length": item.length, "depth": item.depth}
+    record: Answer = {"task": item.task, "length": item.length, "depth": item.depth}
     if mode == TEXT:
-        return {**found, "score": None, "nats": asked.nats(context, question)}
+        return {**record, "score": None, "nats": asked.nats(context, question)}
     if mode == AWARE:
         context, question = context + question, []
     text = tokenizer.decode(
         asked.reply(context, question, item.max_tokens), skip_special_tokens=True
     )
     score = METRICS[item.metric](text, item.answers)
-    return {**found, "score": score, "nats": None, "text": text}
+    return {**record, "score": score, "nats": None, "text": text}
 
 
 def run(options: argparse.Namespace, items: list[Item]) -> list[Answer]:
@@ -186,8 +186,8 @@ def run(options: argparse.Namespace, items: list[Item]) -> list[Answer]:
             ]
             asked = Asked(options.model, name, budget, options.block_size) if still_open else None
             for mode, number in tqdm(still_open, desc=setup, disable=not still_open):
-                found = answer(asked, tokenizer, items[number], prompts[number], mode)
-                answers.append({"setup": setup, "mode": mode, "item": number, **found})
+                record = answer(asked, tokenizer, items[number], prompts[number], mode)
+                answers.append({"setup": setup, "mode": mode, "item": number, **record})
                 output.write(json.dumps(answers[-1]) + "\n")
                 output.flush()
     return answers
@@ -207,9 +207,9 @@ def values(answers: list[Answer]) -> dict[tuple[str, str, str, int], float]:
     """By setup, mode, task and number within it: the score, or minus what a text loses, in nats."""
     full = {a["item"]: a["nats"] for a in answers if a["setup"] == FULL}
     first: dict[tuple[str, int], int] = {}
-    for found in answers:
-        task = found["task"], found["length"]
-        first[task] = min(found["item"], first.get(task, found["item"]))
+    for record in answers:
+        task = record["task"], record["length"]
+        first[task] = min(record["item"], first.get(task, record["item"]))
     return {
         (a["setup"], a["mode"], a["task"], a["item"] - first[a["task"], a["length"]]): (
             full[a["item"]] - a["nats"] if a["mode"] == TEXT else a["score"]
@@ -231,7 +231,7 @@ def beside(theirs: list[Answer], ours: list[Answer]) -> str:
             continue
         differences = [here[at] - kvpress[at] for at in both]
         error = stdev(differences) / math.sqrt(len(both))
-        means = (fmean(found[at] for at in both) for found in (here, kvpress))
+        means = (fmean(scores[at] for at in both) for scores in (here, kvpress))
         cells = " | ".join(f"{value:.3f}" for value in (*means, fmean(differences), 2 * error))
         lines.append(f"| `{setup}` | {mode} | {cells} |")
     return "\n".join(lines)

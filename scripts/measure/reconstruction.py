@@ -55,14 +55,14 @@ def chunk_scores(layer: DenseLayer, num_context: int, start: int, end: int) -> T
     keys = layer.keys
     seen = torch.cat([keys[:, :num_sinks], keys[:, start:end], keys[:, num_context:]], dim=1)
     queries = layer.queries[num_context:].unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
-    found = torch.zeros(len(keys), end - start)
+    scores = torch.zeros(len(keys), end - start)
     for member in range(queries.shape[1]):
         logits = layer.scale * queries[:, member] @ seen.mT
         own = logits[..., num_sinks + end - start :]
         own += torch.full_like(own[0], float("-inf")).triu(1)
         attention = logits.softmax(dim=-1)[..., num_sinks : num_sinks + end - start]
-        found = torch.maximum(found, attention.amax(dim=1))
-    return found
+        scores = torch.maximum(scores, attention.amax(dim=1))
+    return scores
 
 
 def reconstruct(

@@ -62,10 +62,10 @@ def main() -> None:
         target.mkdir(parents=True, exist_ok=True)
         kept = []
         for family in families:
-            found = list(rows([i for i in items if i.task == family], classifier, rate))
-            kept += [row["kept"] for row in found]
+            family_rows = list(rows([i for i in items if i.task == family], classifier, rate))
+            kept += [row["kept"] for row in family_rows]
             path = target / f"{family.partition('/')[2]}.jsonl"
-            path.write_text("".join(json.dumps(row) + "\n" for row in found))
+            path.write_text("".join(json.dumps(row) + "\n" for row in family_rows))
         print(f"{target}: {len(kept)} questions, {sum(kept) / len(kept):.1%} of their contexts")
 
 

@@ -93,16 +93,16 @@ def keeps(setup: str, context: list[DenseLayer]) -> list[Kept] | None:
 def text_loss(model: MaskedModel, tokens: tuple[list[int], list[int]], setups: list[str]) -> Row:
     """Nats per token of what follows a context, by setting; the first token is left out."""
     context, continuation = model.layers(tokens[0]), torch.tensor(tokens[1])
-    found = {}
+    losses = {}
     for setup in setups:
         reading = reads(setup)
         logits = model.logits(context, keeps(setup, context), continuation[:-1], reading)
         nats = torch.nn.functional.cross_entropy(logits, continuation[1:])
-        found[setup] = float(nats)
+        losses[setup] = float(nats)
         if reading is not None:
             best, weights = (statistics.mean(each) for each in zip(*reading.recalls, strict=True))
-            found[setup, RECALL], found[setup, MASS] = best, weights
-    return found
+            losses[setup, RECALL], losses[setup, MASS] = best, weights
+    return losses
 
 
 def answers(
@@ -114,28 +114,28 @@ def answers(
 ) -> Row:
     """Whether a model would write an answer, by setting; the question is not compressed."""
     layers, asked = model.layers(context), torch.tensor([*question, *answer[:-1]])
-    found = {}
+    scores = {}
     for setup in setups:
         reading = reads(setup, len(question))
         logits = model.logits(layers, keeps(setup, layers), asked, reading)
         said = logits.argmax(dim=1)[-len(answer) + (not question) :].tolist()
-        found[setup] = said == answer[not question :]
-    return found
+        scores[setup] = said == answer[not question :]
+    return scores
 
 
 def rows_of(model: MaskedModel, tokenizer: Any, item: Item, setups: list[str]) -> Iterator[Row]:
     """One per mode and setting."""
     context, rest = split_prompt(tokenizer, item)
     if item.continuation:
-        found = {TEXT: text_loss(model, (context, rest), setups)}
+        by_mode = {TEXT: text_loss(model, (context, rest), setups)}
     else:
         answer = tokenizer(f" {item.answers[0]}", add_special_tokens=False)["input_ids"]
         # With the question in the prompt an answer's first token is predicted before the event.
-        found = {
+        by_mode = {
             KNOWN: answers(model, [*context, *rest], [], answer, setups),
             UNKNOWN: answers(model, context, rest, answer, setups),
         }
-    for mode, values in found.items():
+    for mode, values in by_mode.items():
         for setup, value in values.items():
             name, measured = setup if isinstance(setup, tuple) else (setup, mode)
             yield {"task": item.task, "mode": measured, "setup": name, "value": value}
@@ -167,15 +167,15 @@ def table(rows: list[Row], setups: list[str]) -> Iterator[str]:
             cells.append(f"{sum(values[key] for key in able)} of {len(able)}")
         yield f"| `{setup}` | {' | '.join(cells)} |"
     for setup in setups:
-        found = [
+        lines = [
             statistics.mean(value for key, value in by_setup[setup].items() if key[0] == mode)
             for mode in (RECALL, MASS)
             if any(key[0] == mode for key in by_setup[setup])
         ]
-        if found:
+        if lines:
             yield (
-                f"`{setup}` reads {found[0]:.0%} of the 64 tokens with the highest products, "
-                f"and {found[1]:.0%} of the attention weights."
+                f"`{setup}` reads {lines[0]:.0%} of the 64 tokens with the highest products, "
+                f"and {lines[1]:.0%} of the attention weights."
             )
 
 
@@ -190,10 +190,10 @@ def plot(rows: list[Row], setups: list[str], path: Path) -> None:
         for setup in setups:
             texts = [key for key in full if key[0] == TEXT]
             loss = statistics.mean(values[(setup, *key)] - full[key] for key in texts)
-            able = [key for key, found in full.items() if key[0] == mode and found]
-            found = 100 * statistics.mean(values[(setup, *key)] for key in able)
-            axis.plot(loss, found, "o", color="tab:blue")
-            axis.annotate(setup, (loss, found), (4, 4), textcoords="offset points", fontsize=7)
+            able = [key for key, score in full.items() if key[0] == mode and score]
+            score = 100 * statistics.mean(values[(setup, *key)] for key in able)
+            axis.plot(loss, score, "o", color="tab:blue")
+            axis.annotate(setup, (loss, score), (4, 4), textcoords="offset points", fontsize=7)
         axis.set_title(f"question {mode}")
         axis.set_xlabel("text loss, nats per token")
         axis.set_xlim(left=0)
@@ -206,16 +206,16 @@ def plot(rows: list[Row], setups: list[str], path: Path) -> None:
 def items_of(options: argparse.Namespace, tokenizer: Any) -> list[Item]:
     """Texts first, then questions."""
     lengths = [options.length]
-    found = []
+    items = []
     if options.texts:
-        found = load_texts("text", lengths, options.continuation, options.texts, options.seed)
+        items = load_texts("text", lengths, options.continuation, options.texts, options.seed)
 
     def count(text: str) -> int:
         return len(tokenizer(text)["input_ids"])
 
     for task in options.tasks if options.needles else ():
-        found += generate(f"ruler/{task}", lengths, options.needles, options.seed, count)
-    return found
+        items += generate(f"ruler/{task}", lengths, options.needles, options.seed, count)
+    return items
 
 
 def main() -> None:

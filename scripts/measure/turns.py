@@ -103,7 +103,7 @@ class Run:
         self.profile = profile_beside(options.model)
         policies = options.policies.split(",")
         self.setups = setups_of(policies, options.budgets, {"profile": self.profile})
-        self.groups = {task: self._groups(found) for task, found in self._items().items()}
+        self.groups = {task: self._groups(items) for task, items in self._items().items()}
 
     def _items(self) -> dict[str, list[Any]]:
         options = self.options
@@ -119,20 +119,20 @@ class Run:
             TEXT: [split_prompt(tokenizer, item)[0] for item in texts],
         }
 
-    def _groups(self, found: list[Any]) -> list[list[Any]]:
+    def _groups(self, items: list[Any]) -> list[list[Any]]:
         size = self.options.together
-        return [found[begin : begin + size] for begin in range(0, len(found), size)]
+        return [items[begin : begin + size] for begin in range(0, len(items), size)]
 
     def jobs(self, how: str, setups: Sequence[Setup]) -> list[Job]:
         """Those of some setups that have no rows yet."""
         done = {(row["how"], row["setup"], row["task"], row["group"]) for row in self.rows}
-        found = [
+        jobs = [
             Job(how, setup, task, group)
             for setup in setups
             for task, groups in self.groups.items()
             for group in range(len(groups))
         ]
-        return [job for job in found if tuple(job.about.values()) not in done]
+        return [job for job in jobs if tuple(job.about.values()) not in done]
 
     def run(self) -> None:
         """Carries out what is missing, in as few engines as it needs."""
@@ -160,11 +160,11 @@ class Run:
         """Asks one group, and writes its rows."""
         together = self.groups[job.task][job.group]
         if job.task == NEEDLES:
-            found = ask_needles(engine, together, choice)
+            replies = ask_needles(engine, together, choice)
         else:
             size, going_on = self.options.tokens, job.how == REUSE
-            found = ask_texts(engine, together, choice, size, going_on)
-        rows = [job.about | row for row in found]
+            replies = ask_texts(engine, together, choice, size, going_on)
+        rows = [job.about | row for row in replies]
         append(self.file, "".join(json.dumps(row) + "\n" for row in rows))
         self.rows += rows
 
@@ -189,10 +189,10 @@ def table(rows: Sequence[Row], setups: Sequence[Setup]) -> Iterator[str]:
     yield "|" + "---|" * (len(heads) + 2)
     for setup in setups[1:]:
         for how in (ANEW, REUSE):
-            mine = {key[2:]: row for key, row in values.items() if key[:2] == (how, setup.name)}
-            full = {key: values[FULL, FULL, *key] for key in mine}
-            cells = [_found(mine, full, turn) for turn in turns]
-            losses = {key: row["value"] - full[key]["value"] for key, row in mine.items()}
+            by_key = {key[2:]: row for key, row in values.items() if key[:2] == (how, setup.name)}
+            full = {key: values[FULL, FULL, *key] for key in by_key}
+            cells = [_num_right(by_key, full, turn) for turn in turns]
+            losses = {key: row["value"] - full[key]["value"] for key, row in by_key.items()}
             of_texts = {key: loss for key, loss in losses.items() if key[0] == TEXT}
             for turn in turns:
                 some = [loss for key, loss in of_texts.items() if key[1] == turn]
@@ -210,10 +210,10 @@ def _numbered(rows: Sequence[Row]) -> Iterator[tuple[int, Row]]:
         yield seen[key], row
 
 
-def _found(mine: Row, full: Row, turn: int) -> str:
+def _num_right(rows: Row, full: Row, turn: int) -> str:
     """Answers that are right, of those that the full cache has right."""
     able = [key for key, row in full.items() if key[:2] == (NEEDLES, turn) and row["value"] == 1]
-    right = sum(mine[key]["value"] == 1 for key in able)
+    right = sum(rows[key]["value"] == 1 for key in able)
     return f"{right} of {len(able)}" if able else ""
 
 

@@ -69,18 +69,18 @@ def models() -> dict[str, Any]:
         "head_dim": 32,
     }
     torch.manual_seed(0)
-    found = {
+    models = {
         "llama": AutoModelForCausalLM.from_config(LlamaConfig(**shape)),
         "qwen3": AutoModelForCausalLM.from_config(Qwen3Config(**shape)),
     }
-    for model in found.values():
+    for model in models.values():
         for name, parameter in model.named_parameters():
             if name.endswith(("q_proj.weight", "k_proj.weight")):
                 parameter.data.mul_(8)  # sharper than at initialisation: what is kept matters
-    found["reference"] = AutoModelForCausalLM.from_pretrained(
+    models["reference"] = AutoModelForCausalLM.from_pretrained(
         ROOT / "models" / "reference", dtype=torch.float32
     )
-    return found
+    return models
 
 
 def prompt_of(name: str) -> Tensor:
@@ -98,10 +98,10 @@ def prompt_of(name: str) -> Tensor:
 
 def captured(model: Any, ids: Tensor) -> dict[int, dict[str, Any]]:
     """Hidden states, rotated keys, values and position embeddings of every layer."""
-    found: dict[int, dict[str, Any]] = {}
+    inputs: dict[int, dict[str, Any]] = {}
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        found[module.layer_idx] = {"module": module, **kwargs}
+        inputs[module.layer_idx] = {"module": module, **kwargs}
 
     handles = [
         layer.self_attn.register_forward_hook(hook, with_kwargs=True)
@@ -111,10 +111,10 @@ def captured(model: Any, ids: Tensor) -> dict[int, dict[str, Any]]:
         cache = model(ids, use_cache=True).past_key_values
     for handle in handles:
         handle.remove()
-    for index, layer in found.items():
+    for index, layer in inputs.items():
         layer["keys"], layer["values"] = cache.layers[index].keys, cache.layers[index].values
         layer["module"].rotary_emb = model.model.rotary_emb  # as presses do when they are applied
-    return found
+    return inputs
 
 
 def rotated_queries(layer: dict[str, Any]) -> Tensor:

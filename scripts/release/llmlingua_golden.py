@@ -168,7 +168,7 @@ def main() -> None:
     from llmlingua import PromptCompressor, prompt_compressor
     from llmlingua.utils import TokenClfDataset
 
-    found: dict[str, Any] = {}
+    golden: dict[str, Any] = {}
     for kind in KINDS:
         with tempfile.TemporaryDirectory() as folder:
             path = build_classifier(kind, Path(folder))
@@ -180,11 +180,11 @@ def main() -> None:
                 use_llmlingua2=True,
                 model_config={"trust_remote_code": False},
             )
-            found[kind] = {
+            golden[kind] = {
                 name: [labelled(compressor, text, case) for case in CASES[:: len(text) // 1500 + 1]]
                 for name, text in TEXTS.items()
             }
-    out.write_text(json.dumps(found, ensure_ascii=False, indent=1) + "\n")
+    out.write_text(json.dumps(golden, ensure_ascii=False, indent=1) + "\n")
     print(f"{out}: {out.stat().st_size / 1e3:.0f} kB")
 
 

@@ -337,7 +337,7 @@ def prometheus_rule() -> str:
 
 
 def main() -> None:
-    """Writes the files."""
+    """Writes the dashboard and the alerts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=OUT)
     folder = parser.parse_args().out

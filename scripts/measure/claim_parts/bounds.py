@@ -86,7 +86,7 @@ def expansion_remainders(
     away = (grouped @ (keys - mean_key).mT[:, None]).masked_fill(~evicted[:, None, None], 0)
     left = away.expm1() - away
     most = away.square() / 2 * away.clamp_min(0).exp()
-    whole, from_kept, lse = (
+    all_values, from_kept, lse = (
         rows.double().unflatten(1, (num_heads, -1)).movedim(0, 2)
         for rows in (parts.whole, parts.kept, parts.lse)
     )
@@ -100,6 +100,6 @@ def expansion_remainders(
         numerator_bound=(most @ values.norm(dim=2)[:, None, :, None])[..., 0],
         normaliser=left.sum(dim=3),
         normaliser_bound=most.sum(dim=3),
-        output=(whole - output).norm(dim=3),
+        output=(all_values - output).norm(dim=3),
         output_bound=((share / count) * most * far).sum(dim=3),
     )

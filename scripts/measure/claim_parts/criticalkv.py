@@ -70,7 +70,7 @@ def criticalkv(look: Look) -> Iterator[tuple[str, Tensor]]:
 
 
 def l2_mask(look: Look) -> Tensor:
-    """As `kept_mask`, with the other norm."""
+    """What `kept_mask` keeps with CriticalKV's L2 norm in place of L1."""
     return kept_mask(look, "snapkv+criticalkv", 0.25, norm="l2")
 
 

@@ -42,7 +42,7 @@ class Look:
         return self._kept[key]
 
     def positions(self, observed: bool = False) -> Tensor:
-        """Of the queries looked at: later ones, or the window's own that scores come from."""
+        """Positions of the measured queries: later ones, or the window that scores come from."""
         if observed:
             return torch.arange(self.num_tokens - WINDOW, self.num_tokens)
         return torch.arange(self.num_tokens, len(self.layer.queries), QUERY_STRIDE)
@@ -74,9 +74,9 @@ class Look:
             return parts.kept, parts
         keys, values = layer.keys.clone(), layer.values.clone()
         bias = torch.zeros(keys.shape[:2])
-        for whole, some in ((keys, merged.keys), (values, merged.values), (bias, merged.bias)):
+        for rows, some in ((keys, merged.keys), (values, merged.values), (bias, merged.bias)):
             if some is not None:
-                whole[:, : self.num_tokens] = some
+                rows[:, : self.num_tokens] = some
         later = keys.shape[1] - self.num_tokens
         mask = torch.nn.functional.pad(kept.mask, (0, later), value=True)
         asked = self.queries(), self.positions()

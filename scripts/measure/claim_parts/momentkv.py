@@ -53,13 +53,13 @@ def expansion(look: Look) -> Iterator[tuple[str, Tensor]]:
         away = away.masked_fill(~evicted, 0)
         weights = away.exp().masked_fill(~evicted, 0)
         some, count = count[:, None, None, None] > 0, count.clamp_min(1)[:, None, None, None]
-        whole = torch.where(some, weights.sum(dim=3, keepdim=True) / count, 1)
-        left_out = (weights / whole - 1 - away).masked_fill(~evicted, 0)
+        mean_weights = torch.where(some, weights.sum(dim=3, keepdim=True) / count, 1)
+        left_out = (weights / mean_weights - 1 - away).masked_fill(~evicted, 0)
         spread = (away.square().sum(dim=3) / count[..., 0]).sqrt()
         widest = (values - mean_value[:, None]).norm(dim=2).masked_fill(kept.mask, 0)
         bound = widest.amax(dim=1)[:, None, None] * left_out.abs().sum(dim=3) / count[..., 0]
         first = torch.einsum("hgmd,hed->hgme", grouped, cross) / count
-        true = (weights / whole / count) @ values[:, None]
+        true = (weights / mean_weights / count) @ values[:, None]
         size = true.norm(dim=3).clamp_min(tiny)
         errors = {
             order: (true - mean_value[:, None, None] - step).norm(dim=3)
@@ -69,7 +69,7 @@ def expansion(look: Look) -> Iterator[tuple[str, Tensor]]:
             yield f"expansion-{order}/{name}", (error / size).mean(dim=2).flatten()
         yield f"expansion-spread/{name}", spread.mean(dim=2).flatten()
         yield f"expansion-farthest/{name}", away.abs().amax(dim=3).mean(dim=2).flatten()
-        yield f"expansion-log-mass/{name}", whole.log().mean(dim=(2, 3)).flatten()
+        yield f"expansion-log-mass/{name}", mean_weights.log().mean(dim=(2, 3)).flatten()
         yield (
             f"expansion-of-bound/{name}",
             (errors["first"] / bound.clamp_min(tiny)).mean(dim=2).flatten(),
@@ -83,13 +83,13 @@ def remainders(look: Look) -> Iterator[tuple[str, Tensor]]:
     for budget in (0.1, 0.25):
         mask, name = look.kept("momentkv", budget).mask, f"momentkv@{budget:g}"
         parts = look.parts(mask)
-        found = expansion_remainders(look.queries(), *rows, ~mask, parts)
+        relative = expansion_remainders(look.queries(), *rows, ~mask, parts)
         for kind in ("numerator", "normaliser", "output"):
-            error, bound = getattr(found, kind), getattr(found, f"{kind}_bound")
+            error, bound = getattr(relative, kind), getattr(relative, f"{kind}_bound")
             share = error / bound.clamp_min(tiny)
             yield f"remainder-{kind}-of-bound/{name}", share.mean(dim=2).flatten().float()
-        size = parts.whole.norm(dim=2).unflatten(1, found.output.shape[:2]).movedim(0, 2)
-        yield f"remainder-error/{name}", (found.output / size).mean(dim=2).flatten().float()
-        bound = (found.output_bound / size).float()
+        size = parts.whole.norm(dim=2).unflatten(1, relative.output.shape[:2]).movedim(0, 2)
+        yield f"remainder-error/{name}", (relative.output / size).mean(dim=2).flatten().float()
+        bound = (relative.output_bound / size).float()
         yield f"remainder-bound/{name}", bound.median(dim=2).values.flatten()
         yield f"remainder-below-output/{name}", (bound < 1).float().mean(dim=2).flatten()

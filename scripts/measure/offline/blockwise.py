@@ -22,7 +22,7 @@ from vllm_kvcompress.policies.base import EntryState, LayerView
 from vllm_kvcompress.scheduling.ledger import RequestLedger
 from vllm_kvcompress.scheduling.rule import CompressionRule
 
-MOST_QUERIES = 256  # that a policy may observe
+MAX_OBSERVED_QUERIES = 256  # that a policy may observe
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LayerCache:
 
     @property
     def no_bias(self) -> Tensor:
-        """[H, n] zeros."""
+        """Logit biases [H, n] of zeros."""
         return self.keys.new_zeros(self.keys.shape[:2])
 
     def view(self, num_tokens: int, num_queries: int) -> LayerView:
@@ -82,7 +82,7 @@ class LayerCache:
             values=torch.cat([self.values, value[0]], dim=1),
             accumulated=torch.cat([self.accumulated, room], dim=1),
             positions=torch.cat([self.positions, new], dim=1),
-            queries=queries[-MOST_QUERIES:],
+            queries=queries[-MAX_OBSERVED_QUERIES:],
         )
 
 
@@ -169,9 +169,9 @@ class BlockwiseModel(MaskedModel):
         none = none.to(self.model.dtype)
         numbers, queries = none[..., 0], none.new_empty(0, config.num_attention_heads, size)
         layers = range(config.num_hidden_layers)
-        whole = (len(layers), self._rotary())
+        layout = (len(layers), self._rotary())
         return [
-            LayerCache(none, none, numbers.float(), numbers.long(), queries, layer, *whole)
+            LayerCache(none, none, numbers.float(), numbers.long(), queries, layer, *layout)
             for layer in layers
         ]
 
@@ -181,10 +181,10 @@ def _compressed(
 ) -> LayerCache:
     """After an event that leaves so many blocks."""
     num_heads = len(cache.keys)
-    whole = cache.keys.shape[1] // BLOCK_SIZE * BLOCK_SIZE
+    num_full = cache.keys.shape[1] // BLOCK_SIZE * BLOCK_SIZE
     heads = (cache.num_layers, num_heads, cache.queries.shape[1], BLOCK_SIZE)
     selection = compress_layer(
-        pipeline.bind(*heads), cache.view(whole, num_queries), num_blocks * num_heads
+        pipeline.bind(*heads), cache.view(num_full, num_queries), num_blocks * num_heads
     )
     counts = selection.page_counts.tolist()
     if len(set(counts)) > 1:
@@ -192,17 +192,17 @@ def _compressed(
     kept = selection.kept_indices.view(num_heads, -1)
     received = cache.accumulated
     if selection.merged.accumulated is not None:
-        received = torch.cat([selection.merged.accumulated, received[:, whole:]], dim=1)
+        received = torch.cat([selection.merged.accumulated, received[:, num_full:]], dim=1)
     return replace(
         cache,
-        keys=_gathered(cache.keys, kept, whole),
-        values=_gathered(cache.values, kept, whole),
-        accumulated=_gathered(received, kept, whole),
-        positions=_gathered(cache.positions, kept, whole),
+        keys=_gathered(cache.keys, kept, num_full),
+        values=_gathered(cache.values, kept, num_full),
+        accumulated=_gathered(received, kept, num_full),
+        positions=_gathered(cache.positions, kept, num_full),
     )
 
 
-def _gathered(rows: Tensor, kept: Tensor, whole: int) -> Tensor:
+def _gathered(rows: Tensor, kept: Tensor, num_full: int) -> Tensor:
     """Kept entries of the full blocks, and all behind them."""
     heads = torch.arange(len(kept), device=kept.device)[:, None]
-    return torch.cat([rows[heads, kept], rows[:, whole:]], dim=1)
+    return torch.cat([rows[heads, kept], rows[:, num_full:]], dim=1)

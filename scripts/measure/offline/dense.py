@@ -49,11 +49,11 @@ class DenseLayer:
 
     def view(self, num_tokens: int, window_size: int) -> LayerView:
         """What a policy sees when the first tokens have been read."""
-        whole = num_tokens - num_tokens % BLOCK_SIZE
-        keys, values = self.keys[:, :whole], self.values[:, :whole]
-        tail = self.keys[:, whole:num_tokens], self.values[:, whole:num_tokens]
+        num_full = num_tokens - num_tokens % BLOCK_SIZE
+        keys, values = self.keys[:, :num_full], self.values[:, :num_full]
+        tail = self.keys[:, num_full:num_tokens], self.values[:, num_full:num_tokens]
         weight = self.output_weight
-        positions = torch.arange(whole, device=keys.device).expand(len(keys), -1)
+        positions = torch.arange(num_full, device=keys.device).expand(len(keys), -1)
         return LayerView(
             kv=GatheredKV.of(keys, values, tail=tail),
             queries=self.queries[max(0, num_tokens - window_size) : num_tokens],

@@ -35,10 +35,10 @@ class Reading:
     recalls: list[tuple[float, float]] = field(default_factory=list)
 
     def mask(self, queries: Tensor, keys: Tensor, held: Tensor, scale: float) -> Tensor:
-        """As `read_mask`."""
+        """Mask of the tokens that each query reads, as `read_mask` returns it."""
         mask = read_mask(queries, keys, self.rule, held)
-        found = recall(queries, keys, mask, self.num_best, scale)[:, :, self.num_whole :]
-        self.recalls.append((float(found[0].mean()), float(found[1].mean())))
+        read = recall(queries, keys, mask, self.num_best, scale)[:, :, self.num_whole :]
+        self.recalls.append((float(read[0].mean()), float(read[1].mean())))
         mask[:, : self.num_whole] = True
         return mask
 
@@ -107,17 +107,17 @@ class MaskedModel(DenseModel):
         group, count = query.shape[1] // key.shape[1], query.shape[2]
         own = torch.full((count, count), float("-inf"), dtype=query.dtype, device=query.device)
         before = bias[:, None].expand(-1, count, -1)
-        whole = torch.cat([before, own.triu(1).expand(len(bias), -1, -1)], dim=2)
+        full_mask = torch.cat([before, own.triu(1).expand(len(bias), -1, -1)], dim=2)
         if self._reading is not None:
             every_key = torch.cat([keys, key[0]], dim=1).float()
             held = torch.nn.functional.pad(bias > float("-inf"), (0, count), value=True)
             read = self._reading.mask(query[0].float(), every_key, held, scale)
-            whole = whole.masked_fill(~read, float("-inf"))
+            full_mask = full_mask.masked_fill(~read, float("-inf"))
         output = torch.nn.functional.scaled_dot_product_attention(
             query,
             torch.cat([keys[None], key], dim=2).repeat_interleave(group, dim=1),
             torch.cat([values[None], value], dim=2).repeat_interleave(group, dim=1),
-            attn_mask=whole.repeat_interleave(group, dim=0)[None],
+            attn_mask=full_mask.repeat_interleave(group, dim=0)[None],
             scale=scale,
         )
         return output.transpose(1, 2).contiguous(), None
@@ -138,6 +138,6 @@ def _compressed(
     return keys.to(dtype), values.to(dtype), bias.to(dtype)
 
 
-def _replaced(whole: Tensor, some: Tensor | None) -> Tensor:
+def _replaced(values: Tensor, some: Tensor | None) -> Tensor:
     """With the entries of full blocks as a merger left them."""
-    return whole if some is None else torch.cat([some, whole[:, some.shape[1] :]], dim=1)
+    return values if some is None else torch.cat([some, values[:, some.shape[1] :]], dim=1)

@@ -57,11 +57,11 @@ def _read_of_all(queries: Tensor, keys: Tensor, rule: ReadRule) -> Tensor:
     if rule.score == "keys":
         chosen = highest_products(asked, pages.__getitem__, rows, counts, read, choice)
     else:
-        found = key_means(pages, rule.parts) if rule.num_means else key_bounds(pages)
+        summaries = key_means(pages, rule.parts) if rule.num_means else key_bounds(pages)
         scales = None
         if rule.bounds == "int8":
-            found, scales = rounded_outwards(found)
-        chosen = choose_pages(asked, found, rows, counts, read, choice, scales)
+            summaries, scales = rounded_outwards(summaries)
+        chosen = choose_pages(asked, summaries, rows, counts, read, choice, scales)
     columns = torch.where(
         torch.arange(choice.most, device=keys.device) < read[:, None], chosen % width, width
     )
@@ -88,5 +88,5 @@ def recall(queries: Tensor, keys: Tensor, mask: Tensor, number: int, scale: floa
     logits = logits.masked_fill(torch.arange(num_tokens, device=keys.device) > ends, -torch.inf)
     read = mask.repeat_interleave(group, dim=0)
     best = logits.topk(number, dim=2).indices
-    found = read.gather(2, best).float().mean(2)
-    return torch.stack((found, (logits.softmax(2) * read).sum(2)))
+    hits = read.gather(2, best).float().mean(2)
+    return torch.stack((hits, (logits.softmax(2) * read).sum(2)))
