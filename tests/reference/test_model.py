@@ -85,7 +85,7 @@ def test_loss_covers_answers_only() -> None:
 
 
 def test_a_few_steps_reduce_the_loss() -> None:
-    recipe = Recipe(minutes=4, most_steps=STEPS, tokens_per_step=1024)
+    recipe = Recipe(minutes=4, max_steps=STEPS, tokens_per_step=1024)
     ids, labels, _ = make_batch(64, 0.0, recipe, random.Random(5))
     torch.manual_seed(0)
     trained = train(recipe)

@@ -52,7 +52,7 @@ def test_captured_layers_reproduce_the_models_attention(
     everything = torch.ones(layer.keys.shape[:2], dtype=torch.bool)
     queries, positions = layer.queries * layer.scale, torch.arange(NUM_TOKENS)
     parts = attend_in_parts(queries, positions, layer.keys, layer.values, everything)
-    outputs = torch.einsum("mhd,hdo->mo", parts.whole, layer.output_weight)
+    outputs = torch.einsum("mhd,hdo->mo", parts.full, layer.output_weight)
     assert (outputs - given[0]).norm() < 0.02 * given[0].norm(), "bfloat16"
 
 
@@ -179,7 +179,7 @@ def test_moment_expansion_stays_within_its_bounds(seed: int) -> None:
         for part in (parts.kept, parts.lse, look.queries())
     ]
     outputs = corrected(*by_head, moments, 1.0)
-    full = parts.whole.transpose(0, 1).unflatten(0, (2, 3))
+    full = parts.full.transpose(0, 1).unflatten(0, (2, 3))
     error = (outputs - full).norm(dim=3).double()
     assert torch.allclose(error, remainders.output, rtol=1e-3, atol=1e-5)
 

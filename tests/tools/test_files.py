@@ -109,7 +109,7 @@ def test_data_and_results_are_read_within_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Too large, without an end, too deep, numbers of too many digits: one sentence each."""
-    monkeypatch.setattr(files, "MOST_BYTES", 20_000)
+    monkeypatch.setattr(files, "MAX_FILE_BYTES", 20_000)
     large, answers = tmp_path / "large.jsonl", tmp_path / runner.ANSWERS
     large.write_text("x" * 20_001)
     answers.write_text("{}\n" * 10_000)

@@ -1,4 +1,4 @@
-"""`vllm-kvcompress bench`: stock vLLM against compressed serving, as ratios."""
+"""`vllm-kvcompress bench`: compares stock vLLM with compressed serving, as ratios."""
 
 from __future__ import annotations
 
@@ -88,12 +88,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures, prints tables, and writes the figures; goes on where a run was stopped.
-
-    Raises:
-        ConfigError: a setting that cannot work.
-        EngineError: an engine ended.
-    """
+    """Measures, prints tables and writes the figures; goes on where a run was stopped."""
     from vllm_kvcompress.tools.benchmark import report
     from vllm_kvcompress.tools.benchmark.measure import measure
     from vllm_kvcompress.tools.files import make_folder
@@ -116,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Any:
-    """What the options ask for.
+    """The benchmark of a scenario that the options ask for.
 
     Raises:
         ConfigError: a setting that cannot work.

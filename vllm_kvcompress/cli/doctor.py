@@ -1,4 +1,4 @@
-"""`vllm-kvcompress doctor`: is this installation complete, and would serve accept this?"""
+"""`vllm-kvcompress doctor`: checks the installation, and whether serve would accept a command."""
 
 from __future__ import annotations
 
@@ -30,13 +30,7 @@ before it starts:  vllm-kvcompress doctor MODEL --kv-policy snapkv --kv-budget 0
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Attributes:
-        name: what was looked at.
-        value: what was found.
-        problem: what is wrong with it and what to do; empty when nothing is.
-    """
+    """One line of the report: what was checked, its value, and what to do if something is wrong."""
 
     name: str
     value: str
@@ -55,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the report; 1 if there is any problem."""
+    """Prints the report; returns 1 if there is any problem."""
     # vLLM logs to stdout, where the report goes.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     findings = list(_installation())
@@ -112,7 +106,7 @@ def _vllm() -> Finding:
 
 
 def _versions() -> Iterator[Finding]:
-    """What was done with each version of vLLM, installed or not."""
+    """What was tested with each version of vLLM, installed or not."""
     from vllm_kvcompress.vllm_plugin.startup.versions import VLLM_VERSIONS
 
     for number, known in VLLM_VERSIONS.items():
@@ -148,7 +142,7 @@ def _compiler() -> Finding:
 
 
 def _backend() -> Iterator[Finding]:
-    """The platform, and every class that serve would have vLLM load, by vLLM's own loaders."""
+    """The platform, and every class that serve would have vLLM load, through vLLM's own loaders."""
     from vllm.platforms import current_platform
 
     from vllm_kvcompress.vllm_plugin.startup.compat import option_loaders, plugin_options
@@ -181,7 +175,7 @@ def _loaded(name: str, path: str, load: Callable[[str], object]) -> Finding:
 
 
 def _served(arguments: list[str]) -> Finding:
-    """What serve would say to these arguments."""
+    """Whether serve would accept these arguments."""
     from vllm_kvcompress.cli import launch, serve
 
     try:

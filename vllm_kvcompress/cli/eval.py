@@ -1,4 +1,4 @@
-"""`vllm-kvcompress eval`: what policies cost in quality, on a model, at budgets."""
+"""`vllm-kvcompress eval`: measures what policies cost in quality, on a model, at budgets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """What is asked, of which settings, and how the engine is built."""
+    """Adds options for what is asked, of which settings, and how the engine is built."""
     parser.add_argument("model", metavar="MODEL", help="Hugging Face name or directory")
     add_questions(parser)
     _add_settings(parser)
@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_questions(parser: argparse.ArgumentParser) -> None:
-    """What is asked."""
+    """Adds options for what is asked."""
     asked = parser.add_argument_group("questions")
     asked.add_argument(
         "--tasks",
@@ -145,12 +145,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Evaluates, prints a table and writes `results.json` and `report.html`.
-
-    Raises:
-        ConfigError: a setting that cannot work.
-        EngineError: an engine ended.
-    """
+    """Evaluates, prints a table and writes results.json, results.md and report.html."""
     from vllm_kvcompress.tools.evaluation import runner
 
     plan = plan_of(arguments)
@@ -162,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def plan_of(arguments: argparse.Namespace) -> Plan:
-    """What the options ask for.
+    """The evaluation that the options ask for.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -202,7 +197,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
 
 
 def _check_prepared(arguments: argparse.Namespace) -> None:
-    """Refuses what no preparation is possible with, before anything is asked."""
+    """Refuses `--mode prepared` with settings that do not support it, before anything is asked."""
     from vllm_kvcompress.vllm_plugin.request_options import check_preparation
 
     if arguments.base_url:
@@ -220,7 +215,7 @@ def _check_prepared(arguments: argparse.Namespace) -> None:
 
 
 def write_results(plan: Plan, folder: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Prints the table, writes `results.json`, `.md` and `report.html`; returns the rows."""
+    """Prints the table, writes results.json, results.md and report.html; returns the rows."""
     from vllm_kvcompress.tools.evaluation.summary import markdown_table, summarize, text_table
     from vllm_kvcompress.tools.files import write_whole
 
@@ -244,10 +239,10 @@ def _has_matplotlib() -> bool:
 
 
 def items_of(arguments: argparse.Namespace) -> list[Any]:
-    """The questions and texts that `add_questions` asks for.
+    """The questions and texts that the options of `add_questions` ask for.
 
     Raises:
-        ConfigError: there are no such ones.
+        ConfigError: there are none.
     """
     from vllm_kvcompress.tools.evaluation import items
     from vllm_kvcompress.tools.evaluation.metrics import check_metric
@@ -316,7 +311,7 @@ def _count(text: str) -> int:
 
 
 def engine_option(text: str) -> tuple[str, Any]:
-    """A keyword argument of `vllm.LLM` from its text; JSON values, else text."""
+    """Parses KEY=VALUE into a keyword argument of `vllm.LLM`; the value is JSON or text."""
     name, equals, value = text.partition("=")
     if not name or not equals:
         raise argparse.ArgumentTypeError(f"{text}: expected KEY=VALUE")

@@ -1,4 +1,4 @@
-"""`vllm-kvcompress fetch-model`: a small real language model, ready to be served."""
+"""`vllm-kvcompress fetch-model`: fetches a small real language model, ready to be served."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fetches it, unless it is there, and says where it is.
-
-    Raises:
-        ConfigError: what stood in the way.
-    """
+    """Fetches the model unless it is there, and prints where it is."""
     from vllm_kvcompress.tools import smollm2
 
     out = arguments.out or Path("models") / arguments.model

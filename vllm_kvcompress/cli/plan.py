@@ -1,4 +1,4 @@
-"""`vllm-kvcompress plan`: how many requests fit at a time, stock and compressed."""
+"""`vllm-kvcompress plan`: computes how many requests fit at a time, stock and compressed."""
 
 from __future__ import annotations
 
@@ -56,11 +56,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the arithmetic.
-
-    Raises:
-        ConfigError: a setting that cannot work, or a model with other layers than full attention.
-    """
+    """Prints how many requests fit, and how that follows from the model."""
     from vllm_kvcompress.tools import capacity
 
     own = argparse.ArgumentParser(prog="vllm-kvcompress plan", add_help=False, allow_abbrev=False)
@@ -92,11 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _number(options: dict[str, str], name: str, default: float) -> float:
-    """One of vLLM's options that is a number: a whole one, or a share of at most 1.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """One of vLLM's numeric options: a whole number, or a share of at most 1."""
     text = options.get(name, str(default))
     try:
         found = float(text)
@@ -108,11 +100,7 @@ def _number(options: dict[str, str], name: str, default: float) -> float:
 
 
 def size(text: str) -> int:
-    """A number of bytes or tokens, such as 80GiB, 512MB or 32k.
-
-    Raises:
-        argparse.ArgumentTypeError: it is no such thing.
-    """
+    """Parses a number of bytes or tokens, such as 80GiB, 512MB or 32k."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.lower())
     known = match is not None and match.group(2) in _UNITS
     if match is None or not known or float(match.group(1)) > _MOST:

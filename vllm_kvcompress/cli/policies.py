@@ -1,4 +1,4 @@
-"""`vllm-kvcompress policies`: what there is to choose from, and what a policy string means."""
+"""`vllm-kvcompress policies`: lists the policies, and explains policy strings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Stage:
     Attributes:
         name: one of `policies.policy.Stages`.
         does: what happens.
-        part: which part of the policy string decides it; empty for the default.
+        part: the part of the policy string that decides it; empty for the default.
     """
 
     name: str
@@ -97,7 +97,7 @@ def _run_explain(arguments: argparse.Namespace) -> int:
 
 
 def pipeline_stages(parts: Sequence[type[Part]]) -> list[Stage]:
-    """The stages in order; a modifier replaces those of the policy that it goes on."""
+    """The stages in order; a modifier replaces those of the policy that it modifies."""
     decided = {"allocate": Stage("allocate", _UNIFORM, "")}
     for part in parts:
         for name, does in part.stages.non_empty().items():
@@ -118,7 +118,7 @@ def _described(info: type[Part]) -> str:
 
 
 def _meaning(parameter: Parameter) -> str:
-    """The meaning with the valid values, unless it names them itself."""
+    """A parameter's meaning with the valid values, unless it names them itself."""
     missing = [choice for choice in parameter.choices if choice not in parameter.meaning]
     if missing:
         return f"{parameter.meaning} ({', '.join(parameter.choices)})"
@@ -129,7 +129,7 @@ def _meaning(parameter: Parameter) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]], indent: str = "  ") -> str:
-    """Rows in columns; the last column is wrapped."""
+    """Formats rows in columns; the last column is wrapped."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     return "\n".join(line for row in rows for line in _wrapped_row(row, widths, indent))
 

@@ -37,12 +37,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures and writes.
-
-    Raises:
-        ConfigError: a setting that cannot work, or a model that cannot be loaded.
-        FileError: the file cannot be written.
-    """
+    """Measures and writes a profile."""
     from tqdm import tqdm
 
     from vllm_kvcompress.tools import profiler
@@ -73,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _beside_the_model(arguments: argparse.Namespace) -> Path:
-    """Where a profile goes of which nobody said where."""
+    """The place of a profile without --out: in the model's directory."""
     folder = Path(arguments.model)
     if arguments.kind != "headkv" or not folder.is_dir():
         raise ConfigError(
@@ -100,7 +95,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _load(name: str) -> tuple[Any, Any]:
-    """The model with eager attention, on the GPU if there is one, and its tokenizer."""
+    """Loads the model with eager attention, on the GPU if there is one, and its tokenizer."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

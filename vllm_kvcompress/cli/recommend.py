@@ -1,4 +1,4 @@
-"""`vllm-kvcompress recommend`: the cheapest setting that loses little enough."""
+"""`vllm-kvcompress recommend`: finds the cheapest setting that loses little enough."""
 
 from __future__ import annotations
 
@@ -39,15 +39,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Tries budgets from the smallest on, until a policy loses no more than it may.
-
-    Returns:
-        0, or 1 when no setting is good enough.
-
-    Raises:
-        ConfigError: a setting that cannot work.
-        EngineError: an engine ended.
-    """
+    """Tries budgets from the smallest on; returns 1 if no setting is good enough."""
     from vllm_kvcompress.tools.evaluation import runner
     from vllm_kvcompress.tools.evaluation.recommendation import cheapest, rounds
 
@@ -78,11 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_compressed(rows: list[dict[str, Any]]) -> None:
-    """Refuses to advise what was not measured.
-
-    Raises:
-        ConfigError: every question was left alone.
-    """
+    """Refuses to recommend a setting under which every question was left uncompressed."""
     if all(row["kept"] >= 1 for row in rows):
         raise ConfigError(
             "nothing was compressed, so nothing was measured: expected questions of at least "
@@ -91,7 +79,7 @@ def check_compressed(rows: list[dict[str, Any]]) -> None:
 
 
 def _bounds(arguments: argparse.Namespace) -> str:
-    """What may be lost, in words."""
+    """The permitted losses in words."""
     return (
         f"{100 * arguments.max_loss:g}% of the score and {arguments.max_text_loss:g} nats per "
         "token of texts"
@@ -99,7 +87,7 @@ def _bounds(arguments: argparse.Namespace) -> str:
 
 
 def _share(text: str) -> float:
-    """A share from `1%` or `0.01`."""
+    """Parses a share such as `1%` or `0.01`."""
     number = text.removesuffix("%")
     try:
         share = float(number) / (100 if text.endswith("%") else 1)

@@ -1,1 +1,1 @@
-"""What measures and trains; nothing of it runs while requests are served."""
+"""Evaluation, benchmarks, profiles and models for the commands of this package."""

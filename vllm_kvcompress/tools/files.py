@@ -1,4 +1,4 @@
-"""Results on disk: whole or not at all, and one sentence where that fails."""
+"""Reads and writes result files: complete or not at all, with one sentence where that fails."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from vllm_kvcompress.errors import ConfigError, FileError
 
-MOST_BYTES = 256 * 2**20  # of data, and of what earlier runs answered
+MAX_FILE_BYTES = 256 * 2**20  # for data files, and for answers of earlier runs
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """What goes wrong with a file inside is said in one sentence that names it.
+    """Turns an OSError inside into one sentence that names the file.
 
     Raises:
         FileError: the disk is full, a folder is missing, reading or writing is not allowed.
@@ -28,40 +28,32 @@ def named(path: Path) -> Iterator[None]:
         ) from None
 
 
-def read_within(path: Path, most_bytes: int | None = None, errors: str = "strict") -> str:
-    """A file's text, of at most MOST_BYTES unless said otherwise.
+def read_within(path: Path, max_bytes: int | None = None, errors: str = "strict") -> str:
+    """Reads a text file of limited size.
 
     Raises:
-        ConfigError: it is larger than a file of its kind can be.
+        ConfigError: it is larger than `max_bytes`.
         OSError: it cannot be read.
         UnicodeDecodeError: it is no text.
     """
-    most = MOST_BYTES if most_bytes is None else most_bytes
+    limit = MAX_FILE_BYTES if max_bytes is None else max_bytes
     with path.open("rb") as file:
-        found = file.read(most + 1)  # of a device that never ends, too
-    if len(found) > most:
+        content = file.read(limit + 1)  # not all: a device may never end
+    if len(content) > limit:
         raise ConfigError(
-            f"{path}: expected at most {most} bytes, found more; give a smaller file."
+            f"{path}: expected at most {limit} bytes, found more; give a smaller file."
         )
-    return found.decode(errors=errors)
+    return content.decode(errors=errors)
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder, and those around it.
-
-    Raises:
-        FileError: it cannot be made.
-    """
+    """Makes a folder with its parents, or raises FileError."""
     with named(path):
         path.mkdir(parents=True, exist_ok=True)
 
 
 def check_writable(path: Path) -> None:
-    """Makes the folder of a result, and sees whether it can be written there; leaves nothing else.
-
-    Raises:
-        FileError: it cannot.
-    """
+    """Makes a result's folder and checks that the result can be written, or raises FileError."""
     make_folder(path.parent)
     with named(path):
         if path.exists() and not path.is_file():
@@ -73,10 +65,9 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that whoever reads it finds the former text or the new one, never a part.
+    """Writes a file so that readers see the former text or the new one, never a part.
 
-    Its folder is made if there is none.
-    What is no ordinary file, such as /dev/stdout, is written to as it is.
+    Makes the folder. What is no ordinary file, such as /dev/stdout, is written to directly.
 
     Raises:
         FileError: it cannot be written.
@@ -99,22 +90,22 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def _partial(path: Path) -> Path:
-    """Where a file is written before it takes its name."""
+    """The temporary name of a file while it is written."""
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
 def append(path: Path, text: str) -> None:
-    """Adds all of a text to a file, or nothing.
+    """Appends all of a text to a file, or nothing.
 
     Raises:
         FileError: it cannot be written.
     """
-    left = memoryview(text.encode())
+    unwritten = memoryview(text.encode())
     with named(path), path.open("ab", buffering=0) as file:
         begin = file.tell()
         try:
-            while left:
-                left = left[file.write(left) :]
+            while unwritten:
+                unwritten = unwritten[file.write(unwritten) :]
         except OSError:
             file.truncate(begin)
             raise

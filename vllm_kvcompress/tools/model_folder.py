@@ -1,4 +1,4 @@
-"""What this package puts into a model's folder, and finds there."""
+"""Names the files that this package puts into a model's folder."""
 
 from __future__ import annotations
 

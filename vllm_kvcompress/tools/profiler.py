@@ -1,13 +1,13 @@
 """Measures which heads of a model retrieve, for HeadKV and DuoAttention.
 
 A prompt of random words hides a needle: a few words of cue and of content. At the end the prompt
-repeats it. Heads that retrieve attend from the repeated words to the needle; the attention that
-a query head spends there, from 0 to 1, is its score in that prompt.
+repeats it. Retrieval heads attend from the repeated words to the needle; the attention that a query
+head spends there, from 0 to 1, is its score in that prompt.
 
     noise ... | cue content | ... noise | cue content
                 ^~~~~~~~~~~~ attention ~~~~~~~~^
 
-The files are those that the methods' authors publish; `policies/headkv.py` and
+The files have the format that the methods' authors publish; `policies/headkv.py` and
 `policies/duoattention.py` read them.
 """
 
@@ -35,12 +35,7 @@ Scores = list[list[list[float]]]  # by layer, query head and prompt
 
 @dataclass(frozen=True)
 class NeedlePrompt:
-    """A prompt and where its needle is.
-
-    Attributes:
-        tokens: the prompt.
-        needle: position of the needle's first token.
-    """
+    """A prompt, and the position of its needle's first token."""
 
     tokens: list[int]
     needle: int
@@ -53,13 +48,7 @@ class NeedlePrompt:
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """How to measure.
-
-    Attributes:
-        num_samples: prompts.
-        length: tokens of a prompt.
-        seed: of the prompts.
-    """
+    """How to measure: number of prompts, tokens of a prompt, and the prompts' seed."""
 
     num_samples: int = 16
     length: int = 1024
@@ -69,7 +58,7 @@ class ProfileSettings:
 def needle_prompt(
     words: Sequence[int], start: Sequence[int], length: int, seed: int
 ) -> NeedlePrompt:
-    """A prompt of `length` tokens with a needle somewhere, repeated at the end.
+    """Draws a prompt of `length` tokens with a needle somewhere, repeated at the end.
 
     Args:
         words: tokens to draw from; the needle's own do not occur elsewhere.
@@ -88,7 +77,7 @@ def needle_prompt(
 
 
 def vocabulary_words(tokenizer: Any, vocabulary_size: int) -> list[int]:
-    """Tokens that are words, as far as the vocabulary tells; otherwise all but special ones."""
+    """Tokens that are words, if the vocabulary shows it; otherwise all but special ones."""
     special = set(tokenizer.all_special_ids)
     ids = {
         text: number
@@ -109,16 +98,13 @@ def measure_heads(
     settings: ProfileSettings,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Scores:
-    """Retrieval scores of every query head in the layers that are compressed.
+    """Retrieval scores, from 0 to 1, by full-attention layer, query head and prompt.
 
     Args:
         model: a Hugging Face causal LM with eager attention.
         tokenizer: the model's.
         settings: how to measure.
         progress: wraps the loop over prompts.
-
-    Returns:
-        By layer (full attention only), query head and prompt, from 0 to 1.
 
     Raises:
         ConfigError: the prompt is too short, too long for the model, or the vocabulary too small.
@@ -146,21 +132,19 @@ def compressed_layers(config: Any) -> list[int]:
 
 
 def needle_mass(attention: torch.Tensor, prompt: NeedlePrompt) -> list[float]:
-    """By query head, the mean attention that tokens with content to retrieve spend on the needle.
+    """Mean attention on the needle by query head, of the tokens with content to retrieve.
 
-    Args:
-        attention: [query heads, asking tokens, tokens] fp32.
-        prompt: where the needle is.
+    `attention` is [query heads, asking tokens, tokens] fp32.
     """
     needle = slice(prompt.needle, prompt.needle + CUE_WORDS + CONTENT_WORDS)
     return [float(mass) for mass in attention[:, :, needle].sum(dim=2).mean(dim=1)]
 
 
 def _asked_attention(model: Any, prompt: NeedlePrompt) -> list[torch.Tensor]:
-    """By layer, [query heads, asking tokens, tokens] fp32.
+    """Attention of the tokens that predict content: per layer [query heads, tokens, tokens] fp32.
 
-    The prompt goes through the model in chunks, so that no attention matrix of the whole prompt
-    exists; only the last chunk, the tokens that predict content, hands its attention out.
+    The prompt goes through the model in chunks, so that no attention matrix of the full prompt
+    exists; only the last chunk, the tokens that predict content, returns its attention.
     """
     tokens = torch.tensor([prompt.tokens[:-1]], device=model.device)
     cache = None
@@ -180,11 +164,11 @@ def _asked_attention(model: Any, prompt: NeedlePrompt) -> list[torch.Tensor]:
 
 def _check(length: int, config: Any, words: Sequence[int]) -> None:
     size = CUE_WORDS + CONTENT_WORDS
-    most = getattr(config, "max_position_embeddings", None) or length
-    if not 4 * size <= length <= most:
+    longest = getattr(config, "max_position_embeddings", None) or length
+    if not 4 * size <= length <= longest:
         raise ConfigError(
             f"--length {length}: expected at least {4 * size} tokens, so that there is noise "
-            f"around the needle, and at most the model's {most}."
+            f"around the needle, and at most the model's {longest}."
         )
     if len(words) < 2 * size:
         raise ConfigError(
@@ -204,11 +188,10 @@ def write_headkv(path: Path, scores: Scores) -> None:
 
 @dataclass(frozen=True)
 class StreamingSizes:
-    """What DuoAttention's pattern says besides gates.
+    """What DuoAttention's pattern contains besides gates.
 
     Attributes:
-        num_sinks: first tokens that streaming heads keep.
-        num_recent: last tokens that streaming heads keep.
+        num_sinks, num_recent: first and last tokens that streaming heads keep.
         sparsity: share of the heads whose gate is written as 0, or None for none.
     """
 
@@ -220,7 +203,7 @@ class StreamingSizes:
 def gates_of(scores: Scores, num_kv_heads: int, sparsity: float | None) -> list[list[float]]:
     """Gates in [0, 1] by layer and KV head: mean scores relative to the highest.
 
-    A KV head retrieves as well as the best query head that reads it.
+    A KV head scores as the best query head that reads it.
     """
     group = len(scores[0]) // num_kv_heads
     means = [[sum(values) / len(values) for values in heads] for heads in scores]

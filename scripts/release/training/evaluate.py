@@ -1,4 +1,4 @@
-"""How often the reference model answers held-out questions, with the full cache."""
+"""Measures how often the reference model answers held-out questions, with the full cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HELD_OUT_SEED = 1_000_000  # training draws its scenes from another generator al
 
 
 def prompt_ids(sample: Sample) -> list[int]:
-    """Token ids of a sample as a chat renders it."""
+    """Token ids of a sample, as the chat template renders it."""
     words = f"{sample.context} {sample.question}".split()
     return [BOS, *encode(words), ANSWER]
 
@@ -35,15 +35,9 @@ def answer(model: Any, sample: Sample, max_tokens: int = 16) -> str:
 
 
 def evaluate(model: Any, num_tokens: int, num_samples: int) -> dict[str, float]:
-    """Mean score of each family on held-out questions.
+    """Mean score in [0, 1] by family on held-out questions, and under "mean" over the families.
 
-    Args:
-        model: a Hugging Face causal LM.
-        num_tokens: words of each context.
-        num_samples: questions per family.
-
-    Returns:
-        By family, and under "mean" over the families, in [0, 1].
+    `num_tokens` is the number of words of each context, `num_samples` of questions per family.
     """
     scores = {}
     for family in FAMILIES:

@@ -1,9 +1,9 @@
 """A warm start: the first two layers begin as an induction circuit, which training then refines.
 
-From random weights, looking back for what followed the same word before takes most of the
-training to appear. Here layer 0 starts with heads that look at the previous word and note it in a
-rotated copy of the embedding space; layer 1 starts with heads that look for places whose
-previous word is the current one and say what stands there. Everything else starts random.
+From random weights, attention to what followed the same word before takes most of the training to
+appear. Here the heads of layer 0 attend to the previous word and write it into a rotated copy of
+the embedding space; those of layer 1 attend to words whose previous word is the current one, and
+copy them. Everything else starts random.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ def _orthogonal(size: int, generator: torch.Generator) -> Tensor:
 def plant_induction(model: Any, seed: int) -> None:
     """Sets embeddings and the first two attention layers of a Llama in place.
 
-    Args:
-        model: a Llama whose KV heads together are as wide as the model.
-        seed: of the random bases.
+    Its KV heads together have to be as wide as the model; `seed` is that of the random bases.
     """
     config = model.config
     width, size = config.hidden_size, config.head_dim

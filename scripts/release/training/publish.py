@@ -17,7 +17,7 @@ REQUIRED_ACCURACY = 0.95
 
 
 def publish(model: Any, directory: Path, facts: dict[str, Any], num_samples: int) -> dict[str, Any]:
-    """Saves weights (bfloat16), tokenizer, and what the saved weights were measured to do.
+    """Saves weights, tokenizer and the accuracy of the saved weights.
 
     Args:
         model: the trained model; converted to bfloat16 in place.

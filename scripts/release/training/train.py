@@ -1,7 +1,7 @@
 """Trains the reference model: copying first, then recall, over contexts that double in length.
 
-Loss is on answers only. Every context is asked many questions, each laid out like a chat's
-(`question <answer> reply <eos>`), so that one step teaches much.
+Loss is on answers only. Every context is asked many questions in the chat's layout (`question
+<answer> reply <eos>`), so that one step teaches much.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ class Recipe:
 
     Attributes:
         minutes: time limit.
-        most_steps: of the optimizer; None: as many as the time allows.
-        max_length: context tokens of the last stage.
-        first_length: context tokens of the first stage.
+        max_steps: of the optimizer; None: as many as the time allows.
+        max_length, first_length: context tokens of the last and of the first stage.
         tokens_per_step: tokens of a batch.
         learning_rate: peak, after 100 steps of warm-up; falls to a tenth in the last fifth.
         promote_at: accuracy of answer tokens, in every recall family, at which contexts double.
@@ -45,7 +44,7 @@ class Recipe:
     """
 
     minutes: float = 30.0
-    most_steps: int | None = None
+    max_steps: int | None = None
     max_length: int = 2048
     first_length: int = 64
     tokens_per_step: int = 4096
@@ -57,7 +56,7 @@ class Recipe:
 
 @dataclass
 class Progress:
-    """Where training stands; handed to the caller after every step."""
+    """The state of the training, passed to the caller after every step."""
 
     step: int = 0
     length: int = 0
@@ -67,7 +66,7 @@ class Progress:
 
 
 def build_model() -> Any:
-    """A Llama with 4 layers of width 128, 8 query and 4 KV heads of 32."""
+    """Builds a Llama with 4 layers of width 128, and 8 query and 4 KV heads of 32."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -111,7 +110,7 @@ def recall_sequence(family: str, length: int, rng: random.Random) -> tuple[list[
 def copy_sequence(length: int, rng: random.Random) -> tuple[list[int], list[int]]:
     """Short segments of words that occur nowhere else, repeated at random distances.
 
-    Loss is on the repeats, except for their first words, which nothing announces.
+    Loss is on the repeats except their first words, which nothing announces.
     """
     unused = list(range(len(SPECIAL), len(WORDS)))
     rng.shuffle(unused)
@@ -137,9 +136,9 @@ def make_batch(
     rng: random.Random,
     accuracy: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Tensor, Tensor, list[str]]:
-    """[B, T] ids and labels, padded, and each row's family ("copy" for copying).
+    """Ids and labels [B, T], padded, and each row's family ("copy" for copying).
 
-    Families that are answered badly are asked more often.
+    Families that are answered badly are drawn more often.
     """
     weights = [max(0.1, 1.05 - accuracy.get(family, 0.0)) for family in FAMILIES]
     rows, families = [], []
@@ -161,9 +160,9 @@ def make_batch(
 
 
 def answer_loss(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss over answer tokens, rows weighing alike, and [B] the share that is right, per row.
+    """The loss over answer tokens, and the share of each row [B] that is right.
 
-    Families with one short answer per row count as much as those with many long ones.
+    Rows weigh alike, so families with one short answer count as much as those with many long ones.
     """
     hidden = model.model(ids).last_hidden_state[:, :-1]
     targets = labels[:, 1:]
@@ -178,14 +177,9 @@ def answer_loss(model: Any, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
 
 def train(recipe: Recipe, on_step: Callable[[Progress], None] = lambda progress: None) -> Any:
-    """Trains until the time is up; contexts double when the slowest recall keeps up.
+    """Trains until the time is up, and calls `on_step` after every step.
 
-    Args:
-        recipe: how.
-        on_step: called after every step.
-
-    Returns:
-        The model, in evaluation mode.
+    Contexts double when the slowest recall family keeps up. Returns the model in evaluation mode.
     """
     torch.manual_seed(recipe.seed)
     rng = random.Random(recipe.seed)
@@ -196,7 +190,7 @@ def train(recipe: Recipe, on_step: Callable[[Progress], None] = lambda progress:
     progress = Progress(length=recipe.first_length)
     started = time.monotonic()
     steps_at_length = 0
-    steps = itertools.count() if recipe.most_steps is None else range(recipe.most_steps)
+    steps = itertools.count() if recipe.max_steps is None else range(recipe.max_steps)
     for _ in steps:
         if progress.seconds >= 60 * recipe.minutes:
             break

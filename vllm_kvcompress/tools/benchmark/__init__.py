@@ -1,1 +1,1 @@
-"""What compression does to serving: loads, driven through stock and compressed engines in turns."""
+"""Measures what compression does to serving: stock and compressed engines serve loads in turns."""

@@ -1,4 +1,4 @@
-"""Stock and compressed engines of one scenario, in turns, and the ratios between them."""
+"""Runs stock and compressed engines of one scenario in turns, and takes the ratios between them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,11 @@ from vllm_kvcompress.tools.dtypes import on_cpu
 from vllm_kvcompress.tools.engine_process import EngineProcess
 
 STOCK, COMPRESSED = "stock", "compressed"
-# Of each ratio the figure it is of; compressed over stock.
-RATIOS = {
-    "decode_throughput": "decode_throughput",
-    "request_throughput": "request_throughput",
-    "output_throughput": "output_throughput",
-    "ttft": "ttft",
-    "tpot": "tpot",
-    "decode_step": "decode_step",
-    "decode_attention": "decode_attention",
-    "hit_rate": "hit_rate",
-}
+# Figures whose ratio, compressed over stock, is reported.
+RATIOS = (
+    *("decode_throughput", "request_throughput", "output_throughput", "ttft", "tpot"),
+    *("decode_step", "decode_attention", "hit_rate"),
+)
 
 
 @dataclass(frozen=True)
@@ -38,11 +32,11 @@ class Benchmark:
     """What is to be measured.
 
     Attributes:
-        scenario: its name.
+        scenario: a name in SCENARIOS.
         size: of the load.
         shape: of the model.
-        settings: ours; a scenario may change some.
-        repeats: measured repetitions; one more warms up.
+        settings: compression settings, of which a scenario may change some.
+        repeats: measured repetitions, after one that warms up.
         engine: further options of both engines.
     """
 
@@ -55,28 +49,24 @@ class Benchmark:
 
     @property
     def load(self) -> Load:
-        """Of the scenario, at this size."""
+        """The scenario's load at this size."""
         return SCENARIOS[self.scenario](self.size)
 
     @property
     def effective_settings(self) -> dict[str, Any]:
-        """With what the scenario changes."""
+        """The settings with the scenario's changes."""
         return {**self.settings, **self.load.settings}
 
 
 def measure(benchmark: Benchmark, log: Path) -> dict[str, Any]:
-    """Runs a scenario.
+    """Runs a scenario; `log` takes the engines' output.
 
     Both engines live side by side and take turns, so that a slow minute of the machine hits both.
 
-    Args:
-        benchmark: the scenario.
-        log: takes what the engines print.
-
     Returns:
-        `medians` by engine, `ratios` of the compressed engine's figures to stock's (medians of
-        the repetitions' ratios), `repetitions`, `timelines` of the last one, and `refused`: why
-        an engine did not start.
+        `medians` by engine, `ratios` of the compressed engine's figures to stock's (medians of the
+        repetitions' ratios), `repetitions`, `timelines` of the last one, and `refused`: why an
+        engine did not start.
 
     Raises:
         EngineError: the compressed engine did not start, or one ended while it served.
@@ -113,21 +103,17 @@ def measure(benchmark: Benchmark, log: Path) -> dict[str, Any]:
 def engine_options(benchmark: Benchmark, cpu: bool) -> dict[str, Any]:
     """Keyword arguments of `vllm.LLM`, for both engines.
 
-    On GPUs two engines share its memory, and graphs are captured as servers do; on CPUs, where that
+    On GPUs two engines share the memory, and graphs are captured as in servers; on CPUs, where that
     takes minutes, they are not.
-
-    Args:
-        benchmark: what is measured.
-        cpu: whether vLLM's CPU build serves.
     """
     load = benchmark.load
     platform = {} if cpu else {"gpu_memory_utilization": 0.45, "enforce_eager": False}
-    own = {"load_format": "dummy", "dtype": benchmark.shape.dtype, **benchmark.engine}
-    return {**load.engine_options, **platform, **own}
+    model = {"load_format": "dummy", "dtype": benchmark.shape.dtype}
+    return {**load.engine_options, **platform, **model, **benchmark.engine}
 
 
 def summarize(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """Medians and ratios of repetitions; those of one number were taken in one turn."""
+    """Medians and ratios of the repetitions, by engine; a ratio is taken within one repetition."""
     timelines = {name: figures[-1]["timeline"] for name, figures in runs.items() if figures}
     plain = {
         name: [{k: v for k, v in run.items() if k != "timeline"} for run in figures]
@@ -140,14 +126,14 @@ def summarize(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]
     }
     ratios: dict[str, float] = {}
     pairs = list(zip(plain[COMPRESSED], plain[STOCK], strict=False))
-    for name, figure in RATIOS.items():
-        found = [ours[figure] / theirs[figure] for ours, theirs in pairs if theirs[figure]]
-        if found:
-            ratios[name] = statistics.median(found)
+    for name in RATIOS:
+        of_pairs = [ours[name] / theirs[name] for ours, theirs in pairs if theirs[name]]
+        if of_pairs:
+            ratios[name] = statistics.median(of_pairs)
     return {"ratios": ratios, "medians": medians, "repetitions": plain, "timelines": timelines}
 
 
 def _reason(error: str) -> str:
-    """The line of an engine's last words that says why it ended."""
+    """The line in an engine's last output that says why it ended."""
     lines = [line for line in error.splitlines() if "Error" in line]
     return (lines or error.splitlines())[-1].strip()

@@ -1,4 +1,4 @@
-"""A scenario's figures as JSON, as a Markdown table, and as a plot."""
+"""Writes a scenario's figures as JSON, as a Markdown table, and as a plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.benchmark.measure import COMPRESSED, STOCK, Benchmark
 from vllm_kvcompress.tools.files import make_folder, read_within, write_whole
 
-# What the table shows: figure, name, how many of it make one, digits.
+# Rows of the table: figure, name, factor from the figure's unit to the table's, digits.
 _ROWS = (
     ("decode_throughput", "tokens/s while decoding", 1, 0),
     ("request_throughput", "requests/s", 1, 3),
@@ -35,11 +35,7 @@ _ROWS = (
 
 
 def write(benchmark: Benchmark, result: dict[str, Any], directory: Path) -> list[Path]:
-    """Writes SCENARIO.json, SCENARIO.md and, where matplotlib is there, SCENARIO.svg.
-
-    Returns:
-        What was written.
-    """
+    """Writes SCENARIO.json, SCENARIO.md and, with matplotlib, SCENARIO.svg; returns the paths."""
     make_folder(directory)
     name = benchmark.scenario
     measured = {key: value for key, value in result.items() if key != "timelines"}
@@ -56,19 +52,19 @@ def write(benchmark: Benchmark, result: dict[str, Any], directory: Path) -> list
 
 
 def former(benchmark: Benchmark, directory: Path) -> Path | None:
-    """The table that an earlier run has left of just this, on such a machine; None: none has."""
-    found = directory / f"{benchmark.scenario}.md"
+    """The table of an earlier run of the same benchmark on such a machine, or None."""
+    former_table = directory / f"{benchmark.scenario}.md"
     try:
-        figures = json.loads(read_within(found.with_suffix(".json")))
+        figures = json.loads(read_within(former_table.with_suffix(".json")))
     except (OSError, ValueError, ConfigError):
         return None
     asked = json.loads(json.dumps(_measures(benchmark)))
     same = isinstance(figures, dict) and asked.items() <= figures.items()
-    return found if same and found.exists() else None
+    return former_table if same and former_table.exists() else None
 
 
 def _measures(benchmark: Benchmark) -> dict[str, Any]:
-    """What is measured, and where."""
+    """What is measured, and where, as JSON."""
     return {
         "scenario": benchmark.scenario,
         "machine": machine(),
@@ -109,7 +105,7 @@ def table(benchmark: Benchmark, result: dict[str, Any]) -> str:
 
 
 def plot(timelines: dict[str, Any]) -> str:
-    """Requests in a step, and the pool's usage, over time, as SVG; of the last repetition."""
+    """Requests in a step, and the pool's usage, over the last repetition, as SVG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 5), layout="constrained")
@@ -129,7 +125,7 @@ def plot(timelines: dict[str, Any]) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures come from."""
+    """The machine that the figures come from."""
     cpu = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"model name\s*:\s*(.*)", cpu)
     return {

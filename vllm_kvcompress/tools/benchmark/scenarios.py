@@ -1,4 +1,4 @@
-"""The loads: which requests come when, and how much memory there is for them."""
+"""Defines the loads: which requests come when, and how much memory there is for them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Arrival:
     """One request of a load.
 
     Attributes:
-        name: of the request.
+        name: unique in the load.
         tokens: its prompt, or what it adds to the conversation that it continues.
-        max_tokens: that it generates; all of them.
-        seconds: when it comes, from the beginning.
+        max_tokens: number of tokens that it generates.
+        seconds: when it arrives, from the start.
         follows: the request whose prompt and reply it continues, once that has ended.
     """
 
@@ -34,15 +34,15 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Load:
-    """What one repetition of a scenario does.
+    """One repetition of a scenario.
 
     Attributes:
-        arrivals: makes the requests of a repetition, from its seed.
+        arrivals: makes the requests of a repetition, from its random generator.
         pool_tokens: tokens that fit the KV cache.
         max_model_len: longest request.
-        settings: what differs from the user's settings.
+        settings: changes of the user's settings.
         engine: further options of both engines.
-        timed_attention: also take the time of attention, which needs eager mode.
+        timed_attention: also time attention, which needs eager mode.
     """
 
     arrivals: Callable[[random.Random], list[Arrival]]
@@ -71,9 +71,9 @@ class Size:
     """How large the loads are.
 
     Attributes:
-        requests: of the loads with many.
-        prompt: tokens of their prompts.
-        output: tokens that each generates.
+        requests: number of requests.
+        prompt: tokens of a prompt.
+        output: tokens that each request generates.
     """
 
     requests: int = 32
@@ -88,7 +88,7 @@ def pool_limited(size: Size) -> Load:
 
 
 def long_decode(size: Size) -> Load:
-    """One request that generates behind a long context, with memory enough."""
+    """One request that generates after a long context, with enough memory."""
     longest = _blocks(size.prompt + size.output)
     return Load(
         _at_once(replace(size, requests=1)),
@@ -101,8 +101,8 @@ def long_decode(size: Size) -> Load:
 def oversize(size: Size) -> Load:
     """A prompt four times longer than the pool.
 
-    Compressed every few tokens, down to a twelfth: before an event's sources are freed they and
-    what it keeps are both there.
+    It is compressed every few tokens, down to a twelfth, because before an event's sources are
+    freed they and what it keeps are both held.
     """
     chunk = max(BLOCK_SIZE, size.prompt // 64 // BLOCK_SIZE * BLOCK_SIZE)
     return Load(
@@ -121,50 +121,44 @@ def chat(size: Size) -> Load:
     longest = system + turns * (new + size.output // 4)
 
     def arrivals(draw: random.Random) -> list[Arrival]:
-        shared, found = _tokens(draw, system), []
+        shared, requests = _tokens(draw, system), []
         for c in range(conversations):
             for turn in range(turns):
-                tokens = _tokens(draw, new)
+                tokens = _tokens(draw, new) if turn else shared + _tokens(draw, new)
                 former = f"c{c}t{turn - 1}" if turn else None
-                tokens = tokens if turn else shared + tokens
-                found.append(Arrival(f"c{c}t{turn}", tokens, size.output // 4, follows=former))
-        return found
+                requests.append(Arrival(f"c{c}t{turn}", tokens, size.output // 4, follows=former))
+        return requests
 
     return Load(
-        arrivals,
-        pool_tokens=2 * conversations * _blocks(longest),
-        max_model_len=_blocks(longest),
+        arrivals, pool_tokens=2 * conversations * _blocks(longest), max_model_len=_blocks(longest)
     )
 
 
 def chat_crowded(size: Size) -> Load:
-    """As `chat`, with twice as many conversations, and memory for a quarter of them.
-
-    Each waits for its turn while the others have theirs.
-    """
+    """Twice as many conversations as `chat`, taking turns, and memory for a quarter of them."""
     load = chat(replace(size, requests=2 * size.requests))
     room = _blocks(max(load.pool_tokens // 8, 3 * load.max_model_len // 2))
     return replace(load, pool_tokens=room)
 
 
 def off(size: Size) -> Load:
-    """Compression switched off: what the installed extension costs by itself."""
+    """Compression switched off: what the installed extension itself costs."""
     load = pool_limited(replace(size, requests=max(4, size.requests // 4)))
     return replace(load, settings={"policy": "none", "budget": 1.0})
 
 
 def mixed(size: Size) -> Load:
-    """Requests of all lengths that come at random, and memory for two and a half of the longest."""
+    """Requests of all lengths, arriving at random, and memory for 2.5 of the longest."""
     longest = size.prompt + size.output
 
     def arrivals(draw: random.Random) -> list[Arrival]:
-        found, now = [], 0.0
+        requests, now = [], 0.0
         for n in range(size.requests):
             now += draw.expovariate(1.0) * size.prompt / 16384
             length = int(size.prompt * draw.choice((1 / 16, 1 / 4, 1 / 2, 1)))
             generated = int(size.output * draw.choice((1 / 4, 1 / 2, 1)))
-            found.append(Arrival(f"r{n}", _tokens(draw, length), generated, seconds=now))
-        return found
+            requests.append(Arrival(f"r{n}", _tokens(draw, length), generated, seconds=now))
+        return requests
 
     return Load(arrivals, pool_tokens=_blocks(5 * longest // 2), max_model_len=_blocks(longest))
 
@@ -185,7 +179,7 @@ SIZES = {
 
 
 def _at_once(size: Size) -> Callable[[random.Random], list[Arrival]]:
-    """Requests that are all there from the beginning."""
+    """Requests that all arrive at the start."""
 
     def arrivals(draw: random.Random) -> list[Arrival]:
         return [
@@ -200,5 +194,5 @@ def _tokens(draw: random.Random, count: int) -> list[int]:
 
 
 def _blocks(tokens: int) -> int:
-    """Tokens, up to whole blocks."""
+    """A number of tokens, rounded up to full blocks."""
     return ceil_div(tokens, BLOCK_SIZE) * BLOCK_SIZE

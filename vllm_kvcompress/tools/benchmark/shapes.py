@@ -1,4 +1,4 @@
-"""Models of a given shape; weights are vLLM's dummies, which times and memory do not depend on."""
+"""Models of a given shape with vLLM's dummy weights, on which times and memory do not depend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ModelShape:
 
     Attributes:
         layers, hidden, heads, kv_heads, head_size: as in a model's configuration.
-        dtype: of weights and cache; one that this machine computes in fast, unless said.
+        dtype: of weights and cache; by default one that this machine computes fast.
     """
 
     layers: int = 4
@@ -30,10 +30,10 @@ class ModelShape:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """A shape from `layers=4,hidden=512`; what is not named keeps its default.
+        """Parses `layers=4,hidden=512`; what is not named keeps its default.
 
         Raises:
-            ConfigError: an unknown name, or no number.
+            ConfigError: an unknown name, or not a number.
         """
         known = [each.name for each in fields(cls)]
         values: dict[str, int | str] = {}
@@ -49,17 +49,12 @@ class ModelShape:
 
     @property
     def bytes_per_token(self) -> int:
-        """Of the KV cache."""
+        """KV cache bytes per token."""
         width = 4 if self.dtype == "float32" else 2
         return 2 * self.layers * self.kv_heads * self.head_size * width
 
     def write(self, directory: Path, longest: int) -> None:
-        """The configuration of a model of this shape, without weights and tokenizer.
-
-        Args:
-            directory: takes the file.
-            longest: context that the model admits to.
-        """
+        """Writes the configuration of such a model, without weights and tokenizer."""
         from transformers import LlamaConfig
 
         LlamaConfig(

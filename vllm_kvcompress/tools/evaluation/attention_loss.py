@@ -1,8 +1,8 @@
-"""What attention loses to compression: its outputs against those of the whole cache, measured.
+"""Measures what compression costs in attention: outputs against those over the full cache.
 
-For measuring only: one request after the other, and waiting for the device. Keys and values are
-copied aside, as they were computed, before an event evicts or merges them; each later query then
-attends to all of them in fp32, and what it gets is compared with what the engine gave it.
+For measuring only: one request at a time, and it waits for the device. Keys and values are copied
+before an event evicts or merges them; each later query attends to all of them in fp32, and the
+result is compared with the engine's output.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_kvcompress.tools.evaluation.attention_parts import (
     relative_error,
 )
 
-MOST_QUERIES = 64  # of one step: its last ones, so that a long chunk does not take its square
+MAX_STEP_QUERIES = 64  # the last of a step, so that a long chunk does not take its square
 
 
 @dataclass
@@ -37,7 +37,7 @@ class _Originals:
     Attributes:
         keys, values: [num_heads, n, head_size] fp32.
         kept: [num_heads, n] bool: still resident, as themselves or merged with others.
-        moments: [num_heads, moment_size] fp32 of the others, where attention is corrected by them.
+        moments: [num_heads, moment_size] fp32 of the evicted ones, where attention is corrected.
     """
 
     keys: Tensor
@@ -52,10 +52,10 @@ class AttentionLoss:
 
     Attributes:
         pool: the pages of one cache group.
-        softcap: of the attention logits; 0: none.
-        output_weights: [num_query_heads, head_size, hidden size] o_proj of every layer; none:
-            nothing is measured behind it.
-        num_queries: queries seen, in the first layer.
+        softcap: cap of the attention logits; 0: none.
+        output_weights: [num_query_heads, head_size, hidden size] o_proj of every layer; empty: the
+            projected error is not measured.
+        num_queries: queries seen in the first layer.
     """
 
     pool: PagePool
@@ -73,20 +73,19 @@ class AttentionLoss:
         slot: int,
         view: LayerView,
         values: Tensor,
-        to: Selection,
+        selection: Selection,
         moments: Tensor | None = None,
     ) -> None:
-        """Copies aside what an event reads for the first time, and records what it keeps.
+        """Copies what an event reads for the first time, and records what it keeps.
 
         Args:
             plan: the event.
-            layer: of the group.
+            layer: layer of the group.
             slot: the request's row in the page tables.
             view: what the event saw.
             values: [num_heads, n, head_size] beside the view's keys.
-            to: what it keeps.
-            moments: [num_heads, moment_size] fp32 of what was evicted so far, where attention is
-                corrected by them.
+            selection: what the event keeps.
+            moments: [num_heads, moment_size] fp32 of evicted tokens, where attention is corrected.
         """
         size, num_heads = view.block_size, view.num_heads
         before, end = plan.first_block * size, plan.end_block * size
@@ -106,11 +105,11 @@ class AttentionLoss:
             keys = torch.cat((former.keys, keys), dim=1)
             values = torch.cat((former.values, values), dim=1)
             heads, places = former.kept.nonzero(as_tuple=True)
-            nth = former.kept.cumsum(dim=1)[heads, places] - 1
-            positions[heads, nth] = places
+            entries = former.kept.cumsum(dim=1)[heads, places] - 1
+            positions[heads, entries] = places
         kept = torch.zeros(num_heads, end, dtype=torch.bool, device=device)
-        heads = torch.repeat_interleave(to.page_counts * size)
-        kept[heads, positions[heads, to.kept_indices]] = True
+        heads = torch.repeat_interleave(selection.page_counts * size)
+        kept[heads, positions[heads, selection.kept_indices]] = True
         self._originals[layer, slot] = _Originals(keys, values, kept, moments)
 
     def observe(
@@ -123,48 +122,48 @@ class AttentionLoss:
         outputs: Tensor,
         scale: float,
     ) -> None:
-        """Compares a step's outputs of the compressed requests with those of the whole cache.
+        """Compares a step's outputs for the compressed requests with those over the full cache.
 
         Args:
-            layer: of the group.
+            layer: layer of the group.
             batch: the compressed requests.
             starts: [rows + 1] first token of every row of the batch.
             positions: [rows] logical tokens, this step's included.
             queries, outputs: [num_tokens, num_query_heads, head_size].
-            scale: of the logits.
+            scale: softmax scale.
         """
-        for nth, (row, slot) in enumerate(zip(batch.rows.tolist(), batch.slots, strict=True)):
+        num_heads = self.pool.num_heads
+        for index, (row, slot) in enumerate(zip(batch.rows.tolist(), batch.slots, strict=True)):
             begin, end = int(starts[row]), int(starts[row + 1])
-            begin = max(begin, end - MOST_QUERIES)
-            mine = slice(nth * self.pool.num_heads, (nth + 1) * self.pool.num_heads)
+            begin = max(begin, end - MAX_STEP_QUERIES)
+            heads = slice(index * num_heads, (index + 1) * num_heads)
             originals = self._originals.get((layer, int(slot)))
             if originals is None:  # it holds everything, and decode steps read a part
                 continue
             num_tokens = int(positions[row])
-            pages, lengths = batch.page_table[layer, mine], batch.seq_lens[layer, mine]
-            cache = self._whole_cache(layer, originals, pages, lengths, num_tokens)
+            pages, lengths = batch.page_table[layer, heads], batch.seq_lens[layer, heads]
+            cache = self._full_cache(layer, originals, pages, lengths, num_tokens)
             scaled = queries[begin:end].float() * scale
             places = torch.arange(num_tokens - len(scaled), num_tokens, device=scaled.device)
             parts = attend_in_parts(scaled, places, *cache, softcap=self.softcap)
             self._add(layer, scaled, outputs[begin:end].float(), parts, originals.moments)
 
     def means(self) -> dict[str, list[list[float]]]:
-        """Means so far, by layer and query head; empty where no query was seen.
+        """Means so far, by name, layer and query head; empty if no query was seen.
 
-        Returns:
-            `error`: |o - o_full| / |o_full|. `mass`: the share of the whole cache's attention
-            weights that lies on tokens which were not evicted. `projected_error`: the L1 norm of
-            (o - o_full) W_O of the head. `gap_cosine`: of what kept and what evicted tokens give;
-            `estimate_cosine`: of what MomentKV's moments and what evicted tokens give.
-            `key_cosine`, by KV head: of neighbouring keys, as they were before the first event.
+        `error`: |o - o_full| / |o_full|. `mass`: share of the full cache's attention weights on
+        tokens that were not evicted. `projected_error`: L1 norm of the head's (o - o_full) W_O.
+        `gap_cosine`: between attention over kept and over evicted tokens; `estimate_cosine`:
+        between MomentKV's estimate and attention over evicted tokens. `key_cosine`, by KV head: of
+        neighbouring keys before the first event.
         """
-        found: dict[str, list[list[float]]] = {}
+        means: dict[str, list[list[float]]] = {}
         for (name, _), total in sorted(self._sums.items()):
-            found.setdefault(name, []).append((total / max(1, self.num_queries)).tolist())
+            means.setdefault(name, []).append((total / max(1, self.num_queries)).tolist())
         if self._sums and self._key_cosines:
             layers = sorted(self._key_cosines.items())
-            found["key_cosine"] = [torch.stack(seen).mean(dim=0).tolist() for _, seen in layers]
-        return found
+            means["key_cosine"] = [torch.stack(seen).mean(dim=0).tolist() for _, seen in layers]
+        return means
 
     def _add(
         self,
@@ -174,7 +173,7 @@ class AttentionLoss:
         parts: AttentionParts,
         moments: Tensor | None,
     ) -> None:
-        """Adds some queries' figures; `queries` times the scale."""
+        """Adds the figures of some queries, which are scaled."""
         figures = {
             "error": relative_error(outputs, parts),
             "mass": parts.mass,
@@ -190,10 +189,10 @@ class AttentionLoss:
         for name, figure in figures.items():
             self._sums[name, layer] = self._sums.get((name, layer), 0) + figure.sum(dim=0)
 
-    def _whole_cache(
+    def _full_cache(
         self, layer: int, originals: _Originals, pages: Tensor, lengths: Tensor, num_tokens: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values [num_heads, num_tokens, head_size] and which of them are resident."""
+        """Keys and values [num_heads, num_tokens, head_size], and which of them are resident."""
         num_tail = num_tokens - originals.keys.shape[1]
         device = pages.device
         rows = torch.arange(len(lengths), device=device)[:, None]
@@ -203,9 +202,9 @@ class AttentionLoss:
             read(pages.long(), layer).flatten(1, 2)[rows, tail].float()
             for read in (self.pool.keys, self.pool.values)
         )
-        here = torch.ones(len(lengths), num_tail, dtype=torch.bool, device=device)
+        tail_kept = torch.ones(len(lengths), num_tail, dtype=torch.bool, device=device)
         return (
             torch.cat((originals.keys, keys), dim=1),
             torch.cat((originals.values, values), dim=1),
-            torch.cat((originals.kept, here), dim=1),
+            torch.cat((originals.kept, tail_kept), dim=1),
         )

@@ -1,6 +1,6 @@
-"""What later queries get of a cache: of all tokens, of the kept and of the evicted ones apart.
+"""Divides attention between kept and evicted tokens.
 
-H = KV heads, G = query heads of each, m = queries, n = tokens, D = head size, M = hidden size.
+H = KV heads, G = query heads per KV head, m = queries, n = tokens, D = head size, M = hidden size.
 """
 
 from __future__ import annotations
@@ -15,18 +15,16 @@ from vllm_kvcompress.kernels.merging.moments import split_moments
 
 @dataclass(frozen=True)
 class AttentionParts:
-    """Attention of some queries, divided between kept and evicted tokens.
-
-    whole = mass * kept + (1 - mass) * evicted.
+    """Attention of some queries: full = mass * kept + (1 - mass) * evicted.
 
     Attributes:
-        whole, kept, evicted: [m, H * G, D] fp32 attention over all tokens that a query sees, over
-            the kept ones of them, and over the evicted ones (0 where there are none).
-        mass: [m, H * G] share of the whole's weights that lies on kept tokens.
+        full, kept, evicted: [m, H * G, D] fp32 attention over all tokens that a query sees, over
+            the kept ones and over the evicted ones (0 where there are none).
+        mass: [m, H * G] share of the full attention weights that lies on kept tokens.
         lse: [m, H * G] natural log-sum-exp of the kept tokens' logits.
     """
 
-    whole: Tensor
+    full: Tensor
     kept: Tensor
     evicted: Tensor
     mass: Tensor
@@ -42,14 +40,14 @@ def attend_in_parts(
     softcap: float = 0.0,
     bias: Tensor | None = None,
 ) -> AttentionParts:
-    """Attention in fp32, causal.
+    """Causal attention in fp32.
 
     Args:
         queries: [m, H * G, D] fp32, times the softmax scale.
-        positions: [m] of the queries: tokens behind it are not seen.
+        positions: [m] of the queries; later tokens are not seen.
         keys, values: [H, n, D] fp32, in order of position.
         kept: [H, n] bool.
-        softcap: of the logits; 0: none.
+        softcap: cap of the logits; 0: none.
         bias: [H, n] added to the logits.
     """
     grouped = queries.unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
@@ -64,12 +62,12 @@ def attend_in_parts(
     weights = (logits - lse[..., None]).exp()
     on_kept = weights * kept[:, None, None]
     mass = on_kept.sum(dim=-1)
-    whole, from_kept = weights @ values[:, None], on_kept @ values[:, None]
+    full, from_kept = weights @ values[:, None], on_kept @ values[:, None]
     tiny = torch.finfo(torch.float32).tiny
     parts = (
-        whole,
+        full,
         from_kept / mass.clamp_min(tiny)[..., None],
-        (whole - from_kept) / (1 - mass).clamp_min(tiny)[..., None],
+        (full - from_kept) / (1 - mass).clamp_min(tiny)[..., None],
         mass,
         lse + mass.clamp_min(tiny).log(),
     )
@@ -78,34 +76,28 @@ def attend_in_parts(
 
 
 def relative_error(outputs: Tensor, parts: AttentionParts) -> Tensor:
-    """[m, H * G] |o - o_full| / |o_full| of outputs [m, H * G, D]."""
-    return (outputs - parts.whole).norm(dim=-1) / parts.whole.norm(dim=-1)
+    """|o - o_full| / |o_full| [m, H * G] of outputs [m, H * G, D]."""
+    return (outputs - parts.full).norm(dim=-1) / parts.full.norm(dim=-1)
 
 
 def projected_error(outputs: Tensor, parts: AttentionParts, output_weight: Tensor) -> Tensor:
-    """[m, H * G] sum of absolutes of (o - o_full) W_O, head by head: CriticalKV's L1 (Eq. 4).
+    """Sum of absolutes of (o - o_full) W_O by head [m, H * G]: CriticalKV's L1 (Eq. 4).
 
-    Args:
-        outputs: [m, H * G, D].
-        parts: of the same queries.
-        output_weight: [H * G, D, M] o_proj by query head.
+    `outputs` is [m, H * G, D], `output_weight` [H * G, D, M]: o_proj by query head.
     """
-    wrong = (outputs - parts.whole).transpose(0, 1)
-    return (wrong @ output_weight.float()).abs().sum(dim=-1).transpose(0, 1)
+    errors = (outputs - parts.full).transpose(0, 1)
+    return (errors @ output_weight.float()).abs().sum(dim=-1).transpose(0, 1)
 
 
 def gap_cosine(parts: AttentionParts) -> Tensor:
-    """[m, H * G] cosine of what kept and evicted tokens give; 1 where nothing is evicted."""
+    """Cosine [m, H * G] between attention over kept and evicted tokens; 1 where none is evicted."""
     return _cosine(parts.kept, parts)
 
 
 def estimate_cosine(parts: AttentionParts, queries: Tensor, moments: Tensor) -> Tensor:
-    """[m, H * G] cosine of MomentKV's estimate and what evicted tokens give; as `gap_cosine`.
+    """Cosine [m, H * G] between MomentKV's estimate and attention over evicted tokens.
 
-    Args:
-        parts: of the queries.
-        queries: [m, H * G, D] fp32, times the softmax scale.
-        moments: [H, moment_size] fp32.
+    `queries` is [m, H * G, D] fp32, scaled; `moments` [H, moment_size] fp32.
     """
     count, _, mean_value, cross = split_moments(moments, queries.shape[2])
     grouped = queries.unflatten(1, (len(moments), -1))
@@ -113,6 +105,6 @@ def estimate_cosine(parts: AttentionParts, queries: Tensor, moments: Tensor) -> 
     return _cosine((step + mean_value[:, None]).flatten(1, 2), parts)
 
 
-def _cosine(found: Tensor, parts: AttentionParts) -> Tensor:
-    cosine = torch.nn.functional.cosine_similarity(found, parts.evicted, dim=-1)
+def _cosine(estimates: Tensor, parts: AttentionParts) -> Tensor:
+    cosine = torch.nn.functional.cosine_similarity(estimates, parts.evicted, dim=-1)
     return torch.where(1 - parts.mass > 1e-6, cosine, 1.0)

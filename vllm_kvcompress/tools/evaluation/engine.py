@@ -1,4 +1,4 @@
-"""A serving engine in a process of its own, which answers questions."""
+"""Asks questions of a serving engine that runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ class Question:
     """One prompt for an engine.
 
     Attributes:
-        context: token ids that come first.
-        question: those that follow.
-        max_tokens: of the reply.
+        context, question: token ids of the prompt's two parts.
+        max_tokens: length limit of the reply.
         agnostic: compress the context before the question is read.
-        measured: also measure what attention loses, unless others are asked at the same time; the
-            times then include that.
-        predicted: say how well `question` is predicted, instead of what follows it.
+        measured: also measure what attention loses, if no other question is asked at the same time;
+            the times then include that.
+        predicted: measure how well `question` is predicted, instead of generating.
         num_given: first tokens of `question` whose prediction does not count.
-        policy, budget: instead of the engine's own; None: those.
-        repetition: behind the context in a request of its own, which prepares it first; empty:
-            nobody prepares it.
+        policy, budget: the request's own; None: the engine's.
+        repetition: sent after the context in an earlier request, which prepares the context; empty:
+            no preparation.
     """
 
     context: list[int]
@@ -42,12 +41,12 @@ class Question:
 
     @property
     def prompt(self) -> list[int]:
-        """Its token ids."""
+        """Token ids of context and question."""
         return [*self.context, *self.question]
 
     @property
     def extra_args(self) -> dict[str, str | float]:
-        """What the request says of its compression (`vllm_xargs` through a server)."""
+        """The request's compression options (`vllm_xargs` through a server)."""
         chosen: dict[str, Any] = {"kv_policy": self.policy, "kv_budget": self.budget}
         chosen["kv_context_tokens"] = len(self.context) if self.agnostic else None
         return {name: value for name, value in chosen.items() if value is not None}
@@ -55,25 +54,23 @@ class Question:
 
 @dataclass(frozen=True)
 class Reply:
-    """What an engine said, and what it took.
+    """What an engine replied, and what it took.
 
     Attributes:
-        text: the reply.
-        tokens: its ids.
-        prompt_tokens: of the whole prompt.
+        text, tokens: the reply.
+        prompt_tokens: length of the prompt.
         first_token_seconds: until the first token of the reply.
-        token_seconds: per further token, in the mean; 0 for a reply of one token.
-        resident_tokens: per head, in the mean, what the prompt holds once it has been read; what a
-            policy carries counts, by the pages that it takes.
-        resident_bytes: the same of all layers and heads; 0 where nobody can tell.
-        kept_tokens: by compressed layer and KV head, what the last event of the prompt kept of
-            the full blocks; empty where nothing was compressed, or nobody can tell.
-        attention_error, attention_mass: by layer and query head, what `AttentionLoss` says of
-            the queries after the first event; empty likewise, and where it was not measured.
-        attention_heads: the other figures of `AttentionLoss`, by name, likewise.
-        nats: per token, the mean negative log-likelihood of what was to be predicted; without its
-            first token, which is predicted before the context is compressed. None for questions.
-        cached_tokens: of the prompt, that the engine did not read.
+        token_seconds: mean per further token; 0 for a reply of one token.
+        resident_tokens: mean per head of what the prompt holds once it is read, pages of policy
+            state included.
+        resident_bytes: the same over all layers and heads; 0 if unknown.
+        kept_tokens: by compressed layer and KV head, what the prompt's last event kept of the full
+            blocks; empty if nothing was compressed, or unknown.
+        attention_error, attention_mass, attention_heads: figures of `AttentionLoss` for the queries
+            after the first event, by layer and query head, the last by name; empty if not measured.
+        nats: mean negative log-likelihood per predicted token, without the first, which is
+            predicted before the context is compressed; None for questions.
+        cached_tokens: prompt tokens that came from the prefix cache.
     """
 
     text: str
@@ -92,14 +89,7 @@ class Reply:
 
 
 class Engine(EngineProcess):
-    """An engine that answers questions; as `EngineProcess`.
-
-    Args:
-        model: name or directory.
-        settings: ours, or None for stock vLLM.
-        options: further keyword arguments of `vllm.LLM`.
-        log: takes what the engine prints.
-    """
+    """An engine that answers questions; see `EngineProcess`. `settings` of None is stock vLLM."""
 
     def __init__(
         self, model: str, settings: dict[str, Any] | None, options: dict[str, Any], log: Path
@@ -108,7 +98,7 @@ class Engine(EngineProcess):
         self._compresses = settings is not None
 
     def ask(self, *questions: Question) -> list[Reply]:
-        """A reply to each question, greedy; several are asked at once.
+        """Replies to the questions, greedy; several are asked at once.
 
         Raises:
             EngineError: the engine refused a question, or ended.
@@ -118,20 +108,19 @@ class Engine(EngineProcess):
 
 
 def _answer(llm: Any, call: tuple[list[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """In the engine's process."""
+    """Answers questions in the engine's process."""
     questions, compresses = call
     return [vars(reply) for reply in _ask(llm, [Question(**q) for q in questions], compresses)]
 
 
 def _cache_bytes_per_token(vllm_config: Any) -> int:
-    """Of all ranks together, as if no layer had a window."""
+    """KV cache bytes per token on all ranks together, as if no layer had a sliding window."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 
     model = vllm_config.model_config
     dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
     numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
-    found: int = model.get_total_num_hidden_layers() * numbers * dtype.itemsize
-    return found
+    return int(model.get_total_num_hidden_layers() * numbers * dtype.itemsize)
 
 
 def _ask(llm: Any, questions: Sequence[Question], compresses: bool) -> list[Reply]:
@@ -167,18 +156,19 @@ def _sampling(**options: Any) -> Any:
 
 
 def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
-    """Has contexts prepared that are to be; by number of the question who has done it."""
-    asking = [number for number, question in enumerate(questions) if question.repetition]
-    if not asking:
+    """Prepares contexts; returns the preparing request's id by the question's number."""
+    prepared = {number: each for number, each in enumerate(questions) if each.repetition}
+    if not prepared:
         return {}
-    mine = [questions[number] for number in asking]
     outputs = llm.generate(
-        [{"prompt_token_ids": [*each.context, *each.repetition]} for each in mine],
-        [_sampling(max_tokens=1, extra_args=each.extra_args | {"kv_prepare": 1}) for each in mine],
+        [{"prompt_token_ids": [*each.context, *each.repetition]} for each in prepared.values()],
+        [
+            _sampling(max_tokens=1, extra_args=each.extra_args | {"kv_prepare": 1})
+            for each in prepared.values()
+        ],
         use_tqdm=False,
     )
-    done = [output.request_id for output in outputs]
-    return dict(zip(asking, done, strict=True))
+    return {number: out.request_id for number, out in zip(prepared, outputs, strict=True)}
 
 
 def _reply(
@@ -188,56 +178,51 @@ def _reply(
     bytes_per_token: float,
     prepared_by: str | None = None,
 ) -> Reply:
-    """Of vLLM's output, and of what was seen of all that were asked with it."""
+    """The reply from vLLM's output and what was `watched` of all requests."""
     prompt, choice, times = question.prompt, output.outputs[0], output.metrics
     if choice.finish_reason == "error":
         raise ValueError("a question failed in the engine; its log says why.")
-    further = len(choice.token_ids) - 1
+    num_further = len(choice.token_ids) - 1
     resident, kept = float(len(prompt)), []
     for event in seen.get("events", ()):
-        # vLLM's own id of a request is the outputs' one, a dash and a random word.
-        whose = event["request_id"].partition("-")[0]
-        of_prompt = whose == output.request_id and event["position"] <= len(prompt)
-        if of_prompt or whose == prepared_by:
+        # Inside vLLM an id is the output's, a dash and a random suffix.
+        request_id = event["request_id"].partition("-")[0]
+        in_prompt = request_id == output.request_id and event["position"] <= len(prompt)
+        if in_prompt or request_id == prepared_by:
             kept = event["kept_tokens"]
             mean = fmean(tokens for layer in kept for tokens in layer)
             mean += event["policy_state_tokens"]
             resident = mean + len(prompt) - event["compressed_tokens"]
-    heads = {name: _rounded(layers) for name, layers in seen.get("heads", {}).items()}
+    heads = {
+        name: [[round(value, 5) for value in row] for row in layers]
+        for name, layers in seen.get("heads", {}).items()
+    }
     return Reply(
         text=choice.text,
         tokens=list(choice.token_ids),
         prompt_tokens=len(prompt),
         first_token_seconds=times.first_token_latency,
-        token_seconds=(times.last_token_ts - times.first_token_ts) / further if further else 0.0,
+        token_seconds=(times.last_token_ts - times.first_token_ts) / max(1, num_further),
         resident_tokens=resident,
         resident_bytes=round(resident * bytes_per_token),
         kept_tokens=kept,
         attention_error=heads.pop("error", []),
         attention_mass=heads.pop("mass", []),
         attention_heads=heads,
-        nats=_nats(output.prompt_logprobs, question) if question.predicted else None,
+        nats=mean_nats(_plain(output.prompt_logprobs), question) if question.predicted else None,
         cached_tokens=output.num_cached_tokens or 0,
     )
 
 
-def _nats(logprobs: list[Any], question: Question) -> float:
-    """Of vLLM's log-probabilities of a prompt."""
-    plain = [{token: said.logprob for token, said in (each or {}).items()} for each in logprobs]
-    return mean_nats(plain, question)
+def _plain(logprobs: list[Any]) -> list[dict[int, float]]:
+    return [{token: each.logprob for token, each in (place or {}).items()} for place in logprobs]
 
 
 def mean_nats(logprobs: list[dict[int, float]], question: Question) -> float:
-    """Mean negative log-likelihood of what follows the context, without its first tokens.
+    """Mean negative log-likelihood of `question.question`, without its first `num_given` tokens.
 
-    Args:
-        logprobs: by position of the prompt, of some tokens and the prompt's own one.
-        question: its `question` is what is predicted.
+    `logprobs` has, by position of the prompt, those of some tokens, the prompt's own among them.
     """
     first = len(question.context) + question.num_given
-    found = zip(logprobs[first:], question.question[question.num_given :], strict=True)
-    return -fmean(said[token] for said, token in found)
-
-
-def _rounded(rows: list[list[float]]) -> list[list[float]]:
-    return [[round(value, 5) for value in row] for row in rows]
+    predicted = zip(logprobs[first:], question.question[question.num_given :], strict=True)
+    return -fmean(place[token] for place, token in predicted)

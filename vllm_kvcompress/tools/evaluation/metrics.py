@@ -1,4 +1,4 @@
-"""Scores of replies, in [0, 1]."""
+"""Scores of replies against reference answers, in [0, 1]."""
 
 from __future__ import annotations
 
@@ -66,10 +66,8 @@ def code_similarity(reply: str, answers: Sequence[str]) -> float:
 def classification(reply: str, answers: Sequence[str]) -> float:
     """The right class's share of the classes that the reply names (LongBench).
 
-    Args:
-        reply: what was said.
-        answers: the right class, then all classes; those that are part of the right one's name
-            do not count as named.
+    `answers` holds the right class, then all classes. A class whose name is part of the right one's
+    name does not count as named.
     """
     right, *classes = answers
     named = [name for name in classes if name in reply and (name == right or name not in right)]
@@ -84,7 +82,7 @@ def number(reply: str, answers: Sequence[str]) -> float:
 
 
 def first_line(metric: Metric) -> Metric:
-    """The metric of the reply's first line (LongBench, where prompts show several examples)."""
+    """Applies a metric to the reply's first line (LongBench: prompts show several examples)."""
     return lambda reply, answers: metric(reply.lstrip("\n").split("\n")[0], answers)
 
 
@@ -115,14 +113,12 @@ _LIBRARIES = {"rouge_l": "rouge_score", "code_similarity": "rapidfuzz"}
 
 
 def check_metric(name: str, where: str) -> None:
-    """Refuses metrics that are not known, or whose library is not installed.
+    """Refuses metrics that are unknown, or whose library is not installed.
 
-    Args:
-        name: a name in METRICS.
-        where: what asked for it, for the message.
+    `where` names the option or line that asked for it, for the message.
 
     Raises:
-        ConfigError: names the metrics that there are, or what to install.
+        ConfigError: names the known metrics, or what to install.
     """
     if name not in METRICS:
         raise ConfigError(f"{where} {name!r}: known are {', '.join(METRICS)}.")

@@ -1,4 +1,4 @@
-"""Looks on while a worker compresses; sent to workers through `LLM.collective_rpc`."""
+"""Records what a worker's events keep; sent to workers through `LLM.collective_rpc`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
 
 
 class Observer:
-    """What the events of one cache group kept, and what attention loses by it if asked for.
+    """Records the events of one cache group and, if `loss` is given, what attention loses by them.
 
     Attributes:
-        block_size: tokens of a block.
+        block_size: tokens per block.
         loss: None: not measured.
-        events: what they did, as plain numbers.
+        events: the events so far, as plain numbers.
     """
 
     def __init__(self, block_size: int, loss: AttentionLoss | None) -> None:
@@ -43,7 +43,7 @@ class Observer:
             self.loss.observe(layer, batch, *step)
 
     def finished(self, event: Event) -> None:
-        """Notes what the event did."""
+        """Records what the event did."""
         size = self.block_size
         self.events.append(
             {
@@ -59,11 +59,11 @@ class Observer:
 
 
 def watch(worker: Any, measures: bool) -> None:
-    """From now on a worker remembers what events kept.
+    """Installs an observer in every cache group of our worker.
 
     Args:
-        worker: of ours.
-        measures: also measure what attention loses by it.
+        worker: one of our workers.
+        measures: also measure what attention loses.
     """
     for group in worker.compression.groups.values():
         pool = group.tables.pool
@@ -74,11 +74,10 @@ def watch(worker: Any, measures: bool) -> None:
 
 
 def watched(worker: Any) -> dict[str, Any]:
-    """What was seen since `watch`, as plain numbers.
+    """Returns what was seen since `watch`, as plain numbers.
 
-    Returns:
-        `events` (position, and tokens kept by layer and head); `heads` as `AttentionLoss.means`,
-        empty where nothing was measured.
+    `events` has the position and the tokens kept by layer and head; `heads` is what
+    `AttentionLoss.means` returns, empty where nothing was measured.
     """
     observers = [group.runner.observer for group in worker.compression.groups.values()]
     heads: dict[str, list[list[float]]] = {}

@@ -1,4 +1,4 @@
-"""Prompts as token ids, in two parts: the context, and the question that comes after it."""
+"""Builds prompts as token ids, in two parts: the context, and the question that comes after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MARK = "\u241e"  # a symbol that stands between the parts while a chat template
 
 
 def load_tokenizer(model: str) -> Any:
-    """A model's Hugging Face tokenizer.
+    """Loads a model's Hugging Face tokenizer.
 
     Raises:
         ConfigError: there is none.
@@ -27,7 +27,7 @@ def load_tokenizer(model: str) -> Any:
 
 
 def longest_prompt(model: str) -> int | None:
-    """Tokens that a model was made for, replies included; None where its files do not say.
+    """The model's maximum length in tokens, replies included; None if its config does not say.
 
     Raises:
         ConfigError: there is no such model.
@@ -46,14 +46,13 @@ def split_prompt(
 ) -> tuple[list[int], list[int]]:
     """Token ids of a prompt, cut between context and question.
 
-    The parts are tokenized on their own, so that the context's tokens do not depend on the
-    question, whether that is known when the context is compressed or not.
+    The parts are tokenized separately, so that the context's tokens do not depend on the question.
 
     Args:
         tokenizer: a Hugging Face tokenizer; its chat template is used if it has one.
         item: what is asked.
-        longest: tokens of prompt and reply together; beyond it, the middle of the context is
-            left out where the item allows it (LongBench's rule).
+        longest: limit of prompt and reply together; beyond it, the middle of the context is left
+            out where the item allows it (LongBench's rule).
 
     Raises:
         ConfigError: a text with fewer tokens than are to be compressed and predicted.
@@ -76,7 +75,7 @@ def split_prompt(
 
 
 def before_and_after(tokenizer: Any) -> tuple[int, list[int]]:
-    """How many tokens a chat template puts before a context, and those before a reply to it."""
+    """Number of tokens that a chat template puts before a message, and the tokens after it."""
     if not getattr(tokenizer, "chat_template", None):
         return 0, []
     message = [{"role": "user", "content": _MARK}]
@@ -87,7 +86,7 @@ def before_and_after(tokenizer: Any) -> tuple[int, list[int]]:
 
 
 def repetition_of(tokenizer: Any, context: list[int]) -> list[int]:
-    """What a request that prepares a context says behind it: asked to repeat it, it does so."""
+    """What a preparing request sends after a context: the demand to repeat it, and the context."""
     begin, reply = before_and_after(tokenizer)
     asked = tokenizer(REPEAT, add_special_tokens=False)["input_ids"]
     return [*asked, *reply, *context[begin:]]

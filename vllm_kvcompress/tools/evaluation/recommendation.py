@@ -1,4 +1,4 @@
-"""Which of the settings that were tried is the cheapest one that is good enough."""
+"""Chooses the cheapest of the tried settings that is good enough."""
 
 from __future__ import annotations
 
@@ -10,29 +10,28 @@ from vllm_kvcompress.tools.evaluation.setups import FULL, TEXT, Setup
 
 
 def rounds(setups: Sequence[Setup]) -> Iterator[list[Setup]]:
-    """All setups up to each budget, from the smallest budget on; the full cache in every round.
+    """Yields all setups up to each budget, from the smallest on; always with the full cache.
 
     Fractions and tokens are not comparable: fractions come first.
     """
     budgets = {setup.budget for setup in setups if setup.budget is not None}
     ordered = sorted(budgets, key=lambda budget: (isinstance(budget, int), budget))
-    for place in range(len(ordered)):
-        tried = ordered[: place + 1]
+    for count in range(1, len(ordered) + 1):
+        tried = ordered[:count]
         yield [setup for setup in setups if setup.policy == FULL or setup.budget in tried]
 
 
 def cheapest(
     rows: Sequence[dict[str, Any]], max_loss: float, max_nats: float = math.inf
 ) -> str | None:
-    """The setup that keeps least of those that are good enough in every mode.
+    """Returns the setup that keeps least of those that are good enough in every mode, or None.
+
+    Of equally cheap setups the better one wins, then the earlier one.
 
     Args:
-        rows: of `summarize`, with the full cache among them.
+        rows: from `summarize`, the full cache among them.
         max_loss: share of the full cache's score that may be lost.
-        max_nats: per token, by how much texts may be predicted worse.
-
-    Returns:
-        Its name; of equally cheap ones the better one, then the earlier; None if there is none.
+        max_nats: nats per token by which texts may be predicted worse.
     """
     full = [row["score"] for row in rows if row["setup"] == FULL and row["mode"] != TEXT]
     least = (1 - max_loss) * full[0] if full else 0.0
@@ -43,7 +42,7 @@ def cheapest(
         return bool(row["score"] >= least)
 
     def price(modes: list[dict[str, Any]]) -> tuple[float, float, float]:
-        """What is kept; then, of equals, the worst score and the worst loss."""
+        """What is kept; among equals the worst score, then the worst loss."""
         scores = [row["score"] for row in modes if row["mode"] != TEXT]
         losses = [row["loss"] for row in modes if row["mode"] == TEXT]
         kept = round(max(row["kept"] for row in modes), 3)
@@ -53,5 +52,5 @@ def cheapest(
     for row in rows:
         if row["setup"] != FULL:
             setups.setdefault(row["setup"], []).append(row)
-    found = [(*price(modes), name) for name, modes in setups.items() if all(map(good, modes))]
-    return min(found, key=lambda each: each[:3])[3] if found else None
+    good_enough = [name for name, modes in setups.items() if all(map(good, modes))]
+    return min(good_enough, key=lambda name: price(setups[name]), default=None)

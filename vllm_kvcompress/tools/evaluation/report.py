@@ -1,9 +1,10 @@
-"""The results as one HTML file without scripts or links: a table, and plots as SVG."""
+"""Writes the results as one HTML file without scripts or links: a table, and plots as SVG."""
 
 from __future__ import annotations
 
 import html
 import io
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -35,12 +36,7 @@ _COLUMNS = (
 
 
 def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
-    """The whole page.
-
-    Args:
-        model: name, for the title.
-        rows: of `summarize`.
-    """
+    """The page of a model's results, from the rows of `summarize`."""
     compressed = [row for row in rows if row["setup"] != FULL]
     parts = [f"<h1>KV-cache compression of {html.escape(model)}</h1>", _intro(rows)]
     if any(row["mode"] != TEXT for row in compressed):
@@ -112,112 +108,119 @@ def _cells(row: dict[str, Any], reads: bool) -> list[str]:
 
 
 def _quality(rows: Sequence[dict[str, Any]]) -> str:
-    """Score against kept fraction, one line per policy, one panel per mode."""
+    """Score against the share of tokens read, one panel per mode."""
     full = next((r for r in rows if r["setup"] == FULL and r["mode"] != TEXT), None)
     panels = []
     for mode in ASKED:
-        mine = [row for row in rows if row["setup"] != FULL and row["mode"] == mode]
-        if not mine:
+        points = [
+            (row, 100 * row["score"])
+            for row in rows
+            if row["setup"] != FULL and row["mode"] == mode
+        ]
+        if not points:
             continue
-        figure, axis = _plot(4.5, 4.8)
-        _draw_lines(axis, rows, [(row, 100 * row["score"]) for row in mine])
-        if full is not None:
-            axis.axhline(100 * full["score"], color="black", linestyle="--", linewidth=1)
+        figure, axis = _line_plot(rows, points, None if full is None else 100 * full["score"])
         axis.set(title=mode, ylabel="score, %", xlabel="tokens that are read, % of the prompt")
         axis.set_ylim(-2, 103)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
         panels.append(_svg(figure))
-    caption = "Mean over tasks. Dashed: the full cache."
-    return f'<div class="panels">{"".join(panels)}</div><p class="caption">{caption}</p>'
+    return _captioned_panels(panels, "Mean over tasks. Dashed: the full cache.")
 
 
 def _text_loss(rows: Sequence[dict[str, Any]]) -> str:
-    """Loss on texts against kept fraction: of all, and of each kind; one line per policy."""
-    mine = [row for row in rows if row["mode"] == TEXT]
-    kinds = list(mine[0]["tasks"])
+    """Loss on texts against the share of tokens read: a panel for all texts and one per kind."""
+    text_rows = [row for row in rows if row["mode"] == TEXT]
+    kinds = list(text_rows[0]["tasks"])
     panels = []
     for kind in [None, *kinds] if len(kinds) > 1 else kinds:
-        figure, axis = _plot(4.5, 4.8)
-        found = [(row, row["loss"] if kind is None else row["tasks"][kind]) for row in mine]
-        _draw_lines(axis, rows, found)
+        losses = [row["loss"] if kind is None else row["tasks"][kind] for row in text_rows]
+        figure, axis = _line_plot(rows, list(zip(text_rows, losses, strict=True)), 0)
         axis.set(title=kind or "all texts", ylabel="loss, nats per token")
         axis.set(xlabel="tokens that are read, % of context and continuation")
-        axis.axhline(0, color="black", linestyle="--", linewidth=1)
-        figure.legend(loc="outside lower center", ncols=2, fontsize=8)
         panels.append(_svg(figure))
-    caption = (
+    return _captioned_panels(
+        panels,
         "By how much worse what follows a compressed context is predicted, in the mean over texts. "
-        "Dashed: the full cache."
+        "Dashed: the full cache.",
     )
-    return f'<div class="panels">{"".join(panels)}</div><p class="caption">{caption}</p>'
 
 
-def _line(row: dict[str, Any]) -> str:
-    """What setups share whose amounts differ: a policy, or a way of reading."""
+def _line_plot(
+    rows: Sequence[dict[str, Any]],
+    points: Sequence[tuple[dict[str, Any], float]],
+    full_cache: float | None,
+) -> tuple[Any, Any]:
+    """A figure and its axes: one line per policy, in the same colour in every plot of the page.
+
+    Args:
+        rows: all rows of the page.
+        points: the rows that are drawn, each with its height.
+        full_cache: height of the dashed line; None for no line.
+    """
+    figure, axis = _plot(4.5, 4.8)
+    names = dict.fromkeys(_line_name(row) for row in rows if row["setup"] != FULL)
+    for number, name in enumerate(names):
+        line = sorted(
+            (100 * row["read"], height) for row, height in points if _line_name(row) == name
+        )
+        if line:
+            marker = "osD^vPX"[number % 7]  # colours repeat after 10: no pair does before 70
+            shape = {"marker": marker, "markersize": 5, "color": f"C{number % 10}"}
+            axis.plot(*zip(*line, strict=True), label=name, **shape)
+    axis.grid(alpha=0.3)
+    if full_cache is not None:
+        axis.axhline(full_cache, color="black", linestyle="--", linewidth=1)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=8)
+    return figure, axis
+
+
+def _line_name(row: dict[str, Any]) -> str:
+    """The policy or read rule of a setup, without its amounts."""
     return re.split("[@:]", row["setup"])[0]
 
 
-def _draw_lines(
-    axis: Any, rows: Sequence[dict[str, Any]], found: Sequence[tuple[dict[str, Any], float]]
-) -> None:
-    """One line per policy, with the same colour and marker in every plot of the page.
-
-    Args:
-        axis: of matplotlib.
-        rows: all of the page's.
-        found: rows that are drawn, each with its height.
-    """
-    names = dict.fromkeys(_line(row) for row in rows if row["setup"] != FULL)
-    for number, policy in enumerate(names):
-        line = sorted((100 * row["read"], value) for row, value in found if _line(row) == policy)
-        if line:
-            marker = "osD^vPX"[number % 7]  # colours repeat after 10: no pair does before 70
-            colour = f"C{number % 10}"
-            shape = {"marker": marker, "markersize": 5, "color": colour}
-            axis.plot(*zip(*line, strict=True), label=policy, **shape)
-    axis.grid(alpha=0.3)
-
-
 def _depths(rows: Sequence[dict[str, Any]]) -> str:
-    """One small map per setup and mode: lengths by depths."""
-    pictures = []
+    """One map per setup and mode: mean score by length and depth of the needle."""
+    maps = []
     for row in rows:
         if not row["depths"]:
             continue
         lengths = list(row["depths"])
         figure, axis = _plot(2.2, 0.9 + 0.3 * len(lengths))
-        values = [[_or_nan(score) for score in row["depths"][length]] for length in lengths]
-        axis.imshow(values, vmin=0, vmax=1, cmap="RdYlBu", aspect="auto")
+        scores = [
+            [math.nan if score is None else score for score in row["depths"][length]]
+            for length in lengths
+        ]
+        axis.imshow(scores, vmin=0, vmax=1, cmap="RdYlBu", aspect="auto")
         axis.set_xticks([-0.5, DEPTHS / 2 - 0.5, DEPTHS - 0.5], ["0", "depth", "1"], fontsize=8)
         axis.set_yticks(range(len(lengths)), lengths, fontsize=8)
-        pictures.append(_map(row, "", _svg(figure)))
-    caption = (
+        maps.append(_map(row, "", _svg(figure)))
+    return _captioned_maps(
+        maps,
         "Mean score by length (rows) and depth of the needle (columns), from red, 0, over yellow "
-        "to blue, 1; white: not asked."
+        "to blue, 1; white: not asked.",
     )
-    return f'<p class="caption">{caption}</p><div class="maps">{"".join(pictures)}</div>'
 
 
 def _heads(rows: Sequence[dict[str, Any]]) -> str:
-    """One small map per setup and mode: layers by heads, as a share of the mean budget."""
-    pictures = []
+    """One map per setup and mode: kept tokens by layer and head, relative to their mean."""
+    maps = []
     for row in rows:
         tokens = row["kept_tokens"]
         if not tokens:
             continue
         mean = sum(map(sum, tokens)) / sum(map(len, tokens))
-        share = [[head / mean for head in layer] for layer in tokens]
-        pictures.append(_map(row, f"<br>mean {mean:.0f} tokens", _head_map(share, 2, "viridis")))
-    caption = (
+        shares = [[head / mean for head in layer] for layer in tokens]
+        maps.append(_map(row, f"<br>mean {mean:.0f} tokens", _head_map(shares, 2, "viridis")))
+    return _captioned_maps(
+        maps,
         "Mean over questions; rows are layers, columns heads; from dark, none, over green, the "
-        "mean, to yellow, twice the mean."
+        "mean, to yellow, twice the mean.",
     )
-    return f'<p class="caption">{caption}</p><div class="maps">{"".join(pictures)}</div>'
 
 
 def _losses(rows: Sequence[dict[str, Any]]) -> str:
-    """One small map per setup and mode: relative error of attention outputs."""
-    pictures = [
+    """One map per setup and mode: relative error of attention outputs."""
+    maps = [
         _map(
             row,
             f"<br>mass {percent(row['attention_mass'])}, error {percent(row['attention_error'])}",
@@ -226,28 +229,36 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
         for row in rows
         if row["head_errors"]
     ]
-    caption = (
+    return _captioned_maps(
+        maps,
         "Relative error of attention outputs, for queries after the first event, against what "
         "the same queries get from the whole cache; rows are layers, columns "
         "query heads; from light, 0, to dark, 1 and more. Mass: share of the attention weights "
-        "on tokens that were not evicted."
+        "on tokens that were not evicted.",
     )
-    return f'<p class="caption">{caption}</p><div class="maps">{"".join(pictures)}</div>'
 
 
-def _head_map(values: Sequence[Sequence[float]], most: float, colours: str) -> str:
-    """A heat map of layers by heads, from 0 to `most`."""
+def _head_map(values: Sequence[Sequence[float]], highest: float, colours: str) -> str:
+    """A heat map of layers by heads, from 0 to `highest`."""
     figure, axis = _plot(2.2, 1.4)
-    axis.imshow(values, vmin=0, vmax=most, cmap=colours, aspect="auto")
+    axis.imshow(values, vmin=0, vmax=highest, cmap=colours, aspect="auto")
     axis.set_xticks([])
     axis.set_yticks([])
     return _svg(figure)
 
 
-def _map(row: dict[str, Any], more: str, picture: str) -> str:
+def _map(row: dict[str, Any], facts: str, picture: str) -> str:
     mode = "" if row["setup"] == FULL else f"<br>{row['mode']}"
-    caption = f"<figcaption>{html.escape(row['setup'])}{mode}{more}</figcaption>"
+    caption = f"<figcaption>{html.escape(row['setup'])}{mode}{facts}</figcaption>"
     return f"<figure>{caption}{picture}</figure>"
+
+
+def _captioned_panels(panels: Sequence[str], caption: str) -> str:
+    return f'<div class="panels">{"".join(panels)}</div><p class="caption">{caption}</p>'
+
+
+def _captioned_maps(maps: Sequence[str], caption: str) -> str:
+    return f'<p class="caption">{caption}</p><div class="maps">{"".join(maps)}</div>'
 
 
 def _plot(width: float, height: float) -> Any:
@@ -264,7 +275,3 @@ def _svg(figure: Any) -> str:
     figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
     svg = text.getvalue()
     return svg[svg.index("<svg") :]
-
-
-def _or_nan(score: float | None) -> float:
-    return float("nan") if score is None else score

@@ -1,6 +1,6 @@
-"""RULER's 13 tasks (arXiv 2404.06654), generated offline with RULER's own prompts. No torch.
+"""Generates RULER's 13 tasks (arXiv 2404.06654) offline, with RULER's own prompts. No torch.
 
-Prompts, counts and metrics are those of NVIDIA/RULER (Apache-2.0). Three things cannot be: essays
+Prompts, counts and metrics are those of NVIDIA/RULER (Apache-2.0), with three differences: essays
 and question-answering data are not ours to ship, so haystacks are `haystack.txt`, `qa_1` asks for
 one made-up fact among documents of such facts, and `qa_2` for one that two documents tell together;
 and words come from `words.txt` instead of the wonderwords package.
@@ -27,13 +27,12 @@ class Prompt:
     """One question.
 
     Attributes:
-        context: everything that comes before the question.
-        question: what is asked.
+        context, question: everything before the question, and the question.
         answer_prefix: how the reply begins; the model goes on from there.
         answers: what the reply has to contain.
-        match: all (share of the answers found) or any.
-        max_tokens: of the reply.
-        depth: where the only needle lies, from 0 to 1, or None.
+        match: all (the score is the share of the answers in the reply) or any.
+        max_tokens: length limit of the reply.
+        depth: place of the only needle, from 0 to 1, or None.
     """
 
     context: str
@@ -56,7 +55,7 @@ class Needles:
         haystack: noise (one sentence group, repeated), text, or needles (others like the one).
         keys: words or uuids.
         values: numbers or uuids.
-        num_keys, num_values, num_queries: needles with other keys; values per key; keys asked.
+        num_keys, num_values, num_queries: needles with other keys; values per key; keys asked for.
     """
 
     haystack: str
@@ -79,11 +78,10 @@ class Needles:
             (round(len(filling) * rng.randint(0, _DEPTHS) / _DEPTHS), rng.random(), needle)
             for needle in needles
         )
-        text = list(filling)
-        for place, _, needle in reversed(places):
-            text.insert(place, needle)
         depth = places[0][0] / max(1, len(filling)) if len(places) == 1 else None
-        return self._prompt(text, asked, answers, depth)
+        for place, _, needle in reversed(places):
+            filling.insert(place, needle)
+        return self._prompt(filling, asked, answers, depth)
 
     def _prompt(
         self, text: list[str], asked: list[str], answers: tuple[str, ...], depth: float | None
@@ -124,22 +122,14 @@ class Needles:
 
 
 def _variable_tracking(size: int, rng: random.Random) -> Prompt:
-    """One chain of four hops in noise; all five names have the value."""
+    """One chain of four assignments in noise; all five variables have the value."""
     names = _distinct(5, lambda: "".join(rng.choices(string.ascii_uppercase, k=5)))
     value = str(rng.randint(10_000, 99_999))
     chain = [f"VAR {names[0]} = {value}"]
     chain += [f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names)]
     text = [NOISE] * size
-    for place, line in sorted(
-        zip(sorted(rng.randint(0, size) for _ in chain), chain, strict=True),
-        key=lambda placed: placed[0],
-        reverse=True,
-    ):
-        text.insert(place, line)
-    lines = [line for line in text if line != NOISE]
-    if lines != chain:  # equal places were filled from behind: put the chain in order
-        order = iter(chain)
-        text = [line if line == NOISE else next(order) for line in text]
+    for number, place in enumerate(sorted(rng.randint(0, size) for _ in chain)):
+        text.insert(place + number, chain[number])
     return Prompt(
         context="Memorize and track the chain(s) of variable assignment hidden in the following "
         "text.\n\n" + "\n".join(text),
@@ -179,11 +169,11 @@ def _frequent_words(size: int, rng: random.Random) -> Prompt:
     """Coded words whose frequencies fall with the square of their rank; rank one is dots."""
     coded = _distinct(50, lambda: "".join(rng.choices(string.ascii_lowercase, k=6)))
     ranked = ["....", *coded]
-    whole = sum(rank**-2.0 for rank in range(1, len(ranked) + 1))
+    total = sum(rank**-2.0 for rank in range(1, len(ranked) + 1))
     # The three that are asked for differ in number even in the shortest text.
     least = {1: 4, 2: 3, 3: 2}
     counts = [
-        max(least.get(i, 0), round(size * (i + 1) ** -2.0 / whole)) for i in range(len(ranked))
+        max(least.get(i, 0), round(size * (i + 1) ** -2.0 / total)) for i in range(len(ranked))
     ]
     text = [word for word, count in zip(ranked, counts, strict=True) for _ in range(count)]
     rng.shuffle(text)
@@ -201,7 +191,7 @@ def _frequent_words(size: int, rng: random.Random) -> Prompt:
 
 
 def _question(hops: int) -> Build:
-    """One fact among documents of such facts, or one that takes two documents to know."""
+    """Builds tasks that ask for a fact among documents of such facts, of one or of two of them."""
 
     def build(size: int, rng: random.Random) -> Prompt:
         people = _distinct(2 * (size + 1), lambda: _name(rng))
@@ -251,16 +241,13 @@ TASKS: dict[str, Build] = {
 def generate(
     task: str, num_tokens: int, seed: int, count_tokens: Callable[[str], int]
 ) -> Prompt | None:
-    """The longest prompt of a task that fits, with room for the reply.
+    """The longest prompt of a task in TASKS that fits with its reply; None if none does.
 
     Args:
         task: one of TASKS.
         num_tokens: of prompt and reply together, as RULER counts them.
-        seed: of everything random; with another length, other words.
-        count_tokens: of a text.
-
-    Returns:
-        None if even the smallest prompt is too long.
+        seed: seed of the draws; with another length, other words.
+        count_tokens: number of tokens of a text.
     """
 
     def build(size: int) -> Prompt:
@@ -271,20 +258,20 @@ def generate(
         text = f"{prompt.context}\n{prompt.question}{prompt.answer_prefix}"
         return count_tokens(text) + prompt.max_tokens <= num_tokens
 
-    least, most = 1, 2
-    if not fits(least):
+    low, high = 1, 2
+    if not fits(low):
         return None
-    while fits(most) and most < num_tokens:
-        least, most = most, 2 * most
-    while most - least > max(1, least // 100):  # to one part in a hundred
-        middle = (least + most) // 2
-        least, most = (middle, most) if fits(middle) else (least, middle)
-    return build(least)
+    while fits(high) and high < num_tokens:
+        low, high = high, 2 * high
+    while high - low > max(1, low // 100):  # to one part in a hundred
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return build(low)
 
 
 @cache
 def haystack() -> list[str]:
-    """Sentences of the text that ships with the package."""
+    """The sentences of `haystack.txt`."""
     text = (Path(__file__).parent / "haystack.txt").read_text()
     return [f"{sentence.strip().rstrip('.')}." for sentence in text.split(". ") if sentence.strip()]
 
@@ -296,7 +283,7 @@ def _words() -> tuple[list[str], list[str]]:
 
 
 def distinct_keys(number: int, rng: random.Random, kind: str = "words") -> list[str]:
-    """What needles are about: that many different ones, words or uuids."""
+    """Draws `number` different needle keys, words or uuids."""
     return _distinct(number, lambda: _key(kind, rng))
 
 
@@ -317,8 +304,8 @@ def _name(rng: random.Random) -> str:
 
 
 def _distinct(number: int, draw: Callable[[], str]) -> list[str]:
-    """That many different draws, in order."""
-    found: dict[str, None] = {}
-    while len(found) < number:
-        found[draw()] = None
-    return list(found)
+    """The first `number` different draws, in order."""
+    distinct: dict[str, None] = {}
+    while len(distinct) < number:
+        distinct[draw()] = None
+    return list(distinct)

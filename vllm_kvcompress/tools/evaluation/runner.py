@@ -1,4 +1,4 @@
-"""Asks every question at every setup, and survives being killed."""
+"""Asks every question at every setup; a run that was killed goes on where it stopped."""
 
 from __future__ import annotations
 
@@ -46,10 +46,9 @@ class Plan:
         items: the questions.
         setups: the settings to compare.
         modes: query-aware, query-agnostic, or both; or prepared.
-        params: further settings of ours, the same for all setups (trigger, params, profile).
+        params: further compression settings, the same for all setups (trigger, params, profile).
         engine: further keyword arguments of `vllm.LLM`.
-        base_url: of the server that is asked at the setup `server`.
-        served_name: what that calls the model.
+        base_url, served_name: the server asked at the setup `server`, and its name for the model.
         concurrency: questions asked at once.
     """
 
@@ -81,7 +80,7 @@ class Plan:
         return self.engine | {"compilation_config": compilation | {"cudagraph_mode": "PIECEWISE"}}
 
     def answers_key(self) -> dict[str, Any]:
-        """What answers depend on besides the setup: the same plan may go on with them."""
+        """What answers depend on besides the setup; if it is the same, they are reused."""
         questions = json.dumps([asdict(item) for item in self.items]).encode()
         return {
             "model": self.model,
@@ -92,7 +91,7 @@ class Plan:
         }
 
     def open_questions(self, setup: Setup, done: set[Key]) -> list[tuple[str, int]]:
-        """Mode and item number of what has not been answered yet."""
+        """Mode and item number of the questions of a setup without an answer."""
         return [
             (mode, number)
             for mode in (*setup.modes(self.modes), *([TEXT] if setup.decodes_texts else []))
@@ -104,7 +103,7 @@ class Plan:
 def run(
     plan: Plan, folder: Path, progress: Callable[[int, int], Callable[[str], None]]
 ) -> list[dict[str, Any]]:
-    """Asks whatever `folder` has no answer to yet.
+    """Asks whatever the folder has no answer to yet.
 
     Args:
         plan: the evaluation.
@@ -134,14 +133,14 @@ def run(
                 choice = shared.choice(setup)
                 questions = still_open[setup]
                 for begin in range(0, len(questions), plan.concurrency):
-                    together = questions[begin : begin + plan.concurrency]
-                    found = [
+                    batch = questions[begin : begin + plan.concurrency]
+                    new = [
                         {"setup": setup.name, **answer, **_read_part(plan, setup, answer)}
-                        for answer in _answers(engine, plan, prompts, together, choice)
+                        for answer in _answers(engine, plan, prompts, batch, choice)
                     ]
-                    append(folder / ANSWERS, "".join(json.dumps(one) + "\n" for one in found))
-                    answers += found
-                    for answer in found:
+                    append(folder / ANSWERS, "".join(json.dumps(one) + "\n" for one in new))
+                    answers += new
+                    for answer in new:
                         advance(f"{setup.name}, {answer['mode']}")
     order = {setup.name: place for place, setup in enumerate(plan.setups)}
     modes = {setup.name: (*setup.modes(plan.modes), TEXT) for setup in plan.setups}
@@ -150,7 +149,7 @@ def run(
 
 
 def _read_part(plan: Plan, setup: Setup, answer: dict[str, Any]) -> dict[str, float]:
-    """What decode steps read of what a setup holds, where that is not all."""
+    """The share of the resident tokens that decode steps read, where that is not all."""
     if setup.read is None:
         return {}
     block_size = int(plan.engine.get("block_size", BLOCK_SIZE))
@@ -164,25 +163,27 @@ def _engine(plan: Plan, shared: SharedEngine, log: Path) -> Engine | Server:
 
 
 def _prompts(plan: Plan) -> list[tuple[list[int], list[int], list[int]]]:
-    """Context, question, and what a request repeats that prepares the context; of every item."""
+    """Context, question and the preparing request's repetition, as token ids, of every item."""
     tokenizer = load_tokenizer(plan.model)
     longest = plan.engine.get("max_model_len")
     if longest is None and any(item.may_cut for item in plan.items):
         longest = longest_prompt(plan.model)
-    found = [split_prompt(tokenizer, item, longest) for item in plan.items]
-    if PREPARED not in plan.modes:
-        return [(*parts, []) for parts in found]
-    return [(*parts, repetition_of(tokenizer, parts[0])) for parts in found]
+    parts = [split_prompt(tokenizer, item, longest) for item in plan.items]
+    prepared = PREPARED in plan.modes
+    return [
+        (context, question, repetition_of(tokenizer, context) if prepared else [])
+        for context, question in parts
+    ]
 
 
 def _answers(
     engine: Engine | Server,
     plan: Plan,
     prompts: Sequence[tuple[list[int], list[int], list[int]]],
-    together: Sequence[tuple[str, int]],
+    batch: Sequence[tuple[str, int]],
     choice: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """Of modes and items that are asked at once; alone, every other item measures attention."""
+    """Asks modes and items at once; if asked alone, every other item also measures attention."""
     questions = [
         Question(
             *prompts[number][:2],
@@ -193,9 +194,9 @@ def _answers(
             predicted=mode == TEXT,
             **choice,
         )
-        for mode, number in together
+        for mode, number in batch
     ]
-    for (mode, number), reply in zip(together, engine.ask(*questions), strict=True):
+    for (mode, number), reply in zip(batch, engine.ask(*questions), strict=True):
         item = plan.items[number]
         yield {
             "mode": mode,
@@ -209,37 +210,37 @@ def _answers(
 
 
 def _claim(folder: Path, plan: Plan) -> None:
-    """Refuses a folder that holds answers to other questions."""
-    path, mine = folder / PLAN, plan.answers_key()
+    """Records the plan in the folder; refuses a folder with answers to another one."""
+    path, key = folder / PLAN, plan.answers_key()
     if path.exists():
-        theirs = _read_plan(path)
-        different = [key for key in mine if theirs.get(key) != mine[key]]
+        former = _read_plan(path)
+        different = [name for name in key if former.get(name) != key[name]]
         if different:
             raise ConfigError(
                 f"--out {folder} holds answers of another evaluation (other "
                 f"{', '.join(different)}); give another folder, or remove this one."
             )
-    write_whole(path, json.dumps(mine, indent=2) + "\n")
+    write_whole(path, json.dumps(key, indent=2) + "\n")
 
 
 def _read_plan(path: Path) -> dict[str, Any]:
-    """What an earlier run asked."""
+    """Reads what an earlier run asked."""
     with named(path):
         text = read_within(path, errors="replace")
     try:
-        found = json.loads(text)
+        plan = json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        plan = None
+    if not isinstance(plan, dict):
         raise ConfigError(
             f"{path}: expected what an earlier run asked, as a JSON object; remove the folder, or "
             "give another one."
         )
-    return found
+    return plan
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    """Answers of an earlier run; a line that was cut off by its end is dropped from the file."""
+    """Yields answers of an earlier run; drops a last line that was cut off."""
     if not path.exists():
         return
     with named(path):

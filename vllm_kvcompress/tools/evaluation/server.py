@@ -1,10 +1,9 @@
-"""A running server, asked like an engine of our own."""
+"""Asks a running server the questions of an evaluation."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,13 +13,10 @@ from vllm_kvcompress.tools.evaluation.engine import Question, Reply, mean_nats
 
 
 class Server:
-    """Questions to an OpenAI-compatible server; a context manager.
+    """Asks an OpenAI-compatible server; a context manager.
 
-    What it keeps is read from its metrics, so nobody else should use it meanwhile.
-
-    Args:
-        base_url: such as http://127.0.0.1:8000.
-        model: the name that it serves the model under.
+    What it keeps is read from its metrics, so nobody else should use it meanwhile. `model` is the
+    name that it serves the model under.
     """
 
     def __init__(self, base_url: str, model: str) -> None:
@@ -34,16 +30,11 @@ class Server:
         self._counted()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._client.close()
 
     def ask(self, *questions: Question) -> list[Reply]:
-        """A reply to each question, greedy, one after the other: its metrics tell whose they are.
+        """Replies to the questions, greedy, one after the other, since metrics count all requests.
 
         Raises:
             EngineError: the server refused a question, or is not there.
@@ -61,7 +52,7 @@ class Server:
         return replace(reply, resident_tokens=reply.prompt_tokens - self._freed_since(before))
 
     def _complete(self, question: Question) -> Reply:
-        """What follows the prompt, as it comes."""
+        """Streams what follows the prompt."""
         started = time.perf_counter()
         text, tokens, arrivals = "", list[int](), list[float]()
         extra = {"return_token_ids": True, "vllm_xargs": question.extra_args}
@@ -82,7 +73,7 @@ class Server:
         )
 
     def _predict(self, question: Question) -> Reply:
-        """How well the prompt's end is predicted; vLLM streams no such numbers."""
+        """Measures how well the prompt's end is predicted; vLLM does not stream prompt logprobs."""
         started = time.perf_counter()
         extra = {"prompt_logprobs": 0, "return_token_ids": True, "vllm_xargs": question.extra_args}
         done = self._client.completions.create(**self._prompt(question), extra_body=extra)
@@ -104,13 +95,13 @@ class Server:
     def _prompt(self, question: Question) -> dict[str, Any]:
         return {
             "model": self._model,
-            "prompt": [*question.context, *question.question],
+            "prompt": question.prompt,
             "max_tokens": question.max_tokens,
             "temperature": 0,
         }
 
     def _freed_since(self, before: _Counted) -> float:
-        """Tokens per head that events have freed; a reply can overtake the last step's metrics."""
+        """Tokens per head that events have freed; waits for the metrics of the last step."""
         deadline = time.monotonic() + 5
         while (now := self._counted()).finished == before.finished:
             if time.monotonic() > deadline:
@@ -119,7 +110,7 @@ class Server:
         return now.freed - before.freed
 
     def _counted(self) -> _Counted:
-        """What the server has counted so far."""
+        """The server's totals so far."""
         import httpx
 
         try:

@@ -1,4 +1,4 @@
-"""Answers, summed up: one row per setup and mode, beside the full cache."""
+"""Summarises answers: one row per setup and mode, and tables of these rows."""
 
 from __future__ import annotations
 
@@ -11,25 +11,36 @@ from typing import Any
 from vllm_kvcompress.tools.evaluation.setups import ASKED, AWARE, FULL, TEXT
 
 DEPTHS = 5  # parts of a context in the map of needle depths
+# Columns of the Markdown table for every mode, and what stands behind the mode's name.
+_SHARES = {
+    "score": "",
+    "agreement": ": agreement",
+    "attention_mass": ": mass",
+    "attention_error": ": error",
+}
 
 
 def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per setup and mode, in the order in which they first appear.
+    """Returns one row per setup and mode, in the order in which they first appear.
 
-    Returns:
-        Per row: `setup`, `mode`, `score` (mean over tasks and lengths of the mean score, in
-        [0, 1]; None for texts), `tasks` (the same by task and length; for texts the loss), for
-        texts `nats` (per predicted token), `loss` (the difference to the full cache's) and
-        `loss_interval` (95%, over texts; None for a single one), `agreement` (share of greedy
-        tokens that equal the full cache's, position by position; None without it), `kept` (resident
-        over prompt tokens), `read` (the part of the prompt that a decode step reads: of what is
-        kept), `resident_bytes` (mean; 0 if unknown), `first_token_ms` and `token_ms`
-        (medians), `kept_tokens` (mean by layer and KV head), `attention_error` and
-        `attention_mass` (relative error of attention outputs and share of the attention weights
-        on tokens that were not evicted, mean over layers and query heads; None where nothing was
-        compressed) and `head_errors`, `head_masses` (the same by layer and query head),
-        `head_figures` (by name what else `AttentionLoss.means` has, likewise), `depths` (mean score
-        by length and depth of the needle, where questions have one).
+    Shares are in [0, 1]; None or empty stands for what was not measured. A row has:
+
+        setup, mode, questions
+        score: mean over tasks and lengths of the mean score; None for texts
+        tasks: the score (of texts the loss) by task and length
+        agreement: share of greedy tokens that equal the full cache's, position by position
+        nats: per predicted token of texts
+        loss, loss_interval: nats above the full cache's, and the 95% interval over texts
+        kept: resident tokens over prompt tokens
+        read: the share of the prompt that a decode step reads
+        resident_bytes: mean; 0 if unknown
+        first_token_ms, token_ms: medians
+        kept_tokens: mean by layer and KV head
+        attention_error, attention_mass: relative error of attention outputs, and share of the
+            attention weights on tokens that were not evicted
+        head_errors, head_masses, head_figures: by layer and query head these two, and the other
+            figures of `AttentionLoss.means` by name
+        depths: mean score by length and depth of the needle
     """
     full = {answer["item"]: answer for answer in answers if answer["setup"] == FULL}
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -43,21 +54,21 @@ def _row(
 ) -> dict[str, Any]:
     errors = _mean_heads([a["attention_error"] for a in answers if a["attention_error"]])
     masses = _mean_heads([a["attention_mass"] for a in answers if a["attention_mass"]])
-    # Measuring attention takes time: those answers do not count here, if there are others.
+    # Measuring attention takes time: those answers count only if there are no others.
     timed = [answer for answer in answers if not answer["attention_error"]] or answers
-    further = [answer["token_seconds"] for answer in timed if answer["token_seconds"]]
+    token_seconds = [answer["token_seconds"] for answer in timed if answer["token_seconds"]]
     return {
         "setup": setup,
         "mode": mode,
         "questions": len(answers),
-        **(_predicted(answers, full) if mode == TEXT else _scored(answers, full)),
+        **(_text_figures(answers, full) if mode == TEXT else _scores(answers, full)),
         "kept": fmean(a["resident_tokens"] / a["prompt_tokens"] for a in answers),
         "read": fmean(
             a.get("read_part", 1.0) * a["resident_tokens"] / a["prompt_tokens"] for a in answers
         ),
         "resident_bytes": fmean(a["resident_bytes"] for a in answers),
         "first_token_ms": 1000 * median(a["first_token_seconds"] for a in timed),
-        "token_ms": 1000 * median(further) if further else None,
+        "token_ms": 1000 * median(token_seconds) if token_seconds else None,
         "kept_tokens": _mean_heads([a["kept_tokens"] for a in answers if a["kept_tokens"]]),
         "attention_error": _mean(errors),
         "attention_mass": _mean(masses),
@@ -68,8 +79,7 @@ def _row(
     }
 
 
-def _scored(answers: list[dict[str, Any]], full: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Of questions: scores, and how many tokens are the full cache's."""
+def _scores(answers: list[dict[str, Any]], full: dict[int, dict[str, Any]]) -> dict[str, Any]:
     tasks = _by_task(answers, [answer["score"] for answer in answers])
     same = [agreement(a["tokens"], full[a["item"]]["tokens"]) for a in answers if full]
     return {
@@ -82,8 +92,7 @@ def _scored(answers: list[dict[str, Any]], full: dict[int, dict[str, Any]]) -> d
     }
 
 
-def _predicted(answers: list[dict[str, Any]], full: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Of texts: nats per token, and how many more than with the full cache."""
+def _text_figures(answers: list[dict[str, Any]], full: dict[int, dict[str, Any]]) -> dict[str, Any]:
     losses = [answer["nats"] - full[answer["item"]]["nats"] for answer in answers if full]
     return {
         "score": None,
@@ -115,24 +124,24 @@ def _by_task(answers: list[dict[str, Any]], values: Sequence[float]) -> dict[str
     for answer, value in zip(answers, values, strict=True):
         name = f"{answer['task']}@{answer['length']}" if answer["length"] else answer["task"]
         tasks[name].append(value)
-    return {name: fmean(found) for name, found in tasks.items()}
+    return {name: fmean(task_values) for name, task_values in tasks.items()}
 
 
 def _depths(answers: Sequence[dict[str, Any]]) -> dict[str, list[float | None]]:
     """Mean score by length, in DEPTHS equal parts of the context; None where nothing was asked."""
-    found: dict[int, list[list[float]]] = defaultdict(lambda: [[] for _ in range(DEPTHS)])
+    scores: dict[int, list[list[float]]] = defaultdict(lambda: [[] for _ in range(DEPTHS)])
     for answer in answers:
         if answer["depth"] is not None:
             part = min(DEPTHS - 1, int(answer["depth"] * DEPTHS))
-            found[answer["length"]][part].append(answer["score"])
+            scores[answer["length"]][part].append(answer["score"])
     return {
-        str(length): [fmean(part) if part else None for part in found[length]]
-        for length in sorted(found)
+        str(length): [fmean(part) if part else None for part in parts]
+        for length, parts in sorted(scores.items())
     }
 
 
 def agreement(tokens: Sequence[int], reference: Sequence[int]) -> float:
-    """Share of positions at which two replies say the same, of the longer one's length."""
+    """Share of positions at which two replies agree, over the length of the longer one."""
     longest = max(len(tokens), len(reference))
     if not longest:
         return 1.0
@@ -152,7 +161,7 @@ def _head_figures(answers: list[dict[str, Any]]) -> dict[str, list[list[float]]]
     for answer in answers:
         for name, figure in answer.get("attention_heads", {}).items():
             maps[name].append(figure)
-    return {name: _mean_heads(found) for name, found in maps.items()}
+    return {name: _mean_heads(figures) for name, figures in maps.items()}
 
 
 def _mean(heads: list[list[float]]) -> float | None:
@@ -160,47 +169,36 @@ def _mean(heads: list[list[float]]) -> float | None:
 
 
 def reads_less(rows: Sequence[dict[str, Any]]) -> bool:
-    """Whether any setup reads less than it keeps, so that a table says how much."""
+    """Whether any setup reads less than it keeps, so that tables need a column for it."""
     return any(row["read"] < row["kept"] for row in rows)
 
 
 def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A line per setup: kept tokens, and what was lost in either mode, in percent."""
-    by_setup: dict[str, dict[str, dict[str, Any]]] = {}
+    """The rows in Markdown, a line per setup with the modes side by side."""
+    by_setup: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for row in rows:
-        by_setup.setdefault(row["setup"], {})[row["mode"]] = row
+        by_setup[row["setup"]][row["mode"]] = row
     asked = [mode for mode in ASKED if any(row["mode"] == mode for row in rows)]
-    columns = [f"{mode}{what}" for mode in asked for what in _SHARES.values()]
-    if any(row["mode"] == TEXT for row in rows):
-        columns.append("text: loss, nats per token (95%)")
-    reads = reads_less(rows)
-    first = ["setup", "kept", *(["read"] if reads else [])]
-    head = [*first, *columns]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    texts, reads = any(row["mode"] == TEXT for row in rows), reads_less(rows)
+    heads = ["setup", "kept", *["read"] * reads]
+    heads += [f"{mode}{suffix}" for mode in asked for suffix in _SHARES.values()]
+    heads += ["text: loss, nats per token (95%)"] * texts
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for setup, modes in by_setup.items():
-        kept = fmean(row["kept"] for row in modes.values())
-        cells = [f"`{setup}`", percent(kept)]
-        cells += [percent(fmean(row["read"] for row in modes.values()))] if reads else []
+        cells = [f"`{setup}`"]
+        cells += [
+            percent(fmean(row[name] for row in modes.values())) for name in heads[1 : 2 + reads]
+        ]
         for mode in asked:
-            found = modes.get(AWARE if setup == FULL else mode)
-            cells += [percent(found[name] if found else None) for name in _SHARES]
-        if len(columns) > len(asked) * len(_SHARES):
-            cells.append(loss_text(modes.get(TEXT)))
+            row = modes.get(AWARE if setup == FULL else mode, {})
+            cells += [percent(row.get(name)) for name in _SHARES]
+        cells += [loss_text(modes.get(TEXT))] * texts
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-# Rows' entries for tables, and what is written behind the mode's name.
-_SHARES = {
-    "score": "",
-    "agreement": ": agreement",
-    "attention_mass": ": mass",
-    "attention_error": ": error",
-}
-
-
 def loss_text(row: dict[str, Any] | None) -> str:
-    """A row's loss on texts for people to read: 0.062 (0.048 to 0.077); the full cache's nats."""
+    """A row's loss on texts for people, such as 0.062 (0.048 to 0.077); the full cache's nats."""
     if row is None or row["nats"] is None:
         return "-"
     if row["setup"] == FULL or row["loss"] is None:
@@ -212,26 +210,32 @@ def loss_text(row: dict[str, Any] | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share for people to read; "-" for none."""
+    """A share as a percentage; "-" for None."""
     return "-" if share is None else f"{100 * share:.1f}%"
 
 
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for a terminal: shares in percent."""
+    """The rows for a terminal."""
     texts, reads = any(row["mode"] == TEXT for row in rows), reads_less(rows)
+    shares = ["kept", *["read"] * reads, "score", "agreement", "attention_mass", "attention_error"]
+    names = {"agreement": "agree", "attention_mass": "mass", "attention_error": "error"}
     lines = [
-        f"{'setup':28}{'mode':16}{'kept':>7}{'read' if reads else '':>{7 * reads}}"
-        f"{'score':>8}{'agree':>8}{'mass':>8}{'error':>8}"
-        f"{'ttft':>10}{'token':>9}" + ("  loss on texts, nats per token (95%)" if texts else "")
+        f"{'setup':28}{'mode':16}"
+        + "".join(f"{names.get(name, name):>{_width(name)}}" for name in shares)
+        + f"{'ttft':>10}{'token':>9}"
+        + ("  loss on texts, nats per token (95%)" if texts else "")
     ]
     for row in rows:
         mode = "" if row["setup"] == FULL else row["mode"]
         token = f"{row['token_ms']:.1f}ms" if row["token_ms"] is not None else "-"
         lines.append(
-            f"{row['setup']:28}{mode:16}{percent(row['kept']):>7}"
-            f"{percent(row['read']) if reads else '':>{7 * reads}}{percent(row['score']):>8}"
-            f"{percent(row['agreement']):>8}{percent(row['attention_mass']):>8}"
-            f"{percent(row['attention_error']):>8}{row['first_token_ms']:>8.1f}ms{token:>9}"
+            f"{row['setup']:28}{mode:16}"
+            + "".join(f"{percent(row[name]):>{_width(name)}}" for name in shares)
+            + f"{row['first_token_ms']:>8.1f}ms{token:>9}"
             + (f"  {loss_text(row)}" if row["mode"] == TEXT else "")
         )
     return "\n".join(lines)
+
+
+def _width(name: str) -> int:
+    return 7 if name in ("kept", "read") else 8

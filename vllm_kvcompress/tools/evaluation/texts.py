@@ -1,7 +1,7 @@
 """Texts whose continuation a model predicts: of several kinds that come with Python, or a user's.
 
-What a policy costs shows most densely here: every token after the compressed context is an
-observation, and no task has to be within a small model's reach.
+Every token after the compressed context is an observation, and no task has to be within a small
+model's reach, so a policy's cost shows with few texts.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ def _source() -> Iterator[str]:
 
 
 def _prose() -> Iterator[str]:
-    """What the standard library's docstrings say, one after the other."""
-    found = [text.strip() for code in _modules() for text in _DOCSTRING.findall(code)]
-    yield "\n\n".join(re.sub(r"\n +", "\n", text) for text in found if len(text) > 200)
+    """The standard library's docstrings, one after the other."""
+    docstrings = [text.strip() for code in _modules() for text in _DOCSTRING.findall(code)]
+    yield "\n\n".join(re.sub(r"\n +", "\n", text) for text in docstrings if len(text) > 200)
 
 
 def _tables() -> Iterator[str]:
     """Code pages: a line per character, with its number and its name; without ASCII's."""
-    found = []
+    lines = []
     for path in sorted((_LIBRARY / "encodings").glob("*.py")):
         table = path.read_text().partition("decoding_table = (\n")[2].partition("\n)")[0]
-        found += table.splitlines()[128:]
-    yield "\n".join(found)
+        lines += table.splitlines()[128:]
+    yield "\n".join(lines)
 
 
 def _modules() -> Iterator[str]:
-    """The code of those modules that this Python has."""
+    """The source code of those modules that this Python has."""
     for name in _MODULES:
-        path = _LIBRARY / f"{name.replace('.', '/')}.py"
-        package = path.with_suffix("") / "__init__.py"
-        found = path if path.exists() else package
-        if found.exists():
-            yield found.read_text()
+        module = _LIBRARY / f"{name.replace('.', '/')}.py"
+        for path in (module, module.with_suffix("") / "__init__.py"):
+            if path.exists():
+                yield path.read_text()
+                break
 
 
 KINDS: dict[str, Callable[[], Iterator[str]]] = {
@@ -79,39 +79,39 @@ KINDS: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def pieces(kind: str, num_tokens: int, first: int, count: int) -> list[str]:
-    """Pieces of one kind, none of which overlaps another.
+    """Pieces of one kind in KINDS, none of which overlaps another.
 
     Args:
         kind: a name in KINDS.
-        num_tokens: that each is to have at least, by a generous estimate.
+        num_tokens: minimum length of each piece, by a generous estimate.
         first: number of the first piece; numbers beyond the last begin again.
-        count: how many, with the numbers that follow.
+        count: how many pieces.
 
     Raises:
         ConfigError: there are fewer than `count`.
     """
-    found = [piece for text in KINDS[kind]() for piece in cut(text, num_tokens)]
-    if len(found) < count:
+    texts = [piece for text in KINDS[kind]() for piece in cut(text, num_tokens)]
+    if len(texts) < count:
         raise ConfigError(
-            f"--samples {count}: text/{kind} has {len(found)} pieces of so many tokens; ask for "
-            "fewer, or for shorter ones."
+            f"--samples {count}: text/{kind} has {len(texts)} pieces of {num_tokens} tokens; ask "
+            "for fewer, or for shorter ones."
         )
-    random.Random(kind).shuffle(found)
-    return [found[(first + number) % len(found)] for number in range(count)]
+    random.Random(kind).shuffle(texts)
+    return [texts[(first + number) % len(texts)] for number in range(count)]
 
 
 def cut(text: str, num_tokens: int) -> list[str]:
-    """Consecutive pieces of a text, each from the beginning of a line."""
+    """Splits a text into consecutive pieces, each from the beginning of a line."""
     size = CHARACTERS_PER_TOKEN * num_tokens
-    found, start = [], 0
+    texts, start = [], 0
     while start + size <= len(text):
-        found.append(text[start : start + size])
+        texts.append(text[start : start + size])
         start = text.find("\n", start + size) + 1 or len(text)
-    return found
+    return texts
 
 
 def read(path: Path) -> str:
-    """A user's text.
+    """Reads a user's text.
 
     Raises:
         ConfigError: it cannot be read.

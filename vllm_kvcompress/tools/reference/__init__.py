@@ -1,1 +1,1 @@
-"""The reference model: a small decoder that answers retrieval questions, and how it was made."""
+"""The reference model: a small Llama trained on synthetic retrieval tasks."""

@@ -66,7 +66,7 @@ class Sample:
 
 @dataclass
 class Scene:
-    """A context with everything that can be asked about it, as lists of words."""
+    """A context with all questions about it and their answers, as lists of words."""
 
     words: list[str]
     questions: list[tuple[list[str], list[str]]]
@@ -110,13 +110,13 @@ def _flatten(groups: list[list[str]]) -> list[str]:
 
 
 def _num_facts(num_tokens: int, words_each: int, rng: random.Random) -> int:
-    """How many facts: up to MAX_FACTS, and at least half of the context is noise if it is long."""
+    """Draws how many facts: up to MAX_FACTS, and at least half of a long context is noise."""
     most = min(MAX_FACTS, max(4, num_tokens // (2 * words_each)))
     return rng.randint(min(4, most), max(4, most))
 
 
 def _in_noise(groups: list[list[str]], num_tokens: int, rng: random.Random) -> list[str]:
-    """Groups in order, with noise words strewn between them, `num_tokens` words in all."""
+    """Groups in order, with noise words between them, `num_tokens` words in all."""
     num_noise = num_tokens - sum(map(len, groups))
     places = sorted(rng.randint(0, len(groups)) for _ in range(num_noise))
     gaps: list[list[str]] = [[] for _ in range(len(groups) + 1)]

@@ -27,7 +27,7 @@ def encode(words: list[str]) -> list[int]:
 
 
 def build_tokenizer() -> Any:
-    """A Hugging Face fast tokenizer; save it with `save_pretrained`."""
+    """Builds a Hugging Face fast tokenizer; save it with `save_pretrained`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
