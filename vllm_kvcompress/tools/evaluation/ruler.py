@@ -9,6 +9,7 @@ and words come from `words.txt` instead of the wonderwords package.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import string
 import uuid
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -44,7 +46,7 @@ class Prompt:
     depth: float | None = None
 
 
-Build = Callable[[int, random.Random], Prompt]  # of a size: how many units of filling
+Build = Callable[[int, random.Random], Prompt]  # from the number of units of filling
 
 
 @dataclass(frozen=True)
@@ -86,23 +88,18 @@ class Needles:
     def _prompt(
         self, text: list[str], asked: list[str], answers: tuple[str, ...], depth: float | None
     ) -> Prompt:
-        query = asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
         one = len(answers) == 1
-        kind = self.values[:-1] if one else self.values
-        some, are, all_the = ("A", "is", "is the") if one else ("Some", "are", "are all the")
-        joint = "\n" if self.haystack in ("noise", "needles") else " "
-        return Prompt(
-            context=f"{some} special magic {kind} {are} hidden within the following text. Make "
-            f"sure to memorize it. I will quiz you about the {kind} afterwards.\n"
-            f"{joint.join(text)}",
-            question=f"What {all_the} special magic {kind} for {query} mentioned in the provided "
-            "text?",
-            answer_prefix=f" The special magic {kind} for {query} mentioned in the provided text "
-            f"{are}",
-            answers=answers,
-            match="all",
-            max_tokens=128,
-            depth=depth,
+        verb, wanted = ("is", "is the") if one else ("are", "are all the")
+        return _prompt(
+            "niah",
+            answers,
+            depth,
+            some="A" if one else "Some",
+            verb=verb,
+            wanted=wanted,
+            kind=self.values[:-1] if one else self.values,
+            query=asked[0] if len(asked) == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}",
+            text=("\n" if self.haystack in ("noise", "needles") else " ").join(text),
         )
 
     def _sentence(self, key: str, value: str) -> str:
@@ -130,17 +127,7 @@ def _variable_tracking(size: int, rng: random.Random) -> Prompt:
     text = [NOISE] * size
     for number, place in enumerate(sorted(rng.randint(0, size) for _ in chain)):
         text.insert(place + number, chain[number])
-    return Prompt(
-        context="Memorize and track the chain(s) of variable assignment hidden in the following "
-        "text.\n\n" + "\n".join(text),
-        question=f"Question: Find all variables that are assigned the value {value} in the text "
-        "above.",
-        answer_prefix=" Answer: According to the chain(s) of variable assignment in the text "
-        f"above, {len(names)} variables are assigned the value {value}, they are: ",
-        answers=tuple(names),
-        match="all",
-        max_tokens=30,
-    )
+    return _prompt("vt", tuple(names), text="\n".join(text), value=value, count=len(names))
 
 
 def _common_words(size: int, rng: random.Random) -> Prompt:
@@ -154,15 +141,7 @@ def _common_words(size: int, rng: random.Random) -> Prompt:
     listed = common * 30 + others * 3
     rng.shuffle(listed)
     numbered = " ".join(f"{i}. {word}" for i, word in enumerate(listed, 1))
-    return Prompt(
-        context="Below is a numbered list of words. In these words, some appear more often than "
-        f"others. Memorize the ones that appear most often.\n{numbered}",
-        question="Question: What are the 10 most common words in the above list?",
-        answer_prefix=" Answer: The top 10 words that appear most often in the list are:",
-        answers=tuple(common),
-        match="all",
-        max_tokens=120,
-    )
+    return _prompt("cwe", tuple(common), text=numbered)
 
 
 def _frequent_words(size: int, rng: random.Random) -> Prompt:
@@ -177,17 +156,7 @@ def _frequent_words(size: int, rng: random.Random) -> Prompt:
     ]
     text = [word for word, count in zip(ranked, counts, strict=True) for _ in range(count)]
     rng.shuffle(text)
-    return Prompt(
-        context="Read the following coded text and track the frequency of each coded word. Find "
-        f"the three most frequently appeared coded words. {' '.join(text)}",
-        question="Question: Do not provide any explanation. Please ignore the dots '....'. What "
-        "are the three most frequently appeared words in the above coded text?",
-        answer_prefix=" Answer: According to the coded text above, the three most frequently "
-        "appeared words are:",
-        answers=tuple(coded[:3]),
-        match="all",
-        max_tokens=50,
-    )
+    return _prompt("fwe", tuple(coded[:3]), text=" ".join(text))
 
 
 def _question(hops: int) -> Build:
@@ -205,18 +174,7 @@ def _question(hops: int) -> Build:
             question = f"Where did the teacher of {pupils[asked]} grow up?"
         rng.shuffle(facts)
         documents = "\n\n".join(f"Document {i}:\n{fact}" for i, fact in enumerate(facts, 1))
-        demand = (
-            "Answer the question based on the given documents. Only give me the answer and do not "
-            "output any other words."
-        )
-        return Prompt(
-            context=f"{demand}\n\nThe following are given documents.\n\n{documents}",
-            question=f"\n{demand}\n\nQuestion: {question}",
-            answer_prefix=" Answer:",
-            answers=(towns[asked],),
-            match="any",
-            max_tokens=32,
-        )
+        return _prompt("qa", (towns[asked],), text=documents, query=question)
 
     return build
 
@@ -269,16 +227,37 @@ def generate(
     return build(low)
 
 
+def _prompt(
+    task: str, answers: tuple[str, ...], depth: float | None = None, **texts: object
+) -> Prompt:
+    """Fills in RULER's own texts, those of `ruler_prompts.json`."""
+    fields = {
+        name: text.format(**texts) if isinstance(text, str) else text
+        for name, text in _templates()[task].items()
+    }
+    return Prompt(**fields, answers=answers, depth=depth)
+
+
+@cache
+def _templates() -> dict[str, dict[str, Any]]:
+    templates: dict[str, dict[str, Any]] = json.loads(_file("ruler_prompts.json"))
+    return templates
+
+
+def _file(name: str) -> str:
+    return (Path(__file__).parent / name).read_text()
+
+
 @cache
 def haystack() -> list[str]:
     """The sentences of `haystack.txt`."""
-    text = (Path(__file__).parent / "haystack.txt").read_text()
+    text = _file("haystack.txt")
     return [f"{sentence.strip().rstrip('.')}." for sentence in text.split(". ") if sentence.strip()]
 
 
 @cache
 def _words() -> tuple[list[str], list[str]]:
-    adjectives, nouns = (Path(__file__).parent / "words.txt").read_text().splitlines()
+    adjectives, nouns = _file("words.txt").splitlines()
     return adjectives.split(), nouns.split()
 
 
