@@ -124,7 +124,8 @@ def _plugin_filter() -> Finding:
     if value is None:
         return Finding("VLLM_PLUGINS", "unset (all plugins are loaded)")
     enabled = SETTINGS_KEY in value.split(",")
-    return Finding("VLLM_PLUGINS", value, "" if enabled else f"add {SETTINGS_KEY}, or unset it.")
+    remedy = "" if enabled else f"add {SETTINGS_KEY} to it, or unset it."
+    return Finding("VLLM_PLUGINS", value, remedy)
 
 
 def _compiler() -> Finding:

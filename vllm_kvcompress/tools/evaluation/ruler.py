@@ -231,7 +231,7 @@ def _prompt(
     task: str, answers: tuple[str, ...], depth: float | None = None, **texts: object
 ) -> Prompt:
     """Fills in RULER's own texts, those of `ruler_prompts.json`."""
-    fields = {
+    fields: dict[str, Any] = {
         name: text.format(**texts) if isinstance(text, str) else text
         for name, text in _templates()[task].items()
     }
