@@ -1,10 +1,11 @@
-"""Questions about contexts, and where they come from. No torch."""
+"""Questions about contexts: generated, from LongBench, from texts or from a user's file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from vllm_kvcompress.errors import ConfigError
@@ -14,7 +15,7 @@ from vllm_kvcompress.tools.files import read_within
 from vllm_kvcompress.tools.reference import tasks
 
 WORDS, RULER, LONGBENCH, TEXT = "words", "ruler", "longbench", "text"
-_MEMBERS: dict[str, tuple[str, ...]] = {
+_TASKS: dict[str, tuple[str, ...]] = {
     WORDS: tuple(tasks.FAMILIES),
     RULER: tuple(ruler.TASKS),
     LONGBENCH: tuple(longbench.TASKS),
@@ -28,19 +29,19 @@ class Item:
 
     Attributes:
         task: the task's name, for the tables.
-        length: nominal tokens of the context, for the tables; 0 where none was asked for.
+        length: nominal tokens of the context, for the tables; 0: its own length.
         context: what may be compressed before the question is known.
-        question: what follows it.
-        answers: references; what they mean is the metric's.
+        question: text behind the context.
+        answers: references that the metric compares with.
         metric: a name in METRICS.
-        max_tokens: of the reply.
-        answer_prefix: how the reply begins; the model goes on from there.
-        depth: where in the context the one needle lies, from 0 to 1; None where there is none.
-        separator: between context and question.
+        max_tokens: limit of the reply.
+        answer_prefix: given beginning of the reply.
+        depth: relative position of the only needle in the context, from 0 to 1; None: not one.
+        separator: text between context and question.
         chat: whether a chat model's template goes around them.
-        may_cut: take tokens out of the middle of a context that is too long for the model.
-        continuation: tokens behind the first `length` ones of `context` that are predicted instead
-            of an answer; 0 for questions.
+        may_cut: whether the middle of a context that is too long for the model is left out.
+        continuation: tokens of `context` behind the first `length` that are predicted instead of
+            an answer; 0 for questions.
     """
 
     task: str
@@ -65,7 +66,7 @@ def generate(
     seed: int,
     count_tokens: Callable[[str], int] | None = None,
 ) -> list[Item]:
-    """Questions of a generated task; the same for the same arguments.
+    """Generates questions of a task; the same for the same arguments.
 
     `ruler` is RULER's 13 tasks; `words` the word-level variant of its families, for the reference
     model; a single one is `ruler/TASK` or `words/FAMILY`.
@@ -74,120 +75,110 @@ def generate(
         task: the task or suite.
         lengths: tokens of the context (words) or of prompt and reply together (ruler).
         num_samples: questions per task and length.
-        seed: of the first question; the others follow.
-        count_tokens: of a text; needed for `ruler`.
+        seed: seed of the first question; each further one adds 1.
+        count_tokens: counts a text's tokens; needed for `ruler`.
 
     Raises:
         ConfigError: no such task, or a length that it does not work with.
     """
-    suite, chosen = split_task(task)
-
-    def item(name: str, length: int, number: int) -> Item:
+    suite, names = split_task(task)
+    items = []
+    for name, length, number in product(names, lengths, range(num_samples)):
         if suite == WORDS:
-            return _word_item(name, length, seed + number)
-        assert count_tokens is not None
-        return _ruler_item(name, length, seed + number, count_tokens)
-
-    return [
-        item(name, length, number)
-        for name in chosen
-        for length in lengths
-        for number in range(num_samples)
-    ]
+            items.append(_word_item(name, length, seed + number))
+        else:
+            assert count_tokens is not None
+            items.append(_ruler_item(name, length, seed + number, count_tokens))
+    return items
 
 
 def split_task(task: str) -> tuple[str, tuple[str, ...]]:
-    """A suite, and which of its tasks: `ruler` is all of them, `ruler/vt` one.
+    """Splits a task into its suite and names: `ruler` has all of them, `ruler/vt` one.
 
     Raises:
         ConfigError: there is no such task.
     """
-    suite, _, one = task.partition("/")
-    chosen = (one,) if one else _MEMBERS.get(suite, ())
-    if suite not in _MEMBERS or not set(chosen) <= set(_MEMBERS[suite]):
-        known = [
-            name
-            for group, names in _MEMBERS.items()
-            for name in (group, *(f"{group}/{member}" for member in names))
-        ]
+    suite, _, name = task.partition("/")
+    names = _TASKS.get(suite, ())
+    if not names or (name and name not in names):
+        known = [f"{suite}/{name}".rstrip("/") for suite in _TASKS for name in ("", *_TASKS[suite])]
         raise ConfigError(f"--tasks {task}: no such task; known are {', '.join(known)}.")
-    return suite, chosen
+    return suite, (name,) if name else names
 
 
 def load_longbench(task: str, folder: Path | None, num_samples: int) -> list[Item]:
-    """Questions of `longbench`, or of `longbench/TASK`, from the published files.
+    """Loads questions of `longbench`, or of `longbench/TASK`, from the published files.
 
     Args:
         task: the task or suite.
         folder: holds one TASK.jsonl per task.
-        num_samples: the first so many per task.
+        num_samples: questions per task, the first ones of its file.
 
     Raises:
         ConfigError: no folder was given, a file is missing or not in the published format, or a
             metric's library is not installed.
     """
-    suite, chosen = split_task(task)
+    suite, names = split_task(task)
     if folder is None:
         raise ConfigError(
             f"--tasks {task}: give --longbench-data, the folder with LongBench's published files."
         )
-    found = []
-    for name in chosen:
-        about = longbench.TASKS[name]
-        check_metric(about.metric, f"--tasks {suite}/{name}: metric")
-        found += [
+    items = []
+    for name in names:
+        published = longbench.TASKS[name]
+        check_metric(published.metric, f"--tasks {suite}/{name}: metric")
+        items += [
             Item(
                 task=f"{suite}/{name}",
                 length=0,
                 context=prompt.context,
                 question=prompt.question,
                 answers=prompt.answers,
-                metric=about.metric,
-                max_tokens=about.max_tokens,
+                metric=published.metric,
+                max_tokens=published.max_tokens,
                 separator="",
-                chat=about.chat,
+                chat=published.chat,
                 may_cut=True,
             )
             for prompt in longbench.load(name, folder, num_samples)
         ]
-    return found
+    return items
 
 
 def load_texts(
     task: str, lengths: Sequence[int], continuation: int, num: int, seed: int
 ) -> list[Item]:
-    """Pieces of texts that come with Python: `text` for every kind, or `text/KIND`.
+    """Loads pieces of texts that come with Python: `text` for every kind, or `text/KIND`.
 
     Args:
         task: the task or suite.
         lengths: tokens that are compressed.
         continuation: tokens behind them.
         num: pieces of each kind and length.
-        seed: number of the first piece; from `seed + num` on they are others, while there are any.
+        seed: number of the first piece; `seed + num` gives other pieces, while there are any.
 
     Raises:
-        ConfigError: there are not so many.
+        ConfigError: there are not `num` pieces.
     """
     return [
         _text_item(f"{TEXT}/{kind}", piece, length, continuation)
-        for kind in split_task(task)[1]
-        for length in lengths
+        for kind, length in product(split_task(task)[1], lengths)
         for piece in texts.pieces(kind, length + continuation, seed, num)
     ]
 
 
 def load_text(path: Path, lengths: Sequence[int], continuation: int, num: int) -> list[Item]:
-    """The first pieces of a user's text.
+    """Loads the first pieces of a user's text; one that is short is a single piece.
 
     Raises:
-        ConfigError: it cannot be read, or is too short for one.
+        ConfigError: it cannot be read.
     """
     text = texts.read(path)
-    found = []
-    for length in lengths:
-        pieces = texts.cut(text, length + continuation) or [text]
-        found += [_text_item(path.stem, piece, length, continuation) for piece in pieces[:num]]
-    return found
+    return [
+        _text_item(path.stem, piece, length, continuation)
+        for length in lengths
+        for piece in (texts.cut(text, length + continuation) or [text])[:num]
+    ]
 
 
 def _text_item(task: str, piece: str, length: int, continuation: int) -> Item:
@@ -226,6 +217,8 @@ def _word_item(family: str, length: int, seed: int) -> Item:
         sample = tasks.generate_sample(family, length, seed)
     except ValueError as error:
         raise ConfigError(f"--lengths {length}: {error}.") from None
+    words = sample.context.split()
+    needle = words.index(sample.question.split()[-1]) if family in ("single", "multikey") else None
     return Item(
         task=f"{WORDS}/{family}",
         length=length,
@@ -234,24 +227,18 @@ def _word_item(family: str, length: int, seed: int) -> Item:
         answers=sample.answers,
         metric="contains_all",
         max_tokens=16,
-        depth=_depth(sample) if family in ("single", "multikey") else None,
+        depth=None if needle is None else needle / len(words),
     )
 
 
-def _depth(sample: tasks.Sample) -> float:
-    """Where the fact that is asked for begins."""
-    words = sample.context.split()
-    return words.index(sample.question.split()[-1]) / len(words)
-
-
 def load(path: Path, metric: str, max_tokens: int) -> list[Item]:
-    """A user's questions: JSON lines of `{"context", "question", "answers"}`.
+    """Loads a user's questions: JSON lines of `{"context", "question", "answers"}`.
 
     `answers` is a text or a list of texts, any of which is right; `metric` and `max_tokens` may
     be given per line.
 
     Raises:
-        ConfigError: names the file, the line and what is wrong with it.
+        ConfigError: the file cannot be read, or a line, which the message names, is wrong.
     """
     try:
         lines = read_within(path).splitlines()
@@ -278,17 +265,17 @@ def _user_item(path: Path, number: int, line: str, metric: str, max_tokens: int)
     answers = [row["answers"]] if isinstance(row["answers"], str) else row["answers"]
     if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):
         raise ConfigError(f'{place}: "answers": expected a text or a list of texts.')
-    most = row.get("max_tokens", max_tokens)
-    if not isinstance(most, int) or most < 1:
-        raise ConfigError(f'{place}: "max_tokens" {most!r}: expected at least 1.')
-    name = row.get("metric", metric)
-    check_metric(name, f'{place}: "metric"')
+    max_tokens = row.get("max_tokens", max_tokens)
+    if not isinstance(max_tokens, int) or max_tokens < 1:
+        raise ConfigError(f'{place}: "max_tokens" {max_tokens!r}: expected at least 1.')
+    metric = row.get("metric", metric)
+    check_metric(metric, f'{place}: "metric"')
     return Item(
         task=path.stem,
         length=0,
         context=str(row["context"]),
         question=str(row["question"]),
         answers=tuple(answers),
-        metric=name,
-        max_tokens=most,
+        metric=metric,
+        max_tokens=max_tokens,
     )

@@ -1,4 +1,4 @@
-"""Which settings are compared: policies at budgets, with and without knowing the question."""
+"""The settings that an evaluation compares: policies at budgets, and the modes of questions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FULL = "full"
 SERVER = "server"
 AWARE = "query-aware"  # context and question are compressed together
 AGNOSTIC = "query-agnostic"  # the context is compressed before the question is read
-PREPARED = "prepared"  # the same, by what a repetition of the context attends to
+PREPARED = "prepared"  # query-agnostic, scored by the attention of a repetition of the context
 TEXT = "text"  # texts are compressed before what follows them is predicted
 MODES = {
     "aware": (AWARE,),
@@ -32,10 +32,9 @@ class Setup:
     """One engine's settings.
 
     Attributes:
-        policy: a policy string; or `full`: stock vLLM, which is what the others are compared to;
-            or `server`: whatever a running server does.
-        budget: kept fraction or tokens; None for `full` and `server`, and with policy `none`.
-        read: how much decode steps read of what is held; None: all of it.
+        policy: a policy string; or `full`, stock vLLM, the baseline; or `server`, a running server.
+        budget: kept fraction or tokens; None for `full`, `server` and `none`.
+        read: the `--kv-read` of decode steps; None: everything.
     """
 
     policy: str
@@ -44,14 +43,14 @@ class Setup:
 
     @property
     def name(self) -> str:
-        """For tables and file names."""
+        """The setup's name in tables and file names."""
         held = self.policy if self.budget is None else f"{self.policy}@{self.budget:g}"
         if self.read is None:
             return held
         return self.read if self.policy == NO_POLICY else f"{held} {self.read}"
 
     def settings(self, params: dict[str, Any]) -> dict[str, Any] | None:
-        """What goes into `--additional-config`; None: stock vLLM."""
+        """The section of `--additional-config`; None: stock vLLM."""
         if self.policy == FULL:
             return None
         read = {} if self.read is None else {"read": self.read}
@@ -65,21 +64,20 @@ class Setup:
         return chosen | {key: value for key, value in params.items() if value or value == 0}
 
     def modes(self, wanted: Sequence[str]) -> tuple[str, ...]:
-        """Modes to ask questions in: a cache that holds everything is the same in every one."""
+        """The modes to ask questions in: one if nothing is evicted, since all would be equal."""
         return (AWARE,) if self.policy in (FULL, NO_POLICY) else tuple(wanted)
 
     @property
     def decodes_texts(self) -> bool:
-        """Whether texts say something: they are predicted as prompts, which are read whole."""
+        """Whether texts show a difference: they are predicted as prompts, which read everything."""
         return self.read is None
 
     def read_part(self, num_tokens: int, block_size: int) -> float:
-        """Of so many tokens that are held, the part that a decode step reads."""
+        """The fraction of `num_tokens` resident tokens that a decode step reads."""
         if self.read is None:
             return 1.0
-        rule = ReadRule.parse(self.read)
-        num_pages = ceil_div(num_tokens, block_size)
-        return rule.read_pages(num_tokens, block_size) / num_pages
+        num_read = ReadRule.parse(self.read).read_pages(num_tokens, block_size)
+        return num_read / ceil_div(num_tokens, block_size)
 
 
 @dataclass
@@ -88,7 +86,7 @@ class SharedEngine:
 
     Attributes:
         setups: the first one is the engine's own.
-        params: as those of `Setup.settings`.
+        params: those of `Setup.settings`.
     """
 
     setups: list[Setup]
@@ -96,7 +94,7 @@ class SharedEngine:
 
     @property
     def settings(self) -> dict[str, Any] | None:
-        """As `Setup.settings`, with what requests may ask for."""
+        """The engine's `Setup.settings`, with what requests may ask for."""
         own, *others = self.setups
         settings = own.settings(self.params)
         if settings is None or not others:
@@ -107,42 +105,38 @@ class SharedEngine:
         return settings | {"request_policies": list(policies)} | bounds
 
     def choice(self, setup: Setup) -> dict[str, Any]:
-        """What a request has to choose to be compressed as a setup says: policy and budget."""
+        """The policy and budget that a request chooses for a setup."""
         if len(self.setups) == 1:
             return {}
         return {"policy": setup.policy, "budget": setup.budget}
 
     def takes(self, setup: Setup) -> bool:
-        """Whether another setup fits in: a fraction, and a policy that may share a batch."""
-        alone = [
-            each
-            for each in (*self.setups, setup)
-            if not isinstance(each.budget, float) or each.read is not None
-        ]
-        if alone or SERVER in (setup.policy, self.setups[0].policy):
+        """Whether this engine can serve another setup: a fraction, and a policy that may join."""
+        setups = [*self.setups, setup]
+        if any(not isinstance(each.budget, float) or each.read is not None for each in setups):
             return False
-        other = setup.policy != self.setups[0].policy
-        if other and (self.params.get("params") or self.params.get("profile")):
-            return False  # those are of an engine's own policy
+        policies = {each.policy for each in setups}
+        has_own = self.params.get("params") or self.params.get("profile")  # of one policy
+        if SERVER in policies or (has_own and setup.policy != self.setups[0].policy):
+            return False
         from vllm_kvcompress.policies import resolve_settings
 
-        together = SharedEngine([*self.setups, setup], self.params).settings
         try:
-            resolve_settings(Settings.from_dict(together))
+            resolve_settings(Settings.from_dict(SharedEngine(setups, self.params).settings))
         except ConfigError:
             return False
         return True
 
 
 def shared_engines(setups: Sequence[Setup], params: dict[str, Any]) -> list[SharedEngine]:
-    """As few engines as the setups need, each with the first setup that no other one takes."""
+    """Groups setups into engines: each joins the first engine that can serve it."""
     engines: list[SharedEngine] = []
     for setup in setups:
-        fitting = next((engine for engine in engines if engine.takes(setup)), None)
-        if fitting is None:
+        engine = next((engine for engine in engines if engine.takes(setup)), None)
+        if engine is None:
             engines.append(SharedEngine([setup], params))
         else:
-            fitting.setups.append(setup)
+            engine.setups.append(setup)
     return engines
 
 
@@ -152,12 +146,12 @@ def setups_of(
     params: dict[str, Any],
     reads: Sequence[str] = (),
 ) -> list[Setup]:
-    """The full cache once, first, every policy at every budget, and what is read in part.
+    """Lists the setups: the full cache, every policy at every budget, and sparse reads.
 
     Args:
-        policies, budgets: each with each.
-        params: as those of `Setup.settings`.
-        reads: how much is read of everything, or of what POLICY@BUDGET before it keeps.
+        policies, budgets: combined with each other.
+        params: those of `Setup.settings`.
+        reads: values of `--kv-read`; POLICY@BUDGET before one compresses as well.
 
     Raises:
         ConfigError: no policy, one given twice, or settings that cannot work.
@@ -178,7 +172,7 @@ def setups_of(
 
 
 def _reading(text: str, profile: str | None) -> Setup:
-    """What one `--kv-read` of eval asks for."""
+    """Parses one `--kv-read` of eval, such as `spans@0.5 quest:0.5`."""
     held, _, read = text.strip().rpartition(" ")
     if not held:
         return Setup(NO_POLICY, read=read)
