@@ -1,4 +1,4 @@
-"""Whatever stands in flags, YAML or a request is taken, or refused in a sentence."""
+"""Odd values in flags, YAML and requests are accepted, or refused in one sentence."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MANY = settings(
 
 
 def refused_or_taken(call: Any) -> Any:
-    """What comes back, or None for a refusal that says something short."""
+    """Returns the call's result, or None for a refusal with a short message."""
     try:
         return call()
     except ConfigError as error:
@@ -71,25 +71,24 @@ def refused_or_taken(call: Any) -> Any:
 @given(st.dictionaries(st.sampled_from(KEYS), ANY), ANY)
 @example({"policy": "snapkv", "min_tokens": HUGE}, None)
 @example({"reuse_conversations": ["auto"]}, None)
-def test_sections(section: dict[str, Any], whole: Any) -> None:
-    """As of YAML; what is taken survives the way to the engine's processes."""
-    refused_or_taken(lambda: Settings.from_dict(whole))
-    found = refused_or_taken(lambda: Settings.from_dict({"policy": "snapkv", **section}))
-    if found is not None:
-        sent = json.loads(json.dumps(found.to_dict()))
-        assert Settings.from_dict(sent) == found
-        refused_or_taken(lambda: resolve_settings(found))
+def test_odd_settings_are_refused_or_survive_json(section: dict[str, Any], document: Any) -> None:
+    """Accepted settings survive the JSON that takes them to the engine's processes."""
+    refused_or_taken(lambda: Settings.from_dict(document))
+    accepted = refused_or_taken(lambda: Settings.from_dict({"policy": "snapkv", **section}))
+    if accepted is not None:
+        sent = json.loads(json.dumps(accepted.to_dict()))
+        assert Settings.from_dict(sent) == accepted
+        refused_or_taken(lambda: resolve_settings(accepted))
 
 
 @MANY
 @given(st.dictionaries(st.sampled_from(PROMPT_KEYS), ANY))
 @example({"min_tokens": HUGE})
-def test_sections_of_prompts(section: dict[str, Any]) -> None:
-    """Within ours."""
+def test_odd_prompt_settings_are_refused_or_survive_json(section: dict[str, Any]) -> None:
     prompts = {"compressor": "llmlingua2:m", **section}
-    found = refused_or_taken(lambda: Settings.from_dict({"policy": "none", "prompts": prompts}))
-    if found is not None:
-        assert Settings.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+    accepted = refused_or_taken(lambda: Settings.from_dict({"policy": "none", "prompts": prompts}))
+    if accepted is not None:
+        assert Settings.from_dict(json.loads(json.dumps(accepted.to_dict()))) == accepted
 
 
 @MANY
@@ -97,7 +96,7 @@ def test_sections_of_prompts(section: dict[str, Any]) -> None:
 @example([("--kv-budget", "0.5"), ("--kv-param", "window_size=" + "9" * 5000)])
 @example([("--kv-min-tokens", "9" * 5000)])
 @example([("--kv-param", "window_size=" + "[" * 100_000)])
-def test_flags(flags: list[tuple[str, str]]) -> None:
+def test_odd_flags_are_refused_or_accepted(flags: list[tuple[str, str]]) -> None:
     arguments = ["m", *(f"{name}={value}" for name, value in flags)]
     request = refused_or_taken(lambda: serve.parse_request(arguments))
     if request is not None:
@@ -105,10 +104,10 @@ def test_flags(flags: list[tuple[str, str]]) -> None:
 
 
 @MANY
-@given(section=ANY, whole=ANY)
-def test_files(section: Any, whole: Any, tmp_path: Path) -> None:
+@given(section=ANY, whole_file=ANY)
+def test_odd_yaml_is_refused_or_accepted(section: Any, whole_file: Any, tmp_path: Path) -> None:
     path = tmp_path / "serve.yaml"
-    for document in (whole, {"kvcompress": section}, {"additional-config": section}):
+    for document in (whole_file, {"kvcompress": section}, {"additional-config": section}):
         path.write_text(yaml.safe_dump(document))
         request = ["m", "--config", str(path)]
         refused_or_taken(lambda request=request: serve.parse_request(request))
@@ -117,7 +116,7 @@ def test_files(section: Any, whole: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["[" * 5000, "\x00", "{", "a: !!python/object:os.system x", "? [1]\n: 2"]
 )
-def test_files_that_are_no_settings(tmp_path: Path, text: str) -> None:
+def test_a_refused_file_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=str(path)):
@@ -128,8 +127,7 @@ def test_files_that_are_no_settings(tmp_path: Path, text: str) -> None:
     "value",
     ["", "x", "-1", "1e3", "2", "\u00b2", "\u0663" * 20, "9" * 20, "9" * 5000, "\udcff", "," * 9],
 )
-def test_variables_of_the_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that this package reads."""
+def test_odd_environment_variables_are_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KVCOMPRESS_CHECK", "VLLM_PLUGINS"):
         monkeypatch.setenv(name, value)
     taken = refused_or_taken(lambda: [debug_mode.switched_on()])
@@ -146,7 +144,7 @@ XARGS.append("kv_transfer_params")
 
 
 class OwnCheck(RequestCheck):
-    """Of a server that lets requests choose."""
+    """The check of a server that lets requests choose."""
 
     settings = Settings(
         policy="snapkv",
@@ -165,8 +163,8 @@ class OwnCheck(RequestCheck):
 @example({"kv_context_tokens": HUGE})
 @example({"kv_budget": HUGE})
 @example({"kv_read": HUGE})
-def test_requests(xargs: dict[str, Any]) -> None:
-    """What is taken is within the limits; all else is a ValueError, which vLLM makes a 400 of."""
+def test_accepted_requests_are_within_the_limits(xargs: dict[str, Any]) -> None:
+    """Every refusal is a ValueError, which vLLM answers with HTTP 400."""
     for check in (RequestCheck, OwnCheck):
         try:
             params = SamplingParams(extra_args=xargs)
@@ -190,7 +188,7 @@ def test_requests(xargs: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("key", ["kv_" + "x" * 1_000_000, "kv_\x00", "kv_"])
-def test_unknown_names(key: str) -> None:
+def test_unknown_keys_are_refused_in_short_messages(key: str) -> None:
     with pytest.raises(ValueError, match="is not known") as refusal:
         RequestCheck.validate_params(SamplingParams(extra_args={key: 1}))
     assert len(str(refusal.value)) <= LONGEST

@@ -1,7 +1,7 @@
 """The user's settings: what to compress with, how far, and when.
 
-They come from flags, from a YAML file or from vLLM's `--additional-config`, always through
-`Settings.from_dict`, and travel to every process as a plain dictionary. No torch, no vLLM.
+Flags, YAML files and vLLM's `--additional-config` give them to `Settings.from_dict`; they reach
+every process as a plain dictionary. Imports neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, check_limits, option
 from vllm_kvcompress.prompts.settings import PromptSettings
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.budgets import Budget
 from vllm_kvcompress.scheduling.read_rule import DEFAULT_MIN_TOKENS as READ_MIN_TOKENS
 from vllm_kvcompress.scheduling.read_rule import ReadRule
@@ -28,40 +29,40 @@ PROMPTS_PLUGIN = "kvcompress-prompts"  # shortens the messages of chats
 NO_POLICY = "none"
 AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
 DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
-PROFILED_POLICY = "spans+headkv"  # instead, where heads were measured
-DEFAULT_BUDGET = 0.5  # of each prompt: loses next to nothing, see docs/results/spans.md
-DEFAULT_MIN_TOKENS = 256  # shorter ones lose most and free least: docs/results/spans.md
+PROFILED_POLICY = "spans+headkv"  # what AUTO stands for where heads were measured
+DEFAULT_BUDGET = 0.5  # fraction of each prompt; see docs/results/spans.md
+DEFAULT_MIN_TOKENS = 256  # shorter prompts lose most and free least: docs/results/spans.md
 
-Part = Annotated[float, Field(gt=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
 def named_policy(policy: str, profile: str | None = None) -> str:
-    """A policy string; the one that `auto` stands for, without or with a profile of heads."""
+    """Returns a policy's name; for `auto` the one it stands for, with or without a profile."""
     if policy != AUTO:
         return policy
     return DEFAULT_POLICY if profile is None else PROFILED_POLICY
 
 
-def _names(value: object) -> object:
-    """A tuple of names from `"snapkv,none"` or from a list."""
-    parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
+def _policy_names(value: object) -> object:
+    """Splits `"snapkv,none"`; a list becomes a tuple."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return value
-    return tuple(part.strip() for part in parts if part.strip())
+    return tuple(name.strip() for name in names if name.strip())
 
 
-def _whole(value: object) -> object:
+def _integer(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _switch(value: object) -> object:
+def _boolean(value: object) -> object:
     return bool(value) if isinstance(value, int) and value in (0, 1) else value
 
 
 class Settings(Options):
-    """Everything that decides how requests are compressed.
+    """What decides how requests are compressed.
 
-    `auto` is replaced by the policy that it stands for, in `policy` and `request_policies`.
+    In `policy` and `request_policies`, `auto` is replaced by the policy that it stands for.
     """
 
     name: ClassVar[str] = SETTINGS_KEY
@@ -106,12 +107,12 @@ class Settings(Options):
     )
     min_tokens: int = option(
         DEFAULT_MIN_TOKENS,
-        "leave requests alone while they have fewer tokens than this",
+        "compress no request that has fewer tokens than this",
         "N",
         ge=0,
         le=MAX_TOKENS,
     )
-    request_policies: Annotated[tuple[str, ...], BeforeValidator(_names)] = option(
+    request_policies: Annotated[tuple[str, ...], BeforeValidator(_policy_names)] = option(
         (),
         "policies that a request may ask for instead, with `vllm_xargs` `kv_policy`; `none`: not "
         "to be compressed",
@@ -132,30 +133,28 @@ class Settings(Options):
     )
     reuse_conversations: Literal["reuse", "anew", "auto"] | None = option(
         None,
-        "keep what requests leave, compressed, for the next turn of their "
-        "[conversation](#conversations); where the prefix cache has its beginning too: `reuse` (go "
-        "on from what is kept), `anew` (compress the whole history together, so that the question "
-        "decides) or `auto` (default where the flag has no value)",
+        "keep the compressed cache of finished requests for the next turn of their "
+        "[conversation](#conversations); if the prefix cache has the history, too: `reuse` the "
+        "compressed one, compress `anew` for the new question, or `auto` (default without a value)",
         "HOW",
         const="auto",
     )
     read: str | None = option(
         None,
-        "have decode steps [read](#reading-less) a part of what is held: `quest:0.25` of each "
-        "head's pages, or `quest:2048` tokens of it; `longcache`, or "
+        "have decode steps [read](#reading-less) a part of the cache: `quest:0.25` of each head's "
+        "pages, or `quest:2048` tokens of it; `longcache`, or "
         "`longcache:global=32,local=4096,span=32,top=64`: the first and last tokens and the best "
-        "spans, with `prefill=512` also for prompts; frees no memory; works without --kv-policy, "
-        "too",
+        "spans, with `prefill=512` also for prompts; frees no memory; needs no --kv-policy",
         "R",
     )
     read_min_tokens: int | None = option(
         None,
-        f"read everything of requests with fewer tokens (default {READ_MIN_TOKENS})",
+        f"read the whole cache of requests with fewer tokens (default {READ_MIN_TOKENS})",
         "N",
         ge=0,
         le=MAX_TOKENS,
     )
-    min_request_read: Part | None = option(
+    min_request_read: Fraction | None = option(
         None,
         "smallest fraction that a request may ask for instead, with `vllm_xargs` `kv_read`; up to "
         "1.0, which reads everything",
@@ -195,8 +194,8 @@ class Settings(Options):
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         object.__setattr__(self, "policy", named_policy(self.policy, self.profile))
-        others = tuple(map(self._named, self.request_policies))
-        object.__setattr__(self, "request_policies", others)
+        policies = tuple(map(self._named, self.request_policies))
+        object.__setattr__(self, "request_policies", policies)
         check_limits("--kv-{}-request-budget", self.min_request_budget, self.max_request_budget)
         for name in ("read_min_tokens", "min_request_read"):
             if getattr(self, name) is not None and self.read is None:
@@ -206,20 +205,19 @@ class Settings(Options):
                 )
         if self.min_request_read is not None and ReadRule.parse(str(self.read)).prefill_tokens:
             raise ValueError(
-                f'min_request_read: with read "{self.read}" prompts are read in part, and what the '
-                "prefix cache shares of them is only the same for requests that read alike; leave "
-                "out min_request_read, or prefill."
+                f'min_request_read: with read "{self.read}" prompts are read in part, so requests '
+                "can share prefixes only if all read alike; leave out min_request_read, or prefill."
             )
         if self.prompts and (self.reuse_contexts or self.reuse_conversations):
             raise ValueError(
-                "prompts that are made shorter have other tokens in the next turn (a question, "
-                "once answered, is shortened too), so that reuse_contexts and reuse_conversations "
-                "would find nothing; remove them, or prompts."
+                "prompts: a shortened prompt has other tokens in the next turn (an answered "
+                "question is shortened too), so that reuse_contexts and reuse_conversations would "
+                "find nothing; remove them, or prompts."
             )
         return self
 
     def _named(self, policy: str) -> str:
-        """The policy that a request asks for; a profile is that of the server's own."""
+        """Resolves `auto` for a request; the profile is that of the server's own policy."""
         return named_policy(policy, self.profile if self.policy == PROFILED_POLICY else None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -229,16 +227,16 @@ class Settings(Options):
 
     @property
     def triggers(self) -> tuple[Trigger, ...]:
-        """When requests are compressed."""
+        """Conditions under which requests are compressed."""
         return parse_triggers(self.trigger)
 
     @property
     def read_rule(self) -> ReadRule | None:
-        """How much decode steps read; None: everything."""
+        """How much of the cache decode steps read; None: everything."""
         return None if self.read is None else ReadRule.parse(self.read, self.read_min_tokens)
 
     def request_read_rule(self, read: float | None) -> ReadRule | None:
-        """The read rule of a request that may ask for a part; ConfigError: it may not."""
+        """The read rule of a request that asks for fraction `read`; ConfigError: it may not."""
         rule = self.read_rule
         if read is None:
             return rule
@@ -249,8 +247,8 @@ class Settings(Options):
     @property
     def policies(self) -> tuple[str, ...]:
         """The policies that compress requests of this server, its own first."""
-        named = dict.fromkeys((self.policy, *self.request_policies))
-        return tuple(name for name in named if name != NO_POLICY)
+        policies = dict.fromkeys((self.policy, *self.request_policies))
+        return tuple(policy for policy in policies if policy != NO_POLICY)
 
     def for_request(self, policy: str | None, budget: float | None) -> Self:
         """The settings of a request that asks for a policy, or a budget, or both.
@@ -261,23 +259,23 @@ class Settings(Options):
             ConfigError: the server does not allow it.
         """
         policy = self.policy if policy is None else self._named(policy)
-        allowed = tuple(dict.fromkeys((self.policy, *self.request_policies)))
+        allowed = dict.fromkeys((self.policy, *self.request_policies))
         if policy not in allowed:
             raise ConfigError(
                 f'policy "{policy}": this server allows {" and ".join(allowed)}; choose one, or '
                 "leave it out."
             )
-        chosen = self.budget if budget is None else budget
+        changes: dict[str, Any] = {"policy": policy}
         if budget is not None:
             check_choice("kv_budget", budget, self.min_request_budget, self.max_request_budget)
-        changes: dict[str, Any] = {"policy": policy, "budget": chosen}
+            changes["budget"] = budget
         if policy != self.policy:
             changes |= {"params": {}, "profile": None}
         return self.model_copy(update=changes)
 
     @property
     def budget_text(self) -> str:
-        """The budget in words; where it is the default, also how to change it."""
+        """The budget in words; for the default also how to change it."""
         if not isinstance(self.budget, float):
             return f"{self.budget} tokens per KV head"
         text = f"{self.budget:g} of each prompt"
@@ -286,8 +284,8 @@ class Settings(Options):
         return text
 
     def start_lines(self) -> list[str]:
-        """What the settings do, and then what would serve this user better."""
-        text = self._kept_text()
+        """What the server prints first: what the settings do, and better ones if there are any."""
+        text = self._summary()
         if self.read_rule is not None:
             prompts = " and prompts" if self.read_rule.prefill_tokens else ""
             text += f"; decode steps{prompts} read {self.read}"
@@ -302,11 +300,12 @@ class Settings(Options):
         )
         return [text, advice]
 
-    def _kept_text(self) -> str:
+    def _summary(self) -> str:
         if not self.policies:
             return "nothing is compressed"
         if not self.compresses and self.may_compress:
-            return f"requests choose among {', '.join(self.request_policies)}; others stay whole"
+            choices = ", ".join(self.request_policies)
+            return f"requests choose among {choices}; others are not compressed"
         if not self.compresses:
             return f"policy {self.policy} with budget 1.0 keeps everything: stock vLLM"
         text = f"policy {self.policy}, budget {self.budget_text}, trigger {self.trigger}"
@@ -324,31 +323,28 @@ class Settings(Options):
 
     @property
     def compresses_while_generating(self) -> bool:
-        """Whether any number of requests may come near an event at once, one token at a time."""
+        """Whether many requests may come near an event at once, one token at a time."""
         return any(trigger.kind in ("chunk", "decode") for trigger in self.triggers)
 
     @property
     def compresses(self) -> bool:
-        """False when every request is to be served exactly as stock vLLM would."""
-        keeps_all = isinstance(self.budget, float) and self.budget >= 1.0
-        return self.policy != NO_POLICY and not keeps_all
+        """Whether requests that ask for nothing are compressed."""
+        return self.policy != NO_POLICY and self.budget != 1.0
 
     @property
     def may_compress(self) -> bool:
-        """False when no request can be compressed, whatever it asks for."""
-        asked = bool(self.policies) and (self.min_request_budget or 1.0) < 1.0
-        others = any(name != NO_POLICY for name in self.request_policies)
-        keeps_all = isinstance(self.budget, float) and self.budget >= 1.0
-        return self.compresses or asked or (others and not keeps_all)
+        """Whether any request can be compressed, whatever it asks for."""
+        keeps_all = self.budget == 1.0 and self.min_request_budget in (None, 1.0)
+        return bool(self.policies) and not keeps_all
 
     @property
     def acts(self) -> bool:
-        """False where stock vLLM would do the same for every request."""
+        """Whether any request is served otherwise than by stock vLLM."""
         return self.may_compress or self.read is not None
 
     @property
     def pressure_mark(self) -> float | None:
-        """Used part of the pool from which on requests are compressed for room, if they are."""
+        """Used part of the pool above which requests are compressed; None: never for that."""
         return next((t.mark for t in self.triggers if t.mark is not None), None)
 
     def rule(
@@ -359,29 +355,24 @@ class Settings(Options):
         window_blocks: int = 0,
         blocks_on_top: int = 0,
     ) -> CompressionRule:
-        """The budget and triggers in tokens and blocks.
+        """Returns the budget and triggers in tokens and blocks; chunks end at whole blocks.
 
-        Args:
-            block_size: tokens of a block; chunks are rounded up to whole blocks.
-            window_size: the last queries that the policy observes.
-            least_blocks: that an event leaves.
-            window_blocks: for a request's last queries, under pressure.
-            blocks_on_top: for a policy state that does not count in the budget.
+        `CompressionRule` says what the arguments mean.
         """
         if not self.compresses:
             return CompressionRule(block_size, fraction=1.0, at_prompt_end=False)
-        every = {trigger.kind: trigger.every for trigger in self.triggers}
-        chunk_tokens = every.get("chunk")
+        intervals = {trigger.kind: trigger.every for trigger in self.triggers}
+        chunk_tokens = intervals.get("chunk")
         if chunk_tokens is not None:
-            chunk_tokens = math.ceil(chunk_tokens / block_size) * block_size
+            chunk_tokens = ceil_div(chunk_tokens, block_size) * block_size
         is_fraction = isinstance(self.budget, float)
         return CompressionRule(
             block_size=block_size,
             fraction=self.budget if is_fraction else None,
             tokens=None if is_fraction else int(self.budget),
-            at_prompt_end="prompt" in every,
+            at_prompt_end="prompt" in intervals,
             chunk_tokens=chunk_tokens,
-            decode_tokens=every.get("decode"),
+            decode_tokens=intervals.get("decode"),
             pressure_mark=self.pressure_mark,
             min_tokens=self.min_tokens,
             window_size=window_size,
@@ -392,19 +383,19 @@ class Settings(Options):
 
 
 class RequestOptions(Options):
-    """What a request asks for in `vllm_xargs`, each name with `kv_` before it."""
+    """A request's own options in `vllm_xargs`; `kv_` stands before each name."""
 
     name: ClassVar[str] = "vllm_xargs"
     prefix: ClassVar[str] = "kv_"
 
-    context_tokens: Annotated[int, BeforeValidator(_whole)] | None = option(
+    context_tokens: Annotated[int, BeforeValidator(_integer)] | None = option(
         None,
         "compress that many first tokens of the prompt before the rest is read, so that the "
         "question does not decide what is kept",
         ge=1,
         example=1024,
     )
-    prepare: Annotated[bool, BeforeValidator(_switch)] = option(
+    prepare: Annotated[bool, BeforeValidator(_boolean)] = option(
         False,
         "the context is compressed at the end of the prompt, by what the rest of it attends to, "
         "and [kept for later requests](#preparing-a-context)",
@@ -415,12 +406,12 @@ class RequestOptions(Options):
         'another policy, if the operator allows it; `"none"`: not to be compressed',
         example="snapkv",
     )
-    budget: Part | None = option(
+    budget: Fraction | None = option(
         None, "another fraction of the prompt, within the operator's limits", example=0.5
     )
-    read: Part | None = option(
+    read: Fraction | None = option(
         None,
-        "decode steps [read](#reading-less) another fraction of what is held, from "
+        "decode steps [read](#reading-less) another fraction of the cache, from "
         "`--kv-min-request-read` to 1.0",
         example=0.5,
     )
@@ -436,5 +427,5 @@ class RequestOptions(Options):
 
     @property
     def chooses(self) -> bool:
-        """Whether it asks for anything that the operator may not allow."""
+        """Whether it asks for something that only an operator can allow."""
         return self.prepare or (self.policy, self.budget, self.read) != (None, None, None)

@@ -1,16 +1,16 @@
 """The errors that users see. Each message says what was expected, what came and what to do."""
 
-_LONGEST = 800  # characters of a message, which may repeat what somebody said
+_MAX_CHARACTERS = 800  # of a message, which may repeat a user's text
 
 
 class KVCompressError(Exception):
     """Base class of this package's errors."""
 
     def __str__(self) -> str:
-        """The message, without the middle of one that repeats a long text."""
+        """Returns the message, without the middle of a long one."""
         text = super().__str__()
-        half = _LONGEST // 2
-        return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
+        half = _MAX_CHARACTERS // 2
+        return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 class ConfigError(KVCompressError, ValueError):

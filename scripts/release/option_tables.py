@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vllm_kvcompress.config import RequestOptions, Settings
-from vllm_kvcompress.options import Options, about, described
+from vllm_kvcompress.options import Options, flag_details, help_text
 from vllm_kvcompress.prompts.settings import PromptRequestOptions, PromptSettings
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -39,12 +39,12 @@ def _table(name: str) -> str:
 
 def _rows(options: type[Options]) -> Iterator[tuple[str, ...]]:
     for name, field in options.model_fields.items():
-        key, shown = options.prefix + name, about(field)
+        key, details = options.prefix + name, flag_details(field)
         if not options.flags:
-            yield f"`{key}: {json.dumps(shown['example'])}`", described(field)
+            yield f"`{key}: {json.dumps(details['example'])}`", help_text(field)
         else:
-            flag = f"`{options.flag(name)} {shown['metavar']}".strip() + "`"
-            yield "" if name == "prompts" else flag, f"`{key}`", described(field)
+            flag = f"`{options.flag(name)} {details['metavar']}".strip() + "`"
+            yield "" if name == "prompts" else flag, f"`{key}`", help_text(field)
 
 
 if __name__ == "__main__":

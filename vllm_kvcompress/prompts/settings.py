@@ -1,30 +1,26 @@
-"""What an operator says about shorter prompts. No torch, no transformers."""
+"""Settings of shorter prompts. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self, cast, get_args
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, check_limits, option
 
 METHOD = "llmlingua2"
 REQUEST_RATE = "prompt_rate"  # of a request's vllm_xargs
-MOST_FORCED = 100  # as the authors' package
-LEAST_RATE = 0.01  # the threshold is a whole percentile
-WHOLE_ROLES = ("system", "question", "tools")  # unless they are given a rate of their own
+MAX_FORCED_TOKENS = 100  # as the authors' package
+MIN_RATE = 0.01  # the threshold is a whole percentile
+UNSHORTENED_ROLES = ("system", "question", "tools")  # unless they are given a rate of their own
 
-Rate = Annotated[float, Field(ge=LEAST_RATE, le=1)]
-Role = Literal["user", "assistant", "tool", "system", "question", "tools"]  # whose a text is
+Rate = Annotated[float, Field(ge=MIN_RATE, le=1)]
+Role = Literal["user", "assistant", "tool", "system", "question", "tools"]
 Text = Annotated[str, Field(min_length=1)]
 
 
-def _tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
-
-
 class PromptRequestOptions(Options):
-    """What a request asks of shorter prompts in `vllm_xargs`."""
+    """A request's own options of shorter prompts, in `vllm_xargs`."""
 
     name: ClassVar[str] = "vllm_xargs"
     prefix: ClassVar[str] = "prompt_"
@@ -68,13 +64,14 @@ class PromptSettings(Options):
         repeats=True,
         example="tool=0.3",
     )
-    force_tokens: Annotated[tuple[Text, ...], BeforeValidator(_tuple)] = option(
+    force_tokens: tuple[Text, ...] = option(
         (),
         r"a text that is kept wherever it stands, such as `.` or `\n`; may be repeated",
         "TEXT",
         flag="force_token",
         repeats=True,
-        max_length=MOST_FORCED,
+        max_length=MAX_FORCED_TOKENS,
+        strict=False,  # YAML and JSON have lists
     )
     min_tokens: int = option(
         64,  # questions and short replies say little that could be left out
@@ -110,10 +107,10 @@ class PromptSettings(Options):
         return self
 
     def __str__(self) -> str:
-        """What becomes of messages, in a few words."""
+        """The settings in a few words, for the server's first line."""
         target = self.target_tokens
-        left = f"{self.rate:g} of their tokens" if target is None else f"{target} tokens"
-        return f"messages of chats are shortened to {left} by {self.model}"
+        kept = f"{self.rate:g} of their tokens" if target is None else f"{target} tokens"
+        return f"messages of chats are shortened to {kept} by {self.model}"
 
     @property
     def model(self) -> str:
@@ -121,11 +118,11 @@ class PromptSettings(Options):
         return self.compressor.partition(":")[2]
 
     def rate_of(self, role: str, rate: float) -> float:
-        """The kept fraction of a role's texts, where `rate` is the request's; 1.0: all of it."""
-        return self.roles.get(cast(Role, role), 1.0 if role in WHOLE_ROLES else rate)
+        """Returns the kept fraction of a role's texts, where `rate` is the request's."""
+        return self.roles.get(cast(Role, role), 1.0 if role in UNSHORTENED_ROLES else rate)
 
     def request_rate(self, asked: object) -> float | None:
-        """The rate of a request that asks for one; None: the server's.
+        """Checks the rate that a request asks for; None: the server's.
 
         Raises:
             ConfigError: the server does not allow it.

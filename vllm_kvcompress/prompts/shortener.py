@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.prompts.messages import Slot, slots
-from vllm_kvcompress.prompts.settings import LEAST_RATE, REQUEST_RATE, PromptSettings
+from vllm_kvcompress.prompts.settings import MIN_RATE, REQUEST_RATE, PromptSettings
 from vllm_kvcompress.prompts.words import ScoredText
 
 MAX_CHARACTERS = 8_000_000  # of cached texts; about 4 bytes each
@@ -120,7 +120,7 @@ class PromptShortener:
             if not has_own_rate and self._may_be_shortened(text.strip()):
                 total += self._scored(text.strip(), work).num_tokens
         target = self._settings.target_tokens or 0
-        return max(LEAST_RATE, min(1.0, target / total)) if total else 1.0
+        return max(MIN_RATE, min(1.0, target / total)) if total else 1.0
 
     def _shortened(self, text: str, role: str, rate: float, work: Work) -> str:
         """Shortens one text, but not the spaces around it; a rate of 1 skips the classifier."""
