@@ -208,8 +208,8 @@ def check_of(settings: dict[str, Any]) -> type[RequestCheck]:
         ({"trigger": "decode:16"}, "trigger decode:16 no context is compressed"),
         ({"budget": 1.0}, "budget 1.0 and"),
         ({"policy": "none"}, "policy none,"),
-        ({"policy": "momentkv"}, "momentkv makes something of the evicted tokens"),
-        ({"policy": "h2o+cam"}, "cam makes something of the evicted tokens"),
+        ({"policy": "momentkv"}, "momentkv merges evicted tokens"),
+        ({"policy": "h2o+cam"}, "cam merges evicted tokens"),
     ],
 )
 def test_servers_that_cannot_prepare_refuse_kv_prepare(

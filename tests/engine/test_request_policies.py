@@ -187,7 +187,7 @@ def test_request_check_loads_for_both_model_runners(settings: Settings) -> None:
 def test_policies_that_need_different_attention_are_refused_at_start_up(
     llama: str, run_engine: Run
 ) -> None:
-    with pytest.raises(pytest.fail.Exception, match="momentkv changes how what it keeps"):
+    with pytest.raises(pytest.fail.Exception, match="momentkv changes the attention"):
         run_engine(
             llama,
             [[request("a", prompt(300, seed=1), 2)]],

@@ -95,7 +95,7 @@ def test_prepared_contexts_have_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--policies", "momentkv"], "momentkv makes something of the evicted tokens"),
+        (["--policies", "momentkv"], "momentkv merges evicted tokens"),
         (["--kv-trigger", "decode:64"], "no context is compressed"),
         (["--base-url", "http://127.0.0.1:1"], "engines of eval's own"),
     ],

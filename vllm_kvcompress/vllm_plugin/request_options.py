@@ -1,4 +1,4 @@
-"""What a single request may say about its compression, in `vllm_xargs`."""
+"""Parses and checks what a request asks for in `vllm_xargs`."""
 
 from __future__ import annotations
 
@@ -20,39 +20,34 @@ if TYPE_CHECKING:
     from vllm.v1.sample.logits_processor import BatchUpdate
 
 _PREFIX = RequestOptions.prefix
-_VLLM_OWN = "kv_transfer_params"
-_LIMITED = "RequestCheck_"
+_VLLM_KEY = "kv_transfer_params"  # vLLM's own, with our prefix
+_CLASS_PREFIX = "RequestCheck_"
 
 
 def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
-    """Reads a request's `vllm_xargs`.
+    """Parses a request's `vllm_xargs`.
 
     Raises:
-        ConfigError: a value of another kind, or an unknown key that begins with `kv_`.
+        ConfigError: a wrong value, or an unknown key that begins with `kv_`.
     """
     given = dict(extra_args or {})
-    if REQUEST_RATE in given:  # where prompts are shortened, it has been taken out
+    if REQUEST_RATE in given:  # a server that shortens prompts has taken it out
         raise ConfigError(
             f"vllm_xargs {REQUEST_RATE}: only the messages of chats are shortened, on a server "
             "with --prompt-compressor; leave it out."
         )
-    own = given.pop(_VLLM_OWN, None)
-    if not isinstance(own or {}, Mapping):  # vLLM answers with a 500
-        raise ConfigError(f"{_VLLM_OWN}: expected an object, found {own!r}; leave it out.")
-    return RequestOptions.from_dict(
-        {
-            key.removeprefix(_PREFIX): value
-            for key, value in given.items()
-            if key.startswith(_PREFIX)
-        }
-    )
+    transfer = given.pop(_VLLM_KEY, None)
+    if not isinstance(transfer or {}, Mapping):  # vLLM would answer with HTTP 500
+        raise ConfigError(f"{_VLLM_KEY}: expected an object, found {transfer!r}; leave it out.")
+    options = {key.removeprefix(_PREFIX): given[key] for key in given if key.startswith(_PREFIX)}
+    return RequestOptions.from_dict(options)
 
 
 def check_allowed(options: RequestOptions, settings: Settings) -> None:
-    """Refuses what a server with these settings does not let a request choose.
+    """Checks that a server with these settings lets a request choose its options.
 
     Raises:
-        ConfigError: the reason.
+        ConfigError: it does not.
     """
     chosen = settings.for_request(options.policy, options.budget)
     settings.request_read_rule(options.read)
@@ -61,10 +56,10 @@ def check_allowed(options: RequestOptions, settings: Settings) -> None:
 
 
 def check_preparation(settings: Settings) -> None:
-    """Refuses preparations where nothing is kept, or the policy does more than choose.
+    """Checks that contexts can be prepared: they are kept, and the policy only evicts.
 
     Raises:
-        ConfigError: the reason.
+        ConfigError: they cannot.
     """
     from vllm_kvcompress.policies import describe
 
@@ -81,8 +76,8 @@ def check_preparation(settings: Settings) -> None:
         )
     if merging := [part.name for part in describe(settings.policy) if part.stages.merge]:
         raise ConfigError(
-            f"vllm_xargs kv_prepare: {merging[0]} makes something of the evicted tokens, and what "
-            "scores a context only chooses; ask for another policy, or leave it out."
+            f"vllm_xargs kv_prepare: {merging[0]} merges evicted tokens, and preparing a "
+            "context only evicts them; ask for another policy, or leave it out."
         )
 
 
@@ -90,11 +85,11 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
     """Has vLLM refuse requests with wrong `vllm_xargs` at admission, with HTTP 400.
 
     Logits processors are vLLM's place for checks of single requests. Model runners V1 and V2 load
-    subclasses of their own interface only, so this is both. It leaves logits as they are, and says
-    so to each: under V1 greedy sampling never calls it, under V2 no request asks for it.
+    subclasses of their own interface only, so this is both. It leaves logits as they are: under V1
+    greedy sampling never calls it, under V2 no request needs it.
 
-    What the server allows is part of the class's name, `RequestCheck_` and the settings
-    (`compat.plugin_options`): see "Hooks that vLLM lacks" in docs/vllm-versions.md.
+    The class's name holds the server's settings, behind `RequestCheck_` (`compat.plugin_options`):
+    see "Hooks that vLLM lacks" in docs/vllm-versions.md.
 
     Attributes:
         settings: the server's; None: requests may choose nothing but a context.
@@ -103,22 +98,22 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
     settings: ClassVar[Settings | None] = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Takes what either model runner gives, and keeps nothing."""
+        """Accepts the arguments of either model runner, and keeps nothing."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Refuses what `request_options` refuses, and what the server does not allow.
+        """Checks a request's options, and that the server allows them.
 
         Raises:
-            ConfigError: the reason, which reaches the client.
+            ConfigError: an option is wrong or not allowed; the client gets the message.
         """
         options = request_options(sampling_params.extra_args)
         if not options.chooses:
             return
         if cls.settings is None:
-            chosen = ", ".join(f"kv_{name}" for name in options.to_dict())
+            keys = ", ".join(_PREFIX + name for name in options.to_dict())
             raise ConfigError(
-                f"vllm_xargs {chosen}: this server lets no request choose, and keeps no contexts; "
+                f"vllm_xargs {keys}: this server lets no request choose, and keeps no contexts; "
                 "leave it out."
             )
         check_allowed(options, cls.settings)
@@ -129,25 +124,25 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
             )
 
     def apply(self, logits: torch.Tensor, ctx: Any = None) -> torch.Tensor:
-        """The logits, unchanged."""
+        """Returns the logits, unchanged."""
         return logits
 
     def is_argmax_invariant(self) -> bool:
-        """True (asked by model runner V1)."""
+        """Tells model runner V1 that greedy sampling may skip this."""
         return True
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Nothing to keep (told by model runner V1)."""
+        """Ignores model runner V1's batch, since nothing is kept."""
 
     def add_request(self, req_idx: int, sampling_params: SamplingParams) -> bool:
-        """False: no logits of this request are changed (asked by model runner V2)."""
+        """Tells model runner V2 that no logits of this request are changed."""
         return False
 
 
 @cache
 def __getattr__(name: str) -> type[RequestCheck]:
-    """The class for a server whose settings are in the name."""
-    if not name.startswith(_LIMITED):
+    """Makes the class for a server whose settings are in the name."""
+    if not name.startswith(_CLASS_PREFIX):
         raise AttributeError(name)
-    settings = Settings.from_dict(json.loads(bytes.fromhex(name.removeprefix(_LIMITED))))
+    settings = Settings.from_dict(json.loads(bytes.fromhex(name.removeprefix(_CLASS_PREFIX))))
     return type(name, (RequestCheck,), {"__module__": __name__, "settings": settings})
