@@ -1,1 +1,1 @@
-"""The command line: `vllm-kvcompress serve`, `policies`, `profile`, `doctor`."""
+"""The command line: one module for each command of `vllm-kvcompress`."""

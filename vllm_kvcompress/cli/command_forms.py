@@ -1,4 +1,4 @@
-"""The plain vLLM command, in the forms that deployments want it in."""
+"""Prints the plain vLLM command as a shell line, YAML, a chart's arguments or for Ray Serve."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from vllm_kvcompress.errors import ConfigError
 SHELL, YAML, ARGS, RAY = "shell", "yaml", "args", "ray"
 FORMS = (SHELL, YAML, ARGS, RAY)
 
-# What was given for an option: a switch, a text, several texts; a tuple: it was given that often.
+# An option's value: a switch, a text, several texts; or the texts of an option given repeatedly.
 Given = bool | str | list[str] | tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class PlainCommand:
-    """What starts vLLM as `vllm-kvcompress serve` would.
+    """A `vllm serve` command that does what `vllm-kvcompress serve` would.
 
     Attributes:
         arguments: of `vllm`, from `serve` on.
         model: the one among them; None: vLLM's default.
         options: all others, by their names without dashes.
-        engine: what of these an engine takes, by its own names and of its own types.
-        environment: variables that have to be set, for vLLM's server; Ray Serve's adds no routes.
+        engine: those that an engine takes, too, by its names and with its types.
+        environment: variables that vLLM's server needs; Ray Serve's does not.
     """
 
     arguments: list[str]
@@ -39,10 +39,10 @@ class PlainCommand:
     environment: Mapping[str, str]
 
     def form(self, name: str) -> str:
-        """The command as `name`, one of `FORMS`, says.
+        """Writes the command in one of `FORMS`.
 
         Raises:
-            ConfigError: that form has no words for it.
+            ConfigError: the form cannot express an option.
         """
         if name == SHELL:
             variables = [f"{key}={value}" for key, value in self.environment.items()]
@@ -68,7 +68,7 @@ class PlainCommand:
         return _dumped(document)
 
     def _chart_arguments(self) -> str:
-        """A list of arguments without a quoted JSON: dictionaries become dotted options."""
+        """A list of arguments without quoted JSON: dictionaries become dotted options."""
         arguments = [] if self.model is None else [self.model]
         for name, given in self.options.items():
             if isinstance(given, bool):
@@ -89,13 +89,13 @@ class PlainCommand:
         return _dumped({"model_loading_config": model, "engine_kwargs": engine})
 
     @property
-    def of_the_server(self) -> list[str]:
-        """Options that no engine takes, such as the port; Ray Serve has its own."""
+    def server_options(self) -> list[str]:
+        """Options that an engine does not take, such as the port."""
         return [name for name in self.options if name.replace("-", "_") not in self.engine]
 
 
 def native(text: str) -> Any:
-    """A number or a dictionary where a text is exactly that, and else the text."""
+    """Parses a number or a dictionary; any other text, or another spelling, stays text."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -105,32 +105,24 @@ def native(text: str) -> Any:
 
 
 def _dotted(prefix: str, value: object) -> list[str]:
-    """`--a.b=1 --a.c=x` for a dictionary; nothing where vLLM would read them otherwise."""
-    if not isinstance(value, dict) or not value:
+    """`--a.b=1 --a.c=x` for a dictionary; empty where vLLM would parse another value."""
+    if not isinstance(value, dict):
         return []
-    arguments = []
+    arguments: list[str] = []
     for key, item in value.items():
-        if not re.fullmatch(r"[\w-]+", key):
-            return []
         name = f"{prefix}.{key}"
         if isinstance(item, dict):
-            inner = _dotted(name, item)
-            if not inner:
-                return []
-            arguments += inner
+            words = _dotted(name, item)
         elif isinstance(item, list) and item and all(map(_is_list_item, item)):
-            arguments.append(f"{name}+={','.join(item)}")
+            words = [f"{name}+={','.join(item)}"]
         else:
-            text = item if isinstance(item, str) and _is_plain(item) else json.dumps(item)
-            arguments.append(f"{name}={text}")
+            is_word = isinstance(item, str) and bool(re.match(r"[A-Za-z_/.]", item))
+            is_word = is_word and item not in ("true", "false", "null", "NaN", "Infinity")
+            words = [f"{name}={item if is_word else json.dumps(item)}"]
+        if not words or not re.fullmatch(r"[\w-]+", key):
+            return []
+        arguments += words
     return arguments
-
-
-def _is_plain(text: str) -> bool:
-    """Whether vLLM reads an unquoted text as that text, and not as JSON or as a number."""
-    return bool(re.match(r"[A-Za-z_/.]", text)) and text not in (
-        *("true", "false", "null", "NaN", "Infinity"),
-    )
 
 
 def _is_list_item(item: object) -> bool:

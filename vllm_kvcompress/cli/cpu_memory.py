@@ -1,4 +1,4 @@
-"""The share of a CPU's memory that a server takes where nobody has said how much.
+"""The share of a CPU's memory that a server takes where no option says how much.
 
 vLLM takes 92% of a NUMA node and refuses to start where less is free; a browser is enough for that.
 """
@@ -24,37 +24,37 @@ from vllm_kvcompress.rounding import ceil_div
 
 _OPTION = "--gpu-memory-utilization"  # vLLM's, for CPUs as well
 _VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
-_LARGEST_SHARE = 0.92  # vLLM's own
+_MAX_SHARE = 0.92  # vLLM's own
 _GIB = 2**30
-_RESERVE_BYTES = 2 * _GIB  # for the API server, and for what else runs there
-_LEAST_BYTES = 2**29
+_RESERVE_BYTES = 2 * _GIB  # for the API server and other processes
+_MIN_BYTES = 2**29  # for a worker
 
 
 def take_free_memory(arguments: argparse.Namespace, command: Sequence[str]) -> None:
-    """Gives a server the memory that is free, and prints what that amounts to.
+    """Sets a server's share of memory to what is free, and prints how much that is.
 
     Does nothing on GPUs, or where an option or the environment says how much memory to take.
 
     Args:
         arguments: of `vllm serve`, as vLLM parsed them; `gpu_memory_utilization` is replaced.
-        command: the same as they were typed.
+        command: the same, as typed.
 
     Raises:
         ConfigError: too little is free to start.
     """
     options = (_OPTION, "--kv-cache-memory-bytes")
-    said = _VARIABLE in os.environ or any(option_values(command, name) for name in options)
-    if said or not current_platform.is_cpu():
+    is_given = _VARIABLE in os.environ or any(option_values(command, name) for name in options)
+    if is_given or not current_platform.is_cpu():
         return
     nodes = [get_memory_node_info(node) for node in get_visible_memory_node()]
     sizes = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     num_workers = math.prod(getattr(arguments, size) for size in sizes)
     share = memory_share(nodes, ceil_div(num_workers, len(nodes)))
     total = min(node.total_memory for node in nodes)
-    each = "" if num_workers == 1 else f" of each of {num_workers} workers"
+    per_worker = "" if num_workers == 1 else f" of each of {num_workers} workers"
     print(
         f"vllm-kvcompress: {share * total / _GIB:.1f} of {total / _GIB:.1f} GiB of memory for the "
-        f"model and KV cache{each}: what is free, less {_RESERVE_BYTES // _GIB} GiB. "
+        f"model and KV cache{per_worker}: what is free, less {_RESERVE_BYTES // _GIB} GiB. "
         f"{_OPTION} or {_VARIABLE} (GiB of KV cache) changes it.",
         file=sys.stderr,
     )
@@ -65,7 +65,7 @@ def memory_share(nodes: Sequence[MemoryNodeInfo], workers_per_node: int) -> floa
     """Returns the share of a node that each of its workers may take.
 
     Args:
-        nodes: memory of the NUMA nodes that the server may use; the fullest one decides.
+        nodes: memory of the NUMA nodes that the server may use; the one with least free decides.
         workers_per_node: workers that share a node.
 
     Raises:
@@ -73,12 +73,12 @@ def memory_share(nodes: Sequence[MemoryNodeInfo], workers_per_node: int) -> floa
     """
     node = min(nodes, key=lambda node: node.available_memory / node.total_memory)
     usable = (node.available_memory - _RESERVE_BYTES) / workers_per_node
-    if usable < _LEAST_BYTES:
+    if usable < _MIN_BYTES:
         raise ConfigError(
-            f"expected {_LEAST_BYTES / _GIB:.1f} GiB of free memory for each worker, and "
+            f"expected {_MIN_BYTES / _GIB:.1f} GiB of free memory for each worker, and "
             f"{_RESERVE_BYTES // _GIB} GiB for the rest of the server, found "
             f"{node.available_memory / _GIB:.1f} GiB free on a NUMA node for {workers_per_node} "
             f"worker(s); end other processes, or set {_VARIABLE} (GiB of KV cache) yourself."
         )
-    share = min(usable / node.total_memory, _LARGEST_SHARE)
+    share = min(usable / node.total_memory, _MAX_SHARE)
     return int(share * 10_000) / 10_000

