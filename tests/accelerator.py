@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from vllm_kvcompress.kernels import dispatch
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers, AddressedRows
 from vllm_kvcompress.kernels.common.kv_view import KVView
+from vllm_kvcompress.kernels.common.paged_entries import AddressedEntries
+from vllm_kvcompress.kernels.common.paged_numbers import AddressedNumbers
 
 ACCELERATOR = torch.device("meta")
 
@@ -108,7 +109,7 @@ def _nearest_keys(view: KVView, kept: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _decode_rows(
-    rows: AddressedRows,
+    rows: AddressedEntries,
     queries: torch.Tensor,
     scale: float,
     out: torch.Tensor,

@@ -12,11 +12,12 @@ from gpu_parts import shapes
 from gpu_parts.flash import attention_of_requests, attention_per_head, flash_attention
 from gpu_parts.measure import progress
 from vllm_kvcompress.kernels.apportion import apportion
-from vllm_kvcompress.kernels.attention import decode_attention, prefill_attention, reference
+from vllm_kvcompress.kernels.attention import decode_attention, prefill_attention
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.compaction import compact_pages
+from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.merging.moments import (
     add_to_moments,
     correct_with_moments,
@@ -93,7 +94,7 @@ def _queries(entries: PagedEntries) -> Tensor:
 
 
 def _flash_row(how: str, entries: PagedEntries, queries: Tensor, actual: Tensor) -> dict[str, Any]:
-    expected = reference.decode_attention(entries, queries, shapes.SCALE, None)[0]
+    expected = twin(decode_attention)(entries, queries, shapes.SCALE, None)[0]
     error = largest_error(actual, expected)
     row = {"kernel": f"FlashAttention {how}", "block_size": entries.block_size, "error": error}
     return {**row, "passed": error <= TOLERANCE}

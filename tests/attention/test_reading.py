@@ -29,7 +29,7 @@ from vllm_kvcompress.kernels.page_choice import (
     key_bounds,
     rounded_outwards,
 )
-from vllm_kvcompress.kernels.page_choice_numba import MOST_QUERIES, compiled
+from vllm_kvcompress.kernels.page_choice_numba import MAX_QUERIES, compiled
 from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
@@ -286,7 +286,7 @@ def test_pages_with_the_highest_scores_are_read(
     data=st.data(),
     kind=st.sampled_from(["bfloat16", "float32", "float16", "int8"]),
     num_means=st.sampled_from([0, 1, 2, 4]),
-    group=st.sampled_from([1, 3, MOST_QUERIES + 1]),
+    group=st.sampled_from([1, 3, MAX_QUERIES + 1]),
     mean=st.booleans(),
 )
 def test_what_is_compiled_for_cpus_is_the_twin_s(

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from offline.gathered_kv import GatheredKV
 from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.pages import PackedPagePool, PagePool
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.merging.moments import moment_size
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.scheduling.plan import EventPlan

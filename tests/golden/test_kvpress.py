@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from offline.gathered_kv import GatheredKV
 from vllm_kvcompress.compression.layer import compress_layer
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import LayerView

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tests.kernels.cases import random
 from vllm_kvcompress.kernels.attention import sum_tiles
-from vllm_kvcompress.kernels.common.addressed_rows import (
-    AddressedNumbers,
-    AddressedRows,
+from vllm_kvcompress.kernels.common.paged_entries import (
+    AddressedEntries,
+    PagedEntries,
     QueryTargets,
+    tile_size,
 )
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, tile_size
-from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_numbers import AddressedNumbers, PagedNumbers
 
 LAYERS, HEADS, LAYER, PER_BLOCK, OFFSETS = 3, 2, 1, 9, [1, 4, 6]
 SIZE, DIM, GROUP, NUM_BLOCKS = 16, 64, 2, 14
@@ -30,19 +30,19 @@ def make_entries(dtype: torch.dtype) -> PagedEntries:
     """One layer's sequences; what nobody holds is NaN."""
     generator = torch.Generator().manual_seed(3)
     blocks = torch.randperm(NUM_BLOCKS, generator=generator).tolist()
-    own = [block * PER_BLOCK + nth for block in blocks[:4] for nth in range(PER_BLOCK)]
+    own = [block * PER_BLOCK + index for block in blocks[:4] for index in range(PER_BLOCK)]
     blocks = blocks[4:]
     pages = torch.full((NUM_BLOCKS * PER_BLOCK, SIZE, 2, DIM), torch.nan)
     rows: list[list[int]] = []
     for lengths, by_block in REQUESTS:
         counts = [-(-length // SIZE) for length in lengths]
-        mine = [blocks.pop() for _ in range(counts[0])] if by_block else []
+        block_ids = [blocks.pop() for _ in range(counts[0])] if by_block else []
         for head, length in enumerate(lengths):
-            row = [block * PER_BLOCK + OFFSETS[LAYER] + head for block in mine]
+            row = [block * PER_BLOCK + OFFSETS[LAYER] + head for block in block_ids]
             row = row or [own.pop(5) for _ in range(counts[head])]
             rows.append(row)
-            for nth, page in enumerate(row):
-                used = min(SIZE, length - nth * SIZE)
+            for index, page in enumerate(row):
+                used = min(SIZE, length - index * SIZE)
                 pages[page, :used] = torch.randn(used, 2, DIM, generator=generator)
     table = torch.full((len(rows), 6), WILD, dtype=torch.int32)
     for sequence, row in enumerate(rows):
@@ -51,7 +51,7 @@ def make_entries(dtype: torch.dtype) -> PagedEntries:
     return PagedEntries(pages.flatten(1).to(dtype), table, lengths, SIZE, DIM)
 
 
-def make_rows(entries: PagedEntries, device: str) -> tuple[AddressedRows, list[Tensor]]:
+def make_rows(entries: PagedEntries, device: str) -> tuple[AddressedEntries, list[Tensor]]:
     """The same by addresses, and what lies there: of other layers and heads, wild ids."""
     kept, addresses = [], []
     for request, (_, by_block) in enumerate(REQUESTS):
@@ -68,7 +68,7 @@ def make_rows(entries: PagedEntries, device: str) -> tuple[AddressedRows, list[T
     lengths = entries.lengths.to(device)
     tile_ends = torch.empty_like(lengths)
     sum_tiles(lengths[None], tile_ends[None], tile_size(entries))
-    found = AddressedRows(
+    addressed = AddressedEntries(
         entries.pages.to(device),
         torch.tensor(addresses).to(device),
         lengths,
@@ -79,7 +79,7 @@ def make_rows(entries: PagedEntries, device: str) -> tuple[AddressedRows, list[T
         SIZE,
         DIM,
     )
-    return found, kept
+    return addressed, kept
 
 
 def by_address(numbers: PagedNumbers) -> tuple[AddressedNumbers, list[Tensor]]:
@@ -112,7 +112,7 @@ def attended(
     rows, kept = make_rows(entries, device)
     queries = make_queries(dtype).to(device)
     out = torch.full_like(queries, torch.nan)
-    attend = importlib.import_module(f"vllm_kvcompress.kernels.attention.{module}").decode_rows
+    attend = importlib.import_module(f"vllm_kvcompress.kernels.{module}").decode_rows
     if bias is None:
         attend(rows, queries, DIM**-0.5, out)
         assert kept
@@ -147,7 +147,7 @@ def recorded(module: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tens
     layers = torch.tensor([7, memory.stride(0) * item]).to(device)
     rows, kept = make_rows(make_entries(dtype), device)
     rows = replace(rows, query_targets=QueryTargets(torch.tensor(addresses).to(device), layers))
-    attend = importlib.import_module(f"vllm_kvcompress.kernels.attention.{module}").decode_rows
+    attend = importlib.import_module(f"vllm_kvcompress.kernels.{module}").decode_rows
     attend(rows, queries, DIM**-0.5, torch.empty_like(queries))
     assert kept
     return memory.cpu(), queries.cpu(), places

@@ -29,7 +29,7 @@ class Backend(Protocol):
 
 
 class Interpreted:
-    """The interpreter."""
+    """Backend that runs Triton's interpreter."""
 
     def __init__(self, dtype: torch.dtype, interpreter: Child) -> None:
         self.dtype = dtype
@@ -40,7 +40,7 @@ class Interpreted:
 
 
 class Device:
-    """The current GPU."""
+    """Backend that runs on the current GPU."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype

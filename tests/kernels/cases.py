@@ -27,9 +27,9 @@ def make_entries(
     pages = torch.full((num_pages, block_size, 2, head_size), torch.nan)
     page_table = torch.full((len(lengths), width), 2**31 - 1, dtype=torch.int32)
     for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        for nth in range(count):
-            page = page_table[s, nth] = order.pop()
-            used = min(block_size, length - nth * block_size)
+        for index in range(count):
+            page = page_table[s, index] = order.pop()
+            used = min(block_size, length - index * block_size)
             pages[page, :used] = torch.randn(used, 2, head_size, generator=generator)
     return PagedEntries(
         pages.flatten(1).to(dtype),
@@ -46,7 +46,7 @@ def random(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float32) -> Te
 
 
 def some_bias(lengths: Sequence[int], page: int = 16, seed: int = 2) -> PagedNumbers:
-    """Of sequences by themselves, or of two heads each where there are an even number of these.
+    """Biases of sequences, which share rows in pairs where their number is even.
 
     Numbers lie in scattered pages, and begin anywhere in the first; what nobody has is NaN, and
     ids behind the last page are wild.
@@ -64,8 +64,8 @@ def some_bias(lengths: Sequence[int], page: int = 16, seed: int = 2) -> PagedNum
             starts[s], end = end, end + lengths[s]
         held = [order.pop() for _ in range(-(-end // page))]
         table[row, : len(held)] = torch.tensor(held)
-        for nth in range(3, end):
-            place = held[nth // page] * page + nth % page
+        for index in range(3, end):
+            place = held[index // page] * page + index % page
             pages[place] = 3 * torch.randn(1, generator=generator)
     numbers = torch.tensor(lengths, dtype=torch.int32)
     return PagedNumbers(pages.view(num_pages, page), table.to(torch.int32), starts, numbers)

@@ -66,7 +66,7 @@ class Child:
         return answer
 
     def close(self) -> None:
-        """Ends the child."""
+        """Ends the child process."""
         self._pipe.close()
         self._process.join()
 

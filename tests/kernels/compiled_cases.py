@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from tests.kernels.cases import make_entries, random, some_bias
-from vllm_kvcompress.kernels.common.addressed_rows import (
-    AddressedNumbers,
-    AddressedRows,
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
+from vllm_kvcompress.kernels.common.paged_entries import (
+    AddressedEntries,
+    PagedEntries,
     QueryTargets,
 )
-from vllm_kvcompress.kernels.common.kv_view import PagedKV
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_numbers import AddressedNumbers, PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
 from vllm_kvcompress.kernels.page_choice import Choice, rounded_outwards
 from vllm_kvcompress.kernels.tail_pages import TailRows
@@ -55,17 +54,17 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """Of the launcher without its module, and of the variant."""
+        """Name of the launcher without its module, and the variant."""
         return f"{self.launcher.rpartition('.')[2]} {self.variant}".strip()
 
 
-def addressed_rows(entries: PagedEntries, group: int) -> AddressedRows:
+def addressed_rows(entries: PagedEntries, group: int) -> AddressedEntries:
     """Two sequences as the heads of one request, whose queries go somewhere."""
     addresses, offsets = torch.zeros(2, 4, dtype=torch.int64).split(1)
     sizes = (entries.block_size, entries.head_size)
     runs = entries.lengths, entries.lengths.clone()
     targets = QueryTargets(torch.zeros(1, 2 * group, dtype=torch.int64), offsets[0])
-    return AddressedRows(entries.pages, addresses, *runs, offsets[0], 0, 2, *sizes, targets)
+    return AddressedEntries(entries.pages, addresses, *runs, offsets[0], 0, 2, *sizes, targets)
 
 
 def addressed_numbers(numbers: PagedNumbers) -> AddressedNumbers:
@@ -80,7 +79,7 @@ def launches(
     dtype: torch.dtype = torch.bfloat16,
     num_queries: int = 300,
 ) -> Iterator[Launch]:
-    """Of every kernel over pages.
+    """Launches of every kernel over pages.
 
     Args:
         head_size: of keys and values.
@@ -127,7 +126,7 @@ def launches(
 
 
 def launches_without_pages() -> Iterator[Launch]:
-    """Of the kernels that choose what stays."""
+    """Launches of the kernels that choose what is kept."""
     scores, numbers = random(40, 5008), torch.ones(40, dtype=torch.int64)
     yield Launch(KERNELS + "top_entries_triton.top_entries", 5, (scores, scores > 0, numbers))
     floors = numbers[None]

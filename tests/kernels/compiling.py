@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from vllm_kvcompress.kernels.common import launch_triton
-from vllm_kvcompress.kernels.common.fitting_triton import fitting_rows
+from vllm_kvcompress.kernels.common.launch_triton import fitting_rows
 
 # Shared memory that a program may have, by compute capability ("Maximum amount of shared memory
 # per thread block" in the CUDA C++ programming guide).
@@ -56,16 +56,16 @@ class Compiled:
     cubin: bytes
 
     def registers(self) -> tuple[int, int]:
-        """Of a thread, and how many bytes of its own it keeps in memory for want of more."""
+        """Registers of a thread, and the bytes that it spills to memory."""
         tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             file.write(self.cubin)
             file.flush()
-            found = subprocess.run(
+            listing = subprocess.run(
                 [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
             )
-        numbers = re.search(r"REG:(\d+) STACK:(\d+)", found.stdout)
-        assert numbers is not None, found.stdout
+        numbers = re.search(r"REG:(\d+) STACK:(\d+)", listing.stdout)
+        assert numbers is not None, listing.stdout
         return int(numbers[1]), int(numbers[2])
 
     def dependent_loads(self, load: str) -> int:
@@ -138,7 +138,7 @@ def only_compiling(capability: int) -> Iterator[list[Compiled]]:
     Args:
         capability: of the GPU.
     """
-    found: list[Compiled] = []
+    kernels: list[Compiled] = []
     run, most = JITFunction.run, SHARED_BYTES[capability]
 
     def compile_only(self: Any, *given: Any, grid: Any, warmup: bool, **named: Any) -> None:
@@ -147,7 +147,7 @@ def only_compiling(capability: int) -> Iterator[list[Compiled]]:
         fits = shared <= most and columns <= TENSOR_COLUMNS
         ptx, cubin = kernel.asm["ptx"], kernel.asm["cubin"]
         overlaps = kernel.metadata.launch_pdl
-        found.append(Compiled(self.__name__, shared, fits, overlaps, ptx, cubin))
+        kernels.append(Compiled(self.__name__, shared, fits, overlaps, ptx, cubin))
         if not fits:
             raise triton.OutOfResources(shared, most, "shared memory")
 
@@ -157,7 +157,7 @@ def only_compiling(capability: int) -> Iterator[list[Compiled]]:
     JITFunction.run = compile_only
     try:
         with mock.patch.object(launch_triton, "overlaps", return_value=capability >= 90):
-            yield found
+            yield kernels
     finally:
         JITFunction.run = run
         os.environ["TRITON_INTERPRET"] = "0"
@@ -166,6 +166,6 @@ def only_compiling(capability: int) -> Iterator[list[Compiled]]:
 def compile_launch(capability: int, launcher: str, *args: Any, **kwargs: Any) -> list[Compiled]:
     """The kernels that `launcher(*args, **kwargs)` would run, each with these very arguments."""
     launch = pkgutil.resolve_name(launcher)  # imported while Triton compiles
-    with only_compiling(capability) as found:
+    with only_compiling(capability) as kernels:
         launch(*args, **kwargs)
-    return found
+    return kernels

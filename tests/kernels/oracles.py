@@ -14,7 +14,7 @@ def rows_of(entries: Any, which: int) -> list[list[Vector]]:
     """Per sequence the key rows (`which` 0) or value rows (1), read from the pages one by one."""
     pages = entries.pages.double().tolist()
     size, dims = entries.block_size, entries.head_size
-    found = []
+    results = []
     for table, length in zip(
         entries.page_table.tolist(), entries.lengths.flatten().tolist(), strict=True
     ):
@@ -22,8 +22,8 @@ def rows_of(entries: Any, which: int) -> list[list[Vector]]:
         for j in range(length):
             start = (2 * (j % size) + which) * dims
             rows.append(pages[table[j // size]][start : start + dims])
-        found.append(rows)
-    return found
+        results.append(rows)
+    return results
 
 
 def dot(a: Vector, b: Vector) -> float:
@@ -31,12 +31,12 @@ def dot(a: Vector, b: Vector) -> float:
 
 
 def bias_of(bias: Any, s: int, j: int) -> float:
-    """Of entry j of sequence s; entries without one have 0."""
+    """Bias of entry j of sequence s; 0 for entries without one."""
     return float(bias[s, j]) if bias is not None and j < bias.shape[1] else 0.0
 
 
 def numbers_of(numbers: Any, s: int) -> Vector:
-    """Of sequence s, read from their pages one by one."""
+    """Numbers of sequence s, read from their pages one by one."""
     pages, heads = numbers.pages.tolist(), len(numbers.starts) // len(numbers.page_table)
     table, size = numbers.page_table[s // heads].tolist(), numbers.pages.shape[1]
     places = range(int(numbers.starts[s]), int(numbers.starts[s] + numbers.lengths[s]))
@@ -52,12 +52,12 @@ def attend(
     logits = [scale * dot(query, key) + more for key, more in zip(keys, added, strict=True)]
     top = max(logits)
     weights = [math.exp(logit - top) for logit in logits]
-    whole = sum(weights)
+    weight_sum = sum(weights)
     output = [
-        sum(weight * value[c] for weight, value in zip(weights, values, strict=True)) / whole
+        sum(weight * value[c] for weight, value in zip(weights, values, strict=True)) / weight_sum
         for c in range(len(query))
     ]
-    return output, top + math.log(whole)
+    return output, top + math.log(weight_sum)
 
 
 def prefill(
@@ -67,8 +67,8 @@ def prefill(
     keys, values = rows_of(entries, 0), rows_of(entries, 1)
     outputs, sums = [], []
     for s, members in enumerate(queries.double().tolist()):
-        found = [] if bias is None else numbers_of(bias, s)
-        added = (found + [0.0] * len(keys[s]))[: len(keys[s])]
+        results = [] if bias is None else numbers_of(bias, s)
+        added = (results + [0.0] * len(keys[s]))[: len(keys[s])]
         pairs = []
         for rows in members:
             seen = [max(0, len(keys[s]) - (len(rows) - 1 - i)) for i in range(len(rows))]
@@ -108,7 +108,7 @@ def window_mass(
     heads, window = rows_of(entries, 0), len(queries)
     group = queries.shape[1] // len(heads)
     rows = queries.double().tolist()
-    found = []
+    results = []
     for s, keys in enumerate(heads):
         body = len(keys) - num_tail
         total = [0.0] * (entries.page_table.shape[1] * entries.block_size)
@@ -124,15 +124,15 @@ def window_mass(
                 weights = [math.exp(logit - max(logits)) for logit in logits]
                 for j in range(min(body, len(weights))):
                     total[j] += weights[j] / sum(weights) / (len(counting) * group)
-        found.append(total)
-    return found
+        results.append(total)
+    return results
 
 
 def repetition_peaks(keys: Any, queries: Any, scale: float, num_context: int) -> list[list[float]]:
     """[H][num_context]: the highest share that any query of the last tokens gives an entry."""
     rows, heads = queries.double().tolist(), keys.double().tolist()
     group = queries.shape[1] // len(heads)
-    found = []
+    results = []
     for h, entries in enumerate(heads):
         highest = [0.0] * num_context
         for i, members in enumerate(rows):
@@ -141,13 +141,13 @@ def repetition_peaks(keys: Any, queries: Any, scale: float, num_context: int) ->
                 weights = [math.exp(scale * dot(query, key)) for key in visible]
                 for j in range(num_context):
                     highest[j] = max(highest[j], weights[j] / sum(weights))
-        found.append(highest)
-    return found
+        results.append(highest)
+    return results
 
 
 def keydiff(entries: Any, anchor: str) -> list[list[float]]:
     """[S][capacity]: minus the cosine with the mean key, or with the mean unit key."""
-    found = []
+    results = []
     for keys in rows_of(entries, 0):
         norms = [math.sqrt(dot(key, key)) for key in keys]
         terms = [
@@ -163,13 +163,13 @@ def keydiff(entries: Any, anchor: str) -> list[list[float]]:
                 )
             else:
                 scores[j] = -dot(key, centre) / norm / math.sqrt(dot(centre, centre))
-        found.append(scores)
-    return found
+        results.append(scores)
+    return results
 
 
 def value_norms(entries: Any, weight: Any, order: int) -> list[list[float]]:
     """[S][capacity]: mean over the group of the 1- or 2-norm of v W_O; weight [S, D, G, M]."""
-    found = []
+    results = []
     for s, values in enumerate(rows_of(entries, 1)):
         norms = [0.0] * (entries.page_table.shape[1] * entries.block_size)
         for j, value in enumerate(values):
@@ -177,13 +177,13 @@ def value_norms(entries: Any, weight: Any, order: int) -> list[list[float]]:
                 columns = weight[s, :, g].double().t().tolist()
                 parts = [abs(dot(value, column)) ** order for column in columns]
                 norms[j] += sum(parts) ** (1 / order) / weight.shape[2]
-        found.append(norms)
-    return found
+        results.append(norms)
+    return results
 
 
 def moments(entries: Any, evicted: Any) -> list[list[float]]:
     """[S][moment_size]: count, mean key, mean value and cross moments, row by row, from scratch."""
-    found = []
+    results = []
     for s, pair in enumerate(zip(rows_of(entries, 0), rows_of(entries, 1), strict=True)):
         keys, values = ([row for j, row in enumerate(rows) if evicted[s, j]] for rows in pair)
         dims, count = range(entries.head_size), len(keys)
@@ -198,25 +198,25 @@ def moments(entries: Any, evicted: Any) -> list[list[float]]:
             for a in dims
             for b in dims
         ]
-        found.append([float(count), *means[0], *means[1], *cross])
-    return found
+        results.append([float(count), *means[0], *means[1], *cross])
+    return results
 
 
 def rerotated(row: Vector, step: int, frequencies: Vector, halves: bool) -> Vector:
     """A key, as complex numbers, so many positions later."""
-    size, found = len(frequencies), list(row)
+    size, results = len(frequencies), list(row)
     for i, frequency in enumerate(frequencies):
         first, second = (i, i + size) if halves else (2 * i, 2 * i + 1)
         pair = complex(row[first], row[second]) * cmath.exp(1j * step * frequency)
-        found[first], found[second] = pair.real, pair.imag
-    return found
+        results[first], results[second] = pair.real, pair.imag
+    return results
 
 
 def merged(
     entries: Any, link: Any, weights: Any, which: int, rotated: Any = None
 ) -> list[list[Vector]]:
     """[S][capacity][D]: weighted means of groups at their first entries, zeros elsewhere."""
-    found = []
+    results = []
     for s, rows in enumerate(rows_of(entries, which)):
         out = [[0.0] * entries.head_size for _ in range(link.shape[1])]
         j = 0
@@ -232,11 +232,11 @@ def merged(
                     (weight, rerotated(row, int(steps[s, i]), frequencies, rotary.halves))
                     for i, (weight, row) in enumerate(group, start=j)
                 ]
-            whole = sum(weight for weight, _ in group)
-            out[j] = [sum(w * row[c] for w, row in group) / whole for c in range(len(out[j]))]
+            weight_sum = sum(weight for weight, _ in group)
+            out[j] = [sum(w * row[c] for w, row in group) / weight_sum for c in range(len(out[j]))]
             j = end
-        found.append(out)
-    return found
+        results.append(out)
+    return results
 
 
 def nearest(entries: Any, kept: list[list[bool]]) -> tuple[list[Vector], list[list[int]]]:
@@ -268,7 +268,7 @@ def perturbation(
     keys, values = rows_of(entries, 0), rows_of(entries, 1)
     group = queries.shape[1] // len(keys)
     rows = queries.double().tolist()
-    found = []
+    results = []
     for s in range(len(keys)):
         total = [0.0] * entries.capacity
         for i in range(len(rows) - 1, -1, -stride):
@@ -288,13 +288,13 @@ def perturbation(
                         "joint": [v + e * d for v, d in zip(values[s][j], apart, strict=True)],
                     }[variant]
                     total[j] += weight * weight * dot(changed, changed)
-        found.append(total)
-    return found
+        results.append(total)
+    return results
 
 
 def residuals(entries: Any, state: Any, scale: float) -> list[Vector]:
     """[S][capacity]: norms of v - mean v - (scale / n_e) X k; 0 behind the lengths."""
-    dims, found = entries.head_size, []
+    dims, results = entries.head_size, []
     for s, (keys, values) in enumerate(zip(rows_of(entries, 0), rows_of(entries, 1), strict=True)):
         numbers = state[s].double().tolist()
         count, mean, cross = numbers[0], numbers[1 + dims : 1 + 2 * dims], numbers[1 + 2 * dims :]
@@ -307,36 +307,36 @@ def residuals(entries: Any, state: Any, scale: float) -> list[Vector]:
                 for a in range(dims)
             ]
             norms[j] = math.sqrt(dot(rest, rest))
-        found.append(norms)
-    return found
+        results.append(norms)
+    return results
 
 
 def neighbour_cosines(entries: Any) -> list[Vector]:
     """[S][capacity]: cosine with the key before."""
-    found = []
+    results = []
     for keys in rows_of(entries, 0):
         cosines = [0.0] * entries.capacity
         for j in range(1, len(keys)):
             sizes = math.sqrt(dot(keys[j], keys[j])) * math.sqrt(dot(keys[j - 1], keys[j - 1]))
             cosines[j] = dot(keys[j], keys[j - 1]) / sizes if sizes else 0.0
-        found.append(cosines)
-    return found
+        results.append(cosines)
+    return results
 
 
 def key_distances(entries: Any, others: Any) -> list[Vector]:
     """[S][capacity]: distance from the key at another place."""
-    found = []
+    results = []
     for s, keys in enumerate(rows_of(entries, 0)):
         distances = [0.0] * entries.capacity
         for j, key in enumerate(keys):
             distances[j] = math.dist(key, keys[int(others[s, j])])
-        found.append(distances)
-    return found
+        results.append(distances)
+    return results
 
 
 def value_residuals(entries: Any, weights: Any, order: int, num_pairs: int) -> list[list[Vector]]:
     """[1 + pairs][S][capacity]: norms of v - o, and of sums of two of these."""
-    found: list[list[Vector]] = [[] for _ in range(1 + num_pairs)]
+    results: list[list[Vector]] = [[] for _ in range(1 + num_pairs)]
     for s, values in enumerate(rows_of(entries, 1)):
         dims = range(entries.head_size)
         centre = [
@@ -351,15 +351,15 @@ def value_residuals(entries: Any, weights: Any, order: int, num_pairs: int) -> l
                     norms[j] = math.sqrt(dot(both, both))
                 else:
                     norms[j] = sum(abs(x) ** order for x in rest[j]) ** (1 / order)
-            found[apart].append(norms)
-    return found
+            results[apart].append(norms)
+    return results
 
 
 def spread(
     entries: Any, kept: Any, shares: Any, num_targets: int, most: float
 ) -> list[list[Vector]]:
     """[S][capacity][D]: each evicted value's share goes to the next kept ones, up to `most`."""
-    found = []
+    results = []
     for s, values in enumerate(rows_of(entries, 1)):
         room = entries.page_table.shape[1] * entries.block_size
         rows = [[0.0] * entries.head_size for _ in range(room)]
@@ -374,15 +374,15 @@ def spread(
             if kept[s, j]:
                 part = most / weights[j] if weights[j] > most else 1.0
                 rows[j] = [part * x + y for x, y in zip(rows[j], value, strict=True)]
-        found.append(rows)
-    return found
+        results.append(rows)
+    return results
 
 
 def merged_into(
     entries: Any, which: int, kept: Any, targets: Any, weights: Any
 ) -> list[list[Vector]]:
     """[S][capacity][D]: kept rows averaged with those that go to them (D2O)."""
-    found = []
+    results = []
     for s, held in enumerate(rows_of(entries, which)):
         room = entries.page_table.shape[1] * entries.block_size
         rows = [[0.0] * entries.head_size for _ in range(room)]
@@ -390,10 +390,10 @@ def merged_into(
             if not kept[s, t]:
                 continue
             coming = [j for j in range(len(held)) if weights[s, j] > 0 and int(targets[s, j]) == t]
-            whole = 1 + sum(float(weights[s, j]) for j in coming)
+            weight_sum = 1 + sum(float(weights[s, j]) for j in coming)
             rows[t] = [
-                (held[t][c] + sum(float(weights[s, j]) * held[j][c] for j in coming)) / whole
+                (held[t][c] + sum(float(weights[s, j]) * held[j][c] for j in coming)) / weight_sum
                 for c in range(entries.head_size)
             ]
-        found.append(rows)
-    return found
+        results.append(rows)
+    return results

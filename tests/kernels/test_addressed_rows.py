@@ -12,41 +12,42 @@ from tests.kernels.backends import Backend, Device, assert_close
 from tests.kernels.cases import some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels.attention import reference
-from vllm_kvcompress.kernels.common.addressed_rows import QueryTargets
+from vllm_kvcompress.kernels.attention import decode_rows
+from vllm_kvcompress.kernels.common.paged_entries import QueryTargets
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.dispatch import twin
 
 
 def biases() -> PagedNumbers:
-    """Of some entries of the requests that have pages of their own."""
+    """Biases of some entries of the requests that have pages of their own."""
     return some_bias([0, 0, 20, 0, 0, 0, 1, 55, 0, 0])
 
 
 def check_attended(
-    found: tuple[torch.Tensor, torch.Tensor | None], dtype: torch.dtype, bias: PagedNumbers | None
+    results: tuple[torch.Tensor, torch.Tensor | None], dtype: torch.dtype, bias: PagedNumbers | None
 ) -> None:
     """Against plain loops over the page table."""
     entries, queries = addressed.make_entries(dtype), addressed.make_queries(dtype)
     by_head = queries.unflatten(1, (addressed.HEADS, -1)).flatten(0, 1)
     outputs, sums = oracles.prefill(entries, by_head[:, :, None], addressed.DIM**-0.5, bias)
-    assert_close(found[0], torch.tensor(outputs)[:, :, 0].reshape(queries.shape), dtype)
+    assert_close(results[0], torch.tensor(outputs)[:, :, 0].reshape(queries.shape), dtype)
     if bias is not None:
-        assert found[1] is not None
-        assert_close(found[1], torch.tensor(sums)[:, :, 0], dtype)
+        assert results[1] is not None
+        assert_close(results[1], torch.tensor(sums)[:, :, 0], dtype)
 
 
 @pytest.mark.parametrize("bias", [None, biases()], ids=["plain", "bias"])
-def test_the_twin_is_the_oracle(bias: PagedNumbers | None) -> None:
-    found = addressed.attended("reference", torch.float32, "cpu", bias)
-    check_attended(found, torch.float32, bias)
+def test_twin_equals_the_oracle(bias: PagedNumbers | None) -> None:
+    results = addressed.attended("attention", torch.float32, "cpu", bias)
+    check_attended(results, torch.float32, bias)
 
 
 @pytest.mark.parametrize("bias", [None, biases()], ids=["plain", "bias"])
 def test_attention(backend: Backend, bias: PagedNumbers | None) -> None:
     device = "cuda" if isinstance(backend, Device) else "cpu"
-    asked = ("decode_triton", backend.dtype, device, bias)
-    found = backend.call("tests.kernels.addressed.attended", *asked)
-    check_attended(found, backend.dtype, bias)
+    asked = ("attention.decode_triton", backend.dtype, device, bias)
+    results = backend.call("tests.kernels.addressed.attended", *asked)
+    check_attended(results, backend.dtype, bias)
 
 
 def check_recorded(memory: torch.Tensor, queries: torch.Tensor, places: list) -> None:
@@ -59,13 +60,13 @@ def check_recorded(memory: torch.Tensor, queries: torch.Tensor, places: list) ->
 
 
 def test_the_twin_records_where_it_is_told() -> None:
-    check_recorded(*addressed.recorded("reference", torch.float32, "cpu"))
+    check_recorded(*addressed.recorded("attention", torch.float32, "cpu"))
 
 
 def test_recording(backend: Backend) -> None:
     device = "cuda" if isinstance(backend, Device) else "cpu"
     name = "tests.kernels.addressed.recorded"
-    check_recorded(*backend.call(name, "decode_triton", backend.dtype, device))
+    check_recorded(*backend.call(name, "attention.decode_triton", backend.dtype, device))
 
 
 def test_what_is_refused(interpreter: Child) -> None:
@@ -87,5 +88,5 @@ def test_nothing_held_is_nothing_read() -> None:
     rows.lengths.zero_()
     queries = addressed.make_queries(torch.float32)
     out = torch.full_like(queries, torch.nan)
-    reference.decode_rows(rows, queries, 1.0, out)
+    twin(decode_rows)(rows, queries, 1.0, out)
     assert not out.any()

@@ -41,16 +41,16 @@ def make_case(
     return entries, torch.tensor(page_counts), torch.cat(kept), targets
 
 
-def test_twin_is_the_oracle() -> None:
+def test_twin_equals_the_oracle() -> None:
     entries, counts, kept, targets = make_case([1, 3, 2], 4, 8, torch.float32)
     sources = [oracles.rows_of(entries, which) for which in (0, 1)]
     before = entries.pages.clone()
     compact_pages(entries, counts, kept, targets)
     flat = [head for head, count in enumerate(counts.tolist()) for _ in range(4 * count)]
-    for nth, (head, entry) in enumerate(zip(flat, kept.tolist(), strict=True)):
-        page = entries.pages[targets[nth // 4]].view(4, 2, 8)
+    for index, (head, entry) in enumerate(zip(flat, kept.tolist(), strict=True)):
+        page = entries.pages[targets[index // 4]].view(4, 2, 8)
         for which in (0, 1):
-            assert page[nth % 4, which].double().tolist() == sources[which][head][entry]
+            assert page[index % 4, which].double().tolist() == sources[which][head][entry]
     untouched = len(before) - len(targets)
     assert torch.equal(entries.pages[:untouched].isnan(), before[:untouched].isnan())
     assert torch.equal(entries.pages[:untouched].nan_to_num(), before[:untouched].nan_to_num())
@@ -68,9 +68,9 @@ def test_every_bit_is_the_twins(backend: Backend, block_size: int, head_size: in
     assert not pages[targets].isnan().any()
 
 
-def test_what_a_launch_refuses(interpreter: Child) -> None:
+def test_launcher_refuses_wrong_shapes(interpreter: Child) -> None:
     entries, counts, kept, targets = make_case([1, 1], 16, 64, torch.float32)
-    with pytest.raises(InvariantError, match=r"expected 32 kept indices .* got 31.*whole pages"):
+    with pytest.raises(InvariantError, match=r"expected 32 kept indices .* got 31.*full pages"):
         interpreter.call(LAUNCHES + "compacted", entries, counts, kept[1:], targets)
     with pytest.raises(InvariantError, match="expected 2 page counts"):
         interpreter.call(LAUNCHES + "compacted", entries, counts[1:], kept, targets)

@@ -46,7 +46,7 @@ def check(compiler: Child, launcher: str, num_kernels: int, *args: Any, **kwargs
 
 # What 8.6 compiles to, 8.0 and 8.9 do, too: `scripts/checks/compile_kernels.py` shows it.
 @pytest.mark.parametrize("capability", [86, 90, 100, 120])
-def test_programs_too_large_give_way_to_smaller_ones(
+def test_programs_too_large_for_a_gpu_are_compiled_smaller(
     compilers: list[Child], capability: int
 ) -> None:
     """Every kernel that holds tiles in shared memory, at the largest head size."""
@@ -68,7 +68,7 @@ def test_programs_too_large_give_way_to_smaller_ones(
 def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([40, 3], block_size, head_size, BF16)
     queries = random(2, 4, head_size, dtype=BF16)
-    found = check(
+    kernels = check(
         compiler,
         DECODE,
         3,
@@ -77,19 +77,19 @@ def test_decode(compiler: Child, head_size: int, block_size: int) -> None:
         0.1,
         some_bias([8, 3]),
     )
-    check_pieces(found["_pieces_kernel"])
+    check_pieces(kernels["_pieces_kernel"])
 
 
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("head_size", [128, 80])
 def test_decode_by_address(compiler: Child, head_size: int, biased: bool) -> None:
-    """Addresses that are read when the kernel runs leave the loads of rows as they are."""
+    """Reading addresses in the kernel leaves the loads of rows as they are."""
     rows = addressed_rows(make_entries([40, 3], 16, head_size, BF16), GROUP)
     queries = random(1, 8, head_size, dtype=BF16)
     launcher = "attention.decode_triton.decode_rows"
     bias = addressed_numbers(some_bias([8, 3])) if biased else None
-    found = check(compiler, launcher, 2, rows, queries, 0.1, queries, bias)
-    check_pieces(found["_pieces_kernel"])
+    kernels = check(compiler, launcher, 2, rows, queries, 0.1, queries, bias)
+    check_pieces(kernels["_pieces_kernel"])
 
 
 @pytest.mark.parametrize("capability", [86, 90, 100, 120])
@@ -141,14 +141,14 @@ def test_decode_without_bias_and_lse(compiler: Child) -> None:
 def test_compact(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([block_size, 5], block_size, head_size, BF16)
     arguments = (torch.tensor([1, 0]), torch.arange(block_size), torch.tensor([0]))
-    found = check(compiler, "compaction_triton.compact_pages", 1, entries, *arguments)
-    assert "st.global.v4" in found["_compact_kernel"].ptx
+    kernels = check(compiler, "compaction_triton.compact_pages", 1, entries, *arguments)
+    assert "st.global.v4" in kernels["_compact_kernel"].ptx
 
 
 def test_scores(compiler: Child) -> None:
     entries = make_entries([70, 3], 16, 128, BF16)
     queries = random(32, 8, 128, dtype=BF16)
-    found = check(
+    kernels = check(
         compiler,
         "window_mass_triton.window_mass",
         2,
@@ -157,17 +157,17 @@ def test_scores(compiler: Child) -> None:
         0.1,
         None,
     )
-    assert all("wgmma" in kernel.ptx for kernel in found.values())
+    assert all("wgmma" in kernel.ptx for kernel in kernels.values())
     weight = random(2, 128, 4, 256, dtype=BF16)
     launcher = "value_norms_triton.value_norms_l1"
-    found = check(compiler, launcher, 1, PagedKV.of(entries), weight, entries.valid())
-    assert "wgmma" in found["_l1_kernel"].ptx
+    kernels = check(compiler, launcher, 1, PagedKV.of(entries), weight, entries.valid())
+    assert "wgmma" in kernels["_l1_kernel"].ptx
     launcher = "value_norms_triton.value_norms_l2"
     check(compiler, launcher, 1, PagedKV.of(entries), random(2, 4, 128, 128))
 
 
-def test_what_takes_most_in_fp32(compiler: Child) -> None:
-    """Their tiles are the largest."""
+def test_largest_fp32_tiles_fit(compiler: Child) -> None:
+    """The kernels with the largest tiles."""
     view = PagedKV.of(make_entries([70, 3], 16, 128))
     weight = random(2, 128, 4, 256)
     check(compiler, "value_norms_triton.value_norms_l1", 1, view, weight, view.valid)
@@ -179,8 +179,8 @@ def test_prefill(compiler: Child, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, 128, BF16)
     queries = random(2, 4, 40, 128, dtype=BF16)
     launcher = "attention.prefill_triton.prefill_attention"
-    found = check(compiler, launcher, 1, entries, queries, 0.1, some_bias([9, 9]))
-    assert "wgmma" in found["_prefill_kernel"].ptx
+    kernels = check(compiler, launcher, 1, entries, queries, 0.1, some_bias([9, 9]))
+    assert "wgmma" in kernels["_prefill_kernel"].ptx
 
 
 def test_correction(compiler: Child) -> None:
@@ -196,8 +196,8 @@ def test_correction(compiler: Child) -> None:
 def test_nearest(compiler: Child, head_size: int, block_size: int) -> None:
     entries = make_entries([70, 3], block_size, head_size, BF16)
     launcher = "merging.nearest_keys_triton.nearest_keys"
-    found = check(compiler, launcher, 2, PagedKV.of(entries), random(2, entries.capacity) > 1)
-    assert "wgmma" in found["_nearest_kernel"].ptx
+    kernels = check(compiler, launcher, 2, PagedKV.of(entries), random(2, entries.capacity) > 1)
+    assert "wgmma" in kernels["_nearest_kernel"].ptx
 
 
 @pytest.mark.parametrize("num_heads", [2, 40])
@@ -205,9 +205,9 @@ def test_selection(compiler: Child, num_heads: int) -> None:
     scores = random(num_heads, 5008)
     numbers = torch.ones(num_heads, dtype=torch.int64)
     launcher = "top_entries_triton.top_entries"
-    found = check(compiler, launcher, 5, scores, scores > 0, numbers)
+    kernels = check(compiler, launcher, 5, scores, scores > 0, numbers)
     # Heads hold whole pages, so that scores are read 16 bytes at a time.
-    assert "ld.global.v4" in found["_keep_kernel"].ptx
+    assert "ld.global.v4" in kernels["_keep_kernel"].ptx
     check(
         compiler,
         "apportion_triton.apportion",
@@ -225,9 +225,9 @@ def test_choice_of_pages(compiler: Child, head_size: int, num_means: int) -> Non
     table = torch.zeros(2, 16, dtype=torch.int32)
     launcher = "page_choice_triton.choose_pages"
     pages = (queries, vectors, table, table[:, 0], table[:, 0])
-    found = check(compiler, launcher, 2, *pages, Choice(9, num_means=num_means))
+    kernels = check(compiler, launcher, 2, *pages, Choice(9, num_means=num_means))
     # A page's summary is read 16 bytes at a time.
-    assert "ld.global.v4" in found["_scores_kernel"].ptx
+    assert "ld.global.v4" in kernels["_scores_kernel"].ptx
 
 
 def test_triton_is_that_of_vllms_cuda_build() -> None:

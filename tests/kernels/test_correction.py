@@ -22,16 +22,16 @@ SCALE = 0.2
 
 
 def some_states(num_sequences: int, dims: int, page: int, order: int = 1) -> PagedNumbers:
-    """Of heads of which every third has evicted nothing, in scattered pages."""
+    """States in scattered pages, of heads of which every third has evicted nothing."""
     size = packed_size(dims, order)
     states = some_bias([size] * num_sequences, page)
     heads = num_sequences // len(states.page_table)
     halves = (random(num_sequences, 2 * size) / 4).half().view(torch.float32)
     for s in range(num_sequences):
-        for nth in (0, *range(2 + 2 * dims, size)):
-            place = int(states.starts[s]) + nth
+        for index in (0, *range(2 + 2 * dims, size)):
+            place = int(states.starts[s]) + index
             row = states.page_table[s // heads, place // page]
-            states.pages[row, place % page] = halves[s, nth] if nth else 7.0 * (s % 3)
+            states.pages[row, place % page] = halves[s, index] if index else 7.0 * (s % 3)
     return states
 
 
@@ -56,7 +56,7 @@ def some_outputs(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("order", [0, 1])
-def test_twin_is_the_oracle(order: int) -> None:
+def test_twin_equals_the_oracle(order: int) -> None:
     states = some_states(4, 6, 8, order)
     outputs, lse, queries = some_outputs(4, 2, 3, 6)
     expected = [
@@ -85,37 +85,37 @@ def test_twin_is_the_oracle(order: int) -> None:
         (256, 4, 2, 8192, 1),
     ],
 )
-def test_is_the_twin(
+def test_launcher_equals_twin(
     backend: Backend, dims: int, group: int, num_queries: int, page: int, order: int
 ) -> None:
     states = some_states(3 if num_queries > 1 else 4, dims, page, order)
     arguments = some_outputs(states.num_sequences, group, num_queries, dims, dtype=backend.dtype)
     expected = backend.call(CORRECT, "merging.moments", states, *arguments, dims**-0.5)
-    found = backend.call(CORRECT, TRITON, states, *arguments, dims**-0.5)
-    assert found.dtype == backend.dtype
-    assert_close(found, expected, backend.dtype)
-    assert torch.equal(found[0], arguments[0][0])  # nothing was evicted
-    assert not torch.equal(found[1], arguments[0][1])
+    results = backend.call(CORRECT, TRITON, states, *arguments, dims**-0.5)
+    assert results.dtype == backend.dtype
+    assert_close(results, expected, backend.dtype)
+    assert torch.equal(results[0], arguments[0][0])  # nothing was evicted
+    assert not torch.equal(results[1], arguments[0][1])
 
 
-def test_by_address_it_is_the_same(backend: Backend) -> None:
-    """And who has no state is left alone."""
+def test_states_by_address_give_the_same_outputs(backend: Backend) -> None:
+    """Sequences without a state keep their outputs."""
     states = some_states(6, 64, 1024)
     states.lengths[2:4] = 0
     arguments = some_outputs(6, 2, 1, 64, dtype=backend.dtype)
     asked = (states, *arguments, SCALE)
     expected = backend.call(CORRECT, "merging.moments", *asked)
-    found = [
+    results = [
         backend.call("tests.kernels.addressed.corrected", module, *asked)
         for module in ("merging.moments", TRITON)
     ]
-    for outputs in found:
+    for outputs in results:
         assert_close(outputs, expected, backend.dtype)
         assert torch.equal(outputs[2:4], arguments[0][2:4])
         assert not torch.equal(outputs[4], arguments[0][4])
 
 
-def test_what_a_launch_refuses(interpreter: Child) -> None:
+def test_launcher_refuses_wrong_shapes(interpreter: Child) -> None:
     states = some_states(3, 16, page=32)
     outputs, lse, queries = some_outputs(3, 2, 4, 16)
     for arguments, said in (

@@ -12,8 +12,9 @@ from tests.kernels.backends import Backend, Device, assert_close
 from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels.attention import reference
+from vllm_kvcompress.kernels.attention import decode_attention
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.dispatch import twin
 
 MODULE = "vllm_kvcompress.kernels.attention.decode_triton."
 DECODE = MODULE + "decode_attention"
@@ -22,11 +23,11 @@ RAGGED = [45, 0, 1, 130, 16, 0, 77, 33]
 
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_twin_is_the_oracle(group: int, with_bias: bool) -> None:
+def test_twin_equals_the_oracle(group: int, with_bias: bool) -> None:
     entries = make_entries([7, 0, 1, 19], block_size=4, head_size=8)
     queries = random(4, group, 8)
     bias = some_bias([5, 0, 3, 11], page=4) if with_bias else None
-    outputs, lse = reference.decode_attention(entries, queries, 0.3, bias)
+    outputs, lse = twin(decode_attention)(entries, queries, 0.3, bias)
     expected, sums = oracles.prefill(entries, queries[:, :, None], 0.3, bias)
     assert_close(outputs, torch.tensor(expected)[:, :, 0], torch.float32)
     assert lse is not None
@@ -37,7 +38,7 @@ def check(backend: Backend, entries: object, group: int, bias: PagedNumbers | No
     """Triton against the twin, into an output full of NaN."""
     queries = random(len(entries.lengths), group, entries.head_size, dtype=backend.dtype)
     arguments = (entries, queries, entries.head_size**-0.5, bias)
-    expected, expected_lse = backend.twin(reference.decode_attention, *arguments)
+    expected, expected_lse = backend.twin(twin(decode_attention), *arguments)
     out = torch.full_like(queries, torch.nan)
     outputs, lse = backend.call(DECODE, *arguments, True, out)
     assert outputs.dtype == backend.dtype
@@ -81,24 +82,24 @@ def test_more_sequences_than_are_compared_at_once(backend: Backend, search: int)
     lengths[0], lengths[3], lengths[20], lengths[44] = 40, 1, 90, 17
     entries = make_entries(lengths, head_size=16, dtype=backend.dtype)
     queries = random(45, 2, 16, dtype=backend.dtype)
-    expected, _ = backend.twin(reference.decode_attention, entries, queries, 0.1)
+    expected, _ = backend.twin(twin(decode_attention), entries, queries, 0.1)
     launch = "tests.kernels.launches.decode_searching"
     outputs = backend.call(launch, entries, queries, 0.1, search)
     assert_close(outputs, expected, backend.dtype)
 
 
 @pytest.mark.parametrize("requests", [256, 1024])
-def test_what_a_program_reads_hardly_grows_with_the_requests(
+def test_a_program_reads_few_lengths_however_many_requests(
     interpreter: Child, requests: int
 ) -> None:
-    """To find its share: all lengths twice before, and once in a reduction. One head each."""
+    """Requests of one head each: few reads to find its share, three in a reduction."""
     lengths = [0] * requests
     lengths[-6:] = [40, 0, 1, 130, 16, 9]
     entries = make_entries(lengths, head_size=16)
     queries = random(len(lengths), 1, 16)
     launch = "tests.kernels.launches.decode_counting"
     outputs, tile_ends, most = interpreter.call(launch, entries, queries, 0.1)
-    assert_close(outputs, reference.decode_attention(entries, queries, 0.1)[0], torch.float32)
+    assert_close(outputs, twin(decode_attention)(entries, queries, 0.1)[0], torch.float32)
     assert tile_ends[-7:].tolist() == [0, 1, 1, 2, 4, 5, 6]
     # Two steps of a search, how many tiles there are, and two numbers for each of its sequences.
     of_pieces, of_reduction = most[min(most)], most[requests]
@@ -119,12 +120,12 @@ def test_tiles_are_summed_up_layer_by_layer(backend: Backend, num_sequences: int
             ends.append(total)
         expected[layer, 1:-1] = torch.tensor(ends)
     device = "cuda" if isinstance(backend, Device) else "cpu"
-    for module in ("reference", "shares_triton"):
+    for module in ("attention", "attention.decode_triton"):
         launch = "tests.kernels.launches.tiles_summed"
         assert torch.equal(backend.call(launch, module, lengths, device), expected)
 
 
-def test_nothing_at_all(backend: Backend) -> None:
+def test_sequences_without_entries(backend: Backend) -> None:
     check(backend, make_entries([0, 0], dtype=backend.dtype), 4, None)
 
 
@@ -139,7 +140,7 @@ def test_lengths_by_request_and_head_and_no_lse(backend: Backend) -> None:
 
 
 def test_a_batch_is_its_requests(backend: Backend) -> None:
-    """What else is in a batch moves the cuts between pieces, and nothing else."""
+    """Other requests of a batch only move the cuts between pieces."""
     entries = make_entries(RAGGED, dtype=backend.dtype)
     queries = random(len(RAGGED), 4, 64, dtype=backend.dtype)
     together, _ = backend.call(DECODE, entries, queries, 0.1)
@@ -148,7 +149,7 @@ def test_a_batch_is_its_requests(backend: Backend) -> None:
     assert_close(together[3:4], by_itself, backend.dtype)
 
 
-def test_what_a_launch_refuses(interpreter: Child) -> None:
+def test_launcher_refuses_wrong_shapes(interpreter: Child) -> None:
     entries = make_entries([5, 3])
     for queries, said in (
         (random(2, 4, 32), r"expected queries \[2, group, 64\], got \(2, 4, 32\); view"),

@@ -7,7 +7,8 @@ import torch
 
 from tests.kernels.backends import Device, assert_close
 from tests.kernels.cases import make_entries, random
-from vllm_kvcompress.kernels.attention import decode_attention, reference
+from vllm_kvcompress.kernels.attention import decode_attention
+from vllm_kvcompress.kernels.dispatch import twin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -21,7 +22,7 @@ def test_pages_on_a_gpu_take_triton() -> None:
     entries = make_entries([100, 0, 7], dtype=torch.bfloat16)
     queries = random(3, 4, 64, dtype=torch.bfloat16)
     device = Device(torch.bfloat16)
-    expected, _ = device.twin(reference.decode_attention, entries, queries, 0.1)
+    expected, _ = device.twin(twin(decode_attention), entries, queries, 0.1)
     outputs, _ = device.twin(decode_attention, entries, queries, 0.1)
     assert_close(outputs, expected, torch.bfloat16)
 

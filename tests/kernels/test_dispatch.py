@@ -8,13 +8,14 @@ import inspect
 import pytest
 import torch
 
+from offline.gathered_kv import GatheredKV
 from tests.kernels.cases import make_entries, random
 from tests.kernels.child import Child
 from tests.policies.test_imports import import_without
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels import dispatch
-from vllm_kvcompress.kernels.attention import decode_attention, reference
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV, PagedKV
+from vllm_kvcompress.kernels.attention import decode_attention
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.window_mass import window_mass
@@ -62,7 +63,7 @@ def test_launchers_have_their_twins_signature(compiler: Child, launcher: str) ->
 def test_pages_on_the_cpu_take_the_twin() -> None:
     entries = make_entries([5, 3])
     queries = random(2, 4, 64)
-    expected, _ = reference.decode_attention(entries, queries, 0.1)
+    expected, _ = twin(decode_attention)(entries, queries, 0.1)
     outputs, _ = decode_attention(entries, queries, 0.1)
     assert torch.equal(outputs, expected)
 
@@ -82,7 +83,7 @@ def test_launchers_refuse_gathered_tensors(compiler: Child) -> None:
 
 
 def test_gathered_tensors_take_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever they are."""
+    """On any device."""
     monkeypatch.setattr(dispatch, "takes_triton", lambda device: True)
     view = GatheredKV.of(random(1, 5, 8), random(1, 5, 8))
     mass = window_mass(view, random(3, 2, 8), 0.3)
@@ -90,7 +91,7 @@ def test_gathered_tensors_take_the_twin(monkeypatch: pytest.MonkeyPatch) -> None
     assert mass.any()
 
 
-def test_pages_that_do_not_fit() -> None:
+def test_pages_of_wrong_shapes_are_refused() -> None:
     good = make_entries([5, 3])
     pages, table, lengths = good.pages, good.page_table, good.lengths
     with pytest.raises(InvariantError, match=r"expected pages \[num_pages, 4096\].*\(5, 2048\)"):

@@ -13,8 +13,8 @@ from tests.kernels.backends import assert_close
 from tests.kernels.child import Child
 from tests.kernels.compiled_cases import launches
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.kernels.common import fitting_triton
-from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
+from vllm_kvcompress.kernels.common import launch_triton
+from vllm_kvcompress.kernels.common.launch_triton import launch_fitting
 
 SMALL = {launch.name: launch for launch in launches(24, 16, torch.float32, num_queries=20)}
 LIKE = torch.zeros(2, 64)
@@ -22,9 +22,9 @@ LIKE = torch.zeros(2, 64)
 
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
-    fitting_triton.fitting_rows.clear()
+    launch_triton.fitting_rows.clear()
     yield
-    fitting_triton.fitting_rows.clear()
+    launch_triton.fitting_rows.clear()
 
 
 def launcher(most: int, launched: list[int]) -> Callable[[int], None]:
@@ -73,17 +73,17 @@ def test_a_gpu_without_room_for_the_fewest_rows_is_refused() -> None:
 def test_smaller_programs_compute_the_same(name: str, interpreter: Child) -> None:
     launch = SMALL[name]
     calls = "tests.kernels.launches.with_fewest_rows"
-    found, num_launches = interpreter.call(calls, launch.launcher, *launch.args)
+    results, num_launches = interpreter.call(calls, launch.launcher, *launch.args)
     assert num_launches == (2 if name.startswith("window") else 1)
     module, _, launcher_name = launch.launcher.rpartition(".")
     twin = twin_of(module.removeprefix("vllm_kvcompress.kernels."), launcher_name)
     expected = twin(*launch.args)
     if expected is None:
-        expected, found = launch.args[1], found[1]
-    for one, other in zip(as_tuple(found), as_tuple(expected), strict=True):
+        expected, results = launch.args[1], results[1]
+    for one, other in zip(as_tuple(results), as_tuple(expected), strict=True):
         assert_close(one, other, torch.float32)
 
 
 def as_tuple(value: object) -> tuple[torch.Tensor, ...]:
-    """Of one tensor or several."""
+    """A tuple of one tensor or several."""
     return value if isinstance(value, tuple) else (value,)  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""KeyDiff over pages."""
+"""KeyDiff's scores over pages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANCHORS = ["mean_normalized", "mean_raw", "pairwise"]
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)
-def test_twin_is_the_oracle(anchor: str) -> None:
+def test_twin_equals_the_oracle(anchor: str) -> None:
     entries = make_entries([3, 17, 8], block_size=4, head_size=8)
     scores = keydiff_scores(PagedKV.of(entries), anchor)
     assert_close(scores, torch.tensor(oracles.keydiff(entries, anchor)), torch.float32)

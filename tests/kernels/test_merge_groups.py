@@ -12,7 +12,7 @@ from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.rotary import Rotary
-from vllm_kvcompress.kernels.merging.merge_groups import merge_groups
+from vllm_kvcompress.kernels.merging.merged_entries import merge_groups
 
 
 def make_case(entries: PagedEntries) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,13 +24,13 @@ def make_case(entries: PagedEntries) -> tuple[Tensor, Tensor, Tensor]:
     return link, keys.masked_fill(padding, torch.nan), values.masked_fill(padding, torch.nan)
 
 
-def test_twin_is_the_oracle() -> None:
+def test_twin_equals_the_oracle() -> None:
     entries = make_entries([3, 0, 17, 8], block_size=4, head_size=8)
     link, *weights = make_case(entries)
-    found = merge_groups(PagedKV.of(entries), link, *weights)
+    results = merge_groups(PagedKV.of(entries), link, *weights)
     for which in (0, 1):
         expected = torch.tensor(oracles.merged(entries, link, weights[which], which))
-        assert_close(found[which], expected, torch.float32)
+        assert_close(results[which], expected, torch.float32)
 
 
 def test_summed_values_are_means_times_the_entries() -> None:
@@ -58,7 +58,7 @@ def some_steps(entries: PagedEntries, halves: bool, rotary: int) -> tuple[Rotary
 
 @pytest.mark.parametrize("halves", [True, False])
 @pytest.mark.parametrize("rotary", [8, 4])
-def test_rerotated_keys_of_the_twin_are_the_oracle_s(halves: bool, rotary: int) -> None:
+def test_rerotated_keys_equal_the_oracle(halves: bool, rotary: int) -> None:
     entries = make_entries([3, 0, 17, 8], block_size=4, head_size=8)
     link, *weights = make_case(entries)
     rerotated = some_steps(entries, halves, rotary)

@@ -12,8 +12,7 @@ from tests.kernels.cases import make_entries, random
 from tests.kernels.test_nearest_keys import some_kept
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.merging.merge_into import merge_into
-from vllm_kvcompress.kernels.merging.spread_values import spread_values
+from vllm_kvcompress.kernels.merging.merged_entries import merge_into, spread_values
 
 
 def some_shares(entries: PagedEntries, kept: Tensor) -> Tensor:
@@ -42,15 +41,15 @@ def test_spreading_twin_is_the_oracle(num_targets: int, most: float) -> None:
     entries = make_entries([3, 27, 0, 8], block_size=4, head_size=8)
     kept = some_kept(entries) & entries.valid()
     shares = some_shares(entries, kept)
-    found = spread_values(PagedKV.of(entries), kept, shares, num_targets, most)
+    results = spread_values(PagedKV.of(entries), kept, shares, num_targets, most)
     expected = oracles.spread(entries, kept, shares, num_targets, most)
-    assert_close(found * kept[..., None], torch.tensor(expected), torch.float32)
+    assert_close(results * kept[..., None], torch.tensor(expected), torch.float32)
 
 
 def test_merging_twin_is_the_oracle() -> None:
     entries = make_entries([3, 27, 0, 8], block_size=4, head_size=8)
     kept = some_kept(entries) & entries.valid()
     targets, weights = some_targets(entries, kept)
-    for which, found in enumerate(merge_into(PagedKV.of(entries), targets, weights)):
+    for which, results in enumerate(merge_into(PagedKV.of(entries), targets, weights)):
         expected = oracles.merged_into(entries, which, kept, targets, weights)
-        assert_close(found * kept[..., None], torch.tensor(expected), torch.float32)
+        assert_close(results * kept[..., None], torch.tensor(expected), torch.float32)

@@ -13,8 +13,8 @@ from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.merging.moments import add_to_moments, moment_residuals, moment_size
 
 
-def test_twin_is_the_oracle() -> None:
-    """In two batches, of which a head may have none."""
+def test_twin_equals_the_oracle() -> None:
+    """Two batches of evicted entries, empty ones of some heads among them."""
     entries = make_entries([3, 17, 8], block_size=4, head_size=8)
     evicted = random(3, entries.capacity) > 0
     early = torch.arange(entries.capacity) < 7
@@ -37,5 +37,5 @@ def residuals_of(entries: PagedEntries, dtype: torch.dtype) -> tuple[PagedEntrie
 
 def test_residuals_twin_is_the_oracle() -> None:
     entries, state = residuals_of(make_entries([3, 17, 8], 4, 8), torch.float32)
-    found = moment_residuals(PagedKV.of(entries), state, 0.4)
-    assert_close(found, torch.tensor(oracles.residuals(entries, state, 0.4)), torch.float32)
+    results = moment_residuals(PagedKV.of(entries), state, 0.4)
+    assert_close(results, torch.tensor(oracles.residuals(entries, state, 0.4)), torch.float32)

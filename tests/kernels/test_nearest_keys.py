@@ -25,7 +25,7 @@ def some_kept(entries: PagedEntries, share: float = 0.3) -> Tensor:
     return torch.rand(entries.num_sequences, entries.capacity, generator=generator) < share
 
 
-def test_twin_is_the_oracle() -> None:
+def test_twin_equals_the_oracle() -> None:
     entries = make_entries([3, 17, 0, 8], block_size=4, head_size=8)
     kept = some_kept(entries)
     kept[3] = False
@@ -36,7 +36,7 @@ def test_twin_is_the_oracle() -> None:
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(64, 16), (80, 32), (128, 128), (256, 64)])
-def test_is_the_twin(backend: Backend, head_size: int, block_size: int) -> None:
+def test_launcher_equals_twin(backend: Backend, head_size: int, block_size: int) -> None:
     entries = make_entries([300, 0, 1, 45, 33, 170], block_size, head_size, backend.dtype)
     kept = some_kept(entries)
     kept[3], kept[4, :33] = False, True  # nothing kept, and nothing evicted
@@ -60,8 +60,8 @@ def test_of_equal_keys_the_first_is_the_nearest(backend: Backend) -> None:
     assert_close(cosines[gone], torch.ones(147), torch.float32)
 
 
-def test_what_is_least_unlike_is_the_nearest(backend: Backend) -> None:
-    """Though nothing is alike, and whatever lies behind the last kept key."""
+def test_the_least_dissimilar_key_is_the_nearest(backend: Backend) -> None:
+    """With negative cosines only, and any numbers behind the last kept key."""
     entries = make_entries([40], dtype=backend.dtype)
     rows = entries.pages.view(-1, 16, 2, 64)
     kept = torch.zeros(1, entries.capacity, dtype=torch.bool)
@@ -77,7 +77,7 @@ def test_what_is_least_unlike_is_the_nearest(backend: Backend) -> None:
     assert_close(cosines[gone], torch.full((38,), -((44 / 64) ** 0.5)), torch.float32)
 
 
-def test_zero_keys_are_like_nothing(backend: Backend) -> None:
+def test_zero_keys_have_cosine_0(backend: Backend) -> None:
     entries = make_entries([20], dtype=backend.dtype)
     entries.pages.zero_()
     kept = some_kept(entries)
@@ -87,7 +87,7 @@ def test_zero_keys_are_like_nothing(backend: Backend) -> None:
     assert (places[entries.valid() & ~kept] == first).all()
 
 
-def test_what_a_launch_refuses(interpreter: Child) -> None:
+def test_launcher_refuses_wrong_shapes(interpreter: Child) -> None:
     view = PagedKV.of(make_entries([5]))
     with pytest.raises(
         InvariantError, match=r"expected kept \[1, 32\] in torch.bool, got \(1, 5\)"

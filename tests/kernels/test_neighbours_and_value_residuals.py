@@ -11,8 +11,11 @@ from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.merging.neighbours import key_distances, neighbour_cosines
-from vllm_kvcompress.kernels.merging.value_residuals import value_residuals
+from vllm_kvcompress.kernels.merging.neighbours import (
+    key_distances,
+    neighbour_cosines,
+    value_residuals,
+)
 
 ORDERS = [(2, 0), (1, 0), (2, 3)]
 
@@ -32,30 +35,30 @@ def some_weights(entries: PagedEntries) -> Tensor:
     return weights.masked_fill(~entries.valid(), torch.nan)
 
 
-def test_cosines_of_the_twin_are_the_oracle_s() -> None:
+def test_cosines_equal_the_oracle() -> None:
     entries = make_entries([3, 0, 17, 1], block_size=4, head_size=8)
-    found = neighbour_cosines(PagedKV.of(entries))
-    assert_close(found, torch.tensor(oracles.neighbour_cosines(entries)), torch.float32)
+    results = neighbour_cosines(PagedKV.of(entries))
+    assert_close(results, torch.tensor(oracles.neighbour_cosines(entries)), torch.float32)
 
 
-def test_distances_of_the_twin_are_the_oracle_s() -> None:
+def test_distances_equal_the_oracle() -> None:
     entries = make_entries([3, 0, 17, 1], block_size=4, head_size=8)
     others = some_others(entries).clamp_max(0).where(~entries.valid(), some_others(entries))
-    found = key_distances(PagedKV.of(entries), others)
-    assert_close(found, torch.tensor(oracles.key_distances(entries, others)), torch.float32)
+    results = key_distances(PagedKV.of(entries), others)
+    assert_close(results, torch.tensor(oracles.key_distances(entries, others)), torch.float32)
 
 
 @pytest.mark.parametrize(("order", "num_pairs"), ORDERS)
-def test_residuals_of_the_twin_are_the_oracle_s(order: int, num_pairs: int) -> None:
-    """A head has fewer entries than there are pairs, too."""
+def test_residuals_equal_the_oracle(order: int, num_pairs: int) -> None:
+    """A head with fewer entries than pairs is among them."""
     entries = make_entries([3, 0, 17, 1], block_size=4, head_size=8)
     weights = some_weights(entries)
-    found = value_residuals(PagedKV.of(entries), weights, order, num_pairs)
+    results = value_residuals(PagedKV.of(entries), weights, order, num_pairs)
     expected = oracles.value_residuals(entries, weights, order, num_pairs)
-    assert_close(found, torch.tensor(expected), torch.float32)
+    assert_close(results, torch.tensor(expected), torch.float32)
 
 
-def test_zero_keys_are_like_nothing() -> None:
+def test_zero_keys_have_cosine_0() -> None:
     entries = make_entries([20])
     entries.pages.zero_()
     assert not neighbour_cosines(PagedKV.of(entries)).any()

@@ -45,17 +45,17 @@ def check(
     backend: Backend, pages: tuple[Tensor, ...], choice: Choice, scales: Tensor | None = None
 ) -> None:
     """The interpreter against the twin, in fp32, so that rounding makes no ties."""
-    found = backend.call(LAUNCHER, *pages, choice, scales)
+    results = backend.call(LAUNCHER, *pages, choice, scales)
     exact = (pages[0].float(), pages[1].float() if scales is None else pages[1], *pages[2:])
     expected = backend.twin(twin(choose_pages), *exact, choice, scales)
-    assert found.shape == expected.shape
+    assert results.shape == expected.shape
     for row, number in enumerate(pages[4].tolist()):
-        assert found[row, :number].tolist() == expected[row, :number].tolist()
+        assert results[row, :number].tolist() == expected[row, :number].tolist()
 
 
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("head_size", [64, 80])
-def test_it_is_the_twin_s(backend: Backend, head_size: int, mean: bool) -> None:
+def test_launchers_choose_as_the_twin(backend: Backend, head_size: int, mean: bool) -> None:
     """One page, a tile of 32, one more, and over several; read: one, some and all."""
     pages = some_pages([1, 32, 33, 100, 9], [1, 8, 33, 25, 3], head_size, backend.dtype)
     check(backend, pages, Choice(40, mean=mean))
@@ -70,7 +70,7 @@ def test_by_means_of_parts(backend: Backend, num_means: int, mean: bool) -> None
 
 @pytest.mark.parametrize("mean", [False, True])
 def test_bounds_in_8_bits(backend: Backend, mean: bool) -> None:
-    """With scales that differ from page to page."""
+    """Scales differ from page to page."""
     queries, bounds, *pages = some_pages([1, 33, 70], [1, 8, 20], 80, backend.dtype)
     bounds *= torch.exp2(torch.arange(len(bounds)) % 5)[:, None].to(bounds.dtype)
     codes, scales = rounded_outwards(bounds)
@@ -90,8 +90,8 @@ def test_of_equally_good_pages_the_later_ones_are_read(backend: Backend) -> None
 
 
 @pytest.mark.parametrize("mean", [False, True])
-def test_the_queries_of_a_chunk(backend: Backend, mean: bool) -> None:
-    """More than a program goes through one after the other."""
+def test_a_chunk_has_more_queries_than_a_program_takes(backend: Backend, mean: bool) -> None:
+    """The launcher leaves them to the twin."""
     _, *pages = some_pages([40, 70], [9, 20], 64, backend.dtype)
     queries = random(2, 300, 64, seed=5, dtype=backend.dtype)
     check(backend, (queries, *pages), Choice(20, 1, 2, mean))

@@ -17,13 +17,13 @@ from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 @pytest.mark.parametrize("width", [1, 6, 50])
 def test_first_numbers_of_every_sequence(lengths: list[int], width: int) -> None:
     numbers = some_bias(lengths, page=8)
-    found = numbers.gathered(width)
-    for s, row in enumerate(found.tolist()):
-        mine = oracles.numbers_of(numbers, s)
-        assert row == (mine + [0.0] * width)[:width]
+    results = numbers.gathered(width)
+    for s, row in enumerate(results.tolist()):
+        numbers_read = oracles.numbers_of(numbers, s)
+        assert row == (numbers_read + [0.0] * width)[:width]
 
 
-def test_all_numbers_where_everybody_has_as_many() -> None:
+def test_all_numbers_of_sequences_of_equal_length() -> None:
     numbers = some_bias([9, 9, 9, 9], page=4)
     assert numbers.whole(9).tolist() == [oracles.numbers_of(numbers, s) for s in range(4)]
 
@@ -33,7 +33,7 @@ def test_rows_as_pages() -> None:
     assert torch.equal(PagedNumbers.of_rows(rows).gathered(5), rows)
 
 
-def test_what_is_refused() -> None:
+def test_wrong_shapes_and_types_are_refused() -> None:
     numbers = some_bias([4, 4, 4, 4])
     for changes, said in (
         ({"pages": numbers.pages.half()}, "expected numbers in fp32, got torch.float16"),

@@ -49,14 +49,14 @@ def arguments_of(name: str, entries: PagedEntries) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_as_from_a_table_of_its_own(backend: Backend, name: str) -> None:
+def test_rows_of_a_larger_table_give_the_same_results(backend: Backend, name: str) -> None:
     entries = make_entries([77, 0, 130], dtype=backend.dtype)
     arguments = arguments_of(name, entries)
     expected = backend.call(name, *arguments)
-    found = backend.call(LAUNCHES + "from_longer_rows", name, *arguments)
+    results = backend.call(LAUNCHES + "from_longer_rows", name, *arguments)
     if isinstance(expected, torch.Tensor):
-        expected, found = (expected,), (found,)
-    for one, other in zip(found, expected, strict=True):
+        expected, results = (expected,), (results,)
+    for one, other in zip(results, expected, strict=True):
         assert torch.equal(one.isnan(), other.isnan())
         assert torch.equal(one.nan_to_num(), other.nan_to_num())
         assert other.nan_to_num().any()

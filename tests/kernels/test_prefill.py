@@ -10,21 +10,22 @@ from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import make_entries, random, some_bias
 from tests.kernels.child import Child
 from vllm_kvcompress.errors import InvariantError
-from vllm_kvcompress.kernels.attention import reference
+from vllm_kvcompress.kernels.attention import prefill_attention
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.dispatch import twin
 
 PREFILL = "vllm_kvcompress.kernels.attention.prefill_triton.prefill_attention"
 DECODE = "vllm_kvcompress.kernels.attention.decode_triton.decode_attention"
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_twin_is_the_oracle(with_bias: bool) -> None:
-    """With sequences shorter than the chunk, whose first queries see nothing."""
+def test_twin_equals_the_oracle(with_bias: bool) -> None:
+    """Sequences shorter than the chunk, whose first queries see nothing, are among them."""
     entries = make_entries([7, 0, 3, 19], block_size=4, head_size=8)
     queries = random(4, 2, 5, 8)
     bias = some_bias([5, 0, 3, 11], page=4) if with_bias else None
-    outputs, lse = reference.prefill_attention(entries, queries, 0.3, bias)
+    outputs, lse = twin(prefill_attention)(entries, queries, 0.3, bias)
     expected, sums = oracles.prefill(entries, queries, 0.3, bias)
     assert_close(outputs, torch.tensor(expected), torch.float32)
     assert lse is not None
@@ -41,7 +42,7 @@ def check(
     shape = (entries.num_sequences, num_queries, group, entries.head_size)
     queries = random(*shape, dtype=backend.dtype).transpose(1, 2)
     arguments = (entries, queries, entries.head_size**-0.5, bias)
-    expected, expected_lse = backend.twin(reference.prefill_attention, *arguments)
+    expected, expected_lse = backend.twin(twin(prefill_attention), *arguments)
     # Sequences further apart than they are long, as where a batch has other queries between.
     out = queries.new_full((*shape[:1], 2 * num_queries, *shape[2:]), torch.nan)
     out = out.transpose(1, 2)[:, :, :num_queries]
@@ -85,6 +86,6 @@ def test_no_lse_and_no_queries(backend: Backend) -> None:
     assert outputs.shape == (1, 4, 0, 64)
 
 
-def test_what_a_launch_refuses(interpreter: Child) -> None:
+def test_launcher_refuses_wrong_shapes(interpreter: Child) -> None:
     with pytest.raises(InvariantError, match=r"expected queries \[2, group, m, 64\]"):
         interpreter.call(PREFILL, make_entries([5, 3]), random(2, 4, 64), 1.0)

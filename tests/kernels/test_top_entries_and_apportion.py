@@ -30,12 +30,12 @@ SPECIAL = [0.0, -0.0, NAN, INF, -INF, 3e38, -3e38, *NEIGHBOURS]
 
 def expected_entries(scores: Tensor, valid: Tensor, num_kept: list[int]) -> list[list[int]]:
     """By head, in order, from loops."""
-    found = []
+    results = []
     for row, able, count in zip(scores.tolist(), valid.tolist(), num_kept, strict=True):
         numbers = [-INF if number != number else number for number in row]
         places = [place for place, here in enumerate(able) if here]
-        found.append(sorted(oracles.best(places, numbers, count)))
-    return found
+        results.append(sorted(oracles.best(places, numbers, count)))
+    return results
 
 
 def places_of(kept: Tensor) -> list[list[int]]:
@@ -171,7 +171,7 @@ def test_any_division_is_the_twins(
     assert int(pages.sum()) == total
 
 
-def test_what_launches_refuse(interpreter: Child) -> None:
+def test_launchers_refuse_wrong_shapes(interpreter: Child) -> None:
     three, two = torch.zeros(1, 3), torch.zeros(1, 2, dtype=torch.int64)
     with pytest.raises(
         InvariantError, match=r"a total per request, got \(1, 3\), \(1, 2\), \(1, 2\)"

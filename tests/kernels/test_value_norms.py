@@ -48,7 +48,7 @@ SHAPES = [(64, 16, 1), (80, 32, 4), (128, 128, 4), (256, 64, 8)]
 
 @pytest.mark.parametrize(("head_size", "block_size", "group"), SHAPES)
 def test_l1_is_the_twin(backend: Backend, head_size: int, block_size: int, group: int) -> None:
-    """Three tiles of columns, the last of them partial; whole tiles of entries not wanted."""
+    """Three tiles of columns, the last one partial; some tiles without a wanted entry."""
     entries = make_entries([300, 0, 1], block_size, head_size, backend.dtype)
     weight = o_proj(3, head_size, group, 280, backend.dtype)
     wanted = random(3, entries.capacity) > 0
@@ -86,7 +86,7 @@ def test_heads_of_several_requests_share_weights(backend: Backend) -> None:
         assert_close(backend.call(name, view, *given), expected, backend.dtype)
 
 
-def test_what_launches_refuse(interpreter: Child) -> None:
+def test_launchers_refuse_wrong_shapes(interpreter: Child) -> None:
     view = PagedKV.of(make_entries([5, 3]))
     weight = o_proj(2, 64, 4, 96, torch.float32)
     wanted = torch.ones(2, view.capacity, dtype=torch.bool)

@@ -45,7 +45,7 @@ def test_requests_need_no_kernel_that_was_not_warmed_up(
 
 
 def test_several_requests_need_no_kernel_that_one_does_not(tmp_path: Path, noting: Child) -> None:
-    """In steps that may be replayed, and in others."""
+    """Steps that may be replayed, and others."""
     warm, missing = noting.call("tests.kernels.variants.not_compiled_for_one", tmp_path)
     assert warm > 2
     assert missing == []

@@ -12,7 +12,8 @@ import pytest
 from gpu_parts import vllm_attention
 from tests.kernels.backends import Backend, assert_close
 from tests.kernels.cases import make_entries, random
-from vllm_kvcompress.kernels.attention import reference
+from vllm_kvcompress.kernels.attention import prefill_attention
+from vllm_kvcompress.kernels.dispatch import twin
 
 LAUNCH = "tests.kernels.launches.vllm_outputs"
 pytestmark = pytest.mark.skipif(
@@ -30,7 +31,7 @@ def test_same_outputs(
     inside = entries.page_table.masked_fill(entries.page_table == 2**31 - 1, 0)
     entries = replace(entries, page_table=inside)
     queries = random(len(lengths), num_queries, 4, head_size, dtype=backend.dtype)
-    expected, _ = backend.twin(reference.prefill_attention, entries, queries.transpose(1, 2), 0.1)
+    expected, _ = backend.twin(twin(prefill_attention), entries, queries.transpose(1, 2), 0.1)
     outputs = backend.call(LAUNCH, entries, queries, 0.1)
     assert_close(outputs.transpose(1, 2), expected, backend.dtype)
 

@@ -21,8 +21,8 @@ MASS = "vllm_kvcompress.kernels.window_mass_triton.window_mass"
 @pytest.mark.parametrize("num_tail", [0, 2, 3])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("stride", [1, 3])
-def test_twin_is_the_oracle(num_tail: int, with_bias: bool, stride: int) -> None:
-    """A head shorter than the window, too; the bias is longer than some heads."""
+def test_twin_equals_the_oracle(num_tail: int, with_bias: bool, stride: int) -> None:
+    """One head is shorter than the window; the bias is longer than some heads."""
     entries = make_entries([3, 17, 8], block_size=4, head_size=8)
     queries = random(5, 6, 8)
     bias = random(3, entries.capacity) if with_bias else None
@@ -66,14 +66,14 @@ def test_tails_and_bias(backend: Backend, num_tail: int, with_bias: bool) -> Non
 
 
 def test_heads_with_tails_of_their_own(backend: Backend) -> None:
-    """As each of them alone, which has one."""
+    """Each head gives the same as alone."""
     tails = [3, 0, 9]
     entries = make_entries([64 + tails[0], 16, 32 + tails[2]], dtype=backend.dtype)
     queries, scale = random(5, 6, entries.head_size, dtype=backend.dtype), 0.2
     bodies = entries.flat_lengths.long() - torch.tensor(tails)
     columns = int(entries.page_table.shape[1])
     view = PagedKV(bodies, max(tails), entries, columns, torch.tensor(tails))
-    for found in (
+    for results in (
         backend.twin(twin(window_mass), view, queries, scale),
         backend.call(MASS, view, queries, scale),
     ):
@@ -81,9 +81,9 @@ def test_heads_with_tails_of_their_own(backend: Backend) -> None:
             table = entries.page_table[head : head + 1]
             lengths = entries.flat_lengths[head : head + 1]
             alone = PagedEntries(entries.pages, table, lengths, entries.block_size, 64)
-            mine = queries[:, 2 * head : 2 * head + 2].contiguous()
-            expected = backend.twin(twin(window_mass), PagedKV.of(alone, tail), mine, scale)
-            assert_close(100 * found[head : head + 1], 100 * expected, backend.dtype)
+            head_queries = queries[:, 2 * head : 2 * head + 2].contiguous()
+            expected = backend.twin(twin(window_mass), PagedKV.of(alone, tail), head_queries, scale)
+            assert_close(100 * results[head : head + 1], 100 * expected, backend.dtype)
 
 
 @pytest.mark.parametrize(("head_size", "block_size"), [(80, 32), (128, 16), (256, 64), (96, 128)])
@@ -96,7 +96,7 @@ def test_more_rows_than_a_program_takes(backend: Backend) -> None:
 
 
 def test_one_query_of_some(backend: Backend) -> None:
-    """Before all entries of a head, too; a window that is no multiple of the stride."""
+    """Some queries precede all entries of a head; the window is no multiple of the stride."""
     entries = make_entries([50, 33], dtype=backend.dtype)
     check(backend, entries, 3, 45, 2, random(2, entries.capacity), stride=4)
 
@@ -108,21 +108,21 @@ def test_more_entries_than_a_split_has(backend: Backend) -> None:
 
 
 def test_windows_that_end_together(backend: Backend) -> None:
-    """As each by itself; longer than a head, too, and some with a stride."""
+    """Each window gives the same as by itself; some exceed a head, some have a stride."""
     entries = make_entries([70, 20, 3], dtype=backend.dtype)
     queries = random(23, 6, entries.head_size, dtype=backend.dtype)
     arguments = (PagedKV.of(entries, 2), queries, 0.2)
     windows = (23, 1), (4, 1), (20, 3)
-    found = {
+    results = {
         "twin": backend.twin(twin(window_masses), *arguments, windows),
         "kernel": backend.call(f"{MASS}es", *arguments, windows),
     }
-    for nth, (size, stride) in enumerate(windows):
+    for index, (size, stride) in enumerate(windows):
         alone = (arguments[0], queries[-size:], 0.2, None, stride)
         expected = backend.twin(twin(window_mass), *alone)
-        for name, masses in found.items():
+        for name, masses in results.items():
             assert masses.shape == (3, *expected.shape), name
-            assert_close(100 * masses[nth], 100 * expected, backend.dtype)
+            assert_close(100 * masses[index], 100 * expected, backend.dtype)
 
 
 def test_no_queries(backend: Backend) -> None:
@@ -132,6 +132,6 @@ def test_no_queries(backend: Backend) -> None:
     assert not mass.any()
 
 
-def test_what_a_launch_refuses(interpreter: Child) -> None:
+def test_launcher_refuses_wrong_shapes(interpreter: Child) -> None:
     with pytest.raises(InvariantError, match=r"expected queries \[window, 2 \* group, 64\]"):
         interpreter.call(MASS, PagedKV.of(make_entries([5, 3])), random(3, 5, 64), 1.0)

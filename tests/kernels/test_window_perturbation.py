@@ -16,8 +16,8 @@ VARIANTS = ["value", "key", "joint"]
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(("num_tail", "stride"), [(0, 1), (2, 1), (3, 1), (2, 2), (0, 3)])
-def test_twin_is_the_oracle(num_tail: int, stride: int, variant: str) -> None:
-    """A head shorter than the window, too."""
+def test_twin_equals_the_oracle(num_tail: int, stride: int, variant: str) -> None:
+    """One head is shorter than the window."""
     entries = make_entries([3, 17, 8], block_size=4, head_size=8)
     queries = random(5, 6, 8)
     how = (queries, 0.3, variant, stride)
@@ -28,7 +28,7 @@ def test_twin_is_the_oracle(num_tail: int, stride: int, variant: str) -> None:
 
 
 def test_no_change_is_negative() -> None:
-    """Where an entry is all that is seen, the output is its value, but for rounding."""
+    """An entry seen alone gives its value as the output, except for rounding."""
     entries = make_entries([1] * 50, block_size=4, head_size=8)
     changes = window_perturbation(PagedKV.of(entries), random(1, 50, 8), 2.0, "key")
     assert (changes >= 0).all()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
+from offline.gathered_kv import GatheredKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.base import EntryState, LayerView

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from offline.gathered_kv import GatheredKV
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view, with_state
 from vllm_kvcompress.compression.layer import compress_layer
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.policies.base import LayerView
 
 SHAPE = Shape(pages=(9, 6), tail=3)

@@ -12,11 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offline.gathered_kv import GatheredKV
 from tests.policies import oracles
 from tests.policies.cases import Shape, make_pipeline, make_view, with_rows, with_state
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels.attention import attention_with_lse
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
 from vllm_kvcompress.policies.base import LayerView, Selection

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from offline.gathered_kv import GatheredKV
 from tests.policies import oracles
 from tests.policies.cases import (
     NUM_LAYERS,
@@ -23,7 +24,6 @@ from tests.policies.cases import (
     rows_of,
 )
 from vllm_kvcompress.compression.layer import compress_layer
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.duoattention import DuoAttention

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offline.gathered_kv import GatheredKV
 from tests.policies import oracles
 from tests.policies.cases import HEAD_SIZE, Shape, make_view
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.attention import attention_with_lse
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.merging.moments import (
     add_to_moments,
     moment_residuals,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from offline.gathered_kv import GatheredKV
 from tests.accelerator import twin_of
 from tests.event_cases import BLOCK_SIZE, GROUP, Request, left_by, make_pool
 from tests.kernels.cases import make_entries
@@ -16,7 +17,7 @@ from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool
 from vllm_kvcompress.kernels import dispatch
 from vllm_kvcompress.kernels.common import tiles
-from vllm_kvcompress.kernels.common.kv_view import TEMPORARIES, GatheredKV, KVView, PagedKV
+from vllm_kvcompress.kernels.common.kv_view import NUM_TEMPORARIES, KVView, PagedKV
 from vllm_kvcompress.policies import Pipeline
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
@@ -157,7 +158,7 @@ def test_as_many_heads_at_once_as_there_is_room_for(monkeypatch: pytest.MonkeyPa
     view = make_view(Shape(pages=(8,) * 5), 0).kv
     assert isinstance(view, GatheredKV)
     on_device = replace(view, lengths=view.lengths.to("meta"))
-    of_a_head = 4 * TEMPORARIES * view.capacity * view.head_size
+    of_a_head = 4 * NUM_TEMPORARIES * view.capacity * view.head_size
     for tile, starts in ((5 * of_a_head, [0]), (3 * of_a_head - 1, [0, 2, 4]), (1, range(5))):
         for name, one in (("HEADS_BYTES", view), ("DEVICE_TILE_BYTES", on_device)):
             monkeypatch.setattr(tiles, name, tile)

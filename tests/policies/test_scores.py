@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offline.gathered_kv import GatheredKV
 from tests.policies import oracles
 from tests.policies.cases import HEAD_SIZE, Shape, make_view, with_rows, with_state
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels import value_norms
 from vllm_kvcompress.kernels.common import tiles
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.keydiff import keydiff_scores
 from vllm_kvcompress.kernels.pooling import max_or_mean_pool
 from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
@@ -264,7 +264,7 @@ def test_tiles_do_not_change_geometry_or_norms(monkeypatch: pytest.MonkeyPatch) 
 
     untiled = everything()
     monkeypatch.setattr(tiles, "TILE_BYTES", 4 * 3 * 24)
-    monkeypatch.setattr(value_norms, "FEWEST_ROWS", 1)
+    monkeypatch.setattr(value_norms, "MIN_PRODUCT_ROWS", 1)
     for a, b in zip(everything(), untiled, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offline.gathered_kv import GatheredKV
 from tests.policies.cases import HEAD_SIZE, Shape, make_pipeline, make_view
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.top_entries import ranks
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import LayerView

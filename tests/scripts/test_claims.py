@@ -12,9 +12,9 @@ import claims
 from claim_parts import criticalkv
 from claim_parts.bounds import expansion_remainders
 from offline.dense import BLOCK_SIZE, DenseLayer, DenseModel, compress
+from offline.gathered_kv import GatheredKV
 from offline.masked import MaskedModel
 from tests.cli.server_process import ROOT
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.merging.moments import (
     add_to_moments,
     corrected,

@@ -23,14 +23,13 @@ from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.cache.query_windows import QueryAddresses
 from vllm_kvcompress.kernels.attention import decode_rows, sum_tiles
-from vllm_kvcompress.kernels.common.addressed_rows import (
-    COLUMNS,
-    NUMBERS_COLUMNS,
-    AddressedNumbers,
-    AddressedRows,
+from vllm_kvcompress.kernels.common.paged_entries import (
+    ENTRY_ADDRESS_COLUMNS,
+    AddressedEntries,
     QueryTargets,
+    tile_size,
 )
-from vllm_kvcompress.kernels.common.paged_entries import tile_size
+from vllm_kvcompress.kernels.common.paged_numbers import NUMBER_ADDRESS_COLUMNS, AddressedNumbers
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.merging.moments import correct_with_moments
 from vllm_kvcompress.policies import Pipeline
@@ -59,7 +58,7 @@ class _PolicyState:
 
     def __init__(self, pool: InterleavedPagePool, most_requests: int) -> None:
         self._pool = pool
-        self._addresses = _FromHost(most_requests, NUMBERS_COLUMNS, pool.device)
+        self._addresses = _FromHost(most_requests, NUMBER_ADDRESS_COLUMNS, pool.device)
         # Of each head where its numbers begin, and how many there are.
         shape = (pool.num_layers, 2, most_requests, pool.num_heads)
         self._runs = torch.zeros(shape, dtype=torch.int32, device=pool.device)
@@ -67,7 +66,7 @@ class _PolicyState:
     def fill(self, batches: list[ResidentBatch], number: int) -> None:
         """Of a step of so many requests, of which those without have none."""
         starts, lengths = self._runs[:, :, :number].zero_().unbind(1)
-        addresses: Integers = np.zeros((number, NUMBERS_COLUMNS), dtype=np.int64)
+        addresses: Integers = np.zeros((number, NUMBER_ADDRESS_COLUMNS), dtype=np.int64)
         for batch in batches:
             state, by_head = batch.policy_state, (-1, self._pool.num_heads)
             assert state is not None
@@ -117,7 +116,7 @@ class DecodeSteps:
         self.pool, self.scales = pool, scales
         self.like = pool.pages.new_empty((0, num_query_heads, pool.head_size))
         self._pipeline, self._records = pipeline, records
-        self._addresses = _FromHost(most_requests, COLUMNS, device)
+        self._addresses = _FromHost(most_requests, ENTRY_ADDRESS_COLUMNS, device)
         shape = (pool.num_layers, most_requests, pool.num_heads)
         self._lengths = torch.zeros(shape, dtype=torch.int32, device=device)
         self._tile_ends = self._lengths.flatten(1).clone()
@@ -177,7 +176,7 @@ class DecodeSteps:
         if known and key == self._placed:
             return
         pool = self.pool
-        addresses: Integers = np.zeros((number, COLUMNS), dtype=np.int64)
+        addresses: Integers = np.zeros((number, ENTRY_ADDRESS_COLUMNS), dtype=np.int64)
         row_bytes = block_table.stride(0) * ID_BYTES
         addresses[:, 0] = block_table.data_ptr() + np.arange(number) * row_bytes
         addresses[:, 3] = pool.pages_per_block
@@ -220,7 +219,7 @@ class DecodeSteps:
         addresses = self._addresses.numbers[:number]
         runs = self._lengths[:, :number].flatten(1), self._tile_ends[:, : number * pool.num_heads]
         self._rows = [
-            AddressedRows(
+            AddressedEntries(
                 pages=pool.pages,
                 addresses=addresses,
                 lengths=lengths,

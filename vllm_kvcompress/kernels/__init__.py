@@ -1,1 +1,1 @@
-"""Operators over pages and over a layer's keys and values: a folder for each."""
+"""Operators over pages and over keys and values: a torch file each, kernels beside it."""

@@ -1,7 +1,4 @@
-"""Whole pages divided among heads by shares, in plain torch.
-
-Off the CPU sizes that depend on data never leave the device.
-"""
+"""Pages divided among heads in proportion to shares, in plain torch."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.dispatch import by_device
 
-SMALLEST_SHARE = 1e-9  # of the sum: heads of no share take what nobody else can hold
+MIN_SHARE = 1e-9  # of the sum: heads without a share take what no other head can hold
 ROUNDING = 1e-6  # pages; smaller differences are arithmetic noise
 
 
@@ -32,7 +29,7 @@ def apportion(shares: Tensor, total: Tensor, floor: Tensor, cap: Tensor) -> Tens
         [R, H] int64, each row with its total as the sum.
     """
     weight = shares.double().clamp_min(0)
-    weight = weight / weight.sum(dim=1, keepdim=True).clamp_min(1e-300) + SMALLEST_SHARE
+    weight = weight / weight.sum(dim=1, keepdim=True).clamp_min(1e-300) + MIN_SHARE
     least, most = floor.double(), cap.double()
     # The sum grows with m, linearly between the points where a head reaches a bound.
     points = torch.cat([least / weight, most / weight], dim=1).sort(dim=1).values
@@ -44,14 +41,14 @@ def apportion(shares: Tensor, total: Tensor, floor: Tensor, cap: Tensor) -> Tens
     sums, points = sums.gather(1, ends), points.gather(1, ends)
     part = ((total - sums[:, :1]) / sums.diff(dim=1).clamp_min(1e-300)).clamp(0, 1)
     multiple = points[:, :1] + part * points.diff(dim=1)
-    return _to_whole(torch.clamp(multiple * weight, least, most), total, cap)
+    return _rounded(torch.clamp(multiple * weight, least, most), total, cap)
 
 
-def _to_whole(ideal: Tensor, total: Tensor, cap: Tensor) -> Tensor:
+def _rounded(ideal: Tensor, total: Tensor, cap: Tensor) -> Tensor:
     """[R, H] int64 nearest to `ideal` with sums [R, 1]: largest remainders, then lower heads."""
-    whole = (ideal + ROUNDING).floor().to(torch.int64)
-    remainder = ((ideal - whole) / ROUNDING).round().masked_fill(whole >= cap, float("-inf"))
+    pages = (ideal + ROUNDING).floor().to(torch.int64)
+    remainder = ((ideal - pages) / ROUNDING).round().masked_fill(pages >= cap, float("-inf"))
     order = remainder.argsort(dim=1, descending=True, stable=True)
-    nth = torch.arange(order.shape[1], device=order.device)
-    place = torch.empty_like(order).scatter_(1, order, nth.expand_as(order))
-    return whole + (place < total - whole.sum(dim=1, keepdim=True)).to(torch.int64)
+    ranks = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, ranks)
+    return pages + (rank < total - pages.sum(dim=1, keepdim=True)).to(torch.int64)

@@ -9,17 +9,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.apportion import ROUNDING, SMALLEST_SHARE
+from vllm_kvcompress.kernels.apportion import MIN_SHARE, ROUNDING
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import expect
 
-FEWEST = tl.constexpr(SMALLEST_SHARE)
+LEAST_SHARE = tl.constexpr(MIN_SHARE)
 NOISE = tl.constexpr(ROUNDING)
 
 
 @triton.jit
 def _ideal(weight, least, most, total):
-    """[HEADS] pages in fractions: multiples of weights within bounds, `total` in sum.
+    """[HEADS] fractions of pages: multiples of weights within bounds, `total` in sum.
 
     The sum grows with the multiple, linearly between the points where a head reaches a bound.
     """
@@ -38,7 +38,7 @@ def _ideal(weight, least, most, total):
 
 @kernel("num_heads")
 def _apportion_kernel(shares, floor, cap, pages, totals, num_heads, HEADS: tl.constexpr):
-    """pages [R, H] int64, by the largest remainders of the ideal division."""
+    """Writes pages [R, H] int64, by the largest remainders of the ideal division."""
     total = tl.load(totals + tl.program_id(0))
     head = tl.arange(0, HEADS)
     inside = head < num_heads
@@ -47,23 +47,23 @@ def _apportion_kernel(shares, floor, cap, pages, totals, num_heads, HEADS: tl.co
     most = tl.load(cap + head, mask=inside, other=0).to(tl.float64)
     share = tl.load(shares + head, mask=inside, other=0).to(tl.float64)
     share = tl.where(share > 0, share, 0.0)
-    whole_share = tl.sum(share, 0)
-    weight = share / tl.where(whole_share > 0, whole_share, 1.0) + FEWEST
+    share_sum = tl.sum(share, 0)
+    weight = share / tl.where(share_sum > 0, share_sum, 1.0) + LEAST_SHARE
     ideal = _ideal(weight, least, most, total.to(tl.float64))
-    whole = tl.floor(ideal + NOISE)
+    full = tl.floor(ideal + NOISE)
     # In units of arithmetic noise, so that equal remainders are equal.
-    remainder = tl.floor((ideal - whole) / NOISE + 0.5)
-    remainder = tl.where(inside & (whole < most), remainder, float("-inf"))
-    mine, other = remainder[:, None], remainder[None, :]
-    ahead = (other > mine) | ((other == mine) & (head[None, :] < head[:, None]))
+    remainder = tl.floor((ideal - full) / NOISE + 0.5)
+    remainder = tl.where(inside & (full < most), remainder, float("-inf"))
+    own, other = remainder[:, None], remainder[None, :]
+    ahead = (other > own) | ((other == own) & (head[None, :] < head[:, None]))
     place = tl.sum(ahead.to(tl.int32), 1)
-    left = total - tl.sum(whole, 0).to(tl.int64)
-    given = whole.to(tl.int64) + (place < left).to(tl.int64)
+    left = total - tl.sum(full, 0).to(tl.int64)
+    given = full.to(tl.int64) + (place < left).to(tl.int64)
     tl.store(pages + head, given, mask=inside)
 
 
 def apportion(shares: Tensor, total: Tensor, floor: Tensor, cap: Tensor) -> Tensor:
-    """As `reference.apportion`, in Triton."""
+    """Triton launcher of `apportion`: same signature and result."""
     expect(
         shares.shape == floor.shape == cap.shape and shares.shape[:-1] == total.shape,
         "shares, floor and cap [requests, heads] and a total per request",

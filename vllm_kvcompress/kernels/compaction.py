@@ -16,10 +16,10 @@ def compact_pages(
     """Copies the kept entries of every head to fresh pages, head after head.
 
     Args:
-        entries: sources; pages behind `targets` must not be among them.
+        entries: sources; their pages must not be among `targets`.
         page_counts: [S] int64 pages that each head keeps.
         kept_indices: [P * block_size] int64 kept entries of each head, P = sum(page_counts).
-        targets: [P] int64 page ids; these pages are written whole.
+        targets: [P] int64 page ids; every row of these pages is written.
     """
     size = entries.block_size
     heads = torch.repeat_interleave(page_counts, output_size=targets.numel())

@@ -12,7 +12,7 @@ from torch import Tensor
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect
 
-COPY_BYTES = 1 << 14  # that a program holds in registers
+COPY_BYTES = 1 << 14  # of rows that a program holds in registers
 
 
 @kernel("table_stride")
@@ -29,7 +29,7 @@ def _compact_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """ROWS rows of one target page, each a key and its value side by side: ROW_SIZE elements."""
+    """Copies ROWS rows of one target page: ROW_SIZE elements each, a key and its value."""
     target = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     element = tl.arange(0, WIDTH)
@@ -49,13 +49,13 @@ def _compact_kernel(
 def compact_pages(
     entries: PagedEntries, page_counts: Tensor, kept_indices: Tensor, targets: Tensor
 ) -> None:
-    """As `reference.compact_pages`, in Triton."""
+    """Triton launcher of `compact_pages`: same signature and result."""
     num_pages, size = targets.numel(), entries.block_size
     expect(
         kept_indices.numel() == num_pages * size and kept_indices.is_contiguous(),
         f"{num_pages * size} kept indices side by side for {num_pages} pages of {size} tokens",
         f"{kept_indices.numel()} with strides {kept_indices.stride()}",
-        "keep whole pages of every head",
+        "keep full pages of every head",
     )
     expect(
         page_counts.numel() == entries.num_sequences,

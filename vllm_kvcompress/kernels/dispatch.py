@@ -1,7 +1,6 @@
-"""Picks between kernels and their twins in torch, by device.
+"""Picks between kernels and their torch twins by device.
 
-Triton and numba are imported by the first call that needs them, so that nothing else depends on
-them.
+The first call that needs Triton or numba imports it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from vllm_kvcompress.kernels.common.kv_view import KVView
 
 
 class OnDevice(Protocol):
-    """A tensor, or what holds some."""
+    """A tensor, or a carrier of tensors."""
 
     @property
     def device(self) -> torch.device: ...
@@ -30,7 +29,7 @@ Kernel = Callable[Concatenate[H, P], T]
 
 
 def takes_triton(device: torch.device) -> bool:
-    """Whether tensors there are for kernels in Triton."""
+    """Whether Triton kernels serve tensors on the device."""
     return bool(device.type == "cuda")
 
 
@@ -44,12 +43,12 @@ def by_device(
 ) -> Callable[[Kernel[H, P, T]], Kernel[H, P, T]]:
     """Decorates a torch operator: calls are dispatched by the device of the first argument.
 
-    The launchers have the operator's name and signature. Of a layer's keys and values they read
-    pages alone, so gathered ones go to the torch operator.
+    The launchers have the operator's name and signature. They read keys and values from pages
+    alone, so a view without pages goes to the torch operator.
 
     Args:
         triton_module: module of `vllm_kvcompress.kernels` with the launcher for GPUs.
-        numba_module: module with one for CPUs; None: the torch operator serves there.
+        numba_module: module with the launcher for CPUs; None: the torch operator serves there.
     """
 
     def decorate(operator: Kernel[H, P, T]) -> Kernel[H, P, T]:

@@ -1,4 +1,4 @@
-"""How unusual keys are (KeyDiff), in plain torch."""
+"""Dissimilarity of keys to an anchor (KeyDiff), in plain torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from vllm_kvcompress.kernels.common.tiles import finite, tile_bytes
 
 
 def keydiff_scores(view: KVView, anchor: str, metric: str = "cosine") -> Tensor:
-    """How unlike an anchor each key is: minus the cosine between them (KeyDiff).
+    """Minus the cosine of each key and an anchor (KeyDiff).
 
     Args:
-        view: of a layer.
         anchor: mean_normalized (mean of the unit keys), mean_raw, median, or pairwise (minus the
             sum of cosines to all keys; same ranking as mean_normalized).
         metric: cosine; dot (minus the product) or euclidean (the distance), not with pairwise.
 
     Returns:
-        [H, n] fp32; for cosines 0 for a zero key or a zero anchor, and 0 behind the lengths.
+        [H, n] fp32; a cosine is 0 for a zero key or anchor, and behind the lengths.
     """
     keys, lengths, valid = view.keys(), view.lengths, view.valid
     num_heads, num_entries, head_size = keys.shape

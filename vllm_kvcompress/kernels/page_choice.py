@@ -1,7 +1,7 @@
-"""Choosing pages in torch, on any device, by summaries of their keys.
+"""Choice of pages by summaries of their keys, in plain torch.
 
-The product of a query q with the mean of some keys is the mean of its products with them. Of a page
-cut into parts the highest of these counts, so that a key which few others are like is seen.
+The product of a query q with the mean of some keys is the mean of its products with them. A page
+cut into parts counts with its best part, so that a key unlike the others is seen.
 
 Quest (arXiv 2406.10774, section 3.2): no key of a page has a higher product with a query q than
 
@@ -24,22 +24,22 @@ from torch import Tensor
 from vllm_kvcompress.kernels.dispatch import by_device
 from vllm_kvcompress.kernels.top_entries import top_entries
 
-PAGES_AT_ONCE = 4096  # whose keys are gathered together, for few queries
+PAGES_AT_ONCE = 4096  # whose keys are gathered at once, for few queries
 QUERIES_AT_ONCE = 256  # of a sequence; a chunk of a prompt has more
-_FEW = 16
-_MOST = 127  # of int8, whose least value is not used
-_MANTISSA_BITS, _BIAS, _LEAST_EXPONENT = 23, 127, -126  # of fp32
+_FEW_QUERIES = 16
+_MAX_INT8 = 127  # -128 is not used
+_MANTISSA_BITS, _BIAS, _MIN_EXPONENT = 23, 127, -126  # of fp32
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How pages are chosen.
+    """Rules by which pages are chosen.
 
     Attributes:
-        most: columns of what is returned, at least the highest number of pages that are read.
+        most: columns of the result, at least the highest number of pages that are read.
         num_first, num_last: pages at the beginning and the end (at least 1) that are always read.
-        mean: over the query heads of a sequence, instead of the highest.
-        num_means: summaries are the means of so many parts of a page; 0: they are bounds.
+        mean: average the query heads of a sequence, instead of taking the highest.
+        num_means: parts of a page whose means are its summary; 0: summaries are bounds.
     """
 
     most: int
@@ -50,24 +50,23 @@ class Choice:
 
 
 def key_bounds(keys: Tensor) -> Tensor:
-    """[P, block_size, head_size] keys of pages -> [P, 2 * head_size] their minimum and maximum."""
+    """[P, 2 * head_size] minimum and maximum of the [P, block_size, head_size] keys of pages."""
     return torch.cat(keys.aminmax(dim=1), dim=-1)
 
 
 def key_means(keys: Tensor, num_parts: int) -> Tensor:
-    """[P, block_size, head_size] keys of pages -> [P, num_parts * head_size] the means of equal
-    parts, each of keys that follow each other.
-    """
+    """[P, num_parts * head_size] means of equal parts of the [P, block_size, head_size] keys."""
     return keys.unflatten(1, (num_parts, -1)).mean(dim=2).flatten(1)
 
 
 def rounded_outwards(bounds: Tensor) -> tuple[Tensor, Tensor]:
-    """[P, 2 * head_size] bounds -> the same in int8, and [P] fp32 what these are to be multiplied
-    with: powers of two, so that nothing but minima is rounded down, and nothing but maxima up.
+    """Quantises [P, 2 * head_size] bounds to int8, minima downwards and maxima upwards.
+
+    Returns the bounds and their [P] fp32 scales, powers of two so that nothing else is rounded.
     """
     lows, highs = bounds.float().chunk(2, dim=-1)
     most = torch.maximum(lows.abs(), highs.abs()).amax(-1)
-    exponents = (most / _MOST).frexp().exponent.clamp(min=_LEAST_EXPONENT)  # most / 127 is below
+    exponents = (most / _MAX_INT8).frexp().exponent.clamp(min=_MIN_EXPONENT)  # most / 127 is below
     scales = (exponents + _BIAS << _MANTISSA_BITS).view(torch.float32)
     lows, highs = lows / scales[:, None], highs / scales[:, None]
     return torch.cat((lows.floor(), highs.ceil()), dim=-1).to(torch.int8), scales
@@ -83,33 +82,33 @@ def choose_pages(
     choice: Choice,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """The pages that sequences read: their first and last ones, and those with the highest bounds
-    on products with their keys, or the highest means of these.
+    """Chooses the pages that sequences read: their first and last ones, and those with the highest
+    bounds on products with their keys, or the highest means of these.
 
     Args:
-        queries: [S, G, head_size] of the query heads that share a sequence's KV head, of a token
-            or of several.
-        summaries: [any, vectors * head_size] of every page: `key_means`, or `key_bounds`, which
-            may be `rounded_outwards`; as `choice` says.
+        queries: [S, G, head_size] query heads that share a sequence's KV head, of one or several
+            tokens.
+        summaries: [any, vectors * head_size] summary of every page: `key_means`, or `key_bounds`,
+            which may be `rounded_outwards`; as `choice` says.
         page_table: [S, W] page ids.
         num_pages: [S] pages of each sequence, at least 1.
-        num_read: [S] how many it reads, from 1 to `num_pages`, those that are always read included.
-        choice: how; of equally good pages the later ones are read.
-        scales: [any] of rounded bounds; None: they are not.
+        num_read: [S] pages that it reads, from 1 to `num_pages`, those always read included.
+        choice: rules; of equally good pages the later ones are read.
+        scales: [any] scales of rounded bounds; None: summaries are not rounded.
 
     Returns:
-        [S, most] int32 page ids in the order of the tokens; what is behind `num_read` is some page.
+        [S, most] int32 page ids in the order of the tokens; any pages behind `num_read`.
     """
     num_sequences, width = page_table.shape
     # On CPUs several times faster than summaries[...].
     page_ids = page_table.flatten()
     vectors, num_means = summaries.index_select(0, page_ids), choice.num_means
-    asked = asked_of(queries, choice)
+    factors = summary_factors(queries, choice)
     dtype = summaries.dtype
     if scales is not None:  # a sum of 127s may be more than there is in fp16
         dtype = torch.promote_types(queries.dtype, torch.bfloat16)
-    vectors = vectors.view(num_sequences, -1, asked.shape[2]).to(dtype).transpose(1, 2)
-    parts = (torch.bmm(some.to(dtype), vectors) for some in asked.split(QUERIES_AT_ONCE, dim=1))
+    vectors = vectors.view(num_sequences, -1, factors.shape[2]).to(dtype).transpose(1, 2)
+    parts = (torch.bmm(some.to(dtype), vectors) for some in factors.split(QUERIES_AT_ONCE, dim=1))
     if num_means > 1:
         parts = (part.unflatten(2, (width, num_means)).amax(3) for part in parts)
     scores = _joined(parts, choice, queries.shape[1])
@@ -118,10 +117,8 @@ def choose_pages(
     return _best(scores, page_table, num_pages, num_read, choice)
 
 
-def asked_of(queries: Tensor, choice: Choice) -> Tensor:
-    """[S, any, head_size] queries -> [S, any, length] what each part of a summary is multiplied
-    with: as long as keys are, or as both their bounds.
-    """
+def summary_factors(queries: Tensor, choice: Choice) -> Tensor:
+    """[S, any, length] factors of each part of a summary: queries, or those of both bounds."""
     if choice.num_means:
         return queries
     return torch.cat((queries.clamp(max=0), queries.clamp(min=0)), dim=-1)
@@ -135,14 +132,14 @@ def highest_products(
     num_read: Tensor,
     choice: Choice,
 ) -> Tensor:
-    """As `choose_pages`, by the highest product with any key of a page instead.
+    """Chooses pages like `choose_pages`, by the highest product with any key of a page.
 
     Args:
-        queries, page_table, num_pages, num_read, choice: as there.
-        keys: gives the [P, block_size, head_size] keys of [P] page ids.
+        queries, page_table, num_pages, num_read, choice: those of `choose_pages`.
+        keys: returns the [P, block_size, head_size] keys of [P] page ids.
     """
     num_sequences, number, _ = queries.shape
-    step = max(1, PAGES_AT_ONCE * _FEW // (num_sequences * max(_FEW, number)))
+    step = max(1, PAGES_AT_ONCE * _FEW_QUERIES // (num_sequences * max(_FEW_QUERIES, number)))
     scores = torch.cat(
         [
             _joined(
@@ -158,7 +155,7 @@ def highest_products(
 
 
 def _joined(parts: Iterable[Tensor], choice: Choice, number: int) -> Tensor:
-    """[S, W] fp32 of parts [S, any, W] of the products with `number` queries."""
+    """[S, W] fp32 scores from parts [S, any, W] of the products with `number` queries."""
     if choice.mean:
         return sum(part.float().sum(1) for part in parts) / number
     return reduce(torch.maximum, (part.amax(1) for part in parts)).float()
@@ -167,7 +164,7 @@ def _joined(parts: Iterable[Tensor], choice: Choice, number: int) -> Tensor:
 def _best(
     scores: Tensor, page_table: Tensor, num_pages: Tensor, num_read: Tensor, choice: Choice
 ) -> Tensor:
-    """What `choose_pages` returns, by [S, W] fp32 scores; it does not wait for a device."""
+    """[S, most] best pages by [S, W] fp32 scores, without waiting for a device."""
     width, most = page_table.shape[1], choice.most
     columns, count = torch.arange(width, device=scores.device), num_pages[:, None]
     always = (columns < choice.num_first) | (columns >= count - choice.num_last)

@@ -1,11 +1,11 @@
-"""Choosing pages on CPUs, compiled by numba, which vLLM brings along.
+"""Choice of pages on CPUs, compiled by numba, which vLLM depends on.
 
-In torch all summaries are gathered, multiplied and ranked, by an operator each that waits for
-memory: rows of a few hundred bytes lie apart, and a CPU does not guess the next one. Here a row is
-read once, where it lies, and asked for some rows before.
+In torch, gathering, multiplying and ranking summaries are operators that each wait for memory: rows
+of a few hundred bytes lie apart, and a CPU does not guess the next one. Here a row is read once, in
+place, and prefetched some rows ahead.
 
-One thread does it all: numba's threads are not torch's, and each would wait, spinning, on a core
-that one of the others needs. On two cores that doubled what attention takes.
+A single thread does it all: numba's threads are not torch's, and each would spin on a core that one
+of the others needs. On two cores that doubled the time of attention.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -28,10 +28,10 @@ from vllm_kvcompress.kernels import page_choice
 from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.page_choice import Choice
 
-AHEAD = 8  # rows
-LINE = 64  # bytes that memory gives at once
-MOST_THREADS = 4  # of torch; more are faster in torch, by what one of two takes
-MOST_QUERIES = 16  # of a sequence; those of a chunk are a product of matrices
+PREFETCHED_ROWS = 8
+CACHE_LINE = 64  # bytes
+MAX_THREADS = 4  # of torch; with more threads, torch is faster
+MAX_QUERIES = 16  # of a sequence; a chunk has more, for which a matrix product is faster
 VIEWS = {torch.bfloat16: torch.uint16, torch.float32: torch.float32, torch.int8: torch.int8}
 NO_SCALES = torch.empty(0)
 # Sums in any order; infinite and undefined numbers stay what they are.
@@ -39,7 +39,7 @@ SUMS = {"reassoc", "contract", "nsz"}
 
 
 def compiled(**options: Any) -> Any:
-    """`numba.njit`, with what is compiled kept for later processes where it can be."""
+    """`numba.njit` with an on-disk cache, where there is a place to write it."""
 
     def decorate(function: Any) -> Any:
         try:
@@ -51,8 +51,8 @@ def compiled(**options: Any) -> Any:
 
 
 @intrinsic
-def _ask_for(context, array, place):
-    """Has the element of a contiguous array brought into the CPU's caches."""
+def _prefetch(context, array, place):
+    """Prefetches an element of a contiguous array."""
 
     def generate(context, builder, signature, arguments):
         data = make_array(signature.args[0])(context, builder, arguments[0]).data
@@ -67,7 +67,7 @@ def _ask_for(context, array, place):
 
 
 def _number(value):
-    """An element of the summaries in fp32."""
+    """Converts an element of summaries or queries to fp32."""
     raise NumbaError("only where it is compiled")
 
 
@@ -79,57 +79,57 @@ def _number_of_type(value):
 
 
 @compiled(fastmath=SUMS)
-def _product(numbers, asked):
-    """Of two vectors."""
+def _product(numbers, factors):
+    """Dot product of two vectors."""
     product = np.float32(0)
-    for element in range(len(asked)):
-        product += _number(numbers[element]) * asked[element]
+    for element in range(len(factors)):
+        product += _number(numbers[element]) * factors[element]
     return product
 
 
 @compiled()
-def _asked_of(queries, bounds):
-    """As `reference.asked_of`, in fp32; `bounds` is whether summaries are these."""
+def _summary_factors(queries, bounds):
+    """Twin of `summary_factors` in fp32; `bounds` is whether summaries are bounds."""
     num_sequences, group, head_size = queries.shape
-    asked = np.empty((num_sequences, group, head_size * (2 if bounds else 1)), np.float32)
+    factors = np.empty((num_sequences, group, head_size * (2 if bounds else 1)), np.float32)
     for sequence in range(num_sequences):
-        for nth in range(group):
+        for member in range(group):
             for element in range(head_size):
-                number = _number(queries[sequence, nth, element])
+                number = _number(queries[sequence, member, element])
                 if bounds:
-                    asked[sequence, nth, element] = min(number, np.float32(0))
-                    asked[sequence, nth, head_size + element] = max(number, np.float32(0))
+                    factors[sequence, member, element] = min(number, np.float32(0))
+                    factors[sequence, member, head_size + element] = max(number, np.float32(0))
                 else:
-                    asked[sequence, nth, element] = number
-    return asked
+                    factors[sequence, member, element] = number
+    return factors
 
 
 @compiled()
-def _fill_scores(asked, summaries, scales, page_table, num_pages, mean, scores):
-    """[S, W] scores of the pages that there are.
+def _fill_scores(factors, summaries, scales, page_table, num_pages, mean, scores):
+    """Fills [S, W] scores of the existing pages.
 
-    asked: [S, G, length] fp32 what is multiplied with each part of a page's summary; summaries:
-    [any, parts * length]; scales: [any] or [0].
+    factors: [S, G, length] fp32 factors of each part of a page's summary; summaries: [any,
+    parts * length]; scales: [any] or [0].
     """
     num_sequences, width = page_table.shape
-    _, group, length = asked.shape
-    step = LINE // summaries.itemsize
+    _, group, length = factors.shape
+    step = CACHE_LINE // summaries.itemsize
     for place in range(num_sequences * width):
         sequence, column = place // width, place % width
-        later, its_column = (place + AHEAD) // width, (place + AHEAD) % width
-        if later < num_sequences and its_column < num_pages[later]:
-            summary = summaries[page_table[later, its_column]]
+        later, later_column = (place + PREFETCHED_ROWS) // width, (place + PREFETCHED_ROWS) % width
+        if later < num_sequences and later_column < num_pages[later]:
+            summary = summaries[page_table[later, later_column]]
             for element in range(0, len(summary), step):
-                _ask_for(summary, element)
+                _prefetch(summary, element)
         if column >= num_pages[sequence]:
             continue
         page = page_table[sequence, column]
         joined = np.float32(0 if mean else -np.inf)
-        for nth in range(group):
+        for member in range(group):
             best = np.float32(-np.inf)
             for start in range(0, summaries.shape[1], length):
                 part = summaries[page, start : start + length]
-                best = max(best, _product(part, asked[sequence, nth]))
+                best = max(best, _product(part, factors[sequence, member]))
             joined = joined + best if mean else max(joined, best)
         if len(scales):
             joined *= scales[page]
@@ -138,7 +138,7 @@ def _fill_scores(asked, summaries, scales, page_table, num_pages, mean, scores):
 
 @compiled()
 def _lowest_of(numbers, wanted):
-    """The `wanted` highest's lowest: bit by bit, since that many can be counted at once."""
+    """The lowest of the `wanted` highest numbers, found bit by bit by counting."""
     lowest = np.int64(-(1 << 31))
     for bit in range(31, -1, -1):
         higher = np.int32(lowest + (1 << bit))
@@ -152,13 +152,13 @@ def _lowest_of(numbers, wanted):
 
 @compiled()
 def _take_highest(scores, page_table, num_pages, num_read, num_first, num_last, chosen):
-    """[S, most] the pages with the highest scores, in their order; of equals the later ones."""
+    """Fills [S, most] pages of the highest scores, in their order; of equals the later ones."""
     for sequence in range(len(page_table)):
         count, read = num_pages[sequence], num_read[sequence]
-        found = scores[sequence, :count]
-        found[:num_first] = np.inf
-        found[max(0, count - num_last) :] = np.inf
-        ranked = found.view(np.int32)  # in the order of the scores, once negative ones are turned
+        row = scores[sequence, :count]
+        row[:num_first] = np.inf
+        row[max(0, count - num_last) :] = np.inf
+        ranked = row.view(np.int32)  # the scores' order, once the bits of negative ones are flipped
         for column in range(count):
             ranked[column] ^= (ranked[column] >> 31) & 0x7FFFFFFF
         lowest = _lowest_of(ranked, read)
@@ -176,10 +176,10 @@ def _take_highest(scores, page_table, num_pages, num_read, num_first, num_last, 
 def _choose(
     queries, summaries, page_table, num_pages, num_read, scales, means, mean, first, last, chosen
 ):
-    """In one call: each takes as long as some hundred pages."""
-    asked = _asked_of(queries, not means)
+    """Chooses pages in one call; a call of a compiled function costs some hundred pages."""
+    factors = _summary_factors(queries, not means)
     scores = np.empty(page_table.shape, np.float32)
-    _fill_scores(asked, summaries, scales, page_table, num_pages, mean, scores)
+    _fill_scores(factors, summaries, scales, page_table, num_pages, mean, scores)
     _take_highest(scores, page_table, num_pages, num_read, first, last, chosen)
 
 
@@ -192,29 +192,20 @@ def choose_pages(
     choice: Choice,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.choose_pages`; with many threads, of a chunk's queries, or in fp16 that."""
-    in_torch = queries.shape[1] > MOST_QUERIES or torch.get_num_threads() > MOST_THREADS
-    if in_torch or summaries.dtype not in VIEWS or queries.dtype not in VIEWS:
+    """Numba launcher of `choose_pages`; the twin serves chunks, fp16 and many threads."""
+    by_twin = queries.shape[1] > MAX_QUERIES or torch.get_num_threads() > MAX_THREADS
+    if by_twin or summaries.dtype not in VIEWS or queries.dtype not in VIEWS:
         return twin(page_choice.choose_pages)(
             queries, summaries, page_table, num_pages, num_read, choice, scales
         )
     chosen = torch.zeros((len(page_table), choice.most), dtype=torch.int32)
-    _choose(
-        _numbers(queries),
-        _numbers(summaries),
-        _numbers(page_table),
-        _numbers(num_pages),
-        _numbers(num_read),
-        _numbers(NO_SCALES if scales is None else scales),
-        bool(choice.num_means),
-        choice.mean,
-        choice.num_first,
-        choice.num_last,
-        chosen.numpy(),
-    )
+    scales = NO_SCALES if scales is None else scales
+    tensors = (queries, summaries, page_table, num_pages, num_read, scales)
+    rules = (bool(choice.num_means), choice.mean, choice.num_first, choice.num_last)
+    _choose(*map(_numbers, tensors), *rules, chosen.numpy())
     return chosen
 
 
 def _numbers(tensor: Tensor) -> Any:
-    """A contiguous array of the same elements, of a type that numpy has."""
+    """Views the elements as a contiguous numpy array."""
     return tensor.view(VIEWS.get(tensor.dtype, tensor.dtype)).contiguous().numpy()

@@ -1,8 +1,8 @@
-"""Choosing pages: scores of all of them, then the highest ones by counting digits.
+"""Choice of pages: scores of all of them, then the highest ones by counting digits.
 
-The first kernel goes through a tile of a sequence's pages, since one sequence alone has to be read
-by many programs. The second has a program per sequence: the digits of the lowest chosen score are
-found one after the other, as in `top_entries`, and then pages are written in their order.
+A program of the first kernel scores a tile of a sequence's pages, so that even one sequence keeps
+many programs busy. The second has a program per sequence: it finds the digits of the lowest chosen
+score one after the other, as in `top_entries`, and then writes pages in their order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -17,13 +17,13 @@ from torch import Tensor
 from vllm_kvcompress.kernels import page_choice
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import expect
-from vllm_kvcompress.kernels.common.sort_keys_triton import BINS, DIGITS, sort_keys
 from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.page_choice import Choice
+from vllm_kvcompress.kernels.top_entries_triton import BINS, DIGITS, sort_keys
 
 PAGES = 32  # whose summaries a program of the first kernel reads
 TILE = 1024  # scores that one of the second goes through at once
-MOST_QUERIES = 64  # of a sequence, one after the other; those of a chunk are a product of matrices
+MAX_QUERIES = 64  # of a sequence; a chunk has more, for which a matrix product is faster
 
 
 @kernel("width", "table_stride", "num_first", "num_last")
@@ -47,46 +47,46 @@ def _scores_kernel(
     ELEMENTS: tl.constexpr,
     PAGES: tl.constexpr,
 ):
-    """scores [S, W] fp32: infinite where a page is always or never read."""
+    """Writes scores [S, W] fp32: infinite where a page is always or never read."""
     sequence = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * PAGES + tl.arange(0, PAGES)
     count = tl.load(num_pages + sequence)
-    there = columns < count
-    pages = tl.load(page_table + sequence * table_stride + columns, mask=there, other=0)
+    exists = columns < count
+    pages = tl.load(page_table + sequence * table_stride + columns, mask=exists, other=0)
     pages = pages.to(tl.int64)
     elements = tl.arange(0, ELEMENTS)
     inside = elements < head_size
     places = summaries + pages[:, None] * (VECTORS * head_size) + elements[None, :]
-    both = there[:, None] & inside[None, :]
+    both = exists[:, None] & inside[None, :]
     first = tl.load(places, mask=both, other=0.0).to(tl.float32)
     second = first
     if VECTORS > 1:
         second = tl.load(places + head_size, mask=both, other=0.0).to(tl.float32)
     joined = tl.full([PAGES], 0.0 if MEAN else float("-inf"), tl.float32)
-    for nth in range(group):
-        row = queries + (sequence * group + nth) * head_size
+    for member in range(group):
+        row = queries + (sequence * group + member) * head_size
         query = tl.load(row + elements, mask=inside, other=0.0).to(tl.float32)[None, :]
         if BOUNDS:
-            found = tl.sum(tl.maximum(query * first, query * second), 1)
+            products = tl.sum(tl.maximum(query * first, query * second), 1)
         else:
-            found = tl.sum(query * first, 1)
+            products = tl.sum(query * first, 1)
             if VECTORS > 1:
-                found = tl.maximum(found, tl.sum(query * second, 1))
+                products = tl.maximum(products, tl.sum(query * second, 1))
             for part in tl.static_range(2, VECTORS):
                 more = tl.load(places + part * head_size, mask=both, other=0.0).to(tl.float32)
-                found = tl.maximum(found, tl.sum(query * more, 1))
-        joined = joined + found / group if MEAN else tl.maximum(joined, found)
+                products = tl.maximum(products, tl.sum(query * more, 1))
+        joined = joined + products / group if MEAN else tl.maximum(joined, products)
     if SCALED:
-        joined *= tl.load(scales + pages, mask=there, other=0.0)
+        joined *= tl.load(scales + pages, mask=exists, other=0.0)
     always = (columns < num_first) | (columns >= count - num_last)
     joined = tl.where(always, float("inf"), joined)
-    joined = tl.where(there, joined, float("-inf"))
+    joined = tl.where(exists, joined, float("-inf"))
     tl.store(scores + sequence * width + columns, joined, mask=columns < width)
 
 
 @triton.jit
 def _tile(scores, start, width, TILE: tl.constexpr):
-    """Sort keys of a sequence's scores from `start` on, their columns, and which there are."""
+    """Sort keys of a sequence's scores from `start` on, their columns, and which columns exist."""
     columns = start + tl.arange(0, TILE)
     inside = columns < width
     return sort_keys(tl.load(scores + columns, mask=inside, other=0.0)), columns, inside
@@ -96,25 +96,25 @@ def _tile(scores, start, width, TILE: tl.constexpr):
 def _choose_kernel(
     scores, page_table, num_read, chosen, width, table_stride, most, TILE: tl.constexpr
 ):
-    """chosen [S, most] int32: the pages with the highest scores, in their order; then zeros."""
+    """Writes chosen [S, most] int32: pages of the highest scores, in their order, then zeros."""
     sequence = tl.program_id(0).to(tl.int64)
     scores += sequence * width
     page_table += sequence * table_stride
     chosen += sequence * most
     wanted = tl.load(num_read + sequence).to(tl.int32)
     bins, left, lowest, equals = tl.arange(0, BINS), wanted, tl.zeros([], tl.uint32), wanted
-    for nth in tl.static_range(DIGITS):
-        found = tl.zeros([BINS], tl.int32)
+    for index in tl.static_range(DIGITS):
+        counts = tl.zeros([BINS], tl.int32)
         for start in range(0, width, TILE):
             keys, _, able = _tile(scores, start, width, TILE)
-            if nth > 0:
-                able = able & (keys >> (8 * (DIGITS - nth)) == lowest)
-            digits = (keys >> (8 * (DIGITS - 1 - nth))) % BINS
-            found += tl.histogram(digits.to(tl.int32), BINS, mask=able)
-        higher = tl.sum(found, 0) - tl.cumsum(found, 0)
-        digit = tl.max(tl.where(higher + found >= left, bins, 0), 0)
+            if index > 0:
+                able = able & (keys >> (8 * (DIGITS - index)) == lowest)
+            digits = (keys >> (8 * (DIGITS - 1 - index))) % BINS
+            counts += tl.histogram(digits.to(tl.int32), BINS, mask=able)
+        higher = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+        digit = tl.max(tl.where(higher + counts >= left, bins, 0), 0)
         left -= tl.sum(tl.where(bins == digit, higher, 0), 0)
-        equals = tl.sum(tl.where(bins == digit, found, 0), 0)
+        equals = tl.sum(tl.where(bins == digit, counts, 0), 0)
         lowest = lowest * BINS + digit.to(tl.uint32)
     written, passed = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for start in range(0, width, TILE):
@@ -142,9 +142,9 @@ def choose_pages(
     choice: Choice,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.choose_pages`, in Triton; for the queries of a chunk, in torch."""
+    """Triton launcher of `choose_pages`: same signature and result; the twin serves chunks."""
     num_sequences, group, head_size = queries.shape
-    if group > MOST_QUERIES:
+    if group > MAX_QUERIES:
         return twin(page_choice.choose_pages)(
             queries, summaries, page_table, num_pages, num_read, choice, scales
         )
@@ -153,7 +153,7 @@ def choose_pages(
         summaries.shape[1:] == (vectors * head_size,) and summaries.is_contiguous(),
         f"summaries [pages, {vectors * head_size}] of keys of the queries' size",
         f"{tuple(summaries.shape)}",
-        "pass those of the cache's pages",
+        "pass the summaries of the cache's pages",
     )
     expect(
         len(page_table) == num_sequences and page_table.stride(1) == 1,

@@ -7,15 +7,15 @@ from torch.nn import functional
 
 
 def max_within(scores: Tensor, num_after: int, num_before: int) -> Tensor:
-    """The highest score of which an entry is within reach.
+    """The highest score within reach of each entry.
 
     Args:
         scores: [H, n] fp32.
         num_after: entries behind a score that it reaches.
-        num_before: entries before it.
+        num_before: entries before a score that it reaches.
 
     Returns:
-        [H, n]: max of scores[:, i - num_after : i + num_before + 1]; beyond the ends there is none.
+        [H, n]: max of scores[:, i - num_after : i + num_before + 1], cut at the ends.
     """
     if scores.shape[1] == 0:
         return scores
@@ -24,7 +24,7 @@ def max_within(scores: Tensor, num_after: int, num_before: int) -> Tensor:
 
 
 def max_or_mean_pool(scores: Tensor, kernel_size: int, mode: str) -> Tensor:
-    """Same-length pooling over entries with stride 1.
+    """Pools scores over neighbouring entries, with stride 1 and the same length.
 
     Args:
         scores: [H, n] fp32.

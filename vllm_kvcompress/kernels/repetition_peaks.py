@@ -1,7 +1,7 @@
 """The highest attention that a repetition pays to each token of its context, in plain torch.
 
-H = KV heads, G = query heads per KV head, D = head size, n = tokens so far, w = the last of them,
-whose queries there are.
+H = KV heads, G = query heads per KV head, D = head size, n = tokens so far, w = number of the last
+tokens, whose queries are given.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def repetition_peaks(keys: Tensor, queries: Tensor, scale: float, num_context: i
     at most `tile_bytes` (or of one query's group, if that is more).
 
     Args:
-        keys: [H, n, D] of all tokens.
-        queries: [w, H * G, D] of the last ones, oldest first; at least one.
+        keys: [H, n, D] keys of all tokens.
+        queries: [w, H * G, D] queries of the last tokens, oldest first; at least one.
         scale: softmax scale.
-        num_context: m, first tokens that count; at most n - w.
+        num_context: m, number of first tokens to score; at most n - w.
 
     Returns:
         [H, m] fp32 from 0 to 1.
@@ -43,13 +43,13 @@ def repetition_peaks(keys: Tensor, queries: Tensor, scale: float, num_context: i
     for heads in slices:
         head_keys = keys[heads].float()
         for start in range(0, num_queries, tile):
-            mine = grouped[heads, start : start + tile]
-            num_rows = mine.shape[1]
-            seen = num_keys - num_queries + start + num_rows  # by the last of them
-            shape = (len(mine), num_rows * group, seen)
+            members = grouped[heads, start : start + tile]
+            num_rows = members.shape[1]
+            seen = num_keys - num_queries + start + num_rows  # by the last query
+            shape = (len(members), num_rows * group, seen)
             logits, weights = (part[: math.prod(shape)].view(shape) for part in room)
             with exact_bf16_products(exact):
-                rows, columns = mine.flatten(1, 2).float(), head_keys[:, :seen].mT
+                rows, columns = members.flatten(1, 2).float(), head_keys[:, :seen].mT
                 torch.baddbmm(logits, rows, columns, beta=0, alpha=scale, out=logits)
             own = logits.unflatten(1, (num_rows, group))[..., seen - num_rows :]
             own.masked_fill_(after[:num_rows, None, :num_rows], float("-inf"))

@@ -1,4 +1,4 @@
-"""Page ids of blocks that were added to requests, appended to their rows."""
+"""Page ids of new blocks, appended to the requests' rows, in plain torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class TailRows:
 
     Attributes:
         runs: [num_layers, any, num_heads, columns of a run] int32 page ids.
-        run_numbers: [slots, any] int64 which runs a slot has, in order.
+        run_numbers: [slots, any] int64 numbers of a slot's runs, in order.
         counts: [num_layers, slots, num_heads] int32 kept pages.
         offsets: [num_layers * num_heads] int64 a layer's and head's page inside a block.
         pages_per_block: pages of a block.
@@ -30,7 +30,7 @@ class TailRows:
 
     @property
     def device(self) -> torch.device:
-        """The device of all tensors."""
+        """Device of all tensors."""
         return self.runs.device
 
 
@@ -38,15 +38,15 @@ class TailRows:
 def append_pages(
     rows: TailRows, added: Tensor, block_table: Tensor, table: Tensor | None = None
 ) -> None:
-    """Writes the pages of N blocks, in every layer and head, behind what their rows hold.
+    """Appends the pages of N blocks, in every layer and head, to the rows of their requests.
 
     Args:
-        rows: of all slots; they have room.
+        rows: rows of all slots; they have room.
         added: [5, N] int64, of each block: the request's number in the step, its slot, the pages
             between its kept ones and this one, its row in the block table, and the logical block.
         block_table: [any, any] int32 block ids.
-        table: [num_layers, R, num_heads, any] int32 rows of the step's requests, which have room,
-            too; None: there are none.
+        table: [num_layers, R, num_heads, any] int32 rows of the step's requests, with room, to
+            write to as well; None: there are none.
     """
     requests, slots, between, *block = added
     num_layers, _, num_heads, run = rows.runs.shape

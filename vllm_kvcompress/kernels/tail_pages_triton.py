@@ -1,6 +1,6 @@
-"""Page ids of blocks that were added to requests, appended to their rows in one launch.
+"""Page ids of new blocks, appended to the requests' rows in one launch.
 
-Nothing of a row's length is known on the host: the kernel reads how many pages each head has kept.
+The host does not know the rows' lengths: the kernel reads how many pages each head has kept.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -41,19 +41,19 @@ def _append_kernel(
     RUN: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """One block: its pages of all layers and heads, ROWS (a power of two) or fewer.
+    """Appends the pages of one block in all layers and heads: at most ROWS, a power of two.
 
-    table_stride_h, the columns of its rows, is 0 where there is no table.
+    table_stride_h, the columns of the table's rows, is 0 without a table.
     """
-    mine = added + tl.program_id(0)
-    request, slot = tl.load(mine), tl.load(mine + num_added)
-    between = tl.load(mine + 2 * num_added)
-    row, logical = tl.load(mine + 3 * num_added), tl.load(mine + 4 * num_added)
+    block_info = added + tl.program_id(0)
+    request, slot = tl.load(block_info), tl.load(block_info + num_added)
+    between = tl.load(block_info + 2 * num_added)
+    row, logical = tl.load(block_info + 3 * num_added), tl.load(block_info + 4 * num_added)
     block = tl.load(block_table + row * block_stride + logical).to(tl.int64)
-    nth = tl.arange(0, ROWS)
-    exists = nth < NUM_LAYERS * NUM_HEADS
-    layer, head = (nth // NUM_HEADS).to(tl.int64), nth % NUM_HEADS
-    offset = tl.load(offsets + nth, mask=exists, other=0)
+    index = tl.arange(0, ROWS)
+    exists = index < NUM_LAYERS * NUM_HEADS
+    layer, head = (index // NUM_HEADS).to(tl.int64), index % NUM_HEADS
+    offset = tl.load(offsets + index, mask=exists, other=0)
     page = (block * PAGES_PER_BLOCK + offset).to(tl.int32)
     count = tl.load(counts + layer * count_stride_l + slot * NUM_HEADS + head, mask=exists, other=0)
     column = count + between
@@ -67,18 +67,19 @@ def _append_kernel(
 def append_pages(
     rows: TailRows, added: Tensor, block_table: Tensor, table: Tensor | None = None
 ) -> None:
-    """As `tail_pages.append_pages`, in Triton."""
+    """Triton launcher of `append_pages`: same signature and result."""
     num_layers, _, num_heads, run = rows.runs.shape
-    whole = (rows.runs, rows.run_numbers, rows.counts, added)
+    contiguous = (rows.runs, rows.run_numbers, rows.counts, added)
     expect(
-        all(each.is_contiguous() for each in whole) and block_table.stride(1) == 1,
+        all(each.is_contiguous() for each in contiguous) and block_table.stride(1) == 1,
         "rows and added blocks side by side, and block ids one behind the other",
-        f"strides {[each.stride() for each in (*whole, block_table)]}",
+        f"strides {[each.stride() for each in (*contiguous, block_table)]}",
         "call contiguous()",
     )
     table_strides = (0, 0, 0)
     if table is not None:
-        expect(table.is_contiguous(), "a whole table", f"strides {table.stride()}", "pass it whole")
+        strides = f"strides {table.stride()}"
+        expect(table.is_contiguous(), "a contiguous table", strides, "pass all of its columns")
         table_strides = table.stride()[:3]
     with on_device(rows.runs):
         _append_kernel[(added.shape[1],)](

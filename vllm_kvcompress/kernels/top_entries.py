@@ -1,6 +1,6 @@
 """The best entries of each head, in plain torch.
 
-Off the CPU sizes that depend on data never leave the device.
+On a GPU no size depends on data, so nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def top_entries(scores: Tensor, valid: Tensor, num_kept: Tensor) -> Tensor:
     """The `num_kept[h]` best valid entries of each head; ties go to the later one, NaN is lowest.
 
     Args:
-        scores: [H, n] fp32; plus infinity marks entries that are kept whatever comes.
+        scores: [H, n] fp32; plus infinity marks entries that are always kept.
         valid: [H, n] bool.
         num_kept: [H] int64, at most the number of valid entries.
 
@@ -42,36 +42,36 @@ def top_entries(scores: Tensor, valid: Tensor, num_kept: Tensor) -> Tensor:
 
 
 def ranks(scores: Tensor, valid: Tensor) -> Tensor:
-    """How many entries of the head score lower; of equals, the later is higher.
+    """Rank of each entry in its head: the number of entries that score lower, or equal and earlier.
 
     Args:
         scores: [H, n] fp32.
         valid: [H, n] bool.
 
     Returns:
-        [H, n] fp32 whole numbers, those of valid entries below all others.
+        [H, n] fp32 integers, those of valid entries below all others.
     """
     scores = scores.masked_fill(~valid, float("inf"))
-    nth = torch.arange(scores.shape[1], dtype=torch.float32, device=scores.device)
+    places = torch.arange(scores.shape[1], dtype=torch.float32, device=scores.device)
     if scores.device.type != "cpu":
         order = scores.argsort(dim=1, stable=True)
     else:
         import numpy as np
 
-        # As below; the lower half of a key is its place.
+        # Faster than torch's sort; the lower half of a key is its place.
         order = torch.from_numpy(np.sort(sortable(scores).numpy(), axis=1)) & 0xFFFFFFFF
-    return torch.empty_like(scores).scatter_(1, order, nth.expand_as(scores))
+    return torch.empty_like(scores).scatter_(1, order, places.expand_as(scores))
 
 
 def _lowest_kept(keys: Tensor, num_kept: Tensor) -> Tensor:
     """[H, 1] the lowest key that each head keeps; above all others where it keeps none."""
     import numpy as np  # not needed on GPUs
 
-    # Takes a thirtieth of the time of torch's sort of few long rows.
+    # A thirtieth of the time of torch's sort of few long rows.
     first = keys.shape[1] - num_kept.numpy()
     above = np.iinfo(np.int64).max
-    found = [
+    lowest = [
         np.partition(row, place)[place] if place < len(row) else above
         for row, place in zip(keys.numpy(), first, strict=True)
     ]
-    return torch.from_numpy(np.array(found, dtype=np.int64))[:, None]
+    return torch.from_numpy(np.array(lowest, dtype=np.int64))[:, None]

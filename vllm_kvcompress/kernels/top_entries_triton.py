@@ -6,7 +6,7 @@ lowest kept key:
 
     counts of a head: [ digit 0: 256 ] .. [ digit 3: 256 ] [ digit 3 in tile 0: 256 ] [ tile 1 ] ..
 
-Every program finds the digits known so far from the counts, so that nobody waits for a choice. Of
+Every program derives the digits known so far from the counts, so that none waits for a choice. Of
 entries with the lowest kept key the later ones stay: the counts by tile say how many lie behind.
 """
 
@@ -21,17 +21,31 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device
 from vllm_kvcompress.kernels.common.paged_entries import expect
-from vllm_kvcompress.kernels.common.sort_keys_triton import BINS, DIGITS, NUM_DIGITS, sort_keys
 
 TILE = 2048  # entries that a program goes through
+NUM_DIGITS = 4  # of a key
+BINS = tl.constexpr(256)
+DIGITS = tl.constexpr(NUM_DIGITS)
+SIGN = tl.constexpr(1 << 31)
+ALL_BITS = tl.constexpr((1 << 32) - 1)
+
+
+@triton.jit
+def sort_keys(numbers):
+    """uint32 keys in the order of fp32 numbers; both zeros are equal, NaN is lowest."""
+    numbers = numbers.to(tl.float32)
+    numbers = tl.where(numbers == numbers, numbers, float("-inf"))
+    numbers = tl.where(numbers == 0.0, 0.0, numbers)
+    bits = numbers.to(tl.uint32, bitcast=True)
+    return tl.where(bits >= SIGN, bits ^ ALL_BITS, bits | SIGN)
 
 
 @triton.jit
 def _load_keys(scores, valid, num_entries, TILE: tl.constexpr):
-    """[TILE] uint32 keys in the order of scores, which entries count, and where they lie."""
-    nth = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    place = tl.program_id(1).to(tl.int64) * num_entries + nth
-    inside = nth < num_entries
+    """[TILE] uint32 keys in the order of scores, which entries are valid, and their places."""
+    entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    place = tl.program_id(1).to(tl.int64) * num_entries + entry
+    inside = entry < num_entries
     able = tl.load(valid + place, mask=inside, other=0) != 0
     return sort_keys(tl.load(scores + place, mask=inside, other=0.0)), able, place
 
@@ -42,10 +56,10 @@ def _lowest_kept(counts, num_kept, KNOWN: tl.constexpr):
     bins = tl.arange(0, BINS)
     left = tl.load(num_kept + tl.program_id(1)).to(tl.int32)
     digits = tl.zeros([], tl.uint32)
-    for nth in tl.static_range(KNOWN):
-        found = tl.load(counts + nth * BINS + bins)
-        higher = tl.sum(found, 0) - tl.cumsum(found, 0)
-        digit = tl.max(tl.where(higher + found >= left, bins, 0), 0)
+    for index in tl.static_range(KNOWN):
+        values = tl.load(counts + index * BINS + bins)
+        higher = tl.sum(values, 0) - tl.cumsum(values, 0)
+        digit = tl.max(tl.where(higher + values >= left, bins, 0), 0)
         left -= tl.sum(tl.where(bins == digit, higher, 0), 0)
         digits = digits * BINS + digit.to(tl.uint32)
     return digits, left
@@ -55,18 +69,18 @@ def _lowest_kept(counts, num_kept, KNOWN: tl.constexpr):
 def _count_kernel(
     scores, valid, num_kept, counts, num_entries, num_tiles, DIGIT: tl.constexpr, TILE: tl.constexpr
 ):
-    """counts [H, DIGITS + tiles, BINS] int32: how often each value of a digit is there."""
+    """Counts how often a digit has each value: counts [H, DIGITS + tiles, BINS] int32."""
     counts += tl.program_id(1).to(tl.int64) * (DIGITS + num_tiles) * BINS
     keys, able, _ = _load_keys(scores, valid, num_entries, TILE)
     if DIGIT > 0:
         known, _ = _lowest_kept(counts, num_kept, DIGIT)
         able = able & (keys >> (8 * (DIGITS - DIGIT)) == known)
     digits = (keys >> (8 * (DIGITS - 1 - DIGIT))) % BINS
-    found = tl.histogram(digits.to(tl.int32), BINS, mask=able)
+    values = tl.histogram(digits.to(tl.int32), BINS, mask=able)
     bins = tl.arange(0, BINS)
-    tl.atomic_add(counts + DIGIT * BINS + bins, found, mask=found > 0, sem="relaxed")
+    tl.atomic_add(counts + DIGIT * BINS + bins, values, mask=values > 0, sem="relaxed")
     if DIGIT == DIGITS - 1:
-        tl.store(counts + (DIGITS + tl.program_id(0)) * BINS + bins, found)
+        tl.store(counts + (DIGITS + tl.program_id(0)) * BINS + bins, values)
 
 
 @kernel("num_tiles")
@@ -81,7 +95,7 @@ def _keep_kernel(
     TILE: tl.constexpr,
     SCAN: tl.constexpr,
 ):
-    """kept [H, n] bytes: 1 for the best entries."""
+    """Writes kept [H, n] bytes: 1 for the best entries."""
     counts += tl.program_id(1).to(tl.int64) * (DIGITS + num_tiles) * BINS
     keys, able, place = _load_keys(scores, valid, num_entries, TILE)
     lowest, left = _lowest_kept(counts, num_kept, DIGITS)
@@ -98,7 +112,7 @@ def _keep_kernel(
 
 
 def top_entries(scores: Tensor, valid: Tensor, num_kept: Tensor) -> Tensor:
-    """As `reference.top_entries`, in Triton."""
+    """Triton launcher of `top_entries`: same signature and result."""
     expect(
         scores.shape == valid.shape and num_kept.shape == scores.shape[:1],
         "scores and flags [H, n] and H numbers of kept entries",
@@ -111,15 +125,7 @@ def top_entries(scores: Tensor, valid: Tensor, num_kept: Tensor) -> Tensor:
 def launch_top_entries(
     scores: Tensor, valid: Tensor, num_kept: Tensor, tile: int = TILE, scan: int = 256
 ) -> Tensor:
-    """As `top_entries`, with the work cut in a stated way.
-
-    Args:
-        scores: [H, n] fp32.
-        valid: [H, n] bool.
-        num_kept: [H] int64.
-        tile: entries of a program.
-        scan: tiles whose counts a program reads at once.
-    """
+    """Runs `top_entries` with programs of `tile` entries that read the counts of `scan` tiles."""
     num_heads, num_entries = scores.shape
     kept = torch.empty(valid.shape, dtype=torch.bool, device=scores.device)
     if kept.numel() == 0:

@@ -11,7 +11,7 @@ from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import cached_bytes, head_slices, tile_bytes
 from vllm_kvcompress.kernels.dispatch import by_device
 
-FEWEST_ROWS = 512  # of a matrix product whose other factor is large: it is packed every time
+MIN_PRODUCT_ROWS = 512  # of a matrix product whose other factor is large: it is packed each time
 
 
 @by_device("value_norms_triton")
@@ -21,13 +21,12 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
     The projected values are never stored: entries go in tiles, a group's heads side by side.
 
     Args:
-        view: of a layer.
-        output_weight: [H or a part of it, D, G, M] o_proj in the cache's type, [h, :, g] of query
-            head h * G + g; again and again for the heads of several requests.
+        output_weight: [H or a divisor of it, D, G, M] o_proj in the cache's type, [h, :, g] of
+            query head h * G + g; repeated for the heads of several requests.
         wanted: [H, n] bool; the norms of other entries are left out.
 
     Returns:
-        [H, n] fp32; 0 where left out, and behind the lengths.
+        [H, n] fp32; 0 where left out and behind the lengths.
     """
     values, wanted = view.values(), wanted & view.valid
     num_heads, num_entries, _ = values.shape
@@ -35,9 +34,8 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
     weight = output_weight.flatten(2)
     width = weight.shape[2]
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
-    rows = min(
-        num_entries, max(FEWEST_ROWS, tile_bytes(values.device) // (width * values.element_size()))
-    )
+    rows = tile_bytes(values.device) // (width * values.element_size())
+    rows = min(num_entries, max(MIN_PRODUCT_ROWS, rows))
     # Sums of 16-bit numbers are accumulated in fp32 but returned in 16 bits, which is several
     # times faster than a sum in fp32; over several stretches the rounding averages out.
     stretch = math.gcd(width, 1024)
@@ -52,7 +50,7 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
 
 
 def _some_entries(wanted: Tensor) -> Tensor:
-    """Places of the wanted ones; of all where counting them would wait for a device."""
+    """Places of the wanted entries; of all entries where counting would wait for a device."""
     if wanted.device.type == "cpu":
         return wanted.nonzero()[:, 0]
     return torch.arange(wanted.numel(), device=wanted.device)
@@ -63,11 +61,10 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     """Mean over the group of ||v W_O||_2 = sqrt(v Q v^T) per entry, with Q = W W^T.
 
     Args:
-        view: of a layer.
-        output_gram: [H or a part of it, G, D, D] fp32; again and again, as above.
+        output_gram: [H or a divisor of it, G, D, D] fp32; repeated for several requests.
 
     Returns:
-        [H, n] fp32; behind the lengths anything.
+        [H, n] fp32; anything behind the lengths.
     """
     values = view.values()
     num_heads, num_entries, head_size = values.shape

@@ -1,4 +1,4 @@
-"""Norms of values after the output projection (CriticalKV), never storing what is projected."""
+"""Norms of values after the output projection (CriticalKV); projected values are not stored."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -9,9 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.common.kv_view import KVView, paged
-from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
+from vllm_kvcompress.kernels.common.launch_triton import (
+    entries_arguments,
+    kernel,
+    launch_fitting,
+    on_device,
+    padded,
+)
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect, per_entry
 from vllm_kvcompress.kernels.common.paged_rows_triton import load_columns
 
@@ -42,13 +47,13 @@ def _l1_kernel(
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """norms [S, capacity]: one tile of entries times all columns of its head's W_O."""
+    """Writes norms [S, capacity]: one tile of entries times all columns of its head's W_O."""
     start = tl.program_id(0) * TILE
     head = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + head).to(tl.int32)
-    nth = start + tl.arange(0, TILE)
+    entry = start + tl.arange(0, TILE)
     dims = tl.arange(0, DIMS)
-    asked = tl.load(wanted + head * capacity + nth, mask=nth < length, other=0) != 0
+    asked = tl.load(wanted + head * capacity + entry, mask=entry < length, other=0) != 0
     total = tl.zeros([TILE], tl.float32)
     if tl.max(asked.to(tl.int32), 0) > 0:
         values = load_columns(
@@ -75,7 +80,7 @@ def _l1_kernel(
                 projected = tl.dot(values, tile, input_precision="ieee")
                 total += tl.sum(tl.abs(projected), 1)
     total = tl.where(asked, total / GROUP, 0.0)
-    tl.store(norms + head * capacity + nth, total, mask=nth < capacity)
+    tl.store(norms + head * capacity + entry, total, mask=entry < capacity)
 
 
 @kernel("table_stride", "capacity", "num_weights")
@@ -96,12 +101,12 @@ def _l2_kernel(
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """norms [S, capacity]: sqrt(v Q v^T), mean over the group, with Q in stripes of columns."""
+    """Writes norms [S, capacity]: mean sqrt(v Q v^T) of the group, with Q in stripes of columns."""
     start = tl.program_id(0) * TILE
     head = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + head).to(tl.int32)
     table_row = page_table + head * table_stride
-    nth = start + tl.arange(0, TILE)
+    entry = start + tl.arange(0, TILE)
     dims = tl.arange(0, DIMS)
     total = tl.zeros([TILE], tl.float32)
     if start < length:
@@ -144,11 +149,11 @@ def _l2_kernel(
                 )
                 squares += tl.sum(product * same.to(tl.float32), 1)
             total += tl.sqrt(tl.maximum(squares, 0.0))
-    tl.store(norms + head * capacity + nth, total / GROUP, mask=nth < capacity)
+    tl.store(norms + head * capacity + entry, total / GROUP, mask=entry < capacity)
 
 
 def _l1_tile(entries: PagedEntries) -> tuple[int, int]:
-    """Entries of a program, and columns of W_O at once: what fits with three stages of these."""
+    """Entries of a program, and columns of W_O at once, that fit with three stages of them."""
     row_bytes = padded(entries.head_size) * entries.pages.element_size()
     if row_bytes <= 256:
         return 128, 128
@@ -156,7 +161,7 @@ def _l1_tile(entries: PagedEntries) -> tuple[int, int]:
 
 
 def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tensor:
-    """As `reference.value_norms_l1`, in Triton."""
+    """Triton launcher of `value_norms_l1`: same signature and result."""
     entries = paged(view).body
     num_heads, capacity = entries.num_sequences, entries.capacity
     expect(
@@ -173,19 +178,17 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
     if norms.numel() == 0:
         return norms
     most, columns = _l1_tile(entries)
+    pages, strides, sizes = entries_arguments(entries)
 
     def launch(tile: int) -> None:
         _l1_kernel[(triton.cdiv(capacity, tile), num_heads)](
-            entries.pages,
-            entries.page_table,
-            entries.flat_lengths,
+            *pages,
             output_weight,
             wanted.view(torch.uint8),
             norms,
             capacity,
             output_weight.shape[3],
-            entries.pages.stride(0),
-            entries.page_table.stride(0),
+            *strides,
             *output_weight.stride(),
             len(output_weight),
             GROUP=output_weight.shape[2],
@@ -193,9 +196,7 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
             COLUMNS=columns,
             num_warps=8,
             num_stages=3,
-            BLOCK_SIZE=entries.block_size,
-            HEAD_SIZE=entries.head_size,
-            DIMS=padded(entries.head_size),
+            **sizes,
         )
 
     with on_device(entries):
@@ -204,7 +205,7 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
 
 
 def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
-    """As `reference.value_norms_l2`, in Triton."""
+    """Triton launcher of `value_norms_l2`: same signature and result."""
     entries = paged(view).body
     num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
     expect(
@@ -220,26 +221,22 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     norms = torch.empty(num_heads, capacity, device=entries.device)
     if norms.numel() == 0:
         return norms
+    pages, strides, sizes = entries_arguments(entries)
 
     def launch(tile: int) -> None:
         _l2_kernel[(triton.cdiv(capacity, tile), num_heads)](
-            entries.pages,
-            entries.page_table,
-            entries.flat_lengths,
+            *pages,
             output_gram,
             norms,
             capacity,
-            entries.pages.stride(0),
-            entries.page_table.stride(0),
+            *strides,
             len(output_gram),
             GROUP=output_gram.shape[1],
             TILE=tile,
             COLUMNS=32 if dims <= 128 else 16,
             num_warps=4,
             num_stages=2,
-            BLOCK_SIZE=entries.block_size,
-            HEAD_SIZE=dims,
-            DIMS=padded(dims),
+            **sizes,
         )
 
     with on_device(entries):

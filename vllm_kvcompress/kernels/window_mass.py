@@ -6,6 +6,7 @@ heads per KV head, D = head size, n = entries, w = queries.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,29 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.tiles import (
-    cached_bytes,
-    exact_bf16_products,
-    head_slices,
-)
+from vllm_kvcompress.kernels.common.tiles import cached_bytes, exact_bf16_products, head_slices
 from vllm_kvcompress.kernels.common.transfers import upload
-from vllm_kvcompress.kernels.common.window_columns import WindowColumns, by_head
-from vllm_kvcompress.kernels.dispatch import by_device
+from vllm_kvcompress.kernels.dispatch import by_device, twin
 
-Window = tuple[int, int]  # how many of the last queries, and of how many of these one counts
+Window = tuple[int, int]  # number of last queries, and stride between those that count
+HIDDEN = -1e30  # logit without weight; unlike -inf it gives no NaN where all are hidden
 Numbers = np.ndarray[Any, np.dtype[Any]]
-TILE_QUERIES = 64  # at most, so that earlier ones leave out columns that only later ones see
+MAX_TILE_QUERIES = 64  # so that earlier queries skip columns that only later ones see
 
 
 @by_device("window_mass_triton")
 def window_mass(
-    view: KVView,
-    queries: Tensor,
-    scale: float,
-    bias: Tensor | None = None,
-    stride: int = 1,
+    view: KVView, queries: Tensor, scale: float, bias: Tensor | None = None, stride: int = 1
 ) -> Tensor:
     """Mean attention of the last queries to each entry (SnapKV's observation window).
 
@@ -45,17 +39,17 @@ def window_mass(
     these (possible once earlier events have dropped entries) count as zero.
 
     Args:
-        view: of a layer.
         queries: [w, H * G, D] last queries, oldest first, in the cache's type.
         scale: softmax scale.
-        bias: [H, n] fp32 added to the logits of the full blocks' entries; None: nothing.
-        stride: of so many queries one counts, from the last one back.
+        bias: [H, n] fp32 added to the logits of the full blocks' entries; None: none.
+        stride: every `stride`-th query counts, from the last one back.
 
     Returns:
         [H, n] fp32, mean over the queries that count and the group; at most 1 in sum, 0 behind the
         lengths. Zeros if w is 0.
     """
-    return window_masses(view, queries, scale, [(len(queries), stride)], bias)[0]
+    windows = [(len(queries), stride)]
+    return twin(window_masses)(view, queries, scale, windows, bias)[0]
 
 
 @by_device("window_mass_triton")
@@ -66,13 +60,13 @@ def window_masses(
     windows: Sequence[Window],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Of several windows that end together, at once; as `window_mass`.
+    """Computes `window_mass` of several windows that end together, at once.
 
     A few heads at a time: their keys in fp32, and logits in tiles that stay in a core's cache (or
     of one query's group, if that is more).
 
     Args:
-        view, queries, scale, bias: as there.
+        view, queries, scale, bias: those of `window_mass`.
         windows: size, at most w, and stride of each.
 
     Returns:
@@ -90,7 +84,7 @@ def window_masses(
     num_queries, group = len(counted.behind), queries.shape[1] // num_heads
     weights = columns.seeing[:, None] * upload(counted.parts / group, view.device)
     weights = weights.repeat_interleave(group, dim=2)
-    row_bytes, at_once = 4 * group * columns.num_columns, min(num_queries, TILE_QUERIES)
+    row_bytes, at_once = 4 * group * columns.num_columns, min(num_queries, MAX_TILE_QUERIES)
     slices = head_slices(num_heads, at_once * row_bytes, view.device)
     at_once = min(at_once, max(1, cached_bytes(view.device) // (row_bytes * slices[0].stop)))
     room = masses.new_empty(slices[0].stop * at_once * row_bytes // 4)
@@ -103,8 +97,8 @@ def window_masses(
             with exact_bf16_products(exact):
                 logits = columns.logits(heads, rows, grouped[heads], head_keys, scale, room)
             torch.softmax(logits, dim=2, out=logits)
-            mine = weights[heads, :counting, rows.start * group : rows.stop * group]
-            sums[:, :counting, : logits.shape[2]].baddbmm_(mine, logits)
+            shares = weights[heads, :counting, rows.start * group : rows.stop * group]
+            sums[:, :counting, : logits.shape[2]].baddbmm_(shares, logits)
         masses[heads] = columns.fold(heads, sums)
     return masses.transpose(0, 1)
 
@@ -114,15 +108,15 @@ class _Counted:
     """Queries that count, oldest first.
 
     Attributes:
-        behind: positions from each to the last one.
-        parts: [windows, m] fp32 how much each does in each window's mean.
+        behind: positions from each query to the last one.
+        parts: [windows, m] fp32 weight of each query in each window's mean.
     """
 
     behind: tuple[int, ...]
     parts: Numbers
 
     def tiles(self, at_once: int) -> list[tuple[slice, int]]:
-        """So many of them, and how many windows they have a part in: small ones are the last."""
+        """Slices of queries, and how many windows each has a weight in; small windows are last."""
         starts = range(0, len(self.behind), at_once)
         rows = [slice(start, min(start + at_once, len(self.behind))) for start in starts]
         return [
@@ -132,7 +126,7 @@ class _Counted:
 
 @lru_cache(maxsize=16)  # the same in all layers
 def _counted(windows: tuple[Window, ...]) -> _Counted:
-    """Of windows as of `window_masses`."""
+    """Lists the queries that any window counts."""
     behind = np.arange(max(size for size, _ in windows))[::-1]
     counts = np.stack([(behind < size) & (behind % stride == 0) for size, stride in windows])
     used = counts.any(axis=0)
@@ -141,7 +135,120 @@ def _counted(windows: tuple[Window, ...]) -> _Counted:
 
 
 def _rows(queries: Tensor, behind: Sequence[int]) -> Tensor:
-    """[m, H * G, D] the queries that lie so far behind the last one."""
+    """[m, H * G, D] queries at the given distances behind the last one."""
     if len(behind) == len(queries):
         return queries
     return queries.index_select(0, upload(len(queries) - 1 - np.array(behind), queries.device))
+
+
+@dataclass(frozen=True)
+class WindowColumns:
+    """Columns of logits: the tokens of a head in their order, the latest in the last column.
+
+        the longest head:   | 0  1  2  3 .............. total - 1 |
+        another one:        |  hidden  | 0  1  2 ...... total - 1 |
+
+    So the window's own columns are the last ones in all heads. Only these need a causal mask, the
+    same for all, and a tile of queries leaves out the columns that only later queries see.
+
+    Attributes:
+        num_columns: C, of the longest head, and no less than w - 1.
+        places: [H, C] index into entries and tail together; None: column c is entry c.
+        bias: [H, C] added to logits, hides columns without a token; None: nothing is added.
+        seeing: [H, w] fp32, 0 for a query that sees nothing.
+        behind: positions from each query to the last one.
+        later: [w, behind[0]] added to the window's own columns, hides later tokens from a query.
+        num_entries: n.
+    """
+
+    num_columns: int
+    places: Tensor | None
+    bias: Tensor | None
+    seeing: Tensor
+    behind: Sequence[int]
+    later: Tensor
+    num_entries: int
+
+    @classmethod
+    def of(
+        cls, view: KVView, behind: Sequence[int], entry_bias: Tensor | None = None
+    ) -> WindowColumns:
+        """Lays out the columns of a view.
+
+        Args:
+                behind: as above; from the oldest query to the last, which is 0 behind itself.
+            entry_bias: [H, n] biases of the entries, if they have any.
+        """
+        device, lengths, num_entries = view.device, view.lengths[:, None], view.capacity
+        total = lengths + view.tails[:, None]
+        num_columns = max(num_entries + view.num_tail, behind[0])
+        away = upload(list(behind), device)
+        seeing = (total > away).float()
+        later = upload(_later(tuple(behind)), device)
+        places, bias = None, None
+        if entry_bias is not None:
+            bias = functional.pad(entry_bias, (0, view.num_tail))
+        # Only the CPU can look without waiting for a device.
+        if device.type != "cpu" or bool((total < num_columns).any()):
+            tokens = total + torch.arange(-num_columns, 0, device=device)
+            in_tail = tokens - lengths + num_entries
+            places = torch.where(tokens < lengths, tokens, in_tail).clamp_min_(0)
+            zeros = torch.zeros_like(tokens, dtype=torch.float32)
+            bias = zeros if bias is None else bias.gather(1, places)
+            bias = bias.masked_fill_(tokens < 0, HIDDEN)
+        return cls(num_columns, places, bias, seeing, behind, later, num_entries)
+
+    def seen(self, heads: slice, entries: Tensor, tail: Tensor) -> Tensor:
+        """[heads, C, D] fp32 keys or values of the columns, from the entries' and the tail's."""
+        rows = torch.cat([entries, tail], dim=1) if tail.shape[1] else entries
+        if self.places is not None:
+            rows = rows.gather(1, self.places[heads, :, None].expand(-1, -1, rows.shape[2]))
+        return rows.float()
+
+    def logits(
+        self, heads: slice, rows: slice, queries: Tensor, keys: Tensor, scale: float, out: Tensor
+    ) -> Tensor:
+        """[heads, rows * G, at most C] logits, up to the last query's column.
+
+        Args:
+            heads, rows: slices of the heads and of the queries.
+            queries: [heads, w * G, D] fp32.
+            keys: from `seen`.
+            scale: softmax scale.
+            out: memory for at least as many numbers as are returned.
+        """
+        first, last = self.behind[rows.start], self.behind[rows.stop - 1]
+        group = queries.shape[1] // len(self.behind)
+        tile = queries[:, rows.start * group : rows.stop * group]
+        keys = keys[:, : self.num_columns - last]
+        shape = (*tile.shape[:2], keys.shape[1])
+        out = out[: math.prod(shape)].view(shape)
+        if self.bias is None:
+            torch.baddbmm(out, tile, keys.mT, beta=0, alpha=scale, out=out)
+        else:
+            bias = self.bias[heads, None, : shape[2]]
+            torch.baddbmm(bias, tile, keys.mT, alpha=scale, out=out)
+        own = slice(self.behind[0] - first, self.behind[0] - last)
+        seen = out.unflatten(1, (-1, group))[..., shape[2] - first + last :]
+        seen += self.later[rows, None, own]
+        return out
+
+    def fold(self, heads: slice, sums: Tensor) -> Tensor:
+        """Moves [heads, any, C] columns to [heads, any, n] entries, 0 where there is no column."""
+        if self.places is not None:
+            places = self.places[heads, None].expand_as(sums)
+            sums = sums.new_zeros(sums.shape).scatter_add_(2, places, sums)
+        return sums[..., : self.num_entries]
+
+
+@lru_cache(maxsize=2)  # the same in all layers
+def _later(behind: tuple[int, ...]) -> Numbers:
+    """[w, behind[0]] the field `WindowColumns.later`."""
+    hidden = np.arange(behind[0], 0, -1) <= np.array(behind)[:, None]
+    added: Numbers = hidden * np.float32(HIDDEN)
+    return added
+
+
+def by_head(queries: Tensor, num_heads: int) -> Tensor:
+    """Reorders [w, H * G, D] queries as [H, w * G, D] fp32."""
+    return queries.unflatten(1, (num_heads, -1)).transpose(0, 1).flatten(1, 2).float()

@@ -1,5 +1,6 @@
 """The observation window's attention to each entry, without a [heads, window, tokens] tensor.
 
+The rows of a head are its queries and their group: row i * G + g is query i's member g.
 Logits are computed twice: once for the log-sum-exp of every query, and once to add up what each
 entry gets.
 """
@@ -15,26 +16,92 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.common.kv_view import KVView, paged
 from vllm_kvcompress.kernels.common.launch_triton import (
-    MOST_ROWS,
+    MAX_QUERY_ROWS,
+    entries_arguments,
     kernel,
+    launch_fitting,
     on_device,
-    padded,
     query_rows,
 )
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect, tile_size
-from vllm_kvcompress.kernels.common.paged_rows_triton import LOG2_E, finite_maximum
-from vllm_kvcompress.kernels.common.window_rows_triton import (
-    CHANGING,
-    check_window,
-    window_logits,
-    window_rows,
-)
+from vllm_kvcompress.kernels.common.paged_rows_triton import LOG2_E, entry_offsets, finite_maximum
 from vllm_kvcompress.kernels.window_mass import Window
 
-SPLIT_TILES = 8  # that a program of the first pass reads: enough programs for prompts of 8k tokens
+SPLIT_TILES = 8  # of a program of the first pass: enough programs for prompts of 8k tokens
+# Numbers that change from event to event.
+CHANGING = ("num_queries", "bias_width", "table_stride", "bias_stride")
+
+
+@triton.jit
+def window_logits(
+    pages,
+    table_row,
+    bias_row,
+    query,
+    start,
+    body,
+    length,
+    bias_width,
+    page_stride,
+    log2_scale,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    DIMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """[rows, TILE] logits in base 2 of the entries from `start` on, the first of them present."""
+    entry = start + tl.arange(0, TILE)
+    dims = tl.arange(0, DIMS)
+    present = entry < length
+    offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
+    keys = tl.load(
+        pages + offsets[:, None] + dims[None, :],
+        mask=present[:, None] & (dims < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
+    if HAS_BIAS:
+        # The tail behind the body has no bias.
+        biased = (entry < body) & (entry < bias_width)
+        added = tl.load(bias_row + entry, mask=biased, other=0.0)
+        logits += (added * 1.4426950408889634)[None, :]
+    return logits
+
+
+@triton.jit
+def window_rows(
+    queries,
+    head,
+    start,
+    num_queries,
+    length,
+    stride_w,
+    stride_h,
+    spacing,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """[ROWS, DIMS] queries of the rows from `start` on, and the number of entries each one sees.
+
+    Queries are `spacing` positions apart.
+    """
+    row = start + tl.arange(0, ROWS)
+    dims = tl.arange(0, DIMS)
+    index = row // GROUP
+    inside = index < num_queries
+    place = index.to(tl.int64) * stride_w + (head * GROUP + row % GROUP).to(tl.int64) * stride_h
+    query = tl.load(
+        queries + place[:, None] + dims[None, :],
+        mask=inside[:, None] & (dims < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    visible = tl.where(inside, length - (num_queries - 1 - index) * spacing, 0)
+    return query, visible
 
 
 @kernel(*CHANGING, "spacing", "sums_stride_s", "sums_stride_r")
@@ -66,7 +133,7 @@ def _row_sums_kernel(
     DIMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """sums [S, rows, splits]: natural log-sum-exp over one split's entries, -inf where unseen."""
+    """Writes sums [S, rows, splits]: log-sum-exp of a split's entries, -inf where unseen."""
     split = tl.program_id(0)
     first_row = tl.program_id(1) * ROWS
     head = tl.program_id(2)
@@ -86,18 +153,18 @@ def _row_sums_kernel(
         HEAD_SIZE,
         DIMS,
     )
-    wide = head.to(tl.int64)
+    head64 = head.to(tl.int64)
     bias_row = bias
     if HAS_BIAS:
-        bias_row += wide * bias_stride
+        bias_row += head64 * bias_stride
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
-    whole = tl.zeros([ROWS], tl.float32)
+    weight_sum = tl.zeros([ROWS], tl.float32)
     last = tl.minimum(tl.cdiv(length, TILE), (split + 1) * TILES)
     for tile in range(split * TILES, last):
         start = tile * TILE
         logits = window_logits(
             pages,
-            page_table + wide * table_stride,
+            page_table + head64 * table_stride,
             bias_row,
             query,
             start,
@@ -112,16 +179,17 @@ def _row_sums_kernel(
             DIMS,
             HAS_BIAS,
         )
-        nth = start + tl.arange(0, TILE)
-        logits = tl.where(nth[None, :] < visible[:, None], logits, float("-inf"))
+        entry = start + tl.arange(0, TILE)
+        logits = tl.where(entry[None, :] < visible[:, None], logits, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(logits, 1))
         top = finite_maximum(new_maximum)
-        whole = whole * tl.exp2(maximum - top) + tl.sum(tl.exp2(logits - top[:, None]), 1)
+        weight_sum *= tl.exp2(maximum - top)
+        weight_sum += tl.sum(tl.exp2(logits - top[:, None]), 1)
         maximum = new_maximum
-    # Minus infinity where nothing is seen, since the maximum is.
-    natural = (maximum + tl.log2(tl.where(whole == 0.0, 1.0, whole))) * 0.6931471805599453
+    # Where nothing is seen the log-sum-exp is minus infinity, since the maximum is.
+    natural = (maximum + tl.log2(tl.where(weight_sum == 0.0, 1.0, weight_sum))) * 0.6931471805599453
     row = first_row + tl.arange(0, ROWS)
-    place = wide * sums_stride_s + row.to(tl.int64) * sums_stride_r + split
+    place = head64 * sums_stride_s + row.to(tl.int64) * sums_stride_r + split
     tl.store(sums + place, natural, mask=row < num_queries * GROUP)
 
 
@@ -153,17 +221,17 @@ def _column_sums_kernel(
     DIMS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """mass [S, capacity]: one tile's share of the attention of all rows; 0 behind the body."""
+    """Writes mass [S, capacity]: one tile's share of all rows' attention, 0 behind the body."""
     start = tl.program_id(0) * TILE
     head = tl.program_id(1)
     length = tl.load(lengths + head).to(tl.int32)
     body = tl.load(bodies + head).to(tl.int32)
-    wide = head.to(tl.int64)
-    nth = start + tl.arange(0, TILE)
+    head64 = head.to(tl.int64)
+    entry = start + tl.arange(0, TILE)
     columns = tl.zeros([TILE], tl.float32)
     bias_row = bias
     if HAS_BIAS:
-        bias_row += wide * bias_stride
+        bias_row += head64 * bias_stride
     num_rows = num_queries * GROUP
     if start < body:
         for first_row in range(0, num_rows, ROWS):
@@ -183,7 +251,7 @@ def _column_sums_kernel(
             )
             logits = window_logits(
                 pages,
-                page_table + wide * table_stride,
+                page_table + head64 * table_stride,
                 bias_row,
                 query,
                 start,
@@ -199,28 +267,23 @@ def _column_sums_kernel(
                 HAS_BIAS,
             )
             row = first_row + tl.arange(0, ROWS)
-            whole = tl.load(lse + wide * num_rows + row, mask=row < num_rows, other=0.0)
-            weights = tl.exp2(logits - whole[:, None] * 1.4426950408889634)
-            # Rows that see nothing have a log-sum-exp of minus infinity; they end here, too.
-            seen = nth[None, :] < visible[:, None]
+            row_lse = tl.load(lse + head64 * num_rows + row, mask=row < num_rows, other=0.0)
+            weights = tl.exp2(logits - row_lse[:, None] * 1.4426950408889634)
+            # Also hides rows that see nothing, whose log-sum-exp is minus infinity.
+            seen = entry[None, :] < visible[:, None]
             columns += tl.sum(tl.where(seen, weights, 0.0), 0)
-    columns = tl.where(nth < body, columns / num_rows, 0.0)
-    tl.store(mass + wide * capacity + nth, columns, mask=nth < capacity)
+    columns = tl.where(entry < body, columns / num_rows, 0.0)
+    tl.store(mass + head64 * capacity + entry, columns, mask=entry < capacity)
 
 
 def window_mass(
-    view: KVView,
-    queries: Tensor,
-    scale: float,
-    bias: Tensor | None = None,
-    stride: int = 1,
+    view: KVView, queries: Tensor, scale: float, bias: Tensor | None = None, stride: int = 1
 ) -> Tensor:
-    """As `reference.window_mass`, in Triton."""
+    """Triton launcher of `window_mass`: same signature and result."""
     entries = paged(view).entries
     if stride > 1:
         queries = queries[(len(queries) - 1) % stride :: stride]
-    check_window(entries, queries)
-    _check_bias(entries, bias)
+    _check_window(entries, queries, bias)
     num_heads, capacity = entries.num_sequences, entries.capacity
     num_queries, num_rows = queries.shape[0], queries.shape[0] * queries.shape[1] // num_heads
     mass = queries.new_zeros((num_heads, capacity), dtype=torch.float32)
@@ -228,25 +291,11 @@ def window_mass(
         return mass[:, : view.capacity]
     most = query_rows(num_rows)
     tile = tile_size(entries)
-    sizes = dict(
-        GROUP=num_rows // num_queries,
-        BLOCK_SIZE=entries.block_size,
-        HEAD_SIZE=entries.head_size,
-        TILE=tile,
-        DIMS=padded(entries.head_size),
-        HAS_BIAS=bias is not None,
-        num_warps=4 if most < MOST_ROWS else 8,
-    )
-    strides = (
-        queries.stride(0),
-        queries.stride(1),
-        stride,
-        entries.pages.stride(0),
-        entries.page_table.stride(0),
-        0 if bias is None else bias.stride(0),
-    )
-    pages = (entries.pages, entries.page_table, entries.flat_lengths, bias)
-    bias_width = 0 if bias is None else bias.shape[1]
+    pages, page_strides, sizes = entries_arguments(entries)
+    sizes |= dict(GROUP=num_rows // num_queries, TILE=tile, HAS_BIAS=bias is not None)
+    sizes |= dict(num_warps=4 if most < MAX_QUERY_ROWS else 8)
+    bias_width, bias_stride = (0, 0) if bias is None else (bias.shape[1], bias.stride(0))
+    strides = (*queries.stride()[:2], stride, *page_strides, bias_stride)
     splits = triton.cdiv(capacity, tile * SPLIT_TILES)
     sums = mass.new_empty((num_heads, num_rows, splits))
 
@@ -254,6 +303,7 @@ def window_mass(
         _row_sums_kernel[(splits, triton.cdiv(num_rows, rows), num_heads)](
             queries,
             *pages,
+            bias,
             sums,
             num_queries,
             view.lengths,
@@ -275,6 +325,7 @@ def window_mass(
         _column_sums_kernel[(triton.cdiv(capacity, tile), num_heads)](
             queries,
             *pages,
+            bias,
             lse,
             mass,
             num_queries,
@@ -300,7 +351,7 @@ def window_masses(
     windows: Sequence[Window],
     bias: Tensor | None = None,
 ) -> Tensor:
-    """As `reference.window_masses`, one after the other."""
+    """Triton launcher of `window_masses`: one window after the other."""
     num_queries = len(queries)
     masses = [
         window_mass(view, queries[num_queries - size :], scale, bias, stride)
@@ -309,19 +360,23 @@ def window_masses(
     return torch.stack(masses)
 
 
-def _check_bias(entries: PagedEntries, bias: Tensor | None) -> None:
-    """Refuses a bias that is not [S, any] fp32 with rows side by side."""
+def _check_window(entries: PagedEntries, queries: Tensor, bias: Tensor | None) -> None:
+    """Refuses queries that are not [window, S * group, D] in the pages' type, and a bias that is
+    not [S, any] fp32, element by element."""
+    num_heads, size, dtype = entries.num_sequences, entries.head_size, entries.pages.dtype
+    fits = queries.dim() == 3 and num_heads > 0 and queries.shape[1] % num_heads == 0
+    expect(
+        fits and queries.shape[2] == size and queries.dtype == dtype and queries.stride(2) == 1,
+        f"queries [window, {num_heads} * group, {size}] in {dtype}, rows side by side",
+        f"{tuple(queries.shape)} in {queries.dtype} with strides {queries.stride()}",
+        "pass the last queries of all query heads, converted, or call contiguous()",
+    )
     if bias is None:
         return
+    fits = bias.dim() == 2 and bias.shape[0] == num_heads and bias.stride(1) == 1
     expect(
-        bias.dim() == 2 and bias.shape[0] == entries.num_sequences and bias.stride(1) == 1,
-        f"a bias [{entries.num_sequences}, entries] whose rows lie side by side",
-        f"{tuple(bias.shape)} with strides {bias.stride()}",
-        "give every sequence a row; entries behind its end have no bias",
-    )
-    expect(
-        bias.dtype == torch.float32,
-        "a bias in fp32",
-        str(bias.dtype),
-        "convert it: logarithms of multiplicities need the precision",
+        fits and bias.dtype == torch.float32,
+        f"a bias [{num_heads}, entries] in fp32 whose rows lie side by side",
+        f"{tuple(bias.shape)} in {bias.dtype} with strides {bias.stride()}",
+        "give every sequence a row of logarithms, which need the precision",
     )

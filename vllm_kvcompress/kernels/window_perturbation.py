@@ -1,4 +1,4 @@
-"""How much attention outputs change when an entry is pruned (OBCache), in plain torch."""
+"""Change of attention outputs when an entry is pruned (OBCache), in plain torch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,8 @@ from vllm_kvcompress.kernels.common.tiles import (
     finite,
     head_slices,
 )
-from vllm_kvcompress.kernels.common.window_columns import WindowColumns, by_head
+from vllm_kvcompress.kernels.window_mass import MAX_TILE_QUERIES, WindowColumns, by_head
 from vllm_kvcompress.rounding import ceil_div
-
-TILE_QUERIES = 64  # at most, so that earlier ones leave out columns that only later ones see
 
 
 def window_perturbation(
@@ -30,11 +28,10 @@ def window_perturbation(
     outputs add up. What a query sees, and the tiles, are those of `window_mass`.
 
     Args:
-        view: of a layer.
         queries: [w, H * G, D] last queries, oldest first, in the cache's type.
         scale: softmax scale.
         variant: value, key or joint.
-        stride: of so many queries one counts, from the last one back.
+        stride: every `stride`-th query counts, from the last one back.
 
     Returns:
         [H, n] fp32, not negative; 0 behind the lengths. Zeros if w is 0.
@@ -47,7 +44,7 @@ def window_perturbation(
     grouped, group = by_head(queries, num_heads), queries.shape[1] // num_heads
     columns = WindowColumns.of(view, range((num_queries - 1) * stride, -1, -stride))
     row_bytes = 4 * group * columns.num_columns
-    at_once = min(num_queries, TILE_QUERIES)
+    at_once = min(num_queries, MAX_TILE_QUERIES)
     slices = head_slices(num_heads, at_once * row_bytes, view.device)
     at_once = min(at_once, max(1, cached_bytes(view.device) // (row_bytes * slices[0].stop)))
     at_once = ceil_div(num_queries, ceil_div(num_queries, at_once))  # tiles of one size
@@ -73,12 +70,12 @@ def window_perturbation(
 
 @dataclass(frozen=True)
 class _Sums:
-    """What |p v - q o|^2, added up over queries, is made of.
+    """Terms of |p v - q o|^2, added up over queries.
 
     With `value` p is A and q is 0, with `key` both are A e, with `joint` p is A (1 + e), q is A e.
 
     Attributes:
-        of_values: [heads, 1, C] p^2, that values' own squares are multiplied with.
+        of_values: [heads, 1, C] p^2, the factor of |v|^2.
         of_outputs: [heads, 1, C] q^2 |o|^2.
         between: [heads, C, D] p q o.
     """
@@ -93,7 +90,7 @@ class _Sums:
         return cls(values.new_zeros(shape), values.new_zeros(shape), torch.zeros_like(values))
 
     def add(self, logits: Tensor, weights: Tensor, values: Tensor, variant: str) -> None:
-        """Some queries': both are [heads, rows, at most C], and are overwritten."""
+        """Adds some queries; overwrites both [heads, rows, at most C] logits and weights."""
         num_seen = logits.shape[2]
         ones = weights.new_ones(1, 1, 1).expand(*weights.shape[:2], 1).mT
         if variant == "value":
@@ -109,6 +106,6 @@ class _Sums:
         self.of_outputs[..., :num_seen].baddbmm_(lengths, by_logit.square_())
 
     def total(self, values: Tensor) -> Tensor:
-        """[heads, C] of all queries."""
+        """[heads, C] sums over all queries."""
         own = self.of_values[:, 0] * values.square().sum(dim=2) + self.of_outputs[:, 0]
         return (own - 2 * (self.between * values).sum(dim=2)).clamp_min_(0)

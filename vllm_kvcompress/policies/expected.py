@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.window_columns import HIDDEN
+from vllm_kvcompress.kernels.window_mass import HIDDEN
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
 
 

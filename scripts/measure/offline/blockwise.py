@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from offline.dense import BLOCK_SIZE
+from offline.gathered_kv import GatheredKV
 from offline.masked import MaskedModel
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.kernels.common.kv_view import GatheredKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import EntryState, LayerView

@@ -6,8 +6,8 @@
 
 Sequences are cut into tiles, and the tiles of all sequences, one sequence after the other, are
 dealt in equal runs to a fixed number of programs. However ragged the lengths, no program has more
-than its share, and no length is read on the host. A piece is what one program has of one
-sequence; going along the tiles either the sequence or the program moves on, so that
+than its share, and no length is read on the host. A piece is the part of one sequence that one
+program computes; along the tiles either the sequence or the program moves on, so that
 `sequence + program` numbers the pieces without a table.
 """
 
@@ -18,16 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.attention.shares_triton import find_share, sum_tiles
 from vllm_kvcompress.kernels.attention.tiles_triton import attend_tiles
-from vllm_kvcompress.kernels.common.addressed_rows import (
-    AddressedNumbers,
-    AddressedRows,
-    check_rows,
-)
 from vllm_kvcompress.kernels.common.launch_triton import (
     NumbersArguments,
     kernel,
@@ -37,12 +32,14 @@ from vllm_kvcompress.kernels.common.launch_triton import (
 )
 from vllm_kvcompress.kernels.common.paged_entries import (
     TILE_BYTES,
+    AddressedEntries,
     PagedEntries,
     check_out,
     check_queries,
+    check_rows,
     tile_size,
 )
-from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers, check_bias
+from vllm_kvcompress.kernels.common.paged_numbers import AddressedNumbers, PagedNumbers, check_bias
 from vllm_kvcompress.kernels.common.paged_rows_triton import (
     LOG2_E,
     addressed_ids,
@@ -50,19 +47,20 @@ from vllm_kvcompress.kernels.common.paged_rows_triton import (
     sequence_numbers,
 )
 
+SCAN = 1024  # lengths that are added up at once
 INTERPRETED_PROGRAMS = 5  # few, so that small tests have sequences of several pieces
 
 
 @dataclass(frozen=True)
 class DecodeSettings:
-    """How the work is cut; results do not depend on it.
+    """How the work is divided; results do not depend on it.
 
     Attributes:
         programs_per_sm: programs that share a multiprocessor.
-        tile_bytes: of the keys of a tile.
-        num_warps, num_stages: of a program. Keys are found through the page table, and of the
-            stages such a load takes two: 5 keep two tiles in flight, 3 only one.
-        pieces: that a reduction reads at once.
+        tile_bytes: bytes of the keys of a tile.
+        num_warps, num_stages: of a program. A load of keys takes two stages, since it goes through
+            the page table: 5 keep two tiles in flight, 3 only one.
+        pieces: pieces that a reduction reads at once.
         search: sequences that a program compares at once, to find its first tile.
     """
 
@@ -75,6 +73,73 @@ class DecodeSettings:
 
 
 DEFAULT_SETTINGS = DecodeSettings()
+
+
+@kernel("num_sequences", "length_stride", "end_stride")
+def _sum_kernel(
+    lengths,
+    tile_ends,
+    num_sequences,
+    length_stride,
+    end_stride,
+    TILE: tl.constexpr,
+    SCAN: tl.constexpr,
+):
+    """Sums the tiles of one layer."""
+    layer = tl.program_id(0).to(tl.int64)
+    total = 0
+    for start in range(0, num_sequences, SCAN):
+        sequence = start + tl.arange(0, SCAN)
+        exists = sequence < num_sequences
+        length = tl.load(lengths + layer * length_stride + sequence, mask=exists, other=0)
+        tiles = tl.cdiv(length.to(tl.int32), TILE)
+        ends = total + tl.cumsum(tiles, 0)
+        tl.store(tile_ends + layer * end_stride + sequence, ends, mask=exists)
+        total += tl.sum(tiles)
+
+
+def sum_tiles(lengths: Tensor, tile_ends: Tensor, tile: int) -> None:
+    """Triton launcher of `sum_tiles`: same signature and result."""
+    num_layers, num_sequences = lengths.shape
+    with on_device(lengths):
+        _sum_kernel[(num_layers,)](
+            lengths,
+            tile_ends,
+            num_sequences,
+            lengths.stride(0),
+            tile_ends.stride(0),
+            TILE=tile,
+            SCAN=SCAN,
+        )
+
+
+@triton.jit
+def find_share(tile_ends, program, num_programs, num_sequences, WIDTH: tl.constexpr):
+    """A program's first tile, the one behind its last, the sequence that the first one belongs to
+    (num_sequences where there is none), and the tiles of the sequences before that.
+
+    A search that compares WIDTH ends at once, one after the other up to three times: once for up to
+    WIDTH sequences, which may be WIDTH^3. The number of all tiles is read with the first ends.
+    """
+    # No loop: with a while here, Triton 3.7 loses what it knows of how rows of pages are aligned.
+    step = tl.where(num_sequences > WIDTH, WIDTH, 1)
+    step = tl.where(num_sequences > WIDTH * WIDTH, WIDTH * WIDTH, step)
+    last = (tl.arange(0, WIDTH) + 1) * step - 1
+    ends = tl.load(tile_ends + last, mask=last < num_sequences, other=2147483647)
+    total = tl.load(tile_ends + num_sequences - 1)
+    share = tl.cdiv(total, num_programs)
+    tile = program * share
+    over = ends <= tile
+    sequence = tl.sum(over.to(tl.int32)) * step
+    before = tl.max(tl.where(over, ends, 0))
+    while step > 1:
+        step //= WIDTH
+        last = sequence + (tl.arange(0, WIDTH) + 1) * step - 1
+        ends = tl.load(tile_ends + last, mask=last < num_sequences, other=2147483647)
+        over = ends <= tile
+        sequence += tl.sum(over.to(tl.int32)) * step
+        before = tl.maximum(before, tl.max(tl.where(over, ends, 0)))
+    return tile, tl.minimum(tile + share, total), sequence, before
 
 
 @kernel("num_sequences", "table_stride", "bias_table_stride", "layer")
@@ -113,10 +178,10 @@ def _pieces_kernel(
     SEARCH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One program: its run of tiles, sequence by sequence, HEADS of them to a row of queries.
+    """Attends one program's run of tiles; HEADS sequences share a row of queries.
 
-    page_table and bias_table are addresses where ADDRESSED; layer_offsets and layer, and
-    bias_table_stride, say of which layer.
+    Where ADDRESSED, page_table and bias_table are addresses, and layer_offsets, layer and
+    bias_table_stride say of which layer.
     piece_outputs [S + programs, GROUP, HEAD_SIZE] and piece_lse [S + programs, GROUP], the
     log-sum-exps of the logits in base 2, both fp32; only the rows of pieces are written.
     """
@@ -131,12 +196,12 @@ def _pieces_kernel(
     dims = tl.arange(0, DIMS)
     inside = (member < GROUP)[:, None] & (dims < HEAD_SIZE)[None, :]
     while tile < end:
-        # All that is read of a sequence before its page ids, at once, and so of empty ones, too.
+        # Loads that need no page ids are issued together, for empty sequences, too.
         sequence_end = tl.load(tile_ends + sequence)
         length = tl.load(lengths + sequence).to(tl.int32)
-        wide = sequence.to(tl.int64)
-        request, head = wide // HEADS, wide % HEADS
-        table_row, first_page, stride = page_table + wide * table_stride, pages, page_stride
+        sequence64 = sequence.to(tl.int64)
+        request, head = sequence64 // HEADS, sequence64 % HEADS
+        table_row, first_page, stride = page_table + sequence64 * table_stride, pages, page_stride
         if ADDRESSED:
             table_row, first_page, stride = addressed_ids(
                 page_table, layer_offsets, layer, request, head, pages, page_stride
@@ -147,7 +212,7 @@ def _pieces_kernel(
                 bias_table,
                 bias_starts,
                 bias_lengths,
-                wide,
+                sequence64,
                 bias_table_stride,
                 BIAS_HEADS,
                 ADDRESSED,
@@ -181,9 +246,9 @@ def _pieces_kernel(
             BIAS_PAGE,
             True,
         )
-        # 1 where there was nothing: the log-sum-exp is minus infinity, since the maximum is.
+        # Without entries the log-sum-exp is minus infinity, since the maximum is.
         weight_sum = tl.where(weight_sum == 0.0, 1.0, weight_sum)
-        row = (wide + program) * GROUP + member
+        row = (sequence64 + program) * GROUP + member
         written = (member < GROUP) & (tile < stop)
         tl.store(piece_lse + row, maximum + tl.log2(weight_sum), mask=written)
         tl.store(
@@ -224,23 +289,23 @@ def _reduce_kernel(
     HAS_TARGETS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """One query head of one sequence: its pieces, weighted by their share of the softmax.
+    """Adds up the pieces of one query head of one sequence, weighted by their softmax shares.
 
-    And a copy of the query, where query_targets [S, GROUP] has an address for it.
+    Copies the query, too, where query_targets [S, GROUP] has an address for it.
     """
     sequence = tl.program_id(0)
     member = tl.program_id(1)
-    wide = sequence.to(tl.int64)
+    sequence64 = sequence.to(tl.int64)
     if HAS_TARGETS:
-        target = tl.load(query_targets + wide * GROUP + member)
+        target = tl.load(query_targets + sequence64 * GROUP + member)
     total = tl.load(tile_ends + num_sequences - 1)
     end = tl.load(tile_ends + sequence)
     before = tl.load(tile_ends + sequence - 1, mask=sequence > 0, other=0)
-    if OVERLAPS:  # What was read so far is older than the kernel that leaves the pieces.
+    if OVERLAPS:  # The kernel in front writes the pieces; all loads above are older.
         tl.extra.cuda.gdc_wait()
     share = tl.maximum(tl.cdiv(total, num_programs), 1)
     first = before // share
-    # One before the first where the sequence is empty: then there are no pieces.
+    # An empty sequence has no pieces: its last one is before its first.
     last = tl.where(end > before, (end - 1) // share, first - 1)
     dims = tl.arange(0, DIMS)
     maximum = tl.full([1], float("-inf"), tl.float32)
@@ -265,7 +330,7 @@ def _reduce_kernel(
         maximum = new_maximum
     nothing = weight_sum == 0.0
     mixed = tl.where(nothing, 0.0, mixed / tl.where(nothing, 1.0, weight_sum))
-    request, head = wide // HEADS, wide % HEADS
+    request, head = sequence64 // HEADS, sequence64 % HEADS
     tl.store(
         outputs
         + request * output_stride_r
@@ -276,9 +341,8 @@ def _reduce_kernel(
         mask=dims < HEAD_SIZE,
     )
     if HAS_LSE:
-        # Minus infinity where there was nothing, since the maximum is.
         natural = (maximum + tl.log2(tl.where(nothing, 1.0, weight_sum))) * 0.6931471805599453
-        place = wide * GROUP + member + tl.arange(0, 1)
+        place = sequence64 * GROUP + member + tl.arange(0, 1)
         tl.store(lse + place, natural)
     if HAS_TARGETS:
         wanted = (dims < HEAD_SIZE) & (target != 0)
@@ -298,27 +362,26 @@ def decode_attention(
     out: Tensor | None = None,
     tile_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.decode_attention`, in Triton."""
+    """Triton launcher of `decode_attention`: same signature and result."""
     return launch_decode(entries, queries, scale, bias, with_lse, out, DEFAULT_SETTINGS, tile_ends)
 
 
 def decode_rows(
-    rows: AddressedRows,
+    entries: AddressedEntries,
     queries: Tensor,
     scale: float,
     out: Tensor,
     bias: AddressedNumbers | None = None,
     with_lse: bool = False,
 ) -> Tensor | None:
-    """As `reference.decode_rows`, in Triton."""
-    by_head = (rows.num_heads, -1)
-    check_rows(rows, queries, out)
-    by_head_queries, by_head_out = queries.unflatten(1, by_head), out.unflatten(1, by_head)
-    lse = None
+    """Triton launcher of `decode_rows`: same signature and result."""
+    by_head = (entries.num_heads, -1)
+    check_rows(entries, queries, out)
+    queries, out, lse = queries.unflatten(1, by_head), out.unflatten(1, by_head), None
     if with_lse:
-        lse = queries.new_empty((len(rows.lengths), by_head_queries.shape[2]), dtype=torch.float32)
-    runs = (rows.lengths, rows.tile_ends)
-    _launch(rows, by_head_queries, by_head_out, runs, scale, bias, lse, DEFAULT_SETTINGS)
+        lse = queries.new_empty((len(entries.lengths), queries.shape[2]), dtype=torch.float32)
+    runs = (entries.lengths, entries.tile_ends)
+    _launch(entries, queries, out, runs, scale, bias, lse, DEFAULT_SETTINGS)
     return lse
 
 
@@ -332,7 +395,7 @@ def launch_decode(
     settings: DecodeSettings,
     tile_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`decode_attention` with the work cut by `settings`, whose tiles `tile_ends` are of."""
+    """Runs `decode_attention` with the given settings; `tile_ends` counts tiles of their size."""
     out = torch.empty_like(queries) if out is None else out
     check_queries(entries, queries, "group")
     check_out(queries, out)
@@ -348,7 +411,7 @@ def launch_decode(
 
 
 def _launch(
-    holder: PagedEntries | AddressedRows,
+    holder: PagedEntries | AddressedEntries,
     queries: Tensor,
     out: Tensor,
     runs: tuple[Tensor, Tensor],
@@ -357,7 +420,7 @@ def _launch(
     lse: Tensor | None,
     settings: DecodeSettings,
 ) -> None:
-    """Of [requests, heads, group, head size] queries, a sequence for every head.
+    """Launches both kernels for [requests, heads, group, head size] queries, a sequence per head.
 
     `runs` are the sequences' lengths, and the tiles up to each one's end.
     """
@@ -366,14 +429,14 @@ def _launch(
     if num_sequences == 0:
         return
     num_pieces = num_sequences + programs
-    # Not parts of one tensor: where the second began would change with the number of requests, and
-    # Triton compiles a kernel anew for tensors that do not begin at a multiple of 16 bytes.
+    # Two tensors, since parts of one may begin anywhere, and Triton compiles a kernel anew for
+    # tensors that do not begin at a multiple of 16 bytes.
     pieces = queries.new_empty((num_pieces, group, head_size), dtype=torch.float32)
     piece_lse = queries.new_empty((num_pieces, group), dtype=torch.float32)
     numbers, tile_ends = NumbersArguments.of(bias), runs[1]
     table: tuple[Tensor, Tensor | None, int]
     targets: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-    if addressed := isinstance(holder, AddressedRows):
+    if addressed := isinstance(holder, AddressedEntries):
         table, table_stride = (holder.addresses, holder.layer_offsets, holder.layer), 0
         if holder.query_targets is not None:
             targets = holder.query_targets.addresses, holder.query_targets.layer_bytes
@@ -429,7 +492,7 @@ def _launch(
 
 
 def _num_programs(device: torch.device, settings: DecodeSettings) -> int:
-    """As many as run at the same time."""
+    """Programs that run at the same time."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     count = torch.cuda.get_device_properties(device).multi_processor_count

@@ -16,13 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_kvcompress.kernels.attention.tiles_triton import attend_tiles
-from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.common.launch_triton import (
-    MOST_ROWS,
+    MAX_QUERY_ROWS,
     NumbersArguments,
+    entries_arguments,
     kernel,
+    launch_fitting,
     on_device,
-    padded,
     query_rows,
 )
 from vllm_kvcompress.kernels.common.paged_entries import (
@@ -68,29 +68,29 @@ def _prefill_kernel(
     BIAS_PAGE: tl.constexpr,
     HAS_LSE: tl.constexpr,
 ):
-    """ROWS rows of one sequence; the last rows first, since these have most to do."""
+    """Attends ROWS rows of one sequence; the last rows first, since these have most to do."""
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     row = block * ROWS + tl.arange(0, ROWS)
-    nth, member = row // GROUP, row % GROUP
-    inside = nth < num_queries
+    index, member = row // GROUP, row % GROUP
+    inside = index < num_queries
     dims = tl.arange(0, DIMS)
     mask = inside[:, None] & (dims < HEAD_SIZE)[None, :]
-    wide_member, wide_nth = member.to(tl.int64), nth.to(tl.int64)
-    place = sequence * query_stride_s + wide_member * query_stride_g + wide_nth * query_stride_m
+    member64, index64 = member.to(tl.int64), index.to(tl.int64)
+    place = sequence * query_stride_s + member64 * query_stride_g + index64 * query_stride_m
     query = tl.load(queries + place[:, None] + dims[None, :], mask=mask, other=0.0)
     length = tl.load(lengths + sequence).to(tl.int32)
-    visible = tl.where(inside, length - (num_queries - 1 - nth), 0)
+    visible = tl.where(inside, length - (num_queries - 1 - index), 0)
     bias_row, bias_start, bias_length = bias_table, 0, 0
     if BIAS_PAGE > 0:
         bias_row, bias_start, bias_length = sequence_numbers(
             bias_table, bias_starts, bias_lengths, sequence, bias_table_stride, BIAS_HEADS, False
         )
     table_row = page_table + sequence * table_stride
-    # Tiles that the block's first query sees whole need no mask.
+    # Tiles that even the block's first query sees in full need no mask.
     least = tl.maximum(length - (num_queries - 1 - block * ROWS // GROUP), 0)
     most = tl.max(visible, 0)
-    whole_tiles = least // TILE
+    unmasked_tiles = least // TILE
     sums = tl.zeros([ROWS], tl.float32)
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     mixed = tl.zeros([ROWS, DIMS], tl.float32)
@@ -107,8 +107,8 @@ def _prefill_kernel(
             bias_row,
             bias_start,
             bias_length,
-            0 if edges == 0 else whole_tiles,
-            whole_tiles if edges == 0 else tl.cdiv(most, TILE),
+            0 if edges == 0 else unmasked_tiles,
+            unmasked_tiles if edges == 0 else tl.cdiv(most, TILE),
             length,
             page_stride,
             log2_scale,
@@ -121,14 +121,14 @@ def _prefill_kernel(
         )
     nothing = sums == 0.0
     mixed = tl.where(nothing[:, None], 0.0, mixed / tl.where(nothing, 1.0, sums)[:, None])
-    place = sequence * output_stride_s + wide_member * output_stride_g + wide_nth * output_stride_m
+    place = sequence * output_stride_s + member64 * output_stride_g + index64 * output_stride_m
     tl.store(
         outputs + place[:, None] + dims[None, :], mixed.to(outputs.dtype.element_ty), mask=mask
     )
     if HAS_LSE:
-        # Minus infinity where there was nothing, since the maximum is.
+        # Without entries the log-sum-exp is minus infinity, since the maximum is.
         natural = (maximum + tl.log2(tl.where(nothing, 1.0, sums))) * 0.6931471805599453
-        place = (sequence * GROUP + wide_member) * num_queries + wide_nth
+        place = (sequence * GROUP + member64) * num_queries + index64
         tl.store(lse + place, natural, mask=inside)
 
 
@@ -140,45 +140,40 @@ def prefill_attention(
     with_lse: bool = True,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `reference.prefill_attention`, in Triton."""
+    """Triton launcher of `prefill_attention`: same signature and result."""
     outputs = torch.empty_like(queries) if out is None else out
     check_queries(entries, queries, "group", "m")
     check_out(queries, outputs)
     check_bias(entries, bias)
-    num_sequences, group, num_queries, head_size = queries.shape
-    shape = (num_sequences, group, num_queries)
+    shape = num_sequences, group, num_queries = queries.shape[:3]
     lse = queries.new_empty(shape, dtype=torch.float32) if with_lse else None
     if outputs.numel() == 0:
         return outputs, lse
+    pages, strides, sizes = entries_arguments(entries)
     most, numbers = query_rows(num_queries * group), NumbersArguments.of(bias)
 
     def launch(rows: int) -> None:
         _prefill_kernel[(triton.cdiv(num_queries * group, rows), num_sequences)](
             queries,
-            entries.pages,
-            entries.page_table,
-            entries.flat_lengths,
+            *pages,
             *numbers.tensors,
             outputs,
             lse,
             num_queries,
             *queries.stride()[:3],
             *outputs.stride()[:3],
-            entries.pages.stride(0),
-            entries.page_table.stride(0),
+            *strides,
             numbers.table_stride,
             scale * LOG2_E,
             GROUP=group,
-            BLOCK_SIZE=entries.block_size,
-            HEAD_SIZE=head_size,
             TILE=tile_size(entries),
             ROWS=rows,
-            DIMS=padded(head_size),
             BIAS_HEADS=numbers.heads,
             BIAS_PAGE=numbers.page,
             HAS_LSE=with_lse,
-            num_warps=4 if most < MOST_ROWS else 8,
+            num_warps=4 if most < MAX_QUERY_ROWS else 8,
             num_stages=4,
+            **sizes,
         )
 
     with on_device(entries):

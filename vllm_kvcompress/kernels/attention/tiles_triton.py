@@ -46,10 +46,10 @@ def attend_tiles(
         maximum: [rows] fp32 of the logits so far, in base 2.
         weight_sum: [rows] fp32 sum of the weights so far.
         query: [rows, DIMS].
-        visible: [rows] how many entries each row sees.
+        visible: [rows] number of entries that each row sees.
         first_tile, last_tile: tiles of the sequence, the last not included.
-        bias_pages, bias_row: numbers in pages, and which of these are the sequence's.
-        bias_start, bias_length: where its biases begin there, and how many there are.
+        bias_pages, bias_row: pages of biases, and the sequence's row of page ids.
+        bias_start, bias_length: index of its first bias in these pages, and their number.
         BIAS_PAGE: numbers of such a page; 0: there are no biases.
         EDGES: whether some rows do not see some of these entries.
 

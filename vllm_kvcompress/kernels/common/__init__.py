@@ -1,1 +1,1 @@
-"""What operators share: their inputs, launches, and pieces of kernels."""
+"""Shared by operators: their inputs, launches, and parts of kernels."""

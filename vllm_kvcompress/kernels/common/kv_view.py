@@ -1,4 +1,4 @@
-"""Keys and values of one request's layer at an event, as operators take them."""
+"""Keys and values of layers at an event, as operators take them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect
 from vllm_kvcompress.kernels.common.tiles import finite, head_slices, valid_entries
 
-TEMPORARIES = 4  # of [heads, n, D] in fp32 that an operator is taken to hold at once
+NUM_TEMPORARIES = 4  # of [heads, n, D] in fp32 that an operator is taken to hold at once
 
 
 class KVView(ABC):
-    """Gathered when somebody asks for them, and once.
+    """Keys and values of H heads, lazily gathered and cached.
 
         |<-- lengths[h] entries of full blocks, at most n -->|<-- tails[h] of a partial one -->|
 
-    H = KV heads, n = capacity, t = num_tail, D = head size. What lies behind a head's length may
-    be anything, NaN included.
+    H = KV heads, n = capacity, t = num_tail, D = head size. Entries behind a head's length may be
+    anything, NaN included.
 
     Attributes:
         lengths: [H] int64 entries of full blocks.
@@ -36,12 +36,12 @@ class KVView(ABC):
     @property
     @abstractmethod
     def capacity(self) -> int:
-        """n."""
+        """Entries per head that there is room for, n."""
 
     @property
     @abstractmethod
     def head_size(self) -> int:
-        """D."""
+        """Elements of a key, D."""
 
     @abstractmethod
     def gather(self, which: int, tail: bool) -> Tensor:
@@ -54,21 +54,21 @@ class KVView(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Where the entries are."""
+        """Device of keys and values."""
         device: torch.device = self.lengths.device
         return device
 
     @property
     def num_heads(self) -> int:
-        """H."""
+        """Number of KV heads, H."""
         return int(self.lengths.shape[0])
 
     @cached_property
     def tails(self) -> Tensor:
         """[H] int64 entries of the partial block."""
-        return (
-            torch.full_like(self.lengths, self.num_tail) if self.shorter is None else self.shorter
-        )
+        if self.shorter is not None:
+            return self.shorter
+        return torch.full_like(self.lengths, self.num_tail)
 
     @cached_property
     def valid(self) -> Tensor:
@@ -80,7 +80,7 @@ class KVView(ABC):
         return self._gathered(0)
 
     def values(self) -> Tensor:
-        """[H, n, D] values."""
+        """[H, n, D] cached values."""
         return self._gathered(1)
 
     def tail_keys(self) -> Tensor:
@@ -88,7 +88,7 @@ class KVView(ABC):
         return self._gathered(0, tail=True)
 
     def tail_values(self) -> Tensor:
-        """[H, t, D] values of the partial last block, likewise."""
+        """[H, t, D] values of the partial last block, zeros behind shorter ones."""
         return self._gathered(1, tail=True)
 
     def clean(self, which: int, heads: slice) -> Tensor:
@@ -98,78 +98,32 @@ class KVView(ABC):
 
     @cached_property
     def _unpadded(self) -> bool:
-        """Whether all heads are as long as the longest, where asking does not wait."""
+        """Whether all heads are known to be as long as the longest; False on a GPU, which would
+        have to be waited for."""
         return self.device.type == "cpu" and bool(self.valid.all())
 
     def head_slices(self) -> list[slice]:
         """Heads gone through at once by operators with temporaries of [heads, n, D] in fp32."""
-        head_bytes = 4 * TEMPORARIES * self.head_size * self.capacity
+        head_bytes = 4 * NUM_TEMPORARIES * self.head_size * self.capacity
         return head_slices(self.num_heads, head_bytes, self.device)
 
     def _gathered(self, which: int, tail: bool = False) -> Tensor:
         name = f"_gathered {which} {tail}"
         if name not in vars(self):
-            found = self.gather(which, tail)
+            rows = self.gather(which, tail)
             if tail and self.shorter is not None:
-                found = finite(found, valid_entries(self.shorter, self.num_tail))
-            vars(self)[name] = found
-        rows: Tensor = vars(self)[name]
-        return rows
-
-
-@dataclass(frozen=True, eq=False)
-class GatheredKV(KVView):
-    """In tensors.
-
-    Attributes:
-        lengths: as of `KVView`.
-        rows: [H, n, D] keys and values of full blocks, padded on the right.
-        tail: [H, t, D] keys and values of the partial last block.
-    """
-
-    lengths: Tensor
-    rows: tuple[Tensor, Tensor]
-    tail: tuple[Tensor, Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        keys: Tensor,
-        values: Tensor,
-        lengths: Tensor | None = None,
-        tail: tuple[Tensor, Tensor] | None = None,
-    ) -> GatheredKV:
-        """Of [H, n, D] keys and values; all entries count, and there is no tail unless given."""
-        if lengths is None:
-            lengths = torch.full((len(keys),), keys.shape[1], device=keys.device)
-        return cls(lengths, (keys, values), tail or (keys[:, :0], values[:, :0]))
-
-    @property
-    def num_tail(self) -> int:  # type: ignore[override]
-        """t."""
-        return int(self.tail[0].shape[1])
-
-    @property
-    def capacity(self) -> int:
-        """n."""
-        return int(self.rows[0].shape[1])
-
-    @property
-    def head_size(self) -> int:
-        """D."""
-        return int(self.rows[0].shape[2])
-
-    def gather(self, which: int, tail: bool) -> Tensor:
-        """They are."""
-        return self.tail[which] if tail else self.rows[which]
+                rows = finite(rows, valid_entries(self.shorter, self.num_tail))
+            vars(self)[name] = rows
+        cached: Tensor = vars(self)[name]
+        return cached
 
 
 @dataclass(frozen=True, eq=False)
 class PagedKV(KVView):
-    """In pages that kernels read; gathered rows are zeros behind the lengths.
+    """Keys and values in pages that kernels read; gathered rows are zeros behind the lengths.
 
     Attributes:
-        lengths, num_tail, shorter: as of `KVView`.
+        lengths, num_tail, shorter: as in `KVView`.
         entries: full blocks, and the tail right behind those of its head.
         num_columns: of the page table, that full blocks may lie in.
     """
@@ -182,50 +136,40 @@ class PagedKV(KVView):
 
     @classmethod
     def of(cls, entries: PagedEntries, num_tail: int = 0) -> PagedKV:
-        """The last `num_tail` entries of every head as its tail."""
+        """Takes the last `num_tail` entries of every head as its tail."""
         body = (entries.flat_lengths - num_tail).clamp_min(0).to(torch.int64)
         return cls(body, num_tail, entries, int(entries.page_table.shape[1]))
 
     @property
     def pages(self) -> PagedEntries:
-        """Full blocks and the tail."""
         return self.entries
 
     @cached_property
     def body(self) -> PagedEntries:
-        """Full blocks alone."""
+        """Entries of full blocks, without the tail."""
         of, table = self.entries, self.entries.page_table[:, : self.num_columns]
         return PagedEntries(of.pages, table, self.lengths, of.block_size, of.head_size)
 
     @property
     def capacity(self) -> int:
-        """n."""
         return self.num_columns * self.entries.block_size
 
     @property
     def head_size(self) -> int:
-        """D."""
         return self.entries.head_size
 
     def gather(self, which: int, tail: bool) -> Tensor:
-        """From the pages."""
         if not tail:
             return self.body.values() if which else self.body.keys()
-        nth = torch.arange(self.num_tail, device=self.device)
-        places = (self.lengths[:, None] + nth).clamp_max(self.entries.capacity - 1)
-        return self.entries.rows_at(places)[:, :, which]
+        places = self.lengths[:, None] + torch.arange(self.num_tail, device=self.device)
+        return self.entries.rows_at(places.clamp_max(self.entries.capacity - 1))[:, :, which]
 
     def clean(self, which: int, heads: slice) -> Tensor:
-        """As they were gathered."""
         return self._gathered(which)[heads]
 
 
 def paged(view: KVView) -> PagedKV:
-    """The view, for a kernel that reads pages.
-
-    Raises:
-        InvariantError: it has none.
-    """
+    """Returns the view for a kernel that reads pages; refuses one that has none."""
     expect(
         isinstance(view, PagedKV),
         "keys and values in pages",

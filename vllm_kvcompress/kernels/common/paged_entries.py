@@ -1,7 +1,8 @@
-"""Entries in pages, as kernels take them: a sequence is one KV head of one request."""
+"""Keys and values in pages, as kernels read them: a sequence is one KV head of one request."""
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,14 +10,16 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.errors import InvariantError
+from vllm_kvcompress.rounding import ceil_div
 
 # Keys of a tile. With as many bytes of values, and the next tile in flight, a program takes about
 # 72 KB of shared memory, so that three fit a multiprocessor of an H100 or H200.
 TILE_BYTES = 1 << 14
+ENTRY_ADDRESS_COLUMNS = 4  # of `AddressedEntries.addresses`
 
 
 class KeysInPages(Protocol):
-    """Pages of keys and values, or what holds some."""
+    """Anything that has pages of keys and values."""
 
     @property
     def pages(self) -> Tensor: ...
@@ -31,9 +34,21 @@ def tile_size(holder: KeysInPages, tile_bytes: int = TILE_BYTES) -> int:
     return max(16, min(128, tile_bytes // row))
 
 
+class InPages:
+    """Base of what lies in pages: its device is the one of the pages."""
+
+    pages: Tensor
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the pages."""
+        device: torch.device = self.pages.device
+        return device
+
+
 @dataclass(frozen=True)
-class PagedEntries:
-    """The entries of S sequences.
+class PagedEntries(InPages):
+    """Keys and values of S sequences, found through a page table.
 
         page:  block_size rows of [ K: head_size ][ V: head_size ], as on vLLM's GPU backends
         sequence s:  entry j is row j % block_size of page page_table[s, j // block_size]
@@ -80,14 +95,8 @@ class PagedEntries:
             )
 
     @property
-    def device(self) -> torch.device:
-        """Where the pages are."""
-        device: torch.device = self.pages.device
-        return device
-
-    @property
     def num_sequences(self) -> int:
-        """S."""
+        """Number of sequences, S."""
         return int(self.page_table.shape[0])
 
     @property
@@ -97,7 +106,7 @@ class PagedEntries:
 
     @property
     def flat_lengths(self) -> Tensor:
-        """[S] lengths."""
+        """[S] contiguous lengths."""
         return self.lengths.flatten().contiguous()
 
     def keys(self) -> Tensor:
@@ -111,7 +120,7 @@ class PagedEntries:
     def rows_at(self, places: Tensor) -> Tensor:
         """[S, m, 2, head_size] keys and values at [S, m] int64 places (a copy).
 
-        Behind a sequence's last entry anything.
+        Places behind a sequence's last entry give arbitrary rows.
         """
         page_ids = self.page_table.gather(1, places // self.block_size)
         page_ids = page_ids.clamp(0, len(self.pages) - 1)
@@ -119,8 +128,7 @@ class PagedEntries:
 
     def valid(self) -> Tensor:
         """[S, capacity] bool: entries below the lengths."""
-        nth = torch.arange(self.capacity, device=self.device)
-        return nth < self.flat_lengths[:, None]
+        return torch.arange(self.capacity, device=self.device) < self.flat_lengths[:, None]
 
     def _gathered(self, which: int) -> Tensor:
         valid = self.valid()
@@ -135,31 +143,88 @@ class PagedEntries:
         return self.pages.unflatten(1, (self.block_size, 2, self.head_size))
 
 
-def mismatch(expected: str, actual: str, remedy: str) -> InvariantError:
-    """What was expected, what came, and what to do.
+@dataclass(frozen=True)
+class QueryTargets:
+    """Memory that queries of R requests are copied to, by query head.
 
-    To be raised behind a condition in what runs in every step, where writing the sentences would
-    take longer than the check.
+    Attributes:
+        addresses: [R, Hq] int64 address for the first layer; 0: not copied.
+        layer_bytes: [num_layers] int64 bytes from there to the address for each layer.
+    """
+
+    addresses: Tensor
+    layer_bytes: Tensor
+
+
+@dataclass(frozen=True)
+class AddressedEntries(InPages):
+    """Keys and values of R requests' H heads in one layer, whose page ids are found by address.
+
+    A CUDA graph replays the launches of another step with the same arguments. So what changes
+    from step to step lies in memory that stays where it is, the addresses of page ids among it.
+
+    Attributes:
+        pages, block_size, head_size: as in `PagedEntries`.
+        addresses: [R, 4] int64: where a request's int32 ids begin, for the first layer and head;
+            how many ids lie between layers, and between heads; and pages per block, where these
+            are ids of blocks that hold the pages of all layers and heads, or 0 for ids of pages.
+        lengths: [R * H] int32 resident tokens.
+        tile_ends: [R * H] int32 tiles of all heads up to each one, itself included, as `sum_tiles`
+            counts them.
+        layer_offsets: [num_layers] int64 a layer's first page inside a block.
+        layer: index of the layer.
+        num_heads: H.
+        query_targets: where the step's queries are copied to; None: nowhere.
+    """
+
+    pages: Tensor
+    addresses: Tensor
+    lengths: Tensor
+    tile_ends: Tensor
+    layer_offsets: Tensor
+    layer: int
+    num_heads: int
+    block_size: int
+    head_size: int
+    query_targets: QueryTargets | None = None
+
+    def paged(self) -> PagedEntries:
+        """Reads the page ids, on the host only; the table has zeros behind the last id."""
+        first = int(self.layer_offsets[self.layer])
+        counts = ceil_div(self.lengths, self.block_size).tolist()
+        table = torch.zeros((len(counts), max([1, *counts])), dtype=torch.int32)
+        for sequence, count in enumerate(counts):
+            request, head = divmod(sequence, self.num_heads)
+            address, layers, heads, per_block = self.addresses[request].tolist()
+            ids = numbers_at(address + 4 * (self.layer * layers + head * heads), count, torch.int32)
+            table[sequence, :count] = ids * per_block + first + head if per_block else ids
+        return PagedEntries(self.pages, table, self.lengths, self.block_size, self.head_size)
+
+
+def numbers_at(address: int, count: int, dtype: torch.dtype) -> Tensor:
+    """[count] numbers in the host's memory, which the result shares."""
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+def mismatch(expected: str, actual: str, remedy: str) -> InvariantError:
+    """Builds the error that says what was expected, what came, and what to do.
+
+    Steps raise it behind a condition, since formatting the sentences takes longer than the check.
     """
     return InvariantError(f"expected {expected}, got {actual}; {remedy}.")
 
 
 def expect(holds: bool, expected: str, actual: str, remedy: str) -> None:
-    """Raises what `mismatch` says unless `holds`.
-
-    Raises:
-        InvariantError: it does not.
-    """
+    """Raises the InvariantError of `mismatch` unless `holds`."""
     if not holds:
         raise mismatch(expected, actual, remedy)
 
 
 def per_entry(entries: PagedEntries, name: str, given: Tensor, dtype: torch.dtype) -> Tensor:
-    """[S, capacity] numbers or flags, one for each entry, side by side.
-
-    Raises:
-        InvariantError: they are not as many, or of another type.
-    """
+    """Returns [S, capacity] numbers or flags, contiguous; refuses other shapes and types."""
     shape = (entries.num_sequences, entries.capacity)
     if not (tuple(given.shape) == shape and given.dtype == dtype):
         raise mismatch(
@@ -171,18 +236,10 @@ def per_entry(entries: PagedEntries, name: str, given: Tensor, dtype: torch.dtyp
 
 
 def check_queries(entries: PagedEntries, queries: Tensor, *between: str) -> None:
-    """Refuses queries that are not [S, ..., D] in the pages' type.
-
-    Args:
-        entries: of S sequences.
-        queries: with the dimensions `between`, named for the error.
-
-    Raises:
-        InvariantError: they are not.
-    """
+    """Refuses queries that are not [S, *between, D] in the pages' type, element by element."""
     sizes = (entries.num_sequences, entries.head_size)
-    whole = queries.dim() == 2 + len(between)
-    if not (whole and (queries.shape[0], queries.shape[-1]) == sizes):
+    same_rank = queries.dim() == 2 + len(between)
+    if not (same_rank and (queries.shape[0], queries.shape[-1]) == sizes):
         raise mismatch(
             f"queries [{', '.join((str(sizes[0]), *between, str(sizes[1])))}]",
             str(tuple(queries.shape)),
@@ -197,14 +254,32 @@ def check_queries(entries: PagedEntries, queries: Tensor, *between: str) -> None
 
 
 def check_out(queries: Tensor, out: Tensor) -> None:
-    """Refuses outputs that are not shaped as the queries.
-
-    Raises:
-        InvariantError: they are not.
-    """
+    """Refuses outputs that are not shaped like the queries, element by element."""
     if not (out.shape == queries.shape and out.stride(-1) == 1):
         raise mismatch(
             f"an output {tuple(queries.shape)} whose rows lie side by side",
             f"{tuple(out.shape)} with strides {out.stride()}",
             "leave it out, and one is made",
         )
+
+
+def check_rows(entries: AddressedEntries, queries: Tensor, out: Tensor) -> None:
+    """Refuses queries and outputs that are not [R, any, D] in the pages' type, element by element,
+    and query targets that are not one per query."""
+    shape = (len(entries.addresses), entries.head_size)
+    for name, given in (("queries", queries), ("outputs", out)):
+        fits = given.dim() == 3 and (given.shape[0], given.shape[2]) == shape
+        if not (fits and given.stride(2) == 1 and given.dtype == entries.pages.dtype):
+            raise mismatch(
+                f"{name} [{shape[0]}, heads, {shape[1]}] of the pages' type {entries.pages.dtype}",
+                f"{tuple(given.shape)} in {given.dtype} with strides {given.stride()}",
+                "convert them, or call contiguous()",
+            )
+    if entries.query_targets is not None:
+        addresses = entries.query_targets.addresses
+        if addresses.shape != queries.shape[:2] or not addresses.is_contiguous():
+            raise mismatch(
+                f"addresses {list(queries.shape[:2])} side by side",
+                f"{tuple(addresses.shape)} with strides {addresses.stride()}",
+                "give one for every query head of every request",
+            )

@@ -1,4 +1,4 @@
-"""Numbers in pages, as kernels take them: what a policy carries of heads, or of their entries."""
+"""Policy state in pages, as kernels read it: fp32 numbers of heads, or of their entries."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, mismatch
+from vllm_kvcompress.kernels.common.paged_entries import InPages, PagedEntries, mismatch, numbers_at
+from vllm_kvcompress.rounding import ceil_div
+
+NUMBER_ADDRESS_COLUMNS = 2  # of `AddressedNumbers.addresses`
 
 
 @dataclass(frozen=True)
-class PagedNumbers:
-    """fp32 numbers of S sequences, in pages of their own.
-
-    H sequences share a row of the page table, which is theirs alone:
+class PagedNumbers(InPages):
+    """fp32 numbers of S sequences, found through a page table whose rows H sequences share.
 
         sequence s:  number j is number starts[s] + j of the pages in page_table[s // H]
 
@@ -63,25 +64,19 @@ class PagedNumbers:
 
     @classmethod
     def of_rows(cls, numbers: Tensor) -> PagedNumbers:
-        """[S, n] fp32 numbers, a page per sequence."""
+        """Wraps [S, n] fp32 numbers: a page per sequence."""
         rows = torch.arange(len(numbers), dtype=torch.int32, device=numbers.device)
         lengths = torch.full_like(rows, numbers.shape[1])
         return cls(numbers, rows[:, None], torch.zeros_like(rows), lengths)
 
     @property
-    def device(self) -> torch.device:
-        """Where the pages are."""
-        device: torch.device = self.pages.device
-        return device
-
-    @property
     def num_sequences(self) -> int:
-        """S."""
+        """Number of sequences, S."""
         return int(self.starts.shape[0])
 
     @property
     def sequences_per_row(self) -> int:
-        """H."""
+        """Sequences that share a row of the page table, H."""
         return self.num_sequences // max(1, len(self.page_table))
 
     def gathered(self, width: int) -> Tensor:
@@ -91,7 +86,7 @@ class PagedNumbers:
         return runs.masked_fill_(behind, 0)
 
     def whole(self, length: int) -> Tensor:
-        """[S, length] fp32 numbers of sequences that all have as many (a copy)."""
+        """[S, length] fp32 numbers of sequences that all have `length` (a copy)."""
         return self._runs(self._rows(), length)
 
     def _rows(self) -> Tensor:
@@ -100,18 +95,52 @@ class PagedNumbers:
         return self.pages[page_ids].flatten(1)
 
     def _runs(self, rows: Tensor, width: int) -> Tensor:
-        """[S, width] fp32 so many numbers from each start on (a copy, run by run)."""
+        """[S, width] fp32 numbers from each start on (a copy, run by run)."""
         of_row = torch.arange(len(rows), device=self.device)
         of_row = of_row.repeat_interleave(self.sequences_per_row, output_size=self.num_sequences)
         return rows.unfold(1, width, 1)[of_row, self.starts.to(torch.int64)]
 
 
-def check_bias(entries: PagedEntries, bias: PagedNumbers | None) -> None:
-    """Refuses biases of other sequences than the entries.
+@dataclass(frozen=True)
+class AddressedNumbers(InPages):
+    """fp32 numbers of R requests' H heads in one layer, whose page ids are found by address.
 
-    Raises:
-        InvariantError: they are.
+    Attributes:
+        pages: [num_pages, numbers] fp32.
+        addresses: [R, 2] int64: where a request's int32 ids of pages with numbers begin, for the
+            first layer, and how many ids lie between layers.
+        starts: [R * H] int32 where each head's numbers begin in these pages.
+        lengths: [R * H] int32 how many it has; 0: none, and nothing of the request is read.
+        layer: index of the layer.
+        num_heads: H.
     """
+
+    pages: Tensor
+    addresses: Tensor
+    starts: Tensor
+    lengths: Tensor
+    layer: int
+    num_heads: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences, R * H."""
+        return int(self.starts.shape[0])
+
+    def paged(self) -> PagedNumbers:
+        """Reads the page ids, on the host only; the table has zeros behind the last id."""
+        ends = torch.where(self.lengths > 0, self.starts + self.lengths, 0)
+        counts = ceil_div(ends.view(-1, self.num_heads).amax(1), self.pages.shape[1])
+        table = torch.zeros((len(counts), max([1, *counts.tolist()])), dtype=torch.int32)
+        for request, count in enumerate(counts.tolist()):
+            address, layers = self.addresses[request].tolist()
+            ids = numbers_at(address + 4 * self.layer * layers, count, torch.int32)
+            table[request, :count] = ids
+        return PagedNumbers(self.pages, table, self.starts, self.lengths)
+
+
+def check_bias(entries: PagedEntries, bias: PagedNumbers | None) -> None:
+    """Refuses biases of another number of sequences than the entries have."""
     if bias is not None and bias.num_sequences != entries.num_sequences:
         raise mismatch(
             f"biases of {entries.num_sequences} sequences",

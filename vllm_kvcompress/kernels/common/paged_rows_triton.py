@@ -1,4 +1,4 @@
-"""Pieces that kernels over pages share."""
+"""Loads and addresses that kernels over pages share."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -25,24 +25,24 @@ def entry_offsets(
     The first entry must be present. Page ids are widened before they are multiplied: caches of
     more than 2^31 elements are common.
     """
-    nth = start + tl.arange(0, TILE)
+    entries = start + tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
         # The tile lies inside one page: one id for all rows, which lie one after the other.
         page = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
-        offsets = page * page_stride + ((nth % BLOCK_SIZE) * 2 * HEAD_SIZE).to(tl.int64)
+        offsets = page * page_stride + ((entries % BLOCK_SIZE) * 2 * HEAD_SIZE).to(tl.int64)
     else:
-        pages = tl.load(table_row + nth // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-        offsets = pages * page_stride + (nth % BLOCK_SIZE) * 2 * HEAD_SIZE
+        pages = tl.load(table_row + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+        offsets = pages * page_stride + (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
     return offsets
 
 
 @triton.jit
 def addressed_ids(addresses, layer_offsets, layer, request, head, pages, page_stride):
-    """Where the ids of a head of an `AddressedRows` begin, and what these count: from, and by."""
-    mine = addresses + request * 4
-    ids = tl.cast(tl.load(mine), tl.pointer_type(tl.int32))
-    ids += layer * tl.load(mine + 1) + head * tl.load(mine + 2)
-    per_block = tl.load(mine + 3)
+    """A head's page ids in an `AddressedEntries`, the page of id 0, and the stride of ids."""
+    row = addresses + request * 4
+    ids = tl.cast(tl.load(row), tl.pointer_type(tl.int32))
+    ids += layer * tl.load(row + 1) + head * tl.load(row + 2)
+    per_block = tl.load(row + 3)
     of_blocks = per_block > 0
     first = tl.where(of_blocks, tl.load(layer_offsets + layer) + head, 0)
     return ids, pages + first * page_stride, tl.where(of_blocks, per_block, 1) * page_stride
@@ -59,7 +59,7 @@ def load_rows(
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """[any, DIMS] keys of any entries, zeros where not present; of values, if `pages` is
+    """[any, DIMS] keys of any entries, zeros where not present; values, if `pages` points
     HEAD_SIZE further."""
     dims = tl.arange(0, DIMS)
     page = tl.load(table_row + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
@@ -81,8 +81,8 @@ def load_columns(
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """[TILE, DIMS] keys from dimension `first_dim` on, zeros behind the length; of values, if
-    `pages` is HEAD_SIZE further."""
+    """[TILE, DIMS] keys from dimension `first_dim` on, zeros behind the length; values, if
+    `pages` points HEAD_SIZE further."""
     present = start + tl.arange(0, TILE) < length
     dims = first_dim + tl.arange(0, DIMS)
     offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
@@ -93,18 +93,11 @@ def load_columns(
 
 @triton.jit
 def sequence_numbers(
-    table,
-    starts,
-    lengths,
-    sequence,
-    table_stride,
-    HEADS: tl.constexpr,
-    ADDRESSED: tl.constexpr,
+    table, starts, lengths, sequence, table_stride, HEADS: tl.constexpr, ADDRESSED: tl.constexpr
 ):
-    """A sequence's row of pages with numbers, where its own begin in these, and how many.
+    """A sequence's row of page ids, the start of its numbers in these pages, and their count.
 
-    Where ADDRESSED the table are the addresses of an `AddressedNumbers`, and its stride is the
-    layer.
+    Where ADDRESSED, the table is the addresses of an `AddressedNumbers` and its stride the layer.
     """
     request = sequence // HEADS
     if ADDRESSED:
@@ -117,12 +110,12 @@ def sequence_numbers(
 
 @triton.jit
 def paged_numbers(pages, table_row, numbers, held, PAGE: tl.constexpr):
-    """fp32 numbers of the pages in `table_row`, PAGE in each; 0 where not held."""
+    """Loads numbers from the pages in `table_row`, PAGE in each; 0 where not held."""
     page = tl.load(table_row + numbers // PAGE, mask=held, other=0).to(tl.int64)
     return tl.load(pages + page * PAGE + numbers % PAGE, mask=held, other=0.0)
 
 
 @triton.jit
 def finite_maximum(maximum):
-    """A number to subtract from logits: 0 where there was none at all (minus infinity)."""
+    """The maximum to subtract from logits; 0 instead of minus infinity."""
     return tl.where(maximum == float("-inf"), 0.0, maximum)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, as far as cached keys go from one position to another."""
+"""Rotary position embeddings: cached keys moved from one position to another."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rotary:
-    """Frequencies that do not depend on the length of a sequence.
+    """Rotary frequencies, which do not depend on the length of a sequence.
 
-    A cached key is re-rotated by the difference of two positions, so that a magnitude that some
-    variants (YaRN) multiply keys with stays what it is.
+    A cached key is re-rotated by the difference of two positions, so a magnitude that some
+    variants (YaRN) multiply keys with stays as it is.
 
     Attributes:
         frequencies: [r / 2] fp32 radians per position; dims from r on are not rotary.
@@ -24,16 +24,16 @@ class Rotary:
     halves: bool = True
 
     def rerotate(self, keys: Tensor, steps: Tensor) -> Tensor:
-        """Keys [..., D] fp32 as they would be `steps` [...] positions later (a copy)."""
+        """Moves keys [..., D] fp32 by `steps` [...] positions (a copy)."""
         return self.turned(keys, self.turn(steps))
 
     def turn(self, steps: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., r / 2] fp32 cosines and sines of so many steps."""
+        """[..., r / 2] fp32 cosines and sines of `steps` positions."""
         angles = steps[..., None].float() * self.frequencies
         return angles.cos(), angles.sin_()
 
     def turned(self, keys: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-        """Keys [..., D] fp32, turned by as many steps, or all alike (a copy)."""
+        """Rotates keys [..., D] fp32 by the cosines and sines of `turn` (a copy)."""
         cos, sin = turn
         first, second = self._pairs()
         turned = keys.clone()
@@ -42,7 +42,7 @@ class Rotary:
         return turned
 
     def averaged(self, num_positions: int, head_size: int) -> Tensor:
-        """[D, D] fp32: rows times it are their mean over the next positions, the present first."""
+        """[D, D] fp32 matrix that averages a row over `num_positions`, its own first."""
         steps = torch.arange(num_positions, device=self.frequencies.device)
         rows = torch.eye(head_size, device=self.frequencies.device)
         angles = steps[:, None] * self.frequencies
@@ -55,7 +55,7 @@ class Rotary:
         return turned
 
     def _pairs(self) -> tuple[slice, slice]:
-        """Dims of pairs' first and second coordinates."""
+        """Dims of the first and the second coordinates of pairs."""
         size = self.frequencies.numel()
         if self.halves:
             return slice(0, size), slice(size, 2 * size)

@@ -1,4 +1,4 @@
-"""Temporaries of a size, and padding: what references in torch share."""
+"""Sizes of temporaries, and padding: what torch operators share."""
 
 from __future__ import annotations
 
@@ -19,20 +19,17 @@ def valid_entries(lengths: Tensor, num_entries: int) -> Tensor:
 
 
 def tile_bytes(device: torch.device) -> int:
-    """Largest temporary on a device."""
+    """Bytes of the largest temporary on a device."""
     return TILE_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
 
 
 def cached_bytes(device: torch.device) -> int:
-    """What is gone through several times at once: on the CPU as much as a core's cache holds."""
+    """Bytes to read several times at once: on the CPU as much as a core's cache holds."""
     return HEADS_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
 
 
 def head_slices(num_heads: int, head_bytes: int, device: torch.device) -> list[slice]:
-    """Heads that an operator goes through at once, with temporaries of so many bytes for each.
-
-    On the CPU as many as its cache holds; elsewhere as many as fit a tile.
-    """
+    """Heads that an operator goes through at once, with temporaries of `head_bytes` for each."""
     at_once = max(1, min(num_heads, cached_bytes(device) // max(1, head_bytes)))
     return [slice(first, first + at_once) for first in range(0, num_heads, at_once)]
 
@@ -46,7 +43,7 @@ def exact_bf16_products(dtype: torch.dtype) -> Iterator[None]:
     rounded to bf16). For any other `dtype` nothing changes.
 
     Args:
-        dtype: what both factors were before they were widened.
+        dtype: type of both factors before they were widened.
     """
     if dtype != torch.bfloat16:
         yield
@@ -61,9 +58,9 @@ def exact_bf16_products(dtype: torch.dtype) -> Iterator[None]:
 
 
 def finite(keys: Tensor, valid: Tensor) -> Tensor:
-    """Keys with zeros for padding, which may hold anything.
+    """Returns keys with zeros for padding, which may hold anything.
 
-    The same tensor where there is no padding and asking for it does not wait for a device.
+    On the CPU the same tensor where there is no padding; a GPU would have to be waited for.
     """
     if valid.device.type == "cpu" and bool(valid.all()):
         return keys

@@ -1,4 +1,4 @@
-"""Between host and device, without waiting for what the device is doing."""
+"""Copies between host and device that do not wait for the device's work."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def upload(numbers: np.ndarray[Any, Any] | list[int] | Tensor, device: torch.device) -> Tensor:
-    """Numbers of the host on a device; on the CPU these themselves, without a copy.
+    """Copies numbers of the host to a device; on the CPU returns them without a copy.
 
     A copy from ordinary memory would wait until the device has done all its work, so it goes
     through page-locked memory.
 
     Args:
         numbers: an array or tensor on the CPU, or a list (int64 then).
-        device: where they are needed.
+        device: target device.
     """
     if isinstance(numbers, list):
         numbers = np.array(numbers, dtype=np.int64)
@@ -30,7 +30,7 @@ def upload(numbers: np.ndarray[Any, Any] | list[int] | Tensor, device: torch.dev
 
 
 class Download:
-    """A number that a device will have computed, on its way to the host.
+    """An integer on its way from a device, which may still compute it, to the host.
 
     Args:
         number: [] integer on any device.
@@ -47,7 +47,7 @@ class Download:
 
     @property
     def value(self) -> int | None:
-        """The number; None as long as it is not there."""
+        """The number; None until it has arrived."""
         if self._number.is_meta or (self._arrival is not None and not self._arrival.query()):
             return None
         return int(self._number)

@@ -1,4 +1,4 @@
-"""MomentKV's state and what it corrects (arXiv 2606.01563), in plain torch.
+"""MomentKV's state and its correction of attention (arXiv 2606.01563), in plain torch.
 
 The state of a KV head is one fp32 row: n_e, the mean key, the mean value, and
 X = sum over evicted entries of (v - mean v)(k - mean k)^T, row after row. In pages it is packed:
@@ -17,24 +17,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_numbers import AddressedNumbers, PagedNumbers
 from vllm_kvcompress.kernels.dispatch import by_device
 
 
 def moment_size(head_size: int) -> int:
-    """fp32 numbers of a head's state."""
+    """Number of fp32 numbers of a head's state."""
     return 1 + 2 * head_size + head_size * head_size
 
 
 def packed_size(head_size: int, order: int = 1) -> int:
-    """fp32 numbers of a head's packed state, with cross moments (order 1) or without (0)."""
+    """Number of fp32 numbers of a packed state, with cross moments (order 1) or without (0)."""
     return 2 + 2 * head_size + (order * head_size * head_size + 1) // 2
 
 
 def pack_moments(state: Tensor, head_size: int, order: int = 1) -> Tensor:
-    """[..., moment_size] -> [..., packed_size], both fp32."""
+    """Packs [..., moment_size] states as [..., packed_size], both fp32."""
     count, mean_key, mean_value, cross = split_moments(state, head_size)
     covariance = cross / count.clamp_min(1)[..., None, None]
     unit = covariance.abs().amax(dim=(-2, -1))
@@ -46,7 +45,7 @@ def pack_moments(state: Tensor, head_size: int, order: int = 1) -> Tensor:
 
 
 def unpack_moments(packed: Tensor, head_size: int) -> Tensor:
-    """[..., packed_size] -> [..., moment_size], both fp32."""
+    """Unpacks [..., packed_size] states as [..., moment_size], both fp32."""
     count, unit, means, rest = packed.split(
         [1, 1, 2 * head_size, packed.shape[-1] - 2 - 2 * head_size], dim=-1
     )
@@ -58,7 +57,7 @@ def unpack_moments(packed: Tensor, head_size: int) -> Tensor:
 
 
 def split_moments(state: Tensor, head_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """[..., moment_size] -> counts [...], mean keys and values [..., D], X [..., D, D] (views)."""
+    """Views [..., moment_size] as counts [...], mean keys and values [..., D], X [..., D, D]."""
     count, mean_key, mean_value, cross = state.split(
         [1, head_size, head_size, head_size * head_size], dim=-1
     )
@@ -72,7 +71,6 @@ def add_to_moments(view: KVView, state: Tensor, evicted: Tensor) -> Tensor:
     means: the same as one entry after the other, without cancellation.
 
     Args:
-        view: of a layer.
         state: [H, moment_size] fp32.
         evicted: [H, n] bool; entries behind the lengths do not count.
 
@@ -86,7 +84,7 @@ def add_to_moments(view: KVView, state: Tensor, evicted: Tensor) -> Tensor:
 
 
 def _joined(state: Tensor, keys: Tensor, values: Tensor, evicted: Tensor) -> Tensor:
-    """Of some heads."""
+    """Joins the states of some heads with their evicted entries."""
     added = evicted.sum(dim=1, dtype=torch.float32)
     divisor = added.clamp_min(1)[:, None]
     hidden = ~evicted[..., None]
@@ -96,47 +94,22 @@ def _joined(state: Tensor, keys: Tensor, values: Tensor, evicted: Tensor) -> Ten
     centred_keys = (keys - new_key[:, None]).masked_fill(hidden, 0)
     centred_values = (values - new_value[:, None]).masked_fill(hidden, 0)
     new_cross = centred_values.transpose(1, 2) @ centred_keys
-    return join_moments(state, added, new_key, new_value, new_cross)
-
-
-def join_moments(
-    state: Tensor, added: Tensor, new_key: Tensor, new_value: Tensor, new_cross: Tensor
-) -> Tensor:
-    """The state of two sets of entries together.
-
-    Args:
-        state: [H, moment_size] fp32 of one set.
-        added: [H] fp32 entries of the other.
-        new_key, new_value: [H, D] fp32 its means; anything finite where it is empty.
-        new_cross: [H, D, D] fp32 its cross moments around these.
-
-    Returns:
-        [H, moment_size] fp32.
-    """
-    count, mean_key, mean_value, cross = split_moments(state, new_key.shape[1])
+    count, mean_key, mean_value, cross = split_moments(state, keys.shape[2])
     total = count + added
     share = (added / total.clamp_min(1))[:, None]
     key_step, value_step = new_key - mean_key, new_value - mean_value
     between = (count[:, None] * share)[..., None] * value_step[..., None] * key_step[:, None]
     cross = cross + new_cross + between
-    return torch.cat(
-        (
-            total[:, None],
-            mean_key + share * key_step,
-            mean_value + share * value_step,
-            cross.flatten(1),
-        ),
-        dim=1,
-    )
+    mean_key, mean_value = mean_key + share * key_step, mean_value + share * value_step
+    return torch.cat((total[:, None], mean_key, mean_value, cross.flatten(1)), dim=1)
 
 
 def moment_residuals(view: KVView, state: Tensor, scale: float) -> Tensor:
-    """[H, n] norms of v - mean v - (scale / n_e) X k: what the state does not predict of a value.
+    """[H, n] norms of v - mean v - (scale / n_e) X k: the error of a value's prediction.
 
     Where nothing was evicted, the norms of the values; 0 behind the lengths.
 
     Args:
-        view: of a layer.
         state: [H, moment_size] fp32.
         scale: softmax scale.
     """
@@ -146,7 +119,7 @@ def moment_residuals(view: KVView, state: Tensor, scale: float) -> Tensor:
 
 
 def _residuals(state: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Of some heads."""
+    """Residual norms of some heads, before masking."""
     count, _, mean_value, cross = split_moments(state, keys.shape[2])
     predicted = keys.float() @ cross.transpose(1, 2)
     predicted = predicted * (scale / count.clamp_min(1))[:, None, None] + mean_value[:, None]
@@ -161,17 +134,12 @@ def correct_with_moments(
     queries: Tensor,
     scale: float,
 ) -> None:
-    """Adds to attention outputs, in place, what evicted entries are estimated to contribute.
-
-    As `corrected`, MomentKV's.
+    """Corrects attention outputs for evicted entries, in place: `corrected` from paged states.
 
     Args:
-        state: of S sequences, packed_size numbers each, of either order; none where nothing was
+        state: packed_size numbers, of either order, of each of S sequences; none where nothing was
             evicted.
-        outputs: [S, G, m, D] of the resident entries.
-        lse: [S, G, m] natural log-sum-exp of their logits.
-        queries: [S, G, m, D].
-        scale: softmax scale.
+        outputs, lse, queries, scale: those of `corrected`.
     """
     head_size = queries.shape[3]
     numbers = state.paged() if isinstance(state, AddressedNumbers) else state
@@ -180,13 +148,13 @@ def correct_with_moments(
 
 
 def corrected(outputs: Tensor, lse: Tensor, queries: Tensor, state: Tensor, scale: float) -> Tensor:
-    """Adds what evicted entries are estimated to contribute to attention outputs.
+    """Adds the estimated contribution of evicted entries to attention outputs.
 
     w = sigmoid(lse - ln n_e - scale q.mean k), f = mean v + (scale / n_e) X q, and the output is
     w * output + (1 - w) * f; unchanged where nothing was evicted.
 
     Args:
-        outputs: [S, G, m, D] of the resident entries.
+        outputs: [S, G, m, D] attention over the resident entries.
         lse: [S, G, m] natural log-sum-exp of their logits.
         queries: [S, G, m, D].
         state: [S, moment_size] fp32.
@@ -196,11 +164,11 @@ def corrected(outputs: Tensor, lse: Tensor, queries: Tensor, state: Tensor, scal
         [S, G, m, D] in the outputs' type.
     """
     count, mean_key, mean_value, cross = split_moments(state, queries.shape[3])
-    wide = queries.float()
-    logit = scale * (wide @ mean_key[:, None, :, None])[..., 0]
+    queries = queries.float()
+    logit = scale * (queries @ mean_key[:, None, :, None])[..., 0]
     weight = torch.sigmoid(lse - count.log()[:, None, None] - logit)
     weight = weight.masked_fill((count == 0)[:, None, None], 1)[..., None]
     step = scale / count.clamp_min(1)
-    estimate = (wide @ cross[:, None].transpose(2, 3)) * step[:, None, None, None]
+    estimate = (queries @ cross[:, None].transpose(2, 3)) * step[:, None, None, None]
     estimate = estimate + mean_value[:, None, None]
     return (weight * outputs + (1 - weight) * estimate).to(outputs.dtype)

@@ -9,21 +9,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.addressed_rows import AddressedNumbers
-from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.common.launch_triton import (
     NumbersArguments,
     kernel,
+    launch_fitting,
     on_device,
     padded,
     query_rows,
 )
 from vllm_kvcompress.kernels.common.paged_entries import check_out, mismatch
-from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
+from vllm_kvcompress.kernels.common.paged_numbers import AddressedNumbers, PagedNumbers
 from vllm_kvcompress.kernels.common.paged_rows_triton import paged_numbers, sequence_numbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
 
-# Of the fp32 queries that a program has, and of the rows of cross moments that it takes at once.
+# Of the fp32 queries of a program, and of the rows of cross moments that it reads at once.
 ROWS_BYTES, CROSS_BYTES = 1 << 15, 1 << 14
 
 
@@ -55,14 +54,14 @@ def _correct_kernel(
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """ROWS outputs of one sequence, where something was evicted of it.
+    """Corrects ROWS outputs of one sequence, if entries of it were evicted.
 
-    `halves` are the pages again, as numbers in 16 bits.
+    `halves` are the same pages, viewed as 16-bit numbers.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     sequence = tl.program_id(1).to(tl.int64)
-    nth, member = (row // GROUP).to(tl.int64), (row % GROUP).to(tl.int64)
-    inside = nth < num_queries
+    index, member = (row // GROUP).to(tl.int64), (row % GROUP).to(tl.int64)
+    inside = index < num_queries
     dims = tl.arange(0, DIMS)
     real = dims < HEAD_SIZE
     table_row, start, length = sequence_numbers(
@@ -70,7 +69,7 @@ def _correct_kernel(
     )
     count = paged_numbers(pages, table_row, start, length > 0, PAGE)
     if count > 0:
-        place = sequence * query_stride_s + member * query_stride_g + nth * query_stride_m
+        place = sequence * query_stride_s + member * query_stride_g + index * query_stride_m
         mask = inside[:, None] & real[None, :]
         query = tl.load(queries + place[:, None] + dims[None, :], mask=mask, other=0.0)
         query = query.to(tl.float32)
@@ -78,10 +77,10 @@ def _correct_kernel(
         means = start + 2
         mean_key = paged_numbers(pages, table_row, means + dims, real, PAGE)
         logit = scale * tl.sum(query * mean_key[None, :], 1)
-        place = (sequence * GROUP + member) * num_queries + nth
+        place = (sequence * GROUP + member) * num_queries + index
         seen = tl.load(lse + place, mask=inside, other=0.0)
         weight = (1.0 / (1.0 + tl.exp(tl.log(count) + logit - seen)))[:, None]
-        place = sequence * output_stride_s + member * output_stride_g + nth * output_stride_m
+        place = sequence * output_stride_s + member * output_stride_g + index * output_stride_m
         for first in range(0, HEAD_SIZE, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             some = column < HEAD_SIZE
@@ -92,10 +91,10 @@ def _correct_kernel(
             estimate = tl.dot(query, tl.trans(cross), input_precision="tf32x3")
             estimate = estimate * (scale * unit) + mean_value[None, :]
             to = outputs + place[:, None] + column[None, :]
-            there = inside[:, None] & some[None, :]
-            own = tl.load(to, mask=there, other=0.0).to(tl.float32)
+            written = inside[:, None] & some[None, :]
+            own = tl.load(to, mask=written, other=0.0).to(tl.float32)
             mixed = weight * own + (1.0 - weight) * estimate
-            tl.store(to, mixed.to(outputs.dtype.element_ty), mask=there)
+            tl.store(to, mixed.to(outputs.dtype.element_ty), mask=written)
 
 
 def correct_with_moments(
@@ -105,14 +104,14 @@ def correct_with_moments(
     queries: Tensor,
     scale: float,
 ) -> None:
-    """As `reference.correct_with_moments`, in Triton."""
+    """Triton launcher of `correct_with_moments`: same signature and result."""
     num_sequences, group, num_queries, head_size = queries.shape
     check_out(queries, outputs)
     if not (lse.shape == queries.shape[:3] and lse.is_contiguous() and lse.dtype == torch.float32):
         raise mismatch(
             f"contiguous log-sum-exps {tuple(queries.shape[:3])} in fp32",
             f"{tuple(lse.shape)} in {lse.dtype}",
-            "pass those of the same attention",
+            "pass the log-sum-exps of the same attention",
         )
     if not (state.num_sequences == num_sequences and state.pages.device == queries.device):
         raise mismatch(

@@ -12,10 +12,9 @@ from vllm_kvcompress.kernels.dispatch import by_device
 
 @by_device("merging.nearest_keys_triton")
 def nearest_keys(view: KVView, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest cosine of each evicted key to a kept one of its head, and which; ties: earlier.
+    """The highest cosine of each evicted key to a kept one of its head, and the earliest such key.
 
     Args:
-        view: of a layer.
         kept: [H, n] bool; entries below the lengths that are not kept are evicted.
 
     Returns:
@@ -35,13 +34,13 @@ def nearest_keys(view: KVView, kept: Tensor) -> tuple[Tensor, Tensor]:
             own, scale = _with_inverse_norms(keys[h, part])
             with exact_bf16_products(keys.dtype):
                 products = own @ others.T
-            best, nth = (products * scales).max(dim=1)
+            best, index = (products * scales).max(dim=1)
             cosines[h, part] = best * scale
-            places[h, part] = here[nth]
+            places[h, part] = here[index]
     return cosines, places
 
 
 def _with_inverse_norms(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """[m, D] fp32 keys, and [m] one over their norms."""
-    wide = keys.float()
-    return wide, 1 / torch.linalg.vector_norm(wide, dim=1).clamp_min(1e-8)
+    """[m, D] fp32 keys, and [m] inverses of their norms."""
+    keys = keys.float()
+    return keys, 1 / torch.linalg.vector_norm(keys, dim=1).clamp_min(1e-8)

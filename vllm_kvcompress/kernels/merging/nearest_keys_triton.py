@@ -1,8 +1,8 @@
 """The kept key that is most similar to each evicted one (D2O), over pages.
 
-Kept and evicted entries are listed head by head, so that every product of a tile of one and a tile
-of the other is one that somebody asked for. Kept keys are copied next to one another first: every
-program goes over all of them.
+Kept and evicted entries are listed head by head, so that no product of a tile of one and a tile of
+the other is wasted. Kept keys are copied next to one another first, since every program reads all
+of them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -14,13 +14,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.fitting_triton import launch_fitting
 from vllm_kvcompress.kernels.common.kv_view import KVView, paged
-from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
+from vllm_kvcompress.kernels.common.launch_triton import (
+    entries_arguments,
+    kernel,
+    launch_fitting,
+    on_device,
+)
 from vllm_kvcompress.kernels.common.paged_entries import per_entry, tile_size
 from vllm_kvcompress.kernels.common.paged_rows_triton import load_rows
 
-# Of the evicted keys that a program has, and of each tile of kept ones that it goes over.
+# Of the evicted keys of a program, and of each tile of kept ones that it reads.
 ROWS_BYTES, TILE_BYTES = 1 << 16, 1 << 15
 
 
@@ -37,11 +41,11 @@ def _listed_keys(
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """[TILE, DIMS] keys of the entries from number `first` on in a list of `count`, and [TILE]
-    which entries these are; zeros behind the list's end."""
-    nth = first + tl.arange(0, TILE)
-    present = nth < count
-    entries = tl.load(listed + nth, mask=present, other=0)
+    """[TILE, DIMS] keys of the entries from number `first` on in a list of `count`, and the
+    [TILE] entries; zeros behind the list's end."""
+    index = first + tl.arange(0, TILE)
+    present = index < count
+    entries = tl.load(listed + index, mask=present, other=0)
     keys = load_rows(pages, table_row, entries, present, page_stride, BLOCK_SIZE, HEAD_SIZE, DIMS)
     return keys, entries
 
@@ -62,8 +66,8 @@ def _copy_kernel(
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """copies [S, room, HEAD_SIZE] of listed keys, in the list's order, and inverse [S, room] fp32
-    one over their norms; zero keys behind the list's end, up to the end of a tile."""
+    """Writes copies [S, room, HEAD_SIZE] of listed keys, in the list's order, and inverse [S, room]
+    fp32 inverses of their norms; zero keys behind the list's end, up to the end of a tile."""
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * TILE
     count = tl.load(counts + head).to(tl.int32)
@@ -80,8 +84,8 @@ def _copy_kernel(
             TILE,
             DIMS,
         )
-        wide = keys.to(tl.float32)
-        norms = tl.sqrt(tl.sum(wide * wide, 1))
+        keys32 = keys.to(tl.float32)
+        norms = tl.sqrt(tl.sum(keys32 * keys32, 1))
         to = head * tl.num_programs(0) * TILE + first + tl.arange(0, TILE)
         tl.store(inverse + to, 1.0 / tl.maximum(norms, 1e-8))
         dims = tl.arange(0, DIMS)
@@ -111,7 +115,7 @@ def _nearest_kernel(
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """cosines and places [S, capacity] of a tile of evicted entries, against all kept ones."""
+    """Writes cosines and places [S, capacity] of a tile of evicted entries, against kept ones."""
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
     count, total = tl.load(num_gone + head).to(tl.int32), tl.load(num_kept + head).to(tl.int32)
@@ -119,37 +123,28 @@ def _nearest_kernel(
     if (first < count) & (total > 0):
         gone_row = gone + head * capacity
         own, entries = _listed_keys(
-            pages,
-            table_row,
-            gone_row,
-            first,
-            count,
-            page_stride,
-            BLOCK_SIZE,
-            HEAD_SIZE,
-            ROWS,
-            DIMS,
+            pages, table_row, gone_row, first, count, page_stride, BLOCK_SIZE, HEAD_SIZE, ROWS, DIMS
         )
         best = tl.full([ROWS], float("-inf"), tl.float32)
         nearest = tl.zeros([ROWS], tl.int32)
         dims = tl.arange(0, DIMS)
         for start in range(0, total, TILE):
-            nth = start + tl.arange(0, TILE)
-            place = head * room + nth
+            index = start + tl.arange(0, TILE)
+            place = head * room + index
             rows = copies + place[:, None] * HEAD_SIZE + dims[None, :]
             if DIMS == HEAD_SIZE:
                 keys = tl.load(rows)
             else:
                 keys = tl.load(rows, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
             scales = tl.load(inverse + place)
-            hidden = tl.where(nth < total, 0.0, float("-inf"))
+            hidden = tl.where(index < total, 0.0, float("-inf"))
             products = tl.dot(own, tl.trans(keys), input_precision="ieee")
             products = tl.fma(products, scales[None, :], hidden[None, :])
             highest, which = tl.max(products, 1, return_indices=True)
             nearest = tl.where(highest > best, start + which, nearest)
             best = tl.maximum(highest, best)
-        wide = own.to(tl.float32)
-        norms = tl.sqrt(tl.sum(wide * wide, 1))
+        own32 = own.to(tl.float32)
+        norms = tl.sqrt(tl.sum(own32 * own32, 1))
         mask = first + tl.arange(0, ROWS) < count
         to = head * capacity + entries
         tl.store(cosines + to, best / tl.maximum(norms, 1e-8), mask=mask)
@@ -157,7 +152,7 @@ def _nearest_kernel(
 
 
 def nearest_keys(view: KVView, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """As `reference.nearest_keys`, in Triton."""
+    """Triton launcher of `nearest_keys`: same signature and result."""
     entries = paged(view).body
     num_heads, capacity = entries.num_sequences, entries.capacity
     kept = per_entry(entries, "kept", kept, torch.bool)
@@ -170,14 +165,8 @@ def nearest_keys(view: KVView, kept: Tensor) -> tuple[Tensor, Tensor]:
     num_tiles = triton.cdiv(capacity, tile)
     copies = entries.pages.new_empty((num_heads, num_tiles * tile, entries.head_size))
     inverse = cosines.new_empty((num_heads, num_tiles * tile))
-    strides = (entries.pages.stride(0), entries.page_table.stride(0))
-    sizes = dict(
-        BLOCK_SIZE=entries.block_size,
-        HEAD_SIZE=entries.head_size,
-        TILE=tile,
-        DIMS=padded(entries.head_size),
-    )
-    pages = (entries.pages, entries.page_table)
+    (*pages, _), strides, sizes = entries_arguments(entries)
+    sizes |= dict(TILE=tile)
 
     def launch(rows: int) -> None:
         _nearest_kernel[(triton.cdiv(capacity, rows), num_heads)](
@@ -206,11 +195,11 @@ def nearest_keys(view: KVView, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(flags: Tensor) -> tuple[Tensor, Tensor]:
-    """[S, n] int32 which entries have flags, in order, then anything; and [S] how many."""
+    """[S, n] int32 entries whose flag is set, in order, then anything; and [S] their number."""
     number = flags.cumsum(dim=1)
     last = flags.shape[1]
     to = torch.where(flags, number - 1, last)
-    nth = torch.arange(last, dtype=torch.int32, device=flags.device).expand_as(to)
+    entries = torch.arange(last, dtype=torch.int32, device=flags.device).expand_as(to)
     listed = torch.empty((flags.shape[0], last + 1), dtype=torch.int32, device=flags.device)
-    listed.scatter_(1, to, nth)
+    listed.scatter_(1, to, entries)
     return listed[:, :last].contiguous(), number[:, -1].contiguous()

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.merging.value_residuals import value_residuals
+from vllm_kvcompress.kernels.merging.neighbours import value_residuals
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import LayerView, Needs, Protection, Stages, parameter
 from vllm_kvcompress.policies.merging import groups as grouping

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.merging.spread_values import spread_values
+from vllm_kvcompress.kernels.merging.merged_entries import spread_values
 from vllm_kvcompress.policies import Modifier, Pipeline, Stages, parameter
 from vllm_kvcompress.policies.base import LayerView, Merged, Merger, Needs
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.merging.merge_into import merge_into
+from vllm_kvcompress.kernels.merging.merged_entries import merge_into
 from vllm_kvcompress.kernels.merging.nearest_keys import nearest_keys
 from vllm_kvcompress.policies import LayerView, Merged, Merger, Needs, Protection, parameter
 from vllm_kvcompress.policies.h2o import H2O

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.rotary import Rotary
-from vllm_kvcompress.kernels.merging.merge_groups import merge_groups
+from vllm_kvcompress.kernels.merging.merged_entries import merge_groups
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import LayerView, Merged, Merger, Needs, Policy, Protection
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.merging.value_residuals import value_residuals
+from vllm_kvcompress.kernels.merging.neighbours import value_residuals
 from vllm_kvcompress.policies import LayerView, parameter
 from vllm_kvcompress.policies.merging.asymkv import AsymKV, shares_of, unless_zero, with_former
 from vllm_kvcompress.policies.merging.groups import GroupSums
