@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -32,6 +33,33 @@ def interpreter() -> Iterator[Child]:
     process = Child(interprets=True)
     yield process
     process.close()
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for tiny models."""
+    return tmp_path_factory.mktemp("models")
+
+
+@pytest.fixture(scope="session")
+def llama(model_directory: Path) -> str:
+    """The tiny Llama, which most tests serve."""
+    from tests import tiny_models  # many tests need neither torch nor transformers
+
+    return str(tiny_models.build("llama", model_directory))
+
+
+@pytest.fixture(scope="session")
+def no_padding(model_directory: Path) -> str:
+    """A model whose padding token is not zero: a zero query would score all pages alike."""
+    from tests import tiny_models
+
+    def change(model: Any) -> None:
+        table = model.model.embed_tokens.weight.data
+        empty = (table == 0).all(dim=1)
+        table[empty] = table[~empty][: int(empty.sum())].flip(1)
+
+    return str(tiny_models.build("llama", model_directory / "no-padding", change=change))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

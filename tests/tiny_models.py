@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +84,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(family: str, directory: Path, seed: int = 0, **overrides: object) -> Path:
+def build(
+    family: str,
+    directory: Path,
+    seed: int = 0,
+    change: Callable[[Any], None] | None = None,
+    **overrides: object,
+) -> Path:
     """Writes a random model of a family, with its tokenizer, and returns its directory.
 
     Attention is made sharper than at initialisation, so that which tokens are kept matters, and
-    in half of the heads diffuse, so that heads deserve different budgets.
+    in half of the heads diffuse, so that heads deserve different budgets. `change` is called with
+    the model before it is written.
     """
     settings: dict[str, Any] = {**COMMON, **FAMILIES[family], **overrides}
     torch.manual_seed(seed)
@@ -102,6 +110,8 @@ def build(family: str, directory: Path, seed: int = 0, **overrides: object) -> P
             parameter.data[: parameter.shape[0] // 2].mul_(0.1)
         if name.endswith(("v_proj.weight", "o_proj.weight", "embed_tokens.weight")):
             parameter.data.mul_(4)
+    if change is not None:
+        change(model)
     target = directory / family
     model.save_pretrained(target)
     words = {f"w{i}": i for i in range(VOCABULARY)}

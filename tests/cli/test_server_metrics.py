@@ -20,11 +20,6 @@ FULL_BLOCKS = PROMPT_TOKENS // 32
 KEPT_BLOCKS = -(-FULL_BLOCKS // 2)  # half, which is the default
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.build("llama", tmp_path_factory.mktemp("models"))
-
-
 def scraped(address: str, engine: str = "0") -> dict[str, float]:
     """Returns an engine's samples by name, by name{reason} and by name{policy}."""
     text = urllib3.request("GET", f"{address}/metrics").data.decode()
@@ -47,14 +42,14 @@ def scraped(address: str, engine: str = "0") -> dict[str, float]:
 
 
 def test_metrics_count_every_event_once(
-    model: Path,
+    llama: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Plain `vllm serve` with the printed command; `serve` itself is covered in
     test_server.py, and of several API servers in test_status_page.py."""
-    arguments = ["serve", str(model), "--kv-policy", "snapkv", "--kv-min-tokens", "64"]
+    arguments = ["serve", llama, "--kv-policy", "snapkv", "--kv-min-tokens", "64"]
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")  # --print-vllm-command would lower it
     assert main([*arguments, "--print-vllm-command"]) == 0
     arguments = plain_arguments(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Fixtures of the engine tests: tiny models, and a way to run scenarios."""
+"""Fixtures of the engine tests: a way to run scenarios, and requests for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 from tests import tiny_models
 from tests.engine import engine_process
@@ -20,16 +19,6 @@ Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="session")
-def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="session")
-def llama(model_directory: Path) -> str:
-    return str(tiny_models.build("llama", model_directory))
-
-
-@pytest.fixture(scope="session")
 def equal_keys(model_directory: Path) -> str:
     """A model whose key projections are zero: attention is the mean of all values."""
 
@@ -37,29 +26,7 @@ def equal_keys(model_directory: Path) -> str:
         for layer in model.model.layers:
             layer.self_attn.k_proj.weight.data.zero_()
 
-    return changed_llama(model_directory / "equal-keys", change)
-
-
-@pytest.fixture(scope="session")
-def no_padding(model_directory: Path) -> str:
-    """A model whose padding token is not zero: a zero query would score all pages alike."""
-
-    def change(model: Any) -> None:
-        table = model.model.embed_tokens.weight.data
-        empty = (table == 0).all(dim=1)
-        table[empty] = table[~empty][: int(empty.sum())].flip(1)
-
-    return changed_llama(model_directory / "no-padding", change)
-
-
-def changed_llama(directory: Path, change: Callable[[Any], None]) -> str:
-    """Builds the tiny Llama with changed weights in its own directory."""
-    directory.mkdir()
-    path = tiny_models.build("llama", directory)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    change(model)
-    model.save_pretrained(path)
-    return str(path)
+    return str(tiny_models.build("llama", model_directory / "equal-keys", change=change))
 
 
 class Files(NamedTuple):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tests import tiny_models
 from tests.engine.conftest import Run, check_as_alone, each_alone, request
@@ -144,18 +144,16 @@ def test_merged_keys_of_equal_unrotated_keys_are_that_key(
 
     Every head's entries together stand for all tokens of the full blocks so far.
     """
-    directory = model_directory / "one-key"
-    directory.mkdir()
-    path = tiny_models.build("qwen2", directory)
-    model = AutoModelForCausalLM.from_pretrained(path)
     biases = []
-    for layer in model.model.layers:
-        layer.self_attn.k_proj.weight.data.zero_()
-        layer.self_attn.k_proj.bias.data.normal_()
-        biases.append(layer.self_attn.k_proj.bias.data.view(HEADS, HEAD_SIZE))
-    model.save_pretrained(path)
+
+    def change(model: Any) -> None:
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.weight.data.zero_()
+            layer.self_attn.k_proj.bias.data.normal_()
+            biases.append(layer.self_attn.k_proj.bias.data.view(HEADS, HEAD_SIZE))
+
     report = run_engine(
-        str(path),
+        str(tiny_models.build("qwen2", model_directory / "one-key", change=change)),
         [[request("a", prompt(700, seed=1), 80)]],
         settings={"policy": "asymkv", "budget": 0.25, "trigger": "chunk:256,decode:32"},
         record_kept=True,

@@ -5,21 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engine.conftest import Files, llama, model_directory, no_padding, run_engine  # noqa: F401
+from tests.engine.conftest import Files, Run, run_engine  # noqa: F401
 from tests.gpu_path.stand_ins import taken_for_cuda
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.vllm_plugin.startup.compat import plugin_options
 
-Run = Callable[..., dict[str, Any]]
 STOCK = {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 240
 
 
 def cuda_options(settings: dict[str, Any]) -> dict[str, Any]:

@@ -10,22 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 from gpu_parts.engine import EnginePlan, measure_engines, serve_call
 from gpu_parts.report import as_markdown, engine_passed
 from gpu_parts.served import serve_options, write_8b_shape
-from tests import tiny_models
 
 ROOT = next(folder for folder in Path(__file__).parents if folder.name == "tests").parent
 ENGINE = {"enforce_eager": True, "dtype": "float32", "num_gpu_blocks_override": 120}
 SETTINGS = {"policy": "adakv+criticalkv", "budget": 0.25, "trigger": "prompt"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny_models.build("llama", tmp_path_factory.mktemp("model")))
 
 
 def served_together(llm: Any, call: tuple[Any, ...]) -> Any:
@@ -49,11 +42,11 @@ def served_together(llm: Any, call: tuple[Any, ...]) -> Any:
     return {**answer, "together": list(EventRunner.told)} if call[0] == "path" else answer
 
 
-def test_engines_batch_events_like_a_server(model: str, tmp_path: Path) -> None:
+def test_engines_batch_events_like_a_server(llama: str, tmp_path: Path) -> None:
     """Compressed first; events run together and over several layers, and figures are written after
     every engine and every case."""
     plan = EnginePlan(
-        model,
+        llama,
         SETTINGS,
         ENGINE,
         names=("compressed", "stock", "off"),
@@ -92,12 +85,12 @@ def test_engines_batch_events_like_a_server(model: str, tmp_path: Path) -> None:
 
 
 def test_decode_steps_are_timed_after_prefill_and_oversized_cases_are_left_out(
-    model: str, tmp_path: Path
+    llama: str, tmp_path: Path
 ) -> None:
     """Five prompts take 38 steps here, while the first request decodes."""
     engine = {**ENGINE, "max_num_batched_tokens": 40, "max_num_seqs": 8}
     plan = EnginePlan(
-        model,
+        llama,
         SETTINGS,
         engine,
         names=("compressed",),
@@ -118,9 +111,9 @@ def test_decode_steps_are_timed_after_prefill_and_oversized_cases_are_left_out(
 REPORT = {"device": "x", "versions": {}, "quick": False}
 
 
-def test_engine_options_are_those_of_serve(model: str) -> None:
+def test_engine_options_are_those_of_serve(llama: str) -> None:
     """The options that `serve` prints, and vLLM's defaults for servers."""
-    command = [sys.executable, "-m", "vllm_kvcompress.cli.main", "serve", model]
+    command = [sys.executable, "-m", "vllm_kvcompress.cli.main", "serve", llama]
     command += [f"--kv-{name}={value}" for name, value in SETTINGS.items()]
     printed = subprocess.run(
         [*command, "--print-vllm-command=yaml", "--no-kv-status-page"],
@@ -132,15 +125,15 @@ def test_engine_options_are_those_of_serve(model: str) -> None:
     expected = {
         name.replace("-", "_"): value for name, value in yaml.safe_load(printed.stdout).items()
     }
-    assert expected.pop("model") == model
-    options = serve_options(model, SETTINGS, {"max_model_len": 800})
+    assert expected.pop("model") == llama
+    options = serve_options(llama, SETTINGS, {"max_model_len": 800})
     assert options.pop("max_model_len") == 800
     of_servers = {name: options.pop(name) for name in ("max_num_batched_tokens", "max_num_seqs")}
     assert of_servers == {"max_num_batched_tokens": 2048, "max_num_seqs": 128}  # on CPUs
     assert {name: _plain(value) for name, value in options.items()} == {
         name: _plain(value) for name, value in expected.items()
     }
-    stock = serve_options(model, None, {})
+    stock = serve_options(llama, None, {})
     assert {name for name in stock if name not in of_servers} == {"block_size"}
     assert stock["block_size"] is None  # vLLM's own
 
@@ -149,18 +142,18 @@ def _plain(value: Any) -> Any:
     return json.loads(value) if isinstance(value, str) and value.startswith("{") else value
 
 
-def test_pool_option_holds_that_many_uncompressed_requests(model: str) -> None:
-    plan = EnginePlan(model, SETTINGS, {}, requests=6, prompt=400, output=10, pool=2)
+def test_pool_option_holds_that_many_uncompressed_requests(llama: str) -> None:
+    plan = EnginePlan(llama, SETTINGS, {}, requests=6, prompt=400, output=10, pool=2)
     options = plan.options("compressed")
     assert options["num_gpu_blocks_override"] == 2 * 13 + 1  # of 32 tokens each
     assert {len(prompt) for prompt in plan.prompts(1)} == {400}
     assert (plan.num_long, plan.label) == (6, "prompt, pool of 2")
 
 
-def test_checked_engines_fail_if_kernels_compile_while_serving(model: str) -> None:
-    plan = EnginePlan(model, SETTINGS, {}, checked=True)
+def test_checked_engines_fail_if_kernels_compile_while_serving(llama: str) -> None:
+    plan = EnginePlan(llama, SETTINGS, {}, checked=True)
     assert plan.options("stock")["jit_monitor_mode"] == "error"
-    assert "jit_monitor_mode" not in EnginePlan(model, SETTINGS, {}).options("stock")
+    assert "jit_monitor_mode" not in EnginePlan(llama, SETTINGS, {}).options("stock")
 
 
 def test_the_shape_of_8b_is_a_model_for_vllm(tmp_path: Path) -> None:
@@ -175,10 +168,10 @@ def test_measured_engines_have_no_observers() -> None:
         assert "evaluation.observer" not in path.read_text(), path
 
 
-def test_engine_parts_can_be_rehearsed_on_a_cpu(model: str, tmp_path: Path) -> None:
+def test_engine_parts_can_be_rehearsed_on_a_cpu(llama: str, tmp_path: Path) -> None:
     """The script itself, from its command line to its report."""
     script = ROOT / "scripts" / "gpu_check.py"
-    command = f"--rehearse --part capture engine decode-only --model {model} --out {tmp_path}"
+    command = f"--rehearse --part capture engine decode-only --model {llama} --out {tmp_path}"
     command += " --requests 2 --prompt 300 --output 40 --kv-trigger prompt,decode:16"
     command += " --batches 2 --lengths 300 --steps 4"
     command += " --engines compressed stock"
