@@ -58,7 +58,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_all_kernels_of_an_event_run_once_before(
+def test_dummy_events_launch_every_kernel_of_real_events(
     policy: str, tmp_path: Path, called: set[str]
 ) -> None:
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
@@ -78,23 +78,25 @@ def test_all_kernels_of_an_event_run_once_before(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_left_behind(policy: str, tmp_path: Path) -> None:
+def test_dummy_events_leave_pages_and_tables_unchanged(policy: str, tmp_path: Path) -> None:
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     request = Request(pipeline, make_pool(InterleavedPagePool))
     before = request.pool.pages.clone()
     request.runner.max_tokens = 200
     dummy_runs(request.runner).warm_up(pipeline.needs_biased_attention)
     dummy_runs(request.runner).longest(200)
-    after, mine = request.pool.pages, request.pool.pages_per_block
+    after, pages_per_block = request.pool.pages, request.pool.pages_per_block
     assert not request.runner.tables.slots
     assert not request.runner.windows.slots
-    assert torch.equal(after[:mine], torch.zeros_like(after[:mine]))
-    assert torch.equal(after[mine:].nan_to_num(7), before[mine:].nan_to_num(7))
+    assert torch.equal(after[:pages_per_block], torch.zeros_like(after[:pages_per_block]))
+    assert torch.equal(
+        after[pages_per_block:].nan_to_num(7), before[pages_per_block:].nan_to_num(7)
+    )
 
 
 @pytest.mark.parametrize("policy", sorted(EVERY_POLICY.keys() - {"d2o"}))  # its twin reads numbers
-def test_the_longest_events_take_no_less_than_requests(policy: str, tmp_path: Path) -> None:
-    """Than one of as many tokens that is compressed twice, with pages of its own."""
+def test_longest_dummy_event_takes_as_much_memory_as_a_request(policy: str, tmp_path: Path) -> None:
+    """Compared with a request of as many tokens that is compressed twice."""
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     request = Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR))
     with LiveBytes() as taken:
@@ -109,7 +111,7 @@ def test_the_longest_events_take_no_less_than_requests(policy: str, tmp_path: Pa
         ("kvmerger", 2 * 4 * HEAD_SIZE),  # merged keys and values
     ],
 )
-def test_the_longest_events_take_what_every_token_needs(
+def test_memory_of_the_longest_dummy_event_grows_with_its_tokens(
     policy: str, per_entry: int, tmp_path: Path
 ) -> None:
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
@@ -120,8 +122,8 @@ def test_the_longest_events_take_what_every_token_needs(
 
 
 @pytest.mark.parametrize("policy", ["adakv", "kvmerger"])
-def test_one_block_of_one_layer_is_room_enough(policy: str, tmp_path: Path) -> None:
-    """As before there is a cache; with last queries in blocks, as under memory pressure."""
+def test_dummy_events_need_only_one_block_of_one_layer(policy: str, tmp_path: Path) -> None:
+    """The pool before the cache exists is that small; the last queries lie in blocks."""
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
     shape = (NUM_HEADS, 2 * BLOCK_SIZE * HEAD_SIZE)
     pool = InterleavedPagePool(
@@ -138,7 +140,7 @@ MODELS = [(32, 8, 4, 128), (36, 8, 4, 128), (30, 3, 3, 64)]
 
 
 def make_runner(model: tuple[int, ...], pipeline: Pipeline, num_rings: int) -> EventRunner:
-    """Of a model in bf16, on the device that has shapes alone."""
+    """Makes the runner of a bf16 model on the device that has shapes alone."""
     num_layers, num_heads, _, head_size = model
     offsets = torch.zeros(num_layers, dtype=torch.int64, device=ACCELERATOR)
     pages = torch.zeros(num_heads, 32 * head_size, dtype=torch.bfloat16, device=ACCELERATOR)
@@ -151,8 +153,10 @@ def make_runner(model: tuple[int, ...], pipeline: Pipeline, num_rings: int) -> E
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("policy", ["snapkv", "h2o"])
-def test_queries_of_the_worst_batches_were_counted(policy: str, model: tuple[int, ...]) -> None:
-    """All requests near an event at once, or as many prompts that end as can in 8,192 tokens."""
+def test_dummy_events_hold_more_queries_than_the_worst_batches(
+    policy: str, model: tuple[int, ...]
+) -> None:
+    """All requests are near an event, or as many prompts end as fit 8,192 tokens."""
     num_layers, num_heads, group, head_size = model
     num_requests = 256
     pipeline = resolve(policy).bind(num_layers, num_heads, num_heads * group, 16)
@@ -160,23 +164,23 @@ def test_queries_of_the_worst_batches_were_counted(policy: str, model: tuple[int
     runner = make_runner(model, pipeline, num_requests)
     with launched(), counted:
         DummyRuns(runner, num_heads * group, block=0).longest(8192)
-    names = [f"r{nth}" for nth in range(num_requests)]
+    names = [f"r{index}" for index in range(num_requests)]
     short = torch.zeros(
         (8192, num_heads * group, head_size), dtype=torch.bfloat16, device=ACCELERATOR
     )
     runner = make_runner(model, pipeline, num_requests)
     with serving:
         for position in range(3):
-            rows = [(name, nth, Observation(0, position, 1)) for nth, name in enumerate(names)]
+            rows = [(name, index, Observation(0, position, 1)) for index, name in enumerate(names)]
             where = runner.windows.locate(rows)
             for layer in range(num_layers):
                 runner.windows.record(layer, short[:num_requests], where)
         for name in names:
             runner.windows.release(name)
-        ends = [(f"s{nth}", size) for nth in range(8192 // size)]
+        ends = [(f"s{index}", size) for index in range(8192 // size)]
         seen = Observation(0, 0, size)
         plans = [event_plan(name, size) for name, _ in ends]
-        asked = [(name, nth * size, seen) for nth, (name, _) in enumerate(ends)]
+        asked = [(name, index * size, seen) for index, (name, _) in enumerate(ends)]
         runner.windows.record(0, short, runner.windows.locate(asked, plans))
         assert runner.windows.read(0, runner.windows.find(ends, size)).shape[1] == len(ends)
     rings = 2 * num_layers * num_requests * size * num_heads * group * head_size
@@ -187,7 +191,7 @@ def event_plan(request_id: str, position: int) -> EventPlan:
     return EventPlan(request_id, 0, "", "prompt", position, position, 0, 1, 0, (1,))
 
 
-def test_what_is_alive_is_counted() -> None:
+def test_live_bytes_counts_tensors_that_are_alive() -> None:
     outside = torch.zeros(1000)
     with LiveBytes() as memory:
         assert memory.live == 0

@@ -1,4 +1,4 @@
-"""Events of one step, or layers of an event, that run together leave what they leave one by one."""
+"""Batched events, and batched layers of an event, leave the pages that single ones leave."""
 
 from __future__ import annotations
 
@@ -98,13 +98,13 @@ class Step:
         pages = pool.fresh_pages(upload(blocks[:count], pool.device))
         pool.write(pages, upload(keys, pool.device), upload(values, pool.device))
 
-    def plan(self, nth: int, position: int) -> EventPlan:
-        first, resident = self.kept[nth]
+    def plan(self, index: int, position: int) -> EventPlan:
+        first, resident = self.kept[index]
         least = self.pipeline.least_blocks(NUM_HEADS, HEAD_SIZE, BLOCK_SIZE, self.pool.page_bytes)
-        num_kept = max(least, 4 + nth % 2)
+        num_kept = max(least, 4 + index % 2)
         start = 20 if resident == 0 else 30
         return EventPlan(
-            request_id=f"r{nth}",
+            request_id=f"r{index}",
             group=0,
             policy=self.pipeline.name,
             trigger="prompt",
@@ -113,7 +113,7 @@ class Step:
             first_block=first,
             end_block=position // BLOCK_SIZE,
             resident_blocks=resident,
-            fresh_block_ids=tuple(self.blocks[nth][start : start + num_kept]),
+            fresh_block_ids=tuple(self.blocks[index][start : start + num_kept]),
         )
 
     def run(self, together: bool, later: int = 0, in_step: bool = True) -> list[Event]:
@@ -125,7 +125,7 @@ class Step:
             in_step: windows lie in the step's own batch.
         """
         runner, positions = self.runner, [length + later for length in self.lengths]
-        plans = [self.plan(nth, position) for nth, position in enumerate(positions)]
+        plans = [self.plan(index, position) for index, position in enumerate(positions)]
         rows = torch.tensor(self.blocks, dtype=torch.int32)
         if later:
             slots = np.array([runner.tables.slots[plan.request_id] for plan in plans])
@@ -140,12 +140,12 @@ class Step:
         where = None
         if size:
             seen = [Observation(0, p.position - p.window_size, p.window_size) for p in plans]
-            observed = [(p.request_id, nth * size, seen[nth]) for nth, p in enumerate(plans)]
+            observed = [(p.request_id, index * size, seen[index]) for index, p in enumerate(plans)]
             where = runner.windows.locate(observed, plans if in_step else ())
-        whole = () if where is None else where.in_step
-        batches = runner.batches(events, whole)
+        in_step_ids = () if where is None else where.in_step
+        batches = runner.batches(events, in_step_ids)
         if not together:
-            batches = [batch for event in events for batch in runner.batches([event], whole)]
+            batches = [batch for event in events for batch in runner.batches([event], in_step_ids)]
         generator = torch.Generator().manual_seed(later)
         for layer in range(NUM_LAYERS):
             if where is not None:
@@ -160,14 +160,14 @@ class Step:
         return events
 
     def forget(self) -> None:
-        """Makes the requests whole again."""
-        for nth in range(len(self.lengths)):
-            self.runner.tables.release(f"r{nth}")
+        """Makes the requests uncompressed again."""
+        for index in range(len(self.lengths)):
+            self.runner.tables.release(f"r{index}")
         self.kept = [(0, 0)] * len(self.lengths)
 
     def left(self) -> list[list[dict[str, Tensor]]]:
-        """By request and layer, what its events have left."""
-        return [left_in(self.runner.tables, f"r{nth}") for nth in range(len(self.lengths))]
+        """Returns by request and layer what its events have left."""
+        return [left_in(self.runner.tables, f"r{index}") for index in range(len(self.lengths))]
 
 
 def make_step(
@@ -184,9 +184,9 @@ def make_step(
 
 
 def check_same(one: Step, other: Step) -> None:
-    """The same pages with the same tokens in them; what is computed of tokens may be rounded."""
-    for mine, theirs in zip(one.left(), other.left(), strict=True):
-        for layer, expected in zip(mine, theirs, strict=True):
+    """Asserts equal pages with equal tokens; computed numbers may differ by rounding."""
+    for ours, theirs in zip(one.left(), other.left(), strict=True):
+        for layer, expected in zip(ours, theirs, strict=True):
             assert torch.equal(layer["counts"], expected["counts"])
             assert torch.equal(layer["pages"], expected["pages"])
             for name in ("keys", "values", "carried"):
@@ -202,12 +202,16 @@ def check_same(one: Step, other: Step) -> None:
         *((policy, InterleavedPagePool) for policy in ("h2o+obcache", "d2o", "kvslimmer")),
     ],
 )
-def test_together_is_one_by_one(policy: str, kind: type[PagePool], tmp_path: Path) -> None:
-    """First events, and later ones of what the first have left; layer by layer and at once."""
+def test_batched_events_keep_what_single_events_keep(
+    policy: str, kind: type[PagePool], tmp_path: Path
+) -> None:
+    """First events and later ones; layer by layer and all layers at once."""
     together, layers, alone = (make_step(policy, tmp_path, kind) for _ in range(3))
     alone.runner.max_tokens = 0
     pipeline = together.pipeline
-    whole = pipeline.merger is not None or not pipeline.batches or pipeline.needs.output_weight
+    one_layer_at_a_time = (
+        pipeline.merger is not None or not pipeline.batches or pipeline.needs.output_weight
+    )
     for later, in_step in ((0, True), (LATER, False)):
         events = together.run(True, later, in_step) + layers.run(False, later, in_step)
         alone.run(False, later, in_step)
@@ -215,12 +219,12 @@ def test_together_is_one_by_one(policy: str, kind: type[PagePool], tmp_path: Pat
         if pipeline.batches and pipeline.needs.window_size < LENGTHS[0]:
             # Later requests may hold too different numbers of tokens.
             assert together.num_batches <= (3 if later else 1)
-        assert (layers.at_once, alone.at_once) == (1 if whole else NUM_LAYERS, 1)
+        assert (layers.at_once, alone.at_once) == (1 if one_layer_at_a_time else NUM_LAYERS, 1)
         check_same(together, alone)
         check_same(layers, alone)
 
 
-def test_every_policy_of_the_tree_batches(tmp_path: Path) -> None:
+def test_every_policy_but_expected_is_batched(tmp_path: Path) -> None:
     alone = {p for p in POLICIES if not make_pipeline(p, SHAPE, tmp_path).batches}
     assert alone == {"expected", "expected+adakv"}
     assert {name for policy in POLICIES for name in policy.split("+")} >= set(policies())
@@ -228,10 +232,10 @@ def test_every_policy_of_the_tree_batches(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", [CPU, ACCELERATOR])
 @pytest.mark.parametrize("policy", ["snapkv", "h2o+criticalkv", "kvslimmer", "momentkv"])
-def test_more_requests_queue_no_more_operators(
+def test_operators_per_layer_do_not_grow_with_requests(
     policy: str, device: torch.device, tmp_path: Path
 ) -> None:
-    """In a layer; a step's own part grows with its requests."""
+    """Only a step's own part, outside of layers, grows with its requests."""
     kind = PackedPagePool if device == CPU else InterleavedPagePool
     counts = []
     for number in (1, 2, 8):
@@ -248,10 +252,10 @@ def test_more_requests_queue_no_more_operators(
 
 @pytest.mark.parametrize("device", [CPU, ACCELERATOR])
 @pytest.mark.parametrize("policy", ["snapkv", "snapkv+criticalkv", "spans+headkv"])
-def test_more_layers_queue_hardly_more_operators(
+def test_operators_hardly_grow_with_layers(
     policy: str, device: torch.device, tmp_path: Path
 ) -> None:
-    """All of them hardly more than one: their queries are held, layer after layer."""
+    """All layers take hardly more than one, since their queries are held until the last."""
     kind = PackedPagePool if device == CPU else InterleavedPagePool
     counts = []
     for alike in (True, False):
@@ -265,7 +269,7 @@ def test_more_layers_queue_hardly_more_operators(
 
 @contextmanager
 def count_operators(runner: EventRunner) -> Iterator[Operators]:
-    """Those of all layers, without what a step has to do once."""
+    """Counts operators of all layers, without what a step does once."""
     operators, run_layer = Operators(), runner.run_layer
 
     def counting(*args: Any) -> None:
@@ -289,8 +293,8 @@ class Choosy(SnapKV):
         return super().score(view)
 
 
-def test_a_request_that_fails_fails_alone() -> None:
-    """The others keep what they keep without it, from the layer at which it fails on, too."""
+def test_failing_request_leaves_the_rest_of_its_batch_unchanged() -> None:
+    """The others keep what they keep without it, also behind the layer at which it fails."""
     pipeline = Choosy(window_size=5).pipeline().bind(NUM_LAYERS, NUM_HEADS, 4, BLOCK_SIZE)
     steps = [
         Step(pipeline, make_pool(PackedPagePool, num_blocks=BLOCKS_EACH * 4)) for _ in range(2)
@@ -305,8 +309,8 @@ def test_a_request_that_fails_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("in_step", [True, False])
-def test_a_layer_that_fails_fails_alone(in_step: bool) -> None:
-    """Layers before it, which have waited for it, keep what they keep without it."""
+def test_failing_layer_leaves_earlier_layers_unchanged(in_step: bool) -> None:
+    """Layers that were batched with it keep what they keep without it."""
     pipeline = Choosy(window_size=5).pipeline().bind(NUM_LAYERS, NUM_HEADS, 4, BLOCK_SIZE)
     layers, alone = (
         Step(pipeline, make_pool(PackedPagePool, num_blocks=BLOCKS_EACH), (50,)) for _ in range(2)
@@ -323,64 +327,67 @@ def test_a_layer_that_fails_fails_alone(in_step: bool) -> None:
     )
     untouched.run(False, in_step=in_step)
     same = [
-        torch.equal(mine["keys"], theirs["keys"])
-        for mine, theirs in zip(layers.left()[0], untouched.left()[0], strict=True)
+        torch.equal(ours["keys"], theirs["keys"])
+        for ours, theirs in zip(layers.left()[0], untouched.left()[0], strict=True)
     ]
     assert same == [True, False, False]
 
 
 class Inherited(SnapKV):
-    """What it does with other requests' heads is not known."""
+    """A policy that inherits from another, so its batching is unknown."""
 
 
-def test_who_runs_together() -> None:
+def test_events_are_grouped_by_length_and_padding() -> None:
     assert not Inherited().pipeline().batches
     assert SnapKV().pipeline().batches
     pipeline = SnapKV(window_size=5).pipeline().bind(NUM_LAYERS, NUM_HEADS, 4, BLOCK_SIZE)
     lengths = (43, 44, 43, 63, 83, 43)
     step = Step(pipeline, make_pool(PackedPagePool, num_blocks=BLOCKS_EACH * 6), lengths)
     events = [
-        step.runner.begin(step.plan(nth, length), torch.tensor(step.blocks[nth], dtype=torch.int32))
-        for nth, length in enumerate(lengths)
+        step.runner.begin(
+            step.plan(index, length), torch.tensor(step.blocks[index], dtype=torch.int32)
+        )
+        for index, length in enumerate(lengths)
     ]
 
-    def found(whole: set[str], most_tokens: int) -> list[list[int]]:
+    def groups(in_step_ids: set[str], most_tokens: int) -> list[list[int]]:
         return [
-            [events.index(e) for e in some] for some in group_events(events, whole, most_tokens)
+            [events.index(e) for e in some]
+            for some in group_events(events, in_step_ids, most_tokens)
         ]
 
     everybody = {event.plan.request_id for event in events}
     # By length, and by room for padded tokens.
-    assert found(everybody, 1000) == [[0, 2, 5, 1], [3], [4]]
-    assert found(everybody, 99) == [[0, 2], [5, 1], [3], [4]]
-    assert found(everybody - {"r2"}, 1000) == [[0, 5, 1], [3], [4], [2]]
+    assert groups(everybody, 1000) == [[0, 2, 5, 1], [3], [4]]
+    assert groups(everybody, 99) == [[0, 2], [5, 1], [3], [4]]
+    assert groups(everybody - {"r2"}, 1000) == [[0, 5, 1], [3], [4], [2]]
     events[2].fall_back(pipeline, RuntimeError("it failed at the start"))
-    assert found(everybody, 1000) == [[0, 5, 1], [3], [4], [2]]
-    assert found(everybody, 0) == [[0], [5], [1], [3], [4], [2]]
+    assert groups(everybody, 1000) == [[0, 5, 1], [3], [4], [2]]
+    assert groups(everybody, 0) == [[0], [5], [1], [3], [4], [2]]
 
 
 def most_at_once(batch: EventBatch) -> int:
     return max(len(each.layers) for each in batch.layers)
 
 
-def test_how_many_layers_run_together(tmp_path: Path) -> None:
-    """Short events hold queries of more; what all events of a step hold is limited."""
-    lengths = tuple(43 + 16 * nth for nth in range(14))
+def test_number_of_batched_layers_depends_on_length_and_held_queries(tmp_path: Path) -> None:
+    """Short events hold queries of more layers; a step's total is limited."""
+    lengths = tuple(43 + 16 * index for index in range(14))
     step = make_step("snapkv", tmp_path, lengths=(43,) * len(lengths))
 
-    def found(**settings: object) -> list[int]:
+    def layers_per_batch(**settings: object) -> list[int]:
         with mock.patch.multiple(step.runner, **{"layers_alike": True} | settings):
             events = [
-                step.runner.begin(step.plan(nth, length), torch.zeros(64, dtype=torch.int32))
-                for nth, length in enumerate(lengths)
+                step.runner.begin(step.plan(index, length), torch.zeros(64, dtype=torch.int32))
+                for index, length in enumerate(lengths)
             ]
             batches = [batch for event in events for batch in step.runner.batches([event])]
             return [most_at_once(batch) for batch in batches]
 
-    assert found() == [3] * 14
-    assert found(max_tokens=200) == [3, 3, 2, 2, *[1] * 10]
-    assert found(max_tokens=0) == found(layers_alike=False) == [1] * 14
-    assert found(observer=mock.Mock()) == [1] * 14
+    assert layers_per_batch() == [3] * 14
+    assert layers_per_batch(max_tokens=200) == [3, 3, 2, 2, *[1] * 10]
+    assert layers_per_batch(max_tokens=0) == layers_per_batch(layers_alike=False) == [1] * 14
+    assert layers_per_batch(observer=mock.Mock()) == [1] * 14
 
 
 def test_layers_are_divided_evenly(tmp_path: Path) -> None:
@@ -395,25 +402,25 @@ def test_layers_are_divided_evenly(tmp_path: Path) -> None:
         states = torch.cat([batch.layers[layers.start].state_pages for layers in runs])
         assert sorted(torch.cat([pages, states]).tolist()) == sorted(event.fresh_pages.tolist())
         for layer, each in enumerate(batch.layers):
-            there = event.kept_pages(layer).tolist()
-            assert set(there) <= set(each.pages.tolist())
+            kept_pages = event.kept_pages(layer).tolist()
+            assert set(kept_pages) <= set(each.pages.tolist())
 
 
-def test_queries_that_are_held_at_once_are_limited(tmp_path: Path) -> None:
-    """Those of batches that hold none until later are few enough to be counted as well."""
+def test_held_queries_are_limited(tmp_path: Path) -> None:
+    """The limit includes batches that hold no queries until later."""
     step = make_step("snapkv", tmp_path, lengths=(43,) * 14)
     events = [
-        step.runner.begin(step.plan(nth, 43 + 14 * nth), torch.zeros(80, dtype=torch.int32))
-        for nth in range(14)
+        step.runner.begin(step.plan(index, 43 + 14 * index), torch.zeros(80, dtype=torch.int32))
+        for index in range(14)
     ]
     with mock.patch("vllm_kvcompress.compression.batch.MAX_PADDING", 1.0):
         batches = step.runner.batches(events)
-    found = [most_at_once(batch) for batch in batches]
-    assert found == [3] * 10 + [2] + [1] * 3
-    assert sum(number for number in found if number > 1) == MAX_HELD_WINDOWS
+    num_layers = [most_at_once(batch) for batch in batches]
+    assert num_layers == [3] * 10 + [2] + [1] * 3
+    assert sum(number for number in num_layers if number > 1) == MAX_HELD_WINDOWS
 
 
-def test_large_tensors_are_no_faster_on_cpus(tmp_path: Path) -> None:
+def test_batches_on_cpus_are_limited_in_bytes(tmp_path: Path) -> None:
     pool = make_step("snapkv", tmp_path).pool
     token_bytes = NUM_HEADS * HEAD_SIZE * 4
     assert max_batch_tokens(pool) == MAX_BATCH_TOKENS
@@ -423,7 +430,7 @@ def test_large_tensors_are_no_faster_on_cpus(tmp_path: Path) -> None:
             assert max_batch_tokens(make_pool(InterleavedPagePool, ACCELERATOR)) == MAX_BATCH_TOKENS
 
 
-def test_layers_that_rotate_otherwise_are_noticed() -> None:
+def test_layers_with_other_rotary_embeddings_are_not_batched() -> None:
     rotary = [Rotary(torch.tensor(angles)) for angles in ([1.0, 0.5], [1.0, 0.5], [1.0, 0.25])]
     first, same, other = (LayerWeights(rotary=each) for each in rotary)
     assert first.rotates_like(same)

@@ -1,4 +1,4 @@
-"""Whole events, first ones and repeated ones, never wait for the device that holds the pages."""
+"""Events, first and repeated ones, never synchronise with the device that holds the pages."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ COURSES = [("fraction", (70, 103)), ("tokens", (64, 96)), ("fraction", (71,))]
 
 
 def every_policy() -> list[str]:
-    """All that users may write: every policy with every set of modifiers that is not refused."""
-    found = []
+    """Returns every policy with every set of modifiers that is not refused."""
+    names = []
     for base in policies():
         for number in range(len(modifiers()) + 1):
             for on_top in itertools.combinations(modifiers(), number):
@@ -36,25 +36,25 @@ def every_policy() -> list[str]:
                 except ConfigError:
                     continue
                 if sorted(info.name for info in infos) == sorted(policy.split("+")):
-                    found.append(policy)
-    return found
+                    names.append(policy)
+    return names
 
 
 def every_choice() -> list[tuple[str, dict[str, object]]]:
-    """Every choice that a parameter of a policy or modifier offers, with a policy that takes it."""
-    found: dict[tuple[str, str, str], tuple[str, dict[str, object]]] = {}
+    """Returns every choice of every parameter, with a policy that takes it."""
+    choices: dict[tuple[str, str, str], tuple[str, dict[str, object]]] = {}
     for policy in every_policy():
         for info in describe(policy):
             for parameter in info.parameters():
                 for choice in parameter.choices:
                     key, params = (info.name, parameter.name, choice), {parameter.name: choice}
-                    if choice != parameter.default and key not in found and takes(policy, params):
-                        found[key] = (policy, dict[str, object](params))
-    return list(found.values())
+                    if choice != parameter.default and key not in choices and takes(policy, params):
+                        choices[key] = (policy, dict[str, object](params))
+    return list(choices.values())
 
 
 def takes(policy: str, params: dict[str, str]) -> bool:
-    """Whether a policy is not refused with these; asked without what reads a profile."""
+    """Returns whether a policy accepts these parameters, parts with profiles aside."""
     base, *on_top = policy.split("+")
     if policies()[base].profile:
         return True
@@ -74,7 +74,7 @@ def pipeline(request: pytest.FixtureRequest, tmp_path: Path) -> Pipeline:
 
 
 def small_pipeline(policy: str, params: dict[str, object], tmp_path: Path) -> Pipeline:
-    """A policy whose windows fit small requests."""
+    """Makes a policy whose windows fit small requests."""
     names = {p.name for info in describe(policy) for p in info.parameters()}
     given: dict[str, object] = {name: 9 for name in names & WINDOWED}
     if "any_scores" in names:
@@ -82,13 +82,15 @@ def small_pipeline(policy: str, params: dict[str, object], tmp_path: Path) -> Pi
     return make_pipeline(policy, SHAPE, tmp_path, **(given | params))
 
 
-def test_all_names_of_the_registry_take_part() -> None:
+def test_cases_cover_every_name_of_the_registry() -> None:
     parts = {part for policy, _ in CASES for part in policy.split("+")}
     assert parts == {*policies(), *modifiers()}
 
 
 @pytest.mark.parametrize("pipeline", CASES, indirect=True, ids=str)
-def test_events_never_wait(pipeline: Pipeline, request: pytest.FixtureRequest) -> None:
+def test_events_never_synchronise_with_the_device(
+    pipeline: Pipeline, request: pytest.FixtureRequest
+) -> None:
     """Modifiers and choices change what an event computes, not where it ends: one course each."""
     policy, choice = request.node.callspec.params["pipeline"]
     plain = policy in policies() and not choice
@@ -108,7 +110,7 @@ def test_events_never_wait(pipeline: Pipeline, request: pytest.FixtureRequest) -
     [("keydiff", 90), ("snapkv", 75), ("adakv", 110), ("snapkv+criticalkv", 110)],
 )
 def test_events_queue_few_operators(policy: str, most: int, tmp_path: Path) -> None:
-    """Each takes the host a while, and these are for all layers, which run at once.
+    """Each operator takes the host a while; all layers run at once.
 
     Launches of Triton, a few to an event, are not counted.
     """
@@ -124,7 +126,7 @@ def test_events_queue_few_operators(policy: str, most: int, tmp_path: Path) -> N
     assert most // 2 < operators.count <= most
 
 
-def test_an_event_that_reads_on_the_host_is_noticed(tmp_path: Path) -> None:
+def test_reading_kept_counts_on_the_host_is_detected(tmp_path: Path) -> None:
     pipeline = make_pipeline("adakv", SHAPE, tmp_path)
     with watched():
         request = Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR))
@@ -140,8 +142,8 @@ def test_an_event_that_reads_on_the_host_is_noticed(tmp_path: Path) -> None:
                 read()
 
 
-def test_bounds_of_kept_pages_hold(tmp_path: Path) -> None:
-    """What the bookkeeping of a device says without looking is at least what there is."""
+def test_host_bounds_of_kept_pages_hold(tmp_path: Path) -> None:
+    """The host's bounds, kept without synchronisation, are never too small."""
     pipeline = make_pipeline("adakv", SHAPE, tmp_path)
     seen = Request(pipeline, make_pool(PackedPagePool)).run()
     with watched():
@@ -154,7 +156,7 @@ def test_bounds_of_kept_pages_hold(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_events_on_a_gpu_leave_what_they_leave_on_a_cpu(tmp_path: Path) -> None:
-    """And once its kernels are compiled, nothing in a whole event waits for it."""
+    """Once kernels are compiled, no part of an event synchronises."""
     for policy, params in CASES:
         left = []
         for device, mode in (("cpu", "default"), ("cuda", "default"), ("cuda", "error")):
@@ -166,15 +168,15 @@ def test_events_on_a_gpu_leave_what_they_leave_on_a_cpu(tmp_path: Path) -> None:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             left.append(left_by(request))
-        for found in left[1:]:
-            check_left(found, left[0], policy)
+        for on_gpu in left[1:]:
+            check_left(on_gpu, left[0], policy)
 
 
 def check_left(
-    found: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], what: str
+    actual: list[dict[str, Tensor]], expected: list[dict[str, Tensor]], what: str
 ) -> None:
-    """That a GPU's events left what a CPU's did, ties and rounding aside."""
-    for layer, other in zip(expected, found, strict=True):
+    """Asserts that events on a GPU left what events on a CPU did, rounding aside."""
+    for layer, other in zip(expected, actual, strict=True):
         assert torch.equal(other["counts"].cpu(), layer["counts"]), what
         for name in ("keys", "values", "carried"):
             close = torch.isclose(other[name].cpu(), layer[name], 1e-4, 1e-4, equal_nan=True)

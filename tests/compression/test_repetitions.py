@@ -1,4 +1,4 @@
-"""Scores of contexts that are prepared, collected step by step, and the event that reads them."""
+"""Scores of prepared contexts, collected step by step, and the event that reads them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ CONTEXT, END = 48, 103
 
 
 class Preparation(Request):
-    """One whose tokens behind the context are read in chunks, up to each of some positions."""
+    """A request that prepares its context, read in chunks."""
 
     def read(self, *ends: int, start: int = 0) -> None:
-        """Every token's query is the same however they are chunked."""
+        """Reads chunks up to these positions; a token's query does not depend on them."""
         repetitions = self.runner.repetitions
         drawn = torch.randn(
             NUM_LAYERS,
@@ -56,7 +56,7 @@ class Preparation(Request):
             start = end
 
     def finish(self) -> Event:
-        """The event at the end, as a step runs it."""
+        """Runs the event at the prompt's end."""
         plan = replace(self.plan(CONTEXT), position=END, window_size=0, trigger=TRIGGER_PREPARE)
         event = guard.begin(self.runner, plan, self.block_row)
         batches = self.runner.batches([event])
@@ -79,7 +79,7 @@ def make(pool: type[PagePool], policy: str = "adakv", **more: Any) -> Preparatio
 
 
 def keys_by_hand(request: Preparation, layer: int) -> torch.Tensor:
-    """[H, END, D] from the blocks, one by one."""
+    """Returns [H, END, D] keys, block by block."""
     pool, heads = request.pool, []
     for head in range(NUM_HEADS):
         rows = []
@@ -91,28 +91,28 @@ def keys_by_hand(request: Preparation, layer: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("pool", POOLS)
-def test_chunks_add_up_to_the_oracle(pool: type[PagePool]) -> None:
-    """However the prompt is cut, also where a chunk holds the end of the context."""
-    found = []
+def test_scores_of_any_chunks_match_the_oracle(pool: type[PagePool]) -> None:
+    """Also where a chunk holds the end of the context."""
+    scores = []
     for ends in ((END,), (20, 50, 51, 80, END), (CONTEXT, END)):
         request = make(pool)
         request.read(*ends)
         layers = [request.runner.repetitions._of_layer("r", n) for n in range(NUM_LAYERS)]
-        found.append(torch.stack(layers))
-    for other in found[1:]:
-        torch.testing.assert_close(other, found[0])
+        scores.append(torch.stack(layers))
+    for other in scores[1:]:
+        torch.testing.assert_close(other, scores[0])
     for layer in range(NUM_LAYERS):
         keys, queries = keys_by_hand(request, layer), request.queries[layer, CONTEXT:]
         expected = oracles.repetition_peaks(keys, queries, SCALE, CONTEXT)
-        torch.testing.assert_close(found[0][layer], torch.tensor(expected), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(scores[0][layer], torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("repeats", [False, True])
-def test_the_event_keeps_what_scores_highest_of_the_context(
+def test_event_keeps_the_highest_scored_tokens_of_the_context(
     pool: type[PagePool], repeats: bool
 ) -> None:
-    """And the first tokens; nothing behind it. Of a policy with a state that state is written."""
+    """The first tokens stay, nothing behind the context does; a policy state is written."""
     request = make(pool, "leverage", repeats=repeats)
     request.read(70, END)
     event = request.finish()
@@ -133,7 +133,7 @@ def test_the_event_keeps_what_scores_highest_of_the_context(
             assert left["carried"].any()
 
 
-def test_one_that_is_read_anew_is_scored_anew() -> None:
+def test_context_that_is_read_again_is_scored_again() -> None:
     request = make(InterleavedPagePool)
     request.read(END)
     before = request.runner.repetitions._of_layer("r", 1).clone()
@@ -142,8 +142,10 @@ def test_one_that_is_read_anew_is_scored_anew() -> None:
     torch.testing.assert_close(request.runner.repetitions._of_layer("r", 1), before)
 
 
-def test_without_scores_the_first_and_last_tokens_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be scored, in any chunk, is an event that fails; another one is no reason."""
+def test_event_with_an_unscored_chunk_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One chunk without scores fails the event, even if later chunks have some."""
 
     def fail(*arguments: object) -> None:
         raise torch.OutOfMemoryError("not that much")

@@ -11,7 +11,7 @@ import torch
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 
 
-def test_the_host_s_time_is_known_at_once() -> None:
+def test_host_times_are_known_at_once() -> None:
     stopwatch = Stopwatch(torch.device("cpu"))
     assert stopwatch.seconds == 0
     for _ in range(2):
@@ -26,7 +26,7 @@ def test_the_host_s_time_is_known_at_once() -> None:
 
 @dataclass
 class Mark:
-    """As a CUDA event; work number n takes n milliseconds and is done when the test says so."""
+    """A stand-in for CUDA events: work n takes n milliseconds and is done on request."""
 
     enable_timing: bool
     place: int = 0
@@ -48,7 +48,7 @@ class Mark:
         return float(self.place + end.place)
 
 
-def test_a_device_s_time_is_known_when_its_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_times_are_known_when_the_work_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     stopwatch = Stopwatch(torch.device("cuda:1"))

@@ -173,7 +173,7 @@ def test_target_is_at_least_least_blocks() -> None:
     assert rule.target_blocks(32 * 40, 32 * 40) == 10
 
 
-def test_a_fraction_that_is_not_exact_in_binary_rounds_as_on_paper() -> None:
+def test_inexact_binary_fractions_round_like_decimals() -> None:
     rule = CompressionRule(BLOCK, fraction=0.1)
     assert rule.target_blocks(30 * BLOCK, 30 * BLOCK) == 3
 
@@ -206,7 +206,7 @@ def test_kept_state_is_used_up_to_the_queries_of_the_next_event(
 
 
 @given(rule=rules, blocks=st.integers(1, 40), behind=st.integers(1, 700))
-def test_a_preparation_leaves_what_a_named_context_leaves(
+def test_preparation_keeps_as_many_blocks_as_a_named_context(
     rule: CompressionRule, blocks: int, behind: int
 ) -> None:
     """The event is at the prompt's end, and leaves as many blocks of the context alone."""
@@ -235,7 +235,7 @@ def test_a_preparation_leaves_what_a_named_context_leaves(
     behind=st.integers(1, 50),
     rooms=st.lists(st.integers(3, 60), min_size=1),
 )
-def test_tokens_that_score_a_context_are_read_in_twos_or_more(
+def test_scoring_chunks_have_at_least_two_tokens(
     blocks: int, behind: int, rooms: list[int]
 ) -> None:
     """A chunk ends where the next ones begin to score the context."""

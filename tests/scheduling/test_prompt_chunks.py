@@ -71,7 +71,7 @@ def test_chunk_ends_do_not_depend_on_step_sizes(
         start += number
 
 
-def test_first_chunk_behind_those_that_read_fully_reads_less() -> None:
+def test_first_chunk_behind_fully_read_ones_reads_a_part() -> None:
     """Uses the defaults, by which the first, the last and the spans are 6,176 tokens."""
     rule = ReadRule.parse("longcache:prefill=512")
     chunks = PromptChunks.of(rule, 32)
@@ -89,7 +89,7 @@ def test_without_prefill_in_the_rule_there_are_no_chunks() -> None:
     assert PromptChunks.of(ReadRule.parse("longcache:prefill=0"), 32) is None
 
 
-def test_prefill_is_refused_beside_requests_that_choose_how_much_they_read() -> None:
+def test_prefill_is_refused_where_requests_choose_how_much_they_read() -> None:
     given = {"policy": "none", "read": "longcache:prefill=512", "min_request_read": 0.5}
     with pytest.raises(ConfigError, match="only the same for requests that read alike"):
         Settings.from_dict(given)

@@ -147,7 +147,7 @@ TestSchedules = Schedules.TestCase
 TestSchedules.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
-def test_a_minimal_schedule_shows_a_forgotten_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_event_is_found_with_a_minimal_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
     """Breaks the block manager: it forgets an event instead of freeing its sources."""
 
     def forgetful(self: CompressedBlockManager, request_id: str) -> None:
