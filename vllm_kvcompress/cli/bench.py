@@ -61,18 +61,21 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         "--shape",
         default="",
         metavar="NAME=N,...",
-        help="of the model: layers (4), hidden (512), heads (8), kv_heads (8), head_size (128), "
+        help="the model's layers (4), hidden (512), heads (8), kv_heads (8), head_size (128), "
         "dtype (bfloat16; float32 on CPUs that would emulate it)",
     )
-    load.add_argument("--requests", type=int, metavar="N", help="requests of a load (32)")
+    load.add_argument("--requests", type=int, metavar="N", help="number of requests (32)")
     load.add_argument(
         "--prompt",
         type=int,
         metavar="N",
-        help="tokens of a prompt (4096; of long-decode 32768, of oversize 16384)",
+        help="tokens of a prompt (4096; long-decode: 32768, oversize: 16384)",
     )
     load.add_argument(
-        "--output", type=int, metavar="N", help="tokens that a request generates (256; or 64)"
+        "--output",
+        type=int,
+        metavar="N",
+        help="tokens that a request generates (256; long-decode and oversize: 64)",
     )
     load.add_argument(
         "--engine",

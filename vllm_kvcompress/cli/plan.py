@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import re
 from typing import Any
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from vllm_kvcompress.cli import serve
 from vllm_kvcompress.cli.vllm_command import option_values
 from vllm_kvcompress.errors import ConfigError
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _READ = ("max-model-len", "block-size", "tensor-parallel-size", "gpu-memory-utilization")
-_MOST = 2**60  # bytes of memory, or tokens
+_MAX_SIZE = 2**60  # bytes of memory, or tokens
 _EPILOG = """\
 Takes the options of `vllm-kvcompress serve`, those of vLLM included; of these it reads --dtype,
 --kv-cache-dtype, --max-model-len, --block-size, --tensor-parallel-size and
@@ -36,23 +36,16 @@ def add_parser(subparsers: Any) -> None:
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
     memory = parser.add_mutually_exclusive_group(required=True)
-    memory.add_argument("--gpu-memory", type=size, metavar="SIZE", help="of each GPU, as 80GiB")
-    memory.add_argument(
-        "--kv-cache-memory", type=size, metavar="SIZE", help="of the KV cache alone, per rank"
-    )
-    parser.add_argument(
-        "--context", type=size, metavar="TOKENS", help="of a request, as 32k (the model's longest)"
-    )
-    parser.add_argument(
-        "--weights-memory", type=size, metavar="SIZE", help="of all ranks, where quantized"
-    )
-    parser.add_argument(
-        "--other-memory",
-        type=size,
-        default=3 * 2**30,
-        metavar="SIZE",
-        help="activations, graphs and events on a GPU, which vLLM measures (3GiB)",
-    )
+
+    def add(to: Any, flag: str, help: str, metavar: str = "SIZE", **more: Any) -> None:
+        to.add_argument(flag, type=size, metavar=metavar, help=help, **more)
+
+    add(memory, "--gpu-memory", "memory of each GPU, such as 80GiB")
+    add(memory, "--kv-cache-memory", "memory of the KV cache alone, per rank")
+    add(parser, "--context", "tokens of a request, such as 32k (the model's longest)", "TOKENS")
+    add(parser, "--weights-memory", "memory of all ranks' weights, if quantized")
+    usage = "activations, graphs and events on a GPU, which vLLM measures (3GiB)"
+    add(parser, "--other-memory", usage, default=3 * 2**30)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,21 +84,21 @@ def _number(options: dict[str, str], name: str, default: float) -> float:
     """One of vLLM's numeric options: a whole number, or a share of at most 1."""
     text = options.get(name, str(default))
     try:
-        found = float(text)
+        number = float(text)
     except ValueError:
-        found = 0.0
-    if not 0 < found <= _MOST or (found > 1 and found % 1):
+        number = 0.0
+    if not 0 < number <= _MAX_SIZE or (number > 1 and number % 1):
         raise ConfigError(f"--{name} {text}: expected a positive number.")
-    return found
+    return number
 
 
 def size(text: str) -> int:
     """Parses a number of bytes or tokens, such as 80GiB, 512MB or 32k."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.lower())
-    known = match is not None and match.group(2) in _UNITS
-    if match is None or not known or float(match.group(1)) > _MOST:
+    spelled = text.lower() + {"k": "ib", "i": "b"}.get(text[-1:].lower(), "")  # 32k: 32,768 tokens
+    try:
+        number = int(TypeAdapter(ByteSize).validate_python(spelled))
+    except ValidationError:
+        number = -1
+    if not 0 <= number <= _MAX_SIZE:
         raise argparse.ArgumentTypeError(f"expected a size such as 80GiB or 32k, found {text!r}")
-    unit = _UNITS[match.group(2)]
-    if not text.lower().endswith("b") and match.group(2) == "k":
-        unit = 2**10  # tokens: 32k are 32,768
-    return int(float(match.group(1)) * unit)
+    return number

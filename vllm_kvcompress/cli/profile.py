@@ -23,12 +23,12 @@ def add_parser(subparsers: Any) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="JSON (headkv) or TSV (duoattention, with a config.json beside it); left out with "
-        f"headkv and a MODEL that is a directory: {MEASURED_HEADS} in it, where auto finds it",
+        help="JSON (headkv) or TSV (duoattention, with a config.json beside it); headkv's default "
+        f"with a MODEL directory: {MEASURED_HEADS} in it, where auto finds it",
     )
     parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt (1024)")
-    parser.add_argument("--samples", type=int, default=16, help="prompts (16)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts (0)")
+    parser.add_argument("--samples", type=int, default=16, help="number of prompts (16)")
+    parser.add_argument("--seed", type=int, default=0, help="prompt seed (0)")
     duo = parser.add_argument_group("duoattention only")
     duo.add_argument("--sink-size", type=int, default=128, help="first tokens kept (128)")
     duo.add_argument("--recent-size", type=int, default=256, help="last tokens kept (256)")
@@ -72,8 +72,8 @@ def _beside_the_model(arguments: argparse.Namespace) -> Path:
     folder = Path(arguments.model)
     if arguments.kind != "headkv" or not folder.is_dir():
         raise ConfigError(
-            f"profile {arguments.model} --kind {arguments.kind}: expected --out FILE, which can "
-            "be left out with headkv and a model's directory only."
+            f"profile {arguments.model} --kind {arguments.kind}: expected --out FILE; only for "
+            "headkv and a model's directory there is a default."
         )
     return folder / MEASURED_HEADS
 
@@ -97,13 +97,14 @@ def _check(arguments: argparse.Namespace) -> None:
 def _load(name: str) -> tuple[Any, Any]:
     """Loads the model with eager attention, on the GPU if there is one, and its tokenizer."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
+
+    from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 
     if name.startswith((".", "/")) and not Path(name).is_dir():
         raise ConfigError(f"{name}: expected a model's directory, found none there.")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
         model = AutoModelForCausalLM.from_pretrained(
             name, attn_implementation="eager", dtype="auto"
         )
@@ -112,4 +113,4 @@ def _load(name: str) -> tuple[Any, Any]:
         raise ConfigError(
             f"{name}: cannot be loaded as a causal language model: {reason}"
         ) from None
-    return model.to(device).eval(), tokenizer
+    return model.to(device).eval(), load_tokenizer(name)

@@ -26,14 +26,14 @@ def add_parser(subparsers: Any) -> None:
         type=_share,
         default=0.01,
         metavar="SHARE",
-        help="of the score, against the full cache and in every mode: 1%% or 0.01 (1%%)",
+        help="share of the full cache's score that may be lost in any mode: 1%% or 0.01 (1%%)",
     )
     parser.add_argument(
         "--max-text-loss",
         type=float,
         default=0.02,
         metavar="NATS",
-        help="per predicted token of texts, against the full cache (0.02)",
+        help="nats per predicted token of texts that may be lost (0.02)",
     )
     parser.set_defaults(func=run, policies=_POLICIES, budgets=_BUDGETS)
 
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{best} loses at most {_bounds(arguments)}; serve it with")
             print(f"    {shlex.join(command)}")
             return 0
-    print(f"no setting that was tried loses at most {_bounds(arguments)}; nothing to advise")
+    print(f"every setting that was tried loses more than {_bounds(arguments)}")
     return 1
 
 

@@ -27,7 +27,7 @@ class Server:
         self._client = openai.OpenAI(base_url=f"{self._address}/v1", api_key="none", max_retries=0)
 
     def __enter__(self) -> Server:
-        self._counted()
+        self._counted()  # raises if the server is not there
         return self
 
     def __exit__(self, *_: object) -> None:
