@@ -6,7 +6,6 @@ The arithmetic is the engine's: blocks from bytes, and requests from the rule th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ from vllm_kvcompress.cache.query_windows import window_blocks
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.rule import CompressionRule
 
 GPU_MEMORY_UTILIZATION = 0.92  # vLLM's default
@@ -111,33 +111,26 @@ def read_shape(
         )
     query_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
-    number_bytes = _dtype_bytes(dtype)
+    # All types that vLLM serves models in by default have two bytes: it halves float32.
+    number_bytes = _element_bytes("--dtype", dtype or "auto", {"auto": 2, **_BYTES})
+    cache_bytes = {"auto": number_bytes, **_BYTES, **dict.fromkeys(FP8_TYPES, 1)}
     return ModelShape(
         num_layers=config.num_hidden_layers,
         num_query_heads=query_heads // num_ranks,
         num_kv_heads=max(1, kv_heads // num_ranks),
         head_size=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
         dtype_bytes=number_bytes,
-        cache_dtype_bytes=_cache_dtype_bytes(cache_dtype, number_bytes),
+        cache_dtype_bytes=_element_bytes("--kv-cache-dtype", cache_dtype, cache_bytes),
         weight_bytes=_num_weights(full_config) * number_bytes // num_ranks,
         longest=config.max_position_embeddings,
         num_ranks=num_ranks,
     )
 
 
-def _dtype_bytes(dtype: str | None) -> int:
-    if dtype in (None, "auto"):
-        return 2  # of the model's types, all that vLLM serves in: it halves float32
-    if dtype not in _BYTES:
-        raise ConfigError(f"--dtype {dtype}: expected one of {', '.join(_BYTES)}.")
-    return _BYTES[str(dtype)]
-
-
-def _cache_dtype_bytes(cache_dtype: str, number_bytes: int) -> int:
-    known = {"auto": number_bytes, **_BYTES, **dict.fromkeys(FP8_TYPES, 1)}
-    if cache_dtype not in known:
-        raise ConfigError(f"--kv-cache-dtype {cache_dtype}: expected one of {', '.join(known)}.")
-    return known[cache_dtype]
+def _element_bytes(flag: str, dtype: str, known: dict[str, int]) -> int:
+    if dtype not in known:
+        raise ConfigError(f"{flag} {dtype}: expected one of {', '.join(known)}.")
+    return known[dtype]
 
 
 def _num_weights(config: Any) -> int:
@@ -174,7 +167,7 @@ def plan(
         block_size=block_size,
         cache_bytes=cache_bytes,
         num_blocks=num_blocks,
-        stock=num_blocks / math.ceil(num_tokens / block_size),
+        stock=num_blocks / ceil_div(num_tokens, block_size),
         compressed=rule.concurrency(num_tokens, num_blocks) if compresses else None,
         held_blocks=rule.held_blocks(num_tokens),
         admission_blocks=rule.admission_blocks(num_tokens),
@@ -189,17 +182,17 @@ def _rule(shape: ModelShape, settings: Settings, block_size: int) -> Compression
     if isinstance(settings.budget, int):
         pipeline.check_room(settings.budget, *sizes)
     window = pipeline.needs.window_size
-    ring = 0
+    ring_blocks = 0
     if settings.pressure_mark is not None and window:
         in_page = page_bytes // (shape.head_size * shape.dtype_bytes)
-        ring = window_blocks(window, shape.num_query_heads, shape.num_kv_heads, in_page)
+        ring_blocks = window_blocks(window, shape.num_query_heads, shape.num_kv_heads, in_page)
     on_top = pipeline.blocks_on_top(shape.num_kv_heads, shape.head_size, page_bytes)
-    return settings.rule(block_size, window, pipeline.least_blocks(*sizes), ring, on_top)
+    return settings.rule(block_size, window, pipeline.least_blocks(*sizes), ring_blocks, on_top)
 
 
 def report(model: str, shape: ModelShape, plan: CapacityPlan) -> str:
     """Describes the plan in words, per rank."""
-    blocks = math.ceil(plan.num_tokens / plan.block_size)
+    blocks = ceil_div(plan.num_tokens, plan.block_size)
     lines = [
         f"{model}, {plan.num_tokens} tokens per request, blocks of {plan.block_size} tokens",
         f"weights     {shape.weight_bytes / _GIB:.1f} GiB per rank",

@@ -27,7 +27,7 @@ from vllm_kvcompress.tools.evaluation.attention_parts import (
     relative_error,
 )
 
-MAX_STEP_QUERIES = 64  # the last of a step, so that a long chunk does not take its square
+MAX_STEP_QUERIES = 64  # the last of a step: a long chunk would need memory for its square
 
 
 @dataclass
