@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "release")]
 
 from tqdm import tqdm  # noqa: E402
 
@@ -36,7 +36,7 @@ from soak_parts.setups import BY_NAME  # noqa: E402
 from soak_parts.tally import Tally  # noqa: E402
 from vllm_kvcompress.errors import EngineError  # noqa: E402
 
-MOST_IN_BATCH = 240  # at whose end few requests are left, and steps cost the same with few
+MAX_BATCH_REQUESTS = 240  # at whose end few requests are left, and steps cost the same with few
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -130,7 +130,7 @@ class Run:
         with host(setup, self.folder) as server:
             while index < end and time.monotonic() < self.deadline:
                 started = time.monotonic()
-                size = min(MOST_IN_BATCH, end - index)
+                size = min(MAX_BATCH_REQUESTS, end - index)
                 asks = [self.schedule.ask(each) for each in range(index, index + size)]
                 served = server.call(Batch(asks, f"{self.options.seed}/{index}", setup.concurrency))
                 memory.append((index + size, served.rss))

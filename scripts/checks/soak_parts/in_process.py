@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 
 from soak_parts.asks import Answer, Ask, Batch, Choice, Served
 
-MOST_STEPS = 20_000  # of a batch; more, and the engine does not come to an end
+MAX_STEPS = 20_000  # of a batch; more, and the engine does not come to an end
 
 
 def drive(llm: Any, batch: Batch) -> Served:
@@ -56,7 +56,7 @@ class _Driver:
             for output in self._engine.step():
                 self._finish(output)
             self._steps += 1
-            if self._steps > MOST_STEPS:
+            if self._steps > MAX_STEPS:
                 raise RuntimeError(f"{sorted(self._ages)} do not come to an end")
         self._engine.step()  # so that workers hear of the last ones
         count.stop()

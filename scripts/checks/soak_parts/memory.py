@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 
 WARM_UP = 1 / 3  # of a turn, in which caches fill and kernels are prepared
-FEWEST = 6  # samples behind that which say something
+MIN_SAMPLES = 6  # samples behind that which say something
 SURE = 3.0  # standard errors that a slope has to be above 0
-MOST = 2**20  # bytes for 1,000 requests; a lost page of each would be far more
+MAX_GROWTH_BYTES = 2**20  # bytes for 1,000 requests; a lost page of each would be far more
 
 
 def slope(samples: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
@@ -21,7 +21,7 @@ def slope(samples: Sequence[tuple[int, int]]) -> tuple[float, float] | None:
         None where there are too few samples.
     """
     warm = samples[math.ceil(len(samples) * WARM_UP) :]
-    if len(warm) < FEWEST:
+    if len(warm) < MIN_SAMPLES:
         return None
     mean_x = sum(x for x, _ in warm) / len(warm)
     mean_y = sum(y for _, y in warm) / len(warm)
@@ -39,6 +39,6 @@ def mean_slope(slopes: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def grows(slope_and_error: tuple[float, float]) -> bool:
-    """Returns whether a slope is larger than `MOST` and significant."""
+    """Returns whether a slope is larger than `MAX_GROWTH_BYTES` and significant."""
     mean, error = slope_and_error
-    return mean > MOST and mean > SURE * error
+    return mean > MAX_GROWTH_BYTES and mean > SURE * error

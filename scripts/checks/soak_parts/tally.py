@@ -10,8 +10,8 @@ from pathlib import Path
 from soak_parts import memory
 from soak_parts.setups import SETUPS
 
-MOST_PROBLEMS = 20  # that are told
-FEWEST_OF_STORM = 100  # requests, among which one is preempted
+MAX_SHOWN_PROBLEMS = 20  # that are told
+MIN_STORM_REQUESTS = 100  # requests, among which one is preempted
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Tally:
         problems = list(self.problems)
         for setup in SETUPS:
             asked = self.by_setup[setup.name]
-            if setup.storms and asked >= FEWEST_OF_STORM and not self.preempted[setup.name]:
+            if setup.storms and asked >= MIN_STORM_REQUESTS and not self.preempted[setup.name]:
                 problems.append(f"{setup.name}: none of {asked} requests was preempted")
         for name, slopes in self.slopes.items():
             if memory.grows(mean := memory.mean_slope(slopes)):
@@ -100,7 +100,7 @@ class Tally:
         rows.append(("problems", str(len(wrong))))
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
-        lines += [f"PROBLEM {each}" for each in wrong[:MOST_PROBLEMS]]
+        lines += [f"PROBLEM {each}" for each in wrong[:MAX_SHOWN_PROBLEMS]]
         verdict = "passed" if self.passed(requests) else "NOT passed"
         return "\n".join([*lines, f"{verdict}; again: {command}"])
 

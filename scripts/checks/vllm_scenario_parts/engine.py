@@ -18,7 +18,7 @@ OPTIONS: dict[str, Any] = {
     "scheduling_policy": "priority",  # of those that have the same, the first is first
     "enable_prefix_caching": True,
 }
-MOST_STEPS = 1000
+MAX_STEPS = 1000
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Engine:
                     live.remove(output.request_id)
                     run.ended[output.request_id] = _ended(output)
             step += 1
-            assert step < MOST_STEPS, f"{live} do not come to an end"
+            assert step < MAX_STEPS, f"{live} do not come to an end"
         run.steps, run.preempted = undo()
         self.check_empty()
         return run

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from training.tokenizer import ANSWER, BOS, EOS, PAD, WORDS, encode
 from vllm_kvcompress.tools.reference.tasks import FAMILIES, Sample, generate_sample, score
-from vllm_kvcompress.tools.reference.tokenizer import ANSWER, BOS, EOS, PAD, WORDS, encode
 
 HELD_OUT_SEED = 1_000_000  # training draws its scenes from another generator altogether
 

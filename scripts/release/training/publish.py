@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from training.evaluate import HELD_OUT_SEED, evaluate
-from vllm_kvcompress.tools.reference.tokenizer import build_tokenizer
+from training.tokenizer import build_tokenizer
 
 LENGTHS = (256, 512, 1024, 2048)
 REQUIRED_LENGTH = 1024

@@ -1,1 +1,1 @@
-"""The reference model: a small Llama trained on synthetic retrieval tasks."""
+"""The synthetic retrieval tasks on which the reference model is trained."""
