@@ -97,7 +97,7 @@ def test_prepared_contexts_have_a_row(tmp_path: Path) -> None:
     [
         (["--policies", "momentkv"], "momentkv merges evicted tokens"),
         (["--kv-trigger", "decode:64"], "no context is compressed"),
-        (["--base-url", "http://127.0.0.1:1"], "engines of eval's own"),
+        (["--base-url", "http://127.0.0.1:1"], "expected no --base-url"),
     ],
 )
 def test_what_prepares_nothing_is_refused(tmp_path: Path, more: list[str], message: str) -> None:
