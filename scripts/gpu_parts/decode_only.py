@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpu_parts.served import counter_of
+from vllm_kvcompress.rounding import ceil_div
 
 SETTLING_STEPS = 16  # behind the last prompt: its event, and what the host is ahead
 _CALLS = itertools.count()
@@ -33,7 +34,7 @@ class DecodeCase:
     @property
     def max_tokens(self) -> int:
         """Tokens that the first request may have generated when the last step was timed."""
-        reading = -(-self.batch * self.length // self.tokens_of_step)
+        reading = ceil_div(self.batch * self.length, self.tokens_of_step)
         return 2 * reading + 4 * SETTLING_STEPS + self.steps
 
     @property

@@ -16,6 +16,7 @@ from gpu_parts.measure import progress
 from gpu_parts.report import file_name
 from gpu_parts.served import allocated, counter_of, path_of, serve_options
 from vllm_kvcompress.errors import EngineError
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.tools.engine_process import EngineProcess
 
 Figures = dict[str, Any]
@@ -109,7 +110,7 @@ class EnginePlan:
         options["max_model_len"] = max(lengths)
         if self.pool:
             size = options["block_size"] or 16
-            blocks = self.pool * -(-(self.prompt + self.output) // size)
+            blocks = self.pool * ceil_div(self.prompt + self.output, size)
             options["num_gpu_blocks_override"] = (
                 blocks + 1
             )  # one of every pool is vLLM's null block
