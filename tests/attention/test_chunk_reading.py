@@ -8,7 +8,7 @@ import torch
 
 from tests.attention.test_reading import HEAD_SIZE, HEADS, KINDS, SIZE, chosen, products, small_pool
 from vllm_kvcompress.attention.batch import ResidentBatch
-from vllm_kvcompress.attention.reading import Readers
+from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.kernels import page_choice
 from vllm_kvcompress.kernels.page_choice import Choice
@@ -45,7 +45,7 @@ def test_many_queries_choose_together(
         assert found[row, :number].tolist() == [int(table[row, page]) for page in expected]
 
 
-def batch_of(found: Readers, names: list[str], lengths: list[int]) -> ResidentBatch:
+def batch_of(found: SparseReads, names: list[str], lengths: list[int]) -> ResidentBatch:
     """All requests that have a page table."""
     rows = np.array([row for row, name in enumerate(names) if name in found.tables.slots])
     return ResidentBatch(
@@ -60,7 +60,7 @@ def batch_of(found: Readers, names: list[str], lengths: list[int]) -> ResidentBa
 
 def test_chunks_decoding_requests_and_others_of_one_step() -> None:
     """Four pages are read while decoding; of a chunk of two pages five, of one token four."""
-    found = Readers(RULE, PageTables(small_pool()))
+    found = SparseReads(RULE, PageTables(small_pool()))
     assert found.chunks is not None
     assert found.chunks.num_read_fully == 16
     lengths = {"decoding": 40, "chunk": 32, "too": 40, "last": 41, "begins": 16, "behind": 60}
@@ -68,7 +68,7 @@ def test_chunks_decoding_requests_and_others_of_one_step() -> None:
     ends = {"decoding": 30, "chunk": 41, "too": 41, "last": 41, "begins": 41, "behind": 50}
     prompts = {**ends, "behind": 70}  # what follows a context that it names
     names = list(lengths)
-    found.tell({name: ReadPlan(RULE, prompts[name], ends[name]) for name in names})
+    found.register_plans({name: ReadPlan(RULE, prompts[name], ends[name]) for name in names})
     found.tables.acquire("behind")
     numbers = [np.array(list(each.values())) for each in (lengths, queries)]
     found.admit(names, *numbers)
@@ -83,8 +83,8 @@ def test_chunks_decoding_requests_and_others_of_one_step() -> None:
 
 
 def test_a_prompt_gets_its_page_table_once() -> None:
-    found = Readers(RULE, PageTables(small_pool()))
-    found.tell({"a": ReadPlan(RULE, 100, 100)})
+    found = SparseReads(RULE, PageTables(small_pool()))
+    found.register_plans({"a": ReadPlan(RULE, 100, 100)})
     for end in (16, 24, 32):
         found.admit(["a"], np.array([end]), np.array([8]))
         assert (end > 16) == ("a" in found.tables.slots)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatch
-from vllm_kvcompress.attention.reading import Readers, summary_kind
+from vllm_kvcompress.attention.reading import SparseReads, summary_kind
 from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind, summary_bytes
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
@@ -325,18 +325,20 @@ def test_it_is_compiled_where_nothing_can_be_kept(monkeypatch: pytest.MonkeyPatc
     assert compiled()(twice)(3) == 6
 
 
-def readers(rule: str = "quest:0.25,global=0,local=1") -> Readers:
-    return Readers(ReadRule.parse(rule, 0), PageTables(small_pool()))
+def readers(rule: str = "quest:0.25,global=0,local=1") -> SparseReads:
+    return SparseReads(ReadRule.parse(rule, 0), PageTables(small_pool()))
 
 
-def own(found: Readers, part: float) -> ReadPlan:
+def own(found: SparseReads, part: float) -> ReadPlan:
     return ReadPlan(found.rule.reading(part), 2)
 
 
 def test_requests_are_looked_up_once() -> None:
     """A page table from the length on at which a request reads less; never for what it asks for."""
     found, names = readers(), ["a", "b", "c"]
-    found.tell({"b": own(found, 1.0), "c": own(found, 0.75), "a": ReadPlan(found.rule, 9)})
+    found.register_plans(
+        {"b": own(found, 1.0), "c": own(found, 0.75), "a": ReadPlan(found.rule, 9)}
+    )
     queries, size = np.ones(3, dtype=np.int64), SIZE
     found.admit(names, np.array([2 * size, 90, 3 * size]), queries)
     assert set(found.tables.slots) == set()
@@ -357,7 +359,7 @@ def test_requests_are_looked_up_once() -> None:
 def test_requests_of_one_step_read_different_parts() -> None:
     """Of 12 pages a quarter, all and a half, in that order; some of 5 as many."""
     found = readers()
-    found.tell({"b": own(found, 1.0), "c": own(found, 0.5)})
+    found.register_plans({"b": own(found, 1.0), "c": own(found, 0.5)})
     lengths = torch.tensor([[46, 46, 17, 17, 46, 18]], dtype=torch.int32)
     rows = np.arange(3)
     batch = ResidentBatch(

@@ -71,7 +71,7 @@ class LateNumber:
 @given(data=st.data())
 def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
     tables, model, fresh = make_tables(), Model(), 1000
-    batches = ResidentBatches(tables, most_bytes=data.draw(st.sampled_from([0, 2000, 2**26])))
+    batches = ResidentBatches(tables, max_table_bytes=data.draw(st.sampled_from([0, 2000, 2**26])))
     names = [f"r{i}" for i in range(12)]
     for _ in range(data.draw(st.integers(1, 25))):
         name = data.draw(st.sampled_from(names))

@@ -11,7 +11,7 @@ import torch
 from tests.engine.conftest import Run, request
 from tests.engine.oracle import BLOCK, PagesDecoder, follow, kept_positions
 from tests.tiny_models import prompt
-from vllm_kvcompress.attention.reading import Reading
+from vllm_kvcompress.attention.reading import SparseRead
 
 LAYERS, HEADS = 3, 2
 CLEAR = 1e-5  # the least difference of scores that rounding does not turn around
@@ -35,7 +35,7 @@ def decoder(no_padding: str, tokens: list[int], kept: list, **how: Any) -> Pages
 
 def compiled(report: dict[str, Any]) -> None:
     """Reports how often page choice was compiled, before every choice."""
-    choose = Reading.choose
+    choose = SparseRead.choose
 
     def noting(*args: Any) -> Any:
         # One that an earlier process compiled is found without what it calls.
@@ -44,7 +44,7 @@ def compiled(report: dict[str, Any]) -> None:
         report.setdefault("compiled", []).append(len(_choose.signatures))
         return choose(*args)
 
-    Reading.choose = noting
+    SparseRead.choose = noting
 
 
 @pytest.fixture(scope="module")

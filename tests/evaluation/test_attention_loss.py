@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offline.gathered_kv import GatheredKV
-from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
+from vllm_kvcompress.attention.batch import CompressedRows, ResidentBatch
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.pages import PackedPagePool, PagePool
 from vllm_kvcompress.kernels.merging.moments import moment_size
@@ -103,7 +103,7 @@ def test_losses_are_those_of_plain_loops(softcap: float) -> None:
             packed = loss.pool.pages[number].view(2, SIZE, DIM)
             packed[0, : len(some)], packed[1, : len(some)] = keys[head, some], values[head, some]
     batch = ResidentBatch(
-        **vars(BatchRows.of(np.array([-1, 0]), CPU)),
+        **vars(CompressedRows.of(np.array([-1, 0]), CPU)),
         page_table=table,
         seq_lens=torch.tensor([[len(row) for row in resident]], dtype=torch.int32),
         resident_offset=torch.zeros(1, 1, HEADS, dtype=torch.int32),

@@ -73,14 +73,14 @@ def two_tables(report: dict[str, Any]) -> None:
     from vllm_kvcompress.attention import batch
 
     report["two_tables"] = 0
-    divide = batch._side_by_side
+    divide = batch._split_rows
 
     def noting(widths: Any, _: int) -> Any:
         parts = divide(widths, 0)
         report["two_tables"] += len(parts) == 2
         return parts
 
-    batch._side_by_side = noting
+    batch._split_rows = noting
 
 
 def order(report: dict[str, Any]) -> None:

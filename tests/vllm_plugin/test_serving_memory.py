@@ -20,7 +20,7 @@ from tests.live_bytes import LiveBytes
 from vllm_kvcompress.attention.batch import ResidentBatches
 from vllm_kvcompress.attention.biased import query_batches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
-from vllm_kvcompress.attention.reading import Readers, summary_kind
+from vllm_kvcompress.attention.reading import SparseReads, summary_kind
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import Integers, InterleavedPagePool
 from vllm_kvcompress.cache.query_windows import QueryWindows
@@ -308,7 +308,7 @@ def test_requests_that_read_a_part_stay_within_the_same(shape: Shape, rule: str)
     block_table = torch.zeros(number, LONG // BLOCK + 1, device=ACCELERATOR).int()
     seq_lens = torch.zeros(number, dtype=torch.int32, device=ACCELERATOR)
     with LiveBytes() as memory:
-        readers = Readers(read_rule, PageTables(pool))
+        readers = SparseReads(read_rule, PageTables(pool))
         batches = ResidentBatches(readers.tables)
         for count in (np.ones(number, dtype=np.int64), num_queries):
             readers.admit(names, lengths, count)

@@ -1,40 +1,64 @@
-"""The compressed requests of a batch, as attention needs them, step after step.
+"""The compressed requests of a batch as attention needs them, kept from step to step.
 
-What is planned on the host lies there in numpy arrays, what kernels read lies beside the pages.
+Host-side plans are numpy arrays; what kernels read lies on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.attention.query_rows import places
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import Integers
 from vllm_kvcompress.cache.policy_state import StateNumbers
 from vllm_kvcompress.kernels.common.transfers import upload
 
-MAX_SHARED_TABLE_BYTES = (
-    2**26
-)  # of a table for all rows; rarely more, where one request is far longer
+MAX_SHARED_TABLE_BYTES = 2**26  # a larger table is split into long and short rows
 HostNumbers = np.ndarray[Any, np.dtype[np.integer[Any]]]
+FindState: TypeAlias = Callable[[Tensor], StateNumbers | None]
+RowIndex: TypeAlias = Tensor | slice
+EVERY_ROW = slice(None)
+
+
+def row_index(rows: Integers, device: torch.device) -> RowIndex:
+    """Returns row numbers on a device, or a slice for consecutive rows, which copies none."""
+    if len(rows) and (np.diff(rows) == 1).all():
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return upload(rows, device)
+
+
+@contextmanager
+def selected_rows(
+    index: RowIndex, queries: Tensor, outputs: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields some rows of the queries, and their output rows, which are stored at the end."""
+    if index is EVERY_ROW:
+        yield queries, outputs
+    elif isinstance(index, slice):
+        yield queries[index], outputs[index]
+    else:
+        some_queries = queries[index]
+        some_outputs = torch.empty_like(some_queries)
+        yield some_queries, some_outputs
+        outputs[index] = some_outputs
 
 
 @dataclass(frozen=True)
-class BatchRows:
-    """Which rows of a batch are compressed.
+class CompressedRows:
+    """Rows of a batch that belong to compressed requests, and the others.
 
     Attributes:
-        rows: [R] int64 the compressed ones, or those of them that are together.
-        uncompressed: [U] int64 the others.
-        slots: [R] int64 rows in the page tables of the compressed ones.
-        device_rows, device_uncompressed, device_slots: the same beside the pages.
+        rows: [R] int64 compressed rows, or those of them that share a table.
+        uncompressed: [U] int64 all uncompressed rows.
+        slots: [R] int64 slots of `rows` in the page tables.
+        device_rows, device_uncompressed, device_slots: the same on the device.
     """
 
     rows: Integers
@@ -45,8 +69,10 @@ class BatchRows:
     device_slots: Tensor
 
     @classmethod
-    def of(cls, slots: Integers, device: torch.device, rows: Integers | None = None) -> BatchRows:
-        """Of [rows] slots, -1 where a request is uncompressed; of the others all, or `rows`."""
+    def of(
+        cls, slots: Integers, device: torch.device, rows: Integers | None = None
+    ) -> CompressedRows:
+        """Takes the compressed `rows`, by default all, of [rows] slots, -1 where uncompressed."""
         rows = np.flatnonzero(slots >= 0) if rows is None else rows
         uncompressed = np.flatnonzero(slots < 0)
         host = (rows, uncompressed, slots[rows])
@@ -54,16 +80,16 @@ class BatchRows:
 
 
 @dataclass(frozen=True)
-class ResidentBatch(BatchRows):
-    """The compressed requests of a batch.
+class ResidentBatch(CompressedRows):
+    """The compressed requests of a batch, or those of them that share a table.
 
     Attributes:
-        page_table: [num_layers, R * num_heads, width] int32, rows side by side.
+        page_table: [num_layers, R * num_heads, width] int32 page ids.
         seq_lens: [num_layers, R * num_heads] int32 resident tokens.
         resident_offset: [num_layers, R, num_heads] int32 resident minus logical tokens; the same
-            tensor as long as the batch and its kept pages are the same.
-        same_in_all_layers: whether these are known to be the same in every layer.
-        policy_state: what attention reads of it; None: nothing.
+            tensor as long as the batch and its kept pages do not change.
+        same_in_all_layers: whether the offsets are known to be the same in every layer.
+        policy_state: state numbers that attention reads, if it reads any.
     """
 
     page_table: Tensor
@@ -74,16 +100,15 @@ class ResidentBatch(BatchRows):
 
     @cached_property
     def layers(self) -> list[tuple[Tensor, Tensor]]:
-        """Every layer's page table and lengths; a step whose requests are the last one's makes no
-        others, since both are written where they lie."""
+        """Page table and lengths of every layer, reused while both are updated in place."""
         return list(zip(self.page_table.unbind(), self.seq_lens.unbind(), strict=True))
 
     def take(self, which: np.ndarray[Any, np.dtype[np.bool_]]) -> Self:
-        """Those of the compressed requests that [R] says, without what else attention reads."""
+        """Returns the compressed requests where [R] `which` is true, without policy state."""
         index = np.flatnonzero(which)
         num_heads = self.page_table.shape[1] // len(self.rows)
         heads = (index[:, None] * num_heads + np.arange(num_heads)).ravel()
-        requests, sequences = (upload(places, self.seq_lens.device) for places in (index, heads))
+        requests, sequences = (upload(each, self.seq_lens.device) for each in (index, heads))
         return replace(
             self,
             rows=self.rows[index],
@@ -98,13 +123,13 @@ class ResidentBatch(BatchRows):
 
 
 @dataclass
-class _LastingPages:
-    """What stays from step to step, while the batch and its kept pages are the same.
+class _CachedBatch:
+    """A batch that is updated in place while its requests and kept pages do not change.
 
     Attributes:
-        table: [num_layers, R, num_heads, any] int32 page ids, with room for what comes.
+        table: [num_layers, R, num_heads, any] int32 page ids, with room for more columns.
         limits: [R] logical tokens that the table covers.
-        batch: which looks at as much of the table as is in use.
+        batch: view of the columns that are in use.
     """
 
     table: Tensor
@@ -113,30 +138,30 @@ class _LastingPages:
 
 
 class ResidentBatches:
-    """Makes each step's `ResidentBatch`, and most of it only when pages or requests changed.
+    """Builds each step's `ResidentBatch`, most of it only when pages or requests changed.
 
-    There are two where one table of all rows would be large, as many rows times the longest: then
-    the long ones have a table of their own.
+    Where one table for all rows would be large (rows times the longest one), long rows get a table
+    of their own.
 
     Args:
-        tables: of the requests.
-        find_state: finds what attention reads of policy state, for requests in [R] slots; None:
-            nothing.
-        most_bytes: of one table of all rows.
+        tables: page tables of the requests.
+        find_state: returns the state numbers that attention reads for requests in [R] slots; None:
+            attention reads no policy state.
+        max_table_bytes: size of one table for all rows, above which rows are split.
     """
 
     def __init__(
         self,
         tables: PageTables,
-        find_state: Callable[[Tensor], StateNumbers | None] | None = None,
-        most_bytes: int = MAX_SHARED_TABLE_BYTES,
+        find_state: FindState | None = None,
+        max_table_bytes: int = MAX_SHARED_TABLE_BYTES,
     ) -> None:
         self.tables = tables
         self._find_state = find_state
-        self._most_bytes = most_bytes
+        self._max_table_bytes = max_table_bytes
         self._request_ids: list[str] = []
         self._version = -1
-        self._parts: list[_Part] = []
+        self._parts: list[_SharedTable] = []
 
     def read(
         self,
@@ -145,108 +170,103 @@ class ResidentBatches:
         seq_lens: Tensor,
         block_table: Tensor,
     ) -> list[ResidentBatch]:
-        """The batch after new tail pages were recorded; empty where no request is compressed.
+        """Records new tail pages and returns the batches; empty if no request is compressed.
 
         Args:
-            request_ids: of all rows of the batch.
-            num_tokens: [rows] logical tokens, this step's included.
-            seq_lens: [rows] int32 the same, beside the pages.
-            block_table: [rows, max_blocks] int32 block ids by logical block, beside the pages.
+            request_ids: request ids of all rows of the batch.
+            num_tokens: [rows] logical tokens, including this step.
+            seq_lens: [rows] int32 the same on the device.
+            block_table: [rows, max_blocks] int32 block ids by logical block, on the device.
         """
         if not self.tables.slots:
             return []
         if self._version != self.tables.version or self._request_ids != request_ids:
-            self._find(request_ids, num_tokens)
-        found = [part.read(num_tokens, seq_lens, block_table) for part in self._parts]
+            self._rebuild(request_ids, num_tokens)
+        batches = [part.read(num_tokens, seq_lens, block_table) for part in self._parts]
         self._version = self.tables.version
-        return found
+        return batches
 
-    def _find(self, request_ids: list[str], num_tokens: HostNumbers) -> None:
-        """Which rows are compressed."""
+    def _rebuild(self, request_ids: list[str], num_tokens: HostNumbers) -> None:
+        """Looks up which rows are compressed and which of them share a table."""
         tables, slot_of = self.tables, self.tables.slots
         slots: Integers = np.array([slot_of.get(rid, -1) for rid in request_ids], dtype=np.int64)
         self._request_ids = list(request_ids)
-        self._parts = []  # so that their tables need not lie beside the new ones
-        which = np.flatnonzero(slots >= 0)
-        widths = tables.widths_at(slots[which], num_tokens[which].astype(np.int64))
-        for some in _side_by_side(widths, self._most_bytes // tables.column_bytes):
-            rows = BatchRows.of(slots, tables.pool.device, which[some])
-            self._parts.append(_Part(tables, rows, self._find_state))
+        self._parts = []  # frees their tables before new ones are made
+        compressed = np.flatnonzero(slots >= 0)
+        widths = tables.widths_at(slots[compressed], num_tokens[compressed].astype(np.int64))
+        for index in _split_rows(widths, self._max_table_bytes // tables.column_bytes):
+            rows = CompressedRows.of(slots, tables.pool.device, compressed[index])
+            self._parts.append(_SharedTable(tables, rows, self._find_state))
 
 
-def _side_by_side(widths: Integers, most_columns: int) -> list[Integers]:
-    """Which of [R] rows share a table: all, or the long ones and the others."""
-    number = len(widths)
+def _split_rows(widths: Integers, max_columns: int) -> list[Integers]:
+    """Splits [R] rows into those that share a table: all, or the long ones and the others."""
+    num_rows = len(widths)
     order: Integers = np.argsort(-widths, kind="stable")
-    if number < 2 or number * widths[order[0]] <= most_columns:
-        return [np.arange(number)] if number else []
-    cuts = np.arange(1, number)
-    columns = cuts * widths[order[0]] + (number - cuts) * widths[order[1:]]
+    if num_rows < 2 or num_rows * widths[order[0]] <= max_columns:
+        return [np.arange(num_rows)] if num_rows else []
+    cuts = np.arange(1, num_rows)
+    columns = cuts * widths[order[0]] + (num_rows - cuts) * widths[order[1:]]
     cut = int(cuts[columns.argmin()])
     return [np.sort(order[:cut]), np.sort(order[cut:])]
 
 
-class _Part:
+class _SharedTable:
     """Compressed requests of a batch that share a table."""
 
     def __init__(
-        self,
-        tables: PageTables,
-        rows: BatchRows,
-        find_state: Callable[[Tensor], StateNumbers | None] | None,
+        self, tables: PageTables, rows: CompressedRows, find_state: FindState | None
     ) -> None:
         self.tables = tables
         self._find_state = find_state
         self._rows = rows
-        self._where = places(rows.rows, tables.pool.device)
-        self._pages: _LastingPages | None = None
+        self._index = row_index(rows.rows, tables.pool.device)
+        self._cached: _CachedBatch | None = None
 
     def read(self, num_tokens: HostNumbers, seq_lens: Tensor, block_table: Tensor) -> ResidentBatch:
-        """As `ResidentBatches.read`."""
-        known = self._covering(num_tokens[self._rows.rows].astype(np.int64), block_table)
-        batch, num_heads = known.batch, self.tables.pool.num_heads
+        cached = self._update(num_tokens[self._rows.rows].astype(np.int64), block_table)
+        batch, num_heads = cached.batch, self.tables.pool.num_heads
         resident = batch.seq_lens.unflatten(1, (-1, num_heads))
-        torch.add(batch.resident_offset, seq_lens[self._where, None], out=resident)
+        torch.add(batch.resident_offset, seq_lens[self._index, None], out=resident)
         return batch
 
-    def _covering(self, num_tokens: Integers, block_table: Tensor) -> _LastingPages:
-        """What is known of the batch, brought up to [R] logical tokens."""
-        known = self._pages
-        if known is not None and not (num_tokens > known.limits).any():
-            return known
+    def _update(self, num_tokens: Integers, block_table: Tensor) -> _CachedBatch:
+        """Returns the cached batch, extended to [R] logical tokens."""
+        cached = self._cached
+        if cached is not None and not (num_tokens > cached.limits).any():
+            return cached
         tables, slots = self.tables, self._rows.slots
         width = int(tables.widths_at(slots, num_tokens).max())
-        if known is not None and width > known.table.shape[3]:
-            known = self._pages = None  # so that it need not lie beside what follows it
-        table = None if known is None else known.table
+        if cached is not None and width > cached.table.shape[3]:
+            cached = self._cached = None  # frees its table before a larger one is made
+        table = None if cached is None else cached.table
         tables.extend_tails(slots, self._rows.rows, block_table, num_tokens, table)
-        if known is None:
-            known = self._pages = self._read_tables(width)
-        elif width != known.batch.page_table.shape[2]:
-            page_table = known.table.flatten(1, 2)[:, :, :width]
-            known.batch = replace(known.batch, page_table=page_table)
-        known.limits = tables.tail_limits(slots)
-        return known
+        if cached is None:
+            cached = self._cached = self._read_tables(width)
+        elif width != cached.batch.page_table.shape[2]:
+            page_table = cached.table.flatten(1, 2)[:, :, :width]
+            cached.batch = replace(cached.batch, page_table=page_table)
+        cached.limits = tables.tail_limits(slots)
+        return cached
 
-    def _read_tables(self, width: int) -> _LastingPages:
-        """The batch's rows of the tables, with room for an eighth more columns.
+    def _read_tables(self, width: int) -> _CachedBatch:
+        """Copies the batch's rows of the tables, with room for an eighth more columns.
 
-        Rows are whole runs, multiples of 16 numbers: kernels need to be compiled for no other kind.
+        Widths are multiples of 16, so kernels are compiled for one alignment only.
         """
-        tables, found = self.tables, self._rows
-        table = tables.rows.read(found.device_slots, width + max(8, width // 8))
-        resident_offset = tables.resident_offsets(found.slots)
-        # Only the CPU can look without waiting for what runs on the device.
+        tables, rows, find_state = self.tables, self._rows, self._find_state
+        table = tables.rows.read(rows.device_slots, width + max(8, width // 8))
+        resident_offset = tables.resident_offsets(rows.slots)
+        # On a GPU this comparison would synchronise.
         same_in_all_layers = resident_offset.device.type == "cpu" and bool(
             (resident_offset == resident_offset[:1]).all()
         )
-        find_state = self._find_state
         batch = ResidentBatch(
-            **vars(found),
+            **vars(rows),
             page_table=table.flatten(1, 2)[:, :, :width],
             seq_lens=torch.empty_like(resident_offset).flatten(1),
             resident_offset=resident_offset,
             same_in_all_layers=same_in_all_layers,
-            policy_state=None if find_state is None else find_state(found.device_slots),
+            policy_state=None if find_state is None else find_state(rows.device_slots),
         )
-        return _LastingPages(table, tables.tail_limits(found.slots), batch)
+        return _CachedBatch(table, tables.tail_limits(rows.slots), batch)

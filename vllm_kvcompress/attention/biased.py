@@ -1,8 +1,8 @@
-"""Attention of compressed requests that vLLM's kernels do not give.
+"""Attention with biases per entry, or with outputs corrected for evicted tokens.
 
-With a bias per entry, for those that stand for several tokens, and with outputs that are corrected
-for what was evicted, which takes the log-sum-exp. Pages of GPUs go through kernels over pages;
-those of CPUs, which only vLLM's own kernels read as they are, are gathered first.
+vLLM's kernels offer neither: a bias for an entry that stands for several tokens, nor the
+log-sum-exp that a correction needs. Pages on GPUs are read by this package's kernels; pages on
+CPUs are gathered first.
 """
 
 from __future__ import annotations
@@ -14,8 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch
-from vllm_kvcompress.attention.query_rows import Places, places, rows_at
+from vllm_kvcompress.attention.batch import (
+    HostNumbers,
+    ResidentBatch,
+    RowIndex,
+    row_index,
+    selected_rows,
+)
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.cache.policy_state import StateNumbers
 from vllm_kvcompress.kernels.attention import (
@@ -42,17 +47,17 @@ class PagesOfPolicy(Protocol):
 class QueryBatch:
     """Compressed requests of a step that have equally many queries in it.
 
-    S = N * num_heads sequences, one for each of their heads.
+    S = N * num_heads sequences, one for each KV head of N requests.
 
     Attributes:
-        tokens: [N * m] places of their queries among the batch's tokens.
-        num_queries: m.
-        layers: each one's page table [S, width] int32 and resident tokens [S] int32.
-        seq_lens: [num_layers, S] int32 these resident tokens.
-        policy_state: what attention reads of it; None: nothing.
+        tokens: [N * m] rows of their queries in the batch.
+        num_queries: m, the queries of each request.
+        layers: page table [S, width] int32 and resident tokens [S] int32 of each layer.
+        seq_lens: [num_layers, S] int32 resident tokens.
+        policy_state: state numbers that attention reads, if it reads any.
     """
 
-    tokens: Places
+    tokens: RowIndex
     num_queries: int
     layers: list[tuple[Tensor, Tensor]]
     seq_lens: Tensor
@@ -60,7 +65,7 @@ class QueryBatch:
     _tile_ends: list[Tensor] = field(default_factory=list, init=False)
 
     def tile_ends(self, pool: InterleavedPagePool) -> list[Tensor]:
-        """Every layer's, as `sum_tiles` makes them; the step's first layer does it for all."""
+        """Returns every layer's result of `sum_tiles`, computed once in the step's first layer."""
         if not self._tile_ends:
             tile_ends = torch.empty_like(self.seq_lens)
             sum_tiles(self.seq_lens, tile_ends, tile_size(pool))
@@ -70,17 +75,17 @@ class QueryBatch:
     def by_head(self, rows: Tensor, num_heads: int) -> Tensor:
         """[N * m, num_query_heads, head_size] -> [S, queries_per_kv, m, head_size].
 
-        A view, but of queries that decode and lie apart.
+        The result is a view, except for single queries in rows that are not consecutive.
         """
         group, head_size = rows.shape[1] // num_heads, rows.shape[2]
         if self.num_queries == 1:
             return rows.reshape(-1, group, 1, head_size)
-        # Who has several is alone.
+        # N is 1 here.
         return rows.view(-1, num_heads, group, head_size).permute(1, 2, 0, 3)
 
 
 def query_batches(batch: ResidentBatch, starts: HostNumbers) -> list[QueryBatch]:
-    """All requests that decode together, and each that reads a chunk by itself.
+    """Groups the requests: all that decode together, and each prefill chunk by itself.
 
     Args:
         batch: the compressed requests.
@@ -88,10 +93,10 @@ def query_batches(batch: ResidentBatch, starts: HostNumbers) -> list[QueryBatch]
     """
     lengths = np.diff(starts)[batch.rows]
     decoding = np.flatnonzero(lengths == 1)
-    found = [_query_batch(batch, decoding, starts, 1)] if len(decoding) else []
+    batches = [_query_batch(batch, decoding, starts, 1)] if len(decoding) else []
     for request in np.flatnonzero(lengths > 1):
-        found.append(_query_batch(batch, request[None], starts, int(lengths[request])))
-    return found
+        batches.append(_query_batch(batch, request[None], starts, int(lengths[request])))
+    return batches
 
 
 def _query_batch(
@@ -99,7 +104,7 @@ def _query_batch(
 ) -> QueryBatch:
     device = batch.page_table.device
     first = starts[batch.rows[requests]].astype(np.int64)
-    tokens = places((first[:, None] + np.arange(num_queries)).flatten(), device)
+    tokens = row_index((first[:, None] + np.arange(num_queries)).flatten(), device)
     if len(requests) == len(batch.rows):
         return QueryBatch(tokens, num_queries, batch.layers, batch.seq_lens, batch.policy_state)
     num_heads = batch.page_table.shape[1] // len(batch.rows)
@@ -120,25 +125,25 @@ def biased_attention(
     outputs: Tensor,
     scale: float,
 ) -> None:
-    """Writes the outputs for the batch's queries, as the policy has them.
+    """Writes the attention outputs of the batch's queries, biased or corrected by the policy.
 
     Args:
-        pages: where kept tokens lie, and under which policy.
-        layer: of the cache group.
+        pages: pages of the cache group, and the policy.
+        layer: layer of the cache group.
         batch: some of the compressed requests.
-        queries, outputs: [num_tokens, num_query_heads, head_size] of the step.
-        scale: of the logits.
+        queries, outputs: [num_tokens, num_query_heads, head_size] rows of the step.
+        scale: softmax scale.
     """
     pool, pipeline = pages.pool, pages.pipeline
     state = None if batch.policy_state is None else batch.policy_state.layers[layer]
     bias = state if pipeline.weighs_entries else None
-    with rows_at(batch.tokens, queries, outputs) as (rows, out_rows):
-        mine, out = (batch.by_head(each, pool.num_heads) for each in (rows, out_rows))
-        lse = _attend(pool, layer, batch, mine, scale, bias, pipeline.corrects, out)
+    with selected_rows(batch.tokens, queries, outputs) as selected:
+        heads, out = (batch.by_head(rows, pool.num_heads) for rows in selected)
+        lse = _attend(pool, layer, batch, heads, scale, bias, pipeline.corrects, out)
         if pipeline.corrects:
             assert state is not None
             assert lse is not None
-            correct_with_moments(state, out, lse, mine, scale)
+            correct_with_moments(state, out, lse, heads, scale)
 
 
 def _attend(
@@ -151,29 +156,29 @@ def _attend(
     with_lse: bool,
     out: Tensor,
 ) -> Tensor | None:
-    """Outputs, shaped as the queries, and, if wanted, log-sum-exps [S, queries_per_kv, m]."""
+    """Writes outputs shaped as the queries; returns [S, queries_per_kv, m] log-sum-exps or None."""
     page_table, lengths = batch.layers[layer]
     if not isinstance(pool, InterleavedPagePool):
-        keys, values = _copies(pool, layer, page_table, lengths)
-        added = None if bias is None else bias.gathered(keys.shape[1])
-        outputs, lse = attention_with_lse(queries, keys, values, lengths.long(), scale, added)
+        keys, values = _gather(pool, layer, page_table, lengths)
+        biases = None if bias is None else bias.gathered(keys.shape[1])
+        outputs, lse = attention_with_lse(queries, keys, values, lengths.long(), scale, biases)
         out.copy_(outputs)
         return lse
     entries = pool.entries(page_table, lengths)
     if queries.shape[2] > 1:
         return prefill_attention(entries, queries, scale, bias, with_lse, out)[1]
-    one, to = queries[:, :, 0], out[:, :, 0]
     ends = batch.tile_ends(pool)[layer]
-    lse_of_one = decode_attention(entries, one, scale, bias, with_lse, to, ends)[1]
-    return None if lse_of_one is None else lse_of_one[:, :, None]
+    single, single_out = queries[:, :, 0], out[:, :, 0]
+    lse = decode_attention(entries, single, scale, bias, with_lse, single_out, ends)[1]
+    return None if lse is None else lse[:, :, None]
 
 
-def _copies(
+def _gather(
     pool: PagePool, layer: int, page_table: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[S, n, head_size] keys and values of a layer, zeros behind the lengths.
+    """Copies [S, n, head_size] keys and values of a layer, with zeros behind the lengths.
 
-    A page may hold anything there, such as numbers of another type.
+    Pages may hold anything there, such as numbers of another type.
     """
     page_ids = page_table.long()
     keys, values = (read(page_ids, layer).flatten(1, 2) for read in (pool.keys, pool.values))

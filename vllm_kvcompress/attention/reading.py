@@ -1,4 +1,4 @@
-"""Which part of what they hold the requests of a step read that decode, or whose prefill does."""
+"""Sparse reads: decode steps and prefill chunks that read a part of their pages."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from vllm_kvcompress.scheduling.read_rule import NEVER, PromptChunks, ReadRule, 
 
 
 def summary_kind(rule: ReadRule) -> SummaryKind | None:
-    """By what a rule has pages chosen; None: by all of their keys."""
+    """Returns the summaries by which a rule chooses pages; None: it compares all keys."""
     if rule.score == "keys":
         return None
     return SummaryKind(rule.num_means, rounded=rule.bounds == "int8")
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Requests of a step that read a part of their pages, with as many queries each.
+class SparseRead:
+    """Sparse read of requests of a step that have equally many queries.
 
     Attributes:
-        batch: as attention is to see them: lengths are of what is read, the page table has room
-            for that, and its numbers are of the first pages.
+        batch: the requests with the lengths of what they read; their page table has room for the
+            pages that are chosen.
         page_table: [num_layers, sequences, width] int32 all their pages.
-        num_pages: [num_layers, sequences] int32 how many these are.
-        num_read: [num_layers, sequences] int32 how many of them are read.
+        num_pages: [num_layers, sequences] int32 number of these.
+        num_read: [num_layers, sequences] int32 number of pages to read.
         choice: how pages are chosen.
     """
 
@@ -47,44 +47,45 @@ class Reading:
     num_read: Tensor
     choice: Choice
 
-    def choose(self, layer: int, queries: Tensor, readers: Readers) -> Tensor:
-        """[sequences, most] int32 pages that a layer reads.
+    def choose(self, layer: int, queries: Tensor, readers: SparseReads) -> Tensor:
+        """Returns the [sequences, most] int32 pages that a layer reads.
 
         Args:
-            layer: of the group.
-            queries: [sequences * queries of each, group, head_size], sequence after sequence; all
-                of a sequence's share what it reads.
-            readers: who made this.
+            layer: layer of the cache group.
+            queries: [sequences * m, group, head_size] m queries of each sequence, sequence after
+                sequence; they share what they read.
+            readers: the sparse-read state of the group.
         """
         pages = self._layers[layer]
         queries = queries.reshape(len(pages[1]), -1, queries.shape[2])
         if readers.summaries is None:
             keys_of = partial(readers.tables.pool.keys, layer=layer)
             return highest_products(queries, keys_of, *pages, self.choice)
-        found = readers.summaries
-        return choose_pages(queries, found.vectors, *pages, self.choice, found.scales)
+        summaries = readers.summaries
+        return choose_pages(queries, summaries.vectors, *pages, self.choice, summaries.scales)
 
     @cached_property
     def _layers(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Every layer's page table and numbers of pages."""
+        """Page table, number of pages and number to read of every layer."""
         counts = self.num_pages.unbind(), self.num_read.unbind()
         return list(zip(self.page_table.unbind(), *counts, strict=True))
 
 
-class Readers:
-    """Who of a cache group's requests reads a part, and how much; most of it only looked up anew
-    when the requests of a step are others.
+class SparseReads:
+    """Sparse-read state of a cache group.
+
+    It is looked up again only when the requests of a step change.
 
     Args:
-        rule, tables: as below.
-        others: summaries of other cache groups, as of `PageSummaries`.
+        rule, tables: see the attributes.
+        others: summaries of other cache groups, as for `PageSummaries`.
 
     Attributes:
-        rule: of requests that ask for nothing.
-        tables: page tables of the requests that have some.
-        summaries: of the pages' keys, by which they choose; None: by the keys themselves.
-        chunks: of prompts, if these read a part, too.
-        plans: of the requests, by their ids.
+        rule: the rule of requests that choose none.
+        tables: page tables of the requests that have one.
+        summaries: key summaries by which pages are chosen; None: by the keys themselves.
+        chunks: sparse reads of prefill chunks, if the rule has any.
+        plans: read plans by request id.
     """
 
     def __init__(
@@ -102,40 +103,41 @@ class Readers:
         self._shares: Integers = np.zeros((0, 3), dtype=np.int64)
         self._rules = {rule}
 
-    def tell(self, plans: dict[str, ReadPlan]) -> None:
-        """Takes how new requests are read."""
+    def register_plans(self, plans: dict[str, ReadPlan]) -> None:
+        """Adds the read plans of new requests."""
         if plans:
             self.plans |= plans
             self._request_ids = None
 
     def forget(self, request_id: str) -> None:
-        """Drops a request; unknown ones are ignored."""
+        """Drops a request; ignores unknown ones."""
         self.plans.pop(request_id, None)
 
     def admit(self, request_ids: list[str], lengths: HostNumbers, num_queries: HostNumbers) -> None:
-        """Finds who reads a part, and gives uncompressed requests that are to read less a page
-        table, all of which is tail.
+        """Finds the sparse reads of a step; gives uncompressed requests that need one a page table.
+
+        Such a table consists of tail pages alone.
 
         Args:
-            request_ids: of all rows of the step.
-            lengths: [rows] logical tokens, the step's included.
+            request_ids: request ids of all rows of the step.
+            lengths: [rows] logical tokens, including the step.
             num_queries: [rows] tokens in the step.
         """
         if self._request_ids != request_ids:
             self._look_up(request_ids)
         self._decoding = (num_queries == 1) & (lengths > self._prompts)
-        less = self._decoding & (lengths >= self._starts)
+        needs_table = self._decoding & (lengths >= self._starts)
         if self.chunks is not None:
-            mine = (lengths > self.chunks.num_read_fully) & (lengths <= self._ends)
-            self._in_chunks = np.where(mine, num_queries, 0)
-            less |= mine & (self._starts < NEVER)
-        for row in np.flatnonzero(less):
+            in_chunk = (lengths > self.chunks.num_read_fully) & (lengths <= self._ends)
+            self._in_chunks = np.where(in_chunk, num_queries, 0)
+            needs_table |= in_chunk & (self._starts < NEVER)
+        for row in np.flatnonzero(needs_table):
             self._starts[row] = NEVER
             if request_ids[row] not in self.tables.slots:
                 self.tables.acquire(request_ids[row])
 
     def _look_up(self, request_ids: list[str]) -> None:
-        """Every row's rule, and from how many tokens on it needs a page table."""
+        """Looks up every row's rule, and the length at which it needs a page table."""
         slots, size = self.tables.slots, self.tables.pool.block_size
         plans = [self.plans.get(each, ReadPlan(self.rule)) for each in request_ids]
         rules = [plan.rule for plan in plans]
@@ -153,26 +155,24 @@ class Readers:
         )
         self._request_ids = list(request_ids)
 
-    def split(self, batch: ResidentBatch) -> tuple[list[Reading], ResidentBatch | None]:
-        """The requests of a batch of the step that read a part, those of as many queries together,
-        and the others; None: there are none.
-        """
+    def split(self, batch: ResidentBatch) -> tuple[list[SparseRead], ResidentBatch | None]:
+        """Splits a batch into sparse reads, one per number of queries, and the other requests."""
         decoding = self._decoding[batch.rows]
         if decoding.all():
             return [self.reading(batch)], None
-        found, rest = [], ~decoding
+        readings, rest = [], ~decoding
         if decoding.any():
-            found.append(self.reading(batch.take(decoding)))
+            readings.append(self.reading(batch.take(decoding)))
         if self.chunks is not None:
             numbers = self._in_chunks[batch.rows]
             for number in np.unique(numbers[numbers > 0]):
                 rule = self.rule.of_chunk(int(number))
-                found.append(self.reading(batch.take(numbers == number), rule))
+                readings.append(self.reading(batch.take(numbers == number), rule))
             rest &= numbers == 0
-        return found, batch.take(rest) if rest.any() else None
+        return readings, batch.take(rest) if rest.any() else None
 
-    def reading(self, batch: ResidentBatch, chunk_rule: ReadRule | None = None) -> Reading:
-        """Of requests of the step that decode, or of chunks of prompts, as their rule says."""
+    def reading(self, batch: ResidentBatch, chunk_rule: ReadRule | None = None) -> SparseRead:
+        """Plans the sparse read of decoding requests, or of prefill chunks under `chunk_rule`."""
         size, rule = self.tables.pool.block_size, chunk_rule or self.rule
         lengths, width = batch.seq_lens, batch.page_table.shape[2]
         rules = self._rules if chunk_rule is None else {chunk_rule}
@@ -188,22 +188,23 @@ class Readers:
         )
         ends, mean = (rule.num_first(size), rule.num_last(size)), rule.group == "mean"
         choice = Choice(most, *ends, mean, rule.num_means)
-        return Reading(part, batch.page_table, num_pages, num_read.to(torch.int32), choice)
+        return SparseRead(part, batch.page_table, num_pages, num_read.to(torch.int32), choice)
 
     def warm_up(self, queries_per_kv: int) -> None:
-        """Chooses once, so that no request waits for compilers."""
+        """Compiles the kernel by choosing pages once."""
         pool, size = self.tables.pool, self.tables.pool.block_size
         width = self.rule.least_pages(size) + 1
         table = torch.zeros((pool.num_heads, width), dtype=torch.int32, device=pool.device)
         shape = (pool.num_heads, queries_per_kv, pool.head_size)
         queries = pool.pages.new_zeros(shape, dtype=pool.dtype)
         choice = Choice(width, 0, 1, self.rule.group == "mean", self.rule.num_means)
-        found, read = self.summaries, table[:, 0] + 1
-        if found is not None:
-            choose_pages(queries, found.vectors, table, read, read, choice, found.scales)
+        summaries, counts = self.summaries, table[:, 0] + 1
+        if summaries is not None:
+            vectors, scales = summaries.vectors, summaries.scales
+            choose_pages(queries, vectors, table, counts, counts, choice, scales)
 
     def _share(self, batch: ResidentBatch) -> Share:
-        """What is read by the sequences of a batch: [sequences] each, or the same for all."""
+        """Returns the share that is read, as [sequences] numbers or the same for all sequences."""
         if len(self._rules) == 1:
             return next(iter(self._rules)).share(self.tables.pool.block_size)
         num_heads = batch.page_table.shape[1] // len(batch.rows)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch, ResidentBatches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
-from vllm_kvcompress.attention.reading import Readers
+from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.query_windows import ObservedQueries
 from vllm_kvcompress.compression import guard
@@ -80,7 +80,7 @@ class GroupCompression:
         layer_index: dict[str, int],
         scales: list[float],
         softcap: float,
-        readers: Readers | None = None,
+        readers: SparseReads | None = None,
         decode_steps: DecodeSteps | None = None,
     ) -> None:
         self.group = group
@@ -130,7 +130,7 @@ class GroupCompression:
         if self.readers is not None:
             num_queries = np.diff(common.query_start_loc_cpu.numpy())
             reads = {name: new.read for name, new in plan.requests.items() if new.read is not None}
-            self.readers.tell(reads)
+            self.readers.register_plans(reads)
             self.readers.admit(request_ids, lengths, num_queries)
             if self.readers.summaries is not None:
                 filled = self._filled_blocks(lengths, num_queries, blocks)

@@ -13,7 +13,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
-from vllm_kvcompress.attention.reading import Readers
+from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.cache.query_windows import PagedWindows, QueryWindows, Windows, window_blocks
@@ -196,13 +196,13 @@ class WorkerCompression:
         readers, steps = self._readers(runner), self._decode_steps(layers, pool, runner.pipeline)
         return GroupCompression(number, runner, index, scales, softcap, readers, steps)
 
-    def _readers(self, runner: EventRunner) -> Readers | None:
+    def _readers(self, runner: EventRunner) -> SparseReads | None:
         """Who reads a part of a new group, if anybody does."""
         if self.settings.read_rule is None:
             return None
         former = (group.readers for group in self.groups.values() if group.readers is not None)
         found = [each.summaries for each in former if each.summaries is not None]
-        return Readers(self.settings.read_rule, runner.tables, found)
+        return SparseReads(self.settings.read_rule, runner.tables, found)
 
     def _decode_steps(
         self, layers: list[Any], pool: PagePool, pipeline: Pipeline

@@ -16,10 +16,15 @@ from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from vllm_kvcompress.attention.batch import ResidentBatch
+from vllm_kvcompress.attention.batch import (
+    EVERY_ROW,
+    ResidentBatch,
+    RowIndex,
+    row_index,
+    selected_rows,
+)
 from vllm_kvcompress.attention.biased import QueryBatch, biased_attention, query_batches
-from vllm_kvcompress.attention.query_rows import EVERY_ROW, Places, places, rows_at
-from vllm_kvcompress.attention.reading import Reading
+from vllm_kvcompress.attention.reading import SparseRead
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.vllm_plugin.spec import (
@@ -51,9 +56,9 @@ class Subset:
     """
 
     metadata: Any
-    where: Places
+    where: RowIndex
     by_layer: list[dict[str, Any]] = field(default_factory=list)
-    reading: Reading | None = None
+    reading: SparseRead | None = None
 
 
 @dataclass
@@ -237,7 +242,7 @@ class CompressedBuilder:
         metadata: Any,
         common: CommonAttentionMetadata,
         starts: HostNumbers,
-        reading: Reading | None = None,
+        reading: SparseRead | None = None,
     ) -> Subset:
         """Compressed requests: a sequence per (request, head), in that order."""
         spec = self.kv_cache_spec
@@ -247,7 +252,7 @@ class CompressedBuilder:
             query_start_loc = self._count_to(num_sequences)
         else:
             rows, own_starts = sequences(starts, batch.rows, num_heads)
-            where, query_start_loc = places(rows, self.device), upload(own_starts, self.device)
+            where, query_start_loc = row_index(rows, self.device), upload(own_starts, self.device)
             num_rows, longest = len(rows), int(np.diff(own_starts).max())
         queries_per_kv = CompressedBackend.compression.num_query_heads // num_heads
         per_head = replace(
@@ -268,7 +273,7 @@ class CompressedBuilder:
         if len(rows) == 0:
             return None
         tokens, own_starts = sequences(starts, rows)
-        where, there = places(tokens, self.device), batch.device_uncompressed
+        where, there = row_index(tokens, self.device), batch.device_uncompressed
         mine = replace(
             common,
             query_start_loc=upload(own_starts, self.device),
@@ -350,7 +355,7 @@ class CompressedImpl:
             biased_attention(group.runner, index, batch, rows, out_rows, self.scale)
         if compressed.uncompressed is not None:
             subset = compressed.uncompressed
-            with rows_at(subset.where, rows, out_rows) as (mine, written):
+            with selected_rows(subset.where, rows, out_rows) as (mine, written):
                 super().forward(layer, mine, mine, mine, kv_cache, subset.metadata, written)
         group.finish_layer(work, index, attn_metadata, rows, out_rows)
         return output
@@ -378,7 +383,8 @@ class CompressedImpl:
         pool, reading = group.tables.pool, subset.reading
         cache = pool.cache_of_one_head
         shape = (-1, self.num_heads // self.num_kv_heads, self.head_size)
-        with rows_at(subset.where, rows.reshape(shape), out_rows.view(shape)) as (mine, written):
+        heads = rows.reshape(shape), out_rows.view(shape)
+        with selected_rows(subset.where, *heads) as (mine, written):
             if reading is not None:
                 subset.metadata.block_table = reading.choose(index, mine, group.readers)
             # Keys and values are in the cache already; what stands here for them is not read.

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvcompress.attention.batch import BatchRows, ResidentBatch
+from vllm_kvcompress.attention.batch import CompressedRows, ResidentBatch
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression
 
@@ -75,7 +75,7 @@ def _common(starts: Any, num_queries: int, pool: Any) -> CommonAttentionMetadata
 
 def _batch(num_requests: int, pool: Any) -> ResidentBatch:
     """All of them compressed, to one page per head."""
-    found = BatchRows.of(np.arange(num_requests, dtype=np.int64), pool.device)
+    found = CompressedRows.of(np.arange(num_requests, dtype=np.int64), pool.device)
     sequences = (pool.num_layers, num_requests * pool.num_heads)
     numbers = {"dtype": torch.int32, "device": pool.device}
     page = compat.NULL_BLOCK * pool.pages_per_block
