@@ -140,14 +140,14 @@ def scores(report: dict[str, Any]) -> None:
     """Reports the number of tokens with scores, step by step (a probe)."""
     from vllm_kvcompress.compression.repetitions import Repetitions
 
-    report["scored"], of_step = [], Repetitions.of_step
+    report["scored"], in_step = [], Repetitions.in_step
 
     def noting(self: Repetitions, *args: Any) -> Any:
-        repetitions = of_step(self, *args)
+        repetitions = in_step(self, *args)
         report["scored"].append(sum(layers[0].shape[1] for layers in self._scores.values()))
         return repetitions
 
-    Repetitions.of_step = noting
+    Repetitions.in_step = noting
 
 
 def test_contexts_wait_for_the_scores_of_others(llama: str, run_engine: Run) -> None:
