@@ -136,7 +136,7 @@ def few_sequences(report: dict[str, Any]) -> None:
     from tests.gpu_path import flash_attention
     from vllm_kvcompress.vllm_plugin.worker_side.attention import base, gpu_flash
 
-    gpu_flash.MOST_SEQUENCES = flash_attention.MOST_BATCHES_TO_SPLIT = 4
+    gpu_flash.MAX_SPLIT_SEQUENCES = flash_attention.MOST_BATCHES_TO_SPLIT = 4
     report["own"] = 0
     attend = base.biased_attention
 

@@ -75,13 +75,13 @@ def replace_device(stock_backend: str) -> None:
 
     from vllm_kvcompress.vllm_plugin.worker_side.gpu_worker import CompressionGPUWorker
 
-    start = CompressionGPUWorker.take_our_attention
+    start = CompressionGPUWorker.use_compressed_backend
 
     def made_for_cuda(*args: Any) -> Any:
         with taken_for_cuda():
             return start(*args)
 
-    CompressionGPUWorker.take_our_attention = made_for_cuda
+    CompressionGPUWorker.use_compressed_backend = made_for_cuda
 
 
 def _count_nans(logits: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What attention and events read and write in a worker, against whose every block is."""
+"""Checks of the debug mode in a worker: attention and events touch only their own blocks."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ POISON = 30000.0  # as a value, or the largest that the cache's type has
 
 
 class WorkerChecks:
-    """Checks a worker's steps; on a GPU every one of them waits for the device."""
+    """Checks every step of a worker against the blocks' owners; waits for the device."""
 
     def __init__(self) -> None:
-        os.environ.setdefault("VLLM_RAISE_ON_LOGIT_NANS", "1")  # ends the engine where one is
+        os.environ.setdefault("VLLM_RAISE_ON_LOGIT_NANS", "1")  # a NaN ends the engine
         self._tags = BlockTags()
         self._are_ours = False
 
     def begin_step(self, plan: StepPlan, pools: Iterable[PagePool]) -> None:
-        """Takes whose every block is, and poisons what nobody may read.
+        """Takes the owner of every block, and poisons blocks that no request may read.
 
         Keys become NaN. Values become large, since vLLM's kernels multiply those behind a request's
         last token by 0.
 
         Args:
-            plan: of the step.
-            pools: of all groups.
+            plan: the step's plan.
+            pools: pages of all groups.
         """
         self._tags = plan.tags or BlockTags()
-        # Requests that vLLM makes up to warm up its kernels come from no scheduler.
+        # vLLM's dummy requests, which warm up its kernels, have no plan.
         self._are_ours = plan.tags is not None
         for pool in pools if self._tags.poisoned else ():
             pages = pool.fresh_pages(torch.tensor(self._tags.poisoned, device=pool.device))
@@ -81,20 +81,20 @@ class WorkerChecks:
         for batch in work.compressed:
             tables = batch.page_table.unflatten(1, (-1, pool.num_heads))
             counts = (ceil_div(batch.seq_lens, size)).unflatten(1, (-1, pool.num_heads))
-            for nth, row in enumerate(batch.rows.tolist()):
-                pages = _first(tables[:, nth], counts[:, nth])
+            for index, row in enumerate(batch.rows.tolist()):
+                pages = _first(tables[:, index], counts[:, index])
                 self._expect_pages(group, request_ids[row], "attends to", pages)
                 if batch.policy_state is not None:
                     runs = batch.policy_state
                     ends = (runs.starts + runs.lengths).unflatten(1, (-1, pool.num_heads))
-                    used = ceil_div(ends[:, nth].amax(1) * 4, pool.page_bytes)
-                    state = _first(runs.page_table[:, nth], used)
+                    used = ceil_div(ends[:, index].amax(1) * 4, pool.page_bytes)
+                    state = _first(runs.page_table[:, index], used)
                     self._expect_pages(group, request_ids[row], "reads policy state of", state)
         for event in work.events:
             self._check_event(group, event)
 
     def _check_event(self, group: GroupCompression, event: Event) -> None:
-        """What an event reads, and that it writes to fresh blocks alone."""
+        """Checks the blocks that an event reads, and that it writes to fresh ones only."""
         tables, plan, pool = group.tables, event.plan, group.tables.pool
         self._expect_own(group, plan.request_id, "compresses", event.blocks)
         sources = set(event.blocks.tolist())
@@ -106,9 +106,9 @@ class WorkerChecks:
             sources |= set((pages // pool.pages_per_block).tolist())
         fresh = torch.tensor(plan.fresh_block_ids)
         self._expect_own(group, plan.request_id, "keeps tokens in", fresh)
-        if both := sources & set(plan.fresh_block_ids):
+        if overlap := sources & set(plan.fresh_block_ids):
             raise InvariantError(
-                f"an event of {plan.request_id}: expected fresh blocks, found sources {both}."
+                f"an event of {plan.request_id}: expected fresh blocks, found sources {overlap}."
             )
 
     def _expect_pages(
@@ -144,5 +144,5 @@ class WorkerChecks:
 
 
 def _first(table: Tensor, counts: Tensor) -> Tensor:
-    """[sum of counts]: of [..., width] page ids the first `counts` [...] of each row."""
+    """Returns [sum of counts] the first `counts` [...] entries of each row of [..., width]."""
     return table[torch.arange(table.shape[-1], device=table.device) < counts[..., None]]

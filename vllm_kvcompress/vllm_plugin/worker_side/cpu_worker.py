@@ -1,8 +1,8 @@
-"""The worker of the CPU build."""
+"""The worker of vLLM's CPU build, with compression."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -13,22 +13,22 @@ from vllm_kvcompress.vllm_plugin.worker_side.worker import CompressionWorker
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_kvcompress.config import Settings
+    from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 
 class CompressionCPUWorker(CompressionWorker, CPUWorker):
     """vLLM's CPU worker, with compressed attention when the settings ask for it."""
 
-    def __init__(self, vllm_config: VllmConfig, *args, **kwargs) -> None:
+    def __init__(self, vllm_config: VllmConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(vllm_config, *args, **kwargs)
         compat.allow_amx()
 
-    def take_our_attention(self, vllm_config: VllmConfig, settings: Settings) -> None:
-        """As `CompressionWorker.take_our_attention`."""
+    def use_compressed_backend(self, compression: WorkerCompression) -> None:
+        """Has vLLM choose our attention backend in the place of its only one."""
         use_cpu_backend()
 
-    def compile_or_warm_up_model(self):
-        """vLLM's, and what is compiled for choosing pages."""
+    def compile_or_warm_up_model(self) -> Any:
+        """Compiles what vLLM does, and the kernels that choose pages."""
         if self.compression is not None:
             self.compression.warm_up_readers()
         return super().compile_or_warm_up_model()

@@ -1,7 +1,7 @@
-"""How much of a GPU's memory compression needs beside the KV cache: measured, as vLLM's own needs.
+"""Measures how much GPU memory compression needs beside the KV cache.
 
-Before there is a cache, events of the longest request run on a single block that stands for all of
-theirs. What they hold at once on the device is left out of the cache.
+Before the cache is allocated, events of the longest request run on a single block that stands for
+all of its blocks. Their peak memory is reserved and does not become KV cache.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ FRAGMENTATION = 1.1  # bytes that an allocator takes from the device for each th
 def reserved_bytes(
     compression: WorkerCompression, model: Any, specs: dict[str, KVCacheSpec], available: int
 ) -> int:
-    """Bytes that are not to become KV cache, on one rank.
+    """Returns bytes that must not become KV cache, on one rank.
 
     Args:
-        compression: of the worker.
-        model: with the weights that policies read.
-        specs: of all layers.
-        available: bytes for the cache and this.
+        compression: the worker's.
+        model: has the weights that policies read.
+        specs: cache specs of all layers, by name.
+        available: bytes for the cache and these.
 
     Raises:
         UnsupportedError: an event does not even fit beside the model.
@@ -58,7 +58,7 @@ def reserved_bytes(
         for names in layers.values()
         if kind is not None
     ]
-    return reserve(sum(events), available, kinds)  # ring buffers of all kinds stay
+    return reserve(sum(events), available, kinds)  # every kind keeps its ring buffers
 
 
 def reserve(
@@ -66,32 +66,32 @@ def reserve(
     available: int,
     summarised: Sequence[tuple[Any, torch.dtype, SummaryKind]] = (),
 ) -> int:
-    """Bytes that are not to become KV cache, but for what vLLM's kernels take.
+    """Returns bytes that must not become KV cache, without the scratch of vLLM's kernels.
 
     Args:
-        event_bytes: most that events hold at once, ring buffers among it.
-        available: bytes for the cache and this.
-        summarised: specs of layers, one of each kind, their keys' types, and what they remember
-            of pages' keys.
+        event_bytes: peak of the events' memory, ring buffers included.
+        available: bytes for the cache and these.
+        summarised: one spec of each kind of layer whose pages have summaries, with the type of
+            its keys and the kind of summary.
     """
-    found = int(FRAGMENTATION * event_bytes + TABLES_SHARE * available)
-    room = available - found
-    beside = [
+    reserved = int(FRAGMENTATION * event_bytes + TABLES_SHARE * available)
+    room = available - reserved
+    summaries = [
         summary_bytes(room, _page_bytes(spec), spec.head_size, dtype, kind)
         for spec, dtype, kind in summarised
     ]
-    return found + sum(beside)
+    return reserved + sum(summaries)
 
 
 def _page_bytes(spec: Any) -> int:
-    found: int = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
-    return found
+    num_bytes: int = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+    return num_bytes
 
 
 def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> int:
-    """Most bytes that are held at once while events of every policy run, which hold none after.
+    """Returns the peak memory of events of every policy, in bytes.
 
-    First page tables, first ring buffers and what policies make of weights are among them.
+    It includes the first page tables, ring buffers and what policies compute from weights.
     """
     memory = torch.accelerator
     memory.reset_peak_memory_stats()
@@ -104,7 +104,7 @@ def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], s
             f"an event of a request of {num_tokens} tokens does not fit in the GPU's memory beside "
             "the model; lower --max-model-len, or take a policy that needs less (docs/gpu.md)."
         ) from error
-    peak = memory.max_memory_allocated() - before
+    peak = int(memory.max_memory_allocated() - before)
     gc.collect()
     memory.empty_cache()
     return peak

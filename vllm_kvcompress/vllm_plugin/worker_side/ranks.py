@@ -1,4 +1,4 @@
-"""What tensor-parallel ranks have to agree on among themselves."""
+"""Agreement among tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from vllm.distributed.parallel_state import get_tp_group
 
 
 def on_any_rank(flags: list[bool]) -> list[bool]:
-    """Whether each is true on any tensor-parallel rank; all of them have to ask, of as many.
+    """Returns, for each flag, whether it is set on any tensor-parallel rank.
 
-    The hosts agree among themselves: no device is waited for.
+    All ranks must call this, with equally many flags. It does not wait for a device.
     """
     group = get_tp_group()
     if group.world_size == 1 or not flags:
         return flags
-    told = torch.tensor(flags, dtype=torch.int32, device="cpu")
-    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group.cpu_group)
-    return [bool(flag) for flag in told.tolist()]
+    joined = torch.tensor(flags, dtype=torch.int32, device="cpu")
+    torch.distributed.all_reduce(joined, torch.distributed.ReduceOp.MAX, group.cpu_group)
+    return [bool(flag) for flag in joined.tolist()]

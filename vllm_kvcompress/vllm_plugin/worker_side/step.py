@@ -1,4 +1,4 @@
-"""One cache group's compressed requests in one worker, and its work in a step."""
+"""One compressed cache group in one worker, and its work in a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_kvcompress.attention.batch import HostNumbers, ResidentBatch, Resident
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.query_windows import ObservedQueries
+from vllm_kvcompress.cache.query_windows import ObservedQueries, PagedWindows
 from vllm_kvcompress.compression import guard
 from vllm_kvcompress.compression.batch import EventBatch
 from vllm_kvcompress.compression.event import Event
@@ -29,19 +29,19 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepWork:
-    """One cache group's work in one step.
+    """One cache group's work in one step: prepared once, then done layer by layer.
 
     Attributes:
-        compressed: the compressed requests; empty when every request is uncompressed.
+        compressed: the compressed requests; empty if all are uncompressed.
         events: compression events of the step.
-        batches: those that look at queries of this step's forward pass, as they run behind each
-            layer's attention, some together.
-        waiting: the others, as they run behind sampling, so that no token waits for them.
-        observed: where queries to remember are, and where they go; or None.
-        repetitions: queries that score their request's context, but for a lone one in a step
-            that may be replayed.
+        batches: events that read queries of this step, grouped; they run behind each layer's
+            attention.
+        waiting: all other events, grouped; they run after sampling, so that no token waits.
+        observed: queries to remember, and their places in the ring buffers; or None.
+        repetitions: queries that score their request's context, except for a single one in a
+            step that may be replayed.
         filled: [N] int64 blocks that become full, where decode steps read a part; or None.
-        decodes: all requests have one token in the step, and a CUDA graph may replay it.
+        decodes: every request has one token in the step, and a CUDA graph may replay it.
     """
 
     compressed: list[ResidentBatch] = field(default_factory=list)
@@ -61,16 +61,16 @@ class StepWork:
 
 
 class GroupCompression:
-    """One cache group of compressed layers, in one worker.
+    """A cache group of compressed layers in one worker: turns plans into work on its pages.
 
     Attributes:
-        group: vLLM's number of it.
-        runner: of its events.
-        layer_index: by vLLM's names of layers, their numbers in the group.
+        group: vLLM's number of the group.
+        runner: runs its events.
+        layer_index: numbers of the layers in the group, by vLLM's names of layers.
         scales: softmax scale of every layer.
-        softcap: of the attention logits; 0: none.
-        readers: who reads a part in decode steps; None: nobody.
-        decode_steps: what CUDA graphs of these replay; None: attention runs between graphs.
+        softcap: cap of the attention logits; 0: none.
+        readers: sparse-read state; None: decode steps read everything.
+        decode_steps: buffers that full CUDA graphs read; None: graphs are piecewise.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class GroupCompression:
         return self.runner.tables
 
     def forget(self, request_id: str, state: int | None = None) -> None:
-        """Drops a request, but for the state that it leaves; unknown ones are ignored."""
+        """Drops a request, which may leave its pages as saved state; ignores unknown ones."""
         if state is not None:
             self.tables.save(request_id, state)
         self.tables.release(request_id)
@@ -108,36 +108,23 @@ class GroupCompression:
             self.readers.forget(request_id)
 
     def copy(self, plan: StepPlan) -> None:
-        """Copies blocks of states that requests go on writing to, before anybody writes."""
-        adopted = [each for each in plan.adoptions if each.group == self.group]
-        copies = [each.copied for each in adopted if each.copied is not None]
+        """Copies the saved blocks that requests will append to, before anything is written."""
+        adoptions = [each for each in plan.adoptions if each.group == self.group]
+        copies = [each.copied for each in adoptions if each.copied is not None]
         if copies:
             self.tables.pool.copy_blocks(copies)
 
     def prepare(
         self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
     ) -> StepWork:
-        """Everything that the layers of the group share in this step."""
-        self.tables.poll()
-        for request_id, request in plan.requests.items():
-            if self.group in request.windows:
-                self.runner.windows.hold(request_id, request.windows[self.group])
-        for adoption in plan.adoptions:
-            if adoption.group == self.group:
-                self.tables.restore(adoption.request_id, adoption.state, adoption.end_block)
+        """Prepares everything that the layers of the group share in this step."""
+        self._begin_requests(plan)
         lengths, blocks = compat.host_lengths(common), common.block_table_tensor
-        filled = None
-        if self.readers is not None:
-            num_queries = np.diff(common.query_start_loc_cpu.numpy())
-            reads = {name: new.read for name, new in plan.requests.items() if new.read is not None}
-            self.readers.register_plans(reads)
-            self.readers.admit(request_ids, lengths, num_queries)
-            if self.readers.summaries is not None:
-                filled = self._filled_blocks(lengths, num_queries, blocks)
+        starts = common.query_start_loc_cpu.numpy()
+        filled = self._prepare_reads(plan, request_ids, lengths, np.diff(starts), blocks)
         compressed = self.batches.read(request_ids, lengths, common.seq_lens, blocks)
         work = StepWork(compressed=compressed, filled=filled, decodes=self._decodes(common))
         row_of = {request_id: row for row, request_id in enumerate(request_ids)}
-        starts = common.query_start_loc_cpu.numpy()
         scored = {name: new.scored_tokens for name, new in plan.requests.items()}
         self.runner.repetitions.register(
             {name: number for name, number in scored.items() if number}
@@ -145,14 +132,12 @@ class GroupCompression:
         work.repetitions = self.runner.repetitions.in_step(row_of, starts, lengths, blocks)
         for event in plan.events:
             if event.group == self.group:
-                block_row = common.block_table_tensor[row_of[event.request_id]]
-                work.events.append(guard.begin(self.runner, event, block_row))
-        observed = []
-        if plan.observations:
-            first_tokens = common.query_start_loc_cpu.tolist()
-            observed = [
-                (rid, first_tokens[row_of[rid]], seen) for rid, seen in plan.observations.items()
-            ]
+                row = row_of[event.request_id]
+                work.events.append(guard.begin(self.runner, event, blocks[row]))
+        observed = [
+            (request_id, int(starts[row_of[request_id]]), observation)
+            for request_id, observation in plan.observations.items()
+        ]
         if work.decodes:
             self._fill(common, compressed, observed)
         elif observed:
@@ -164,8 +149,38 @@ class GroupCompression:
             (work.batches if reads_step else work.waiting).append(batch)
         return work
 
+    def _begin_requests(self, plan: StepPlan) -> None:
+        """Takes the ring buffers and saved states of requests that are new in the step."""
+        self.tables.poll()
+        windows = self.runner.windows
+        if isinstance(windows, PagedWindows):
+            for request_id, request in plan.requests.items():
+                if self.group in request.windows:
+                    windows.hold(request_id, request.windows[self.group])
+        for adoption in plan.adoptions:
+            if adoption.group == self.group:
+                self.tables.restore(adoption.request_id, adoption.state, adoption.end_block)
+
+    def _prepare_reads(
+        self,
+        plan: StepPlan,
+        request_ids: list[str],
+        lengths: HostNumbers,
+        num_queries: HostNumbers,
+        blocks: Tensor,
+    ) -> Tensor | None:
+        """Updates the sparse-read state, and returns the blocks to summarise, if there are any."""
+        if self.readers is None:
+            return None
+        reads = {name: new.read for name, new in plan.requests.items() if new.read is not None}
+        self.readers.register_plans(reads)
+        self.readers.admit(request_ids, lengths, num_queries)
+        if self.readers.summaries is None:
+            return None
+        return self._filled_blocks(lengths, num_queries, blocks)
+
     def prepare_dummy(self, common: CommonAttentionMetadata) -> StepWork | None:
-        """Of a step of nobody's requests, which may be captured; None: nothing is to be done."""
+        """Prepares a dummy batch, which vLLM may be capturing; None: it needs no work."""
         if not self._decodes(common):
             return None
         self._fill(common, [], [])
@@ -180,18 +195,18 @@ class GroupCompression:
         compressed: list[ResidentBatch],
         observed: list[tuple[str, int, Observation]],
     ) -> None:
-        """What launches read that may be a CUDA graph's."""
-        steps, seen = self.decode_steps, None
+        """Writes the buffers from which launches read, in a CUDA graph or not."""
+        steps, destinations = self.decode_steps, None
         assert steps is not None
         if observed:
-            seen = self.runner.windows.addresses(observed, steps.like)
-        steps.fill(compressed, common.seq_lens, common.block_table_tensor, seen)
+            destinations = self.runner.windows.addresses(observed, steps.like)
+        steps.fill(compressed, common.seq_lens, common.block_table_tensor, destinations)
 
     def finish_step(self, work: StepWork) -> None:
-        """Runs the events that waited, then gives requests what all events of the step have kept.
+        """Runs the events that waited for sampling, then gives requests their kept pages.
 
-        Called behind sampling. The device works in the order in which it is asked: events read
-        what the step has written, and later steps write behind them.
+        Work is queued on one stream: events read what the step has written, and later steps
+        write after them.
         """
         summaries = None if self.readers is None else self.readers.summaries
         with torch.inference_mode():  # as the forward pass
@@ -207,20 +222,22 @@ class GroupCompression:
     def _filled_blocks(
         self, lengths: HostNumbers, num_queries: HostNumbers, block_table: Tensor
     ) -> Tensor | None:
-        """[N] int64 blocks whose last token is in this step; None: there are none."""
+        """Returns [N] int64 blocks whose last token is in this step; None: there are none."""
         size = self.tables.pool.block_size
         first = (lengths - num_queries) // size
         numbers = lengths // size - first
         if not numbers.any():
             return None
-        rows = np.repeat(np.arange(len(lengths)), numbers)
-        nth = np.arange(len(rows)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
-        there = upload(np.stack((rows, first[rows] + nth)).astype(np.int64), block_table.device)
-        return block_table[*there].to(torch.int64)
+        rows: HostNumbers = np.repeat(np.arange(len(lengths)), numbers)
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(numbers) - numbers, numbers)
+        entries = np.stack((rows, first[rows] + offsets)).astype(np.int64)
+        return block_table[*upload(entries, block_table.device)].to(torch.int64)
 
     def begin_layer(self, work: StepWork, layer: int) -> None:
-        """Before a layer's attention, when the step's keys are in the cache: requests may choose
-        among pages that others have filled in the same step."""
+        """Summarises the blocks that became full, before a layer's attention.
+
+        The step's keys are in the cache; requests may read blocks that others filled in it.
+        """
         summaries = None if self.readers is None else self.readers.summaries
         if summaries is not None and work.filled is not None:
             summaries.fill_blocks(layer, work.filled)
@@ -233,11 +250,11 @@ class GroupCompression:
         queries: Tensor,
         outputs: Tensor,
     ) -> None:
-        """Remembers queries behind a layer's attention, and runs the events that look at them.
+        """Records queries after a layer's attention, and runs the events that read them.
 
         Args:
-            work: the group's, in this step.
-            layer: of the group.
+            work: the group's work in this step.
+            layer: number in the group.
             metadata: vLLM's, of all requests.
             queries, outputs: [tokens, num_query_heads, head_size] of all requests.
         """

@@ -1,4 +1,4 @@
-"""What a worker holds for compressed requests, and what it does for them in a step."""
+"""Compression in one worker: its cache groups, and the course of a step."""
 
 from __future__ import annotations
 
@@ -46,28 +46,27 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
-FEWEST_RINGS = 8
+MIN_RINGS = 8
 _FAILED = (
-    "request %s: its policy %s failed at an event; the request keeps its first and latest tokens "
-    "instead, and ends with an error. No other is affected."
+    "request %s: policy %s failed at an event; the request keeps its first and latest tokens "
+    "instead, and ends with an error. No other request is affected."
 )
 
 
 class WorkerCompression:
-    """All compressed cache groups of a worker, and the step that is running.
+    """Runs the scheduler's plans in a worker: begins a step, prepares its groups, ends it.
 
     Attributes:
         settings: the user's settings.
         pipelines: the policies of requests, the server's own first (not yet bound to heads).
-        groups: by vLLM's group number.
+        groups: compressed cache groups by vLLM's group number.
         group_of_layer: the same by vLLM's names of layers.
-        recent_events: the last ones.
-        reason_for_pieces: why attention is no part of CUDA graphs; None: those that vLLM captures
-            are of whole decode steps.
-        own_kernels: whether this package's attend for every compressed request.
-        most_sequences: of a step, one per KV head of each compressed request, that vLLM's kernels
-            take without waiting for the longest; None: any number.
-        checks: of the debug mode; None: it is off.
+        recent_events: results of the last events, for the status page.
+        reason_for_pieces: why CUDA graphs are piecewise; None: they are of whole decode steps.
+        own_kernels: whether this package's kernels attend for every compressed request.
+        max_split_sequences: most sequences (one per KV head of each compressed request) that
+            vLLM's kernels take in a step without waiting for the longest; None: any number.
+        checks: block checks of the debug mode; None: it is off.
     """
 
     def __init__(self, vllm_config: VllmConfig, settings: Settings) -> None:
@@ -79,10 +78,10 @@ class WorkerCompression:
         self.groups: dict[int, GroupCompression] = {}
         self.group_of_layer: dict[str, GroupCompression] = {}
         self.recent_events = RecentEvents()
-        self.most_sequences: int | None = None
+        self.max_split_sequences: int | None = None
         self.checks = WorkerChecks() if switched_on() else None
-        self._model_runner = None
-        self._profiled_runner = None
+        self._model_runner: Any = None
+        self._profiled_runner: Any = None
         self._plan: StepPlan | None = None
         self._scheduler_output: SchedulerOutput | None = None
         self._running: list[tuple[GroupCompression, StepWork]] = []
@@ -91,37 +90,36 @@ class WorkerCompression:
 
     @property
     def needs(self) -> Needs:
-        """What all policies together need."""
+        """Everything that at least one policy needs."""
         return reduce(Needs.joined, (pipeline.needs for pipeline in self.pipelines.values()))
 
     def takes_own_kernels(self, num_sequences: int = 0) -> bool:
         """Whether this package's kernels attend for a step's compressed requests.
 
-        Since attention is more than vLLM's kernels give, or these would wait for the longest of so
-        many sequences, or they attend for all.
+        They do so always, or where a policy needs more than vLLM's kernels compute, or where
+        vLLM's would wait for the longest of `num_sequences`.
         """
         policies_need_it = any(p.needs_biased_attention for p in self.pipelines.values())
-        too_many = self.most_sequences is not None and num_sequences > self.most_sequences
+        too_many = self.max_split_sequences is not None and num_sequences > self.max_split_sequences
         return policies_need_it or too_many or self.own_kernels
 
     @property
     def num_query_heads(self) -> int:
-        """Of this rank, per layer."""
+        """Query heads per layer, on this rank."""
         config = self.vllm_config
         heads: int = config.model_config.get_num_attention_heads(config.parallel_config)
         return heads
 
     def demands(self, spec: AttentionSpec) -> tuple[PolicyDemand, ...]:
-        """What every policy asks of the rule that plans its events.
-
-        An event has to leave a page per layer and head beside the policy state.
+        """Returns what every policy asks of the rule that plans its events.
 
         Raises:
-            ConfigError: a budget in tokens that is smaller, or leaves fewer than are protected.
+            ConfigError: a budget in tokens leaves no page per layer and head beside the policy
+                state, or fewer tokens than are protected.
         """
         page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
         shape = (spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes)
-        found = []
+        demands = []
         for policy, pipeline in self.pipelines.items():
             if isinstance(self.settings.budget, int):
                 pipeline.check_room(self.settings.budget, *shape)
@@ -141,11 +139,11 @@ class WorkerCompression:
                     page_bytes // row_bytes,
                 )
                 demand = replace(demand, window_blocks=ring if window_size else 0)
-            found.append(demand)
-        return tuple(found)
+            demands.append(demand)
+        return tuple(demands)
 
-    def bind(self, model_runner, kv_cache_config: KVCacheConfig) -> None:
-        """Lays page views over the allocated cache, once it exists."""
+    def bind(self, model_runner: Any, kv_cache_config: KVCacheConfig) -> None:
+        """Lays page views over the allocated cache."""
         self._model_runner = model_runner
         groups = {
             number: group
@@ -162,10 +160,10 @@ class WorkerCompression:
             self.group_of_layer |= dict.fromkeys(group.layer_names, bound)
 
     @contextmanager
-    def profiling(self, model_runner) -> Iterator[None]:
-        """Has vLLM measure CUDA graphs with this package's attention in them.
+    def profiling(self, model_runner: Any) -> Iterator[None]:
+        """Lets vLLM measure CUDA graphs with this package's attention in them.
 
-        vLLM captures some over a small cache, which it then drops; nothing may hold that later.
+        vLLM captures some over a small cache, which it then drops; nothing may refer to it later.
         """
         if self.reason_for_pieces is None:
             self._profiled_runner = model_runner
@@ -180,7 +178,7 @@ class WorkerCompression:
                 torch.accelerator.empty_cache()
 
     def _bind_profiled(self) -> None:
-        """Lays page views over the small cache."""
+        """Lays page views over the small cache that vLLM profiles graphs with."""
         runner, self._profiled_runner = self._profiled_runner, None
         self.bind(runner, compat.kv_cache_config(runner))
 
@@ -193,30 +191,30 @@ class WorkerCompression:
         index = {name: i for i, name in enumerate(group.layer_names)}
         scales = [layer.impl.scale for layer in layers]
         softcap = layers[0].impl.logits_soft_cap or 0.0
-        readers, steps = self._readers(runner), self._decode_steps(layers, pool, runner.pipeline)
+        readers, steps = self._make_readers(runner), self._decode_steps(layers, pool, runner)
         return GroupCompression(number, runner, index, scales, softcap, readers, steps)
 
-    def _readers(self, runner: EventRunner) -> SparseReads | None:
-        """Who reads a part of a new group, if anybody does."""
+    def _make_readers(self, runner: EventRunner) -> SparseReads | None:
+        """Makes the sparse-read state of a cache group, if --kv-read is given."""
         if self.settings.read_rule is None:
             return None
-        former = (group.readers for group in self.groups.values() if group.readers is not None)
-        found = [each.summaries for each in former if each.summaries is not None]
-        return SparseReads(self.settings.read_rule, runner.tables, found)
+        others = (group.readers for group in self.groups.values() if group.readers is not None)
+        summaries = [each.summaries for each in others if each.summaries is not None]
+        return SparseReads(self.settings.read_rule, runner.tables, summaries)
 
     def _decode_steps(
-        self, layers: list[Any], pool: PagePool, pipeline: Pipeline
+        self, layers: list[Any], pool: PagePool, runner: EventRunner
     ) -> DecodeSteps | None:
-        """Where whole decode steps are captured, if they are."""
+        """Makes what full CUDA graphs of decode steps read; None: graphs are piecewise."""
         if self.reason_for_pieces is not None or not isinstance(pool, InterleavedPagePool):
             return None
-        most_requests = self.vllm_config.scheduler_config.max_num_seqs
+        max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
         scales, observes = [layer.impl.scale for layer in layers], self.needs.window_size > 0
-        heads = layers[0].impl.num_heads
-        return DecodeSteps(pool, most_requests, heads, scales, pipeline, observes)
+        num_heads = layers[0].impl.num_heads
+        return DecodeSteps(pool, max_num_seqs, num_heads, scales, runner.pipeline, observes)
 
     def make_runner(self, layers: list[Any], pool: PagePool, model: Any) -> EventRunner:
-        """What compresses requests of these layers, whose cache is `pool`."""
+        """Makes the runner of these layers' events, for the cache that `pool` views."""
         parallel = self.vllm_config.parallel_config
         pipelines = {
             policy: pipeline.bind(
@@ -243,38 +241,39 @@ class WorkerCompression:
         return EventRunner(PageTables(pool), windows, pipelines, weights, most_tokens, alike)
 
     def num_rings(self, device: torch.device) -> int:
-        """Rings of last queries that are made at once.
+        """Returns the number of ring buffers for last queries that are allocated at first.
 
-        On a GPU all that there can be: measured before there is a cache, and never copied to grow.
-        While prompts are read, few have a window in two steps, unless vLLM reads many at once.
+        On GPUs these are all that can be in use: their memory is measured before the cache is
+        allocated, and they are never copied to grow. During prefill few requests need one from
+        one step to the next, unless vLLM prefills many at once.
         """
         config = self.vllm_config.scheduler_config
         if device.type != "cuda":
-            return FEWEST_RINGS
+            return MIN_RINGS
         if self.settings.compresses_while_generating:
             return int(config.max_num_seqs)
-        longest = config.long_prefill_token_threshold or config.max_num_batched_tokens
-        at_once = ceil_div(config.max_num_batched_tokens, longest)
-        return min(config.max_num_seqs, max(FEWEST_RINGS, at_once))
+        max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        num_prefills: int = ceil_div(config.max_num_batched_tokens, max_chunk)
+        return min(int(config.max_num_seqs), max(MIN_RINGS, num_prefills))
 
     def warm_up(self) -> None:
-        """Runs what this package's kernels compute once, so that no request waits for compilers."""
-        most_requests = self.vllm_config.scheduler_config.max_num_seqs
+        """Runs this package's kernels once, so that no request waits for their compilation."""
+        max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
         for group in self.groups.values():
-            attends = self.takes_own_kernels(most_requests * group.tables.pool.num_heads)
+            attends = self.takes_own_kernels(max_num_seqs * group.tables.pool.num_heads)
             DummyRuns(group.runner, self.num_query_heads, compat.NULL_BLOCK).warm_up(attends)
             if group.decode_steps is not None:
                 group.decode_steps.warm_up(compat.NULL_BLOCK)
         self.warm_up_readers()
 
     def warm_up_readers(self) -> None:
-        """The same of choosing pages, whose kernel is compiled on CPUs, too."""
+        """Runs the kernels that choose pages once; they are compiled on CPUs, too."""
         for group in self.groups.values():
             if group.readers is not None:
                 group.readers.warm_up(self.num_query_heads // group.tables.pool.num_heads)
 
     def refresh_weights(self) -> None:
-        """Takes what policies know of the model's weights from the weights once more."""
+        """Reads what policies need of the model's weights from the weights again."""
         model, needs = self._model_runner.model, self.needs
         for group in self.groups.values():
             layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
@@ -284,39 +283,39 @@ class WorkerCompression:
                 group.runner.weights[number] = layer_weights(layer, model, needs)
 
     def output_weights(self, group: GroupCompression) -> list[Tensor]:
-        """[num_query_heads, head_size, hidden size] o_proj of a group's layers, for measuring."""
+        """Returns o_proj of a group's layers, each [num_query_heads, head_size, hidden size]."""
         model, needs = self._model_runner.model, Needs(output_weight=True)
         layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
-        weights = (layer_weights(layer, model, needs).output_weight for layer in layers)
-        return [weight.transpose(1, 2).flatten(0, 1) for weight in weights]
+        weights = [layer_weights(layer, model, needs).output_weight for layer in layers]
+        return [weight.transpose(1, 2).flatten(0, 1) for weight in weights if weight is not None]
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
-        """Takes the step's plan and forgets the requests that are gone."""
-        self.end_step()  # where nothing was sampled from the former one
+        """Takes the step's plan and forgets requests that have ended or were preempted."""
+        self.end_step()  # where nothing was sampled in the last one
         self._plan = plan = compat.attached_plan(scheduler_output) or StepPlan()
         for request_id in compat.gone_request_ids(scheduler_output):
             for group in self.groups.values():
                 group.forget(request_id, plan.saves.get(request_id))
         self._scheduler_output = scheduler_output
         self._running = []
-        self._make_way()
+        self._zero_reused_state_blocks(scheduler_output)
         for group in self.groups.values():
             group.copy(plan)
         if self.checks is not None:
             pools = [group.tables.pool for group in self.groups.values()]
             self.checks.begin_step(self._plan, pools)
 
-    def _make_way(self) -> None:
-        """Leaves nothing in the step's new blocks that is no key or value."""
+    def _zero_reused_state_blocks(self, scheduler_output: SchedulerOutput) -> None:
+        """Clears policy state from blocks that tokens are written to in this step."""
         states = [group.runner.policy_state for group in self.groups.values()]
         holding = [state for state in states if state.blocks]
         if holding:
-            new = new_block_ids(self._scheduler_output)
+            new = new_block_ids(scheduler_output)
             for state in holding:
                 state.zero_reused_blocks(new)
 
     def prepare(self, layer_name: str, common: CommonAttentionMetadata) -> StepWork | None:
-        """The step's work of the layer's cache group; None: it has none."""
+        """Prepares the step's work of the layer's cache group; None: it has none."""
         group = self.group_of_layer.get(layer_name)
         if group is None and self._profiled_runner is not None:
             self._bind_profiled()
@@ -335,11 +334,11 @@ class WorkerCompression:
         return work
 
     def end_forward(self) -> None:
-        """Takes batches for dummy ones until the next step begins; this step's events may wait."""
+        """Treats batches as vLLM's dummy batches until the next step begins."""
         self._scheduler_output = None
 
     def end_step(self) -> None:
-        """Runs events that waited for sampling, records all, and drops what no later step needs."""
+        """Runs events that waited for sampling, records all, and drops the step's state."""
         by_request: dict[str, list[Event]] = {}
         for group, work in self._running:
             group.finish_step(work)
@@ -358,7 +357,7 @@ class WorkerCompression:
         self._plan, self._scheduler_output, self._running = None, None, []
 
     def _agree_on_failed(self, by_request: dict[str, list[Event]]) -> list[str]:
-        """Requests whose event failed on any rank; only the first one's words are heard."""
+        """Returns requests whose event failed on any tensor-parallel rank, and logs why."""
         plans = [] if self._plan is None else self._plan.events
         request_ids = list(dict.fromkeys(plan.request_id for plan in plans))
         errors = {
@@ -373,36 +372,37 @@ class WorkerCompression:
         return [each for each, failed in zip(request_ids, flags, strict=True) if failed]
 
     def take_report(self) -> StepReport:
-        """What the scheduler has not been told yet."""
+        """Returns the results of events that the scheduler has not been sent yet."""
         failed, self._failed = self._failed, []
         return StepReport(self._take_seconds(), failed)
 
     def _take_seconds(self) -> list[tuple[str, float]]:
-        """Policy and duration of events whose duration became known since the last call.
+        """Returns policy and duration of events whose duration became known since the last call.
 
-        Of a GPU's events that is some steps later. A request's events in one step, of several
+        On GPUs that is some steps after the event. A request's events in one step, of several
         cache groups, count as one.
         """
         known, waiting = [], []
         for policy, stopwatches in self._timed:
             seconds = [stopwatch.seconds for stopwatch in stopwatches]
-            if None in seconds:
+            finished = [each for each in seconds if each is not None]
+            if len(finished) < len(seconds):
                 waiting.append((policy, stopwatches))
             else:
-                known.append((policy, sum(seconds)))
+                known.append((policy, sum(finished)))
         self._timed = waiting
         return known
 
 
 def new_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
-    """Blocks that requests were given for tokens in this step, and cached ones that they hit."""
-    found = [request.block_ids for request in scheduler_output.scheduled_new_reqs]
-    found += filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids)
-    return {block_id for groups in found for group in groups for block_id in group}
+    """Returns blocks that requests were given in this step, prefix-cache hits included."""
+    given = [request.block_ids for request in scheduler_output.scheduled_new_reqs]
+    given += filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids)
+    return {block_id for groups in given for group in groups for block_id in group}
 
 
 def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
-    """What policies need of an attention layer's weights, as they are now."""
+    """Reads what policies need of an attention layer's weights."""
     rotary = gram = by_kv_head = None
     if needs.positions or needs.rotary:
         rotary = compat.rotary_embedding(model, layer.layer_name)

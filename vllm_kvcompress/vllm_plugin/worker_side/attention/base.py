@@ -1,8 +1,8 @@
-"""Attention of compressed requests, whatever backend of vLLM's it is: called once more, per head.
+"""Attention of compressed requests on any backend of vLLM: its kernels called again, per head.
 
 Every (request, KV head) is a sequence of its own for the backend's kernels, with one KV head and
 the query heads that share it, so that heads may own any pages, as many as they like. The kernels
-take the flat page array for a cache of one head. The classes here are mixed into vLLM's.
+see the flat page array as a cache of one head. The classes here are mixed into a backend's.
 """
 
 from __future__ import annotations
@@ -13,11 +13,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvcompress.attention.batch import (
     EVERY_ROW,
+    HostNumbers,
     ResidentBatch,
     RowIndex,
     row_index,
@@ -32,7 +38,7 @@ from vllm_kvcompress.vllm_plugin.spec import (
     dependent_on_compressed,
     is_compressible,
 )
-from vllm_kvcompress.vllm_plugin.worker_side.attention.sequences import HostNumbers, sequences
+from vllm_kvcompress.vllm_plugin.worker_side.attention.sequences import sequences
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
@@ -41,17 +47,17 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
     from vllm.v1.kv_cache_interface import AttentionSpec
 
-_ATTRIBUTE = "kvcompress"  # of vLLM's metadata
+_ATTRIBUTE = "kvcompress"  # on vLLM's metadata, holds a `CompressedMetadata`
 
 
 @dataclass
 class Subset:
-    """Some of a step's requests, as vLLM's backend takes them.
+    """Some of a step's requests, in the form that vLLM's backend takes.
 
     Attributes:
         metadata: vLLM's own, for these requests alone.
         where: [T] rows of the queries that belong to them.
-        by_layer: what differs from layer to layer in the metadata; empty: nothing.
+        by_layer: metadata fields to set before each layer; empty: the same in all layers.
         reading: which part of their pages they read; None: all.
     """
 
@@ -63,15 +69,16 @@ class Subset:
 
 @dataclass
 class CompressedMetadata:
-    """What compression does in a step; travels on vLLM's metadata.
+    """A cache group's work in a step; travels on vLLM's metadata.
 
     Attributes:
-        work: events, and the compressed requests (work.compressed empty: there are none).
-        num_tokens: of the step, without what pads it to a CUDA graph's size.
-        per_head: the compressed requests, for vLLM's kernels: those that read everything, and
+        work: events and compressed requests.
+        num_tokens: tokens of the step, without the padding to a CUDA graph's size.
+        per_head: compressed requests for vLLM's kernels: those that read all of their pages, and
             those that read a part.
-        biased: or for this package's attention.
-        uncompressed: the others, where there are compressed ones.
+        biased: compressed requests for this package's kernels.
+        uncompressed: the uncompressed requests of a mixed batch; None: there are none, or all
+            requests are uncompressed.
     """
 
     work: StepWork
@@ -81,11 +88,11 @@ class CompressedMetadata:
     uncompressed: Subset | None = None
 
 
-class CompressedBackend:
-    """Mixed into a backend of vLLM, whose cache is then block-major, and heads may own pages.
+class CompressedBackend(AttentionBackend):
+    """A backend of vLLM with a block-major cache, whose pages any head may own.
 
     Attributes:
-        compression: of this worker; set by it before any layer exists.
+        compression: the worker's; set before any layer exists.
         impl_class: computes attention.
         builder_class: builds its metadata.
     """
@@ -96,32 +103,32 @@ class CompressedBackend:
 
     @classmethod
     def get_impl_cls(cls) -> type:
-        """As `impl_class`."""
+        """Returns `impl_class`, as vLLM asks for it."""
         return cls.impl_class
 
     @classmethod
     def get_builder_cls(cls) -> type:
-        """As `builder_class`."""
+        """Returns `builder_class`, as vLLM asks for it."""
         return cls.builder_class
 
     @classmethod
     def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
-        """The page view over the caches of a cache group's layers.
+        """Lays a page view over the caches of a cache group's layers.
 
         Raises:
-            UnsupportedError: the kernels take other blocks, or order what is in a page in a way
-                that is not known.
+            UnsupportedError: the kernels take another block size, or their order of elements in a
+                page is not known.
         """
         raise NotImplementedError
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """A page of any layer and head must be reachable from any block: block-major only."""
+        """Asks for block-major only: any layer and head must reach its page from any block."""
         return (KVCacheLayout.BLHNC,)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """What is kept of a request follows from sums whose order is not fixed."""
+        """Says no: kept tokens follow from sums whose order is not fixed."""
         return False
 
     @classmethod
@@ -136,17 +143,17 @@ class CompressedBackend:
         )
 
 
-class CompressedBuilder:
-    """Builds, once per step and cache group, what its layers share; mixed into vLLM's builder.
+class CompressedBuilder(AttentionMetadataBuilder[Any]):
+    """Builds the metadata that a cache group's layers share in a step.
 
     Attributes:
-        supports_update_block_table: whether another cache group's metadata would do, with this
-            one's block table in it; not while it holds that group's compressed requests.
+        supports_update_block_table: vLLM may reuse another cache group's metadata with this one's
+            block table; never here, since it holds that group's compressed requests.
     """
 
     supports_update_block_table = False
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._counting: Tensor | None = None
 
@@ -154,30 +161,33 @@ class CompressedBuilder:
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec
     ) -> AttentionCGSupport:
-        """Of steps of single tokens, where one kernel takes all requests; layers of other cache
-        groups are vLLM's own."""
+        """Allows full graphs of decode steps where one kernel takes all requests.
+
+        Layers of uncompressed cache groups allow what vLLM's builder does.
+        """
         if CompressedBackend.compression.reason_for_pieces is not None:
             return AttentionCGSupport.NEVER
         if isinstance(kv_cache_spec, CompressedAttentionSpec):
             return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        support: AttentionCGSupport = super().get_cudagraph_support(vllm_config, kv_cache_spec)
+        return support
 
     def build_all(self, common: CommonAttentionMetadata) -> Any:
-        """vLLM's metadata of all requests, though some are compressed."""
+        """Builds vLLM's metadata of all requests, compressed ones included."""
         return super().build(0, common)
 
     def per_head_fields(self, num_rows: int, queries_per_kv: int, head_size: int) -> dict[str, Any]:
-        """Fields of vLLM's metadata that differ for sequences of one KV head.
+        """Returns fields of vLLM's metadata that differ for sequences of one KV head.
 
         Args:
             num_rows: queries of all sequences, of `queries_per_kv` heads each.
             queries_per_kv: query heads per KV head.
-            head_size: elements of each.
+            head_size: elements of a head.
         """
         return {}
 
     def layer_fields(self, batch: ResidentBatch, query_start_loc: Tensor) -> list[dict[str, Any]]:
-        """Fields of vLLM's metadata that differ for each layer's compressed requests."""
+        """Returns, by layer, fields of vLLM's metadata that differ for compressed requests."""
         return [{"seq_lens": lengths, "block_table": pages} for pages, lengths in batch.layers]
 
     def build(
@@ -186,55 +196,55 @@ class CompressedBuilder:
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> Any:
-        """vLLM's own metadata, with ours on it where anything is compressed or about to be."""
+        """Builds vLLM's metadata, with ours on it if the step has work for compression."""
         compression = CompressedBackend.compression
         work = compression.prepare(self.layer_names[0], common_attn_metadata)
-        if work is not None and work.decodes:  # nobody reads a schedule of vLLM's kernels
+        if work is not None and work.decodes:  # no schedule: vLLM's kernels do not run
             metadata = super().build(0, common_attn_metadata, fast_build=True)
         elif work is None or not work.compressed:
             metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         else:
             metadata = self.build_all(common_attn_metadata)
         if work is not None:
-            compressed = self._compressed(work, metadata, common_attn_metadata)
+            compressed = self._build_compressed(work, metadata, common_attn_metadata)
             setattr(metadata, _ATTRIBUTE, compressed)
         return metadata
 
-    def _compressed(
+    def _build_compressed(
         self, work: StepWork, metadata: Any, common: CommonAttentionMetadata
     ) -> CompressedMetadata:
-        """What goes along with vLLM's metadata of all requests."""
-        found = CompressedMetadata(work, common.num_actual_tokens)
+        """Splits a step's requests by what attends for them."""
+        compressed = CompressedMetadata(work, common.num_actual_tokens)
         if work.decodes:
-            return found
+            return compressed
         starts = common.query_start_loc_cpu.numpy()
         for batch in work.compressed:
-            self._add(found, batch, metadata, common, starts)
+            self._add(compressed, batch, metadata, common, starts)
         if work.compressed:
-            found.uncompressed = self._uncompressed(work.compressed[0], common, starts)
-        return found
+            compressed.uncompressed = self._uncompressed(work.compressed[0], common, starts)
+        return compressed
 
     def _add(
         self,
-        found: CompressedMetadata,
+        compressed: CompressedMetadata,
         batch: ResidentBatch,
         metadata: Any,
         common: CommonAttentionMetadata,
         starts: HostNumbers,
     ) -> None:
-        """Compressed requests that share a table, by what attends for them."""
+        """Adds compressed requests that share a page table."""
         rest: ResidentBatch | None = batch
         group = CompressedBackend.compression.group_of_layer[self.layer_names[0]]
         if group.readers is not None:
             readings, rest = group.readers.split(batch)
             for reading in readings:
                 part = self.per_head(reading.batch, metadata, common, starts, reading)
-                found.per_head.append(part)
+                compressed.per_head.append(part)
         elif CompressedBackend.compression.takes_own_kernels(batch.seq_lens.shape[1]):
-            found.biased += query_batches(batch, starts)
+            compressed.biased += query_batches(batch, starts)
             return
         if rest is not None:
-            found.per_head.append(self.per_head(rest, metadata, common, starts))
+            compressed.per_head.append(self.per_head(rest, metadata, common, starts))
 
     def per_head(
         self,
@@ -244,7 +254,7 @@ class CompressedBuilder:
         starts: HostNumbers,
         reading: SparseRead | None = None,
     ) -> Subset:
-        """Compressed requests: a sequence per (request, head), in that order."""
+        """Makes a sequence of every (request, head), in that order."""
         spec = self.kv_cache_spec
         num_heads, num_sequences = spec.num_kv_heads, batch.seq_lens.shape[1]
         num_rows, longest, where = num_sequences, 1, EVERY_ROW
@@ -268,86 +278,93 @@ class CompressedBuilder:
     def _uncompressed(
         self, batch: ResidentBatch, common: CommonAttentionMetadata, starts: HostNumbers
     ) -> Subset | None:
-        """The uncompressed requests of a mixed batch."""
+        """Builds vLLM's metadata of a mixed batch's uncompressed requests; None: there are none."""
         rows = batch.uncompressed
         if len(rows) == 0:
             return None
         tokens, own_starts = sequences(starts, rows)
-        where, there = row_index(tokens, self.device), batch.device_uncompressed
-        mine = replace(
+        where, device_rows = row_index(tokens, self.device), batch.device_uncompressed
+        subset = replace(
             common,
             query_start_loc=upload(own_starts, self.device),
             query_start_loc_cpu=torch.from_numpy(own_starts),
-            seq_lens=common.seq_lens[there],
+            seq_lens=common.seq_lens[device_rows],
             seq_lens_cpu_upper_bound=common.seq_lens_cpu_upper_bound[torch.from_numpy(rows)],
             num_reqs=len(rows),
             num_actual_tokens=len(tokens),
             max_query_len=int(np.diff(own_starts).max()),
-            block_table_tensor=common.block_table_tensor[there],
+            block_table_tensor=common.block_table_tensor[device_rows],
             slot_mapping=common.slot_mapping[where],
         )
-        return Subset(super().build(0, mine), where)
+        return Subset(super().build(0, subset), where)
 
     def _count_to(self, number: int) -> Tensor:
-        """[number + 1] int32: 0, 1, 2 and so on."""
+        """Returns [number + 1] int32 0, 1, 2, ..., cached."""
         if self._counting is None or len(self._counting) <= number:
             self._counting = torch.arange(2 * number + 1, dtype=torch.int32, device=self.device)
         return self._counting[: number + 1]
 
 
-class CompressedImpl:
-    """vLLM's implementation for uncompressed requests, and for compressed ones the same per head.
+class CompressedImpl(AttentionImpl[Any]):
+    """vLLM's attention for uncompressed requests, and the same per head for compressed ones.
 
     Attributes:
-        per_head_class: vLLM's implementation.
+        per_head_class: vLLM's implementation, built again for one KV head.
     """
 
     per_head_class: ClassVar[type]
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, *args, **kwargs
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
+        num_kv_heads = num_kv_heads or num_heads
         super().__init__(num_heads, head_size, scale, num_kv_heads, *args, **kwargs)
-        # Policies score with queries as the model has them, also where the cache is in fp8.
+        # Policies score with queries of the model's type, even if the cache is in fp8.
         self.supports_quant_query_input = False
         self._per_head: Any = None
-        if getattr(self, "sinks", None) is None:  # else the layer is refused, in one sentence
+        if getattr(self, "sinks", None) is None:  # with sinks, `check_layer` refuses the layer
             self._per_head = self.per_head_class(
                 num_heads // num_kv_heads, head_size, scale, 1, *args, **kwargs
             )
 
-    def fused_output_quant_supported(self, *args, **kwargs) -> bool:
-        """Outputs of two calls are put together in the model's own type."""
+    def fused_output_quant_supported(self, *args: Any, **kwargs: Any) -> bool:
+        """Says no: outputs of two calls are put together in the model's own type."""
         return False
 
     def forward(
         self,
-        layer,
+        layer: Any,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
         attn_metadata: Any,
         output: Tensor,
-        *scales,
-        **more,
+        *scales: Any,
+        **kwargs: Any,
     ) -> Tensor:
-        """Attention of one layer, and after it the layer's share of every compression event."""
-        compressed = getattr(attn_metadata, _ATTRIBUTE, None)
-        work = None if compressed is None else compressed.work
-        if work is None or not (work.compressed or work.decodes):
+        """Computes a layer's attention, then the layer's part of every compression event."""
+        compressed: CompressedMetadata | None = getattr(attn_metadata, _ATTRIBUTE, None)
+        if compressed is None or not (compressed.work.compressed or compressed.work.decodes):
             super().forward(
-                layer, query, key, value, kv_cache, attn_metadata, output, *scales, **more
+                layer, query, key, value, kv_cache, attn_metadata, output, *scales, **kwargs
             )
-        if work is None:
+        if compressed is None:
             return output
+        work = compressed.work
         group = CompressedBackend.compression.group_of_layer[layer.layer_name]
         index = group.layer_index[layer.layer_name]
         rows, out_rows, number = query, output, compressed.num_tokens
-        if len(rows) != number:  # others pad the step
+        if len(rows) != number:  # the rest is padding
             rows, out_rows = rows[:number], out_rows[:number]
         group.begin_layer(work, index)
-        if work.decodes:
+        if group.decode_steps is not None and work.decodes:
             group.decode_steps.run(index, rows, out_rows)
         for subset in compressed.per_head:
             self.attend_per_head(layer, subset, index, group, rows, out_rows)
@@ -355,26 +372,29 @@ class CompressedImpl:
             biased_attention(group.runner, index, batch, rows, out_rows, self.scale)
         if compressed.uncompressed is not None:
             subset = compressed.uncompressed
-            with selected_rows(subset.where, rows, out_rows) as (mine, written):
-                super().forward(layer, mine, mine, mine, kv_cache, subset.metadata, written)
+            with selected_rows(subset.where, rows, out_rows) as (queries, outputs):
+                # Keys and values are in the cache already; these arguments are not read.
+                super().forward(
+                    layer, queries, queries, queries, kv_cache, subset.metadata, outputs
+                )
         group.finish_layer(work, index, attn_metadata, rows, out_rows)
         return output
 
     def attend_per_head(
         self,
-        layer,
+        layer: Any,
         subset: Subset,
         index: int,
         group: GroupCompression,
         rows: Tensor,
         out_rows: Tensor,
     ) -> None:
-        """Attention of the compressed requests: heads as sequences over the flat page array.
+        """Runs vLLM's kernels for compressed requests: heads are sequences over the page array.
 
         Args:
-            layer: vLLM's.
+            layer: vLLM's attention module.
             subset: the requests.
-            index: of the layer in its cache group.
+            index: the layer's number in its cache group.
             group: that cache group.
             rows, out_rows: [tokens, num_heads, head_size] queries and outputs of all requests.
         """
@@ -383,9 +403,11 @@ class CompressedImpl:
         pool, reading = group.tables.pool, subset.reading
         cache = pool.cache_of_one_head
         shape = (-1, self.num_heads // self.num_kv_heads, self.head_size)
-        heads = rows.reshape(shape), out_rows.view(shape)
-        with selected_rows(subset.where, *heads) as (mine, written):
-            if reading is not None:
-                subset.metadata.block_table = reading.choose(index, mine, group.readers)
-            # Keys and values are in the cache already; what stands here for them is not read.
-            self._per_head.forward(layer, mine, mine, mine, cache, subset.metadata, written)
+        heads, out_heads = rows.reshape(shape), out_rows.view(shape)
+        with selected_rows(subset.where, heads, out_heads) as (queries, outputs):
+            if reading is not None and group.readers is not None:
+                subset.metadata.block_table = reading.choose(index, queries, group.readers)
+            # Keys and values are in the cache already; these arguments are not read.
+            self._per_head.forward(
+                layer, queries, queries, queries, cache, subset.metadata, outputs
+            )

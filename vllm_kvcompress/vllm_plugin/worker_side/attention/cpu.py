@@ -1,4 +1,4 @@
-"""Attention on vLLM's CPU build."""
+"""vLLM's CPU attention, with compression."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 
 
 class CompressedCPUImpl(CompressedImpl, cpu_attn.CPUAttentionBackendImpl):
-    """The CPU build's."""
+    """vLLM's CPU attention, per head for compressed requests."""
 
     per_head_class = cpu_attn.CPUAttentionBackendImpl
 
 
 class CompressedCPUBuilder(CompressedBuilder, cpu_attn.CPUAttentionMetadataBuilder):
-    """vLLM's, whose kernels take a schedule that is made ahead."""
+    """Builds metadata with the schedules that vLLM's CPU kernels need."""
 
     def build_all(self, common: CommonAttentionMetadata) -> Any:
-        """Without a schedule, since no kernel runs over all requests."""
+        """Builds metadata without a schedule, since no kernel runs over all requests."""
         return cpu_attn.CPUAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
             max_query_len=common.max_query_len,
@@ -54,18 +54,19 @@ class CompressedCPUBuilder(CompressedBuilder, cpu_attn.CPUAttentionMetadataBuild
         )
 
     def layer_fields(self, batch: ResidentBatch, query_start_loc: Tensor) -> list[dict[str, Any]]:
-        """With a schedule for each layer, or one for all where lengths are the same."""
-        found = super().layer_fields(batch, query_start_loc)
-        num_schedules = 1 if batch.same_in_all_layers else len(found)
+        """Adds a schedule for each layer, or one for all if lengths are the same."""
+        by_layer = super().layer_fields(batch, query_start_loc)
+        num_schedules = 1 if batch.same_in_all_layers else len(by_layer)
         schedules = [
-            self._schedule(fields["seq_lens"], query_start_loc) for fields in found[:num_schedules]
+            self._schedule(fields["seq_lens"], query_start_loc)
+            for fields in by_layer[:num_schedules]
         ]
-        for index, fields in enumerate(found):
+        for index, fields in enumerate(by_layer):
             fields["scheduler_metadata"] = schedules[index % num_schedules]
-        return found
+        return by_layer
 
     def _schedule(self, seq_lens: Tensor, query_start_loc: Tensor) -> Tensor:
-        """Of sequences with one KV head."""
+        """Makes the schedule of sequences with one KV head."""
         return ops.cpu_attn_get_scheduler_metadata(
             num_reqs=seq_lens.numel(),
             num_heads=self.num_heads // self.num_kv_heads,
@@ -90,7 +91,7 @@ class CompressedCPUBackend(CompressedBackend, cpu_attn.CPUAttentionBackend):
 
     @classmethod
     def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
-        """As `CompressedBackend.page_pool`."""
+        """Lays pages over the caches, in the order that a probe finds inside them."""
         config = cls.compression.vllm_config
         pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
         key_packing, value_packing = probe_packings(layers[0], spec, key_dtype(spec, config))
@@ -107,8 +108,8 @@ class CompressedCPUBackend(CompressedBackend, cpu_attn.CPUAttentionBackend):
         )
 
 
-def probe_packings(layer, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Packing, Packing]:
-    """How this kernel orders keys and values inside a page, found by writing a probe.
+def probe_packings(layer: Any, spec: AttentionSpec, dtype: torch.dtype) -> tuple[Packing, Packing]:
+    """Finds how this kernel orders keys and values inside a page, by writing a probe.
 
     The probe goes through vLLM's own cache-write op into a page of its own, with a different
     bit pattern in every element; in fp8, where there are too few, with patterns drawn at random.

@@ -1,4 +1,4 @@
-"""Attention on GPUs: what vLLM's backends there share."""
+"""The part that compressed attention on vLLM's GPU backends shares."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ FP32_BYTES = 4
 
 
 class CompressedGPUBackend(CompressedBackend):
-    """Mixed into a backend of vLLM's for GPUs."""
+    """A GPU backend of vLLM, with compression, under the name CUSTOM."""
 
     @staticmethod
     def get_name() -> str:
-        """The member of vLLM's registry that is for backends from outside."""
+        """Returns the name that vLLM's registry keeps for backends from outside."""
         return "CUSTOM"
 
     @classmethod
     def scratch_bytes(cls, vllm_config: VllmConfig) -> int:
-        """What vLLM's kernels may take for a moment, for compressed requests, on one rank."""
+        """Returns bytes that vLLM's kernels take for a moment for compressed requests, per rank."""
         return 0
 
     @classmethod
     def page_pool(cls, layers: list[Any], spec: AttentionSpec) -> PagePool:
-        """As `CompressedBackend.page_pool`."""
+        """Lays pages over the caches; each holds rows of a key and its value."""
         caches = [layer.kv_cache for layer in layers]
         if caches[0].shape[2] != spec.block_size:
             raise UnsupportedError(
-                f"this attention kernel takes blocks of {caches[0].shape[2]} tokens, and the cache "
-                f"has blocks of {spec.block_size}; start with --block-size {caches[0].shape[2]}."
+                f"expected a KV cache with blocks of {caches[0].shape[2]} tokens, which this "
+                f"attention kernel takes, found {spec.block_size}; start with --block-size "
+                f"{caches[0].shape[2]}."
             )
         quantization = quantization_of(layers, cls.compression.vllm_config)
         check_rows(layers[0], spec, quantization)
@@ -61,13 +62,13 @@ class CompressedGPUBackend(CompressedBackend):
         )
 
 
-def check_rows(layer, spec: AttentionSpec, quantization: Quantization | None) -> None:
+def check_rows(layer: Any, spec: AttentionSpec, quantization: Quantization | None) -> None:
     """Refuses kernels that store anything but rows of [key, value] in a page.
 
     A probe goes through the backend's own cache-write op into a page of its own.
 
     Raises:
-        UnsupportedError: they do.
+        UnsupportedError: the kernels use another order.
     """
     size, head_size = spec.block_size, spec.head_size
     device = layer.kv_cache.device
@@ -84,6 +85,7 @@ def check_rows(layer, spec: AttentionSpec, quantization: Quantization | None) ->
     layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), page, slots)
     if not torch.equal(page[0].transpose(0, 1), rows):
         raise UnsupportedError(
-            "this attention kernel stores pages in an order that is not known; compressing would "
-            "destroy them. Serve without --kv-policy, or with another --dtype."
+            "expected an attention kernel that stores a page as rows of a key and its value, "
+            "found another order, in which compression would destroy them; serve without "
+            "--kv-policy, or with another --dtype."
         )

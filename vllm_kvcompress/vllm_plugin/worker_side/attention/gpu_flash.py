@@ -18,47 +18,47 @@ from vllm_kvcompress.vllm_plugin.worker_side.attention.gpu import FP32_BYTES, Co
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-MOST_SEQUENCES = 992
-MOST_SPLITS = 32  # of one sequence
+MAX_SPLIT_SEQUENCES = 992
+MAX_SPLITS = 32  # per sequence
 
 
 class CompressedFlashImpl(CompressedImpl, flash_attn.FlashAttentionImpl):
-    """What vLLM takes by default on most NVIDIA GPUs."""
+    """FlashAttention, vLLM's default on most NVIDIA GPUs, per head for compressed requests."""
 
     per_head_class = flash_attn.FlashAttentionImpl
 
 
 class CompressedFlashBuilder(CompressedBuilder, flash_attn.FlashAttentionMetadataBuilder):
-    """vLLM's, whose schedules made ahead are for layers of equally long heads."""
+    """Builds FlashAttention's metadata for heads whose lengths differ from layer to layer."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         impl = compat.attention_layers(self.vllm_config, self.layer_names)[0].impl
         self._splits = impl.vllm_flash_attn_version == 3
         if self._splits and not impl.logits_soft_cap:  # this package's kernels cap nothing
-            CompressedGPUBackend.compression.most_sequences = MOST_SEQUENCES
+            CompressedGPUBackend.compression.max_split_sequences = MAX_SPLIT_SEQUENCES
 
     def per_head_fields(self, num_rows: int, queries_per_kv: int, head_size: int) -> dict[str, Any]:
-        """No schedule made ahead, since lengths differ by layer; and a bound for splits.
+        """Drops the schedule, which assumes equal lengths in all layers, and limits splits.
 
-        Each split holds an output in fp32 for every row, used or not. What that takes together
-        stays what `scratch_bytes` says.
+        Each split holds an output in fp32 for every row, used or not; the limit keeps their sum
+        within `scratch_bytes`.
         """
-        splits = max(1, min(MOST_SPLITS, MOST_SPLITS * MOST_SEQUENCES // num_rows))
+        splits = max(1, min(MAX_SPLITS, MAX_SPLITS * MAX_SPLIT_SEQUENCES // num_rows))
         return {"scheduler_metadata": None, "max_num_splits": splits if self._splits else 0}
 
 
 class CompressedFlashBackend(CompressedGPUBackend, flash_attn.FlashAttentionBackend):
-    """FlashAttention over a block-major cache, of which heads may own pages."""
+    """FlashAttention over a block-major cache whose pages any head may own."""
 
     impl_class, builder_class = CompressedFlashImpl, CompressedFlashBuilder
 
     @classmethod
     def scratch_bytes(cls, vllm_config: VllmConfig) -> int:
-        """Outputs and log-sum-exps of the splits of version 3."""
+        """Returns bytes of the outputs and log-sum-exps of version 3's splits."""
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         if flash_attn.get_flash_attn_version(head_size=model.get_head_size()) != 3:
             return 0
         queries_per_kv = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
-        row = FP32_BYTES * queries_per_kv * (model.get_head_size() + 1)
-        return MOST_SPLITS * MOST_SEQUENCES * row
+        row_bytes: int = FP32_BYTES * queries_per_kv * (model.get_head_size() + 1)
+        return MAX_SPLITS * MAX_SPLIT_SEQUENCES * row_bytes

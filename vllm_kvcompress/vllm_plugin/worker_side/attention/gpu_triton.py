@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 
 class CompressedTritonImpl(CompressedImpl, triton_attn.TritonAttentionImpl):
-    """Runs wherever Triton does, at any head size and in fp32 too."""
+    """Triton attention, at any head size and type, per head for compressed requests."""
 
     per_head_class = triton_attn.TritonAttentionImpl
 
 
 class CompressedTritonBuilder(CompressedBuilder, triton_attn.TritonAttentionMetadataBuilder):
-    """Has, beside vLLM's, room for the splits of sequences of one KV head."""
+    """Builds Triton attention's metadata, with buffers for splits of single heads."""
 
     _splits: dict[str, Any] | None = None
 
     def per_head_fields(self, num_rows: int, queries_per_kv: int, head_size: int) -> dict[str, Any]:
-        """Few sequences are split among more programs, by the same rule as vLLM's."""
+        """Gives sequences of one head their buffers for splits, sized by vLLM's rule."""
         if self._splits is None:
             *shape, padded = _split_shape(queries_per_kv, head_size)
             options = {"dtype": torch.float32, "device": self.device}
@@ -42,19 +42,20 @@ class CompressedTritonBuilder(CompressedBuilder, triton_attn.TritonAttentionMeta
 
 
 def _split_shape(queries_per_kv: int, head_size: int) -> tuple[int, int, int, int]:
-    """Sequences, query heads, splits, and a head's size as Triton takes it."""
-    most, segments = triton_attn.MIN_LAUNCH_GRID_SIZE_2D, triton_attn.NUM_PAR_SOFTMAX_SEGMENTS
-    return most, queries_per_kv, segments, 1 << (head_size - 1).bit_length()
+    """Returns sequences, query heads, splits, and the head size padded to a power of two."""
+    max_sequences = triton_attn.MIN_LAUNCH_GRID_SIZE_2D
+    segments = triton_attn.NUM_PAR_SOFTMAX_SEGMENTS
+    return max_sequences, queries_per_kv, segments, 1 << (head_size - 1).bit_length()
 
 
 class CompressedTritonBackend(CompressedGPUBackend, triton_attn.TritonAttentionBackend):
-    """Triton attention over a block-major cache, of which heads may own pages."""
+    """Triton attention over a block-major cache whose pages any head may own."""
 
     impl_class, builder_class = CompressedTritonImpl, CompressedTritonBuilder
 
     @classmethod
     def scratch_bytes(cls, vllm_config: VllmConfig) -> int:
-        """Outputs, maxima and sums of splits, of one cache group's layers."""
+        """Returns bytes of the outputs, maxima and sums of one cache group's splits."""
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         queries_per_kv = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
         *shape, padded = _split_shape(queries_per_kv, model.get_head_size())

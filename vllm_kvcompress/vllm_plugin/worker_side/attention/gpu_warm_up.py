@@ -1,8 +1,7 @@
-"""vLLM's attention over single heads, once before there are requests.
+"""Runs vLLM's attention over single heads once, before there are requests.
 
-Some of its kernels are compiled when they first run: Triton's, and FlashAttention's of version 4.
-Triton compiles anew when numbers of sequences are divisible by 16 or are not, and likewise for the
-addresses of tensors.
+Triton's kernels and those of FlashAttention 4 are compiled when they first run. Triton compiles a
+kernel once for numbers and addresses that are divisible by 16, and once for others.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_kvcompress.attention.batch import CompressedRows, ResidentBatch
+from vllm_kvcompress.attention.batch import CompressedRows, HostNumbers, ResidentBatch
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression
 
@@ -22,13 +21,13 @@ if TYPE_CHECKING:
     from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 ALIGNMENT = 16
-LAYERS = 4  # whose lengths lie one after another, and begin anywhere
+LAYERS = 4  # their rows of lengths begin at addresses of every alignment
 
 
 def warm_up_heads(compression: WorkerCompression, model_runner: Any) -> None:
-    """Attention of few and of 16 sequences, for a generated token each and for two.
+    """Attends for few and for 16 sequences, with one query each and with two.
 
-    Pages of the block that nobody reads stand for what is kept.
+    Pages of the null block stand for kept tokens.
     """
     for number, group in compression.groups.items():
         layers = compat.attention_layers(compression.vllm_config, list(group.layer_index))
@@ -46,7 +45,7 @@ def _attend(
     num_queries: int,
 ) -> None:
     pool, impl = group.tables.pool, layers[0].impl
-    starts = np.arange(num_requests + 1, dtype=np.int32) * num_queries
+    starts: HostNumbers = np.arange(num_requests + 1, dtype=np.int32) * num_queries
     common = _common(starts, num_queries, pool)
     subset = builder.per_head(_batch(num_requests, pool), builder.build_all(common), common, starts)
     shape = (common.num_actual_tokens, impl.num_heads, pool.head_size)
@@ -56,7 +55,7 @@ def _attend(
 
 
 def _common(starts: Any, num_queries: int, pool: Any) -> CommonAttentionMetadata:
-    """What vLLM says of requests that hold one block."""
+    """Makes vLLM's metadata of requests that hold one block."""
     num_requests, device = len(starts) - 1, pool.device
     lengths = torch.full((num_requests,), pool.block_size, dtype=torch.int32)
     return CommonAttentionMetadata(
@@ -74,13 +73,13 @@ def _common(starts: Any, num_queries: int, pool: Any) -> CommonAttentionMetadata
 
 
 def _batch(num_requests: int, pool: Any) -> ResidentBatch:
-    """All of them compressed, to one page per head."""
-    found = CompressedRows.of(np.arange(num_requests, dtype=np.int64), pool.device)
+    """Makes compressed requests with one page per head."""
+    rows = CompressedRows.of(np.arange(num_requests, dtype=np.int64), pool.device)
     sequences = (pool.num_layers, num_requests * pool.num_heads)
     numbers = {"dtype": torch.int32, "device": pool.device}
     page = compat.NULL_BLOCK * pool.pages_per_block
     return ResidentBatch(
-        **vars(found),
+        **vars(rows),
         page_table=torch.full((*sequences, ALIGNMENT), page, **numbers),
         seq_lens=torch.full(sequences, pool.block_size, **numbers),
         resident_offset=torch.zeros((pool.num_layers, num_requests, pool.num_heads), **numbers),
