@@ -112,7 +112,7 @@ def test_vllm_options_that_exclude_compression_are_refused(
     ("settings", "changes", "reason"),
     [
         ({}, {}, None),
-        ({}, {"speculative_config.method": "eagle"}, "with eagle: what drafts there.*method ngram"),
+        ({}, {"speculative_config.method": "eagle"}, "with eagle: its draft layers.*method ngram"),
         ({}, {"scheduler_config.async_scheduling": True}, "drafts.*add --no-async-scheduling"),
         ({"trigger": "pressure:0.5"}, {}, "--kv-trigger pressure.*oldest of the queries.*decode:N"),
         ({"read": "quest:0.25"}, {}, "--kv-read.*one query of a request.*remove one of the two"),
@@ -137,8 +137,8 @@ def test_speculative_methods_and_triggers_beside_them_are_checked(
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"policy": "kvmerger"}, "kvmerger changes how.*such as adakv, or remove --kv-read"),
-        ({"policy": "none", "attention": "own"}, "--kv-attention own has kernels that read every"),
+        ({"policy": "kvmerger"}, "kvmerger corrects attention.*such as adakv, or remove --kv-read"),
+        ({"policy": "none", "attention": "own"}, "--kv-attention own reads every page"),
     ],
 )
 def test_policies_and_kernels_that_read_every_page_are_refused_with_kv_read(
@@ -155,10 +155,14 @@ def test_policies_and_kernels_that_read_every_page_are_refused_with_kv_read(
         ({"policy": "none"}, {}, None),
         ({}, {"max_num_batched_tokens": 263}, None),
         ({}, {"max_num_batched_tokens": 262}, "chunks of 256.*up to 7 requests.*at least 263"),
-        ({}, {"long_prefill_token_threshold": 255}, "chunks of 256.*threshold allows 255"),
-        ({"trigger": "chunk:512"}, {}, "chunk:N cuts prompts.*use the trigger prompt, or remove"),
-        ({"reuse_contexts": True}, {}, "go on where no chunk of a prompt begins"),
-        ({"reuse_conversations": "auto"}, {}, "go on where no chunk of a prompt begins"),
+        (
+            {},
+            {"long_prefill_token_threshold": 255},
+            "threshold of at least 256, found 255",
+        ),
+        ({"trigger": "chunk:512"}, {}, "chunk:N and prefill.*use the trigger prompt, or remove"),
+        ({"reuse_contexts": True}, {}, "continue prompts in the middle of a chunk"),
+        ({"reuse_conversations": "auto"}, {}, "continue prompts in the middle of a chunk"),
     ],
 )
 def test_options_that_cut_prompts_inside_a_prefill_chunk_are_refused(
@@ -185,9 +189,9 @@ SKIPPING = {"kv_cache_dtype_skip_layers": ["0"]}
         ("fp8_e5m2", {"read": "quest:0.25"}, {}, None),
         ("int8_per_token_head", {}, {}, "scales beside the tokens.*--kv-cache-dtype fp8 or auto"),
         ("fp8", {}, SKIPPING, "skip-layers: pages of layers.*remove one of the two"),
-        ("fp8", {"attention": "own"}, {}, "--kv-attention own: this package's kernels.*leave"),
-        ("fp8", {"attention": "flash"}, {}, "flash: FlashAttention takes.*leave --kv-attention"),
-        ("fp8", {"policy": "kvmerger"}, {}, "with kvmerger, which changes what is kept"),
+        ("fp8", {"attention": "own"}, {}, "--kv-attention own: this package's kernels.*remove"),
+        ("fp8", {"attention": "flash"}, {}, "flash: FlashAttention takes.*remove --kv-attention"),
+        ("fp8", {"policy": "kvmerger"}, {}, "with kvmerger, which changes kept tokens"),
         ("fp8", {"policy": "snapkv+momentfix"}, {}, "momentfix, which changes.*use another policy"),
     ],
 )
@@ -228,7 +232,7 @@ def test_fp8_scales_per_head_are_refused() -> None:
     layer = SimpleNamespace(
         layer_name="layers.0.attn", kv_cache_dtype="fp8", _k_scale=torch.ones(2)
     )
-    with pytest.raises(UnsupportedError, match=r"layers.0.attn scales its fp8 cache head by head"):
+    with pytest.raises(UnsupportedError, match=r"one fp8 scale per layer.*layers.0.attn; use"):
         cache_scales([layer])
 
 
@@ -297,7 +301,7 @@ def test_policies_without_logit_caps_are_refused_for_models_with_them(tmp_path: 
 def test_reuse_without_prefix_caching_is_refused(llama: str, option: str, setting: object) -> None:
     settings = {**SETTINGS, f"reuse_{option}": setting}
     config = engine_config(llama, settings, enable_prefix_caching=False)
-    with pytest.raises(UnsupportedError, match=rf"--kv-reuse-{option}.*leave one of the two out"):
+    with pytest.raises(UnsupportedError, match=rf"--kv-reuse-{option}.*remove one of the two"):
         check_engine(config)
 
 

@@ -216,7 +216,7 @@ def test_bad_prompt_options_are_refused_before_the_server_starts(
     assert "expected NAME=VALUE" in refused(reference, *option, "--prompt-role-rate", "tool")
     reuse = ["--kv-policy", "snapkv", "--kv-reuse-conversations"]
     assert "would find nothing" in refused(reference, *option, *reuse)
-    assert "--grpc takes another server" in refused(reference, *option, "--grpc")
+    assert "--grpc starts a server that does not shorten" in refused(reference, *option, "--grpc")
     monkeypatch.setenv("VLLM_PLUGINS", SETTINGS_KEY)
     assert "add kvcompress-prompts to it" in refused(reference, *option)
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS does not name kvcompress-prompts"):

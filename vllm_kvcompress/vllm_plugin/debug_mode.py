@@ -1,8 +1,8 @@
-"""The debug mode KVCOMPRESS_CHECK=1: whose every block is, checked in every step.
+"""The debug mode KVCOMPRESS_CHECK=1, which checks the owners of blocks in every step.
 
-The scheduler checks its bookkeeping after every step, and sends along whose every block is. Workers
-check what attention and events read and write against that, and poison blocks that nobody may read
-with NaN, so that a stale read shows in an output. Whatever is found ends the engine.
+The scheduler checks its ledger after every step and sends every block's owner along. Workers check
+that attention and events touch only blocks of their own request, and fill blocks without a reader
+with NaN, so that a stale read shows in an output. A violation ends the engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _VALUES = {"": False, "0": False, "1": True}
 
 
 def switched_on() -> bool:
-    """Whether this process checks.
+    """Whether the debug mode is on in this process.
 
     Raises:
         ConfigError: the variable has another value than 0 or 1.

@@ -1,4 +1,4 @@
-"""KV-cache specs: of layers that are compressed, and of others beside them."""
+"""KV-cache specs of compressed layers, and of layers beside them in the same model."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PolicyDemand:
-    """What a policy asks of the rule that plans its events.
+    """The needs of a policy that the rule which plans its events has to meet.
 
     Attributes:
-        policy: its name.
+        policy: name of the policy.
         window_size: queries that it observes at an event.
-        least_blocks: blocks that an event leaves at least.
-        window_blocks: blocks for a request's last queries; 0 unless under pressure.
-        blocks_on_top: blocks of a policy state that does not count in the budget.
+        least_blocks: fewest blocks that an event leaves.
+        window_blocks: blocks for a request's last queries; 0 without the trigger pressure.
+        blocks_on_top: blocks of policy state that do not count in the budget.
     """
 
     policy: str
@@ -44,11 +44,11 @@ class PolicyDemand:
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedAttentionSpec(FullAttentionSpec):
-    """Full attention whose requests are compressed by `rule`, or by one that they ask for.
+    """Full attention whose requests are compressed by the server's rule or one that they choose.
 
     Attributes:
         settings: the server's settings.
-        demands: of every policy that requests may be compressed with.
+        demands: needs of every policy that requests may choose.
     """
 
     settings: Settings
@@ -58,13 +58,13 @@ class CompressedAttentionSpec(FullAttentionSpec):
     def from_full_attention(
         cls, spec: FullAttentionSpec, settings: Settings, demands: tuple[PolicyDemand, ...]
     ) -> Self:
-        """The same layer, compressed."""
+        """Makes the spec of a full-attention layer that is compressed."""
         return cls(**_fields(spec), settings=settings, demands=demands)
 
     def rule_of(self, settings: Settings) -> CompressionRule:
-        """When requests with these settings are compressed, for this spec's block size."""
-        found = [demand for demand in self.demands if demand.policy == settings.policy]
-        demand = found[0] if found else PolicyDemand(settings.policy, 0, 1)
+        """Returns the rule for requests with these settings, at this spec's block size."""
+        by_policy = {demand.policy: demand for demand in self.demands}
+        demand = by_policy.get(settings.policy, PolicyDemand(settings.policy, 0, 1))
         return settings.rule(
             self.block_size,
             demand.window_size,
@@ -75,12 +75,12 @@ class CompressedAttentionSpec(FullAttentionSpec):
 
     @cached_property
     def rule(self) -> CompressionRule:
-        """When requests are compressed that ask for nothing."""
+        """The server's rule, for requests that choose nothing."""
         return self.rule_of(self.settings)
 
     @cached_property
     def rules(self) -> tuple[CompressionRule, ...]:
-        """The server's rule, and those of the largest and smallest requests may ask for."""
+        """The server's rule, and those of the largest and smallest budgets to choose from."""
         settings = self.settings
         bounds = (None, settings.min_request_budget, settings.max_request_budget)
         asked = [
@@ -92,40 +92,40 @@ class CompressedAttentionSpec(FullAttentionSpec):
 
     @cached_property
     def pressure_mark(self) -> float | None:
-        """Used part of the pool from which on requests are compressed for room, if they are."""
+        """Used share of the pool from which on requests are compressed; None: no such trigger."""
         return next((rule.pressure_mark for rule in self.rules if rule.pressure_mark), None)
 
     @cached_property
     def chunks(self) -> PromptChunks | None:
-        """The chunks in which prompts are read in part; None: they are read whole."""
+        """Chunks of prompts whose queries read a part of the cache; None: they read all of it."""
         return PromptChunks.of(self.settings.read_rule, self.block_size)
 
     def max_prefix_hit(self, num_prompt_tokens: int) -> int:
-        """Longest prefix-cache hit that every rule can use, in tokens.
+        """Returns the longest prefix-cache hit that every rule can use, in tokens.
 
-        vLLM looks for hits without saying for which request.
+        vLLM looks hits up without naming the request.
         """
         return min(rule.max_prefix_hit(num_prompt_tokens) for rule in self.rules)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
-        """One spec for a group of layers, which must agree in everything."""
+        """Returns the spec of a group of layers, whose specs must be equal."""
         if any(spec != specs[0] for spec in specs[1:]):
             raise AssertionError("all layers of a compressed group must have the same spec")
         return copy.deepcopy(specs[0])
 
     def max_memory_usage_bytes(self, vllm_config: VllmConfig) -> int:
-        """Bytes of this layer's cache for a request of the maximum length.
+        """Returns bytes of this layer's cache for a request of the maximum length.
 
-        Before the pool's size is known vLLM asks whether one such request fits: that is its peak,
-        while it is read. Afterwards it asks, for its report, how many requests fit: then it is
-        the pool's share of one, of which the others hold only what is left of them.
+        Before the pool's size is known vLLM asks whether one such request fits: the answer is its
+        peak, during prefill. Later vLLM asks, for its report, how many requests fit: the answer is
+        one request's share of a pool in which all others are compressed already.
         """
         max_model_len = vllm_config.model_config.max_model_len
         pool_blocks = vllm_config.cache_config.num_gpu_blocks
         if pool_blocks is None:
-            most = max(rule.admission_blocks(max_model_len) for rule in self.rules)
-            return most * int(self.page_size_bytes)
+            peak = max(rule.admission_blocks(max_model_len) for rule in self.rules)
+            return peak * int(self.page_size_bytes)
         share = pool_blocks / self.rule.concurrency(max_model_len, pool_blocks)
         num_bytes: int = math.ceil(share) * self.page_size_bytes
         return num_bytes
@@ -143,12 +143,12 @@ def is_compressible(spec: AttentionSpec) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class DependentSlidingWindowSpec(SlidingWindowSpec):
-    """A sliding window beside compressed layers, of whose attention its values are computed."""
+    """Sliding-window attention in a model with compressed layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DependentChunkedLocalSpec(ChunkedLocalAttentionSpec):
-    """The same of attention within chunks."""
+    """Chunked local attention in a model with compressed layers."""
 
 
 _DEPENDENT = {
@@ -158,10 +158,11 @@ _DEPENDENT = {
 
 
 def dependent_on_compressed(spec: AttentionSpec) -> AttentionSpec:
-    """The spec of a layer that is not compressed itself, for a model that has compressed ones.
+    """Returns the spec of an uncompressed layer in a model that has compressed ones.
 
-    It says nothing new, and has a block manager of ours. Kinds of attention that never stand
-    beside plain full attention stay as they are.
+    It equals vLLM's, but selects a block manager of ours, since hidden states behind compressed
+    layers depend on events. Kinds of attention that no model combines with full attention are
+    returned unchanged.
     """
     kind = _DEPENDENT.get(type(spec))
     return spec if kind is None else kind(**_fields(spec))

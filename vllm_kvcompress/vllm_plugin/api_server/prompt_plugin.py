@@ -1,9 +1,8 @@
-"""Makes the messages of chats shorter, behind authentication and before vLLM reads them.
+"""Shortens the messages of chats, after authentication and before vLLM reads them.
 
 vLLM loads it (entry point `vllm.endpoint_plugins`) where `VLLM_PLUGINS` names it, which
-`vllm-kvcompress serve` sees to. Such a plugin is given the server's app. It puts its middleware at
-the innermost place: all that vLLM adds, such as the check of keys, and `--middleware`, are
-around it, in whatever order they come.
+`vllm-kvcompress serve` does. vLLM hands it the server's app. Its middleware is the innermost one:
+vLLM's own, such as the check of keys, and those of `--middleware` run before it.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ _NUM_THREADS = 2
 
 
 class PromptPlugin:
-    """vLLM's contract for such plugins; it adds no routes."""
+    """Adds the middleware to vLLM's app; implements vLLM's endpoint plugin."""
 
     name = PROMPTS_PLUGIN
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Loads the classifier, and puts it before vLLM's routes, where the settings name one.
+        """Loads the classifier that the settings name, and puts it before vLLM's routes.
 
         Raises:
-            ConfigError: it cannot be loaded; the server does not start.
+            ConfigError: the classifier cannot be loaded; the server does not start.
         """
         section = (app.state.args.additional_config or {}).get(SETTINGS_KEY)
         settings = Settings.from_dict(section).prompts if section else None
@@ -70,11 +69,11 @@ class PromptPlugin:
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
-        """Nothing to keep: the middleware needs no engine."""
+        """Does nothing: the middleware needs no engine."""
 
 
 class PromptMiddleware:
-    """Shortens the body of chat requests, in threads of its own; all else passes."""
+    """Shortens the body of chat requests, in its own threads; passes on all others."""
 
     def __init__(
         self, app: ASGIApp, shortener: PromptShortener, metrics: PromptMetrics, model_name: str
@@ -86,12 +85,12 @@ class PromptMiddleware:
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvcompress-prompts")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Handles one request."""
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] != "http" or scope["method"] != "POST" or path != PATH:
             await self._app(scope, receive, send)
             return
-        body = await _whole_body(receive)
+        body = await _read_body(receive)
         if body is None:
             return
         started, loop = time.perf_counter(), asyncio.get_running_loop()
@@ -107,8 +106,8 @@ class PromptMiddleware:
         await self._app(scope, _replay(shorter, receive), send)
 
 
-async def _whole_body(receive: Receive) -> bytes | None:
-    """A request's body; None: the client is gone."""
+async def _read_body(receive: Receive) -> bytes | None:
+    """Reads a request's body; None: the client has disconnected."""
     parts = []
     while True:
         message = await receive()
@@ -120,16 +119,16 @@ async def _whole_body(receive: Receive) -> bytes | None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """What the app reads: this body, then what else the client says, such as that it is gone."""
-    rest: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    """Returns a channel with this body first, then the client's further messages."""
+    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replayed() -> Message:
-        return rest.pop() if rest else await receive()
+        return first.pop() if first else await receive()
 
     return replayed
 
 
 def _refusal(reason: str) -> JSONResponse:
-    """A 400 as vLLM writes it."""
+    """Makes a response 400 in vLLM's form."""
     error: dict[str, Any] = {"message": reason, "type": "BadRequestError", "param": None}
     return JSONResponse({"error": {**error, "code": 400}}, status_code=400)

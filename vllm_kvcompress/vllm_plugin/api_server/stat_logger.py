@@ -1,4 +1,4 @@
-"""Takes the engine's step statistics to Prometheus, in the API process.
+"""Records the engine's step statistics in Prometheus metrics, in the API process.
 
 vLLM builds this logger in every server that has this package installed (entry point
 `vllm.stat_logger_plugins`); without settings in `--additional-config` it does nothing.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class CompressionStatLogger(AggregateStatLoggerBase):
-    """One logger for all engines that this API process talks to.
+    """Logger of all engines that this API process talks to.
 
     The engine core hands each step's statistics to one API process only (the first that has
     outputs in that step), so nothing is counted twice.
@@ -51,7 +51,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        """Called with every batch of outputs; most carry one step's statistics."""
+        """Records one step's statistics, if a batch of outputs carries them."""
         if self.metrics is None or scheduler_stats is None:
             return
         values = compat.detach_stats(scheduler_stats)
@@ -60,4 +60,4 @@ class CompressionStatLogger(AggregateStatLoggerBase):
             self.metrics.observe(stats, self.model_name, str(engine_idx))
 
     def log_engine_initialized(self) -> None:
-        """Nothing to add: the gauges were set when the logger was built."""
+        """Does nothing: the gauges were set when the logger was built."""

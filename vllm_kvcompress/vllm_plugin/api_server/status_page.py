@@ -1,7 +1,7 @@
-"""`GET /kvcompress`: a page that says what compression does, on the server's own port.
+"""The status page `GET /kvcompress`, on the server's own port.
 
 vLLM loads it (entry point `vllm.endpoint_plugins`) where `VLLM_PLUGINS` names it, which
-`vllm-kvcompress serve` sees to. Without settings in `--additional-config` it adds no routes.
+`vllm-kvcompress serve` does. Without settings in `--additional-config` it adds no routes.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ router = APIRouter(include_in_schema=False)
 
 
 class StatusPage:
-    """vLLM's contract for such plugins: routes first, their state once the engine is there."""
+    """Adds the page to vLLM's app; implements vLLM's endpoint plugin."""
 
     name = STATUS_PLUGIN
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Adds the routes, on a server that compresses."""
+        """Adds the routes if the server has settings of ours."""
         if SETTINGS_KEY in (app.state.args.additional_config or {}):
             app.include_router(router)
 
     async def init_state(
         self, engine_client: EngineClient | None, state: State, args: Namespace
     ) -> None:
-        """Keeps what the routes ask, and begins to sample the counters."""
+        """Stores the source of the page's numbers, and begins to sample the counters."""
         state.kvcompress_status = status = Status(engine_client, args)
         if SETTINGS_KEY in (args.additional_config or {}):
             state.kvcompress_sampling = asyncio.create_task(status.sample_for_ever())
 
 
 class Status:
-    """Where the page's numbers come from.
+    """Source of the page's numbers.
 
-    Counts come from the registry behind /metrics, which covers all API servers and engines; what
-    is kept by head is asked of the workers of all engines.
+    Counts come from the registry behind /metrics, which covers all API servers and engines; kept
+    tokens by head come from the workers of all engines.
     """
 
     def __init__(self, engine_client: Any, args: Namespace) -> None:
@@ -73,7 +73,7 @@ class Status:
         section = (args.additional_config or {}).get(SETTINGS_KEY)
         settings = Settings.from_dict(section) if section else None
         self._settings = settings.to_dict() if settings is not None else {}
-        # Workers that only vLLM's own classes made, as for shorter prompts alone, know no events.
+        # Without compression (prompts are shortened only) workers are vLLM's and have no events.
         self._ours = settings is not None and settings.acts
         self._model = (args.served_model_name or [args.model])[0]
         keys = args.api_key or [os.environ.get("VLLM_API_KEY")]  # as vLLM has it
@@ -84,13 +84,13 @@ class Status:
         self._recent_ratio = RecentRatio()
 
     def admits(self, authorization: str) -> bool:
-        """Whether a request may see the numbers: with one of the server's keys, if it has any."""
+        """Whether a request may see the numbers: it needs a key if the server has any."""
         scheme, _, key = authorization.partition(" ")
         matches = [secrets.compare_digest(_digest(key), own) for own in self._keys]
         return not self._keys or (scheme.lower() == "bearer" and any(matches))
 
     async def document(self) -> dict[str, Any]:
-        """Everything that the page shows."""
+        """Returns all numbers of the page."""
         counts = _totals()
         return {
             "version": __version__,
@@ -102,13 +102,13 @@ class Status:
         }
 
     async def sample_for_ever(self) -> None:
-        """Notes the counters down, so that the ratio of the last minutes is known at any time."""
+        """Samples the counters, from which the ratio of the last minutes follows."""
         while True:
             self._recent_ratio.add(time.monotonic(), _totals()["engines"])
             await asyncio.sleep(_SAMPLE_SECONDS)
 
     async def _recent_events(self) -> list[dict[str, Any]]:
-        """The last events of all engines, the latest first, with the heads of all ranks."""
+        """Returns the last events of all engines, latest first, with the heads of all ranks."""
         async with self._asking:
             if self._ours and time.monotonic() - self._asked >= _RPC_SECONDS:
                 engines = await compat.ask_workers(self._engine_client, "kvcompress_recent_events")
@@ -124,7 +124,7 @@ def _totals() -> dict[str, Any]:
 
 
 def latest_first(engines: dict[int, list[list[dict[str, Any]]]]) -> list[dict[str, Any]]:
-    """The last events of any engine, from those of every rank of each."""
+    """Merges the events of every engine's ranks, and returns the latest first."""
     events = [
         _joined(engine, parts)
         for engine, ranks in engines.items()
@@ -134,7 +134,7 @@ def latest_first(engines: dict[int, list[list[dict[str, Any]]]]) -> list[dict[st
 
 
 def _joined(engine: int, parts: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """One event of all ranks, side by side."""
+    """Joins the parts of one event from all ranks, head after head."""
     layers = zip(*(part["kept_by_head"] for part in parts), strict=True)
     heads = [list(chain(*heads)) for heads in layers]
     return {**parts[0], "engine": engine, "kept_by_head": heads}
@@ -146,14 +146,14 @@ def _digest(key: str) -> bytes:
 
 @router.get("/kvcompress")
 async def page() -> HTMLResponse:
-    """The page; its numbers come from the other route, which asks for the server's key."""
+    """Serves the page; its numbers come from the other route, which asks for the server's key."""
     text = files(__package__).joinpath("status_page.html").read_text("utf-8")
     return HTMLResponse(text, headers=_HEADERS)
 
 
 @router.get("/kvcompress/status")
 async def status(request: Request) -> JSONResponse:
-    """The numbers."""
+    """Serves the page's numbers as JSON, to clients with a key of the server."""
     source: Status = request.app.state.kvcompress_status
     if not source.admits(request.headers.get("Authorization", "")):
         return JSONResponse({"error": "Unauthorized"}, status_code=401, headers=_HEADERS)

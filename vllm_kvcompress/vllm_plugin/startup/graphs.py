@@ -1,4 +1,4 @@
-"""Which servers have whole decode steps in CUDA graphs, and why others have not."""
+"""Decides which servers capture whole decode steps in CUDA graphs, and says why others do not."""
 
 from __future__ import annotations
 
@@ -13,31 +13,28 @@ if TYPE_CHECKING:
 
 
 def reason_for_pieces(vllm_config: VllmConfig, settings: Settings) -> str | None:
-    """Why attention is no part of CUDA graphs; None: whole decode steps are captured.
+    """Returns why CUDA graphs are piecewise, without attention; None: they are full.
 
-    A replay runs no Python, and launches what was launched at start-up: this package's kernels,
-    which --kv-attention own asks for, and auto takes where such graphs are to be had.
+    A replay runs no Python and repeats the launches of start-up. Only this package's kernels
+    allow that: --kv-attention own asks for them, and auto picks them if graphs can be full.
     """
     if settings.attention not in ("auto", "own"):
-        return f"--kv-attention {settings.attention} has vLLM's kernels attend"
+        return f"--kv-attention {settings.attention} uses vLLM's kernels"
     if not vllm_config.use_v2_model_runner:
-        return "with model runner V1 that was not tried"
+        return "full graphs were not tried with model runner V1"
     if vllm_config.speculative_config is not None:
-        return "steps of speculative decoding have several tokens per request"
+        return "speculative decoding has several tokens per request in a step"
     return _reason_against_own(vllm_config, settings) if settings.attention == "auto" else None
 
 
 def _reason_against_own(vllm_config: VllmConfig, settings: Settings) -> str | None:
-    """Why `auto` leaves attention to vLLM's kernels, though graphs could be of whole steps.
-
-    Most of these refuse --kv-attention own, which is not what somebody asked for here.
-    """
+    """Returns why `auto` picks vLLM's kernels; with `own` most of these are refused at start-up."""
     if not vllm_config.compilation_config.cudagraph_mode.decode_mode().has_full_cudagraphs():
-        return "vLLM is not to capture whole decode steps"
+        return "vLLM was told to capture no whole decode steps"
     if settings.read is not None:
-        return "with --kv-read every step chooses pages anew"
+        return "with --kv-read every step chooses other pages"
     if is_fp8(vllm_config):
-        return "this package's kernels read caches of the model's type alone"
+        return "this package's kernels do not read fp8 caches"
     if caps_logits(vllm_config.model_config):
-        return "the model caps its attention logits, which this package's kernels do not"
+        return "this package's kernels do not cap attention logits, as the model does"
     return None

@@ -1,4 +1,4 @@
-"""What a model's layers do that does not work with compression, refused when they are there."""
+"""Refuses models whose layers do not work with compression, once the layers are loaded."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def check_groups(
         shared: names of layers that read other layers' caches, and of those.
 
     Raises:
-        UnsupportedError: nothing is compressed; a policy would have cache groups lend each other
-            blocks; or layers share a cache.
+        UnsupportedError: no layer can be compressed; a policy would have to move blocks between
+            cache groups; or layers share a cache.
     """
     if not groups:
         raise UnsupportedError(
@@ -39,9 +39,9 @@ def check_groups(
     dependent = [pipeline.name for pipeline in pipelines.values() if pipeline.layer_dependent]
     if len(groups) > 1 and dependent:
         raise UnsupportedError(
-            f"{dependent[0]} divides its budget among layers, but vLLM keeps this "
-            f"model's full-attention layers in {len(groups)} cache groups that cannot lend "
-            "each other blocks; use a policy that treats layers alike, such as adakv."
+            f"{dependent[0]} divides its budget among layers, but vLLM keeps this model's "
+            f"full-attention layers in {len(groups)} cache groups that cannot share blocks; use a "
+            "policy with the same budget in all layers, such as adakv."
         )
     for name, owner in shared.items():
         if any(owner in layers for layers in groups):
@@ -52,11 +52,11 @@ def check_groups(
 
 
 def check_layer(layer: Any, own_kernels: bool, pipelines: Mapping[str, Pipeline]) -> None:
-    """Refuses attention that cannot be computed per head, or not by what is to compute it.
+    """Refuses attention that cannot be computed per head, or not by the kernels in use.
 
     Args:
-        layer: vLLM's.
-        own_kernels: this package's attend for requests that are compressed by any policy.
+        layer: vLLM's attention module.
+        own_kernels: this package's kernels attend for all compressed requests.
         pipelines: the policies.
 
     Raises:
@@ -65,24 +65,24 @@ def check_layer(layer: Any, own_kernels: bool, pipelines: Mapping[str, Pipeline]
     impl, name = layer.impl, layer.layer_name
     if impl.sinks is not None:
         raise UnsupportedError(
-            f"{name} has learned attention sinks, which the kernel takes per query "
-            "head of a whole layer only; serve this model without --kv-policy."
+            f"{name} has learned attention sinks, which the kernels cannot use for single heads; "
+            "serve this model without --kv-policy."
         )
     if impl.alibi_slopes is not None:
         raise UnsupportedError(
-            f"{name} uses ALiBi, whose bias depends on positions that compressed "
-            "heads no longer have; serve this model without --kv-policy."
+            f"{name} uses ALiBi, whose bias needs the positions of tokens, which compressed heads "
+            "do not keep; serve this model without --kv-policy."
         )
     if not impl.logits_soft_cap:
         return
     if own_kernels:
         raise UnsupportedError(
             f"{name} caps its attention logits, which this package's kernels do not; "
-            "take vLLM's with --kv-attention triton."
+            "use vLLM's with --kv-attention triton."
         )
     for pipeline in pipelines.values():
         if pipeline.needs.plain_logits:
             raise UnsupportedError(
-                f"{name} caps its attention logits, which the formulas of "
-                f"{pipeline.name} leave out; use another policy, such as adakv."
+                f"{name} caps its attention logits, which {pipeline.name} does not take into "
+                "account; use another policy, such as adakv."
             )

@@ -1,7 +1,7 @@
-"""Ends vLLM's engines with the server that they belong to, also where that is killed.
+"""Ends vLLM's engines with the server that they belong to, even if it is killed.
 
-vLLM's workers end with their engine. An engine whose API server was killed (SIGKILL, or for want
-of memory) waits for requests for ever, and holds the model's memory.
+vLLM's workers end with their engine. An engine whose API server was killed (SIGKILL, out of
+memory) would wait for requests for ever and hold the model's memory.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import threading
 from functools import cache
 
 _VARIABLE = "KVCOMPRESS_SERVER"
-_MOST_DIGITS = 7  # of a process's number
+_MAX_PID_DIGITS = 7
 
 
 def announce() -> None:
-    """Makes this process the one that those which it starts from now on end with."""
+    """Has processes that this one starts from now on end with it."""
     os.environ[_VARIABLE] = str(os.getpid())
 
 
 def follow() -> None:
-    """Ends this process, if a server has started it, as soon as that one is gone; repeatable."""
+    """Ends this process as soon as the server that started it, if any, is gone; repeatable."""
     server = os.environ.get(_VARIABLE, "")
-    if server.isdecimal() and len(server) <= _MOST_DIGITS and int(server) != os.getpid():
+    if server.isdecimal() and len(server) <= _MAX_PID_DIGITS and int(server) != os.getpid():
         _follow(int(server), os.getpid())
 
 
@@ -45,6 +45,6 @@ def _follow(server: int, _own: int) -> None:
 
 
 def _wait_for(descriptor: int) -> None:
-    """Waits without looking up; the engine may be in the middle of a step or of its start."""
+    """Kills this process at once when the other ends, even during a step or start-up."""
     select.select([descriptor], [], [])
     os.kill(os.getpid(), signal.SIGKILL)

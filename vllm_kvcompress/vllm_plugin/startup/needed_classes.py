@@ -1,4 +1,4 @@
-"""The classes of ours that vLLM has to be given together: one alone would compress nothing."""
+"""Checks that vLLM is given both our scheduler and our worker: one alone compresses nothing."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _BASES = {"scheduler_cls": CompressingScheduler, "worker_cls": CompressingWorker
 
 
 def check_classes(vllm_config: VllmConfig, settings: Settings | None) -> None:
-    """Refuses to start without one of the classes that compress, which wait for each other.
+    """Refuses to start if one of our classes is missing.
 
-    The scheduler, the worker and the statistics logger each ask, since vLLM builds whichever of
-    them the command line names, and takes its own for the others.
+    The scheduler, the worker and the statistics logger each check, since vLLM builds those that
+    the command line names and uses its own for the others.
 
     Raises:
         UnsupportedError: names the option that is missing.

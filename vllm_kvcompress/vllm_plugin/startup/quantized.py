@@ -1,4 +1,4 @@
-"""Caches in fp8, as vLLM's layers have them, and what does not go together with them."""
+"""Reads the scales of fp8 caches from vLLM's layers, and refuses what does not work with them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def is_fp8(vllm_config: VllmConfig) -> bool:
 
 
 def quantization_of(layers: list[Any], vllm_config: VllmConfig) -> Quantization | None:
-    """Of a cache group's layers, once their weights are loaded; None: pages hold plain numbers.
+    """Returns type and scales of a cache group's fp8 pages; None: pages are not quantized.
+
+    The layers' weights must be loaded.
 
     Raises:
         UnsupportedError: heads of a layer have scales of their own.
@@ -36,22 +38,22 @@ def quantization_of(layers: list[Any], vllm_config: VllmConfig) -> Quantization 
 
 
 def key_dtype(spec: AttentionSpec, vllm_config: VllmConfig) -> torch.dtype:
-    """In which a layer's keys and values are read."""
+    """Returns the type in which a layer's keys and values are read."""
     model_dtype: torch.dtype = vllm_config.model_config.dtype
     return spec.dtype if spec.dtype.is_floating_point else model_dtype
 
 
 def reasons_against(vllm_config: VllmConfig, settings: Settings) -> Iterator[str]:
-    """Yields a sentence for everything about the cache's type that is in the way."""
+    """Yields a refusal for everything about the cache's type that does not work."""
     cache, given = vllm_config.cache_config, str(vllm_config.cache_config.cache_dtype)
     option = f"--kv-cache-dtype {given}"
     if given in PLAIN_TYPES:
         return
     if given not in FP8_TYPES:
         yield (
-            f"{option}: compression works with fp8 and one scale per layer, and with no other "
-            "quantized cache: these keep scales beside the tokens, or numbers smaller than bytes; "
-            "use --kv-cache-dtype fp8 or auto, or serve without --kv-policy."
+            f"{option}: compression works with fp8 and one scale per layer; other quantized "
+            "caches keep scales beside the tokens, or numbers smaller than bytes; use "
+            "--kv-cache-dtype fp8 or auto, or serve without --kv-policy."
         )
         return
     on_cpu = vllm_config.device_config.device_type == "cpu"
@@ -59,8 +61,8 @@ def reasons_against(vllm_config: VllmConfig, settings: Settings) -> Iterator[str
         yield f"{option}: {reason.rstrip('.')}, says vLLM; use --kv-cache-dtype auto."
     if cache.kv_cache_dtype_skip_layers:
         yield (
-            f"{option} with --kv-cache-dtype-skip-layers: pages of layers in another type are of "
-            "another size, and any head may own any page; remove one of the two."
+            f"{option} with --kv-cache-dtype-skip-layers: pages of layers in another type have "
+            "another size, but any head must be able to own any page; remove one of the two."
         )
     if given == "fp8_e5m2" and not on_cpu:
         yield (
@@ -69,18 +71,18 @@ def reasons_against(vllm_config: VllmConfig, settings: Settings) -> Iterator[str
         )
     if settings.attention in ("own", "flash"):
         why = {
-            "own": "this package's kernels read caches of the model's type alone",
-            "flash": "FlashAttention takes such a cache with queries in fp8 alone, and policies "
-            "score tokens with queries of the model's type",
+            "own": "this package's kernels do not read fp8 caches",
+            "flash": "FlashAttention takes queries in fp8 for such a cache, while policies score "
+            "tokens with queries of the model's type",
         }
         yield (
             f"{option} with --kv-attention {settings.attention}: {why[settings.attention]}; "
-            "leave --kv-attention out, or use --kv-cache-dtype auto."
+            "remove --kv-attention, or use --kv-cache-dtype auto."
         )
     for pipeline in resolve_settings(settings).values():
         if pipeline.merger is not None:
             yield (
-                f"{option} with {pipeline.name}, which changes what is kept, or how it is attended "
-                "to: kept tokens of such a cache are copied as they are; use another policy, such "
-                "as adakv, or --kv-cache-dtype auto."
+                f"{option} with {pipeline.name}, which changes kept tokens or attention over them: "
+                "tokens of an fp8 cache can only be copied; use another policy, such as adakv, or "
+                "--kv-cache-dtype auto."
             )

@@ -1,4 +1,4 @@
-"""What does not work together, refused at start-up: what, why, and what to do instead."""
+"""Refuses at start-up what does not work with compression; says why, and what to do instead."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _OFF = "or serve without --kv-policy"
 
 
 def engine_settings(vllm_config: VllmConfig) -> Settings | None:
-    """The settings in --additional-config, or None when there are none."""
+    """Returns the settings in --additional-config; None: there are none."""
     section = (vllm_config.additional_config or {}).get(SETTINGS_KEY)
     return None if section is None else Settings.from_dict(section)
 
 
 def check_engine(vllm_config: VllmConfig) -> Settings | None:
-    """The engine's settings, after refusing everything that they do not work with.
+    """Returns the engine's settings after refusing everything that they do not work with.
 
     Raises:
         ConfigError: the settings are wrong.
@@ -58,11 +58,11 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
 
 
 def check_server(settings: Settings, arguments: Namespace) -> None:
-    """Refuses what has nothing to do with the engine: how prompts are made shorter.
+    """Refuses servers that could not shorten prompts as the settings ask.
 
     Raises:
-        ConfigError: there is no such classifier, or it is something else.
-        UnsupportedError: the server has no place for it.
+        ConfigError: the classifier does not exist, or is not one.
+        UnsupportedError: this kind of server does not shorten prompts.
     """
     if settings.prompts is None:
         return
@@ -72,14 +72,14 @@ def check_server(settings: Settings, arguments: Namespace) -> None:
     }
     for name in [name for name, given in others.items() if given]:
         raise UnsupportedError(
-            f"{name} takes another server than the one in which --prompt-compressor shortens "
-            "messages; leave one of the two out."
+            f"{name} starts a server that does not shorten messages as --prompt-compressor asks; "
+            "remove one of the two."
         )
     check_model(settings.prompts.model)
 
 
 def check_prompts_plugin(settings: Settings) -> None:
-    """Refuses a server that would not load what shortens prompts.
+    """Refuses a server that would not load the plugin that shortens prompts.
 
     Raises:
         UnsupportedError: VLLM_PLUGINS does not name it.
@@ -88,15 +88,15 @@ def check_prompts_plugin(settings: Settings) -> None:
     if settings.prompts is not None and PROMPTS_PLUGIN not in named:
         raise UnsupportedError(
             f"--additional-config asks for shorter prompts, but VLLM_PLUGINS does not name "
-            f"{PROMPTS_PLUGIN}, so none would be; start with `vllm-kvcompress serve`, or as its "
-            "--print-vllm-command says."
+            f"{PROMPTS_PLUGIN}, so no prompt would be shortened; start with `vllm-kvcompress "
+            "serve`, or run the command that its --print-vllm-command prints."
         )
 
 
 def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
-    """Yields a sentence for everything about the model that is in the way.
+    """Yields a refusal for everything in the model's configuration that does not work.
 
-    What a model's configuration does not say is found by `layer_refusals.py`.
+    `layer_refusals.py` checks what only the loaded layers say.
     """
     if model.use_mla:
         yield (
@@ -121,7 +121,7 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
     if model.is_mm_prefix_lm:
         yield (
             f"{model.architecture} lets all tokens of an image see each other, which attention "
-            "over a compressed cache does not do; serve text alone with --language-model-only "
+            "over a compressed cache cannot do; serve text alone with --language-model-only "
             f"{_OFF}."
         )
     num_shared = getattr(model.hf_text_config, "num_kv_shared_layers", 0)
@@ -133,7 +133,7 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
 
 
 def _reasons_of_policies(model: ModelConfig, settings: Settings) -> Iterator[str]:
-    """Yields a sentence for every policy that this model is not for."""
+    """Yields a refusal for every policy that does not work with the model."""
     if not caps_logits(model):
         return
     if settings.attention == "own":
@@ -144,44 +144,43 @@ def _reasons_of_policies(model: ModelConfig, settings: Settings) -> Iterator[str
     for pipeline in resolve_settings(settings).values():
         if pipeline.needs.plain_logits:
             yield (
-                f"{model.architecture} caps its attention logits, which the formulas of "
-                f"{pipeline.name} leave out; use another policy, such as adakv."
+                f"{model.architecture} caps its attention logits, which {pipeline.name} does not "
+                "take into account; use another policy, such as adakv."
             )
 
 
 def _reasons_of_reading(settings: Settings) -> Iterator[str]:
-    """Yields a sentence for everything that reads all of what is held."""
+    """Yields a refusal for everything that has to read all kept tokens."""
     if settings.read is None:
         return
     if settings.attention == "own":
         yield (
-            "--kv-attention own has kernels that read every page, which --kv-read would not; "
-            "remove one of the two."
+            "--kv-attention own reads every page, while --kv-read reads a part of them; remove "
+            "one of the two."
         )
     for pipeline in resolve_settings(settings).values():
         if pipeline.needs_biased_attention:
             yield (
-                f"{pipeline.name} changes how what it keeps is attended to, entry by entry, and "
-                "--kv-read leaves entries out; use another policy, such as adakv, or remove "
-                "--kv-read."
+                f"{pipeline.name} corrects attention over all kept tokens, while --kv-read leaves "
+                "some of them out; use another policy, such as adakv, or remove --kv-read."
             )
 
 
 def _reasons_of_chunks(config: VllmConfig, settings: Settings) -> Iterator[str]:
-    """Yields a sentence for everything that would cut prompts elsewhere than at their chunks."""
+    """Yields a refusal for everything that would move the ends of sparse-read prefill chunks."""
     chunks = PromptChunks.of(settings.read_rule, config.cache_config.block_size)
     if chunks is None:
         return
     if any(trigger.kind == "chunk" for trigger in settings.triggers) and settings.may_compress:
         yield (
-            "--kv-trigger chunk:N cuts prompts where they are compressed, and prefill in --kv-read "
-            "where chunks choose what they read; use the trigger prompt, or remove prefill."
+            "--kv-trigger chunk:N and prefill in --kv-read each set where a prompt's chunks end; "
+            "use the trigger prompt, or remove prefill."
         )
     if settings.reuse_contexts or settings.reuse_conversations is not None:
         yield (
-            "--kv-reuse-contexts and --kv-reuse-conversations go on where no chunk of a prompt "
-            "begins, so that the same tokens would be read otherwise than in one piece; remove "
-            "them, or prefill in --kv-read."
+            "--kv-reuse-contexts and --kv-reuse-conversations continue prompts in the middle of a "
+            "chunk of prefill in --kv-read, which would change what is read; remove them, or "
+            "prefill."
         )
     multimodal = config.model_config.multimodal_config
     if multimodal is not None and not multimodal.language_model_only:
@@ -195,40 +194,40 @@ def _reasons_of_chunks(config: VllmConfig, settings: Settings) -> Iterator[str]:
     if room < chunks.size + others:
         yield (
             f"prefill in --kv-read reads chunks of {chunks.size} tokens in one step, beside up to "
-            f"{others} requests that generate, and --max-num-batched-tokens is {room}; set it to "
-            f"at least {chunks.size + others}, or prefill or --max-num-seqs lower."
+            f"{others} requests that generate: expected --max-num-batched-tokens of at least "
+            f"{chunks.size + others}, found {room}; raise it, or lower prefill or --max-num-seqs."
         )
     threshold = scheduling.long_prefill_token_threshold
     if 0 < threshold < chunks.size:
         yield (
-            f"prefill in --kv-read reads chunks of {chunks.size} tokens in one step, and "
-            f"--long-prefill-token-threshold allows {threshold}; set it to at least {chunks.size}, "
+            f"prefill in --kv-read reads chunks of {chunks.size} tokens in one step: expected "
+            f"--long-prefill-token-threshold of at least {chunks.size}, found {threshold}; raise "
             "or remove it."
         )
 
 
 def _reasons_of_caching(config: VllmConfig, settings: Settings) -> Iterator[str]:
-    """Yields a sentence for everything about prefix caching that is in the way."""
+    """Yields a refusal for everything about prefix caching that does not work."""
     if config.model_config.is_hybrid and config.cache_config.mamba_cache_mode == "align":
         yield (
-            f"{config.model_config.architecture} has Mamba or linear-attention layers, for whose "
-            "prefix caching vLLM decides where prefill chunks end, as compression does; add "
+            f"{config.model_config.architecture} has Mamba or linear-attention layers, whose "
+            "prefix caching sets where prefill chunks end, and so does compression; add "
             f"--no-enable-prefix-caching {_OFF}."
         )
     if not config.cache_config.enable_prefix_caching:
-        reuse = {
-            "--kv-reuse-contexts finds contexts": settings.reuse_contexts,
-            "--kv-reuse-conversations finds them": settings.reuse_conversations,
+        options = {
+            "--kv-reuse-contexts": settings.reuse_contexts,
+            "--kv-reuse-conversations": settings.reuse_conversations,
         }
-        for finds in [finds for finds, wanted in reuse.items() if wanted]:
+        for option in [option for option, given in options.items() if given]:
             yield (
-                f"{finds} by vLLM's block hashes, which --no-enable-prefix-caching switches off; "
-                "leave one of the two out."
+                f"{option} needs vLLM's block hashes, which --no-enable-prefix-caching switches "
+                "off; remove one of the two."
             )
 
 
 def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
-    """Yields a sentence for every option of vLLM that is in the way."""
+    """Yields a refusal for every option of vLLM that does not work with compression."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield (
@@ -237,7 +236,7 @@ def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
         )
     if parallel.pipeline_parallel_size > 1:
         yield (
-            "pipeline parallelism was not made to work with compression yet; use "
+            "pipeline parallelism does not work with compression yet; use "
             f"--tensor-parallel-size instead {_OFF}."
         )
     if config.kv_transfer_config is not None:
@@ -247,8 +246,8 @@ def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
         )
     if parallel.use_ubatching:
         yield (
-            "dual batch overlap runs a step's requests in two halves, while a plan is made for all "
-            f"of them; remove --enable-dbo {_OFF}."
+            "dual batch overlap runs a step's requests in two halves, while compression plans the "
+            f"step as one; remove --enable-dbo {_OFF}."
         )
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         yield (
@@ -258,34 +257,34 @@ def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
 
 
 def _reasons_of_speculation(config: VllmConfig, settings: Settings) -> Iterator[str]:
-    """Yields a sentence for everything that does not take tokens back, as drafts are.
+    """Yields a refusal for everything that does not work with rejected drafts.
 
-    Events do not: a step in which one happens has no drafts, which the scheduler knows ahead where
-    it knows each request's length.
+    Events do not: the scheduler gives a step with an event no drafts, for which it has to know each
+    request's length.
     """
     speculation = config.speculative_config
     if speculation is None:
         return
     if speculation.method != "ngram":
         yield (
-            f"speculative decoding with {speculation.method}: what drafts there may have layers of "
-            "its own, which keep keys and values in the blocks that events free and run after the "
-            f"step, as often as there are drafts; use the method ngram, which has none, {_OFF}."
+            f"speculative decoding with {speculation.method}: its draft layers may keep keys and "
+            "values in the blocks that events free; use the method ngram, which has no layers, "
+            f"{_OFF}."
         )
     if config.scheduler_config.async_scheduling:
         yield (
-            "speculative decoding with asynchronous scheduling: a step is planned before it is "
-            "known how many drafts of the last one stay, and with that where events happen; add "
+            "speculative decoding with asynchronous scheduling: a step is planned before the "
+            "number of accepted drafts is known, which decides when events happen; add "
             f"--no-async-scheduling {_OFF}."
         )
     if settings.pressure_mark is not None:
         yield (
-            "speculative decoding with --kv-trigger pressure: an event may come at any token, but "
-            "drafts that are taken back have overwritten the oldest of the queries that it looks "
-            "at; use the triggers prompt, chunk:N or decode:N, or remove --speculative-config."
+            "speculative decoding with --kv-trigger pressure: an event may come at any token, and "
+            "rejected drafts have overwritten the oldest of the queries that it needs; use the "
+            "triggers prompt, chunk:N or decode:N, or remove --speculative-config."
         )
     if settings.read is not None:
         yield (
-            "speculative decoding with --kv-read: what to read is chosen for one query of a "
-            "request, and drafts bring several; remove one of the two."
+            "speculative decoding with --kv-read: pages are chosen for one query of a request, "
+            "and drafts bring several; remove one of the two."
         )

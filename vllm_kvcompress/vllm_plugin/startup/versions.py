@@ -24,10 +24,10 @@ ONLY_CHECKED = ("0.33",)
 
 
 def check_vllm_version() -> None:
-    """Refuses to run inside a vLLM whose internals were not looked at.
+    """Refuses to run inside a version of vLLM that was not checked.
 
     Raises:
-        UnsupportedError: names the versions that were.
+        UnsupportedError: names the versions that were checked.
     """
     if vllm_version() not in VLLM_VERSIONS:
         known = ", ".join(f"{each}.*" for each in VLLM_VERSIONS)
@@ -45,7 +45,7 @@ def vllm_version() -> str:
 
 
 def warn_of_version(logger: Logger) -> None:
-    """One line in a vLLM that nothing was ever run in."""
+    """Logs one line if this package was never run in this version of vLLM."""
     if vllm_version() in ONLY_CHECKED:
         logger.warning(
             "vllm-kvcompress was checked against the sources of vLLM %s and never run in it; it is "

@@ -143,9 +143,9 @@ class GroupCompression:
         elif observed:
             events = [event.plan for event in work.events]
             work.observed = self.runner.windows.locate(observed, events)
-        whole = () if work.observed is None else work.observed.in_step
-        for batch in self.runner.batches(work.events, whole):
-            reads_step = batch.window_size > 0 and batch.events[0].plan.request_id in whole
+        in_step = () if work.observed is None else work.observed.in_step
+        for batch in self.runner.batches(work.events, in_step):
+            reads_step = batch.window_size > 0 and batch.events[0].plan.request_id in in_step
             (work.batches if reads_step else work.waiting).append(batch)
         return work
 
