@@ -9,7 +9,7 @@ from tests.failing_policy import check, failing, good
 from tests.gpu_path.conftest import Run
 
 
-def test_the_step_after_a_failed_event_harms_nobody(
+def test_the_step_after_a_failed_event_changes_no_other_request(
     llama: str, run_gpu_path: Run, tmp_path: Path
 ) -> None:
     """Asynchronous scheduling: the request is in one more step, and reads what it was left."""

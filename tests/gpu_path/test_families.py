@@ -44,7 +44,7 @@ def check_outputs(found: dict[str, Any], expected: dict[str, Any], tolerance: fl
         pytest.param("gemma3", {}, IN_GRAPHS, 1e-4, id="sliding-windows-in-graphs"),
     ],
 )
-def test_model_runner_v2_says_what_the_cpu_build_says(
+def test_model_runner_v2_gives_the_outputs_of_the_cpu_build(
     tmp_path: Path,
     run_gpu_path: Run,
     run_engine: Run,

@@ -36,7 +36,7 @@ def test_batches_that_flash_attention_3_does_not_split_take_own_kernels(
         assert report["outputs"][name]["tokens"] == output["tokens"], name
 
 
-def test_room_for_splits_has_a_bound(llama: str, run_gpu_path: Run) -> None:
+def test_memory_for_splits_is_bounded(llama: str, run_gpu_path: Run) -> None:
     """Splits times rows, while a compressed request decodes and while it reads a long chunk."""
     settings = {**ADAKV, "trigger": "chunk:128"}
     phases = [[request("a", prompt(700, seed=1), 4)]]

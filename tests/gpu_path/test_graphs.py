@@ -41,7 +41,7 @@ def requests() -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_replays_are_the_steps_that_they_stand_for(
+def test_replayed_steps_equal_eager_steps(
     llama: str, run_gpu_path: Run, run_engine: Run, name: str
 ) -> None:
     """As on the CPU build, which has neither graphs nor these kernels, and whose events run inside

@@ -38,7 +38,7 @@ def mixed_batch() -> list[list[dict[str, Any]]]:
         pytest.param({"kernels": "flash3", "dtype": "bfloat16"}, 0.25, id="flash-3"),
     ],
 )
-def test_uncompressed_requests_are_those_of_stock_vllm(
+def test_uncompressed_requests_have_the_outputs_of_stock_vllm(
     llama: str, run_gpu_path: Run, how: dict[str, Any], budget: float
 ) -> None:
     """With budget 1.0, and with short requests beside compressed ones."""
@@ -193,7 +193,7 @@ def test_the_debug_mode_finds_reads_of_freed_blocks(
         )
 
 
-def test_requests_are_compressed_for_room(llama: str, run_gpu_path: Run) -> None:
+def test_requests_are_compressed_under_memory_pressure(llama: str, run_gpu_path: Run) -> None:
     """Under pressure, with the last queries in the pool's own blocks; nobody is preempted."""
     phases = [[request(f"r{i}", prompt(200, seed=i), 60) for i in range(4)]]
     settings = {"policy": "snapkv", "budget": 0.25, "trigger": "pressure:0.6"}
@@ -206,7 +206,7 @@ def test_requests_are_compressed_for_room(llama: str, run_gpu_path: Run) -> None
     assert report["free_at_end"] == report["num_blocks"] - 1
 
 
-def test_two_ranks_say_what_one_says(llama: str, run_gpu_path: Run) -> None:
+def test_two_ranks_give_the_outputs_of_one(llama: str, run_gpu_path: Run) -> None:
     """Tensor parallel: each rank compresses its own heads and frees the same blocks."""
     phases = [[request("a", prompt(300, seed=1), 5), request("b", prompt(200, seed=2), 5)]]
     settings = {"policy": "snapkv", "budget": 0.25}

@@ -69,19 +69,19 @@ def checked() -> Checked:
     return Checked()
 
 
-def test_who_reads_own_blocks_is_left_alone(checked: Checked) -> None:
+def test_reading_own_blocks_raises_nothing(checked: Checked) -> None:
     checked.check(checked.read)
 
 
 @pytest.mark.parametrize("name", [request.name for request in REQUESTS])
-def test_every_block_of_another_request_is_found(checked: Checked, name: str) -> None:
+def test_any_block_of_another_request_raises(checked: Checked, name: str) -> None:
     for block in checked.read[name]:
         owned = {**checked.read, name: checked.read[name] - {block}}
         with pytest.raises(InvariantError, match=rf"{name} .* found \[{block}\] besides"):
             checked.check(owned)
 
 
-def test_pages_of_two_heads_are_found(checked: Checked) -> None:
+def test_a_page_in_two_heads_raises(checked: Checked) -> None:
     (batch,) = checked.work.compressed
     assert batch is not None
     batch.page_table[0, 1, 0] = batch.page_table[0, 0, 0]
@@ -89,14 +89,14 @@ def test_pages_of_two_heads_are_found(checked: Checked) -> None:
         checked.check(checked.read)
 
 
-def test_two_writers_of_a_block_are_found(checked: Checked) -> None:
+def test_two_writers_of_a_block_raise(checked: Checked) -> None:
     checked.common.slot_mapping[-1] = checked.common.slot_mapping[0]
     owned = {name: set(range(100)) for name in checked.read}
     with pytest.raises(InvariantError, match="expected one request to write to it"):
         checked.check(owned)
 
 
-def test_policy_state_of_another_request_is_found() -> None:
+def test_policy_state_of_another_request_raises() -> None:
     checked = Checked("momentkv")
     tables = checked.step.runner.tables
     state = set((tables.state[:, tables.slots["a"]] // PER_BLOCK).flatten().tolist())
@@ -107,7 +107,7 @@ def test_policy_state_of_another_request_is_found() -> None:
 
 
 @pytest.mark.parametrize(("fresh", "message"), [((40,), "keeps tokens in"), ((), "compresses")])
-def test_an_event_on_blocks_of_others_is_found(
+def test_an_event_on_blocks_of_another_request_raises(
     checked: Checked, fresh: tuple[int, ...], message: str
 ) -> None:
     row = 1
@@ -121,7 +121,7 @@ def test_an_event_on_blocks_of_others_is_found(
 
 
 @pytest.mark.parametrize("kind", [PackedPagePool, InterleavedPagePool])
-def test_what_nobody_may_read_is_poisoned(kind: type[PagePool]) -> None:
+def test_blocks_without_an_owner_are_poisoned(kind: type[PagePool]) -> None:
     pool = make_pool(kind)
     pool.pages.fill_(1)
     tags = BlockTags(poisoned=(3, 7))

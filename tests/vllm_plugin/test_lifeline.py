@@ -53,7 +53,7 @@ def test_a_child_ends_with_its_server(announced: bool) -> None:
         child.kill()
 
 
-def test_who_comes_late_ends_at_once() -> None:
+def test_a_child_that_outlived_its_server_ends_at_once() -> None:
     """A process that loads the plugin when its server is gone already."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -12,7 +12,7 @@ from vllm_kvcompress.vllm_plugin.worker_side.attention.sequences import sequence
     data=st.data(),
     num_heads=st.integers(1, 3),
 )
-def test_heads_of_requests_as_sequences(
+def test_every_head_of_a_request_becomes_a_sequence(
     lengths: list[int], data: st.DataObject, num_heads: int
 ) -> None:
     """Against loops over requests, heads and tokens."""

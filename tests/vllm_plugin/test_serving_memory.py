@@ -170,7 +170,7 @@ def event_at(name: str, policy: str, num_tokens: int, window_size: int) -> Event
 
 @pytest.mark.parametrize(("batch", "policy"), [(one_among_many, "h2o"), (all_long, "snapkv")])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_all_requests_may_have_an_event_in_one_step(
+def test_events_of_all_requests_in_one_step_stay_within_the_reserve(
     shape: Shape, batch: Callable[[Shape], list[tuple[int, int]]], policy: str
 ) -> None:
     """Each with a ring of queries and page tables, and generating when it is time again."""
@@ -214,7 +214,7 @@ def test_all_requests_may_have_an_event_in_one_step(
 
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "adakv+criticalkv"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_events_that_hold_queries_of_several_layers(shape: Shape, policy: str) -> None:
+def test_queries_held_for_several_layers_stay_within_the_reserve(shape: Shape, policy: str) -> None:
     """Prompts that end in one step, too unlike to run together: each in eight layers at once."""
     lengths = [512, 656, 832, 1056, 1344]
     num_queries = shape.num_heads * shape.group
@@ -251,7 +251,7 @@ def test_events_that_hold_queries_of_several_layers(shape: Shape, policy: str) -
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_contexts_that_are_prepared_at_once(shape: Shape) -> None:
+def test_contexts_prepared_at_once_stay_within_the_reserve(shape: Shape) -> None:
     """As many tokens together as the longest request has; then one has its event."""
     num_queries, policy = shape.num_heads * shape.group, "adakv"
     with launched(), LiveBytes() as measured:
@@ -294,7 +294,7 @@ def test_contexts_that_are_prepared_at_once(shape: Shape) -> None:
     "rule", ["quest:0.25", "quest:0.25,parts=4", "quest:0.25,bounds=int8", "quest:0.25,score=keys"]
 )
 @pytest.mark.parametrize("shape", SHAPES)
-def test_requests_that_read_a_part_stay_within_the_same(shape: Shape, rule: str) -> None:
+def test_sparse_reads_stay_within_the_reserve(shape: Shape, rule: str) -> None:
     """As many long ones as the cache holds, one of which is still at its prompt."""
     read_rule = ReadRule.parse(rule)
     spec = SimpleNamespace(block_size=BLOCK, head_size=shape.head_size, dtype=torch.bfloat16)

@@ -34,7 +34,7 @@ def test_other_versions_are_refused(version: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("version", "warns"), [("0.31.0", False), ("0.33.0", True)])
-def test_start_up_says_where_nothing_was_run(
+def test_start_up_warns_in_versions_that_were_only_checked(
     version: str,
     warns: bool,
     monkeypatch: pytest.MonkeyPatch,
