@@ -18,11 +18,13 @@ gpu_sync_debug._SYNC_CHECK_MODE = "error"  # as VLLM_GPU_SYNC_CHECK=error has it
 torch.cuda.get_sync_debug_mode = lambda: 0
 torch.cuda.set_sync_debug_mode = lambda _: None
 
+from vllm.v1.worker.gpu_worker import Worker as GPUWorker  # noqa: E402
+
 from vllm_kvcompress.vllm_plugin.worker_side.worker import CompressionWorker  # noqa: E402
 
 
-class Stock:
-    """What a step of vLLM's worker returns."""
+class Stock(GPUWorker):
+    """vLLM's worker, whose steps do nothing."""
 
     def execute_model(self, scheduler_output: Any) -> None:
         """Leaves the step to be sampled."""
