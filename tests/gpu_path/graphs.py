@@ -88,6 +88,7 @@ def captured(report: dict[str, Any]) -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends import flash_attn, triton_attn
     from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+    from vllm.v1.worker.gpu_worker import Worker
 
     from vllm_kvcompress.attention import decode_steps
     from vllm_kvcompress.vllm_plugin.worker_side import gpu_worker
@@ -145,8 +146,8 @@ def captured(report: dict[str, Any]) -> None:
         self.model_runner.profile_cudagraph_memory()  # which vLLM leaves out on CPUs
         return measure(self)
 
-    measure = gpu_worker.Worker.determine_available_memory
-    gpu_worker.Worker.determine_available_memory = measured
+    measure = Worker.determine_available_memory
+    Worker.determine_available_memory = measured
     current_platform.graph_pool_handle = lambda: None
     gpu_worker.CompressionGPUWorker.__init__ = as_on_cuda
     model_runner.GPUModelRunner.initialize_kv_cache = with_graphs
