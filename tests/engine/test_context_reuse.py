@@ -153,5 +153,5 @@ def test_preempted_requests_begin_with_their_context_again(llama: str, run_engin
 
 
 def test_reuse_contexts_needs_prefix_caching(llama: str, run_engine: Run) -> None:
-    with pytest.raises(pytest.fail.Exception, match="finds contexts by vLLM's block hashes"):
+    with pytest.raises(pytest.fail.Exception, match="--kv-reuse-contexts needs vLLM's"):
         run_engine(llama, [[ask("a", 1)]], settings=REUSE, enable_prefix_caching=False)

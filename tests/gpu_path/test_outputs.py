@@ -114,7 +114,7 @@ def test_reading_a_part_of_the_prompt(no_padding: str, run_gpu_path: Run) -> Non
         max_num_seqs=8,
     )
     everything = [[list(range(256))] * 2] * 3
-    how = {"number": 5, "always": (1, 2), "chunk": 128, "whole": 128}
+    how = {"number": 5, "always": (1, 2), "chunk": 128, "num_read_fully": 128}
     follow(ChunksDecoder(no_padding, tokens, everything, 256, **how), report["outputs"]["a"])
 
 

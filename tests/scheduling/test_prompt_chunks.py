@@ -91,7 +91,7 @@ def test_without_prefill_in_the_rule_there_are_no_chunks() -> None:
 
 def test_prefill_is_refused_where_requests_choose_how_much_they_read() -> None:
     given = {"policy": "none", "read": "longcache:prefill=512", "min_request_read": 0.5}
-    with pytest.raises(ConfigError, match="only the same for requests that read alike"):
+    with pytest.raises(ConfigError, match="share prefixes only if all read alike"):
         Settings.from_dict(given)
     with pytest.raises(ConfigError, match=r"unknown option .*prefill=512"):
         ReadRule.parse("quest:0.25,prefill=512")
