@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from gpu_parts.checks import largest_error
+from gpu_parts.cuda_graph import capture_graph
 from gpu_parts.whole_events import Cache, Model, make_pipeline
 from vllm_kvcompress.attention.batch import ResidentBatch, ResidentBatches
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
@@ -38,6 +39,7 @@ from vllm_kvcompress.cache.query_windows import QueryWindows
 from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.attention import decode_attention
 from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.merging.moments import correct_with_moments
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
@@ -273,16 +275,16 @@ class Traffic:
             carried = None if state is None else state.layers[layer]
             rows = queries[batch.device_rows].reshape(by_head)
             bias = carried if self.pipeline.weighs_entries else None
-            attended, lse = _twin(decode_attention)(entries, rows, self.scale, bias, True)
+            attended, lse = twin(decode_attention)(entries, rows, self.scale, bias, True)
             if self.pipeline.corrects:
                 several = (attended[:, :, None], lse[..., None], rows[:, :, None])
-                _twin(correct_with_moments)(carried, *several, self.scale)
+                twin(correct_with_moments)(carried, *several, self.scale)
             outputs[batch.device_rows] = attended.view(-1, *queries.shape[1:])
         others = [row for row in range(len(names)) if row not in compressed]
         if others:
             table, lengths = self._uncompressed(layer, [names[row] for row in others])
             rows = queries[others].reshape(by_head)
-            attended = _twin(decode_attention)(pool.entries(table, lengths), rows, self.scale)[0]
+            attended = twin(decode_attention)(pool.entries(table, lengths), rows, self.scale)[0]
             outputs[others] = attended.view(-1, *queries.shape[1:])
         return outputs
 
@@ -311,25 +313,6 @@ class Traffic:
 
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _twin(operator: Any) -> Any:
-    """The operator in torch, on any device."""
-    return operator.__wrapped__
-
-
-def capture_graph(work: Work) -> Work:
-    """Captures `work` after it ran twice beside the current stream; returns the replay."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph.replay
 
 
 def run_eagerly(work: Work) -> Work:

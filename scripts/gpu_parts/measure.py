@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gpu_parts.cuda_graph import capture_graph
+
 T = TypeVar("T")
 FLUSH_BYTES = 1 << 28  # more than any cache
 
@@ -32,22 +34,14 @@ def seconds_of(work: Callable[[], Any], repeats: int) -> float:
     launch is not what kernels cost. Caches are flushed before every repetition, by reading: lines
     that were written would have to be written back while `work` reads.
     """
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            work()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    replay = capture_graph(work)
     other = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
     times = []
     for _ in range(repeats):
         fill_caches_with(other)
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
-        graph.replay()
+        replay()
         after.record()
         after.synchronize()
         times.append(before.elapsed_time(after) / 1000)
