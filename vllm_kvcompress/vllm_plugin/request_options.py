@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
+import torch
+from vllm import SamplingParams
+from vllm.v1.sample.logits_processor import BatchUpdate
 from vllm.v1.sample.logits_processor import LogitsProcessor as LogitsProcessorV1
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as LogitsProcessorV2
 
 from vllm_kvcompress.config import RequestOptions, Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.prompts.settings import REQUEST_RATE
-
-if TYPE_CHECKING:
-    import torch
-    from vllm import SamplingParams
-    from vllm.v1.sample.logits_processor import BatchUpdate
 
 _PREFIX = RequestOptions.prefix
 _VLLM_KEY = "kv_transfer_params"  # vLLM's own, with our prefix

@@ -6,8 +6,9 @@ import copy
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -18,9 +19,6 @@ from vllm.v1.kv_cache_interface import (
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.scheduling.rule import CompressionRule
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 @dataclass(frozen=True)

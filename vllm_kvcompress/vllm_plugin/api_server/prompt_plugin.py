@@ -11,23 +11,19 @@ import asyncio
 import time
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import FastAPI
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import MutableHeaders, State
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from vllm.engine.protocol import EngineClient
 
 from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.prompts.shortener import PromptShortener
-
-if TYPE_CHECKING:
-    from starlette.datastructures import State
-    from vllm.engine.protocol import EngineClient
-
-    from vllm_kvcompress.metrics.prompts import PromptMetrics
 
 PATH = "/v1/chat/completions"
 _NUM_THREADS = 2

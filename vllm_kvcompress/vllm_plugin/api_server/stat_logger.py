@@ -6,20 +6,15 @@ vLLM builds this logger in every server that has this package installed (entry p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 from vllm_kvcompress.metrics.stats import StepStats
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import check_classes
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_prompts_plugin, engine_settings
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
-
-    from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 
 
 class CompressionStatLogger(AggregateStatLoggerBase):

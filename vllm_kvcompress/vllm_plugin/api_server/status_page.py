@@ -15,20 +15,18 @@ from argparse import Namespace
 from importlib.resources import files
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse
+from starlette.datastructures import State
+from vllm.engine.protocol import EngineClient
 
 from vllm_kvcompress import __version__
 from vllm_kvcompress.compression.recent_events import NUM_EVENTS
 from vllm_kvcompress.config import SETTINGS_KEY, STATUS_PLUGIN, Settings
 from vllm_kvcompress.metrics.status import RECENT_SECONDS, RecentRatio, totals
 from vllm_kvcompress.vllm_plugin.startup import compat
-
-if TYPE_CHECKING:
-    from starlette.datastructures import State
-    from vllm.engine.protocol import EngineClient
 
 _SAMPLE_SECONDS = RECENT_SECONDS / 10  # counters are noted down, whether or not somebody looks
 _RPC_SECONDS = 1.0  # workers are asked no more often, however many look at the page

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from vllm.config import VllmConfig
 
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits
 from vllm_kvcompress.vllm_plugin.startup.quantized import is_fp8
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 def reason_for_pieces(vllm_config: VllmConfig, settings: Settings) -> str | None:

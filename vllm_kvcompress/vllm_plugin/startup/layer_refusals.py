@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from vllm.config import ModelConfig
 
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig
 
 
 def caps_logits(model: ModelConfig) -> bool:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from vllm.config import VllmConfig
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.startup import compat
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class CompressingScheduler:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvcompress.cache.pages import FP8_TYPES, Quantization
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.startup import compat
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec
 
 PLAIN_TYPES = ("auto", "bfloat16", "float16")
 

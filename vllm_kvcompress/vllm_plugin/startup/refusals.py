@@ -6,9 +6,9 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from vllm import envs
+from vllm.config import ModelConfig, VllmConfig
 
 from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import UnsupportedError
@@ -18,9 +18,6 @@ from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.vllm_plugin.startup import quantized
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import missing_classes
-
-if TYPE_CHECKING:
-    from vllm.config import ModelConfig, VllmConfig
 
 _OFF = "or serve without --kv-policy"
 

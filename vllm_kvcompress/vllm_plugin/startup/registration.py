@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.startup.quantized import is_fp8
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _PACKAGE = "vllm_kvcompress.vllm_plugin.worker_side.attention"
 _CPU = f"{_PACKAGE}.cpu.CompressedCPUBackend"

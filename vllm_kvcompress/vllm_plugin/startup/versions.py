@@ -7,12 +7,9 @@ What a method does under its old name is not known until it runs, so one line at
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from logging import Logger
 
 from vllm_kvcompress.errors import UnsupportedError
-
-if TYPE_CHECKING:
-    from logging import Logger
 
 # What is known of each version, for `doctor`.
 VLLM_VERSIONS = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_kvcompress.cache.pages import PagePool
 from vllm_kvcompress.compression.event import Event
@@ -16,9 +16,6 @@ from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import BlockTags, StepPlan
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import CommonAttentionMetadata
 
 POISON = 30000.0  # as a value, or the largest that the cache's type has
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.registration import use_cpu_backend
 from vllm_kvcompress.vllm_plugin.worker_side.worker import CompressionWorker
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
+from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 
 class CompressionCPUWorker(CompressionWorker, CPUWorker):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -13,11 +14,7 @@ from vllm_kvcompress.vllm_plugin.startup.registration import kernels_for, use_gp
 from vllm_kvcompress.vllm_plugin.worker_side.attention.gpu_warm_up import warm_up_heads
 from vllm_kvcompress.vllm_plugin.worker_side.memory import reserved_bytes
 from vllm_kvcompress.vllm_plugin.worker_side.worker import CompressionWorker
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-    from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
+from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 logger = init_logger(f"vllm.plugins.{__name__}")
 

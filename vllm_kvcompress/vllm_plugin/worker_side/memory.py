@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_kvcompress.attention.reading import summary_kind
 from vllm_kvcompress.cache.page_summaries import SummaryKind, summary_bytes
@@ -20,11 +21,7 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype, quantization_of
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import KVCacheSpec
-
-    from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
+from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 # Page tables hold 4 bytes for a page of some thousand; rows are as wide as the longest head's, and
 # room is doubled when there is too little.

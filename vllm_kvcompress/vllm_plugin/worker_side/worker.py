@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_kvcompress.vllm_plugin.startup import compat
@@ -11,11 +14,6 @@ from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingWorker
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class CompressionWorker(CompressingWorker, Worker):

@@ -8,17 +8,20 @@ see the flat page array as a cache of one head. The classes here are mixed into 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
+    CommonAttentionMetadata,
 )
+from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_kvcompress.attention.batch import (
@@ -41,11 +44,6 @@ from vllm_kvcompress.vllm_plugin.spec import (
 from vllm_kvcompress.vllm_plugin.worker_side.attention.sequences import sequences
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.kv_cache_interface import AttentionSpec
 
 _ATTRIBUTE = "kvcompress"  # on vLLM's metadata, holds a `CompressedMetadata`
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm import envs
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.cache.page_order import Packing, find_packing
@@ -25,10 +27,6 @@ from vllm_kvcompress.vllm_plugin.worker_side.attention.base import (
     CompressedBuilder,
     CompressedImpl,
 )
-
-if TYPE_CHECKING:
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.kv_cache_interface import AttentionSpec
 
 
 class CompressedCPUImpl(CompressedImpl, cpu_attn.CPUAttentionBackendImpl):

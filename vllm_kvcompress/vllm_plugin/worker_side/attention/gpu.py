@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvcompress.cache.pages import (
     InterleavedPagePool,
@@ -17,10 +19,6 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.vllm_plugin.startup.quantized import quantization_of
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec
 
 FP32_BYTES = 4
 

@@ -7,16 +7,14 @@ its longest head. Compressed requests then take this package's own kernels inste
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBuilder, CompressedImpl
 from vllm_kvcompress.vllm_plugin.worker_side.attention.gpu import FP32_BYTES, CompressedGPUBackend
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 MAX_SPLIT_SEQUENCES = 992
 MAX_SPLITS = 32  # per sequence

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.attention.backends import triton_attn
 
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBuilder, CompressedImpl
 from vllm_kvcompress.vllm_plugin.worker_side.attention.gpu import FP32_BYTES, CompressedGPUBackend
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 
 class CompressedTritonImpl(CompressedImpl, triton_attn.TritonAttentionImpl):

@@ -7,7 +7,7 @@ kernel once for numbers and addresses that are divisible by 16, and once for oth
 from __future__ import annotations
 
 from math import gcd
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,9 +16,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_kvcompress.attention.batch import CompressedRows, HostNumbers, ResidentBatch
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression
-
-if TYPE_CHECKING:
-    from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
+from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 ALIGNMENT = 16
 LAYERS = 4  # their rows of lengths begin at addresses of every alignment
