@@ -26,7 +26,8 @@ from offline.masked import MaskedModel
 from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
 from vllm_kvcompress.policies.parts.mass import observed_mass
 from vllm_kvcompress.tools.evaluation.attention_parts import relative_error
-from vllm_kvcompress.tools.evaluation.items import Item, load_texts
+from vllm_kvcompress.tools.evaluation.item import Item
+from vllm_kvcompress.tools.evaluation.items import load_texts
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_prompt
 
 

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from vllm_kvcompress.cli.eval import add_questions, items_of  # noqa: E402
-from vllm_kvcompress.tools.evaluation.items import Item  # noqa: E402
+from vllm_kvcompress.tools.evaluation.item import Item  # noqa: E402
 from vllm_kvcompress.tools.evaluation.metrics import METRICS  # noqa: E402
 from vllm_kvcompress.tools.evaluation.prompts import split_prompt  # noqa: E402
 from vllm_kvcompress.tools.evaluation.setups import AWARE, FULL, MODES, TEXT  # noqa: E402

@@ -25,7 +25,8 @@ from offline.dense import DenseLayer, Kept
 from offline.masked import MaskedModel
 from stand_in import NEEDLES, keeps
 from vllm_kvcompress.policies.base import Merged
-from vllm_kvcompress.tools.evaluation.items import Item, generate
+from vllm_kvcompress.tools.evaluation.item import Item
+from vllm_kvcompress.tools.evaluation.items import generate
 from vllm_kvcompress.tools.evaluation.prompts import (
     REPEAT,
     before_and_after,

@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT))
 
 from tests.prompts.trained import train  # noqa: E402
 from vllm_kvcompress.prompts.llmlingua2 import TokenClassifier  # noqa: E402
-from vllm_kvcompress.tools.evaluation.items import WORDS, Item, generate  # noqa: E402
+from vllm_kvcompress.tools.evaluation.item import Item  # noqa: E402
+from vllm_kvcompress.tools.evaluation.items import WORDS, generate  # noqa: E402
 
 
 def numbers(text: str) -> list[float]:

@@ -29,7 +29,8 @@ from vllm_kvcompress.options import assignment
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.tools.dtypes import fast_dtype
-from vllm_kvcompress.tools.evaluation.items import Item, generate, load_texts
+from vllm_kvcompress.tools.evaluation.item import Item
+from vllm_kvcompress.tools.evaluation.items import generate, load_texts
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_prompt
 from vllm_kvcompress.tools.evaluation.summary import interval
 

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 from tests import tiny_models
 from tests.cli.server_process import ROOT
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.tools.evaluation.items import Item, generate, load
+from vllm_kvcompress.tools.evaluation.item import Item
+from vllm_kvcompress.tools.evaluation.items import generate, load
 from vllm_kvcompress.tools.evaluation.prompts import split_prompt
 from vllm_kvcompress.tools.reference.tasks import FAMILIES
 

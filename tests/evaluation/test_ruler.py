@@ -7,9 +7,11 @@ from collections import Counter
 
 import pytest
 
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.evaluation.item import Item
 from vllm_kvcompress.tools.evaluation.items import generate as generate_items
 from vllm_kvcompress.tools.evaluation.metrics import METRICS
-from vllm_kvcompress.tools.evaluation.ruler import NOISE, TASKS, Prompt, generate, haystack
+from vllm_kvcompress.tools.evaluation.ruler import NOISE, TASKS, generate, haystack
 
 LENGTH = 1500
 
@@ -19,10 +21,8 @@ def count_tokens(text: str) -> int:
     return len(re.findall(r"\w+|[^\w\s]", text))
 
 
-def prompt_of(task: str, seed: int = 0, length: int = LENGTH) -> Prompt:
-    prompt = generate(task, length, seed, count_tokens)
-    assert prompt is not None
-    return prompt
+def prompt_of(task: str, seed: int = 0, length: int = LENGTH) -> Item:
+    return generate(task, length, seed, count_tokens)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -38,7 +38,7 @@ def test_prompts_fill_their_length(task: str) -> None:
 def test_answers_are_in_the_context_and_not_in_the_question(task: str) -> None:
     for seed in range(5):
         prompt = prompt_of(task, seed)
-        metric = METRICS[f"contains_{prompt.match}"]
+        metric = METRICS[prompt.metric]
         assert metric(prompt.context, prompt.answers) == 1
         assert metric(prompt.question + prompt.answer_prefix, prompt.answers) == 0
         assert len(set(prompt.answers)) == len(prompt.answers)
@@ -106,7 +106,8 @@ def test_two_hops_need_two_documents() -> None:
 
 
 def test_lengths_that_are_too_short_are_noticed() -> None:
-    assert generate("cwe", 100, 0, count_tokens) is None
+    with pytest.raises(ConfigError, match="--lengths 100: too short for ruler/cwe"):
+        generate("cwe", 100, 0, count_tokens)
 
 
 def test_items_carry_prompt_metric_and_prefix() -> None:

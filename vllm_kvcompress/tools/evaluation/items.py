@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation import longbench, ruler, texts
+from vllm_kvcompress.tools.evaluation.item import Item
 from vllm_kvcompress.tools.evaluation.metrics import check_metric
 from vllm_kvcompress.tools.files import read_within
 from vllm_kvcompress.tools.reference import tasks
@@ -21,42 +21,6 @@ _TASKS: dict[str, tuple[str, ...]] = {
     LONGBENCH: tuple(longbench.TASKS),
     TEXT: tuple(texts.KINDS),
 }
-
-
-@dataclass(frozen=True)
-class Item:
-    """One question about one context, or a text whose continuation is predicted.
-
-    Attributes:
-        task: the task's name, for the tables.
-        length: nominal tokens of the context, for the tables; 0: its own length.
-        context: what may be compressed before the question is known.
-        question: text behind the context.
-        answers: references that the metric compares with.
-        metric: a name in METRICS.
-        max_tokens: limit of the reply.
-        answer_prefix: given beginning of the reply.
-        depth: relative position of the only needle in the context, from 0 to 1; None: not one.
-        separator: text between context and question.
-        chat: whether a chat model's template goes around them.
-        may_cut: whether the middle of a context that is too long for the model is left out.
-        continuation: tokens of `context` behind the first `length` that are predicted instead of
-            an answer; 0 for questions.
-    """
-
-    task: str
-    length: int
-    context: str
-    question: str
-    answers: tuple[str, ...]
-    metric: str
-    max_tokens: int
-    answer_prefix: str = ""
-    depth: float | None = None
-    separator: str = "\n"
-    chat: bool = True
-    may_cut: bool = False
-    continuation: int = 0
 
 
 def generate(
@@ -88,7 +52,7 @@ def generate(
             items.append(_word_item(name, length, seed + number))
         else:
             assert count_tokens is not None
-            items.append(_ruler_item(name, length, seed + number, count_tokens))
+            items.append(ruler.generate(name, length, seed + number, count_tokens))
     return items
 
 
@@ -125,23 +89,8 @@ def load_longbench(task: str, folder: Path | None, num_samples: int) -> list[Ite
         )
     items = []
     for name in names:
-        published = longbench.TASKS[name]
-        check_metric(published.metric, f"--tasks {suite}/{name}: metric")
-        items += [
-            Item(
-                task=f"{suite}/{name}",
-                length=0,
-                context=prompt.context,
-                question=prompt.question,
-                answers=prompt.answers,
-                metric=published.metric,
-                max_tokens=published.max_tokens,
-                separator="",
-                chat=published.chat,
-                may_cut=True,
-            )
-            for prompt in longbench.load(name, folder, num_samples)
-        ]
+        check_metric(longbench.TASKS[name].metric, f"--tasks {suite}/{name}: metric")
+        items += longbench.load(name, folder, num_samples)
     return items
 
 
@@ -192,23 +141,6 @@ def _text_item(task: str, piece: str, length: int, continuation: int) -> Item:
         max_tokens=1,
         chat=False,
         continuation=continuation,
-    )
-
-
-def _ruler_item(name: str, length: int, seed: int, count_tokens: Callable[[str], int]) -> Item:
-    prompt = ruler.generate(name, length, seed, count_tokens)
-    if prompt is None:
-        raise ConfigError(f"--lengths {length}: too short for {RULER}/{name}; give more tokens.")
-    return Item(
-        task=f"{RULER}/{name}",
-        length=length,
-        context=prompt.context,
-        question=prompt.question,
-        answers=prompt.answers,
-        metric=f"contains_{prompt.match}",
-        max_tokens=prompt.max_tokens,
-        answer_prefix=prompt.answer_prefix,
-        depth=prompt.depth,
     )
 
 
@@ -272,7 +204,6 @@ def _user_item(path: Path, number: int, line: str, metric: str, max_tokens: int)
     check_metric(metric, f'{place}: "metric"')
     return Item(
         task=path.stem,
-        length=0,
         context=str(row["context"]),
         question=str(row["question"]),
         answers=tuple(answers),

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.evaluation.item import Item
 from vllm_kvcompress.tools.files import read_within
 
 
@@ -40,19 +41,7 @@ TASKS = {
 }
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One question: the prompt up to the end of its context, the rest, and the reference answers.
-
-    For a classification `answers` holds the right class, then all classes.
-    """
-
-    context: str
-    question: str
-    answers: tuple[str, ...]
-
-
-def load(task: str, folder: Path, num_samples: int) -> list[Prompt]:
+def load(task: str, folder: Path, num_samples: int) -> list[Item]:
     """The first questions of a task in TASKS, from `TASK.jsonl` in a folder.
 
     Raises:
@@ -69,10 +58,14 @@ def load(task: str, folder: Path, num_samples: int) -> list[Prompt]:
     rows = [line for line in lines if line.strip()][:num_samples]
     if not rows:
         raise ConfigError(f"{path}: no questions in it.")
-    return [_prompt(task, f"{path}, line {number}", row) for number, row in enumerate(rows, 1)]
+    return [_item(task, f"{path}, line {number}", row) for number, row in enumerate(rows, 1)]
 
 
-def _prompt(task: str, place: str, line: str) -> Prompt:
+def _item(name: str, place: str, line: str) -> Item:
+    """One question: its context ends where what may be compressed does.
+
+    For a classification `answers` holds the right class, then all classes.
+    """
     try:
         row: dict[str, Any] = json.loads(line)
         context, question, answers = row["context"], row["input"], row["answers"]
@@ -81,9 +74,16 @@ def _prompt(task: str, place: str, line: str) -> Prompt:
         raise ConfigError(
             f'{place}: expected LongBench\'s "input", "context" and "answers", got {error!r}.'
         ) from None
-    before, _, after = TASKS[task].prompt.partition("{context}")
-    return Prompt(
+    task = TASKS[name]
+    before, _, after = task.prompt.partition("{context}")
+    return Item(
+        task=f"longbench/{name}",
         context=before + context,
         question=after.replace("{input}", question),
         answers=(*answers[:1], *classes) if classes else tuple(answers),
+        metric=task.metric,
+        max_tokens=task.max_tokens,
+        separator="",
+        chat=task.chat,
+        may_cut=True,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.tools.evaluation.items import Item
+from vllm_kvcompress.tools.evaluation.item import Item
 
 REPEAT = "\n\nRepeat the previous context exactly."  # KVzip's words (arXiv 2505.23416)
 _MARK = "\u241e"  # a symbol that stands between the parts while a chat template is rendered

@@ -14,39 +14,20 @@ import random
 import string
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.evaluation.item import Item
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
 _DEPTHS = 40  # places in a haystack where needles may lie
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One question.
-
-    Attributes:
-        context, question: everything before the question, and the question.
-        answer_prefix: how the reply begins; the model goes on from there.
-        answers: what the reply has to contain.
-        match: all (the score is the share of the answers in the reply) or any.
-        max_tokens: length limit of the reply.
-        depth: place of the only needle, from 0 to 1, or None.
-    """
-
-    context: str
-    question: str
-    answer_prefix: str
-    answers: tuple[str, ...]
-    match: str
-    max_tokens: int
-    depth: float | None = None
-
-
-Build = Callable[[int, random.Random], Prompt]  # from the number of units of filling
+Build = Callable[[int, random.Random], Item]  # from the number of units of filling
 
 
 @dataclass(frozen=True)
@@ -67,7 +48,7 @@ class Needles:
     num_values: int = 1
     num_queries: int = 1
 
-    def build(self, size: int, rng: random.Random) -> Prompt:
+    def build(self, size: int, rng: random.Random) -> Item:
         """A prompt with `size` sentences (or needles) of haystack."""
         num_keys = max(self.num_keys, self.num_queries)
         keys = distinct_keys(num_keys, rng, self.keys)
@@ -87,7 +68,7 @@ class Needles:
 
     def _prompt(
         self, text: list[str], asked: list[str], answers: tuple[str, ...], depth: float | None
-    ) -> Prompt:
+    ) -> Item:
         one = len(answers) == 1
         verb, wanted = ("is", "is the") if one else ("are", "are all the")
         return _prompt(
@@ -118,7 +99,7 @@ class Needles:
         return [self._sentence(next(keys), self._value(rng)) for _ in range(size)]
 
 
-def _variable_tracking(size: int, rng: random.Random) -> Prompt:
+def _variable_tracking(size: int, rng: random.Random) -> Item:
     """One chain of four assignments in noise; all five variables have the value."""
     names = _distinct(5, lambda: "".join(rng.choices(string.ascii_uppercase, k=5)))
     value = str(rng.randint(10_000, 99_999))
@@ -130,7 +111,7 @@ def _variable_tracking(size: int, rng: random.Random) -> Prompt:
     return _prompt("vt", tuple(names), text="\n".join(text), value=value, count=len(names))
 
 
-def _common_words(size: int, rng: random.Random) -> Prompt:
+def _common_words(size: int, rng: random.Random) -> Item:
     """Ten words thirty times each, `size` others (as far as there are any) three times each."""
     adjectives, nouns = _words()
     single = [*adjectives, *nouns]
@@ -144,7 +125,7 @@ def _common_words(size: int, rng: random.Random) -> Prompt:
     return _prompt("cwe", tuple(common), text=numbered)
 
 
-def _frequent_words(size: int, rng: random.Random) -> Prompt:
+def _frequent_words(size: int, rng: random.Random) -> Item:
     """Coded words whose frequencies fall with the square of their rank; rank one is dots."""
     coded = _distinct(50, lambda: "".join(rng.choices(string.ascii_lowercase, k=6)))
     ranked = ["....", *coded]
@@ -162,7 +143,7 @@ def _frequent_words(size: int, rng: random.Random) -> Prompt:
 def _question(hops: int) -> Build:
     """Builds tasks that ask for a fact among documents of such facts, of one or of two of them."""
 
-    def build(size: int, rng: random.Random) -> Prompt:
+    def build(size: int, rng: random.Random) -> Item:
         people = _distinct(2 * (size + 1), lambda: _name(rng))
         towns = [_name(rng) for _ in people]
         facts = [f"{person} grew up in {town}." for person, town in zip(people, towns, strict=True)]
@@ -196,19 +177,20 @@ TASKS: dict[str, Build] = {
 }
 
 
-def generate(
-    task: str, num_tokens: int, seed: int, count_tokens: Callable[[str], int]
-) -> Prompt | None:
-    """The longest prompt of a task in TASKS that fits with its reply; None if none does.
+def generate(task: str, num_tokens: int, seed: int, count_tokens: Callable[[str], int]) -> Item:
+    """The longest prompt of a task that fits with its reply.
 
     Args:
         task: one of TASKS.
         num_tokens: of prompt and reply together, as RULER counts them.
         seed: seed of the draws; with another length, other words.
         count_tokens: number of tokens of a text.
+
+    Raises:
+        ConfigError: not even the shortest fits.
     """
 
-    def build(size: int) -> Prompt:
+    def build(size: int) -> Item:
         return TASKS[task](size, random.Random(f"{task}/{num_tokens}/{seed}"))
 
     def fits(size: int) -> bool:
@@ -218,24 +200,24 @@ def generate(
 
     low, high = 1, 2
     if not fits(low):
-        return None
+        raise ConfigError(f"--lengths {num_tokens}: too short for ruler/{task}; give more tokens.")
     while fits(high) and high < num_tokens:
         low, high = high, 2 * high
     while high - low > max(1, low // 100):  # to one part in a hundred
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
-    return build(low)
+    return replace(build(low), task=f"ruler/{task}", length=num_tokens)
 
 
 def _prompt(
     task: str, answers: tuple[str, ...], depth: float | None = None, **texts: object
-) -> Prompt:
+) -> Item:
     """Fills in RULER's own texts, those of `ruler_prompts.json`."""
     fields: dict[str, Any] = {
         name: text.format(**texts) if isinstance(text, str) else text
         for name, text in _templates()[task].items()
     }
-    return Prompt(**fields, answers=answers, depth=depth)
+    return Item(**fields, answers=answers, depth=depth)
 
 
 @cache

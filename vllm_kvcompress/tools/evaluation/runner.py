@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question
-from vllm_kvcompress.tools.evaluation.items import Item
+from vllm_kvcompress.tools.evaluation.item import Item
 from vllm_kvcompress.tools.evaluation.metrics import METRICS
 from vllm_kvcompress.tools.evaluation.prompts import (
     load_tokenizer,
