@@ -163,9 +163,8 @@ def saved_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_command(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    profile.add_parser(parser.add_subparsers())
-    namespace = parser.parse_args(["profile", *arguments])
-    return int(namespace.func(namespace))
+    profile.add_options(parser)
+    return profile.run(parser.parse_args(arguments))
 
 
 def test_headkv_files_fit_their_model(

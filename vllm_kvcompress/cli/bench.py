@@ -24,16 +24,12 @@ weights, and writes the figures of both and the ratios between them:
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Registers the command."""
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's description and options."""
     summaries = {name: str(load.__doc__).partition("\n")[0] for name, load in SCENARIOS.items()}
     scenarios = "\n".join(f"  {name:<12}  {summary}" for name, summary in summaries.items())
-    parser = subparsers.add_parser(
-        "bench",
-        help="measure serving with and without compression",
-        description=_DESCRIPTION.format(scenarios=scenarios),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser.description = _DESCRIPTION.format(scenarios=scenarios)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--scenario",
         choices=(*SCENARIOS, "all"),
@@ -52,7 +48,6 @@ def add_parser(subparsers: Any) -> None:
     ours = parser.add_argument_group("compression, as of serve; --kv-policy is adakv unless said")
     add_flags(ours, Settings, "settings", _SETTINGS)
     _add_load(parser)
-    parser.set_defaults(func=run)
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:

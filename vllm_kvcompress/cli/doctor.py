@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from typing import Any
 
 from vllm_kvcompress import __version__
 from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, STATUS_PLUGIN, Settings
@@ -37,15 +36,10 @@ class Finding:
     problem: str = ""
 
 
-def add_parser(subparsers: Any) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "doctor",
-        help="check this installation, and what serve would refuse",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(func=run, takes_any_option=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's help; its options are those of `serve`."""
+    parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(takes_any_option=True)
 
 
 def run(arguments: argparse.Namespace) -> int:

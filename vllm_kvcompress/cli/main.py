@@ -20,7 +20,7 @@ EXIT_FAILED = 1
 EXIT_REFUSED = 2
 EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143  # as shells have it: 128 and the signal's number
 
-# Each module of this package has `add_parser(subparsers)`, which sets `func(arguments) -> int`.
+# Each has a module of this package with `add_options(parser)` and `run(arguments) -> int`.
 _COMMANDS = {
     "serve": "serve a model with vLLM and a compressed KV cache",
     "policies": "list policies and their parameters, or explain one",
@@ -82,11 +82,12 @@ def _parser(wanted: str) -> argparse.ArgumentParser:
     parser.set_defaults(takes_any_option=False)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, text in _COMMANDS.items():
+        has_help = name == wanted and name != "serve"  # which prints vLLM's help as well
+        command = subparsers.add_parser(name, help=text, add_help=has_help)
         if name == wanted:
             module = importlib.import_module(f"vllm_kvcompress.cli.{name.replace('-', '_')}")
-            module.add_parser(subparsers)
-        else:
-            subparsers.add_parser(name, help=text, add_help=False)
+            command.set_defaults(func=module.run)
+            module.add_options(command)
     return parser
 
 

@@ -21,20 +21,13 @@ of the model.
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="say how many requests fit at a time, from a model's config",
-        usage="%(prog)s MODEL (--gpu-memory SIZE | --kv-cache-memory SIZE) [any `serve` option]",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's own options; all others are those of `serve`."""
+    parser.usage = (
+        "%(prog)s MODEL (--gpu-memory SIZE | --kv-cache-memory SIZE) [any `serve` option]"
     )
-    _add_options(parser)
-    parser.set_defaults(func=run, takes_any_option=True)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.epilog, parser.formatter_class = _EPILOG, argparse.RawDescriptionHelpFormatter
+    parser.set_defaults(takes_any_option=True)
     memory = parser.add_mutually_exclusive_group(required=True)
 
     def add(to: Any, flag: str, help: str, metavar: str = "SIZE", **more: Any) -> None:
@@ -53,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_kvcompress.tools import capacity
 
     own = argparse.ArgumentParser(prog="vllm-kvcompress plan", add_help=False, allow_abbrev=False)
-    _add_options(own)
+    add_options(own)
     namespace, rest = own.parse_known_args(arguments.rest)
     request = serve.parse_request(rest)
     options = {

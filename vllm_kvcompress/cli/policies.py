@@ -39,13 +39,9 @@ class Stage:
     part: str
 
 
-def add_parser(subparsers: Any) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "policies", help="list policies and their parameters, or explain one"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options, and the action `explain`."""
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(func=_run_list)
     actions = parser.add_subparsers(metavar="ACTION")
     explain = actions.add_parser("explain", help="show what a policy string does, stage by stage")
     explain.add_argument("policy", metavar="POLICY", help="auto, or such as adakv+criticalkv")
@@ -56,7 +52,8 @@ def add_parser(subparsers: Any) -> None:
     explain.set_defaults(func=_run_explain)
 
 
-def _run_list(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Prints all policies and their parameters."""
     from vllm_kvcompress.policies import Modifier, all_policies
 
     infos = all_policies()

@@ -12,11 +12,8 @@ from vllm_kvcompress.tools.files import check_writable, named
 from vllm_kvcompress.tools.model_folder import MEASURED_HEADS
 
 
-def add_parser(subparsers: Any) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "profile", help="measure a model's heads for headkv and duoattention"
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's options."""
     parser.add_argument("model", metavar="MODEL", help="Hugging Face name or directory")
     parser.add_argument("--kind", required=True, choices=("headkv", "duoattention"))
     parser.add_argument(
@@ -33,7 +30,6 @@ def add_parser(subparsers: Any) -> None:
     duo.add_argument("--sink-size", type=int, default=128, help="first tokens kept (128)")
     duo.add_argument("--recent-size", type=int, default=256, help="last tokens kept (256)")
     duo.add_argument("--sparsity", type=float, help="share of heads whose gate is written as 0")
-    parser.set_defaults(func=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from vllm_kvcompress.cli.eval import add_options, plan_of, progress_bar, write_results
+from vllm_kvcompress.cli import eval
+from vllm_kvcompress.cli.eval import plan_of, progress_bar, write_results
 from vllm_kvcompress.config import AUTO, DEFAULT_MIN_TOKENS, Settings
 from vllm_kvcompress.errors import ConfigError
 
@@ -15,12 +16,9 @@ _POLICIES = [AUTO, "snapkv", "adakv", "adakv+criticalkv", "keydiff"]
 _BUDGETS = ["0.1", "0.15", "0.25", "0.35", "0.5", "0.7"]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "recommend", help="find the cheapest setting whose loss of quality is small enough"
-    )
-    add_options(parser)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `eval`, and the losses that are permitted."""
+    eval.add_options(parser)
     parser.add_argument(
         "--max-loss",
         type=_share,
@@ -35,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="NATS",
         help="nats per predicted token of texts that may be lost (0.02)",
     )
-    parser.set_defaults(func=run, policies=_POLICIES, budgets=_BUDGETS)
+    parser.set_defaults(policies=_POLICIES, budgets=_BUDGETS)
 
 
 def run(arguments: argparse.Namespace) -> int:

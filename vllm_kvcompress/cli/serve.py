@@ -23,9 +23,9 @@ Without --kv-policy, or with --kv-policy none, this is stock vLLM.
 """
 
 
-def add_parser(subparsers: Any) -> None:
-    """Registers the command; `parse_request` parses its arguments, since most are vLLM's."""
-    subparsers.add_parser("serve", add_help=False).set_defaults(func=run, takes_any_option=True)
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Leaves all arguments to `parse_request`, since most are vLLM's."""
+    parser.set_defaults(takes_any_option=True)
 
 
 def run(arguments: argparse.Namespace) -> int:
