@@ -6,11 +6,11 @@ import html
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, ASKED, AWARE, FULL, TEXT
-from vllm_kvcompress.tools.evaluation.summary import DEPTHS, loss_text, percent, reads_less
+from vllm_kvcompress.tools.evaluation.summary import DEPTHS, percent, table_cells
 
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
@@ -34,28 +34,21 @@ figcaption { font-size: .85rem; overflow-wrap: anywhere; }
 def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
     """The page of a model's results, from the rows of `summarize`."""
     compressed = [row for row in rows if row["setup"] != FULL]
-    parts = [f"<h1>KV-cache compression of {html.escape(model)}</h1>", _intro(rows)]
-    if any(row["mode"] != TEXT for row in compressed):
-        parts.append("<h2>Score against kept tokens</h2>")
-        parts.append(_quality(rows))
-    if any(row["loss"] is not None for row in compressed):
-        parts.append("<h2>Loss on texts against kept tokens</h2>")
-        parts.append(_text_loss(compressed))
-    parts += ["<h2>All settings</h2>", _table(rows)]
-    if any(row["depths"] for row in rows):
-        parts.append("<h2>Where the needle lies</h2>")
-        parts.append(_depths(rows))
-    if any(row["kept_tokens"] for row in compressed):
-        parts.append("<h2>Tokens kept per layer and KV head</h2>")
-        parts.append(_heads(compressed))
-    if any(row["head_errors"] for row in compressed):
-        parts.append("<h2>What attention loses per layer and query head</h2>")
-        parts.append(_losses(compressed))
+    sections = {
+        "Score against kept tokens": _quality(rows),
+        "Loss on texts against kept tokens": _text_loss(compressed),
+        "All settings": _table(rows),
+        "Where the needle lies": _depths(rows),
+        "Tokens kept per layer and KV head": _heads(compressed),
+        "What attention loses per layer and query head": _losses(compressed),
+    }
+    body = f"<h1>KV-cache compression of {html.escape(model)}</h1>{_intro(rows)}"
+    body += "".join(f"<h2>{title}</h2>{part}" for title, part in sections.items() if part)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(model)}</title><style>{_STYLE}</style></head>"
-        f"<body>{''.join(parts)}</body></html>\n"
+        f"<body>{body}</body></html>\n"
     )
 
 
@@ -79,11 +72,11 @@ def _intro(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
-    columns = [_columns(row, reads_less(rows)) for row in rows]
-    head = "".join(f"<th>{name}</th>" for name in columns[0])
+    cells = table_cells(rows)
+    head = "".join(f"<th>{name}</th>" for name in cells[0])
     body = "".join(
-        f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in row.values())}</tr>"
-        for row in columns
+        f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in line.values())}</tr>"
+        for line in cells
     )
     caption = (
         "Agreement: share of greedy tokens equal to the full cache's. Mass: share of the attention "
@@ -93,29 +86,10 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return f'{table}<p class="caption">{caption}</p>'
 
 
-def _columns(row: dict[str, Any], reads: bool) -> dict[str, str]:
-    """The table's cells of a row, by column; `reads`: with the share of tokens read."""
-    resident = row["resident_bytes"]
-    return {
-        "setup": row["setup"],
-        "mode": "" if row["setup"] == FULL else row["mode"],
-        "kept": percent(row["kept"]),
-        **({"read": percent(row["read"])} if reads else {}),
-        "resident": f"{resident / 2**20:.2f} MiB" if resident else "",
-        "score": percent(row["score"]),
-        "loss on texts (95%)": loss_text(row),
-        "agreement": percent(row["agreement"]),
-        "mass": percent(row["attention_mass"]),
-        "error": percent(row["attention_error"]),
-        "first token": f"{row['first_token_ms']:.1f} ms",
-        "per token": "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms",
-    }
-
-
 def _quality(rows: Sequence[dict[str, Any]]) -> str:
     """Score against the share of tokens read, one panel per mode."""
     full = next((r for r in rows if r["setup"] == FULL and r["mode"] != TEXT), None)
-    panels = []
+    panels = ""
     for mode in ASKED:
         points = [
             (row, 100 * row["score"])
@@ -127,22 +101,22 @@ def _quality(rows: Sequence[dict[str, Any]]) -> str:
         figure, axis = _line_plot(rows, points, None if full is None else 100 * full["score"])
         axis.set(title=mode, ylabel="score, %", xlabel="tokens that are read, % of the prompt")
         axis.set_ylim(-2, 103)
-        panels.append(_svg(figure))
-    return _captioned_panels(panels, "Mean over tasks. Dashed: the full cache.")
+        panels += _svg(figure)
+    return _panels(panels, "Mean over tasks. Dashed: the full cache.")
 
 
 def _text_loss(rows: Sequence[dict[str, Any]]) -> str:
     """Loss on texts against the share of tokens read: a panel for all texts and one per kind."""
-    text_rows = [row for row in rows if row["mode"] == TEXT]
-    kinds = list(text_rows[0]["tasks"])
-    panels = []
+    text_rows = [row for row in rows if row["loss"] is not None]
+    kinds = list(text_rows[0]["tasks"]) if text_rows else []
+    panels = ""
     for kind in [None, *kinds] if len(kinds) > 1 else kinds:
         losses = [row["loss"] if kind is None else row["tasks"][kind] for row in text_rows]
         figure, axis = _line_plot(rows, list(zip(text_rows, losses, strict=True)), 0)
         axis.set(title=kind or "all texts", ylabel="loss, nats per token")
         axis.set(xlabel="tokens that are read, % of context and continuation")
-        panels.append(_svg(figure))
-    return _captioned_panels(
+        panels += _svg(figure)
+    return _panels(
         panels,
         "By how much worse what follows a compressed context is predicted, in the mean over texts. "
         "Dashed: the full cache.",
@@ -184,11 +158,9 @@ def _line_name(row: dict[str, Any]) -> str:
 
 
 def _depths(rows: Sequence[dict[str, Any]]) -> str:
-    """One map per setup and mode: mean score by length and depth of the needle."""
-    maps = []
-    for row in rows:
-        if not row["depths"]:
-            continue
+    """Mean score by length and depth of the needle."""
+
+    def drawn(row: dict[str, Any]) -> tuple[str, Any]:
         lengths = list(row["depths"])
         figure, axis = _plot(2.2, 0.9 + 0.3 * len(lengths))
         scores = [
@@ -198,44 +170,43 @@ def _depths(rows: Sequence[dict[str, Any]]) -> str:
         axis.imshow(scores, vmin=0, vmax=1, cmap="RdYlBu", aspect="auto")
         axis.set_xticks([-0.5, DEPTHS / 2 - 0.5, DEPTHS - 0.5], ["0", "depth", "1"], fontsize=8)
         axis.set_yticks(range(len(lengths)), lengths, fontsize=8)
-        maps.append(_map(row, "", _svg(figure)))
-    return _captioned_maps(
-        maps,
+        return "", figure
+
+    return _maps(
+        [row for row in rows if row["depths"]],
+        drawn,
         "Mean score by length (rows) and depth of the needle (columns), from red, 0, over yellow "
         "to blue, 1; white: not asked.",
     )
 
 
 def _heads(rows: Sequence[dict[str, Any]]) -> str:
-    """One map per setup and mode: kept tokens by layer and head, relative to their mean."""
-    maps = []
-    for row in rows:
+    """Kept tokens by layer and head, relative to their mean."""
+
+    def drawn(row: dict[str, Any]) -> tuple[str, Any]:
         tokens = row["kept_tokens"]
-        if not tokens:
-            continue
         mean = sum(map(sum, tokens)) / sum(map(len, tokens))
         shares = [[head / mean for head in layer] for layer in tokens]
-        maps.append(_map(row, f"<br>mean {mean:.0f} tokens", _head_map(shares, 2, "viridis")))
-    return _captioned_maps(
-        maps,
+        return f"<br>mean {mean:.0f} tokens", _head_map(shares, 2, "viridis")
+
+    return _maps(
+        [row for row in rows if row["kept_tokens"]],
+        drawn,
         "Mean over questions; rows are layers, columns heads; from dark, none, over green, the "
         "mean, to yellow, twice the mean.",
     )
 
 
 def _losses(rows: Sequence[dict[str, Any]]) -> str:
-    """One map per setup and mode: relative error of attention outputs."""
-    maps = [
-        _map(
-            row,
-            f"<br>mass {percent(row['attention_mass'])}, error {percent(row['attention_error'])}",
-            _head_map(row["head_errors"], 1, "magma_r"),
-        )
-        for row in rows
-        if row["head_errors"]
-    ]
-    return _captioned_maps(
-        maps,
+    """Relative error of attention outputs."""
+
+    def drawn(row: dict[str, Any]) -> tuple[str, Any]:
+        mass, error = percent(row["attention_mass"]), percent(row["attention_error"])
+        return f"<br>mass {mass}, error {error}", _head_map(row["head_errors"], 1, "magma_r")
+
+    return _maps(
+        [row for row in rows if row["head_errors"]],
+        drawn,
         "Relative error of attention outputs, for queries after the first event, against what "
         "the same queries get from the whole cache; rows are layers, columns "
         "query heads; from light, 0, to dark, 1 and more. Mass: share of the attention weights "
@@ -243,27 +214,32 @@ def _losses(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def _head_map(values: Sequence[Sequence[float]], highest: float, colours: str) -> str:
+def _head_map(values: Sequence[Sequence[float]], highest: float, colours: str) -> Any:
     """A heat map of layers by heads, from 0 to `highest`."""
     figure, axis = _plot(2.2, 1.4)
     axis.imshow(values, vmin=0, vmax=highest, cmap=colours, aspect="auto")
     axis.set_xticks([])
     axis.set_yticks([])
-    return _svg(figure)
+    return figure
 
 
-def _map(row: dict[str, Any], facts: str, picture: str) -> str:
-    mode = "" if row["setup"] == FULL else f"<br>{row['mode']}"
-    caption = f"<figcaption>{html.escape(row['setup'])}{mode}{facts}</figcaption>"
-    return f"<figure>{caption}{picture}</figure>"
+def _maps(
+    rows: Sequence[dict[str, Any]],
+    drawn: Callable[[dict[str, Any]], tuple[str, Any]],
+    caption: str,
+) -> str:
+    """One map per setup and mode; `drawn` returns what stands below its name, and the figure."""
+    maps = ""
+    for row in rows:
+        facts, figure = drawn(row)
+        mode = "" if row["setup"] == FULL else f"<br>{row['mode']}"
+        name = f"<figcaption>{html.escape(row['setup'])}{mode}{facts}</figcaption>"
+        maps += f"<figure>{name}{_svg(figure)}</figure>"
+    return maps and f'<p class="caption">{caption}</p><div class="maps">{maps}</div>'
 
 
-def _captioned_panels(panels: Sequence[str], caption: str) -> str:
-    return f'<div class="panels">{"".join(panels)}</div><p class="caption">{caption}</p>'
-
-
-def _captioned_maps(maps: Sequence[str], caption: str) -> str:
-    return f'<p class="caption">{caption}</p><div class="maps">{"".join(maps)}</div>'
+def _panels(panels: str, caption: str) -> str:
+    return panels and f'<div class="panels">{panels}</div><p class="caption">{caption}</p>'
 
 
 def _plot(width: float, height: float) -> Any:

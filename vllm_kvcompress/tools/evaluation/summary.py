@@ -214,28 +214,38 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.1f}%"
 
 
+def table_cells(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
+    """The rows' figures for people, by column; columns without any figure are left out."""
+    reads = reads_less(rows)
+    cells = [
+        {
+            "setup": row["setup"],
+            "mode": "" if row["setup"] == FULL else row["mode"],
+            "kept": percent(row["kept"]),
+            "read": percent(row["read"] if reads else None),
+            "resident": f"{row['resident_bytes'] / 2**20:.2f} MiB" if row["resident_bytes"] else "",
+            "score": percent(row["score"]),
+            "agreement": percent(row["agreement"]),
+            "mass": percent(row["attention_mass"]),
+            "error": percent(row["attention_error"]),
+            "first token": f"{row['first_token_ms']:.1f} ms",
+            "per token": "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms",
+            "loss on texts (95%)": loss_text(row),
+        }
+        for row in rows
+    ]
+    shown = [name for name in cells[0] if any(line[name] not in ("", "-") for line in cells)]
+    return [{name: line[name] for name in shown} for line in cells]
+
+
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for a terminal."""
-    texts, reads = any(row["mode"] == TEXT for row in rows), reads_less(rows)
-    shares = ["kept", *["read"] * reads, "score", "agreement", "attention_mass", "attention_error"]
-    names = {"agreement": "agree", "attention_mass": "mass", "attention_error": "error"}
-    lines = [
-        f"{'setup':28}{'mode':16}"
-        + "".join(f"{names.get(name, name):>{_width(name)}}" for name in shares)
-        + f"{'ttft':>10}{'token':>9}"
-        + ("  loss on texts, nats per token (95%)" if texts else "")
+    cells = table_cells(rows)
+    columns = [[name, *(line[name] for line in cells)] for name in cells[0]]
+    padded = [
+        [text.ljust(max(map(len, column))) for text in column]
+        if column[0] in ("setup", "mode")
+        else [text.rjust(max(map(len, column))) for text in column]
+        for column in columns
     ]
-    for row in rows:
-        mode = "" if row["setup"] == FULL else row["mode"]
-        token = f"{row['token_ms']:.1f}ms" if row["token_ms"] is not None else "-"
-        lines.append(
-            f"{row['setup']:28}{mode:16}"
-            + "".join(f"{percent(row[name]):>{_width(name)}}" for name in shares)
-            + f"{row['first_token_ms']:>8.1f}ms{token:>9}"
-            + (f"  {loss_text(row)}" if row["mode"] == TEXT else "")
-        )
-    return "\n".join(lines)
-
-
-def _width(name: str) -> int:
-    return 7 if name in ("kept", "read") else 8
+    return "\n".join("  ".join(line) for line in zip(*padded, strict=True))
