@@ -155,6 +155,7 @@ def test_entries_are_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_as_many_heads_at_once_as_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     view = make_view(Shape(pages=(8,) * 5), 0).kv
     assert isinstance(view, GatheredKV)
     on_device = replace(view, lengths=view.lengths.to("meta"))
@@ -163,3 +164,12 @@ def test_as_many_heads_at_once_as_there_is_room_for(monkeypatch: pytest.MonkeyPa
         for name, one in (("HEADS_BYTES", view), ("DEVICE_TILE_BYTES", on_device)):
             monkeypatch.setattr(tiles, name, tile)
             assert [part.start for part in one.head_slices()] == list(starts)
+
+
+def test_every_thread_has_as_many_heads_as_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = make_view(Shape(pages=(8,) * 8), 0).kv
+    of_a_head = 4 * NUM_TEMPORARIES * view.capacity * view.head_size
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    for tile, starts in ((1, [0, 3, 6]), (of_a_head, [0, 3, 6]), (2 * of_a_head, [0, 6])):
+        monkeypatch.setattr(tiles, "HEADS_BYTES", tile)
+        assert [part.start for part in view.head_slices()] == starts

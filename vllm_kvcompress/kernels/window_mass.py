@@ -21,6 +21,7 @@ from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.tiles import cached_bytes, exact_bf16_products, head_slices
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.kernels.dispatch import by_device, twin
+from vllm_kvcompress.rounding import ceil_div
 
 Window = tuple[int, int]  # number of last queries, and stride between those that count
 HIDDEN = -1e30  # logit without weight; unlike -inf it gives no NaN where all are hidden
@@ -62,8 +63,8 @@ def window_masses(
 ) -> Tensor:
     """Computes `window_mass` of several windows that end together, at once.
 
-    A few heads at a time: their keys in fp32, and logits in tiles that stay in a core's cache (or
-    of one query's group, if that is more).
+    A few heads at a time: their keys in fp32, and logits in tiles that stay in the cores' caches
+    (or of one query's group, if that is more).
 
     Args:
         view, queries, scale, bias: those of `window_mass`.
@@ -84,10 +85,8 @@ def window_masses(
     num_queries, group = len(counted.behind), queries.shape[1] // num_heads
     weights = columns.seeing[:, None] * upload(counted.parts / group, view.device)
     weights = weights.repeat_interleave(group, dim=2)
-    row_bytes, at_once = 4 * group * columns.num_columns, min(num_queries, MAX_TILE_QUERIES)
-    slices = head_slices(num_heads, at_once * row_bytes, view.device)
-    at_once = min(at_once, max(1, cached_bytes(view.device) // (row_bytes * slices[0].stop)))
-    room = masses.new_empty(slices[0].stop * at_once * row_bytes // 4)
+    slices, at_once = columns.tiling(num_heads, num_queries, group)
+    room = masses.new_empty(slices[0].stop * at_once * group * columns.num_columns)
     exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
     tiles = counted.tiles(at_once)
     for heads in slices:
@@ -98,7 +97,7 @@ def window_masses(
                 logits = columns.logits(heads, rows, grouped[heads], head_keys, scale, room)
             torch.softmax(logits, dim=2, out=logits)
             shares = weights[heads, :counting, rows.start * group : rows.stop * group]
-            sums[:, :counting, : logits.shape[2]].baddbmm_(shares, logits)
+            sums[:, :counting].baddbmm_(shares, logits)
         masses[heads] = columns.fold(heads, sums)
     return masses.transpose(0, 1)
 
@@ -149,7 +148,7 @@ class WindowColumns:
         another one:        |  hidden  | 0  1  2 ...... total - 1 |
 
     So the window's own columns are the last ones in all heads. Only these need a causal mask, the
-    same for all, and a tile of queries leaves out the columns that only later queries see.
+    same for all.
 
     Attributes:
         num_columns: C, of the longest head, and no less than w - 1.
@@ -198,17 +197,31 @@ class WindowColumns:
             bias = bias.masked_fill_(tokens < 0, HIDDEN)
         return cls(num_columns, places, bias, seeing, behind, later, num_entries)
 
+    def tiling(self, num_heads: int, num_queries: int, group: int) -> tuple[list[slice], int]:
+        """Returns heads that are gone through at once, and the most queries of a tile of theirs."""
+        device, row_bytes = self.later.device, 4 * group * self.num_columns
+        at_once = min(num_queries, MAX_TILE_QUERIES)
+        slices = head_slices(num_heads, at_once * row_bytes, device)
+        most = max(1, cached_bytes(device) // (row_bytes * slices[0].stop))
+        return slices, ceil_div(num_queries, ceil_div(num_queries, most))  # tiles of one size
+
     def seen(self, heads: slice, entries: Tensor, tail: Tensor) -> Tensor:
         """[heads, C, D] fp32 keys or values of the columns, from the entries' and the tail's."""
-        rows = torch.cat([entries, tail], dim=1) if tail.shape[1] else entries
         if self.places is not None:
-            rows = rows.gather(1, self.places[heads, :, None].expand(-1, -1, rows.shape[2]))
-        return rows.float()
+            rows = torch.cat([entries, tail], dim=1) if tail.shape[1] else entries
+            places = self.places[heads, :, None].expand(-1, -1, rows.shape[2])
+            return rows.gather(1, places).float()
+        if not tail.shape[1]:
+            return entries.float()
+        num_rows = entries.shape[1] + tail.shape[1]
+        rows = entries.new_empty(len(entries), num_rows, entries.shape[2], dtype=torch.float32)
+        rows[:, : entries.shape[1]], rows[:, entries.shape[1] :] = entries, tail
+        return rows
 
     def logits(
         self, heads: slice, rows: slice, queries: Tensor, keys: Tensor, scale: float, out: Tensor
     ) -> Tensor:
-        """[heads, rows * G, at most C] logits, up to the last query's column.
+        """[heads, rows * G, C] logits.
 
         Args:
             heads, rows: slices of the heads and of the queries.
@@ -217,20 +230,16 @@ class WindowColumns:
             scale: softmax scale.
             out: memory for at least as many numbers as are returned.
         """
-        first, last = self.behind[rows.start], self.behind[rows.stop - 1]
         group = queries.shape[1] // len(self.behind)
         tile = queries[:, rows.start * group : rows.stop * group]
-        keys = keys[:, : self.num_columns - last]
-        shape = (*tile.shape[:2], keys.shape[1])
+        shape = (*tile.shape[:2], self.num_columns)
         out = out[: math.prod(shape)].view(shape)
         if self.bias is None:
             torch.baddbmm(out, tile, keys.mT, beta=0, alpha=scale, out=out)
         else:
-            bias = self.bias[heads, None, : shape[2]]
-            torch.baddbmm(bias, tile, keys.mT, alpha=scale, out=out)
-        own = slice(self.behind[0] - first, self.behind[0] - last)
-        seen = out.unflatten(1, (-1, group))[..., shape[2] - first + last :]
-        seen += self.later[rows, None, own]
+            torch.baddbmm(self.bias[heads, None], tile, keys.mT, alpha=scale, out=out)
+        own = out.unflatten(1, (-1, group))[..., self.num_columns - self.behind[0] :]
+        own += self.later[rows, None]
         return out
 
     def fold(self, heads: slice, sums: Tensor) -> Tensor:

@@ -8,14 +8,8 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.tiles import (
-    cached_bytes,
-    exact_bf16_products,
-    finite,
-    head_slices,
-)
-from vllm_kvcompress.kernels.window_mass import MAX_TILE_QUERIES, WindowColumns, by_head
-from vllm_kvcompress.rounding import ceil_div
+from vllm_kvcompress.kernels.common.tiles import exact_bf16_products, finite
+from vllm_kvcompress.kernels.window_mass import WindowColumns, by_head
 
 
 def window_perturbation(
@@ -43,15 +37,11 @@ def window_perturbation(
         return result
     grouped, group = by_head(queries, num_heads), queries.shape[1] // num_heads
     columns = WindowColumns.of(view, range((num_queries - 1) * stride, -1, -stride))
-    row_bytes = 4 * group * columns.num_columns
-    at_once = min(num_queries, MAX_TILE_QUERIES)
-    slices = head_slices(num_heads, at_once * row_bytes, view.device)
-    at_once = min(at_once, max(1, cached_bytes(view.device) // (row_bytes * slices[0].stop)))
-    at_once = ceil_div(num_queries, ceil_div(num_queries, at_once))  # tiles of one size
+    slices, at_once = columns.tiling(num_heads, num_queries, group)
     keys, values = view.keys(), view.values()
     exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
     tail_keys, tail_values = view.tail_keys(), view.tail_values()
-    room = result.new_empty(slices[0].stop * at_once * row_bytes // 4)
+    room = result.new_empty(slices[0].stop * at_once * group * columns.num_columns)
     for heads in slices:
         valid = view.valid[heads]
         seen_keys = columns.seen(heads, finite(keys[heads], valid), tail_keys[heads])
@@ -90,20 +80,19 @@ class _Sums:
         return cls(values.new_zeros(shape), values.new_zeros(shape), torch.zeros_like(values))
 
     def add(self, logits: Tensor, weights: Tensor, values: Tensor, variant: str) -> None:
-        """Adds some queries; overwrites both [heads, rows, at most C] logits and weights."""
-        num_seen = logits.shape[2]
+        """Adds some queries; overwrites both [heads, rows, C] logits and weights."""
         ones = weights.new_ones(1, 1, 1).expand(*weights.shape[:2], 1).mT
         if variant == "value":
-            self.of_values[..., :num_seen].baddbmm_(ones, weights.square_())
+            self.of_values.baddbmm_(ones, weights.square_())
             return
-        outputs = weights @ values[:, :num_seen]
+        outputs = weights @ values
         lengths = outputs.square().sum(dim=2)[:, None]
         by_logit = logits.mul_(weights)  # 0 where a logit is hidden
         of_value = weights.add_(by_logit) if variant == "joint" else by_logit
         both = of_value * by_logit
-        self.between[:, :num_seen].baddbmm_(both.mT, outputs)
-        self.of_values[..., :num_seen].baddbmm_(ones, torch.mul(of_value, of_value, out=weights))
-        self.of_outputs[..., :num_seen].baddbmm_(lengths, by_logit.square_())
+        self.between.baddbmm_(both.mT, outputs)
+        self.of_values.baddbmm_(ones, torch.mul(of_value, of_value, out=weights))
+        self.of_outputs.baddbmm_(lengths, by_logit.square_())
 
     def total(self, values: Tensor) -> Tensor:
         """[heads, C] sums over all queries."""

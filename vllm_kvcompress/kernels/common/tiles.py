@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 TILE_BYTES = 1 << 23  # largest temporary; reused, since fresh memory costs more than the work
-HEADS_BYTES = 1 << 20  # of heads that are gone through at once: what a core's cache holds
+HEADS_BYTES = 1 << 20  # of heads that a thread goes through at once: what a core's cache holds
+THREADS_BYTES = 1 << 27  # of heads that all threads go through at once
 DEVICE_TILE_BYTES = 1 << 27  # the same off the CPU: every tile takes some launches
 
 
@@ -24,13 +25,22 @@ def tile_bytes(device: torch.device) -> int:
 
 
 def cached_bytes(device: torch.device) -> int:
-    """Bytes to read several times at once: on the CPU as much as a core's cache holds."""
-    return HEADS_BYTES if device.type == "cpu" else DEVICE_TILE_BYTES
+    """Bytes to read several times at once: on the CPU as much as the caches of the cores hold."""
+    return HEADS_BYTES * torch.get_num_threads() if device.type == "cpu" else DEVICE_TILE_BYTES
 
 
 def head_slices(num_heads: int, head_bytes: int, device: torch.device) -> list[slice]:
-    """Heads that an operator goes through at once, with temporaries of `head_bytes` for each."""
-    at_once = max(1, min(num_heads, cached_bytes(device) // max(1, head_bytes)))
+    """Heads that an operator goes through at once, with temporaries of `head_bytes` for each.
+
+    On the CPU at least one for each thread, if they fit: operators divide work among threads by
+    head, and each of them waits for all threads.
+    """
+    at_once = cached_bytes(device) // max(1, head_bytes)
+    if device.type == "cpu":
+        num_threads = torch.get_num_threads()
+        at_once = max(num_threads, at_once // num_threads * num_threads)
+        at_once = min(at_once, THREADS_BYTES // max(1, head_bytes))
+    at_once = max(1, min(num_heads, at_once))
     return [slice(first, first + at_once) for first in range(0, num_heads, at_once)]
 
 
