@@ -13,6 +13,7 @@ Useful PromQL, besides vLLM's own `vllm:` metrics:
 from __future__ import annotations
 
 import functools
+from typing import Any, TypeVar
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
@@ -25,12 +26,15 @@ from vllm_kvcompress.metrics.stats import (
     UNFINISHED,
     EventRecord,
     StepStats,
+    counters_of,
 )
 from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, SKIP_NOTHING_TO_FREE, SKIP_SHORT
 
 _LABELS = ("model_name", "engine")  # of every metric, as of vLLM's
 _FRACTION_BUCKETS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0]
 _SECONDS_BUCKETS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
+
+T = TypeVar("T", Counter, Gauge, Histogram)
 
 # All without their prefix, "kvcompress_".
 _GAUGES = {  # with the labels that follow the text
@@ -50,65 +54,7 @@ _GAUGES = {  # with the labels that follow the text
         "requests now: in use, and to be had. 0 = nothing to gain, or another trigger.",
     ),
 }
-_STEP_COUNTERS = {  # by field of StepStats
-    "logical_tokens": (
-        "step_logical_tokens",
-        "Logical tokens of the running requests, added up over steps.",
-    ),
-    "resident_tokens": (
-        "step_resident_tokens",
-        "Tokens per KV head (mean over heads and layers) that are resident in the KV cache for the "
-        "tokens of kvcompress_step_logical_tokens_total, added up over steps. Logical over "
-        "resident = the compression ratio of a period.",
-    ),
-    "held_pages": (
-        "held_pages",
-        "Pages (blocks of a KV head) per KV head, mean over heads and layers, that decoding "
-        "requests held, added up over steps; 0 without --kv-read.",
-    ),
-    "read_pages": (
-        "read_pages",
-        "Pages (blocks of a KV head) per KV head, out of kvcompress_held_pages_total, that decode "
-        "steps read.",
-    ),
-    "contexts_reused": (
-        "contexts_reused",
-        "Number of requests that began with a context which an earlier request had compressed, "
-        "and did not read it again.",
-    ),
-    "conversations_continued": (
-        "conversations_continued",
-        "Number of requests that continued from the compressed state of an earlier turn of their "
-        "conversation (--kv-reuse-conversations).",
-    ),
-    "continued_tokens": (
-        "continued_tokens",
-        "Tokens of prompts that were neither read nor compressed again, since a conversation was "
-        "continued.",
-    ),
-}
-_EVENT_COUNTERS = {  # by field of EventRecord; with the label "policy"
-    "source_tokens": (
-        "source_tokens",
-        "Tokens per KV head (mean over heads and layers) that compression events read; the "
-        "partial last block of a request takes no part.",
-    ),
-    "resident_tokens": (
-        "kept_tokens",
-        "Tokens per KV head (mean over heads and layers) that compression events kept, out of "
-        "kvcompress_source_tokens_total.",
-    ),
-    "blocks_freed": (
-        "blocks_freed",
-        "KV cache blocks that compression events handed back to vLLM's allocator.",
-    ),
-    "blocks_written": (
-        "blocks_written",
-        "Fresh KV cache blocks that compression events allocated and filled with what they kept. "
-        "Freed minus written = blocks gained.",
-    ),
-}
-_LABELLED_COUNTERS = {  # with the labels that follow the text
+_COUNTERS = {  # with the labels that follow the text
     "events": (
         "Number of compression events: one request compressed once, in all layers, by policy "
         "and by what triggered it (prompt, chunk, decode, pressure, or a request to prepare).",
@@ -157,30 +103,26 @@ class CompressionMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        def counter(name: str, text: str, *labels: str) -> Counter:
+        def make(kind: type[T], name: str, text: str, *labels: str, **more: Any) -> T:
             names = [*_LABELS, *labels]
-            return Counter(f"kvcompress_{name}", text, names, registry=registry)
+            return kind(f"kvcompress_{name}", text, names, registry=registry, **more)
 
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return Gauge(
-                f"kvcompress_{name}",
-                text,
-                [*_LABELS, *labels],
-                registry=registry,
-                multiprocess_mode="mostrecent",
-            )
-
-        def histogram(name: str, text: str, buckets: list[float], *labels: str) -> Histogram:
-            names = [*_LABELS, *labels]
-            return Histogram(f"kvcompress_{name}", text, names, registry=registry, buckets=buckets)
-
-        self.gauges = {name: gauge(name, *about) for name, about in _GAUGES.items()}
-        self.step_counters = {field: counter(*about) for field, about in _STEP_COUNTERS.items()}
-        self.event_counters = {
-            field: counter(*about, "policy") for field, about in _EVENT_COUNTERS.items()
+        self.gauges = {
+            name: make(Gauge, name, *about, multiprocess_mode="mostrecent")
+            for name, about in _GAUGES.items()
         }
-        self.counters = {name: counter(name, *about) for name, about in _LABELLED_COUNTERS.items()}
-        self.histograms = {name: histogram(name, *about) for name, about in _HISTOGRAMS.items()}
+        self.step_counters = {
+            field: make(Counter, *about) for field, about in counters_of(StepStats).items()
+        }
+        self.event_counters = {
+            field: make(Counter, *about, "policy")
+            for field, about in counters_of(EventRecord).items()
+        }
+        self.counters = {name: make(Counter, name, *about) for name, about in _COUNTERS.items()}
+        self.histograms = {
+            name: make(Histogram, name, text, *labels, buckets=buckets)
+            for name, (text, buckets, *labels) in _HISTOGRAMS.items()
+        }
 
     def start(self, settings: Settings, model_name: str, engine: str) -> None:
         """Shows the settings, and every series at its starting value, from the first scrape on."""

@@ -2,17 +2,28 @@
 
 The engine core fills a `StepStats` per step; as a dictionary it survives pickle, JSON and
 msgpack, which is how it reaches the API process (`vllm_plugin/startup/compat.py`), where
-`vllm_plugin/api_server/stat_logger.py` hands it to the collectors of `metrics.py`.
+`vllm_plugin/api_server/stat_logger.py` hands it to the collectors of `prometheus.py`. A field that
+is added to a counter has the counter's name and help.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 EVICTED, EXTENDED, UNFINISHED = "evicted", "extended", "unfinished_event"
 FORGOTTEN_BECAUSE = (EVICTED, EXTENDED, UNFINISHED)  # reasons why kept states are forgotten
+
+
+def counted(name: str, help: str) -> Any:
+    """Makes a field that is added to the counter `kvcompress_NAME_total`."""
+    return field(default=0, metadata={"counter": (name, help)})
+
+
+def counters_of(record: type[EventRecord] | type[StepStats]) -> dict[str, tuple[str, str]]:
+    """Returns name and help of counters, by the fields that are added to them."""
+    return {f.name: f.metadata["counter"] for f in fields(record) if "counter" in f.metadata}
 
 
 @dataclass
@@ -22,28 +33,34 @@ class EventRecord:
     Attributes:
         policy: the policy's name, as the user gave it.
         trigger: prompt, chunk, decode, pressure or prepare.
-        source_tokens: tokens per head that the event read (mean over heads and layers).
-        resident_tokens: tokens per head that it kept (mean over heads and layers).
-        blocks_freed: KV-cache blocks handed back to vLLM's allocator.
-        blocks_written: fresh blocks that took the kept tokens.
     """
 
     policy: str
     trigger: str
-    source_tokens: int
-    resident_tokens: int
-    blocks_freed: int
-    blocks_written: int
+    source_tokens: int = counted(
+        "source_tokens",
+        "Tokens per KV head (mean over heads and layers) that compression events read; the "
+        "partial last block of a request takes no part.",
+    )
+    resident_tokens: int = counted(
+        "kept_tokens",
+        "Tokens per KV head (mean over heads and layers) that compression events kept, out of "
+        "kvcompress_source_tokens_total.",
+    )
+    blocks_freed: int = counted(
+        "blocks_freed",
+        "KV cache blocks that compression events handed back to vLLM's allocator.",
+    )
+    blocks_written: int = counted(
+        "blocks_written",
+        "Fresh KV cache blocks that compression events allocated and filled with what they kept. "
+        "Freed minus written = blocks gained.",
+    )
 
 
 @dataclass
 class DurationRecord:
-    """Duration of one request's compression event.
-
-    Attributes:
-        policy: the policy's name, as the user gave it.
-        seconds: time that the first rank spent on the event, over all layers.
-    """
+    """Seconds that the first rank spent on one request's event, over all layers."""
 
     policy: str
     seconds: float
@@ -51,13 +68,7 @@ class DurationRecord:
 
 @dataclass
 class SkippedRecord:
-    """Count of events that a trigger called for and that were left out.
-
-    Attributes:
-        policy: the policy's name, as the user gave it.
-        reason: reason why they were left out.
-        count: number of events.
-    """
+    """Count of events that a trigger called for and that were left out for one reason."""
 
     policy: str
     reason: str
@@ -72,30 +83,51 @@ class StepStats:
         events: events that ran.
         durations: events whose duration became known; a GPU's become known some steps later.
         skipped: events that were left out.
-        logical_tokens: computed tokens of the running requests.
-        resident_tokens: tokens per head of these that are still in the cache.
-        contexts_reused: requests that began with a context compressed before.
-        conversations_continued: requests that continued from the state of an earlier turn.
-        continued_tokens: tokens that those requests neither read nor compressed again.
         forgotten: forgotten states by reason, and requests that ended before their event did.
         reclaimable_blocks: blocks that the pressure trigger would gain if it compressed all
             running requests now.
-        held_pages: pages per head of decoding requests that read a part.
-        read_pages: pages per head that their decode steps read.
     """
 
     events: list[EventRecord] = field(default_factory=list)
     durations: list[DurationRecord] = field(default_factory=list)
     skipped: list[SkippedRecord] = field(default_factory=list)
-    logical_tokens: int = 0
-    resident_tokens: int = 0
-    contexts_reused: int = 0
-    conversations_continued: int = 0
-    continued_tokens: int = 0
     forgotten: dict[str, int] = field(default_factory=dict)
     reclaimable_blocks: int = 0
-    held_pages: int = 0
-    read_pages: int = 0
+    logical_tokens: int = counted(
+        "step_logical_tokens",
+        "Logical tokens of the running requests, added up over steps.",
+    )
+    resident_tokens: int = counted(
+        "step_resident_tokens",
+        "Tokens per KV head (mean over heads and layers) that are resident in the KV cache for the "
+        "tokens of kvcompress_step_logical_tokens_total, added up over steps. Logical over "
+        "resident = the compression ratio of a period.",
+    )
+    held_pages: int = counted(
+        "held_pages",
+        "Pages (blocks of a KV head) per KV head, mean over heads and layers, that decoding "
+        "requests held, added up over steps; 0 without --kv-read.",
+    )
+    read_pages: int = counted(
+        "read_pages",
+        "Pages (blocks of a KV head) per KV head, out of kvcompress_held_pages_total, that decode "
+        "steps read.",
+    )
+    contexts_reused: int = counted(
+        "contexts_reused",
+        "Number of requests that began with a context which an earlier request had compressed, "
+        "and did not read it again.",
+    )
+    conversations_continued: int = counted(
+        "conversations_continued",
+        "Number of requests that continued from the compressed state of an earlier turn of their "
+        "conversation (--kv-reuse-conversations).",
+    )
+    continued_tokens: int = counted(
+        "continued_tokens",
+        "Tokens of prompts that were neither read nor compressed again, since a conversation was "
+        "continued.",
+    )
 
     @property
     def compression_ratio(self) -> float:
@@ -113,8 +145,6 @@ class StepStats:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Converts back from the result of `to_dict`."""
-        events = [EventRecord(**event) for event in values["events"]]
-        durations = [DurationRecord(**record) for record in values["durations"]]
-        skipped = [SkippedRecord(**record) for record in values["skipped"]]
-        lists = {"events": events, "durations": durations, "skipped": skipped}
+        kinds = {"events": EventRecord, "durations": DurationRecord, "skipped": SkippedRecord}
+        lists = {name: [kind(**each) for each in values[name]] for name, kind in kinds.items()}
         return cls(**{**values, **lists})
