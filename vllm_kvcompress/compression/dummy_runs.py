@@ -92,12 +92,10 @@ class DummyRuns:
         pool, repetitions = self._pool, self._runner.repetitions
         repetitions.register({_PREPARED: num_tokens})
         length = num_tokens + SCORING
-        blocks = (1, ceil_div(length, pool.block_size))
-        row = torch.full(blocks, self._block, dtype=torch.int32, device=pool.device)
+        row = self._row(ceil_div(length, pool.block_size))
         starts, lengths = np.array([0, SCORING]), np.array([length])
-        (work,) = repetitions.in_step({_PREPARED: 0}, starts, lengths, row)
-        queries = self._queries(SCORING)
-        repetitions.score(pool.num_layers - 1, work, queries, 1.0)
+        (work,) = repetitions.in_step({_PREPARED: 0}, starts, lengths, row[None])
+        repetitions.score(pool.num_layers - 1, work, self._queries(SCORING), 1.0)
 
     def _queries(self, number: int) -> Tensor:
         """Returns [number, num_query_heads, head_size] zeros."""
@@ -136,28 +134,24 @@ class DummyRuns:
     def _run(
         self, plans: list[EventPlan], every_layer: bool = False, attends: bool = False
     ) -> None:
-        """Runs the events of one request.
+        """Runs the events of one request, one after the other.
 
         Args:
             plans: plans of the events.
             every_layer: whether to run all layers, or only the last batch of layers.
             attends: whether to run attention over the kept tokens afterwards.
         """
-        runner, pool = self._runner, self._pool
-        row = torch.full(
-            (plans[-1].end_block + 2,), self._block, dtype=torch.int32, device=pool.device
-        )
-        most = max(CHUNK, plans[0].window_size)
-        queries = self._queries(most)
+        row = self._row(plans[-1].end_block + 2)
+        queries = self._queries(max(CHUNK, plans[0].window_size))
         self._pages.zero_()
         for plan in plans:
-            self._compress(plan, every_layer, row, queries)
+            if plan.resident_blocks:
+                self._extend_tail(plan.position, row)
+            self._step([plan], row, queries, every_layer)
         self._extend_tail(plans[-1].position, row)
         if attends:
             self._attend(plans[-1], row, queries)
-        self._pages.zero_()
-        runner.tables.release(_REQUEST)
-        runner.windows.release(_REQUEST)
+        self._release([_REQUEST])
 
     def _run_short(self, policy: str, batched: bool) -> None:
         """Runs events of short requests in one step, in the last layer.
@@ -181,26 +175,55 @@ class DummyRuns:
             return
         names = [f"{_REQUEST} {index}" for index in range(number)]
         plans = [self._plan(policy, 0, num_blocks, 0, num_blocks, name) for name in names]
-        device, window = self._pool.device, plans[0].window_size
-        row = torch.full((num_blocks + 1,), self._block, dtype=torch.int32, device=device)
         self._pages.zero_()
-        queries, where = self._queries(len(plans) * window), None
+        queries = self._queries(len(plans) * plans[0].window_size)
+        self._step(plans, self._row(num_blocks + 1), queries, ending=plans, batched=batched)
+        self._release(names)
+
+    def _step(
+        self,
+        plans: list[EventPlan],
+        row: Tensor,
+        queries: Tensor,
+        every_layer: bool = False,
+        ending: Sequence[EventPlan] = (),
+        batched: bool = True,
+    ) -> None:
+        """Runs events of different requests as a step does.
+
+        Args:
+            plans: plans of the events.
+            row: block ids of every request.
+            queries: the windows' queries, request after request.
+            every_layer: whether to run all layers, or only the last batch of layers.
+            ending: plans whose windows are read from `queries`; others come from ring buffers.
+            batched: whether events may run as one batch.
+        """
+        runner = self._runner
+        where = self._locate(plans, ending) if plans[0].window_size else None
         events = [runner.begin(plan, row) for plan in plans]
-        if window:
-            where = self._locate(plans, plans)
         groups = [events] if batched else [[event] for event in events]
         in_step = () if where is None else where.in_step
         batches = [batch for group in groups for batch in runner.batches(group, in_step)]
-        for layer in batches[0].layers[-1].layers:
+        layers = range(self._pool.num_layers) if every_layer else batches[0].layers[-1].layers
+        for layer in layers:
             if where is not None:
                 runner.windows.record(layer, queries, where)
             for batch in batches:
                 runner.run_layer(batch, layer, 1.0)
         for event in events:
             runner.finish(event)
-        for name in names:
-            runner.tables.release(name)
-            runner.windows.release(name)
+
+    def _row(self, num_blocks: int) -> Tensor:
+        """Returns [num_blocks] int32 block ids, all of the same block."""
+        device = self._pool.device
+        return torch.full((num_blocks,), self._block, dtype=torch.int32, device=device)
+
+    def _release(self, request_ids: list[str]) -> None:
+        """Drops requests, and leaves the block full of zeros."""
+        for request_id in request_ids:
+            self._runner.tables.release(request_id)
+            self._runner.windows.release(request_id)
         self._pages.zero_()
 
     def _extend_tail(self, num_tokens: int, row: Tensor) -> None:
@@ -209,24 +232,7 @@ class DummyRuns:
         slots, rows = np.array([tables.slots[_REQUEST]]), np.array([0])
         tables.extend_tails(slots, rows, row[None], np.array([num_tokens]))
 
-    def _compress(self, plan: EventPlan, every_layer: bool, row: Tensor, queries: Tensor) -> None:
-        """Runs one event as a step does; its queries come from a ring buffer."""
-        runner = self._runner
-        if plan.resident_blocks:
-            self._extend_tail(plan.position, row)
-        where = self._locate([plan]) if plan.window_size else None
-        event = runner.begin(plan, row)
-        (batch,) = runner.batches([event])
-        layers = range(self._pool.num_layers) if every_layer else batch.layers[-1].layers
-        for layer in layers:
-            if where is not None:
-                runner.windows.record(layer, queries, where)
-            runner.run_layer(batch, layer, 1.0)
-        runner.finish(event)
-
-    def _locate(
-        self, plans: Sequence[EventPlan], ending: Sequence[EventPlan] = ()
-    ) -> ObservedQueries:
+    def _locate(self, plans: list[EventPlan], ending: Sequence[EventPlan]) -> ObservedQueries:
         """Locates the windows of requests, one after the other; `ending` ones need all queries."""
         pool, windows, rows = self._pool, self._runner.windows, []
         for index, plan in enumerate(plans):

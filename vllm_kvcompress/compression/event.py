@@ -90,8 +90,3 @@ class Event:
     def num_tokens(self) -> int:
         """Upper bound on the tokens that the event reads of one head."""
         return self.num_body * (self.plan.position // self.plan.end_block)
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds spent so far; None while an accelerator still works."""
-        return self.stopwatch.seconds

@@ -116,14 +116,10 @@ class Repetitions:
     def score(self, layer: int, repetition: Repetition, queries: Tensor, scale: float) -> None:
         """Scores a layer as `observe` does, and raises errors."""
         scores = self._scores[repetition.request_id][layer]
-        keys = self._keys(repetition, layer)
+        table = self._pool.layer_page_ids(layer, repetition.blocks)
+        keys = self._pool.keys(table, layer).flatten(1, 2)[:, : repetition.num_tokens]
         peaks = repetition_peaks(keys, queries[repetition.queries], scale, scores.shape[1])
         torch.maximum(scores, peaks, out=scores)
-
-    def _keys(self, repetition: Repetition, layer: int) -> Tensor:
-        """Returns the [H, num_tokens, D] keys of all tokens so far."""
-        table = self._pool.layer_page_ids(layer, repetition.blocks)
-        return self._pool.keys(table, layer).flatten(1, 2)[:, : repetition.num_tokens]
 
     def pipeline(self, request_id: str, base: Pipeline) -> Pipeline:
         """Returns a policy that ranks by a request's scores; the event fails without any."""

@@ -103,11 +103,11 @@ class EventViews:
             rotary=first.rotary,
             state=self._state(batch, layers),
             entries=EntryState(
-                bias=self._bias(batch, layers, num_entries),
+                bias=self._entry_state("bias", batch, layers, num_entries),
                 positions=self._positions(batch, layers, num_entries),
-                accumulated=self._received("accumulated", batch, layers, num_entries),
-                observed=self._received("observed", batch, layers, num_entries),
-                running=self._received("running", batch, layers, num_entries),
+                accumulated=self._entry_state("accumulated", batch, layers, num_entries),
+                observed=self._entry_state("observed", batch, layers, num_entries),
+                running=self._entry_state("running", batch, layers, num_entries),
             ),
         )
 
@@ -132,33 +132,25 @@ class EventViews:
         size = batch.pipeline.state_size(self.pool.head_size)
         return runs.all_layers().whole(size)
 
-    def _bias(self, batch: EventBatch, layers: range, width: int) -> Tensor | None:
-        """Returns the [H, width] biases of tokens that the previous event kept, if it left any."""
-        if not batch.resident or not batch.pipeline.weighs_entries:
-            return None
-        return self._read_entries("bias", batch, layers, width)
-
     def _positions(self, batch: EventBatch, layers: range, width: int) -> Tensor | None:
         """Returns the [H, width] int64 positions of the entries that an event reads."""
         if not batch.pipeline.needs.positions:
             return None
         columns = torch.arange(width, device=self.pool.device)
-        if not batch.resident:
+        kept = self._entry_state("positions", batch, layers, width)
+        if kept is None:
             num_rows = len(layers) * len(batch.events) * self.pool.num_heads
             return columns.expand(num_rows, -1)
-        kept = self._read_entries("positions", batch, layers, width).long()
         counts = self.tables.counts[_slice(layers), batch.slots].long() * self.pool.block_size
         counts, first = counts.view(-1, 1), (batch.first_tokens - counts).view(-1, 1)
-        return torch.where(columns < counts, kept, first + columns)
+        return torch.where(columns < counts, kept.long(), first + columns)
 
-    def _received(self, name: str, batch: EventBatch, layers: range, width: int) -> Tensor | None:
-        """Returns the [H, width] sums that earlier events accumulated, if there were any."""
+    def _entry_state(
+        self, name: str, batch: EventBatch, layers: range, width: int
+    ) -> Tensor | None:
+        """Returns the [H, width] numbers that earlier events left, if any; newer entries have 0."""
         if not batch.resident or name not in batch.pipeline.token_state:
             return None
-        return self._read_entries(name, batch, layers, width)
-
-    def _read_entries(self, name: str, batch: EventBatch, layers: range, width: int) -> Tensor:
-        """Returns the [H, width] policy state of entries; 0 for entries newer than the event."""
         runs = self.policy_state.entry_numbers(batch.pipeline, name, batch.slots, _slice(layers))
         return runs.all_layers().gathered(width)
 
