@@ -23,6 +23,7 @@ from vllm_kvcompress.kernels.window_mass import window_mass
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.knorm import KNorm
+from vllm_kvcompress.policies.leverage import leverage
 from vllm_kvcompress.policies.obcache import OBCache
 from vllm_kvcompress.policies.snapkv import SnapKV
 from vllm_kvcompress.policies.tova import TOVA
@@ -218,6 +219,24 @@ def test_pairwise_ranks_as_the_mean_of_unit_keys(seed: int) -> None:
         keydiff_scores(view.kv, anchor).argsort(dim=1) for anchor in ("pairwise", "mean_normalized")
     ]
     assert torch.equal(*orders)
+
+
+@pytest.mark.parametrize("keys_as", ["unrotated", "rotated"])
+def test_leverage_of_sixteen_bit_keys_is_that_of_the_same_keys_in_fp32(keys_as: str) -> None:
+    """Rounding of a product's factors moves it less than rounding moved the cached keys."""
+    view = make_view(Shape(pages=(40, 31)), 0)
+    positions = torch.arange(view.num_entries).expand(view.num_heads, -1)
+    rounded = view.kv.keys().bfloat16()
+    wide, narrow = (
+        replace(
+            with_state(view, positions=positions),
+            kv=GatheredKV(view.lengths, (keys, keys), (keys[:, :0], keys[:, :0])),
+        )
+        for keys in (rounded.float(), rounded)
+    )
+    expected, scores = leverage(wide, keys_as), leverage(narrow, keys_as)
+    assert torch.allclose(scores, expected, rtol=0.02)
+    assert 0 < expected[0].min() < 0.5 * expected[0].max()
 
 
 @pytest.mark.parametrize("anchor", ["mean_normalized", "pairwise"])

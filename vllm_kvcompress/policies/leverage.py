@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.tiles import finite
+from vllm_kvcompress.kernels.common.tiles import finite, multiplies_bf16
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Stages, parameter
 
 RIDGE = 1e-3  # added to all eigenvalues, as a fraction of their mean
@@ -59,20 +59,34 @@ def leverage(view: LayerView, keys_as: str) -> Tensor:
     unit = torch.eye(view.kv.head_size, device=view.device)
     rotations = _rotations_back(view) if keys_as == UNROTATED else None
     for some in view.kv.head_slices():
-        keys = view.kv.clean(0, some).float()
+        cached = view.kv.clean(0, some)
+        keys = cached.float()
         if rotations is not None:
             assert view.rotary is not None
             keys = view.rotary.turned(keys, rotations(some))
         count = view.lengths[some, None, None].clamp_min(1)
         centred = finite(keys - keys.sum(dim=1, keepdim=True) / count, view.valid[some])
-        scatter = centred.mT @ centred
+        scatter = _lower_scatter(centred)
         diagonal = scatter.diagonal(dim1=1, dim2=2)
         # The constant gives equal keys, which have no scatter, a root too.
         diagonal += RIDGE * diagonal.mean(dim=1, keepdim=True) + 1e-20
         root = torch.linalg.cholesky_ex(scatter).L
         inverse = torch.linalg.solve_triangular(root.mT, unit, upper=True, left=False)
-        scores[some] = (centred @ inverse).square_().sum(dim=2)
-    return scores
+        if cached.dtype == torch.bfloat16 and multiplies_bf16(view.device):
+            # As exact as cached keys, which were rounded to the same type.
+            centred, inverse = centred.bfloat16(), inverse.bfloat16()
+        products = centred @ inverse
+        scores[some] = torch.linalg.vector_norm(products, dim=2, dtype=torch.float32)
+    return scores.square_()
+
+
+def _lower_scatter(rows: Tensor) -> Tensor:
+    """Returns rows^T rows of [h, n, D] as [h, D, D], of which only the lower half is filled."""
+    half, size = rows.shape[2] // 2, rows.shape[2]
+    scatter = rows.new_empty(len(rows), size, size)
+    scatter[:, :half, :half] = rows[..., :half].mT @ rows[..., :half]
+    scatter[:, half:] = rows[..., half:].mT @ rows
+    return scatter
 
 
 def _rotations_back(view: LayerView) -> Callable[[slice], tuple[Tensor, Tensor]]:
