@@ -18,6 +18,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from gpu_parts.vllm_attention import vllm_attention
 from tests.kernels.cases import make_entries, random
+from vllm_kvcompress.kernels import top_entries_triton
 from vllm_kvcompress.kernels.attention.decode_triton import (
     DEFAULT_SETTINGS,
     decode_attention,
@@ -29,6 +30,14 @@ from vllm_kvcompress.kernels.common.launch_triton import MIN_DOT_ROWS
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, tile_size
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.compaction_triton import compact_pages
+
+
+def top_entries_in_small_tiles(
+    scores: Tensor, valid: Tensor, num_kept: Tensor, tile: int, scan: int
+) -> Tensor:
+    """`top_entries` with programs of `tile` entries that read the counts of `scan` tiles."""
+    with mock.patch.multiple(top_entries_triton, TILE=tile, SCAN=scan):
+        return top_entries_triton.top_entries(scores, valid, num_kept)
 
 
 def signature_of(name: str) -> str:

@@ -20,7 +20,7 @@ from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.top_entries import top_entries
 
 TOP_ENTRIES = "vllm_kvcompress.kernels.top_entries_triton.top_entries"
-LAUNCH = "vllm_kvcompress.kernels.top_entries_triton.launch_top_entries"
+IN_SMALL_TILES = "tests.kernels.launches.top_entries_in_small_tiles"
 APPORTION = "vllm_kvcompress.kernels.apportion_triton.apportion"
 NAN, INF = float("nan"), float("inf")
 # Zeros of both signs, the smallest numbers that differ, and what is kept whatever comes.
@@ -91,7 +91,7 @@ def test_ties_over_many_tiles(interpreter: Child) -> None:
     valid[0, places] = True
     scores = torch.zeros(1, num_entries)
     for count in range(7):
-        kept = interpreter.call(LAUNCH, scores, valid, torch.tensor([count]), tile=tile, scan=2)
+        kept = interpreter.call(IN_SMALL_TILES, scores, valid, torch.tensor([count]), tile, 2)
         assert kept[0].nonzero()[:, 0].tolist() == places[6 - count :].tolist()
 
 

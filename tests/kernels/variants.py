@@ -56,6 +56,8 @@ class Noting:
 
     def kind(self, name: str, value: Any) -> Any:
         """What of an argument the compiled kernel depends on."""
+        if isinstance(value, tuple):  # whose numbers Triton specializes, whatever the names
+            return tuple(self.kind(name, each) for each in value)
         if "constexpr" in str(self.signature.parameters[name].annotation):
             return repr(value)
         if isinstance(value, torch.Tensor):

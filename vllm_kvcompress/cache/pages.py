@@ -29,7 +29,7 @@ from torch import Tensor
 from vllm_kvcompress.cache.page_order import Packing
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
+from vllm_kvcompress.kernels.common.paged_entries import EntriesInPages, PagedEntries
 from vllm_kvcompress.kernels.common.transfers import upload
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
@@ -85,7 +85,7 @@ class Quantization:
 
 
 @dataclass(frozen=True)
-class PagePool(ABC):
+class PagePool(EntriesInPages, ABC):
     """All pages of the cache, and where a cache group's layers lie in a block.
 
     Attributes:
@@ -154,12 +154,6 @@ class PagePool(ABC):
     def num_layers(self) -> int:
         """Number of layers of the cache group."""
         return int(self.layer_offsets.numel())
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the pages."""
-        device: torch.device = self.pages.device
-        return device
 
     @property
     def page_bytes(self) -> int:

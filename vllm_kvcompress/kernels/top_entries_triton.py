@@ -23,6 +23,7 @@ from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device
 from vllm_kvcompress.kernels.common.paged_entries import expect
 
 TILE = 2048  # entries that a program goes through
+SCAN = 256  # tiles whose counts it reads at once
 NUM_DIGITS = 4  # of a key
 BINS = tl.constexpr(256)
 DIGITS = tl.constexpr(NUM_DIGITS)
@@ -119,18 +120,11 @@ def top_entries(scores: Tensor, valid: Tensor, num_kept: Tensor) -> Tensor:
         f"{tuple(scores.shape)}, {tuple(valid.shape)} and {tuple(num_kept.shape)}",
         "pass one row per head",
     )
-    return launch_top_entries(scores, valid, num_kept)
-
-
-def launch_top_entries(
-    scores: Tensor, valid: Tensor, num_kept: Tensor, tile: int = TILE, scan: int = 256
-) -> Tensor:
-    """Runs `top_entries` with programs of `tile` entries that read the counts of `scan` tiles."""
     num_heads, num_entries = scores.shape
     kept = torch.empty(valid.shape, dtype=torch.bool, device=scores.device)
     if kept.numel() == 0:
         return kept
-    num_tiles = triton.cdiv(num_entries, tile)
+    num_tiles = triton.cdiv(num_entries, TILE)
     counts = torch.empty(
         (num_heads, NUM_DIGITS + num_tiles, BINS.value), dtype=torch.int32, device=scores.device
     )
@@ -140,8 +134,8 @@ def launch_top_entries(
     grid = (num_tiles, num_heads)
     with on_device(scores):
         for digit in range(NUM_DIGITS):
-            _count_kernel[grid](*inputs, *sizes, DIGIT=digit, TILE=tile, num_warps=8)
+            _count_kernel[grid](*inputs, *sizes, DIGIT=digit, TILE=TILE, num_warps=8)
         _keep_kernel[grid](
-            *inputs, kept.view(torch.uint8), *sizes, TILE=tile, SCAN=scan, num_warps=8
+            *inputs, kept.view(torch.uint8), *sizes, TILE=TILE, SCAN=SCAN, num_warps=8
         )
     return kept

@@ -14,11 +14,10 @@ from vllm_kvcompress.kernels.common.launch_triton import (
     entries_arguments,
     kernel,
     launch_fitting,
-    on_device,
     padded,
 )
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect, per_entry
-from vllm_kvcompress.kernels.common.paged_rows_triton import load_columns
+from vllm_kvcompress.kernels.common.paged_rows_triton import SequenceRows, load_columns
 
 L2_TILE = 64  # entries of a program
 
@@ -35,10 +34,7 @@ def _l1_kernel(
     width,
     page_stride,
     table_stride,
-    weight_stride_h,
-    weight_stride_d,
-    weight_stride_g,
-    weight_stride_m,
+    weight_strides,
     num_weights,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -56,25 +52,15 @@ def _l1_kernel(
     asked = tl.load(wanted + head * capacity + entry, mask=entry < length, other=0) != 0
     total = tl.zeros([TILE], tl.float32)
     if tl.max(asked.to(tl.int32), 0) > 0:
-        values = load_columns(
-            pages + HEAD_SIZE,
-            page_table + head * table_stride,
-            start,
-            length,
-            page_stride,
-            0,
-            BLOCK_SIZE,
-            HEAD_SIZE,
-            TILE,
-            DIMS,
-        )
-        from_dims = (
-            weight + head % num_weights * weight_stride_h + dims.to(tl.int64) * weight_stride_d
-        )
+        page_ids = page_table + head * table_stride
+        rows = SequenceRows(pages + HEAD_SIZE, page_ids, page_stride)
+        values = load_columns(rows, start, length, 0, BLOCK_SIZE, HEAD_SIZE, TILE, DIMS)
+        from_dims = weight + head % num_weights * weight_strides[0]
+        from_dims += dims.to(tl.int64) * weight_strides[1]
         for member in range(GROUP):
             for first in range(0, width, COLUMNS):
                 column = first + tl.arange(0, COLUMNS)
-                place = member * weight_stride_g + column.to(tl.int64) * weight_stride_m
+                place = member * weight_strides[2] + column.to(tl.int64) * weight_strides[3]
                 mask = (dims < HEAD_SIZE)[:, None] & (column < width)[None, :]
                 tile = tl.load(from_dims[:, None] + place[None, :], mask=mask, other=0.0)
                 projected = tl.dot(values, tile, input_precision="ieee")
@@ -105,47 +91,27 @@ def _l2_kernel(
     start = tl.program_id(0) * TILE
     head = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + head).to(tl.int32)
-    table_row = page_table + head * table_stride
+    page_ids = page_table + head * table_stride
+    rows = SequenceRows(pages + HEAD_SIZE, page_ids, page_stride)
     entry = start + tl.arange(0, TILE)
     dims = tl.arange(0, DIMS)
     total = tl.zeros([TILE], tl.float32)
     if start < length:
-        values = load_columns(
-            pages + HEAD_SIZE,
-            table_row,
-            start,
-            length,
-            page_stride,
-            0,
-            BLOCK_SIZE,
-            HEAD_SIZE,
-            TILE,
-            DIMS,
-        ).to(tl.float32)
+        values = load_columns(rows, start, length, 0, BLOCK_SIZE, HEAD_SIZE, TILE, DIMS).to(
+            tl.float32
+        )
         for member in range(GROUP):
-            rows = (
-                gram
-                + (head % num_weights * GROUP + member) * HEAD_SIZE * HEAD_SIZE
-                + dims * HEAD_SIZE
-            )
+            row = head % num_weights * GROUP + member
+            from_dims = gram + row * HEAD_SIZE * HEAD_SIZE + dims * HEAD_SIZE
             squares = tl.zeros([TILE], tl.float32)
             for first in range(0, HEAD_SIZE, COLUMNS):
                 column = first + tl.arange(0, COLUMNS)
                 mask = (dims < HEAD_SIZE)[:, None] & (column < HEAD_SIZE)[None, :]
-                stripe = tl.load(rows[:, None] + column[None, :], mask=mask, other=0.0)
+                stripe = tl.load(from_dims[:, None] + column[None, :], mask=mask, other=0.0)
                 # Three products of tf32 are nearly one of fp32, and run on tensor cores.
                 product = tl.dot(values, stripe, input_precision="tf32x3")
                 same = load_columns(
-                    pages + HEAD_SIZE,
-                    table_row,
-                    start,
-                    length,
-                    page_stride,
-                    first,
-                    BLOCK_SIZE,
-                    HEAD_SIZE,
-                    TILE,
-                    COLUMNS,
+                    rows, start, length, first, BLOCK_SIZE, HEAD_SIZE, TILE, COLUMNS
                 )
                 squares += tl.sum(product * same.to(tl.float32), 1)
             total += tl.sqrt(tl.maximum(squares, 0.0))
@@ -189,7 +155,7 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
             capacity,
             output_weight.shape[3],
             *strides,
-            *output_weight.stride(),
+            output_weight.stride(),
             len(output_weight),
             GROUP=output_weight.shape[2],
             TILE=tile,
@@ -199,8 +165,7 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
             **sizes,
         )
 
-    with on_device(entries):
-        launch_fitting("value_norms_l1", most, entries.pages, launch)
+    launch_fitting("value_norms_l1", most, entries.pages, launch)
     return norms
 
 
@@ -239,6 +204,5 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
             **sizes,
         )
 
-    with on_device(entries):
-        launch_fitting("value_norms_l2", L2_TILE, entries.pages, launch)
+    launch_fitting("value_norms_l2", L2_TILE, entries.pages, launch)
     return norms

@@ -22,11 +22,15 @@ from vllm_kvcompress.kernels.common.launch_triton import (
     entries_arguments,
     kernel,
     launch_fitting,
-    on_device,
     query_rows,
 )
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect, tile_size
-from vllm_kvcompress.kernels.common.paged_rows_triton import LOG2_E, entry_offsets, finite_maximum
+from vllm_kvcompress.kernels.common.paged_rows_triton import (
+    LOG2_E,
+    SequenceRows,
+    finite_maximum,
+    load_columns,
+)
 from vllm_kvcompress.kernels.window_mass import Window
 
 SPLIT_TILES = 8  # of a program of the first pass: enough programs for prompts of 8k tokens
@@ -36,51 +40,33 @@ CHANGING = ("num_queries", "bias_width", "table_stride", "bias_stride")
 
 @triton.jit
 def window_logits(
-    pages,
-    table_row,
+    rows,
     bias_row,
+    num_biased,
     query,
     start,
-    body,
     length,
-    bias_width,
-    page_stride,
     log2_scale,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
-    DIMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
-    """[rows, TILE] logits in base 2 of the entries from `start` on, the first of them present."""
+    """[any, TILE] logits in base 2 of the entries from `start` on, the first of them present."""
     entry = start + tl.arange(0, TILE)
-    dims = tl.arange(0, DIMS)
-    present = entry < length
-    offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
-    keys = tl.load(
-        pages + offsets[:, None] + dims[None, :],
-        mask=present[:, None] & (dims < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
+    keys = load_columns(rows, start, length, 0, BLOCK_SIZE, HEAD_SIZE, TILE, query.shape[1])
     logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
-    if HAS_BIAS:
-        # The tail behind the body has no bias.
-        biased = (entry < body) & (entry < bias_width)
-        added = tl.load(bias_row + entry, mask=biased, other=0.0)
+    if bias_row is not None:
+        added = tl.load(bias_row + entry, mask=entry < num_biased, other=0.0)
         logits += (added * 1.4426950408889634)[None, :]
     return logits
 
 
 @triton.jit
 def window_rows(
-    queries,
+    window,
     head,
     start,
-    num_queries,
     length,
-    stride_w,
-    stride_h,
-    spacing,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -88,23 +74,21 @@ def window_rows(
 ):
     """[ROWS, DIMS] queries of the rows from `start` on, and the number of entries each one sees.
 
-    Queries are `spacing` positions apart.
+    `window` is the queries with their strides and number, and the positions between them.
     """
+    queries, strides, num_queries, spacing = window
     row = start + tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
     index = row // GROUP
     inside = index < num_queries
-    place = index.to(tl.int64) * stride_w + (head * GROUP + row % GROUP).to(tl.int64) * stride_h
-    query = tl.load(
-        queries + place[:, None] + dims[None, :],
-        mask=inside[:, None] & (dims < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
+    place = index.to(tl.int64) * strides[0] + (head * GROUP + row % GROUP).to(tl.int64) * strides[1]
+    mask = inside[:, None] & (dims < HEAD_SIZE)[None, :]
+    query = tl.load(queries + place[:, None] + dims[None, :], mask=mask, other=0.0)
     visible = tl.where(inside, length - (num_queries - 1 - index) * spacing, 0)
     return query, visible
 
 
-@kernel(*CHANGING, "spacing", "sums_stride_s", "sums_stride_r")
+@kernel(*CHANGING, "spacing")
 def _row_sums_kernel(
     queries,
     pages,
@@ -115,14 +99,11 @@ def _row_sums_kernel(
     num_queries,
     bodies,
     bias_width,
-    stride_w,
-    stride_h,
+    query_strides,
     spacing,
     page_stride,
     table_stride,
     bias_stride,
-    sums_stride_s,
-    sums_stride_r,
     log2_scale,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -131,31 +112,21 @@ def _row_sums_kernel(
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     DIMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
     """Writes sums [S, rows, splits]: log-sum-exp of a split's entries, -inf where unseen."""
     split = tl.program_id(0)
     first_row = tl.program_id(1) * ROWS
     head = tl.program_id(2)
     length = tl.load(lengths + head).to(tl.int32)
-    body = tl.load(bodies + head).to(tl.int32)
-    query, visible = window_rows(
-        queries,
-        head,
-        first_row,
-        num_queries,
-        length,
-        stride_w,
-        stride_h,
-        spacing,
-        GROUP,
-        ROWS,
-        HEAD_SIZE,
-        DIMS,
-    )
+    # The tail behind the body has no bias.
+    num_biased = tl.minimum(tl.load(bodies + head).to(tl.int32), bias_width)
+    window = (queries, query_strides, num_queries, spacing)
+    query, visible = window_rows(window, head, first_row, length, GROUP, ROWS, HEAD_SIZE, DIMS)
     head64 = head.to(tl.int64)
+    page_ids = page_table + head64 * table_stride
+    rows = SequenceRows(pages, page_ids, page_stride)
     bias_row = bias
-    if HAS_BIAS:
+    if bias is not None:
         bias_row += head64 * bias_stride
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
@@ -163,21 +134,16 @@ def _row_sums_kernel(
     for tile in range(split * TILES, last):
         start = tile * TILE
         logits = window_logits(
-            pages,
-            page_table + head64 * table_stride,
+            rows,
             bias_row,
+            num_biased,
             query,
             start,
-            body,
             length,
-            bias_width,
-            page_stride,
             log2_scale,
             BLOCK_SIZE,
             HEAD_SIZE,
             TILE,
-            DIMS,
-            HAS_BIAS,
         )
         entry = start + tl.arange(0, TILE)
         logits = tl.where(entry[None, :] < visible[:, None], logits, float("-inf"))
@@ -189,7 +155,7 @@ def _row_sums_kernel(
     # Where nothing is seen the log-sum-exp is minus infinity, since the maximum is.
     natural = (maximum + tl.log2(tl.where(weight_sum == 0.0, 1.0, weight_sum))) * 0.6931471805599453
     row = first_row + tl.arange(0, ROWS)
-    place = head64 * sums_stride_s + row.to(tl.int64) * sums_stride_r + split
+    place = (head64 * num_queries * GROUP + row) * tl.num_programs(0) + split
     tl.store(sums + place, natural, mask=row < num_queries * GROUP)
 
 
@@ -206,8 +172,7 @@ def _column_sums_kernel(
     bodies,
     bias_width,
     capacity,
-    stride_w,
-    stride_h,
+    query_strides,
     spacing,
     page_stride,
     table_stride,
@@ -219,7 +184,6 @@ def _column_sums_kernel(
     TILE: tl.constexpr,
     ROWS: tl.constexpr,
     DIMS: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
 ):
     """Writes mass [S, capacity]: one tile's share of all rows' attention, 0 behind the body."""
     start = tl.program_id(0) * TILE
@@ -229,42 +193,29 @@ def _column_sums_kernel(
     head64 = head.to(tl.int64)
     entry = start + tl.arange(0, TILE)
     columns = tl.zeros([TILE], tl.float32)
-    bias_row = bias
-    if HAS_BIAS:
+    window = (queries, query_strides, num_queries, spacing)
+    page_ids = page_table + head64 * table_stride
+    rows = SequenceRows(pages, page_ids, page_stride)
+    bias_row, num_biased = bias, tl.minimum(body, bias_width)
+    if bias is not None:
         bias_row += head64 * bias_stride
     num_rows = num_queries * GROUP
     if start < body:
         for first_row in range(0, num_rows, ROWS):
             query, visible = window_rows(
-                queries,
-                head,
-                first_row,
-                num_queries,
-                length,
-                stride_w,
-                stride_h,
-                spacing,
-                GROUP,
-                ROWS,
-                HEAD_SIZE,
-                DIMS,
+                window, head, first_row, length, GROUP, ROWS, HEAD_SIZE, DIMS
             )
             logits = window_logits(
-                pages,
-                page_table + head64 * table_stride,
+                rows,
                 bias_row,
+                num_biased,
                 query,
                 start,
-                body,
                 length,
-                bias_width,
-                page_stride,
                 log2_scale,
                 BLOCK_SIZE,
                 HEAD_SIZE,
                 TILE,
-                DIMS,
-                HAS_BIAS,
             )
             row = first_row + tl.arange(0, ROWS)
             row_lse = tl.load(lse + head64 * num_rows + row, mask=row < num_rows, other=0.0)
@@ -292,10 +243,10 @@ def window_mass(
     most = query_rows(num_rows)
     tile = tile_size(entries)
     pages, page_strides, sizes = entries_arguments(entries)
-    sizes |= dict(GROUP=num_rows // num_queries, TILE=tile, HAS_BIAS=bias is not None)
+    sizes |= dict(GROUP=num_rows // num_queries, TILE=tile)
     sizes |= dict(num_warps=4 if most < MAX_QUERY_ROWS else 8)
     bias_width, bias_stride = (0, 0) if bias is None else (bias.shape[1], bias.stride(0))
-    strides = (*queries.stride()[:2], stride, *page_strides, bias_stride)
+    strides = (queries.stride()[:2], stride, *page_strides, bias_stride)
     splits = triton.cdiv(capacity, tile * SPLIT_TILES)
     sums = mass.new_empty((num_heads, num_rows, splits))
 
@@ -309,7 +260,6 @@ def window_mass(
             view.lengths,
             bias_width,
             *strides,
-            *sums.stride()[:2],
             scale * LOG2_E,
             TILES=SPLIT_TILES,
             ROWS=rows,
@@ -317,9 +267,8 @@ def window_mass(
             **sizes,
         )
 
-    with on_device(entries):
-        launch_fitting("window_mass (sums)", most, entries.pages, launch_sums)
-        lse = sums.logsumexp(dim=2)
+    launch_fitting("window_mass (sums)", most, entries.pages, launch_sums)
+    lse = sums.logsumexp(dim=2)
 
     def launch_mass(rows: int) -> None:
         _column_sums_kernel[(triton.cdiv(capacity, tile), num_heads)](
@@ -339,8 +288,7 @@ def window_mass(
             **sizes,
         )
 
-    with on_device(entries):
-        launch_fitting("window_mass", most, entries.pages, launch_mass)
+    launch_fitting("window_mass", most, entries.pages, launch_mass)
     return mass[:, : view.capacity]
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.attention.tiles_triton import attend_tiles
+from vllm_kvcompress.kernels.attention.prefill_triton import attend_tiles
 from vllm_kvcompress.kernels.common.launch_triton import (
     NumbersArguments,
     kernel,
@@ -42,6 +42,7 @@ from vllm_kvcompress.kernels.common.paged_entries import (
 from vllm_kvcompress.kernels.common.paged_numbers import AddressedNumbers, PagedNumbers, check_bias
 from vllm_kvcompress.kernels.common.paged_rows_triton import (
     LOG2_E,
+    SequenceRows,
     addressed_ids,
     finite_maximum,
     sequence_numbers,
@@ -158,9 +159,7 @@ def _pieces_kernel(
     piece_outputs,
     piece_lse,
     num_sequences,
-    query_stride_r,
-    query_stride_h,
-    query_stride_g,
+    query_strides,
     page_stride,
     table_stride,
     bias_table_stride,
@@ -201,26 +200,17 @@ def _pieces_kernel(
         length = tl.load(lengths + sequence).to(tl.int32)
         sequence64 = sequence.to(tl.int64)
         request, head = sequence64 // HEADS, sequence64 % HEADS
-        table_row, first_page, stride = page_table + sequence64 * table_stride, pages, page_stride
+        page_ids, first_page, stride = page_table + sequence64 * table_stride, pages, page_stride
         if ADDRESSED:
-            table_row, first_page, stride = addressed_ids(
+            page_ids, first_page, stride = addressed_ids(
                 page_table, layer_offsets, layer, request, head, pages, page_stride
             )
-        bias_row, bias_start, bias_length = bias_table, 0, 0
-        if BIAS_PAGE > 0:
-            bias_row, bias_start, bias_length = sequence_numbers(
-                bias_table,
-                bias_starts,
-                bias_lengths,
-                sequence64,
-                bias_table_stride,
-                BIAS_HEADS,
-                ADDRESSED,
-            )
-        query_row = queries + request * query_stride_r + head * query_stride_h
-        query = tl.load(
-            query_row + member[:, None] * query_stride_g + dims[None, :], mask=inside, other=0.0
-        )
+        rows = SequenceRows(first_page, page_ids, stride)
+        biases = (bias_pages, bias_table, bias_starts, bias_lengths, bias_table_stride)
+        bias = sequence_numbers(sequence64, biases, BIAS_HEADS, BIAS_PAGE, ADDRESSED)
+        place = request * query_strides[0] + head * query_strides[1]
+        place += member[:, None] * query_strides[2] + dims[None, :]
+        query = tl.load(queries + place, mask=inside, other=0.0)
         stop = tl.minimum(end, sequence_end)
         outputs, maximum, weight_sum = attend_tiles(
             tl.zeros([ROWS, DIMS], tl.float32),
@@ -228,21 +218,15 @@ def _pieces_kernel(
             tl.zeros([ROWS], tl.float32),
             query,
             tl.full([ROWS], 0, tl.int32) + length,
-            first_page,
-            table_row,
-            bias_pages,
-            bias_row,
-            bias_start,
-            bias_length,
+            rows,
+            bias,
             tile - before,
             stop - before,
             length,
-            stride,
             log2_scale,
             BLOCK_SIZE,
             HEAD_SIZE,
             TILE,
-            DIMS,
             BIAS_PAGE,
             True,
         )
@@ -274,12 +258,8 @@ def _reduce_kernel(
     layer,
     num_sequences,
     num_programs,
-    query_stride_r,
-    query_stride_h,
-    query_stride_g,
-    output_stride_r,
-    output_stride_h,
-    output_stride_g,
+    query_strides,
+    out_strides,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -331,15 +311,8 @@ def _reduce_kernel(
     nothing = weight_sum == 0.0
     mixed = tl.where(nothing, 0.0, mixed / tl.where(nothing, 1.0, weight_sum))
     request, head = sequence64 // HEADS, sequence64 % HEADS
-    tl.store(
-        outputs
-        + request * output_stride_r
-        + head * output_stride_h
-        + member * output_stride_g
-        + dims,
-        mixed.to(outputs.dtype.element_ty),
-        mask=dims < HEAD_SIZE,
-    )
+    to = outputs + request * out_strides[0] + head * out_strides[1] + member * out_strides[2]
+    tl.store(to + dims, mixed.to(outputs.dtype.element_ty), mask=dims < HEAD_SIZE)
     if HAS_LSE:
         natural = (maximum + tl.log2(tl.where(nothing, 1.0, weight_sum))) * 0.6931471805599453
         place = sequence64 * GROUP + member + tl.arange(0, 1)
@@ -348,8 +321,8 @@ def _reduce_kernel(
         wanted = (dims < HEAD_SIZE) & (target != 0)
         target += tl.load(layer_bytes + layer)
         to = tl.cast(target, tl.pointer_type(queries.dtype.element_ty))
-        query = queries + request * query_stride_r + head * query_stride_h
-        query += member * query_stride_g
+        query = queries + request * query_strides[0] + head * query_strides[1]
+        query += member * query_strides[2]
         tl.store(to + dims, tl.load(query + dims, mask=wanted), mask=wanted)
 
 
@@ -454,7 +427,7 @@ def _launch(
             pieces,
             piece_lse,
             num_sequences,
-            *queries.stride()[:3],
+            queries.stride()[:3],
             holder.pages.stride(0),
             table_stride,
             numbers.table_stride,
@@ -481,8 +454,8 @@ def _launch(
             table[2],
             num_sequences,
             programs,
-            *queries.stride()[:3],
-            *out.stride()[:3],
+            queries.stride()[:3],
+            out.stride()[:3],
             PIECES=settings.pieces,
             HAS_LSE=lse is not None,
             HAS_TARGETS=targets[0] is not None,

@@ -1,5 +1,7 @@
 """Attention of a chunk's queries over compressed pages and, causally, the chunk itself.
 
+Decoding shares the inner loop, `attend_tiles`.
+
     entries   [ kept ................ ][ chunk: m entries ]
     row i * G + g: query i of the chunk, member g, sees all but the last m - 1 - i entries
 
@@ -15,14 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_kvcompress.kernels.attention.tiles_triton import attend_tiles
 from vllm_kvcompress.kernels.common.launch_triton import (
     MAX_QUERY_ROWS,
     NumbersArguments,
     entries_arguments,
     kernel,
     launch_fitting,
-    on_device,
     query_rows,
 )
 from vllm_kvcompress.kernels.common.paged_entries import (
@@ -32,7 +32,79 @@ from vllm_kvcompress.kernels.common.paged_entries import (
     tile_size,
 )
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers, check_bias
-from vllm_kvcompress.kernels.common.paged_rows_triton import LOG2_E, sequence_numbers
+from vllm_kvcompress.kernels.common.paged_rows_triton import (
+    LOG2_E,
+    SequenceRows,
+    entry_offsets,
+    finite_maximum,
+    load_numbers,
+    sequence_numbers,
+)
+
+
+@triton.jit
+def attend_tiles(
+    outputs,
+    maximum,
+    weight_sum,
+    query,
+    visible,
+    rows,
+    bias,
+    first_tile,
+    last_tile,
+    length,
+    log2_scale,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    BIAS_PAGE: tl.constexpr,
+    EDGES: tl.constexpr,
+):
+    """Adds the entries of some tiles to a running softmax.
+
+    Args:
+        outputs: [rows, DIMS] fp32 not yet divided by `weight_sum`.
+        maximum: [rows] fp32 of the logits so far, in base 2.
+        weight_sum: [rows] fp32 sum of the weights so far.
+        query: [rows, DIMS].
+        visible: [rows] number of entries that each row sees.
+        rows: the sequence's `SequenceRows`.
+        bias: `SequenceNumbers` that are added to the logits of its first entries.
+        first_tile, last_tile: tiles of the sequence, the last not included.
+        BIAS_PAGE: numbers of a page of these; 0: there are none.
+        EDGES: whether some rows do not see some of these entries.
+
+    Returns:
+        outputs, maximum and weight_sum.
+    """
+    dims = tl.arange(0, query.shape[1])
+    for tile in range(first_tile, last_tile):
+        start = tile * TILE
+        entries = start + tl.arange(0, TILE)
+        present = entries < length
+        offsets = entry_offsets(rows, start, present, BLOCK_SIZE, HEAD_SIZE, TILE)
+        places = rows.pages + offsets[:, None] + dims[None, :]
+        mask = present[:, None]
+        if query.shape[1] != HEAD_SIZE:
+            mask = mask & (dims < HEAD_SIZE)[None, :]
+        keys = tl.load(places, mask=mask, other=0.0)
+        values = tl.load(places + HEAD_SIZE, mask=mask, other=0.0)
+        logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
+        if BIAS_PAGE > 0:
+            added = load_numbers(bias, bias.start + entries, entries < bias.count, BIAS_PAGE)
+            logits += (added * 1.4426950408889634)[None, :]
+        if EDGES:
+            logits = tl.where(entries[None, :] < visible[:, None], logits, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(logits, 1))
+        top = finite_maximum(new_maximum)
+        weights = tl.exp2(logits - top[:, None])
+        shrink = tl.exp2(maximum - top)
+        weight_sum = weight_sum * shrink + tl.sum(weights, 1)
+        outputs = outputs * shrink[:, None]
+        outputs = tl.dot(weights.to(values.dtype), values, outputs, input_precision="ieee")
+        maximum = new_maximum
+    return outputs, maximum, weight_sum
 
 
 @kernel("num_queries", "table_stride", "bias_table_stride")
@@ -48,12 +120,8 @@ def _prefill_kernel(
     outputs,
     lse,
     num_queries,
-    query_stride_s,
-    query_stride_g,
-    query_stride_m,
-    output_stride_s,
-    output_stride_g,
-    output_stride_m,
+    query_strides,
+    out_strides,
     page_stride,
     table_stride,
     bias_table_stride,
@@ -77,16 +145,14 @@ def _prefill_kernel(
     dims = tl.arange(0, DIMS)
     mask = inside[:, None] & (dims < HEAD_SIZE)[None, :]
     member64, index64 = member.to(tl.int64), index.to(tl.int64)
-    place = sequence * query_stride_s + member64 * query_stride_g + index64 * query_stride_m
+    place = sequence * query_strides[0] + member64 * query_strides[1] + index64 * query_strides[2]
     query = tl.load(queries + place[:, None] + dims[None, :], mask=mask, other=0.0)
     length = tl.load(lengths + sequence).to(tl.int32)
     visible = tl.where(inside, length - (num_queries - 1 - index), 0)
-    bias_row, bias_start, bias_length = bias_table, 0, 0
-    if BIAS_PAGE > 0:
-        bias_row, bias_start, bias_length = sequence_numbers(
-            bias_table, bias_starts, bias_lengths, sequence, bias_table_stride, BIAS_HEADS, False
-        )
-    table_row = page_table + sequence * table_stride
+    biases = (bias_pages, bias_table, bias_starts, bias_lengths, bias_table_stride)
+    bias = sequence_numbers(sequence, biases, BIAS_HEADS, BIAS_PAGE, False)
+    page_ids = page_table + sequence * table_stride
+    rows = SequenceRows(pages, page_ids, page_stride)
     # Tiles that even the block's first query sees in full need no mask.
     least = tl.maximum(length - (num_queries - 1 - block * ROWS // GROUP), 0)
     most = tl.max(visible, 0)
@@ -101,27 +167,21 @@ def _prefill_kernel(
             sums,
             query,
             visible,
-            pages,
-            table_row,
-            bias_pages,
-            bias_row,
-            bias_start,
-            bias_length,
+            rows,
+            bias,
             0 if edges == 0 else unmasked_tiles,
             unmasked_tiles if edges == 0 else tl.cdiv(most, TILE),
             length,
-            page_stride,
             log2_scale,
             BLOCK_SIZE,
             HEAD_SIZE,
             TILE,
-            DIMS,
             BIAS_PAGE,
             edges == 1,
         )
     nothing = sums == 0.0
     mixed = tl.where(nothing[:, None], 0.0, mixed / tl.where(nothing, 1.0, sums)[:, None])
-    place = sequence * output_stride_s + member64 * output_stride_g + index64 * output_stride_m
+    place = sequence * out_strides[0] + member64 * out_strides[1] + index64 * out_strides[2]
     tl.store(
         outputs + place[:, None] + dims[None, :], mixed.to(outputs.dtype.element_ty), mask=mask
     )
@@ -160,8 +220,8 @@ def prefill_attention(
             outputs,
             lse,
             num_queries,
-            *queries.stride()[:3],
-            *outputs.stride()[:3],
+            queries.stride()[:3],
+            outputs.stride()[:3],
             *strides,
             numbers.table_stride,
             scale * LOG2_E,
@@ -176,6 +236,5 @@ def prefill_attention(
             **sizes,
         )
 
-    with on_device(entries):
-        launch_fitting("prefill_attention", most, entries.pages, launch)
+    launch_fitting("prefill_attention", most, entries.pages, launch)
     return outputs, lse

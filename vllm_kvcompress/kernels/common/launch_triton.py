@@ -72,7 +72,8 @@ def on_device(holder: PagedEntries | Tensor) -> Iterator[None]:
 
 
 def launch_fitting(name: str, rows: int, like: Tensor, launch: Callable[[int], object]) -> None:
-    """Launches programs of `rows` rows, or of half as many until they fit in shared memory.
+    """Launches programs of `rows` rows, or of half as many until they fit in shared memory, on the
+    device of `like`.
 
     How much a program takes depends on the compiler: the same tiles take twice as much on compute
     capability 10.0 as on 8.6. So Triton is asked: it refuses to launch what does not fit. That
@@ -81,7 +82,7 @@ def launch_fitting(name: str, rows: int, like: Tensor, launch: Callable[[int], o
     Args:
         name: of the kernel.
         rows: a power of two: entries, queries, or what else the grid is made of.
-        like: has the device, the type and a row size that the kernel is compiled for.
+        like: has the type and a row size that the kernel is compiled for.
         launch: launches the kernel with programs of the given number of rows.
 
     Raises:
@@ -91,7 +92,8 @@ def launch_fitting(name: str, rows: int, like: Tensor, launch: Callable[[int], o
     number = fitting_rows.get(kind, rows)
     while True:
         try:
-            launch(number)
+            with on_device(like):
+                launch(number)
             return
         except triton.OutOfResources as error:
             if number <= MIN_DOT_ROWS:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,22 +15,6 @@ from vllm_kvcompress.rounding import ceil_div
 # 72 KB of shared memory, so that three fit a multiprocessor of an H100 or H200.
 TILE_BYTES = 1 << 14
 ENTRY_ADDRESS_COLUMNS = 4  # of `AddressedEntries.addresses`
-
-
-class KeysInPages(Protocol):
-    """Anything that has pages of keys and values."""
-
-    @property
-    def pages(self) -> Tensor: ...
-
-    @property
-    def head_size(self) -> int: ...
-
-
-def tile_size(holder: KeysInPages, tile_bytes: int = TILE_BYTES) -> int:
-    """Entries of a kernel's tile so that its keys take about `tile_bytes`; a power of two."""
-    row = int(holder.pages.element_size()) << (holder.head_size - 1).bit_length()
-    return max(16, min(128, tile_bytes // row))
 
 
 class InPages:
@@ -46,8 +29,21 @@ class InPages:
         return device
 
 
+class EntriesInPages(InPages):
+    """Base of keys and values in pages."""
+
+    block_size: int
+    head_size: int
+
+
+def tile_size(holder: EntriesInPages, tile_bytes: int = TILE_BYTES) -> int:
+    """Entries of a kernel's tile so that its keys take about `tile_bytes`; a power of two."""
+    row = int(holder.pages.element_size()) << (holder.head_size - 1).bit_length()
+    return max(16, min(128, tile_bytes // row))
+
+
 @dataclass(frozen=True)
-class PagedEntries(InPages):
+class PagedEntries(EntriesInPages):
     """Keys and values of S sequences, found through a page table.
 
         page:  block_size rows of [ K: head_size ][ V: head_size ], as on vLLM's GPU backends
@@ -157,7 +153,7 @@ class QueryTargets:
 
 
 @dataclass(frozen=True)
-class AddressedEntries(InPages):
+class AddressedEntries(EntriesInPages):
     """Keys and values of R requests' H heads in one layer, whose page ids are found by address.
 
     A CUDA graph replays the launches of another step with the same arguments. So what changes

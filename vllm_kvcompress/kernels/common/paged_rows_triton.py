@@ -4,23 +4,54 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
 
 
+class SequenceRows(NamedTuple):
+    """Where a sequence's keys lie; its values, if `pages` points HEAD_SIZE further.
+
+    Attributes:
+        pages: pointer to the first page.
+        page_ids: pointer to the sequence's row of the page table.
+        page_stride: elements between pages.
+    """
+
+    pages: Any
+    page_ids: Any
+    page_stride: Any
+
+
+class SequenceNumbers(NamedTuple):
+    """A sequence's numbers in pages.
+
+    Attributes:
+        pages: pointer to the first page.
+        page_ids: pointer to the ids of the pages with its numbers.
+        start: index of its first number in these pages.
+        count: how many it has.
+    """
+
+    pages: Any
+    page_ids: Any
+    start: Any
+    count: Any
+
+
 @triton.jit
 def entry_offsets(
-    table_row,
+    rows,
     start,
     present,
-    page_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """[TILE] int64 offsets of the keys of the entries from `start` on; values lie HEAD_SIZE behind.
+    """[TILE] int64 offsets of the keys of the entries from `start` on.
 
     The first entry must be present. Page ids are widened before they are multiplied: caches of
     more than 2^31 elements are common.
@@ -28,12 +59,11 @@ def entry_offsets(
     entries = start + tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
         # The tile lies inside one page: one id for all rows, which lie one after the other.
-        page = tl.load(table_row + start // BLOCK_SIZE).to(tl.int64)
-        offsets = page * page_stride + ((entries % BLOCK_SIZE) * 2 * HEAD_SIZE).to(tl.int64)
+        page = tl.load(rows.page_ids + start // BLOCK_SIZE)
     else:
-        pages = tl.load(table_row + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-        offsets = pages * page_stride + (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
-    return offsets
+        page = tl.load(rows.page_ids + entries // BLOCK_SIZE, mask=present, other=0)
+    places = (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
+    return page.to(tl.int64) * rows.page_stride + places.to(tl.int64)
 
 
 @triton.jit
@@ -50,69 +80,66 @@ def addressed_ids(addresses, layer_offsets, layer, request, head, pages, page_st
 
 @triton.jit
 def load_rows(
-    pages,
-    table_row,
+    rows,
     entries,
     present,
-    page_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """[any, DIMS] keys of any entries, zeros where not present; values, if `pages` points
-    HEAD_SIZE further."""
+    """[any, DIMS] keys of any entries, zeros where not present."""
     dims = tl.arange(0, DIMS)
-    page = tl.load(table_row + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-    rows = pages + page * page_stride + (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
+    page = tl.load(rows.page_ids + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+    keys = rows.pages + page * rows.page_stride + (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
     mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
-    return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
+    return tl.load(keys[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def load_columns(
-    pages,
-    table_row,
+    rows,
     start,
     length,
-    page_stride,
     first_dim,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """[TILE, DIMS] keys from dimension `first_dim` on, zeros behind the length; values, if
-    `pages` points HEAD_SIZE further."""
+    """[TILE, DIMS] keys from dimension `first_dim` on, zeros behind the length."""
     present = start + tl.arange(0, TILE) < length
     dims = first_dim + tl.arange(0, DIMS)
-    offsets = entry_offsets(table_row, start, present, page_stride, BLOCK_SIZE, HEAD_SIZE, TILE)
-    rows = pages + offsets
+    keys = rows.pages + entry_offsets(rows, start, present, BLOCK_SIZE, HEAD_SIZE, TILE)
     mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
-    return tl.load(rows[:, None] + dims[None, :], mask=mask, other=0.0)
+    return tl.load(keys[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
 def sequence_numbers(
-    table, starts, lengths, sequence, table_stride, HEADS: tl.constexpr, ADDRESSED: tl.constexpr
+    sequence, numbers, HEADS: tl.constexpr, PAGE: tl.constexpr, ADDRESSED: tl.constexpr
 ):
-    """A sequence's row of page ids, the start of its numbers in these pages, and their count.
+    """The `SequenceNumbers` of a sequence.
 
-    Where ADDRESSED, the table is the addresses of an `AddressedNumbers` and its stride the layer.
+    `numbers` are the tensors and the stride of a `NumbersArguments`; the constants are its others.
     """
-    request = sequence // HEADS
-    if ADDRESSED:
-        row = tl.cast(tl.load(table + request * 2), tl.pointer_type(tl.int32))
-        row += table_stride * tl.load(table + request * 2 + 1)
-    else:
-        row = table + request * table_stride
-    return row, tl.load(starts + sequence), tl.load(lengths + sequence)
+    pages, table, starts, lengths, table_stride = numbers
+    row, start, count = table, 0, 0
+    if PAGE > 0:
+        request = sequence // HEADS
+        if ADDRESSED:
+            row = tl.cast(tl.load(table + request * 2), tl.pointer_type(tl.int32))
+            row += table_stride * tl.load(table + request * 2 + 1)
+        else:
+            row = table + request * table_stride
+        start, count = tl.load(starts + sequence), tl.load(lengths + sequence)
+    return SequenceNumbers(pages, row, start, count)
 
 
 @triton.jit
-def paged_numbers(pages, table_row, numbers, held, PAGE: tl.constexpr):
-    """Loads numbers from the pages in `table_row`, PAGE in each; 0 where not held."""
-    page = tl.load(table_row + numbers // PAGE, mask=held, other=0).to(tl.int64)
-    return tl.load(pages + page * PAGE + numbers % PAGE, mask=held, other=0.0)
+def load_numbers(numbers, index, held, PAGE: tl.constexpr):
+    """Loads those of a sequence's pages, PAGE in each, by their index; 0 where not held."""
+    page = tl.load(numbers.page_ids + index // PAGE, mask=held, other=0).to(tl.int64)
+    return tl.load(numbers.pages + page * PAGE + index % PAGE, mask=held, other=0.0)
 
 
 @triton.jit

@@ -13,13 +13,16 @@ from vllm_kvcompress.kernels.common.launch_triton import (
     NumbersArguments,
     kernel,
     launch_fitting,
-    on_device,
     padded,
     query_rows,
 )
 from vllm_kvcompress.kernels.common.paged_entries import check_out, mismatch
 from vllm_kvcompress.kernels.common.paged_numbers import AddressedNumbers, PagedNumbers
-from vllm_kvcompress.kernels.common.paged_rows_triton import paged_numbers, sequence_numbers
+from vllm_kvcompress.kernels.common.paged_rows_triton import (
+    SequenceNumbers,
+    load_numbers,
+    sequence_numbers,
+)
 from vllm_kvcompress.kernels.merging.moments import packed_size
 
 # Of the fp32 queries of a program, and of the rows of cross moments that it reads at once.
@@ -37,12 +40,8 @@ def _correct_kernel(
     starts,
     lengths,
     num_queries,
-    output_stride_s,
-    output_stride_g,
-    output_stride_m,
-    query_stride_s,
-    query_stride_g,
-    query_stride_m,
+    out_strides,
+    query_strides,
     table_stride,
     scale,
     GROUP: tl.constexpr,
@@ -64,30 +63,31 @@ def _correct_kernel(
     inside = index < num_queries
     dims = tl.arange(0, DIMS)
     real = dims < HEAD_SIZE
-    table_row, start, length = sequence_numbers(
-        page_table, starts, lengths, sequence, table_stride, HEADS, ADDRESSED
-    )
-    count = paged_numbers(pages, table_row, start, length > 0, PAGE)
+    states = (pages, page_table, starts, lengths, table_stride)
+    state = sequence_numbers(sequence, states, HEADS, PAGE, ADDRESSED)
+    # The same, in 16 bits.
+    crosses = SequenceNumbers(halves, state.page_ids, state.start, state.count)
+    count = load_numbers(state, state.start, state.count > 0, PAGE)
     if count > 0:
-        place = sequence * query_stride_s + member * query_stride_g + index * query_stride_m
+        place = sequence * query_strides[0] + member * query_strides[1] + index * query_strides[2]
         mask = inside[:, None] & real[None, :]
         query = tl.load(queries + place[:, None] + dims[None, :], mask=mask, other=0.0)
         query = query.to(tl.float32)
-        unit = paged_numbers(pages, table_row, start + 1, length > 0, PAGE)
-        means = start + 2
-        mean_key = paged_numbers(pages, table_row, means + dims, real, PAGE)
+        unit = load_numbers(state, state.start + 1, state.count > 0, PAGE)
+        means = state.start + 2
+        mean_key = load_numbers(state, means + dims, real, PAGE)
         logit = scale * tl.sum(query * mean_key[None, :], 1)
         place = (sequence * GROUP + member) * num_queries + index
         seen = tl.load(lse + place, mask=inside, other=0.0)
         weight = (1.0 / (1.0 + tl.exp(tl.log(count) + logit - seen)))[:, None]
-        place = sequence * output_stride_s + member * output_stride_g + index * output_stride_m
+        place = sequence * out_strides[0] + member * out_strides[1] + index * out_strides[2]
         for first in range(0, HEAD_SIZE, COLUMNS):
             column = first + tl.arange(0, COLUMNS)
             some = column < HEAD_SIZE
-            mean_value = paged_numbers(pages, table_row, means + HEAD_SIZE + column, some, PAGE)
+            mean_value = load_numbers(state, means + HEAD_SIZE + column, some, PAGE)
             number = 2 * (means + 2 * HEAD_SIZE) + column[:, None] * HEAD_SIZE + dims[None, :]
-            held = some[:, None] & real[None, :] & (length > 2 + 2 * HEAD_SIZE)
-            cross = paged_numbers(halves, table_row, number, held, 2 * PAGE).to(tl.float32)
+            held = some[:, None] & real[None, :] & (state.count > 2 + 2 * HEAD_SIZE)
+            cross = load_numbers(crosses, number, held, 2 * PAGE).to(tl.float32)
             estimate = tl.dot(query, tl.trans(cross), input_precision="tf32x3")
             estimate = estimate * (scale * unit) + mean_value[None, :]
             to = outputs + place[:, None] + column[None, :]
@@ -132,8 +132,8 @@ def correct_with_moments(
             state.pages.view(torch.float16),
             *numbers.tensors[1:],
             num_queries,
-            *outputs.stride()[:3],
-            *queries.stride()[:3],
+            outputs.stride()[:3],
+            queries.stride()[:3],
             numbers.table_stride,
             scale,
             GROUP=group,
@@ -148,6 +148,5 @@ def correct_with_moments(
             num_stages=2,
         )
 
-    with on_device(queries):
-        rows = query_rows(num_queries * group, most)
-        launch_fitting("correct_with_moments", rows, queries, launch)
+    rows = query_rows(num_queries * group, most)
+    launch_fitting("correct_with_moments", rows, queries, launch)

@@ -22,7 +22,7 @@ from vllm_kvcompress.kernels.common.launch_triton import (
     on_device,
 )
 from vllm_kvcompress.kernels.common.paged_entries import per_entry, tile_size
-from vllm_kvcompress.kernels.common.paged_rows_triton import load_rows
+from vllm_kvcompress.kernels.common.paged_rows_triton import SequenceRows, load_rows
 
 # Of the evicted keys of a program, and of each tile of kept ones that it reads.
 ROWS_BYTES, TILE_BYTES = 1 << 16, 1 << 15
@@ -30,12 +30,10 @@ ROWS_BYTES, TILE_BYTES = 1 << 16, 1 << 15
 
 @triton.jit
 def _listed_keys(
-    pages,
-    table_row,
+    rows,
     listed,
     first,
     count,
-    page_stride,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -46,8 +44,7 @@ def _listed_keys(
     index = first + tl.arange(0, TILE)
     present = index < count
     entries = tl.load(listed + index, mask=present, other=0)
-    keys = load_rows(pages, table_row, entries, present, page_stride, BLOCK_SIZE, HEAD_SIZE, DIMS)
-    return keys, entries
+    return load_rows(rows, entries, present, BLOCK_SIZE, HEAD_SIZE, DIMS), entries
 
 
 @kernel("table_stride", "capacity")
@@ -72,25 +69,18 @@ def _copy_kernel(
     first = tl.program_id(0) * TILE
     count = tl.load(counts + head).to(tl.int32)
     if first < count:
+        page_ids = page_table + head * table_stride
+        rows = SequenceRows(pages, page_ids, page_stride)
         keys, _ = _listed_keys(
-            pages,
-            page_table + head * table_stride,
-            listed + head * capacity,
-            first,
-            count,
-            page_stride,
-            BLOCK_SIZE,
-            HEAD_SIZE,
-            TILE,
-            DIMS,
+            rows, listed + head * capacity, first, count, BLOCK_SIZE, HEAD_SIZE, TILE, DIMS
         )
         keys32 = keys.to(tl.float32)
         norms = tl.sqrt(tl.sum(keys32 * keys32, 1))
         to = head * tl.num_programs(0) * TILE + first + tl.arange(0, TILE)
         tl.store(inverse + to, 1.0 / tl.maximum(norms, 1e-8))
         dims = tl.arange(0, DIMS)
-        rows = copies + to[:, None] * HEAD_SIZE + dims[None, :]
-        tl.store(rows, keys, mask=(dims < HEAD_SIZE)[None, :])
+        places = copies + to[:, None] * HEAD_SIZE + dims[None, :]
+        tl.store(places, keys, mask=(dims < HEAD_SIZE)[None, :])
 
 
 @kernel("table_stride", "capacity", "room")
@@ -119,11 +109,11 @@ def _nearest_kernel(
     head = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0) * ROWS
     count, total = tl.load(num_gone + head).to(tl.int32), tl.load(num_kept + head).to(tl.int32)
-    table_row, kept_row = page_table + head * table_stride, kept + head * capacity
+    page_ids, kept_row = page_table + head * table_stride, kept + head * capacity
+    rows = SequenceRows(pages, page_ids, page_stride)
     if (first < count) & (total > 0):
-        gone_row = gone + head * capacity
         own, entries = _listed_keys(
-            pages, table_row, gone_row, first, count, page_stride, BLOCK_SIZE, HEAD_SIZE, ROWS, DIMS
+            rows, gone + head * capacity, first, count, BLOCK_SIZE, HEAD_SIZE, ROWS, DIMS
         )
         best = tl.full([ROWS], float("-inf"), tl.float32)
         nearest = tl.zeros([ROWS], tl.int32)
@@ -131,11 +121,11 @@ def _nearest_kernel(
         for start in range(0, total, TILE):
             index = start + tl.arange(0, TILE)
             place = head * room + index
-            rows = copies + place[:, None] * HEAD_SIZE + dims[None, :]
+            addresses = copies + place[:, None] * HEAD_SIZE + dims[None, :]
             if DIMS == HEAD_SIZE:
-                keys = tl.load(rows)
+                keys = tl.load(addresses)
             else:
-                keys = tl.load(rows, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
+                keys = tl.load(addresses, mask=(dims < HEAD_SIZE)[None, :], other=0.0)
             scales = tl.load(inverse + place)
             hidden = tl.where(index < total, 0.0, float("-inf"))
             products = tl.dot(own, tl.trans(keys), input_precision="ieee")
@@ -189,8 +179,8 @@ def nearest_keys(view: KVView, kept: Tensor) -> tuple[Tensor, Tensor]:
         _copy_kernel[(num_tiles, num_heads)](
             *pages, *here, copies, inverse, capacity, *strides, **sizes
         )
-        rows = tile_size(entries, ROWS_BYTES)
-        launch_fitting("nearest_keys", rows, entries.pages, launch)
+    rows = tile_size(entries, ROWS_BYTES)
+    launch_fitting("nearest_keys", rows, entries.pages, launch)
     return cosines, places
 
 
