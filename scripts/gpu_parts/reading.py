@@ -12,7 +12,7 @@ from gpu_parts import shapes
 from gpu_parts.measure import host_seconds_of, progress, seconds_of
 from vllm_kvcompress.kernels.attention import decode_attention
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, key_means
+from vllm_kvcompress.kernels.page_choice import Choice, PageLists, choose_pages, key_means
 
 Row = dict[str, Any]
 NUM_MEANS = 2  # as of --kv-read quest:0.25,score=mean
@@ -49,9 +49,9 @@ def chosen(
     """Pages [S, num_read] that equally long sequences read, and how many tokens these are."""
     num_pages = torch.full_like(entries.flat_lengths, entries.page_table.shape[1])
     wanted = torch.full_like(num_pages, num_read)
-    choice = Choice(num_read, num_means=NUM_MEANS)
-    pages = choose_pages(queries, means, entries.page_table, num_pages, wanted, choice)
-    return pages, wanted * entries.block_size
+    pages = PageLists(entries.page_table, num_pages, wanted)
+    chosen_pages = choose_pages(queries, means, pages, Choice(num_read, num_means=NUM_MEANS))
+    return chosen_pages, wanted * entries.block_size
 
 
 def measure_reading(plan: ReadPlan) -> list[Row]:

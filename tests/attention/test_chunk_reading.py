@@ -11,7 +11,7 @@ from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.kernels import page_choice
-from vllm_kvcompress.kernels.page_choice import Choice
+from vllm_kvcompress.kernels.page_choice import Choice, PageLists
 from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 
@@ -33,7 +33,7 @@ def test_many_queries_choose_together(
     counts, read = torch.tensor([9, 7]), torch.tensor([5, 4])
     asked = torch.randn(2, 37, HEAD_SIZE)
     choice = Choice(6, 1, 2, group == "mean")
-    found = chosen(pool, asked, (table, counts, read), choice, score)
+    found = chosen(pool, asked, PageLists(table, counts, read), choice, score)
     for row, (count, number) in enumerate(zip(counts.tolist(), read.tolist(), strict=True)):
         scores = {}
         for nth in range(1, count - 2):
@@ -75,7 +75,7 @@ def test_chunks_decoding_requests_and_others_of_one_step() -> None:
     assert set(found.tables.slots) == {*names} - {"begins"}
     readings, rest = found.split(batch_of(found, names, list(lengths.values())))
     assert [reading.batch.rows.tolist() for reading in readings] == [[0], [3], [1, 2]]
-    assert [reading.num_read[0, 0].item() for reading in readings] == [4, 4, 5]
+    assert [reading.pages.num_read[0, 0].item() for reading in readings] == [4, 4, 5]
     assert [reading.choice.num_last for reading in readings] == [1, 1, 2]
     assert readings[2].batch.seq_lens.tolist() == [[20] * 4]
     assert rest is not None

@@ -24,6 +24,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.page_choice import (
     Choice,
+    PageLists,
     choose_pages,
     highest_products,
     key_bounds,
@@ -231,16 +232,14 @@ def test_bounds_in_8_bits_are_rounded_outwards(
         assert page == 0 or scale == scale_of(own)
 
 
-def chosen(
-    pool: PagePool, queries: Tensor, pages: tuple[Tensor, ...], choice: Choice, score: str
-) -> Tensor:
+def chosen(pool: PagePool, queries: Tensor, pages: PageLists, choice: Choice, score: str) -> Tensor:
     """By summaries of a pool of 40 pages, or by its keys."""
     if score == "keys":
-        return highest_products(queries, partial(pool.keys, layer=0), *pages, choice)
+        return highest_products(queries, partial(pool.keys, layer=0), pages, choice)
     summaries = PageSummaries(pool, KINDS[score])
     summaries.fill_blocks(0, torch.arange(20))
     choice = replace(choice, num_means=KINDS[score].num_means)
-    return choose_pages(queries, summaries.vectors, *pages, choice, summaries.scales)
+    return choose_pages(queries, summaries.vectors, pages, choice, summaries.scales)
 
 
 @settings(max_examples=60, deadline=None)
@@ -267,7 +266,7 @@ def test_pages_with_the_highest_scores_are_read(
     queries = torch.zeros if equal else torch.randn
     asked = queries(len(counts), 2, HEAD_SIZE)
     most = data.draw(st.integers(max(read), width))
-    pages = (table, torch.tensor(counts), torch.tensor(read))
+    pages = PageLists(table, torch.tensor(counts), torch.tensor(read))
     found = chosen(pool, asked, pages, Choice(most, first, last, group == "mean"), score)
     assert found.shape == (len(counts), most)
     for row, (count, number) in enumerate(zip(counts, read, strict=True)):
@@ -305,12 +304,12 @@ def test_what_is_compiled_for_cpus_is_the_twin_s(
     summaries = torch.randint(-2, 3, (50, (num_means or 2) * size)).to(dtype)
     scales = torch.exp2(torch.randint(-3, 4, (50,)).float()) if rounded else None
     table = torch.randint(0, 50, (len(counts), width + 3), dtype=torch.int32)[:, 1 : width + 1]
-    pages = (table, torch.tensor(counts), torch.tensor(read))
+    pages = PageLists(table, torch.tensor(counts), torch.tensor(read))
     choice = Choice(max(read), first, last, mean, num_means)
     asked = queries.to(torch.bfloat16 if rounded else dtype)
-    found = choose_pages(asked, summaries, *pages, choice, scales)
+    found = choose_pages(asked, summaries, pages, choice, scales)
     exact = summaries if rounded else summaries.float()
-    expected = twin(choose_pages)(queries, exact, *pages, choice, scales)
+    expected = twin(choose_pages)(queries, exact, pages, choice, scales)
     for row, number in enumerate(read):
         assert found[row, :number].tolist() == expected[row, :number].tolist()
 
@@ -372,7 +371,7 @@ def test_requests_of_one_step_read_different_parts() -> None:
     )
     found.admit(["a", "b", "c"], np.full(3, 46), np.ones(3, dtype=np.int64))
     reading = found.reading(batch)
-    assert reading.num_read.tolist() == [[3, 3, 5, 5, 6, 3]]
+    assert reading.pages.num_read.tolist() == [[3, 3, 5, 5, 6, 3]]
     assert reading.choice.most == 12
     dropped = torch.tensor([[9, 9, 0, 0, 6, 2]])
     assert torch.equal(reading.batch.seq_lens, lengths - dropped * SIZE)

@@ -57,7 +57,8 @@ def moved(value: Any, device: str) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, tuple):
-        return tuple(moved(item, device) for item in value)
+        items = (moved(item, device) for item in value)
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if isinstance(value, dict):
         return {key: moved(item, device) for key, item in value.items()}
     if is_dataclass(value) and not isinstance(value, type):

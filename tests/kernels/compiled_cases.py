@@ -17,7 +17,7 @@ from vllm_kvcompress.kernels.common.paged_entries import (
 )
 from vllm_kvcompress.kernels.common.paged_numbers import AddressedNumbers, PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
-from vllm_kvcompress.kernels.page_choice import Choice, rounded_outwards
+from vllm_kvcompress.kernels.page_choice import Choice, PageLists, rounded_outwards
 from vllm_kvcompress.kernels.tail_pages import TailRows
 
 KERNELS = "vllm_kvcompress.kernels."
@@ -133,11 +133,12 @@ def launches_without_pages() -> Iterator[Launch]:
     shares = (floors.float(), numbers[:1] * 9, floors, 9 * floors)
     queries, bounds, few = random(4, GROUP, 128), random(9, 256), numbers[:4]
     table = torch.zeros(4, 5, dtype=torch.int32)
+    pages = PageLists(table, few, few)
     chooses = KERNELS + "page_choice_triton.choose_pages"
-    yield Launch(chooses, 2, (queries, bounds, table, few, few, Choice(5)))
+    yield Launch(chooses, 2, (queries, bounds, pages, Choice(5)))
     codes, scales = rounded_outwards(bounds)
-    yield Launch(chooses, 2, (queries, codes, table, few, few, Choice(5), scales))
-    by_means = (queries, random(9, 512), table, few, few, Choice(5, num_means=4))
+    yield Launch(chooses, 2, (queries, codes, pages, Choice(5), scales))
+    by_means = (queries, random(9, 512), pages, Choice(5, num_means=4))
     yield Launch(chooses, 2, by_means)
     yield Launch(KERNELS + "apportion_triton.apportion", 1, shares)
     runs, numbers = torch.zeros(36, 5, 8, 64, dtype=torch.int32), torch.zeros(4, 2).long()

@@ -26,7 +26,7 @@ from tests.kernels.compiled_cases import (
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
-from vllm_kvcompress.kernels.page_choice import Choice
+from vllm_kvcompress.kernels.page_choice import Choice, PageLists
 
 KERNELS = "vllm_kvcompress.kernels."
 DECODE = "attention.decode_triton.decode_attention"
@@ -224,7 +224,7 @@ def test_choice_of_pages(compiler: Child, head_size: int, num_means: int) -> Non
     queries, vectors = random(2, 4, head_size, dtype=BF16), random(9, 2 * head_size, dtype=BF16)
     table = torch.zeros(2, 16, dtype=torch.int32)
     launcher = "page_choice_triton.choose_pages"
-    pages = (queries, vectors, table, table[:, 0], table[:, 0])
+    pages = (queries, vectors, PageLists(table, table[:, 0], table[:, 0]))
     kernels = check(compiler, launcher, 2, *pages, Choice(9, num_means=num_means))
     # A page's summary is read 16 bytes at a time.
     assert "ld.global.v4" in kernels["_scores_kernel"].ptx

@@ -11,6 +11,7 @@ from tests.kernels.cases import random
 from vllm_kvcompress.kernels.dispatch import twin
 from vllm_kvcompress.kernels.page_choice import (
     Choice,
+    PageLists,
     choose_pages,
     key_bounds,
     key_means,
@@ -27,7 +28,7 @@ def some_pages(
     dtype: torch.dtype,
     equal: bool = False,
     num_means: int = 0,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, PageLists]:
     """Queries, summaries and pages; what lies behind a sequence's last page is some page, too."""
     queries = random(len(counts), 3, head_size, seed=1, dtype=dtype)
     width = max(counts) + 5
@@ -38,18 +39,21 @@ def some_pages(
     rows = order.view(len(counts), width).to(torch.int32)
     table = torch.cat((rows, rows), dim=1)[:, :width]  # a part of longer rows
     summaries = key_means(keys, num_means) if num_means else key_bounds(keys)
-    return queries, summaries, table, torch.tensor(counts), torch.tensor(read)
+    return queries, summaries, PageLists(table, torch.tensor(counts), torch.tensor(read))
 
 
 def check(
-    backend: Backend, pages: tuple[Tensor, ...], choice: Choice, scales: Tensor | None = None
+    backend: Backend,
+    pages: tuple[Tensor, Tensor, PageLists],
+    choice: Choice,
+    scales: Tensor | None = None,
 ) -> None:
     """The interpreter against the twin, in fp32, so that rounding makes no ties."""
     results = backend.call(LAUNCHER, *pages, choice, scales)
-    exact = (pages[0].float(), pages[1].float() if scales is None else pages[1], *pages[2:])
+    exact = (pages[0].float(), pages[1].float() if scales is None else pages[1], pages[2])
     expected = backend.twin(twin(choose_pages), *exact, choice, scales)
     assert results.shape == expected.shape
-    for row, number in enumerate(pages[4].tolist()):
+    for row, number in enumerate(pages[2].num_read.tolist()):
         assert results[row, :number].tolist() == expected[row, :number].tolist()
 
 
@@ -71,10 +75,10 @@ def test_by_means_of_parts(backend: Backend, num_means: int, mean: bool) -> None
 @pytest.mark.parametrize("mean", [False, True])
 def test_bounds_in_8_bits(backend: Backend, mean: bool) -> None:
     """Scales differ from page to page."""
-    queries, bounds, *pages = some_pages([1, 33, 70], [1, 8, 20], 80, backend.dtype)
+    queries, bounds, pages = some_pages([1, 33, 70], [1, 8, 20], 80, backend.dtype)
     bounds *= torch.exp2(torch.arange(len(bounds)) % 5)[:, None].to(bounds.dtype)
     codes, scales = rounded_outwards(bounds)
-    check(backend, (queries, codes, *pages), Choice(20, mean=mean), scales)
+    check(backend, (queries, codes, pages), Choice(20, mean=mean), scales)
 
 
 def test_first_and_last_pages_are_always_read(backend: Backend) -> None:
@@ -84,8 +88,8 @@ def test_first_and_last_pages_are_always_read(backend: Backend) -> None:
 
 def test_of_equally_good_pages_the_later_ones_are_read(backend: Backend) -> None:
     """Queries of zero, over a tile of 1,024 scores, and pages with the same keys."""
-    queries, *rest = some_pages([1500, 40], [700, 11], 16, backend.dtype)
-    check(backend, (queries * 0, *rest), Choice(700))
+    queries, *others = some_pages([1500, 40], [700, 11], 16, backend.dtype)
+    check(backend, (queries * 0, *others), Choice(700))
     check(backend, some_pages([60, 40], [30, 11], 16, backend.dtype, equal=True), Choice(30))
 
 

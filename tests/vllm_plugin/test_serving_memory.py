@@ -314,7 +314,7 @@ def test_sparse_reads_stay_within_the_reserve(shape: Shape, rule: str) -> None:
             readers.admit(names, lengths, count)
             for batch in batches.read(names, lengths, seq_lens, block_table):
                 [reading], _ = readers.split(batch)
-                sequences, width = reading.page_table.shape[1:]
+                sequences, width = reading.pages.page_table.shape[1:]
                 asked = torch.zeros(sequences, shape.group, shape.head_size, device=ACCELERATOR)
                 if readers.summaries is None:
                     reading.choose(0, asked, readers)

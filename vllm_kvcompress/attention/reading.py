@@ -16,7 +16,12 @@ from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import Integers
 from vllm_kvcompress.kernels.common.transfers import upload
-from vllm_kvcompress.kernels.page_choice import Choice, choose_pages, highest_products
+from vllm_kvcompress.kernels.page_choice import (
+    Choice,
+    PageLists,
+    choose_pages,
+    highest_products,
+)
 from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.read_rule import NEVER, PromptChunks, ReadRule, Share
 
@@ -35,16 +40,12 @@ class SparseRead:
     Attributes:
         batch: the requests with the lengths of what they read; their page table has room for the
             pages that are chosen.
-        page_table: [num_layers, sequences, width] int32 all their pages.
-        num_pages: [num_layers, sequences] int32 number of these.
-        num_read: [num_layers, sequences] int32 number of pages to read.
+        pages: all pages of their sequences in every layer, and how many of them are read.
         choice: how pages are chosen.
     """
 
     batch: ResidentBatch
-    page_table: Tensor
-    num_pages: Tensor
-    num_read: Tensor
+    pages: PageLists
     choice: Choice
 
     def choose(self, layer: int, queries: Tensor, readers: SparseReads) -> Tensor:
@@ -57,18 +58,17 @@ class SparseRead:
             readers: the sparse-read state of the group.
         """
         pages = self._layers[layer]
-        queries = queries.reshape(len(pages[1]), -1, queries.shape[2])
+        queries = queries.reshape(len(pages.num_pages), -1, queries.shape[2])
         if readers.summaries is None:
             keys_of = partial(readers.tables.pool.keys, layer=layer)
-            return highest_products(queries, keys_of, *pages, self.choice)
+            return highest_products(queries, keys_of, pages, self.choice)
         summaries = readers.summaries
-        return choose_pages(queries, summaries.vectors, *pages, self.choice, summaries.scales)
+        return choose_pages(queries, summaries.vectors, pages, self.choice, summaries.scales)
 
     @cached_property
-    def _layers(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Page table, number of pages and number to read of every layer."""
-        counts = self.num_pages.unbind(), self.num_read.unbind()
-        return list(zip(self.page_table.unbind(), *counts, strict=True))
+    def _layers(self) -> list[PageLists]:
+        """The pages of every layer."""
+        return [PageLists(*each) for each in zip(*map(torch.unbind, self.pages), strict=True)]
 
 
 class SparseReads:
@@ -188,7 +188,8 @@ class SparseReads:
         )
         ends, mean = (rule.num_first(size), rule.num_last(size)), rule.group == "mean"
         choice = Choice(most, *ends, mean, rule.num_means)
-        return SparseRead(part, batch.page_table, num_pages, num_read.to(torch.int32), choice)
+        pages = PageLists(batch.page_table, num_pages, num_read.to(torch.int32))
+        return SparseRead(part, pages, choice)
 
     def warm_up(self, queries_per_kv: int) -> None:
         """Compiles the kernel by choosing pages once."""
@@ -198,10 +199,9 @@ class SparseReads:
         shape = (pool.num_heads, queries_per_kv, pool.head_size)
         queries = pool.pages.new_zeros(shape, dtype=pool.dtype)
         choice = Choice(width, 0, 1, self.rule.group == "mean", self.rule.num_means)
-        summaries, counts = self.summaries, table[:, 0] + 1
-        if summaries is not None:
-            vectors, scales = summaries.vectors, summaries.scales
-            choose_pages(queries, vectors, table, counts, counts, choice, scales)
+        pages = PageLists(table, table[:, 0] + 1, table[:, 0] + 1)
+        if (summaries := self.summaries) is not None:
+            choose_pages(queries, summaries.vectors, pages, choice, summaries.scales)
 
     def _share(self, batch: ResidentBatch) -> Share:
         """Returns the share that is read, as [sequences] numbers or the same for all sequences."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +50,20 @@ class Choice:
     num_means: int = 0
 
 
+class PageLists(NamedTuple):
+    """Pages of S sequences, of which some are chosen.
+
+    Attributes:
+        page_table: [S, W] page ids.
+        num_pages: [S] pages of each sequence, at least 1.
+        num_read: [S] pages that it reads, from 1 to `num_pages`, those always read included.
+    """
+
+    page_table: Tensor
+    num_pages: Tensor
+    num_read: Tensor
+
+
 def key_bounds(keys: Tensor) -> Tensor:
     """[P, 2 * head_size] minimum and maximum of the [P, block_size, head_size] keys of pages."""
     return torch.cat(keys.aminmax(dim=1), dim=-1)
@@ -76,9 +91,7 @@ def rounded_outwards(bounds: Tensor) -> tuple[Tensor, Tensor]:
 def choose_pages(
     queries: Tensor,
     summaries: Tensor,
-    page_table: Tensor,
-    num_pages: Tensor,
-    num_read: Tensor,
+    pages: PageLists,
     choice: Choice,
     scales: Tensor | None = None,
 ) -> Tensor:
@@ -90,18 +103,16 @@ def choose_pages(
             tokens.
         summaries: [any, vectors * head_size] summary of every page: `key_means`, or `key_bounds`,
             which may be `rounded_outwards`; as `choice` says.
-        page_table: [S, W] page ids.
-        num_pages: [S] pages of each sequence, at least 1.
-        num_read: [S] pages that it reads, from 1 to `num_pages`, those always read included.
+        pages: pages of each sequence, and how many of them it reads.
         choice: rules; of equally good pages the later ones are read.
         scales: [any] scales of rounded bounds; None: summaries are not rounded.
 
     Returns:
         [S, most] int32 page ids in the order of the tokens; any pages behind `num_read`.
     """
-    num_sequences, width = page_table.shape
+    num_sequences, width = pages.page_table.shape
     # On CPUs several times faster than summaries[...].
-    page_ids = page_table.flatten()
+    page_ids = pages.page_table.flatten()
     vectors, num_means = summaries.index_select(0, page_ids), choice.num_means
     factors = summary_factors(queries, choice)
     dtype = summaries.dtype
@@ -114,7 +125,7 @@ def choose_pages(
     scores = _joined(parts, choice, queries.shape[1])
     if scales is not None:
         scores *= scales.index_select(0, page_ids).view(num_sequences, width)
-    return _best(scores, page_table, num_pages, num_read, choice)
+    return _best(scores, pages, choice)
 
 
 def summary_factors(queries: Tensor, choice: Choice) -> Tensor:
@@ -125,33 +136,22 @@ def summary_factors(queries: Tensor, choice: Choice) -> Tensor:
 
 
 def highest_products(
-    queries: Tensor,
-    keys: Callable[[Tensor], Tensor],
-    page_table: Tensor,
-    num_pages: Tensor,
-    num_read: Tensor,
-    choice: Choice,
+    queries: Tensor, keys: Callable[[Tensor], Tensor], pages: PageLists, choice: Choice
 ) -> Tensor:
     """Chooses pages like `choose_pages`, by the highest product with any key of a page.
 
     Args:
-        queries, page_table, num_pages, num_read, choice: those of `choose_pages`.
+        queries, pages, choice: those of `choose_pages`.
         keys: returns the [P, block_size, head_size] keys of [P] page ids.
     """
     num_sequences, number, _ = queries.shape
     step = max(1, PAGES_AT_ONCE * _FEW_QUERIES // (num_sequences * max(_FEW_QUERIES, number)))
-    scores = torch.cat(
-        [
-            _joined(
-                [torch.einsum("sgd,sptd->sgpt", queries.float(), keys(pages).float()).amax(-1)],
-                choice,
-                number,
-            )
-            for pages in page_table.to(torch.int64).split(step, dim=1)
-        ],
-        dim=1,
-    )
-    return _best(scores, page_table, num_pages, num_read, choice)
+    parts = []
+    for page_ids in pages.page_table.to(torch.int64).split(step, dim=1):
+        products = torch.einsum("sgd,sptd->sgpt", queries.float(), keys(page_ids).float())
+        parts.append(_joined([products.amax(-1)], choice, number))
+    scores = torch.cat(parts, dim=1)
+    return _best(scores, pages, choice)
 
 
 def _joined(parts: Iterable[Tensor], choice: Choice, number: int) -> Tensor:
@@ -161,11 +161,10 @@ def _joined(parts: Iterable[Tensor], choice: Choice, number: int) -> Tensor:
     return reduce(torch.maximum, (part.amax(1) for part in parts)).float()
 
 
-def _best(
-    scores: Tensor, page_table: Tensor, num_pages: Tensor, num_read: Tensor, choice: Choice
-) -> Tensor:
+def _best(scores: Tensor, pages: PageLists, choice: Choice) -> Tensor:
     """[S, most] best pages by [S, W] fp32 scores, without waiting for a device."""
-    width, most = page_table.shape[1], choice.most
+    (page_table, num_pages, num_read), most = pages, choice.most
+    width = page_table.shape[1]
     columns, count = torch.arange(width, device=scores.device), num_pages[:, None]
     always = (columns < choice.num_first) | (columns >= count - choice.num_last)
     scores = scores.masked_fill(always, torch.inf).masked_fill_(columns >= count, -torch.inf)

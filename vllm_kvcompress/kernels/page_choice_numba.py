@@ -26,7 +26,7 @@ from torch import Tensor
 
 from vllm_kvcompress.kernels import page_choice
 from vllm_kvcompress.kernels.dispatch import twin
-from vllm_kvcompress.kernels.page_choice import Choice
+from vllm_kvcompress.kernels.page_choice import Choice, PageLists
 
 PREFETCHED_ROWS = 8
 CACHE_LINE = 64  # bytes
@@ -186,21 +186,17 @@ def _choose(
 def choose_pages(
     queries: Tensor,
     summaries: Tensor,
-    page_table: Tensor,
-    num_pages: Tensor,
-    num_read: Tensor,
+    pages: PageLists,
     choice: Choice,
     scales: Tensor | None = None,
 ) -> Tensor:
     """Numba launcher of `choose_pages`; the twin serves chunks, fp16 and many threads."""
     by_twin = queries.shape[1] > MAX_QUERIES or torch.get_num_threads() > MAX_THREADS
     if by_twin or summaries.dtype not in VIEWS or queries.dtype not in VIEWS:
-        return twin(page_choice.choose_pages)(
-            queries, summaries, page_table, num_pages, num_read, choice, scales
-        )
-    chosen = torch.zeros((len(page_table), choice.most), dtype=torch.int32)
+        return twin(page_choice.choose_pages)(queries, summaries, pages, choice, scales)
+    chosen = torch.zeros((len(queries), choice.most), dtype=torch.int32)
     scales = NO_SCALES if scales is None else scales
-    tensors = (queries, summaries, page_table, num_pages, num_read, scales)
+    tensors = (queries, summaries, *pages, scales)
     rules = (bool(choice.num_means), choice.mean, choice.num_first, choice.num_last)
     _choose(*map(_numbers, tensors), *rules, chosen.numpy())
     return chosen

@@ -18,7 +18,7 @@ from vllm_kvcompress.kernels import page_choice
 from vllm_kvcompress.kernels.common.launch_triton import kernel, on_device, padded
 from vllm_kvcompress.kernels.common.paged_entries import expect
 from vllm_kvcompress.kernels.dispatch import twin
-from vllm_kvcompress.kernels.page_choice import Choice
+from vllm_kvcompress.kernels.page_choice import Choice, PageLists
 from vllm_kvcompress.kernels.top_entries_triton import BINS, DIGITS, sort_keys
 
 PAGES = 32  # whose summaries a program of the first kernel reads
@@ -136,19 +136,15 @@ def _choose_kernel(
 def choose_pages(
     queries: Tensor,
     summaries: Tensor,
-    page_table: Tensor,
-    num_pages: Tensor,
-    num_read: Tensor,
+    pages: PageLists,
     choice: Choice,
     scales: Tensor | None = None,
 ) -> Tensor:
     """Triton launcher of `choose_pages`: same signature and result; the twin serves chunks."""
     num_sequences, group, head_size = queries.shape
     if group > MAX_QUERIES:
-        return twin(page_choice.choose_pages)(
-            queries, summaries, page_table, num_pages, num_read, choice, scales
-        )
-    vectors = choice.num_means or 2
+        return twin(page_choice.choose_pages)(queries, summaries, pages, choice, scales)
+    (page_table, num_pages, num_read), vectors = pages, choice.num_means or 2
     expect(
         summaries.shape[1:] == (vectors * head_size,) and summaries.is_contiguous(),
         f"summaries [pages, {vectors * head_size}] of keys of the queries' size",

@@ -8,6 +8,7 @@ from torch import Tensor
 from offline.dense import BLOCK_SIZE
 from vllm_kvcompress.kernels.page_choice import (
     Choice,
+    PageLists,
     choose_pages,
     highest_products,
     key_bounds,
@@ -54,14 +55,15 @@ def _read_of_all(queries: Tensor, keys: Tensor, rule: ReadRule) -> Tensor:
     choice = Choice(int(num_read.max()), first, last, rule.group == "mean", rule.num_means)
     counts = ceil_div(lengths, BLOCK_SIZE).repeat(num_heads)
     read = num_read.to(keys.device).repeat(num_heads)
+    lists = PageLists(rows, counts, read)
     if rule.score == "keys":
-        chosen = highest_products(asked, pages.__getitem__, rows, counts, read, choice)
+        chosen = highest_products(asked, pages.__getitem__, lists, choice)
     else:
         summaries = key_means(pages, rule.parts) if rule.num_means else key_bounds(pages)
         scales = None
         if rule.bounds == "int8":
             summaries, scales = rounded_outwards(summaries)
-        chosen = choose_pages(asked, summaries, rows, counts, read, choice, scales)
+        chosen = choose_pages(asked, summaries, lists, choice, scales)
     columns = torch.where(
         torch.arange(choice.most, device=keys.device) < read[:, None], chosen % width, width
     )
