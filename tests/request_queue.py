@@ -123,8 +123,9 @@ class Queue:
         request.num_in_flight_tokens = end - start if self.asynchronous else 0
         if end == request.num_tokens:
             request.append_output_token_ids(7)
-        events = [event.position for event in record.unsent.events]
-        assert events in ([], [end] * len(self.table.managers))
+        waiting = record.prompt_events(start)  # since the step that sampled the first token
+        events = [event.position for event in waiting + record.unsent.events]
+        assert events in ([], [start if waiting else end] * len(self.table.managers))
         record.unsent.events.clear()
         self.sent.setdefault(name, []).extend(events[:1])
         return True

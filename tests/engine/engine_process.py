@@ -314,6 +314,7 @@ def record_stats(books: Bookkeeping, report: dict[str, Any]) -> None:
                 report["skipped"][name] = report["skipped"].get(name, 0) + skipped["count"]
             report["conversations_continued"] += ours["conversations_continued"]
             report["forgotten"].update(ours["forgotten"])
+            report["prompt_events"].update(ours["prompt_events"])
             gains = [event["blocks_freed"] - event["blocks_written"] for event in ours["events"]]
             report["reclaimable"].append([ours["reclaimable_blocks"], sum(gains)])
         return stats
@@ -337,7 +338,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     scenario = json.loads(Path(scenario_path).read_text())
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
     report["contexts_reused"], report["reclaimable"], report["skipped"] = 0, [], {}
-    report["pages"] = []
+    report["pages"], report["prompt_events"] = [], Counter()
     report["at_once"] = 0
     report["conversations_continued"], report["forgotten"], report["prompts"] = 0, Counter(), {}
     if scenario.get("record_kept"):

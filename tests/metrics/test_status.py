@@ -55,7 +55,8 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
         **{"blocks_freed": 40, "blocks_written": 10, "event_seconds": 3},
     }
     assert document["policies"]["keydiff"]["event_seconds"] == 4
-    assert document["skipped"] == {"nothing_to_free": 6, "shorter_than_min_tokens": 0, "error": 0}
+    reasons = ("shorter_than_min_tokens", "ends_with_first_token", "error")
+    assert document["skipped"] == {"nothing_to_free": 6, **dict.fromkeys(reasons, 0)}
     assert document["engines"] == {
         "0": {
             **{"compression_ratio": 3, "contexts_reused": 1, "kv_cache_usage": 0.25},

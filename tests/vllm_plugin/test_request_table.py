@@ -25,7 +25,7 @@ def test_request_holds_kept_blocks_a_tail_and_an_event_in_flight(
 
     At 300 tokens a quarter of 18 full blocks stays, at 340 a quarter of 21; an event's sources
     are given back with the next token, and where that is planned before the event has been
-    processed, with the one after it.
+    processed, with the one after it. The prompt's event runs a step behind the first token.
     """
     queue = Queue(num_groups, asynchronous=asynchronous)
     queue.add("a", 300)
@@ -36,8 +36,8 @@ def test_request_holds_kept_blocks_a_tail_and_an_event_in_flight(
         position = queue.requests["a"].num_computed_tokens
         held[position] = queue.table.managers[0].num_blocks_held("a")
     late = asynchronous
-    assert [held[position] for position in (256, 300, 301, 302)] == [
-        *(2 + 16, 2 + 18 + 1 + 5),
+    assert [held[position] for position in (256, 300, 301, 302, 303)] == [
+        *(2 + 16, 2 + 18 + 1 + 5, 2 + 18 + 1 + 5),
         *(2 + 18 + 1 + 5 if late else 2 + 5 + 1, 2 + 5 + 1),
     ]
     assert [held[position] for position in (339, 340, 341, 342)] == [
@@ -82,6 +82,25 @@ def test_preempted_request_skips_the_prefix_cache_if_a_hit_would_hide_an_events_
     queue.check()
     assert request.skip_reading_prefix_cache is skips
     assert queue.table["a"].ledger.last_position == 0
+
+
+def test_request_preempted_behind_its_first_token_has_its_event_later() -> None:
+    """What the event would have written is given back, and the prompt is read again."""
+    queue = Queue(1)
+    request = queue.add("a", 300)
+    for _ in range(2):
+        while request.num_computed_tokens < 300:
+            assert queue.step("a")
+            queue.check()
+        assert queue.sent["a"] == []
+        assert [event.position for event in queue.table["a"].prompt_events(300)] == [300]
+        queue.preempt("a")
+        queue.check()
+        assert queue.cache.block_pool.get_num_free_blocks() == 99
+    while request.num_computed_tokens < 302:
+        assert queue.step("a")
+        queue.check()
+    assert queue.sent["a"] == [300]
 
 
 def test_context_is_forgotten_when_vllm_reuses_one_of_its_blocks() -> None:
@@ -241,6 +260,7 @@ def test_former_turns_are_evicted_first_if_states_fill_half_of_the_pool(
     assert queue.step("b")
     with monkeypatch.context() as patch:
         patch.setattr(pool, "num_gpu_blocks", num_blocks)  # 16 of them are states'
+        assert queue.step("b")  # the event
         assert queue.step("b")
     queue.end("b")
     queue.check()

@@ -20,6 +20,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from vllm_kvcompress import __version__
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.metrics.stats import (
+    AFTER_FIRST_TOKEN,
+    AT_ONCE_FOR_BUFFERS,
+    AT_ONCE_FOR_ROOM,
     EVICTED,
     EXTENDED,
     FORGOTTEN_BECAUSE,
@@ -28,7 +31,12 @@ from vllm_kvcompress.metrics.stats import (
     StepStats,
     counters_of,
 )
-from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, SKIP_NOTHING_TO_FREE, SKIP_SHORT
+from vllm_kvcompress.scheduling.ledger import (
+    SKIP_ERROR,
+    SKIP_NOTHING_TO_FREE,
+    SKIP_ONE_TOKEN,
+    SKIP_SHORT,
+)
 
 _LABELS = ("model_name", "engine")  # of every metric, as of vLLM's
 _FRACTION_BUCKETS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0]
@@ -64,8 +72,16 @@ _COUNTERS = {  # with the labels that follow the text
         "Number of compression events that a trigger called for but that were left out, by "
         f"reason: {SKIP_SHORT} = fewer logical tokens than min_tokens; "
         f"{SKIP_NOTHING_TO_FREE} = the budget is no smaller than what the request holds; "
+        f"{SKIP_ONE_TOKEN} = nothing is generated behind the first token; "
         f"{SKIP_ERROR} = the policy failed, and the request ended with an error.",
         *("policy", "reason"),
+    ),
+    "prompt_events": (
+        "Number of compression events at the end of a prompt, by when they ran: "
+        f"{AFTER_FIRST_TOKEN} = in the step behind the one that sampled the first token; "
+        f"{AT_ONCE_FOR_ROOM} = before it, since the next waiting request needed the blocks; "
+        f"{AT_ONCE_FOR_BUFFERS} = before it, since all buffers for last queries were in use.",
+        "timing",
     ),
     "states_forgotten": (
         "Number of compressed states that were kept for later requests and then dropped, by "
@@ -134,10 +150,12 @@ class CompressionMetrics:
             collector.labels(*labels)
         for reason in FORGOTTEN_BECAUSE:
             self.counters["states_forgotten"].labels(*labels, reason)
+        for timing in (AFTER_FIRST_TOKEN, AT_ONCE_FOR_ROOM, AT_ONCE_FOR_BUFFERS):
+            self.counters["prompt_events"].labels(*labels, timing)
         for policy in settings.policies:
             for trigger in settings.triggers:
                 self.counters["events"].labels(*labels, policy, trigger.kind)
-            for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE, SKIP_ERROR):
+            for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE, SKIP_ONE_TOKEN, SKIP_ERROR):
                 self.counters["skipped"].labels(*labels, policy, reason)
             for counter in self.event_counters.values():
                 counter.labels(*labels, policy)
@@ -152,6 +170,8 @@ class CompressionMetrics:
             counter.labels(*labels).inc(getattr(stats, field))
         for reason, count in stats.forgotten.items():
             self.counters["states_forgotten"].labels(*labels, reason).inc(count)
+        for timing, count in stats.prompt_events.items():
+            self.counters["prompt_events"].labels(*labels, timing).inc(count)
         for skipped in stats.skipped:
             self.counters["skipped"].labels(*labels, skipped.policy, skipped.reason).inc(
                 skipped.count

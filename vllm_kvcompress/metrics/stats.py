@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
 
 EVICTED, EXTENDED, UNFINISHED = "evicted", "extended", "unfinished_event"
+AFTER_FIRST_TOKEN = "after_first_token"
+AT_ONCE_FOR_ROOM, AT_ONCE_FOR_BUFFERS = "at_once_for_room", "at_once_for_buffers"
 FORGOTTEN_BECAUSE = (EVICTED, EXTENDED, UNFINISHED)  # reasons why kept states are forgotten
 
 
@@ -84,6 +86,8 @@ class StepStats:
         durations: events whose duration became known; a GPU's become known some steps later.
         skipped: events that were left out.
         forgotten: forgotten states by reason, and requests that ended before their event did.
+        prompt_events: events of prompts by when they ran: after the first token, or at once, for a
+            reason.
         reclaimable_blocks: blocks that the pressure trigger would gain if it compressed all
             running requests now.
     """
@@ -92,6 +96,7 @@ class StepStats:
     durations: list[DurationRecord] = field(default_factory=list)
     skipped: list[SkippedRecord] = field(default_factory=list)
     forgotten: dict[str, int] = field(default_factory=dict)
+    prompt_events: dict[str, int] = field(default_factory=dict)
     reclaimable_blocks: int = 0
     logical_tokens: int = counted(
         "step_logical_tokens",
@@ -137,6 +142,10 @@ class StepStats:
     def count_forgotten(self, reason: str) -> None:
         """Counts a kept state that is forgotten, or never came about."""
         self.forgotten[reason] = self.forgotten.get(reason, 0) + 1
+
+    def count_prompt_event(self, timing: str) -> None:
+        """Counts a prompt's event by when it runs."""
+        self.prompt_events[timing] = self.prompt_events.get(timing, 0) + 1
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to plain containers, which JSON and msgpack can carry."""

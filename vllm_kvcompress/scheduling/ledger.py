@@ -15,6 +15,7 @@ from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE, TRIGGER_PRESSURE, C
 
 SKIP_SHORT = "shorter_than_min_tokens"
 SKIP_NOTHING_TO_FREE = "nothing_to_free"
+SKIP_ONE_TOKEN = "ends_with_first_token"
 SKIP_ERROR = "error"
 
 
@@ -41,6 +42,8 @@ class RequestLedger:
         last_position: position of the last event; 0: none yet.
         first_event_position: position of the first event, on which later tokens depend.
         num_prompt_tokens: logical tokens of the prompt, those behind a named context included.
+        generates_one_token: whether the request ends with its first token, so that nothing would
+            read what an event at the prompt's end keeps.
     """
 
     compress_at: int
@@ -51,6 +54,7 @@ class RequestLedger:
     last_position: int = 0
     first_event_position: int | None = None
     num_prompt_tokens: int = 0
+    generates_one_token: bool = False
 
     def usable_tokens(self, position: int, num_tokens: int) -> int:
         """Counts the tokens of a kept state that this request can begin with; 0: none.
@@ -94,11 +98,25 @@ class RequestLedger:
         else:
             return None
         num_kept = self.rule.target_blocks(self.compress_at, position)
+        if self.generates_one_token and self.is_prompt_end(position):
+            return Decision(trigger, num_kept, SKIP_ONE_TOKEN)
         if position < self.rule.min_tokens:
             return Decision(trigger, num_kept, SKIP_SHORT)
         if num_kept >= self.num_source_blocks(position):
             return Decision(trigger, num_kept, SKIP_NOTHING_TO_FREE)
         return Decision(trigger, num_kept)
+
+    def is_prompt_end(self, position: int) -> bool:
+        """Whether an event at `position` is the prompt's, with no named context before its end."""
+        return position == self.compress_at == self.num_prompt_tokens
+
+    def follows_first_token(self, position: int) -> bool:
+        """Whether an event at `position` may wait until the first token has been sampled.
+
+        Where the first event of decoding may come within the next step, it does not.
+        """
+        interval = self.rule.decode_tokens or self.rule.block_size
+        return self.is_prompt_end(position) and interval >= self.rule.block_size
 
     def num_source_blocks(self, position: int) -> int:
         """Counts the blocks that an event reads: kept ones, and full ones since."""
@@ -136,12 +154,19 @@ class RequestLedger:
             first = max(start, end - self.rule.window_size)
             return Observation(first - start, first, end - first)
         position = self.rule.next_position(self.compress_at, start)
-        if position is None:
+        if position is None or not self._expects_event(position):
             return None
         first = max(start, position - self.rule.window_size)
         if first >= end:
             return None
         return Observation(first - start, first, min(end, position) - first)
+
+    def _expects_event(self, position: int) -> bool:
+        """Whether an event at `position`, or soon after it, is planned already or will be."""
+        if position == self.last_position or self.rule.chunk_tokens or self.rule.decode_tokens:
+            return True
+        decision = self.decide(position)
+        return decision is not None and not decision.skipped
 
     def resident_tokens(self, num_tokens: int) -> int:
         """Counts resident tokens per head at `num_tokens` logical ones, in the mean over heads."""
@@ -212,6 +237,10 @@ class PreparationLedger(RequestLedger):
             return min(num_tokens, self.scored_from - start)
         leaves_one = start + num_tokens == self.num_prompt_tokens - 1
         return num_tokens - (leaves_one and num_tokens > 2)
+
+    def follows_first_token(self, position: int) -> bool:
+        """Says no: the request ends with its first token, and leaves the event's state."""
+        return False
 
     def end_of_event(self, position: int) -> int:
         """Returns the end of the context."""

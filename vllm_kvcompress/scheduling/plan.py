@@ -17,13 +17,15 @@ class EventPlan:
         group: vLLM's KV-cache group (models that mix kinds of layers have several).
         policy: name of the request's policy.
         trigger: trigger that fired; "prepare": the event compresses a context.
-        position: computed tokens of the request at the end of the step.
+        position: computed tokens of the request that the event sees.
         window_size: number of last queries before `position` to observe.
         first_block: logical blocks [0, first_block) are already compressed.
         end_block: logical blocks [0, end_block) are compressed afterwards.
         resident_blocks: blocks of the former event's kept tokens (0: none), freed after this one.
         fresh_block_ids: blocks that take the kept tokens.
         kept_as: number of the kept state that this event leaves to later requests; None: none.
+        after_first_token: whether it runs before the forward pass of the request's next step, so
+            that the first token does not wait for it; else behind attention or sampling.
     """
 
     request_id: str
@@ -37,6 +39,15 @@ class EventPlan:
     resident_blocks: int
     fresh_block_ids: tuple[int, ...]
     kept_as: int | None = None
+    after_first_token: bool = False
+
+    @property
+    def done_at(self) -> int:
+        """Computed tokens of the request at the end of the step in which the event runs, at least.
+
+        Its sources may be freed once that step has been processed.
+        """
+        return self.position + self.after_first_token
 
     @property
     def num_source_blocks(self) -> int:
@@ -148,7 +159,7 @@ class StepPlan:
     """What workers do in one step besides running the model.
 
     Attributes:
-        events: compression events at the end of this step's attention.
+        events: compression events of this step.
         adoptions: requests that begin with a kept state.
         requests: by id, requests that are new to the workers, where there is anything to tell.
         observations: by request id, queries that a later event observes.

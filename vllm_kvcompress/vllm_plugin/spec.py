@@ -17,8 +17,11 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from vllm_kvcompress.config import Settings
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.scheduling.rule import CompressionRule
+
+MIN_BUFFERS = 8  # ring buffers for last queries
 
 
 @dataclass(frozen=True)
@@ -127,6 +130,35 @@ class CompressedAttentionSpec(FullAttentionSpec):
         share = pool_blocks / self.rule.concurrency(max_model_len, pool_blocks)
         num_bytes: int = math.ceil(share) * self.page_size_bytes
         return num_bytes
+
+
+@dataclass(frozen=True)
+class QueryBuffers:
+    """Ring buffers for last queries that a GPU allocates before its memory is measured.
+
+    Attributes:
+        number: ring buffers; elsewhere more follow when they are needed.
+        for_prompt_events: how many of them may wait for their prompt's first token. The others are
+            for prompts that the next step goes on to read.
+    """
+
+    number: int
+    for_prompt_events: int
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, settings: Settings) -> Self:
+        """Counts them: one per request that may need one, or eight and more during prefill.
+
+        During prefill few requests need one from one step to the next, unless vLLM prefills many
+        at once.
+        """
+        config = vllm_config.scheduler_config
+        if settings.compresses_while_generating:
+            return cls(config.max_num_seqs, config.max_num_seqs)
+        max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
+        num_prefills = ceil_div(config.max_num_batched_tokens, max_chunk)
+        number = min(config.max_num_seqs, max(MIN_BUFFERS, 2 * num_prefills))
+        return cls(number, max(0, number - num_prefills))
 
 
 def is_compressible(spec: AttentionSpec) -> bool:

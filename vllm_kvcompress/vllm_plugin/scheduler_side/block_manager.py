@@ -246,7 +246,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         vLLM calls this before every allocation.
         """
         event = self._held(request_id).event
-        if event is not None and event.position <= processed_computed_tokens:
+        if event is not None and event.done_at <= processed_computed_tokens:
             self._free_sources(request_id)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
@@ -310,7 +310,10 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         return min(peak, unread + fresh)
 
     def plan_event(self, request_id: str, position: int) -> None:
-        """Decides what happens to a request at the end of this step, in all groups at once."""
+        """Decides what happens to a request at the end of this step, in all groups at once.
+
+        Events that run after the first token are sent with the request's next step.
+        """
         record = self.table[request_id]
         decision = record.ledger.decide(position, request_id in self.table.selected)
         if decision is None:
@@ -319,11 +322,13 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             self.table.skipped[record.ledger.policy, decision.skipped] += 1
             return
         for manager in self.siblings:
-            record.unsent.events.append(manager.begin_event(request_id, position, decision))
+            event = manager.begin_event(request_id, position, decision)
+            if not event.after_first_token:
+                record.unsent.events.append(event)
         record.ledger.commit(position, decision.num_kept_blocks)
 
     def begin_event(self, request_id: str, position: int, decision: Decision) -> EventPlan:
-        """Allocates the fresh blocks of an event that happens in this step.
+        """Allocates the fresh blocks of an event of this step, or right after it.
 
         Under asynchronous scheduling the former event may not have been processed yet. Its sources
         are freed now: workers run steps in order, so their next owner writes to them later. The
@@ -347,6 +352,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             resident_blocks=ledger.resident_blocks,
             fresh_block_ids=block_ids(held.fresh),
             kept_as=self.states.number_of_context(record, position),
+            after_first_token=ledger.follows_first_token(position),
         )
         return held.event
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
@@ -35,7 +35,8 @@ class GroupBlocks:
         kept: blocks that the last event left, or those of the state that the request began with.
         fresh: blocks that `event` writes; they become `kept`.
         window: blocks for the request's last queries.
-        event: event whose step has not been processed, so that its sources are still held.
+        event: event that has not run, or whose step has not been processed, so that its sources
+            are still held.
     """
 
     kept: list[KVCacheBlock] = field(default_factory=list)
@@ -71,6 +72,23 @@ class RequestCompression:
     def prepares(self) -> bool:
         """Whether the request prepares a context for later ones."""
         return isinstance(self.ledger, PreparationLedger)
+
+    def prompt_events(self, position: int) -> list[EventPlan]:
+        """Returns the prompt's event of each group if it waits for the first token at `position`.
+
+        A step that ends there samples that token; the event runs in the step that begins there.
+        """
+        events = [held.event for held in self.groups.values() if held.event is not None]
+        return [each for each in events if each.after_first_token and each.position == position]
+
+    def run_event_at_once(self) -> list[EventPlan]:
+        """Moves the prompt's event in front of the first token, and returns it for each group."""
+        events = []
+        for held in self.groups.values():
+            assert held.event is not None
+            held.event = replace(held.event, after_first_token=False)
+            events.append(held.event)
+        return events
 
     def num_shared(self, num_tokens: int, chunks: PromptChunks | None) -> int:
         """Counts the leading tokens, of the first `num_tokens`, whose blocks others may read.
@@ -175,7 +193,13 @@ class RequestTable:
                 rule, settings.policy, compress_at, num_tokens
             )
         else:
-            ledger = RequestLedger(compress_at, rule, settings.policy, num_prompt_tokens=num_tokens)
+            ledger = RequestLedger(
+                compress_at,
+                rule,
+                settings.policy,
+                num_prompt_tokens=num_tokens,
+                generates_one_token=request.max_tokens <= 1,
+            )
         read_rule = settings.request_read_rule(options.read)
         if read_rule is not None:
             plan.read = ReadPlan(read_rule, num_tokens, compress_at)

@@ -12,7 +12,15 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.metrics.stats import DurationRecord, EventRecord, SkippedRecord, StepStats
+from vllm_kvcompress.metrics.stats import (
+    AFTER_FIRST_TOKEN,
+    AT_ONCE_FOR_BUFFERS,
+    AT_ONCE_FOR_ROOM,
+    DurationRecord,
+    EventRecord,
+    SkippedRecord,
+    StepStats,
+)
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, PreparationLedger, RequestLedger
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
@@ -26,6 +34,7 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
+from vllm_kvcompress.vllm_plugin.spec import QueryBuffers
 from vllm_kvcompress.vllm_plugin.startup import compat, versions
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingScheduler, check_classes
 from vllm_kvcompress.vllm_plugin.startup.refusals import engine_settings
@@ -82,6 +91,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         self.spec = self.table.spec
         self.states = StateReuse(self.spec, self.kv_cache_manager.block_pool)
         self.states.kept.stats = self._step_stats
+        self._buffers = QueryBuffers.of(self.vllm_config, self.spec.settings).for_prompt_events
         self._check_reuse()
         if switched_on():
             self.checks = SchedulerChecks(self.table, self.states.kept)
@@ -368,6 +378,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
     def _step_plan(self, table: RequestTable, output: SchedulerOutput) -> StepPlan:
         """Merges what workers have to do for the requests in this step."""
         plan = self.states.take_unsent()
+        self._plan_prompt_events(table, output, plan)
         observes = any(rule.window_size for rule in self.spec.rules)
         for request_id, num_tokens in output.num_scheduled_tokens.items():
             record = table[request_id]
@@ -382,6 +393,36 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 if observation is not None:
                     plan.observations[request_id] = observation
         return plan
+
+    def _plan_prompt_events(
+        self, table: RequestTable, output: SchedulerOutput, plan: StepPlan
+    ) -> None:
+        """Sends prompts' events with the step behind their first token, or at once.
+
+        An event comes at once where the first waiting request needs its blocks, or where all
+        buffers for last queries are in use.
+        """
+        num_buffered, needs_room = 0, None
+        for request_id, num_tokens in output.num_scheduled_tokens.items():
+            record, end = table[request_id], self.requests[request_id].num_computed_tokens
+            if due := record.prompt_events(end - num_tokens):
+                plan.events += due
+                self._step_stats.count_prompt_event(AFTER_FIRST_TOKEN)
+            waiting = record.prompt_events(end)
+            if not waiting:
+                continue
+            if needs_room is None:
+                needs_room = self._needs_room()
+            num_buffered += waiting[0].window_size > 0
+            if needs_room or num_buffered > self._buffers:
+                reason = AT_ONCE_FOR_ROOM if needs_room else AT_ONCE_FOR_BUFFERS
+                self._step_stats.count_prompt_event(reason)
+                plan.events += record.run_event_at_once()
+
+    def _needs_room(self) -> bool:
+        """Whether the first waiting request waits for more blocks than are free."""
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return bool(compat.blocks_to_admit(self) > free)
 
     def _count_pages(self, rule: ReadRule, ledger: RequestLedger, num_tokens: int) -> None:
         """Counts the pages of a decode step at `num_tokens` tokens, which reads a part of them."""

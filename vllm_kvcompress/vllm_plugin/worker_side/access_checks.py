@@ -87,7 +87,15 @@ class WorkerChecks:
                     used = ceil_div(ends[:, index].amax(1) * 4, pool.page_bytes)
                     state = _first(runs.page_table[:, index], used)
                     self._expect_pages(group, request_ids[row], "reads policy state of", state)
-        for event in work.events:
+        self.check_events(group, work.events)
+
+    def check_events(self, group: GroupCompression, events: Iterable[Event]) -> None:
+        """Checks the blocks of events before they run.
+
+        Raises:
+            InvariantError: an event would read or write a block of another request.
+        """
+        for event in events if self._are_ours else ():
             self._check_event(group, event)
 
     def _check_event(self, group: GroupCompression, event: Event) -> None:

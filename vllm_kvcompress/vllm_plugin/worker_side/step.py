@@ -114,11 +114,40 @@ class GroupCompression:
         if copies:
             self.tables.pool.copy_blocks(copies)
 
+    def begin_requests(self, plan: StepPlan) -> None:
+        """Takes the ring buffers and saved states of requests that are new in the step."""
+        self.tables.poll()
+        windows = self.runner.windows
+        if isinstance(windows, PagedWindows):
+            for request_id, request in plan.requests.items():
+                if self.group in request.windows:
+                    windows.hold(request_id, request.windows[self.group])
+        for adoption in plan.adoptions:
+            if adoption.group == self.group:
+                self.tables.restore(adoption.request_id, adoption.state, adoption.end_block)
+
+    def begin_events(
+        self, plan: StepPlan, request_ids: list[str], blocks: Tensor, after_first_token: bool
+    ) -> list[Event]:
+        """Begins the step's events in this group that run before the forward pass, or the others.
+
+        Args:
+            plan: the step's plan.
+            request_ids: requests by row of the batch.
+            blocks: [requests, max_blocks] int32 block ids by logical block.
+            after_first_token: which events; those that are the first token's run first.
+        """
+        row_of = {request_id: row for row, request_id in enumerate(request_ids)}
+        return [
+            guard.begin(self.runner, event, blocks[row_of[event.request_id]])
+            for event in plan.events
+            if event.group == self.group and event.after_first_token == after_first_token
+        ]
+
     def prepare(
         self, plan: StepPlan, request_ids: list[str], common: CommonAttentionMetadata
     ) -> StepWork:
         """Prepares everything that the layers of the group share in this step."""
-        self._begin_requests(plan)
         lengths, blocks = compat.host_lengths(common), common.block_table_tensor
         starts = common.query_start_loc_cpu.numpy()
         filled = self._prepare_reads(plan, request_ids, lengths, np.diff(starts), blocks)
@@ -130,10 +159,7 @@ class GroupCompression:
             {name: number for name, number in scored.items() if number}
         )
         work.repetitions = self.runner.repetitions.in_step(row_of, starts, lengths, blocks)
-        for event in plan.events:
-            if event.group == self.group:
-                row = row_of[event.request_id]
-                work.events.append(guard.begin(self.runner, event, blocks[row]))
+        work.events = self.begin_events(plan, request_ids, blocks, after_first_token=False)
         observed = [
             (request_id, int(starts[row_of[request_id]]), observation)
             for request_id, observation in plan.observations.items()
@@ -148,18 +174,6 @@ class GroupCompression:
             reads_step = batch.window_size > 0 and batch.events[0].plan.request_id in in_step
             (work.batches if reads_step else work.waiting).append(batch)
         return work
-
-    def _begin_requests(self, plan: StepPlan) -> None:
-        """Takes the ring buffers and saved states of requests that are new in the step."""
-        self.tables.poll()
-        windows = self.runner.windows
-        if isinstance(windows, PagedWindows):
-            for request_id, request in plan.requests.items():
-                if self.group in request.windows:
-                    windows.hold(request_id, request.windows[self.group])
-        for adoption in plan.adoptions:
-            if adoption.group == self.group:
-                self.tables.restore(adoption.request_id, adoption.state, adoption.end_block)
 
     def _prepare_reads(
         self,
@@ -202,21 +216,27 @@ class GroupCompression:
             destinations = self.runner.windows.addresses(observed, steps.like)
         steps.fill(compressed, common.seq_lens, common.block_table_tensor, destinations)
 
-    def finish_step(self, work: StepWork) -> None:
-        """Runs the events that waited for sampling, then gives requests their kept pages.
+    def run_events(self, events: list[Event], batches: list[EventBatch] | None = None) -> None:
+        """Runs batches of events in all layers, then gives requests their kept pages.
 
-        Work is queued on one stream: events read what the step has written, and later steps
+        Work is queued on one stream: events read what earlier steps have written, and later steps
         write after them.
+
+        Args:
+            events: the events; those that are in no batch have run already.
+            batches: what is left to run; None: all of the events.
         """
+        if batches is None:
+            batches = self.runner.batches(events)
         summaries = None if self.readers is None else self.readers.summaries
         with torch.inference_mode():  # as the forward pass
-            for layer, scale in enumerate(self.scales if work.waiting else ()):
-                work.waiting = guard.run_layer(self.runner, work.waiting, layer, scale)
+            for layer, scale in enumerate(self.scales if batches else ()):
+                batches = guard.run_layer(self.runner, batches, layer, scale)
             if summaries is not None:
-                for event in work.events:
+                for event in events:
                     for layer in range(self.tables.pool.num_layers):
                         summaries.fill(layer, event.kept_pages(layer))
-        for event in work.events:
+        for event in events:
             self.runner.finish(event)
 
     def _filled_blocks(

@@ -26,10 +26,14 @@ from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs
-from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
-from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, PolicyDemand
+from vllm_kvcompress.vllm_plugin.spec import (
+    MIN_BUFFERS,
+    CompressedAttentionSpec,
+    PolicyDemand,
+    QueryBuffers,
+)
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.graphs import reason_for_pieces
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import check_groups, check_layer
@@ -46,7 +50,6 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
-MIN_RINGS = 8
 _FAILED = (
     "request %s: policy %s failed at an event; the request keeps its first and latest tokens "
     "instead, and ends with an error. No other request is affected."
@@ -85,6 +88,7 @@ class WorkerCompression:
         self._plan: StepPlan | None = None
         self._scheduler_output: SchedulerOutput | None = None
         self._running: list[tuple[GroupCompression, StepWork]] = []
+        self._ended: list[Event] = []
         self._timed: list[tuple[str, list[Stopwatch]]] = []
         self._failed: list[str] = []
 
@@ -229,8 +233,9 @@ class WorkerCompression:
         }
         windows: Windows
         if self.settings.pressure_mark is None:
-            size, device = self.needs.window_size, pool.device
-            windows = QueryWindows(len(layers), size, device, self.num_rings(device))
+            buffers = QueryBuffers.of(self.vllm_config, self.settings)
+            number = buffers.number if pool.device.type == "cuda" else MIN_BUFFERS
+            windows = QueryWindows(len(layers), self.needs.window_size, pool.device, number)
         else:
             windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
         weights = [layer_weights(layer, model, self.needs) for layer in layers]
@@ -239,22 +244,6 @@ class WorkerCompression:
         scales = {layer.impl.scale for layer in layers}
         alike = len(scales) == 1 and all(each.rotates_like(weights[0]) for each in weights)
         return EventRunner(PageTables(pool), windows, pipelines, weights, most_tokens, alike)
-
-    def num_rings(self, device: torch.device) -> int:
-        """Returns the number of ring buffers for last queries that are allocated at first.
-
-        On GPUs these are all that can be in use: their memory is measured before the cache is
-        allocated, and they are never copied to grow. During prefill few requests need one from
-        one step to the next, unless vLLM prefills many at once.
-        """
-        config = self.vllm_config.scheduler_config
-        if device.type != "cuda":
-            return MIN_RINGS
-        if self.settings.compresses_while_generating:
-            return int(config.max_num_seqs)
-        max_chunk = config.long_prefill_token_threshold or config.max_num_batched_tokens
-        num_prefills: int = ceil_div(config.max_num_batched_tokens, max_chunk)
-        return min(int(config.max_num_seqs), max(MIN_RINGS, num_prefills))
 
     def warm_up(self) -> None:
         """Runs this package's kernels once, so that no request waits for their compilation."""
@@ -325,7 +314,15 @@ class WorkerCompression:
         if self._plan is None or self._scheduler_output is None:
             return group.prepare_dummy(common)
         request_ids = compat.batch_request_ids(self._model_runner, self._scheduler_output, common)
-        work = group.prepare(self._plan, request_ids, common)
+        plan, blocks = self._plan, common.block_table_tensor
+        group.begin_requests(plan)
+        ended = group.begin_events(plan, request_ids, blocks, after_first_token=True)
+        if self.checks is not None:
+            self.checks.check_events(group, ended)
+        if ended:
+            group.run_events(ended)
+            self._ended += ended
+        work = group.prepare(plan, request_ids, common)
         if self.checks is not None:
             self.checks.check(group, work, request_ids, common)
         if work.is_empty:
@@ -339,11 +336,12 @@ class WorkerCompression:
 
     def end_step(self) -> None:
         """Runs events that waited for sampling, records all, and drops the step's state."""
-        by_request: dict[str, list[Event]] = {}
         for group, work in self._running:
-            group.finish_step(work)
-            for event in work.events:
-                by_request.setdefault(event.plan.request_id, []).append(event)
+            group.run_events(work.events, work.waiting)
+            self._ended += work.events
+        by_request: dict[str, list[Event]] = {}
+        for event in self._ended:
+            by_request.setdefault(event.plan.request_id, []).append(event)
         failed = self._agree_on_failed(by_request)
         for request_id, events in by_request.items():
             if request_id not in failed:
@@ -354,7 +352,7 @@ class WorkerCompression:
         if self._plan is not None:
             for group in self.groups.values():
                 group.tables.drop_saved(self._plan.dropped)
-        self._plan, self._scheduler_output, self._running = None, None, []
+        self._plan, self._scheduler_output, self._running, self._ended = None, None, [], []
 
     def _agree_on_failed(self, by_request: dict[str, list[Event]]) -> list[str]:
         """Returns requests whose event failed on any tensor-parallel rank, and logs why."""
