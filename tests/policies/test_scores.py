@@ -320,6 +320,19 @@ def test_sixteen_bit_value_norms_are_within_half_a_percent() -> None:
     assert torch.allclose(norms, exact.float(), rtol=5e-3)
 
 
+@pytest.mark.parametrize("rank", [0, 40, 64])
+def test_norms_of_sixteen_bit_values_are_those_of_the_same_values_in_fp32(rank: int) -> None:
+    """Even where the projection loses dimensions; two requests share the weights of two heads."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(4, 50, 64, generator=generator).bfloat16()
+    weight = torch.randn(2, 3, 64, rank, generator=generator)
+    gram = weight @ weight.mT
+    norms = value_norms_l2(of_keys(values), gram)
+    expected = value_norms_l2(of_keys(values.float()), gram)
+    assert torch.allclose(norms, expected, rtol=0.01, atol=1e-6)
+    assert bool(norms.min() > 0.1) == (rank > 0)
+
+
 def test_unwanted_value_norms_are_left_out() -> None:
     view = make_view(Shape(pages=(3, 3)), 1)
     assert view.output_weight is not None

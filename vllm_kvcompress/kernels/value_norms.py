@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.tiles import cached_bytes, head_slices, tile_bytes
+from vllm_kvcompress.kernels.common.tiles import (
+    cached_bytes,
+    head_slices,
+    multiplies_bf16,
+    tile_bytes,
+)
 from vllm_kvcompress.kernels.dispatch import by_device
 
+RIDGE = 1e-4  # added to all eigenvalues of a Gram matrix, as a fraction of their mean
 MIN_PRODUCT_ROWS = 512  # of a matrix product whose other factor is large: it is packed each time
 
 
@@ -60,6 +66,9 @@ def _some_entries(wanted: Tensor) -> Tensor:
 def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     """Mean over the group of ||v W_O||_2 = sqrt(v Q v^T) per entry, with Q = W W^T.
 
+    Values of bf16 caches are multiplied in their own type with a root of Q, which is as exact as
+    they are.
+
     Args:
         output_gram: [H or a divisor of it, G, D, D] fp32; repeated for several requests.
 
@@ -69,9 +78,9 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     values = view.values()
     num_heads, num_entries, head_size = values.shape
     group = output_gram.shape[1]
-    gram = output_gram
-    if len(gram) < num_heads:
-        gram = gram.repeat(num_heads // len(gram), 1, 1, 1)
+    if values.dtype == torch.bfloat16 and multiplies_bf16(values.device):
+        return _norms_by_roots(values, _roots(output_gram).to(values.dtype))
+    gram = _repeated(output_gram, num_heads)
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
     # A tile of values and of their products stay in a core's cache.
     row_bytes = 2 * 4 * head_size
@@ -84,3 +93,27 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
                 squares = (tile @ gram[heads, member]).mul_(tile).sum(dim=2)
                 norms[heads, start : start + rows] += squares.clamp_min_(0).sqrt_()
     return norms / group
+
+
+def _norms_by_roots(values: Tensor, roots: Tensor) -> Tensor:
+    """Returns the [H, n] fp32 mean over the group of ||v L||_2, with roots L of Gram matrices."""
+    num_heads, num_entries, _ = values.shape
+    group, roots = roots.shape[1], _repeated(roots, num_heads)
+    norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
+    for heads in head_slices(num_heads, 2 * values[:1].nbytes, values.device):
+        for member in range(group):
+            products = values[heads] @ roots[heads, member]
+            norms[heads] += torch.linalg.vector_norm(products, dim=2, dtype=torch.float32)
+    return norms / group
+
+
+def _repeated(of_heads: Tensor, num_heads: int) -> Tensor:
+    """Repeats the matrices of a layer's heads for several requests."""
+    return of_heads.repeat(num_heads // len(of_heads), 1, 1, 1)
+
+
+def _roots(grams: Tensor) -> Tensor:
+    """Returns L of grams Q = L L^T, [..., D, D]; a little is added to Q, which may be singular."""
+    diagonal = grams.diagonal(dim1=-2, dim2=-1)
+    added = (RIDGE * diagonal.mean(dim=-1, keepdim=True) + 1e-20).expand_as(diagonal)
+    return torch.linalg.cholesky_ex(grams + torch.diag_embed(added)).L
