@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_kvcompress.config import (
+    AUTO_MIN_ANSWER_TOKENS,
     DEFAULT_MIN_TOKENS,
     DEFAULT_POLICY,
     PROFILED_POLICY,
@@ -334,6 +335,16 @@ def test_auto_is_the_default_policy_wherever_one_is_named() -> None:
     assert other.for_request("auto", None).policy == DEFAULT_POLICY
     with pytest.raises(ConfigError, match=f'policy "{DEFAULT_POLICY}": this server allows snapkv'):
         Settings(policy="snapkv").for_request("auto", None)
+
+
+def test_auto_alone_leaves_prompts_of_short_answers_whole() -> None:
+    assert Settings(policy="auto").min_answer_tokens == AUTO_MIN_ANSWER_TOKENS == 64
+    assert Settings(policy="auto", min_answer_tokens=0).min_answer_tokens == 0
+    assert Settings(policy="spans").min_answer_tokens == 0
+    asked = Settings(policy="auto", request_policies=("snapkv",))
+    assert asked.for_request("snapkv", None).min_answer_tokens == 0
+    assert asked.for_request(None, None).min_answer_tokens == 64
+    assert Settings.from_dict(asked.to_dict()) == asked
 
 
 def test_auto_reads_a_profile_of_its_own() -> None:

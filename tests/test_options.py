@@ -25,7 +25,12 @@ FIELDS = [(options, name) for options in NEEDED for name in options.model_fields
 # What users wrote before options had fields of models, and deployments still write.
 FLAGS = {
     *("--kv-policy", "--kv-budget", "--kv-trigger", "--kv-param", "--kv-profile"),
-    *("--kv-min-tokens", "--kv-allow-request-policies", "--kv-min-request-budget"),
+    *(
+        "--kv-min-tokens",
+        "--kv-min-answer-tokens",
+        "--kv-allow-request-policies",
+        "--kv-min-request-budget",
+    ),
     *("--kv-max-request-budget", "--kv-reuse-contexts", "--kv-reuse-conversations", "--kv-read"),
     *("--kv-read-min-tokens", "--kv-min-request-read", "--kv-attention", "--prompt-compressor"),
     *("--prompt-rate", "--prompt-target-tokens", "--prompt-role-rate", "--prompt-force-token"),
@@ -78,6 +83,7 @@ VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
     (Settings, "params"): ({}, [{"a": 1, "b": "x", "c": True}], [{"a": [1]}, {"a": math.inf}, 3]),
     (Settings, "profile"): (None, ["heads.json"], [3]),
     (Settings, "min_tokens"): (256, [0, 2**53], [-1, 2**53 + 1, 1.5, True, "7"]),
+    (Settings, "min_answer_tokens"): (0, [0, 2**53], [-1, 2**53 + 1, 1.5, True, "7"]),
     (Settings, "request_policies"): ((), [("snapkv", "none")], [5, [5]]),
     (Settings, "min_request_budget"): (None, [0.1], [0, 1.5, True, 100]),
     (Settings, "max_request_budget"): (None, [1.0], [0, 1.5, True, 0.1]),

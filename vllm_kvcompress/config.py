@@ -31,6 +31,7 @@ AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
 DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
 PROFILED_POLICY = "spans+headkv"  # what AUTO stands for where heads were measured
 DEFAULT_BUDGET = 0.5  # fraction of each prompt; see docs/results/spans.md
+AUTO_MIN_ANSWER_TOKENS = 64  # with AUTO; see docs/results/conversations.md
 DEFAULT_MIN_TOKENS = 256  # shorter prompts lose most and free least: docs/results/spans.md
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -108,6 +109,15 @@ class Settings(Options):
     min_tokens: int = option(
         DEFAULT_MIN_TOKENS,
         "compress no request that has fewer tokens than this",
+        "N",
+        ge=0,
+        le=MAX_TOKENS,
+    )
+    min_answer_tokens: int = option(
+        0,
+        "leave prompts whole whose answer is limited (`max_tokens`) to fewer tokens than this, "
+        f"while no request waits and half of the pool is free (default {AUTO_MIN_ANSWER_TOKENS} "
+        "with `auto`, else 0)",
         "N",
         ge=0,
         le=MAX_TOKENS,
@@ -193,6 +203,8 @@ class Settings(Options):
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
+        if self.policy == AUTO and "min_answer_tokens" not in self.model_fields_set:
+            object.__setattr__(self, "min_answer_tokens", AUTO_MIN_ANSWER_TOKENS)
         object.__setattr__(self, "policy", named_policy(self.policy, self.profile))
         policies = tuple(map(self._named, self.request_policies))
         object.__setattr__(self, "request_policies", policies)
@@ -253,11 +265,15 @@ class Settings(Options):
     def for_request(self, policy: str | None, budget: float | None) -> Self:
         """The settings of a request that asks for a policy, or a budget, or both.
 
-        The server's parameters and profile are those of its own policy.
+        The server's parameters and profile are those of its own policy. What a request asks for is
+        done however short its answer may be.
 
         Raises:
             ConfigError: the server does not allow it.
         """
+        changes: dict[str, Any] = {}
+        if policy is not None or budget is not None:
+            changes["min_answer_tokens"] = 0
         policy = self.policy if policy is None else self._named(policy)
         allowed = dict.fromkeys((self.policy, *self.request_policies))
         if policy not in allowed:
@@ -265,7 +281,7 @@ class Settings(Options):
                 f'policy "{policy}": this server allows {" and ".join(allowed)}; choose one, or '
                 "leave it out."
             )
-        changes: dict[str, Any] = {"policy": policy}
+        changes["policy"] = policy
         if budget is not None:
             check_choice("kv_budget", budget, self.min_request_budget, self.max_request_budget)
             changes["budget"] = budget

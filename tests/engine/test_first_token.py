@@ -92,3 +92,21 @@ def test_prompts_beyond_the_buffers_for_last_queries_are_compressed_at_once(
     assert each["prompt_events"] == {"after_first_token": 10}
     for name, output in each["outputs"].items():
         assert report["outputs"][name]["tokens"] == output["tokens"], name
+
+
+def test_short_answers_are_left_whole_while_there_is_room(llama: str, run_engine: Run) -> None:
+    """One alone; not one that waits with others, or whose answer may be long, or in a full pool."""
+    phases = [
+        [request("alone", prompt(600, seed=1), 10)],
+        [request("long answer", prompt(600, seed=2), 20)],
+        [request(f"together {i}", prompt(600, seed=3 + i), 10) for i in range(2)],
+        [
+            request("large", prompt(1800, seed=8), 60, xargs={"kv_policy": "none"}),
+            request("beside", prompt(600, seed=9), 10, at_step=8),
+        ],
+    ]
+    settings = {**QUARTER, "min_answer_tokens": 20, "request_policies": ["none"]}
+    report = run_engine(llama, phases, settings=settings, num_gpu_blocks_override=100)
+    assert report["skipped"] == {"adakv short_answer": 2}  # alone, and the first one of two
+    assert len(report["events"]) == 3
+    assert report["free_at_end"] == report["num_blocks"] - 1

@@ -31,12 +31,7 @@ from vllm_kvcompress.metrics.stats import (
     StepStats,
     counters_of,
 )
-from vllm_kvcompress.scheduling.ledger import (
-    SKIP_ERROR,
-    SKIP_NOTHING_TO_FREE,
-    SKIP_ONE_TOKEN,
-    SKIP_SHORT,
-)
+from vllm_kvcompress.scheduling.ledger import SKIP_REASONS
 
 _LABELS = ("model_name", "engine")  # of every metric, as of vLLM's
 _FRACTION_BUCKETS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0]
@@ -70,10 +65,7 @@ _COUNTERS = {  # with the labels that follow the text
     ),
     "skipped": (
         "Number of compression events that a trigger called for but that were left out, by "
-        f"reason: {SKIP_SHORT} = fewer logical tokens than min_tokens; "
-        f"{SKIP_NOTHING_TO_FREE} = the budget is no smaller than what the request holds; "
-        f"{SKIP_ONE_TOKEN} = nothing is generated behind the first token; "
-        f"{SKIP_ERROR} = the policy failed, and the request ended with an error.",
+        f"reason: {'; '.join(f'{name} = {text}' for name, text in SKIP_REASONS.items())}.",
         *("policy", "reason"),
     ),
     "prompt_events": (
@@ -155,7 +147,7 @@ class CompressionMetrics:
         for policy in settings.policies:
             for trigger in settings.triggers:
                 self.counters["events"].labels(*labels, policy, trigger.kind)
-            for reason in (SKIP_SHORT, SKIP_NOTHING_TO_FREE, SKIP_ONE_TOKEN, SKIP_ERROR):
+            for reason in SKIP_REASONS:
                 self.counters["skipped"].labels(*labels, policy, reason)
             for counter in self.event_counters.values():
                 counter.labels(*labels, policy)

@@ -16,7 +16,15 @@ from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE, TRIGGER_PRESSURE, C
 SKIP_SHORT = "shorter_than_min_tokens"
 SKIP_NOTHING_TO_FREE = "nothing_to_free"
 SKIP_ONE_TOKEN = "ends_with_first_token"
+SKIP_SHORT_ANSWER = "short_answer"
 SKIP_ERROR = "error"
+SKIP_REASONS = {  # why an event that a trigger called for is left out
+    SKIP_SHORT: "fewer logical tokens than min_tokens",
+    SKIP_NOTHING_TO_FREE: "the budget is no smaller than what the request holds",
+    SKIP_ONE_TOKEN: "nothing is generated behind the first token",
+    SKIP_SHORT_ANSWER: "an answer limited to fewer than min_answer_tokens, while there was room",
+    SKIP_ERROR: "the policy failed, and the request ended with an error",
+}
 
 
 @dataclass(frozen=True)
@@ -42,8 +50,6 @@ class RequestLedger:
         last_position: position of the last event; 0: none yet.
         first_event_position: position of the first event, on which later tokens depend.
         num_prompt_tokens: logical tokens of the prompt, those behind a named context included.
-        generates_one_token: whether the request ends with its first token, so that nothing would
-            read what an event at the prompt's end keeps.
     """
 
     compress_at: int
@@ -54,7 +60,6 @@ class RequestLedger:
     last_position: int = 0
     first_event_position: int | None = None
     num_prompt_tokens: int = 0
-    generates_one_token: bool = False
 
     def usable_tokens(self, position: int, num_tokens: int) -> int:
         """Counts the tokens of a kept state that this request can begin with; 0: none.
@@ -98,25 +103,21 @@ class RequestLedger:
         else:
             return None
         num_kept = self.rule.target_blocks(self.compress_at, position)
-        if self.generates_one_token and self.is_prompt_end(position):
-            return Decision(trigger, num_kept, SKIP_ONE_TOKEN)
         if position < self.rule.min_tokens:
             return Decision(trigger, num_kept, SKIP_SHORT)
         if num_kept >= self.num_source_blocks(position):
             return Decision(trigger, num_kept, SKIP_NOTHING_TO_FREE)
         return Decision(trigger, num_kept)
 
-    def is_prompt_end(self, position: int) -> bool:
-        """Whether an event at `position` is the prompt's, with no named context before its end."""
-        return position == self.compress_at == self.num_prompt_tokens
-
     def follows_first_token(self, position: int) -> bool:
         """Whether an event at `position` may wait until the first token has been sampled.
 
-        Where the first event of decoding may come within the next step, it does not.
+        It does at the prompt's end, unless the first event of decoding may come within the next
+        step.
         """
         interval = self.rule.decode_tokens or self.rule.block_size
-        return self.is_prompt_end(position) and interval >= self.rule.block_size
+        is_prompt_end = position == self.compress_at == self.num_prompt_tokens
+        return is_prompt_end and interval >= self.rule.block_size
 
     def num_source_blocks(self, position: int) -> int:
         """Counts the blocks that an event reads: kept ones, and full ones since."""

@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from vllm_kvcompress.config import RequestOptions, Settings
-from vllm_kvcompress.scheduling.ledger import PreparationLedger, RequestLedger
+from vllm_kvcompress.scheduling.ledger import (
+    SKIP_ONE_TOKEN,
+    SKIP_SHORT_ANSWER,
+    PreparationLedger,
+    RequestLedger,
+)
 from vllm_kvcompress.scheduling.plan import EventPlan, ReadPlan, RequestPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import Candidate
 from vllm_kvcompress.scheduling.read_rule import PromptChunks, ReadRule
+from vllm_kvcompress.scheduling.rule import CompressionRule
 from vllm_kvcompress.vllm_plugin.request_options import check_allowed, request_options
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import StateUse
 
@@ -160,13 +166,18 @@ class RequestTable:
     def __getitem__(self, request_id: str) -> RequestCompression:
         return self.records[request_id]
 
-    def open(self, request: Request, begins_anew: bool = False) -> None:
+    def open(self, request: Request, begins_anew: bool = False, has_room: bool = False) -> None:
         """Opens the record of a request that is queued, or that lost everything by preemption.
 
         A request that names its context, in a model with other kinds of layers, reads no prefix
         cache: a hit may end behind the context, and their hits cannot be shortened. A request that
         prepares its context begins with no kept state, since it scores uncompressed tokens. With
         `begins_anew` neither does one that had read its prompt before it was preempted.
+
+        Args:
+            request: the request.
+            begins_anew: whether it must not begin with a kept state.
+            has_room: whether no request waits, and at least half of the pool is free.
         """
         options = _requested_options(request, self.spec.settings)
         settings = self.spec.settings.for_request(options.policy, options.budget)
@@ -193,13 +204,9 @@ class RequestTable:
                 rule, settings.policy, compress_at, num_tokens
             )
         else:
-            ledger = RequestLedger(
-                compress_at,
-                rule,
-                settings.policy,
-                num_prompt_tokens=num_tokens,
-                generates_one_token=request.max_tokens <= 1,
-            )
+            if compress_at == num_tokens:
+                rule = self._leave_whole(request, settings, rule, has_room)
+            ledger = RequestLedger(compress_at, rule, settings.policy, num_prompt_tokens=num_tokens)
         read_rule = settings.request_read_rule(options.read)
         if read_rule is not None:
             plan.read = ReadPlan(read_rule, num_tokens, compress_at)
@@ -208,6 +215,25 @@ class RequestTable:
         if plan:
             record.unsent.requests[request.request_id] = plan
         self.records[request.request_id] = record
+
+    def _leave_whole(
+        self, request: Request, settings: Settings, rule: CompressionRule, has_room: bool
+    ) -> CompressionRule:
+        """Returns the rule without the prompt's event, where that gains nothing; counts the reason.
+
+        A request of one token would not read what is kept. A short answer takes less time than the
+        event, if nobody needs the blocks and no later turn continues from what is kept.
+        """
+        reason = None
+        if request.max_tokens <= 1:
+            reason = SKIP_ONE_TOKEN
+        elif request.max_tokens < settings.min_answer_tokens and has_room:
+            reason = None if settings.reuse_conversations else SKIP_SHORT_ANSWER
+        is_due = rule.first_effective_position(request.num_prompt_tokens) is not None
+        if reason is None or not is_due or rule.chunk_tokens:
+            return rule
+        self.skipped[settings.policy, reason] += 1
+        return replace(rule, at_prompt_end=False)
 
     def close(self, request_id: str, group: int) -> GroupBlocks:
         """Takes a request's blocks in one group, to be freed; the last group closes the record."""

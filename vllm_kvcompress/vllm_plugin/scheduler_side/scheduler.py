@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
+MAX_USAGE_OF_ROOM = 0.5  # of the pool; below it a short answer's prompt may stay whole
 logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
 
 _CAPACITY = (
@@ -257,7 +258,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
     def add_request(self, request: Request) -> None:
         """Queues a request; a known one only brings more input."""
         if self.table is not None and request.request_id not in self.requests:
-            self.table.open(request)
+            usage = self.kv_cache_manager.block_pool.get_usage()
+            self.table.open(request, has_room=not self.waiting and usage <= MAX_USAGE_OF_ROOM)
         super().add_request(request)
 
     def preempt(self, request: Request, *args: Any, **kwargs: Any) -> None:
