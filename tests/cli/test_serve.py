@@ -17,7 +17,7 @@ from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.cli.vllm_command import ServeRequest
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.tools.smollm2 import SMOLLM2
+from vllm_kvcompress.tools.model_releases import SMOLLM2
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
