@@ -132,7 +132,7 @@ class Request:
 
     def plan(self, position: int) -> EventPlan:
         """Returns the plan that a scheduler would make."""
-        least = self.pipeline.least_blocks(NUM_HEADS, HEAD_SIZE, BLOCK_SIZE, self.pool.page_bytes)
+        least = self.pipeline.least_blocks(self.pool.page_shape)
         rule = CompressionRule(BLOCK_SIZE, least_blocks=least, **BUDGETS[self.budget])
         num_fresh = rule.target_blocks(position, position)
         fresh = [self._free_blocks.pop() for _ in range(num_fresh)]

@@ -100,7 +100,7 @@ class Step:
 
     def plan(self, index: int, position: int) -> EventPlan:
         first, resident = self.kept[index]
-        least = self.pipeline.least_blocks(NUM_HEADS, HEAD_SIZE, BLOCK_SIZE, self.pool.page_bytes)
+        least = self.pipeline.least_blocks(self.pool.page_shape)
         num_kept = max(least, 4 + index % 2)
         start = 20 if resident == 0 else 30
         return EventPlan(

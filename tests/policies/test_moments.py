@@ -25,6 +25,7 @@ from vllm_kvcompress.kernels.merging.moments import (
 )
 from vllm_kvcompress.kernels.merging.moments import corrected as with_moments
 from vllm_kvcompress.policies import resolve
+from vllm_kvcompress.policies.base import PageShape
 from vllm_kvcompress.scheduling.rule import CompressionRule
 
 DIM, SCALE = 5, 0.4
@@ -183,16 +184,17 @@ def test_the_least_blocks_hold_the_state_and_a_page_per_head(
 ) -> None:
     pipeline = resolve(policy)
     page_bytes = 2 * 32 * head_size * 2
-    least = pipeline.least_blocks(heads, head_size, 32, page_bytes)
+    shape = PageShape(heads, head_size, 32, page_bytes)
+    least = pipeline.least_blocks(shape)
 
     def room(blocks: int) -> int:
         pages = blocks * heads
-        return pages - pipeline.state_pages(pages, heads, head_size, 32, page_bytes)
+        return pages - pipeline.state_pages(pages, shape)
 
     assert room(least) >= heads
     assert least == 1 or room(least - 1) < heads
     if policy == "momentkv":
-        state = pipeline.state_pages(least * heads, heads, head_size, 32, page_bytes)
+        state = pipeline.state_pages(least * heads, shape)
         assert (state - 1) * page_bytes < 4 * heads * packed_size(head_size) <= state * page_bytes
     if policy == "snapkv":
         assert least == 1
@@ -273,30 +275,30 @@ def test_uncorrected_outputs_need_no_state_after_the_only_event() -> None:
 
 
 # Llama 3.1 8B: 8 heads of 128 numbers, blocks of 16 tokens in 16 bits.
-LLAMA = (8, 128, 16, 2 * 16 * 128 * 2)
+LLAMA = PageShape(8, 128, 16, 2 * 16 * 128 * 2)
 
 
 def test_a_budget_that_the_state_leaves_too_little_of_is_refused_with_the_figures() -> None:
     """A head's state is 33,800 bytes, 66.02 tokens: 34 pages of 16 for eight heads, 68 tokens."""
     pipeline = resolve("momentkv")
-    pipeline.check_room(112, *LLAMA)
+    pipeline.check_room(112, LLAMA)
     said = (
         r"much as 68 tokens.*at least 33 tokens.*found 28 of 96; give at least 112, or state_room"
     )
     with pytest.raises(ConfigError, match=said):
-        pipeline.check_room(96, *LLAMA)
-    resolve("snapkv").check_room(32, *LLAMA)
+        pipeline.check_room(96, LLAMA)
+    resolve("snapkv").check_room(32, LLAMA)
 
 
 def test_a_state_on_top_leaves_the_budget_to_tokens() -> None:
     """The paper's smallest budget is 128 tokens."""
     pipeline = resolve("snapkv+momentfix", {"state_room": "on_top"})
-    heads, head_size, block_size, page_bytes = LLAMA
-    on_top = pipeline.blocks_on_top(heads, head_size, page_bytes)
+    heads, block_size = LLAMA.num_heads, LLAMA.block_size
+    on_top = pipeline.blocks_on_top(LLAMA)
     assert on_top == 5
-    pipeline.check_room(128, *LLAMA)
+    pipeline.check_room(128, LLAMA)
     rule = CompressionRule(block_size, tokens=128, blocks_on_top=on_top)
     pages = rule.target_blocks(4096, 4096) * heads
-    state = pipeline.state_pages(pages, heads, head_size, block_size, page_bytes)
+    state = pipeline.state_pages(pages, LLAMA)
     assert pages - state >= 128 // block_size * heads
-    assert resolve("snapkv+momentfix").blocks_on_top(heads, head_size, page_bytes) == 0
+    assert resolve("snapkv+momentfix").blocks_on_top(LLAMA) == 0

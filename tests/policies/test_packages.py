@@ -12,11 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests import foreign_policy
 from tests.policies import oracles
-from tests.policies.cases import Shape, make_view, rows_of, with_state
+from tests.policies.cases import Shape, make_view, rows_of
 from vllm_kvcompress import policies
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.errors import ConfigError
@@ -108,14 +107,6 @@ def test_a_foreign_policy_keeps_what_the_loop_keeps(shape: Shape, total: int) ->
         others = [j for j in range(head.size) if j not in sure]
         best = oracles.best(others, scores, num_kept - len(sure))
         assert actual == sorted(sure | set(best))
-
-
-def test_views_also_have_entry_state_under_the_names_of_earlier_versions() -> None:
-    view = with_state(make_view(Shape((2, 1)), 0), bias=torch.zeros(2, 8))
-    assert view.bias is view.entries.bias  # type: ignore[attr-defined]
-    assert view.running is None  # type: ignore[attr-defined]
-    with pytest.raises(AttributeError, match="no attribute values"):
-        _ = view.values  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("fading")

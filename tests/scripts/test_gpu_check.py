@@ -464,7 +464,7 @@ def test_measured_events_keep_a_quarter(name: str) -> None:
         event.forget()
         assert not tables.slots
         assert not event.runner.windows.slots
-    held = event.runner.pipeline.state_pages(16, 2, 16, 16, event.cache.pool.page_bytes)
+    held = event.runner.pipeline.state_pages(16, event.cache.pool.page_shape)
     assert int(kept[0].sum()) == 3 * (8 * 2 - held)
     assert torch.equal(*kept)
 
@@ -486,7 +486,7 @@ def test_measured_step_of_events_keeps_a_quarter_of_each_request(name: str) -> N
     alone, layers, together = (launches(step, way) for way in WAYS)
     assert 2 * together < alone
     assert 2 * layers < alone
-    held = step.runner.pipeline.state_pages(8, 2, 16, 16, cache.pool.page_bytes)
+    held = step.runner.pipeline.state_pages(8, cache.pool.page_shape)
     assert [int(counts.sum()) for counts in kept] == 12 * [3 * (2 * 4 - held)]
     assert all(map(torch.equal, 2 * kept[:4], kept[4:]))
 

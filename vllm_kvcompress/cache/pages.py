@@ -31,6 +31,7 @@ from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.paged_entries import EntriesInPages, PagedEntries
 from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.policies.base import PageShape
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 KEYS, VALUES = 0, 1
@@ -159,6 +160,11 @@ class PagePool(EntriesInPages, ABC):
     def page_bytes(self) -> int:
         """Number of bytes of a page."""
         return int(self.pages.shape[1] * self.pages.element_size())
+
+    @property
+    def page_shape(self) -> PageShape:
+        """Shape of the pages, as policies ask for it."""
+        return PageShape(self.num_heads, self.head_size, self.block_size, self.page_bytes)
 
     @property
     def queries_per_page(self) -> int:

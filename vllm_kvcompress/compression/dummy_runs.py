@@ -13,7 +13,6 @@ from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.query_windows import ObservedQueries, PagedWindows, window_blocks
 from vllm_kvcompress.compression.batch import MAX_HELD_WINDOWS
 from vllm_kvcompress.compression.runner import EventRunner
-from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
@@ -51,7 +50,7 @@ class DummyRuns:
         """
         pool = self._pool
         for name, pipeline in self._runner.pipelines.items():
-            least = self._least_blocks(pipeline)
+            least = pipeline.least_blocks(self._pool.page_shape)
             num_blocks = max(2 * least, pipeline.needs.window_size // pool.block_size + 2)
             plans = [self._plan(name, 0, num_blocks, 0, least)]
             if pipeline.repeats:
@@ -74,7 +73,7 @@ class DummyRuns:
             self._score(num_tokens)
         for name, pipeline in self._runner.pipelines.items():
             num_blocks = ceil_div(num_tokens, self._pool.block_size)
-            num_blocks = max(num_blocks, 2 * self._least_blocks(pipeline))
+            num_blocks = max(num_blocks, 2 * pipeline.least_blocks(self._pool.page_shape))
             plans = [self._plan(name, 0, num_blocks, 0, num_blocks)]
             if pipeline.repeats:
                 half = ceil_div(num_blocks, 2)
@@ -101,12 +100,6 @@ class DummyRuns:
         """Returns [number, num_query_heads, head_size] zeros."""
         shape = (number, self._num_query_heads, self._pool.head_size)
         return self._pool.pages.new_zeros(shape, dtype=self._pool.dtype)
-
-    def _least_blocks(self, pipeline: Pipeline) -> int:
-        pool = self._pool
-        return pipeline.least_blocks(
-            pool.num_heads, pool.head_size, pool.block_size, pool.page_bytes
-        )
 
     def _plan(
         self,
@@ -164,7 +157,9 @@ class DummyRuns:
         runner, size = self._runner, self._pool.block_size
         pipeline = runner.pipelines[policy]
         num_tokens = max(SHORT, pipeline.needs.window_size)
-        num_blocks = max(2 * self._least_blocks(pipeline), ceil_div(num_tokens, size))
+        num_blocks = max(
+            2 * pipeline.least_blocks(self._pool.page_shape), ceil_div(num_tokens, size)
+        )
         at_once = runner.layers_at_once(pipeline, num_blocks * size)
         number = 0
         if batched and pipeline.batches:

@@ -91,13 +91,7 @@ class EventRunner:
         pipeline = self.pipelines[plan.policy]
         if plan.prepares:
             pipeline = self.repetitions.pipeline(plan.request_id, pipeline)
-        state_pages = pipeline.state_pages(
-            num_kept * pool.num_heads,
-            pool.num_heads,
-            pool.head_size,
-            pool.block_size,
-            pool.page_bytes,
-        )
+        state_pages = pipeline.state_pages(num_kept * pool.num_heads, pool.page_shape)
         layer_pages = self._layer_pages(
             allocator or pipeline.allocator, plan, pages_before, state_pages
         )

@@ -11,8 +11,8 @@ head's valid entries come first.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -79,14 +79,6 @@ class LayerView:
     rotary: Rotary | None = None
     state: Tensor | None = None
     entries: EntryState = field(default_factory=EntryState)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Tensor | None:
-            """Reads `view.bias` as `view.entries.bias`, for policies in other packages."""
-            if name in (each.name for each in fields(EntryState)):
-                return getattr(self.entries, name)
-            raise AttributeError(f"LayerView has no attribute {name}")
 
     @property
     def lengths(self) -> Tensor:
@@ -267,6 +259,22 @@ class Scorer(Protocol):
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 scores; padding entries may hold anything."""
         ...
+
+
+class PageShape(NamedTuple):
+    """Pages of one layer on one rank.
+
+    Attributes:
+        num_heads: KV heads.
+        head_size: numbers of a key.
+        block_size: tokens of a page.
+        page_bytes: bytes of a page.
+    """
+
+    num_heads: int
+    head_size: int
+    block_size: int
+    page_bytes: int
 
 
 @dataclass(frozen=True)

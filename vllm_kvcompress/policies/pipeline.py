@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies.base import Merger, ModelHeads, Needs, Scorer
+from vllm_kvcompress.policies.base import Merger, ModelHeads, Needs, PageShape, Scorer
 from vllm_kvcompress.policies.parts.allocation import Allocator
 from vllm_kvcompress.policies.parts.selection import Protection, Selector
 
@@ -84,38 +84,27 @@ class Pipeline:
             return 0
         return self.merger.state_size(head_size)
 
-    def state_pages(
-        self, num_pages: int, num_heads: int, head_size: int, block_size: int, page_bytes: int
-    ) -> int:
-        """How many of a layer's pages a request's policy state takes.
+    def state_pages(self, num_pages: int, shape: PageShape) -> int:
+        """How many of a layer's `num_pages` pages a request's policy state takes on average."""
+        numbers = self.state_size(shape.head_size) * shape.num_heads
+        numbers += len(self.token_state) * num_pages * shape.block_size
+        return math.ceil(4 * numbers / shape.page_bytes)
 
-        Args:
-            num_pages: mean pages of a layer, the state's included.
-            num_heads: KV heads of this rank.
-            head_size: numbers of a key.
-            block_size: tokens of a page.
-            page_bytes: bytes of a page.
-        """
-        numbers = self.state_size(head_size) * num_heads
-        numbers += len(self.token_state) * num_pages * block_size
-        return math.ceil(4 * numbers / page_bytes)
-
-    def least_blocks(self, num_heads: int, head_size: int, block_size: int, page_bytes: int) -> int:
+    def least_blocks(self, shape: PageShape) -> int:
         """Fewest blocks that hold the state, and a page for every layer and head."""
         blocks = 1
         while True:
-            pages = blocks * num_heads
-            state = self.state_pages(pages, num_heads, head_size, block_size, page_bytes)
-            if pages - state >= num_heads:
+            pages = blocks * shape.num_heads
+            if pages - self.state_pages(pages, shape) >= shape.num_heads:
                 return blocks
             blocks += 1
 
-    def blocks_on_top(self, num_heads: int, head_size: int, page_bytes: int) -> int:
+    def blocks_on_top(self, shape: PageShape) -> int:
         """Blocks for the state of heads beside the budget; 0 where it counts in the budget."""
         if self.merger is None or not self.merger.state_on_top:
             return 0
-        pages = math.ceil(4 * self.state_size(head_size) * num_heads / page_bytes)
-        return math.ceil(pages / num_heads)
+        numbers = self.state_size(shape.head_size) * shape.num_heads
+        return math.ceil(math.ceil(4 * numbers / shape.page_bytes) / shape.num_heads)
 
     @property
     def layer_dependent(self) -> bool:
@@ -136,24 +125,17 @@ class Pipeline:
                 f"more than {num_protected}."
             )
 
-    def check_room(
-        self, num_tokens: int, num_heads: int, head_size: int, block_size: int, page_bytes: int
-    ) -> None:
+    def check_room(self, num_tokens: int, shape: PageShape) -> None:
         """Refuses a budget whose policy state leaves no room for protected tokens, or for a block.
-
-        Args:
-            num_tokens: the budget, in tokens per head.
-            num_heads, head_size, block_size, page_bytes: see `state_pages`.
 
         Raises:
             ConfigError: says how many tokens the state takes, and which budget is enough.
         """
-        on_top = self.blocks_on_top(num_heads, head_size, page_bytes)
+        on_top, block_size = self.blocks_on_top(shape), shape.block_size
 
         def left(num_blocks: int) -> float:
-            pages = (num_blocks + on_top) * num_heads
-            state = self.state_pages(pages, num_heads, head_size, block_size, page_bytes)
-            return (pages - state) * block_size / num_heads
+            pages = (num_blocks + on_top) * shape.num_heads
+            return (pages - self.state_pages(pages, shape)) * block_size / shape.num_heads
 
         num_blocks = enough = math.ceil(num_tokens / block_size)
         least = max(block_size, self.protection.num_sinks + self.protection.num_recent)

@@ -14,6 +14,7 @@ from vllm_kvcompress.cache.query_windows import window_blocks
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve_settings
+from vllm_kvcompress.policies.base import PageShape
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.rule import CompressionRule
 
@@ -178,16 +179,16 @@ def _rule(shape: ModelShape, settings: Settings, block_size: int) -> Compression
     """The rule that a worker makes of a layer's spec."""
     pipeline = resolve_settings(settings)[settings.policy]
     page_bytes = 2 * block_size * shape.head_size * shape.cache_dtype_bytes
-    sizes = (shape.num_kv_heads, shape.head_size, block_size, page_bytes)
+    pages = PageShape(shape.num_kv_heads, shape.head_size, block_size, page_bytes)
     if isinstance(settings.budget, int):
-        pipeline.check_room(settings.budget, *sizes)
+        pipeline.check_room(settings.budget, pages)
     window = pipeline.needs.window_size
     ring_blocks = 0
     if settings.pressure_mark is not None and window:
         in_page = page_bytes // (shape.head_size * shape.dtype_bytes)
         ring_blocks = window_blocks(window, shape.num_query_heads, shape.num_kv_heads, in_page)
-    on_top = pipeline.blocks_on_top(shape.num_kv_heads, shape.head_size, page_bytes)
-    return settings.rule(block_size, window, pipeline.least_blocks(*sizes), ring_blocks, on_top)
+    least, on_top = pipeline.least_blocks(pages), pipeline.blocks_on_top(pages)
+    return settings.rule(block_size, window, least, ring_blocks, on_top)
 
 
 def report(model: str, shape: ModelShape, plan: CapacityPlan) -> str:

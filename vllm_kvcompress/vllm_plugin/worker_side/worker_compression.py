@@ -25,7 +25,7 @@ from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.policies import Pipeline, resolve_settings
-from vllm_kvcompress.policies.base import Needs
+from vllm_kvcompress.policies.base import Needs, PageShape
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.spec import (
@@ -122,17 +122,17 @@ class WorkerCompression:
                 state, or fewer tokens than are protected.
         """
         page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
-        shape = (spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes)
+        shape = PageShape(spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes)
         demands = []
         for policy, pipeline in self.pipelines.items():
             if isinstance(self.settings.budget, int):
-                pipeline.check_room(self.settings.budget, *shape)
+                pipeline.check_room(self.settings.budget, shape)
             window_size = pipeline.needs.window_size
             demand = PolicyDemand(
                 policy,
                 window_size,
-                pipeline.least_blocks(*shape),
-                blocks_on_top=pipeline.blocks_on_top(spec.num_kv_heads, spec.head_size, page_bytes),
+                pipeline.least_blocks(shape),
+                blocks_on_top=pipeline.blocks_on_top(shape),
             )
             if self.settings.pressure_mark is not None:
                 row_bytes = spec.head_size * key_dtype(spec, self.vllm_config).itemsize
