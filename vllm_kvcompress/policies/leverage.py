@@ -49,12 +49,7 @@ class Leverage(Policy):
 
 
 def leverage(view: LayerView, keys_as: str) -> Tensor:
-    """[H, n] fp32 statistical leverage of each key; 0 behind the lengths.
-
-    Args:
-        view: the layer.
-        keys_as: unrotated (before RoPE) or rotated.
-    """
+    """[H, n] fp32 statistical leverage of each key, unrotated or rotated; 0 behind the lengths."""
     scores = torch.empty(view.num_heads, view.num_entries, device=view.device)
     unit = torch.eye(view.kv.head_size, device=view.device)
     rotations = _rotations_back(view) if keys_as == UNROTATED else None

@@ -8,14 +8,15 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor
 
-from vllm_kvcompress.policies.base import LayerView, Merger, Needs
+from vllm_kvcompress.policies.base import LayerView, Merger
 from vllm_kvcompress.policies.parts.allocation import Allocator
-from vllm_kvcompress.policies.parts.parameters import Parameter, parameters_of
+from vllm_kvcompress.policies.parts.parameters import Parameter
 from vllm_kvcompress.policies.parts.selection import NOTHING_PROTECTED, Protection, Selector
 from vllm_kvcompress.policies.pipeline import Pipeline
 
@@ -63,8 +64,10 @@ class Part(ABC):
 
     @classmethod
     def parameters(cls) -> tuple[Parameter, ...]:
-        """Lists the parameters that users can set."""
-        return parameters_of(cls)
+        """Lists the parameters that users can set: the fields that `parameter` made."""
+        part: Any = cls  # parts are dataclasses, which this class is not
+        settable: list[Any] = [each for each in fields(part) if "meaning" in each.metadata]
+        return tuple(Parameter(each.name, each.default, **each.metadata) for each in settable)
 
     def with_profile(self, path: Path) -> Self:
         """The part with measured heads.
@@ -89,11 +92,6 @@ class Policy(Allocator, Selector, Part):
 
     decides: ClassVar[tuple[str, ...]] = ()
     takes: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def needs(self) -> Needs:
-        """What the policy reads besides keys."""
-        return Needs()
 
     @abstractmethod
     def score(self, view: LayerView) -> Tensor:

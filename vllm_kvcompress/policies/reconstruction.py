@@ -42,11 +42,9 @@ class Reconstruction:
 
 
 def by_reconstruction(base: Pipeline, scores: Callable[[int], Tensor]) -> Pipeline:
-    """Pipeline of a request that prepares a context: a policy's budgets with these scores.
+    """Pipeline of a request that prepares a context: a policy's budgets with scores by layer.
 
-    Args:
-        base: the policy's pipeline, bound to the model and without a merger.
-        scores: [H, n] scores by layer.
+    `base` is bound to the model and has no merger; scores are [H, n].
     """
     return replace(
         base,

@@ -54,8 +54,7 @@ class Allocator:
         """[H] int64 pages of each head, at most as many as it holds.
 
         Args:
-            view: the layer.
-            scores: [H, n] of its entries.
+            view, scores: the layer, and [H, n] scores of its entries.
             total: [R] int64 pages of each request: the sum over its heads.
             floor: [R] int64 fewest pages of a head, where it holds as many.
         """

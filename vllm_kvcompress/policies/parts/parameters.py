@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvcompress.errors import ConfigError
@@ -25,12 +25,6 @@ def parameter(
 def switch(meaning: str, default: str = "off") -> Any:
     """Makes a parameter that is on or off."""
     return parameter(default, meaning, choices=("off", "on"))
-
-
-def parameters_of(part: type) -> tuple[Parameter, ...]:
-    """Lists the fields of a dataclass that `parameter` made."""
-    settable: list[Any] = [each for each in fields(part) if "meaning" in each.metadata]
-    return tuple(Parameter(each.name, each.default, **each.metadata) for each in settable)
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,7 @@ def check_finite(path: Path, table: Table) -> None:
 
 
 def rows_of_rank(table: Table, model: ModelHeads, per_rank: int, kind: str) -> Table:
-    """Cuts the columns of this rank's heads out of a table of the model.
-
-    Args:
-        table: of all heads of the model.
-        model: what the table must fit.
-        per_rank: heads of this rank.
-        kind: of heads, for the error.
+    """Cuts the columns of this rank's `per_rank` heads, of a kind, out of a table of the model's.
 
     Raises:
         ConfigError: the table has other layers or heads than the model.

@@ -26,14 +26,10 @@ class Protection:
     recent_fraction: float = 0.0
 
     def bounds(self, view: LayerView, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """[H] protected sinks and [H] protected recent tokens among the full blocks.
+        """[H] protected sinks and [H] recent tokens among the `kept` [H] of the full blocks.
 
         The partial last block counts as recent and is kept anyway. Where sinks and recent tokens
         exceed what a head keeps, recent ones are cut first, then sinks (methods: small budgets).
-
-        Args:
-            view: the layer.
-            kept: [H] int64 tokens of the full blocks that each head is to keep.
         """
         tails, room = view.kv.tails, kept - self.num_sinks
         recent = (self.num_recent - tails).clamp_min(0)
