@@ -6,30 +6,12 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from vllm_kvcompress.tools.benchmark.scenarios import SCENARIOS, Arrival, Load, Size
 from vllm_kvcompress.vllm_plugin.startup import compat
-
-
-@dataclass
-class ServedRequest:
-    """One request, as the driver saw it.
-
-    Attributes:
-        prompt, reply: token ids.
-        arrived: seconds since the start.
-        token_times: seconds since the start at which each token was there.
-        cached_tokens: prompt tokens that came from the prefix cache.
-    """
-
-    prompt: list[int]
-    arrived: float
-    token_times: list[float] = field(default_factory=list)
-    reply: list[int] = field(default_factory=list)
-    cached_tokens: int = 0
 
 
 @dataclass
@@ -40,7 +22,7 @@ class Step:
         ended: seconds since the start.
         seconds, attention_seconds, scheduler_seconds: its duration, and that of attention (where
             it is timed) and of `schedule` and `update_from_output`.
-        decoded: new tokens of a step that reads no prompt; 0 for others.
+        decoded: new tokens of a step that reads no prompt, one for each request; 0 for others.
         running: requests in the step.
         usage: share of the pool in use.
     """
@@ -74,7 +56,7 @@ class Driver:
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._scheduler, self._worker = compat.engine_parts(engine)
-        self._requests: dict[str, ServedRequest] = {}
+        self._outputs: dict[str, Any] = {}  # vLLM's, the latest of each request
         self._steps: list[Step] = []
         self._preemptions = 0
         self._events = 0
@@ -128,23 +110,24 @@ class Driver:
 
     def figures(self) -> dict[str, Any]:
         """Figures of the run; times in seconds."""
-        steps, requests = self._steps, list(self._requests.values())
+        steps, outputs = self._steps, list(self._outputs.values())
         total = steps[-1].ended
         decoding = [step for step in steps if step.decoded]
         decode_seconds = sum(step.seconds for step in decoding)
+        num_replied = sum(len(output.outputs[0].token_ids) for output in outputs)
         between_tokens = [
-            (request.token_times[-1] - request.token_times[0]) / (len(request.token_times) - 1)
-            for request in requests
-            if len(request.token_times) > 1
+            (times.last_token_ts - times.first_token_ts) / (times.num_generation_tokens - 1)
+            for times in (output.metrics for output in outputs)
+            if times.num_generation_tokens > 1
         ]
         scheduler_seconds = sum(step.scheduler_seconds for step in steps)
-        cached_tokens = sum(request.cached_tokens for request in requests)
+        cached_tokens = sum(output.num_cached_tokens or 0 for output in outputs)
         return {
             "seconds": total,
-            "request_throughput": len(requests) / total,
-            "output_throughput": sum(len(request.reply) for request in requests) / total,
+            "request_throughput": len(outputs) / total,
+            "output_throughput": num_replied / total,
             "decode_throughput": sum(step.decoded for step in steps) / (decode_seconds or 1),
-            "ttft": median(request.token_times[0] - request.arrived for request in requests),
+            "ttft": median(output.metrics.first_token_latency for output in outputs),
             "tpot": median(between_tokens or [0.0]),
             "decode_step": median([step.seconds for step in decoding] or [0.0]),
             "decode_attention": median([step.attention_seconds for step in decoding] or [0.0]),
@@ -153,7 +136,7 @@ class Driver:
             "events": self._events,
             "peak_usage": max(step.usage for step in steps),
             "peak_running": max(step.running for step in steps),
-            "hit_rate": cached_tokens / sum(len(request.prompt) for request in requests),
+            "hit_rate": cached_tokens / sum(len(output.prompt_token_ids) for output in outputs),
             "timeline": {
                 "seconds": [step.ended for step in steps],
                 "running": [step.running for step in steps],
@@ -166,9 +149,8 @@ class Driver:
 
         prompt = arrival.tokens
         if arrival.follows is not None:
-            former = self._requests[arrival.follows]
-            prompt = former.prompt + former.reply + prompt
-        self._requests[arrival.name] = ServedRequest(prompt, max(arrival.seconds, self._now()))
+            former = self._outputs[arrival.follows]
+            prompt = [*former.prompt_token_ids, *former.outputs[0].token_ids, *prompt]
         params = SamplingParams(
             temperature=0, max_tokens=arrival.max_tokens, ignore_eos=True, detokenize=False
         )
@@ -181,27 +163,19 @@ class Driver:
         outputs = self._engine.step()
         now = self._now()
         self._events += len(getattr(self._worker, "last_event_seconds", ()))
-        ended, num_new = set(), 0
-        for output in outputs:
-            request = self._requests[output.request_id]
-            new = len(output.outputs[0].token_ids) - len(request.reply)
-            num_new += new
-            request.token_times += [now] * new
-            request.reply = list(output.outputs[0].token_ids)
-            request.cached_tokens = output.num_cached_tokens or 0
-            if output.finished:
-                ended.add(output.request_id)
+        self._outputs |= {output.request_id: output for output in outputs}
+        only_decodes = self._tokens_in_step == self._requests_in_step
         step = Step(
             ended=now,
             seconds=now - started,
             attention_seconds=self._attention_seconds,
             scheduler_seconds=self._scheduler_seconds,
-            decoded=num_new if self._tokens_in_step == self._requests_in_step else 0,
+            decoded=self._requests_in_step if only_decodes else 0,
             running=self._requests_in_step,
             usage=self._scheduler.kv_cache_manager.usage,
         )
         self._steps.append(step)
-        return ended
+        return {output.request_id for output in outputs if output.finished}
 
     def _now(self) -> float:
         return time.perf_counter() - self._started
