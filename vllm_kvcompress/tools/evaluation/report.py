@@ -7,28 +7,12 @@ import io
 import math
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from string import Template
 from typing import Any
 
 from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, ASKED, AWARE, FULL, TEXT
 from vllm_kvcompress.tools.evaluation.summary import DEPTHS, percent, table_cells
-
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1a1a1a; background: #fff;
-       max-width: 66rem; margin: 0 auto; padding: 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { padding: .25rem .5rem; text-align: right; border-bottom: 1px solid #ddd;
-         white-space: nowrap; }
-th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
-svg { width: 100%; height: auto; }
-@media print { h2 { break-after: avoid; } figure { break-inside: avoid; } }
-figure { margin: 0; }
-.panels { display: grid; gap: 1rem; grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); }
-.maps { display: grid; gap: .5rem; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); }
-figcaption, p.caption { color: #555; }
-figcaption { font-size: .85rem; overflow-wrap: anywhere; }
-"""
 
 
 def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -44,12 +28,8 @@ def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
     }
     body = f"<h1>KV-cache compression of {html.escape(model)}</h1>{_intro(rows)}"
     body += "".join(f"<h2>{title}</h2>{part}" for title, part in sections.items() if part)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{html.escape(model)}</title><style>{_STYLE}</style></head>"
-        f"<body>{body}</body></html>\n"
-    )
+    page = Template(Path(__file__).with_suffix(".html").read_text())
+    return page.substitute(title=html.escape(model), body=body)
 
 
 def _intro(rows: Sequence[dict[str, Any]]) -> str:

@@ -17,18 +17,6 @@ from vllm_kvcompress.tools.files import read_within
 
 CHARACTERS_PER_TOKEN = 6  # more than tokenizers make of any of these texts
 _LIBRARY = Path(sysconfig.get_path("stdlib"))
-_MODULES = (
-    *("argparse", "ast", "bdb", "calendar", "cgitb", "codecs", "collections", "configparser"),
-    *("copy", "csv", "dataclasses", "datetime", "difflib", "dis", "doctest", "email.message"),
-    *("enum", "fractions", "ftplib", "functools", "gettext", "gzip", "heapq", "html.parser"),
-    *("http.client", "imaplib", "inspect", "ipaddress", "json.decoder", "locale", "logging"),
-    *("mailbox", "mimetypes", "optparse", "os", "pathlib", "pdb", "pickle", "pickletools"),
-    *("platform", "plistlib", "pprint", "pstats", "pydoc", "random", "sched", "shelve", "shutil"),
-    *("smtplib", "socket", "socketserver", "ssl", "statistics", "string", "subprocess", "tarfile"),
-    *("tempfile", "textwrap", "threading", "tokenize", "traceback", "turtle", "typing"),
-    *("unittest.case", "unittest.mock", "urllib.parse", "urllib.request", "uuid", "weakref"),
-    *("xml.dom.minidom", "xmlrpc.client", "zipfile"),
-)
 _DOCSTRING = re.compile(r'"""(.*?)"""', re.DOTALL)
 
 
@@ -61,8 +49,8 @@ def _tables() -> Iterator[str]:
 
 
 def _modules() -> Iterator[str]:
-    """The source code of those modules that this Python has."""
-    for name in _MODULES:
+    """The source code of those modules in `modules.txt` that this Python has."""
+    for name in Path(__file__).with_name("modules.txt").read_text().split():
         module = _LIBRARY / f"{name.replace('.', '/')}.py"
         for path in (module, module.with_suffix("") / "__init__.py"):
             if path.exists():
@@ -111,7 +99,7 @@ def cut(text: str, num_tokens: int) -> list[str]:
 
 
 def read(path: Path) -> str:
-    """Reads a user's text.
+    """Reads a user's file.
 
     Raises:
         ConfigError: it cannot be read.
