@@ -14,7 +14,8 @@ from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from tests.cli.test_status_page import declared_plugins
 from tests.prompts.trained import FAMILIES, train
 from training.evaluate import HELD_OUT_SEED
-from vllm_kvcompress.tools.reference.tasks import NOISE, Sample, generate_sample, score
+from vllm_kvcompress.tools.evaluation.metrics import contains_all
+from vllm_kvcompress.tools.reference.tasks import NOISE, Sample, generate_sample
 
 KEY = "a key of this test"
 NUM_WORDS = 600  # of a context, more than a chunk; at most 256 of them are facts
@@ -72,7 +73,7 @@ def test_answers_survive_half_of_the_prompt_and_a_compressed_cache(address: str)
     asked = samples()
     for sample in asked:
         answer = ask(address, sample)
-        scores.append(score(sample, answer.choices[0].message.content))
+        scores.append(contains_all(answer.choices[0].message.content, sample.answers))
         assert 0.47 * NUM_WORDS < answer.usage.prompt_tokens < 0.53 * NUM_WORDS
     assert sum(scores) / len(scores) >= 0.9, scores
     after = counted(address)
@@ -108,7 +109,8 @@ def test_requests_choose_their_rate_and_streams_work(address: str) -> None:
     third = ask(address, sample, extra_body={"vllm_xargs": {"prompt_rate": 0.3}})
     assert third.usage.prompt_tokens < 0.33 * NUM_WORDS
     parts = ask(address, sample, stream=True)
-    assert score(sample, "".join(part.choices[0].delta.content or "" for part in parts)) == 1
+    reply = "".join(part.choices[0].delta.content or "" for part in parts)
+    assert contains_all(reply, sample.answers) == 1
     for rate in (0.1, "half"):
         with pytest.raises(openai.BadRequestError, match="prompt_rate"):
             ask(address, sample, extra_body={"vllm_xargs": {"prompt_rate": rate}})

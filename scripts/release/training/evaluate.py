@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from training.tokenizer import ANSWER, BOS, EOS, PAD, WORDS, encode
-from vllm_kvcompress.tools.reference.tasks import FAMILIES, Sample, generate_sample, score
+from vllm_kvcompress.tools.evaluation.metrics import contains_all
+from vllm_kvcompress.tools.reference.tasks import FAMILIES, Sample, generate_sample
 
 HELD_OUT_SEED = 1_000_000  # training draws its scenes from another generator altogether
 
@@ -44,6 +45,8 @@ def evaluate(model: Any, num_tokens: int, num_samples: int) -> dict[str, float]:
         samples = [
             generate_sample(family, num_tokens, HELD_OUT_SEED + seed) for seed in range(num_samples)
         ]
-        scores[family] = sum(score(s, answer(model, s)) for s in samples) / num_samples
+        scores[family] = (
+            sum(contains_all(answer(model, s), s.answers) for s in samples) / num_samples
+        )
     scores["mean"] = sum(scores[family] for family in FAMILIES) / len(FAMILIES)
     return scores

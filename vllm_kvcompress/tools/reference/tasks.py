@@ -94,12 +94,6 @@ def generate_sample(family: str, num_tokens: int, seed: int) -> Sample:
     return Sample(family, " ".join(scene.words), " ".join(question), " ".join(answer), wanted)
 
 
-def score(sample: Sample, reply: str) -> float:
-    """Fraction of the wanted words that the reply contains, in [0, 1]."""
-    said = set(reply.split())
-    return sum(word in said for word in sample.answers) / len(sample.answers)
-
-
 def _facts(num: int, rng: random.Random) -> list[list[str]]:
     keys = rng.sample(KEYS, num)
     return [[key, rng.choice(FIRST_VALUES), rng.choice(SECOND_VALUES), STOP] for key in keys]
