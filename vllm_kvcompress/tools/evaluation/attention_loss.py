@@ -78,14 +78,8 @@ class AttentionLoss:
     ) -> None:
         """Copies what an event reads for the first time, and records what it keeps.
 
-        Args:
-            plan: the event.
-            layer: layer of the group.
-            slot: the request's row in the page tables.
-            view: what the event saw.
-            values: [num_heads, n, head_size] beside the view's keys.
-            selection: what the event keeps.
-            moments: [num_heads, moment_size] fp32 of evicted tokens, where attention is corrected.
+        See `EventObserver.compressed`; `slot` is the request's row in the page tables, `moments`
+        [num_heads, moment_size] fp32 of evicted tokens, where attention is corrected.
         """
         size, num_heads = view.block_size, view.num_heads
         before, end = plan.first_block * size, plan.end_block * size
@@ -124,13 +118,7 @@ class AttentionLoss:
     ) -> None:
         """Compares a step's outputs for the compressed requests with those over the full cache.
 
-        Args:
-            layer: layer of the group.
-            batch: the compressed requests.
-            starts: [rows + 1] first token of every row of the batch.
-            positions: [rows] logical tokens, this step's included.
-            queries, outputs: [num_tokens, num_query_heads, head_size].
-            scale: softmax scale.
+        See `EventObserver.attended`.
         """
         num_heads = self.pool.num_heads
         for index, (row, slot) in enumerate(zip(batch.rows.tolist(), batch.slots, strict=True)):

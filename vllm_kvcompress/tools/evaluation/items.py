@@ -11,7 +11,6 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation import longbench, ruler, texts
 from vllm_kvcompress.tools.evaluation.item import Item
 from vllm_kvcompress.tools.evaluation.metrics import check_metric
-from vllm_kvcompress.tools.files import read_within
 from vllm_kvcompress.tools.reference import tasks
 
 WORDS, RULER, LONGBENCH, TEXT = "words", "ruler", "longbench", "text"
@@ -71,12 +70,9 @@ def split_task(task: str) -> tuple[str, tuple[str, ...]]:
 
 
 def load_longbench(task: str, folder: Path | None, num_samples: int) -> list[Item]:
-    """Loads questions of `longbench`, or of `longbench/TASK`, from the published files.
+    """Loads the first questions of `longbench`, or of `longbench/TASK`, from the published files.
 
-    Args:
-        task: the task or suite.
-        folder: holds one TASK.jsonl per task.
-        num_samples: questions per task, the first ones of its file.
+    `folder` holds one TASK.jsonl per task.
 
     Raises:
         ConfigError: no folder was given, a file is missing or not in the published format, or a
@@ -101,8 +97,7 @@ def load_texts(
 
     Args:
         task: the task or suite.
-        lengths: tokens that are compressed.
-        continuation: tokens behind them.
+        lengths, continuation: tokens that are compressed, and that are predicted behind them.
         num: pieces of each kind and length.
         seed: number of the first piece; `seed + num` gives other pieces, while there are any.
 
@@ -172,13 +167,9 @@ def load(path: Path, metric: str, max_tokens: int) -> list[Item]:
     Raises:
         ConfigError: the file cannot be read, or a line, which the message names, is wrong.
     """
-    try:
-        lines = read_within(path).splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--data {path}: cannot be read ({error}); check the path.") from None
     items = [
         _user_item(path, number, line, metric, max_tokens)
-        for number, line in enumerate(lines, 1)
+        for number, line in enumerate(texts.read(path).splitlines(), 1)
         if line.strip()
     ]
     if not items:

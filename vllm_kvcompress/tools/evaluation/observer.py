@@ -59,12 +59,7 @@ class Observer:
 
 
 def watch(worker: Any, measures: bool) -> None:
-    """Installs an observer in every cache group of our worker.
-
-    Args:
-        worker: one of our workers.
-        measures: also measure what attention loses.
-    """
+    """Installs an observer in our worker's cache groups; it `measures` attention's loss, or not."""
     for group in worker.compression.groups.values():
         pool = group.tables.pool
         loss = None

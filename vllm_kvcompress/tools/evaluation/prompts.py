@@ -78,11 +78,8 @@ def before_and_after(tokenizer: Any) -> tuple[int, list[int]]:
     """Number of tokens that a chat template puts before a message, and the tokens after it."""
     if not getattr(tokenizer, "chat_template", None):
         return 0, []
-    message = [{"role": "user", "content": _MARK}]
-    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-    before, _, after = text.partition(_MARK)
-    ids = [tokenizer(part, add_special_tokens=False)["input_ids"] for part in (before, after)]
-    return len(ids[0]), ids[1]
+    before, after = split_prompt(tokenizer, Item("", "", (), "", max_tokens=0, separator=""))
+    return len(before), after
 
 
 def repetition_of(tokenizer: Any, context: list[int]) -> list[int]:

@@ -215,19 +215,16 @@ def _prompt(
     """Fills in RULER's own texts, those of `ruler_prompts.json`."""
     fields: dict[str, Any] = {
         name: text.format(**texts) if isinstance(text, str) else text
-        for name, text in _templates()[task].items()
+        for name, text in _TEMPLATES[task].items()
     }
     return Item(**fields, answers=answers, depth=depth)
 
 
-@cache
-def _templates() -> dict[str, dict[str, Any]]:
-    templates: dict[str, dict[str, Any]] = json.loads(_file("ruler_prompts.json"))
-    return templates
-
-
 def _file(name: str) -> str:
     return (Path(__file__).parent / name).read_text()
+
+
+_TEMPLATES: dict[str, dict[str, Any]] = json.loads(_file("ruler_prompts.json"))
 
 
 @cache
