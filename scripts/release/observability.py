@@ -60,6 +60,8 @@ KEPT = ("kvcompress_kept_tokens_total", "kvcompress_source_tokens_total")
 HITS = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
 PREEMPTIONS = "vllm:num_preemptions_total"
 USAGE = "vllm:kv_cache_usage_perc"
+# Not the gauge of the ratio, which is 1 while nothing runs.
+RATIO = ("kvcompress_step_logical_tokens_total", "kvcompress_step_resident_tokens_total")
 GAINED = (
     f"{rate('kvcompress_blocks_freed_total', 'policy')} - "
     f"{rate('kvcompress_blocks_written_total', 'policy')}"
@@ -87,9 +89,9 @@ class Shown:
 AT_A_GLANCE = [
     Shown(
         "Compression ratio",
-        "Logical over resident tokens of the running requests; 1: nothing is compressed.",
+        "Logical over resident tokens while requests run; 1: nothing is compressed.",
         "none",
-        {"ratio": f"avg({chosen('kvcompress_compression_ratio')})"},
+        {"ratio": share(*RATIO)},
     ),
     Shown("Tokens kept", "Of those that events read.", "percentunit", {"kept": share(*KEPT)}),
     Shown(
@@ -107,9 +109,9 @@ AT_A_GLANCE = [
 IN_TIME = [
     Shown(
         "Compression ratio",
-        "Logical over resident tokens of the running requests.",
+        "Logical over resident tokens, while requests run.",
         "none",
-        {ENGINE: f"avg by (instance, engine) ({chosen('kvcompress_compression_ratio')})"},
+        {ENGINE: share(*RATIO, "instance", "engine")},
     ),
     Shown(
         "Kept fraction by policy",
@@ -155,6 +157,12 @@ IN_TIME = [
         "Compression events per second.",
         "none",
         {"{{policy}}, {{trigger}}": rate("kvcompress_events_total", "policy", "trigger")},
+    ),
+    Shown(
+        "Prompts' events by when they run",
+        "Per second: after the first token, or before it, where memory or buffers are short.",
+        "none",
+        {"{{timing}}": rate("kvcompress_event_timing_total", "timing")},
     ),
     Shown(
         "Skipped by reason",

@@ -68,7 +68,7 @@ _COUNTERS = {  # with the labels that follow the text
         f"reason: {'; '.join(f'{name} = {text}' for name, text in SKIP_REASONS.items())}.",
         *("policy", "reason"),
     ),
-    "prompt_events": (
+    "event_timing": (
         "Number of compression events at the end of a prompt, by when they ran: "
         f"{AFTER_FIRST_TOKEN} = in the step behind the one that sampled the first token; "
         f"{AT_ONCE_FOR_ROOM} = before it, since the next waiting request needed the blocks; "
@@ -143,7 +143,7 @@ class CompressionMetrics:
         for reason in FORGOTTEN_BECAUSE:
             self.counters["states_forgotten"].labels(*labels, reason)
         for timing in (AFTER_FIRST_TOKEN, AT_ONCE_FOR_ROOM, AT_ONCE_FOR_BUFFERS):
-            self.counters["prompt_events"].labels(*labels, timing)
+            self.counters["event_timing"].labels(*labels, timing)
         for policy in settings.policies:
             for trigger in settings.triggers:
                 self.counters["events"].labels(*labels, policy, trigger.kind)
@@ -163,7 +163,7 @@ class CompressionMetrics:
         for reason, count in stats.forgotten.items():
             self.counters["states_forgotten"].labels(*labels, reason).inc(count)
         for timing, count in stats.prompt_events.items():
-            self.counters["prompt_events"].labels(*labels, timing).inc(count)
+            self.counters["event_timing"].labels(*labels, timing).inc(count)
         for skipped in stats.skipped:
             self.counters["skipped"].labels(*labels, skipped.policy, skipped.reason).inc(
                 skipped.count
