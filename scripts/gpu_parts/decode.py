@@ -6,18 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_parts import flash, shapes, vllm_attention
 from gpu_parts.measure import host_seconds_of, progress, seconds_of
-from vllm_kvcompress.kernels.attention.decode_triton import (
-    DEFAULT_SETTINGS,
-    DecodeSettings,
-    decode_attention,
-    launch_decode,
-)
+from vllm_kvcompress.kernels.attention import decode_triton
+from vllm_kvcompress.kernels.attention.decode_triton import DecodeSettings, decode_attention
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
 from vllm_kvcompress.kernels.merging.moments import packed_size
@@ -204,21 +201,22 @@ def tune_decode(plan: DecodePlan, read_bandwidth: float) -> list[Row]:
     num_bytes = shapes.entry_bytes(int(lengths.sum()))
     ways = list(product((1, 2, 3, 4), (1 << 13, 1 << 14, 1 << 15), (4, 8), (3, 5, 7)))
     rows: list[Row] = []
+
+    def work() -> None:
+        decode_attention(entries, queries, shapes.SCALE, None, False)
+
     for programs, tile_bytes, warps, stages in progress(ways, "settings"):
         settings = DecodeSettings(programs, tile_bytes, warps, stages)
-
-        def work(settings: DecodeSettings = settings) -> None:
-            launch_decode(entries, queries, shapes.SCALE, None, False, None, settings)
-
         row: Row = {
             "programs_per_sm": programs,
             "tile_bytes": tile_bytes,
             "num_warps": warps,
             "num_stages": stages,
-            "default": settings == DEFAULT_SETTINGS,
+            "default": settings == decode_triton.SETTINGS,
         }
         try:
-            seconds = seconds_of(work, plan.repeats)
+            with mock.patch.object(decode_triton, "SETTINGS", settings):
+                seconds = seconds_of(work, plan.repeats)
         except Exception as error:  # too much shared memory, as far as known
             rows.append({**row, "of_read_bandwidth": 0.0, "error": str(error)[:200]})
             continue

@@ -19,12 +19,8 @@ from triton.runtime.interpreter import InterpreterBuilder
 from gpu_parts.vllm_attention import vllm_attention
 from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels import top_entries_triton
-from vllm_kvcompress.kernels.attention.decode_triton import (
-    DEFAULT_SETTINGS,
-    decode_attention,
-    launch_decode,
-    sum_tiles,
-)
+from vllm_kvcompress.kernels.attention import decode_triton
+from vllm_kvcompress.kernels.attention.decode_triton import decode_attention, sum_tiles
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.launch_triton import MIN_DOT_ROWS
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, tile_size
@@ -60,9 +56,9 @@ def corrected(module: str, state: PagedNumbers, outputs: Tensor, *args: object) 
 
 def decode_searching(entries: PagedEntries, queries: Tensor, scale: float, search: int) -> Tensor:
     """Decode attention whose programs compare `search` sequences at once."""
-    settings = replace(DEFAULT_SETTINGS, search=search)
-    outputs, _ = launch_decode(entries, queries, scale, None, False, None, settings)
-    return outputs
+    settings = replace(decode_triton.SETTINGS, search=search)
+    with mock.patch.object(decode_triton, "SETTINGS", settings):
+        return decode_attention(entries, queries, scale, None, False)[0]
 
 
 def decode_counting(

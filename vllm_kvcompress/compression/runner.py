@@ -26,6 +26,7 @@ from vllm_kvcompress.compression.observer import EventObserver
 from vllm_kvcompress.compression.repetitions import Repetitions
 from vllm_kvcompress.compression.stopwatch import Stopwatch, running
 from vllm_kvcompress.compression.view import EventViews, Sources
+from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.transfers import Download, upload
 from vllm_kvcompress.kernels.compaction import compact_pages
 from vllm_kvcompress.policies import Pipeline
@@ -257,7 +258,7 @@ class EventRunner:
             return
         heads = selection.heads(size)
         keys, values = merged.keys, merged.values
-        if view.kv.pages is None and pool.quantization is None:  # gathered already
+        if not isinstance(view.kv, PagedKV) and pool.quantization is None:  # gathered already
             keys = view.kv.keys() if keys is None else keys
             if values is None and pipeline.needs.any_values:
                 values = view.kv.values()

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 
-from vllm_kvcompress.kernels.common.kv_view import KVView
+from vllm_kvcompress.kernels.common.kv_view import KVView, PagedKV
 
 
 class OnDevice(Protocol):
@@ -55,7 +55,7 @@ def by_device(
         @functools.wraps(operator)
         def call(holder: H, /, *args: P.args, **kwargs: P.kwargs) -> T:
             chosen: Kernel[H, P, T] = operator
-            gathered = isinstance(holder, KVView) and holder.pages is None
+            gathered = isinstance(holder, KVView) and not isinstance(holder, PagedKV)
             if takes_triton(holder.device) and not gathered:
                 chosen = triton_kernel(triton_module, operator.__name__)
             elif numba_module is not None and holder.device.type == "cpu":

@@ -7,16 +7,8 @@ from torch.nn import functional
 
 
 def max_within(scores: Tensor, num_after: int, num_before: int) -> Tensor:
-    """The highest score within reach of each entry.
-
-    Args:
-        scores: [H, n] fp32.
-        num_after: entries behind a score that it reaches.
-        num_before: entries before a score that it reaches.
-
-    Returns:
-        [H, n]: max of scores[:, i - num_after : i + num_before + 1], cut at the ends.
-    """
+    """[H, n] the highest of the [H, n] fp32 scores that reach each entry, cut at the ends:
+    max of scores[:, i - num_after : i + num_before + 1] for entry i."""
     if scores.shape[1] == 0:
         return scores
     beyond = functional.pad(scores, (num_after, num_before), value=float("-inf"))

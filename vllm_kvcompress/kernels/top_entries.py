@@ -5,6 +5,7 @@ On a GPU no size depends on data, so nothing waits for the device.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,8 +57,6 @@ def ranks(scores: Tensor, valid: Tensor) -> Tensor:
     if scores.device.type != "cpu":
         order = scores.argsort(dim=1, stable=True)
     else:
-        import numpy as np
-
         # Faster than torch's sort; the lower half of a key is its place.
         order = torch.from_numpy(np.sort(sortable(scores).numpy(), axis=1)) & 0xFFFFFFFF
     return torch.empty_like(scores).scatter_(1, order, places.expand_as(scores))
@@ -65,8 +64,6 @@ def ranks(scores: Tensor, valid: Tensor) -> Tensor:
 
 def _lowest_kept(keys: Tensor, num_kept: Tensor) -> Tensor:
     """[H, 1] the lowest key that each head keeps; above all others where it keeps none."""
-    import numpy as np  # not needed on GPUs
-
     # A thirtieth of the time of torch's sort of few long rows.
     first = keys.shape[1] - num_kept.numpy()
     above = np.iinfo(np.int64).max

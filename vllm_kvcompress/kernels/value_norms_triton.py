@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,14 +30,14 @@ def _l1_kernel(
     page_table,
     lengths,
     weight,
-    wanted,
     norms,
     capacity,
-    width,
     page_stride,
     table_stride,
-    weight_strides,
     num_weights,
+    wanted,
+    width,
+    weight_strides,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -129,50 +131,27 @@ def _l1_tile(entries: PagedEntries) -> tuple[int, int]:
 def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tensor:
     """Triton launcher of `value_norms_l1`: same signature and result."""
     entries = paged(view).body
-    num_heads, capacity = entries.num_sequences, entries.capacity
+    num_heads, dims = entries.num_sequences, entries.head_size
     expect(
         output_weight.dim() == 4
         and num_heads % len(output_weight) == 0
-        and output_weight.shape[1] == entries.head_size
+        and output_weight.shape[1] == dims
         and output_weight.dtype == entries.pages.dtype,
-        f"o_proj [{num_heads}, {entries.head_size}, group, width] in {entries.pages.dtype}",
+        f"o_proj [{num_heads}, {dims}, group, width] in {entries.pages.dtype}",
         f"{tuple(output_weight.shape)} in {output_weight.dtype}",
         "split it by KV head and group",
     )
-    wanted = per_entry(entries, "wanted", wanted, torch.bool)
-    norms = torch.empty(num_heads, capacity, device=entries.device)
-    if norms.numel() == 0:
-        return norms
-    most, columns = _l1_tile(entries)
-    pages, strides, sizes = entries_arguments(entries)
-
-    def launch(tile: int) -> None:
-        _l1_kernel[(triton.cdiv(capacity, tile), num_heads)](
-            *pages,
-            output_weight,
-            wanted.view(torch.uint8),
-            norms,
-            capacity,
-            output_weight.shape[3],
-            *strides,
-            output_weight.stride(),
-            len(output_weight),
-            GROUP=output_weight.shape[2],
-            TILE=tile,
-            COLUMNS=columns,
-            num_warps=8,
-            num_stages=3,
-            **sizes,
-        )
-
-    launch_fitting("value_norms_l1", most, entries.pages, launch)
-    return norms
+    flags = per_entry(entries, "wanted", wanted, torch.bool).view(torch.uint8)
+    tile, columns = _l1_tile(entries)
+    extra = (flags, output_weight.shape[3], output_weight.stride())
+    sizes = dict(GROUP=output_weight.shape[2], COLUMNS=columns, num_warps=8, num_stages=3)
+    return _launch("value_norms_l1", _l1_kernel, entries, output_weight, extra, tile, sizes)
 
 
 def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     """Triton launcher of `value_norms_l2`: same signature and result."""
     entries = paged(view).body
-    num_heads, capacity, dims = entries.num_sequences, entries.capacity, entries.head_size
+    num_heads, dims = entries.num_sequences, entries.head_size
     expect(
         output_gram.dim() == 4
         and num_heads % len(output_gram) == 0
@@ -183,26 +162,30 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
         f"{tuple(output_gram.shape)} in {output_gram.dtype}",
         "compute W W^T in fp32 for every query head",
     )
+    columns = 32 if dims <= 128 else 16
+    sizes = dict(GROUP=output_gram.shape[1], COLUMNS=columns, num_warps=4, num_stages=2)
+    return _launch("value_norms_l2", _l2_kernel, entries, output_gram, (), L2_TILE, sizes)
+
+
+def _launch(
+    name: str,
+    norms_kernel: Any,
+    entries: PagedEntries,
+    weight: Tensor,
+    extra: tuple[Any, ...],
+    most: int,
+    sizes: dict[str, int],
+) -> Tensor:
+    """Norms [S, capacity] by a kernel whose programs take at most `most` entries."""
+    num_heads, capacity = entries.num_sequences, entries.capacity
     norms = torch.empty(num_heads, capacity, device=entries.device)
-    if norms.numel() == 0:
-        return norms
-    pages, strides, sizes = entries_arguments(entries)
+    pages, strides, page_sizes = entries_arguments(entries)
 
     def launch(tile: int) -> None:
-        _l2_kernel[(triton.cdiv(capacity, tile), num_heads)](
-            *pages,
-            output_gram,
-            norms,
-            capacity,
-            *strides,
-            len(output_gram),
-            GROUP=output_gram.shape[1],
-            TILE=tile,
-            COLUMNS=32 if dims <= 128 else 16,
-            num_warps=4,
-            num_stages=2,
-            **sizes,
-        )
+        arguments = (*pages, weight, norms, capacity, *strides, len(weight), *extra)
+        grid = (triton.cdiv(capacity, tile), num_heads)
+        norms_kernel[grid](*arguments, TILE=tile, **sizes, **page_sizes)
 
-    launch_fitting("value_norms_l2", L2_TILE, entries.pages, launch)
+    if norms.numel():
+        launch_fitting(name, most, entries.pages, launch)
     return norms

@@ -41,8 +41,7 @@ CHANGING = ("num_queries", "bias_width", "table_stride", "bias_stride")
 @triton.jit
 def window_logits(
     rows,
-    bias_row,
-    num_biased,
+    biases,
     query,
     start,
     length,
@@ -51,12 +50,16 @@ def window_logits(
     HEAD_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """[any, TILE] logits in base 2 of the entries from `start` on, the first of them present."""
+    """[any, TILE] logits in base 2 of the entries from `start` on, the first of them present.
+
+    `biases` are all of them, or None, the first one of the sequence, and how many it has.
+    """
+    bias, first, num_biased = biases
     entry = start + tl.arange(0, TILE)
     keys = load_columns(rows, start, length, 0, BLOCK_SIZE, HEAD_SIZE, TILE, query.shape[1])
     logits = tl.dot(query, tl.trans(keys), input_precision="ieee") * log2_scale
-    if bias_row is not None:
-        added = tl.load(bias_row + entry, mask=entry < num_biased, other=0.0)
+    if bias is not None:
+        added = tl.load(bias + first + entry, mask=entry < num_biased, other=0.0)
         logits += (added * 1.4426950408889634)[None, :]
     return logits
 
@@ -95,7 +98,6 @@ def _row_sums_kernel(
     page_table,
     lengths,
     bias,
-    sums,
     num_queries,
     bodies,
     bias_width,
@@ -105,6 +107,7 @@ def _row_sums_kernel(
     table_stride,
     bias_stride,
     log2_scale,
+    sums,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -118,32 +121,20 @@ def _row_sums_kernel(
     first_row = tl.program_id(1) * ROWS
     head = tl.program_id(2)
     length = tl.load(lengths + head).to(tl.int32)
-    # The tail behind the body has no bias.
-    num_biased = tl.minimum(tl.load(bodies + head).to(tl.int32), bias_width)
+    body = tl.load(bodies + head).to(tl.int32)
     window = (queries, query_strides, num_queries, spacing)
     query, visible = window_rows(window, head, first_row, length, GROUP, ROWS, HEAD_SIZE, DIMS)
     head64 = head.to(tl.int64)
     page_ids = page_table + head64 * table_stride
     rows = SequenceRows(pages, page_ids, page_stride)
-    bias_row = bias
-    if bias is not None:
-        bias_row += head64 * bias_stride
+    biases = (bias, head64 * bias_stride, tl.minimum(body, bias_width))
     maximum = tl.full([ROWS], float("-inf"), tl.float32)
     weight_sum = tl.zeros([ROWS], tl.float32)
     last = tl.minimum(tl.cdiv(length, TILE), (split + 1) * TILES)
     for tile in range(split * TILES, last):
         start = tile * TILE
         logits = window_logits(
-            rows,
-            bias_row,
-            num_biased,
-            query,
-            start,
-            length,
-            log2_scale,
-            BLOCK_SIZE,
-            HEAD_SIZE,
-            TILE,
+            rows, biases, query, start, length, log2_scale, BLOCK_SIZE, HEAD_SIZE, TILE
         )
         entry = start + tl.arange(0, TILE)
         logits = tl.where(entry[None, :] < visible[:, None], logits, float("-inf"))
@@ -166,18 +157,18 @@ def _column_sums_kernel(
     page_table,
     lengths,
     bias,
-    lse,
-    mass,
     num_queries,
     bodies,
     bias_width,
-    capacity,
     query_strides,
     spacing,
     page_stride,
     table_stride,
     bias_stride,
     log2_scale,
+    lse,
+    mass,
+    capacity,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -196,9 +187,7 @@ def _column_sums_kernel(
     window = (queries, query_strides, num_queries, spacing)
     page_ids = page_table + head64 * table_stride
     rows = SequenceRows(pages, page_ids, page_stride)
-    bias_row, num_biased = bias, tl.minimum(body, bias_width)
-    if bias is not None:
-        bias_row += head64 * bias_stride
+    biases = (bias, head64 * bias_stride, tl.minimum(body, bias_width))
     num_rows = num_queries * GROUP
     if start < body:
         for first_row in range(0, num_rows, ROWS):
@@ -206,16 +195,7 @@ def _column_sums_kernel(
                 window, head, first_row, length, GROUP, ROWS, HEAD_SIZE, DIMS
             )
             logits = window_logits(
-                rows,
-                bias_row,
-                num_biased,
-                query,
-                start,
-                length,
-                log2_scale,
-                BLOCK_SIZE,
-                HEAD_SIZE,
-                TILE,
+                rows, biases, query, start, length, log2_scale, BLOCK_SIZE, HEAD_SIZE, TILE
             )
             row = first_row + tl.arange(0, ROWS)
             row_lse = tl.load(lse + head64 * num_rows + row, mask=row < num_rows, other=0.0)
@@ -247,46 +227,21 @@ def window_mass(
     sizes |= dict(num_warps=4 if most < MAX_QUERY_ROWS else 8)
     bias_width, bias_stride = (0, 0) if bias is None else (bias.shape[1], bias.stride(0))
     strides = (queries.stride()[:2], stride, *page_strides, bias_stride)
+    window = (num_queries, view.lengths, bias_width)
+    inputs = (queries, *pages, bias, *window, *strides, scale * LOG2_E)
     splits = triton.cdiv(capacity, tile * SPLIT_TILES)
     sums = mass.new_empty((num_heads, num_rows, splits))
 
     def launch_sums(rows: int) -> None:
-        _row_sums_kernel[(splits, triton.cdiv(num_rows, rows), num_heads)](
-            queries,
-            *pages,
-            bias,
-            sums,
-            num_queries,
-            view.lengths,
-            bias_width,
-            *strides,
-            scale * LOG2_E,
-            TILES=SPLIT_TILES,
-            ROWS=rows,
-            num_stages=4,
-            **sizes,
-        )
+        grid = (splits, triton.cdiv(num_rows, rows), num_heads)
+        _row_sums_kernel[grid](*inputs, sums, TILES=SPLIT_TILES, ROWS=rows, num_stages=4, **sizes)
 
     launch_fitting("window_mass (sums)", most, entries.pages, launch_sums)
     lse = sums.logsumexp(dim=2)
 
     def launch_mass(rows: int) -> None:
-        _column_sums_kernel[(triton.cdiv(capacity, tile), num_heads)](
-            queries,
-            *pages,
-            bias,
-            lse,
-            mass,
-            num_queries,
-            view.lengths,
-            bias_width,
-            capacity,
-            *strides,
-            scale * LOG2_E,
-            ROWS=rows,
-            num_stages=2,
-            **sizes,
-        )
+        grid = (triton.cdiv(capacity, tile), num_heads)
+        _column_sums_kernel[grid](*inputs, lse, mass, capacity, ROWS=rows, num_stages=2, **sizes)
 
     launch_fitting("window_mass", most, entries.pages, launch_mass)
     return mass[:, : view.capacity]

@@ -77,14 +77,11 @@ def decode_rows(
     Args:
         entries: lengths may be 0.
         queries: [R, H * G, D] in the pages' type.
-        scale: softmax scale.
+        scale, bias, with_lse: as in `decode_attention`.
         out: [R, H * G, D] to write to; 0 where a length is 0.
-        bias: of the same requests, added to the logits of their first entries; None: none.
-        with_lse: whether to return the log-sum-exp.
 
     Returns:
-        [R * H, G] fp32 natural log-sum-exp of the logits, minus infinity where a length is 0
-        (None unless asked for).
+        [R * H, G] log-sum-exp as there (None unless asked for).
     """
     by_sequence = queries.unflatten(1, (entries.num_heads, -1)).flatten(0, 1)
     paged_bias = None if bias is None else bias.paged()

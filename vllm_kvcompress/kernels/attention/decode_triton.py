@@ -34,12 +34,14 @@ from vllm_kvcompress.kernels.common.paged_entries import (
     TILE_BYTES,
     AddressedEntries,
     PagedEntries,
-    check_out,
-    check_queries,
     check_rows,
     tile_size,
 )
-from vllm_kvcompress.kernels.common.paged_numbers import AddressedNumbers, PagedNumbers, check_bias
+from vllm_kvcompress.kernels.common.paged_numbers import (
+    AddressedNumbers,
+    PagedNumbers,
+    check_attention,
+)
 from vllm_kvcompress.kernels.common.paged_rows_triton import (
     LOG2_E,
     SequenceRows,
@@ -73,7 +75,7 @@ class DecodeSettings:
     search: int = 128
 
 
-DEFAULT_SETTINGS = DecodeSettings()
+SETTINGS = DecodeSettings()  # of all launches; others are put here to be measured
 
 
 @kernel("num_sequences", "length_stride", "end_stride")
@@ -336,7 +338,16 @@ def decode_attention(
     tile_ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Triton launcher of `decode_attention`: same signature and result."""
-    return launch_decode(entries, queries, scale, bias, with_lse, out, DEFAULT_SETTINGS, tile_ends)
+    out = torch.empty_like(queries) if out is None else out
+    check_attention(entries, queries, out, bias, "group")
+    lse = queries.new_empty(queries.shape[:2], dtype=torch.float32) if with_lse else None
+    lengths = entries.flat_lengths
+    if tile_ends is None:
+        tile_ends = torch.empty_like(lengths, dtype=torch.int32)
+        sum_tiles(lengths[None], tile_ends[None], tile_size(entries, SETTINGS.tile_bytes))
+    runs = (lengths, tile_ends)
+    _launch(entries, queries[:, None], out[:, None], runs, scale, bias, lse)
+    return out, lse
 
 
 def decode_rows(
@@ -354,33 +365,8 @@ def decode_rows(
     if with_lse:
         lse = queries.new_empty((len(entries.lengths), queries.shape[2]), dtype=torch.float32)
     runs = (entries.lengths, entries.tile_ends)
-    _launch(entries, queries, out, runs, scale, bias, lse, DEFAULT_SETTINGS)
+    _launch(entries, queries, out, runs, scale, bias, lse)
     return lse
-
-
-def launch_decode(
-    entries: PagedEntries,
-    queries: Tensor,
-    scale: float,
-    bias: PagedNumbers | None,
-    with_lse: bool,
-    out: Tensor | None,
-    settings: DecodeSettings,
-    tile_ends: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Runs `decode_attention` with the given settings; `tile_ends` counts tiles of their size."""
-    out = torch.empty_like(queries) if out is None else out
-    check_queries(entries, queries, "group")
-    check_out(queries, out)
-    check_bias(entries, bias)
-    lse = queries.new_empty(queries.shape[:2], dtype=torch.float32) if with_lse else None
-    lengths = entries.flat_lengths
-    if tile_ends is None:
-        tile_ends = torch.empty_like(lengths, dtype=torch.int32)
-        sum_tiles(lengths[None], tile_ends[None], tile_size(entries, settings.tile_bytes))
-    runs = (lengths, tile_ends)
-    _launch(entries, queries[:, None], out[:, None], runs, scale, bias, lse, settings)
-    return out, lse
 
 
 def _launch(
@@ -391,14 +377,13 @@ def _launch(
     scale: float,
     bias: PagedNumbers | AddressedNumbers | None,
     lse: Tensor | None,
-    settings: DecodeSettings,
 ) -> None:
     """Launches both kernels for [requests, heads, group, head size] queries, a sequence per head.
 
     `runs` are the sequences' lengths, and the tiles up to each one's end.
     """
     num_requests, heads, group, head_size = queries.shape
-    num_sequences, programs = num_requests * heads, _num_programs(holder.device, settings)
+    num_sequences, programs = num_requests * heads, _num_programs(holder.device)
     if num_sequences == 0:
         return
     num_pieces = num_sequences + programs
@@ -434,13 +419,13 @@ def _launch(
             scale * LOG2_E,
             ADDRESSED=addressed,
             BLOCK_SIZE=holder.block_size,
-            TILE=tile_size(holder, settings.tile_bytes),
+            TILE=tile_size(holder, SETTINGS.tile_bytes),
             ROWS=padded(group),
             BIAS_HEADS=numbers.heads,
             BIAS_PAGE=numbers.page,
-            SEARCH=settings.search,
-            num_warps=settings.num_warps,
-            num_stages=settings.num_stages,
+            SEARCH=SETTINGS.search,
+            num_warps=SETTINGS.num_warps,
+            num_stages=SETTINGS.num_stages,
             **sizes,
         )
         _reduce_kernel[(num_sequences, group)](
@@ -456,7 +441,7 @@ def _launch(
             programs,
             queries.stride()[:3],
             out.stride()[:3],
-            PIECES=settings.pieces,
+            PIECES=SETTINGS.pieces,
             HAS_LSE=lse is not None,
             HAS_TARGETS=targets[0] is not None,
             num_warps=4,
@@ -464,9 +449,9 @@ def _launch(
         )
 
 
-def _num_programs(device: torch.device, settings: DecodeSettings) -> int:
+def _num_programs(device: torch.device) -> int:
     """Programs that run at the same time."""
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
     count = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(count) * settings.programs_per_sm
+    return int(count) * SETTINGS.programs_per_sm

@@ -25,13 +25,8 @@ from vllm_kvcompress.kernels.common.launch_triton import (
     launch_fitting,
     query_rows,
 )
-from vllm_kvcompress.kernels.common.paged_entries import (
-    PagedEntries,
-    check_out,
-    check_queries,
-    tile_size,
-)
-from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers, check_bias
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, tile_size
+from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers, check_attention
 from vllm_kvcompress.kernels.common.paged_rows_triton import (
     LOG2_E,
     SequenceRows,
@@ -202,9 +197,7 @@ def prefill_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Triton launcher of `prefill_attention`: same signature and result."""
     outputs = torch.empty_like(queries) if out is None else out
-    check_queries(entries, queries, "group", "m")
-    check_out(queries, outputs)
-    check_bias(entries, bias)
+    check_attention(entries, queries, outputs, bias, "group", "m")
     shape = num_sequences, group, num_queries = queries.shape[:3]
     lse = queries.new_empty(shape, dtype=torch.float32) if with_lse else None
     if outputs.numel() == 0:

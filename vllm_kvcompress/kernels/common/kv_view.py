@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, expect
+from vllm_kvcompress.kernels.common.paged_entries import PagedEntries, mismatch
 from vllm_kvcompress.kernels.common.tiles import finite, head_slices, valid_entries
 
 NUM_TEMPORARIES = 4  # of [heads, n, D] in fp32 that an operator is taken to hold at once
@@ -46,11 +46,6 @@ class KVView(ABC):
     @abstractmethod
     def gather(self, which: int, tail: bool) -> Tensor:
         """[H, n or t, D] keys (0) or values (1), of the full blocks or of the tail."""
-
-    @property
-    def pages(self) -> PagedEntries | None:
-        """Full blocks and the tail behind them, where kernels read pages."""
-        return None
 
     @property
     def device(self) -> torch.device:
@@ -140,10 +135,6 @@ class PagedKV(KVView):
         body = (entries.flat_lengths - num_tail).clamp_min(0).to(torch.int64)
         return cls(body, num_tail, entries, int(entries.page_table.shape[1]))
 
-    @property
-    def pages(self) -> PagedEntries:
-        return self.entries
-
     @cached_property
     def body(self) -> PagedEntries:
         """Entries of full blocks, without the tail."""
@@ -170,11 +161,7 @@ class PagedKV(KVView):
 
 def paged(view: KVView) -> PagedKV:
     """Returns the view for a kernel that reads pages; refuses one that has none."""
-    expect(
-        isinstance(view, PagedKV),
-        "keys and values in pages",
-        type(view).__name__,
-        "call the operator, which picks by what there is, and not its launcher",
-    )
-    assert isinstance(view, PagedKV)
+    if not isinstance(view, PagedKV):
+        remedy = "call the operator, which picks by what there is, and not its launcher"
+        raise mismatch("keys and values in pages", type(view).__name__, remedy)
     return view

@@ -28,9 +28,9 @@ PARTS = (
 fitting_rows: dict[tuple[object, ...], int] = {}  # of kernels whose programs had to be smaller
 
 
-def padded(size: int, least: int = MIN_DOT_ROWS) -> int:
+def padded(size: int) -> int:
     """The next power of two, which is what tiles are made of; masks hide the rest."""
-    return max(least, int(triton.next_power_of_2(size)))
+    return max(MIN_DOT_ROWS, int(triton.next_power_of_2(size)))
 
 
 def kernel(*changing: str) -> Any:

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from vllm_kvcompress.kernels.common.paged_entries import InPages, PagedEntries, mismatch, numbers_at
+from vllm_kvcompress.kernels.common.paged_entries import (
+    InPages,
+    PagedEntries,
+    check_out,
+    check_queries,
+    mismatch,
+    numbers_at,
+)
 from vllm_kvcompress.rounding import ceil_div
 
 NUMBER_ADDRESS_COLUMNS = 2  # of `AddressedNumbers.addresses`
@@ -139,8 +146,13 @@ class AddressedNumbers(InPages):
         return PagedNumbers(self.pages, table, self.starts, self.lengths)
 
 
-def check_bias(entries: PagedEntries, bias: PagedNumbers | None) -> None:
-    """Refuses biases of another number of sequences than the entries have."""
+def check_attention(
+    entries: PagedEntries, queries: Tensor, out: Tensor, bias: PagedNumbers | None, *between: str
+) -> None:
+    """Refuses queries as `check_queries` does, outputs of another shape, and biases of another
+    number of sequences than the entries have."""
+    check_queries(entries, queries, *between)
+    check_out(queries, out)
     if bias is not None and bias.num_sequences != entries.num_sequences:
         raise mismatch(
             f"biases of {entries.num_sequences} sequences",

@@ -79,23 +79,6 @@ def addressed_ids(addresses, layer_offsets, layer, request, head, pages, page_st
 
 
 @triton.jit
-def load_rows(
-    rows,
-    entries,
-    present,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """[any, DIMS] keys of any entries, zeros where not present."""
-    dims = tl.arange(0, DIMS)
-    page = tl.load(rows.page_ids + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
-    keys = rows.pages + page * rows.page_stride + (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
-    mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
-    return tl.load(keys[:, None] + dims[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
 def load_columns(
     rows,
     start,

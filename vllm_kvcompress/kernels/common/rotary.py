@@ -35,7 +35,10 @@ class Rotary:
     def turned(self, keys: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
         """Rotates keys [..., D] fp32 by the cosines and sines of `turn` (a copy)."""
         cos, sin = turn
-        first, second = self._pairs()
+        size = self.frequencies.numel()
+        first, second = slice(0, 2 * size, 2), slice(1, 2 * size, 2)
+        if self.halves:
+            first, second = slice(0, size), slice(size, 2 * size)
         turned = keys.clone()
         turned[..., first].mul_(cos).addcmul_(keys[..., second], sin, value=-1)
         turned[..., second].mul_(cos).addcmul_(keys[..., first], sin)
@@ -43,20 +46,7 @@ class Rotary:
 
     def averaged(self, num_positions: int, head_size: int) -> Tensor:
         """[D, D] fp32 matrix that averages a row over `num_positions`, its own first."""
-        steps = torch.arange(num_positions, device=self.frequencies.device)
-        rows = torch.eye(head_size, device=self.frequencies.device)
-        angles = steps[:, None] * self.frequencies
-        cos, sin = angles.cos().mean(dim=0), angles.sin().mean(dim=0)
-        first, second = self._pairs()
-        a, b = rows[:, first], rows[:, second]
-        turned = rows.clone()
-        turned[:, first] = a * cos - b * sin
-        turned[:, second] = b * cos + a * sin
-        return turned
-
-    def _pairs(self) -> tuple[slice, slice]:
-        """Dims of the first and the second coordinates of pairs."""
-        size = self.frequencies.numel()
-        if self.halves:
-            return slice(0, size), slice(size, 2 * size)
-        return slice(0, 2 * size, 2), slice(1, 2 * size, 2)
+        device = self.frequencies.device
+        cos, sin = self.turn(torch.arange(num_positions, device=device))
+        rows = torch.eye(head_size, device=device)
+        return self.turned(rows, (cos.mean(dim=0), sin.mean(dim=0)))

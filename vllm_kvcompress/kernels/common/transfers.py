@@ -10,14 +10,10 @@ from torch import Tensor
 
 
 def upload(numbers: np.ndarray[Any, Any] | list[int] | Tensor, device: torch.device) -> Tensor:
-    """Copies numbers of the host to a device; on the CPU returns them without a copy.
+    """Copies the host's numbers, a list as int64, to a device; on the CPU returns them uncopied.
 
     A copy from ordinary memory would wait until the device has done all its work, so it goes
     through page-locked memory.
-
-    Args:
-        numbers: an array or tensor on the CPU, or a list (int64 then).
-        device: target device.
     """
     if isinstance(numbers, list):
         numbers = np.array(numbers, dtype=np.int64)
@@ -30,11 +26,7 @@ def upload(numbers: np.ndarray[Any, Any] | list[int] | Tensor, device: torch.dev
 
 
 class Download:
-    """An integer on its way from a device, which may still compute it, to the host.
-
-    Args:
-        number: [] integer on any device.
-    """
+    """A [] integer on its way from a device, which may still compute it, to the host."""
 
     def __init__(self, number: Tensor) -> None:
         self._number = number

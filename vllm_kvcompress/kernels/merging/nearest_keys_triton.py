@@ -22,7 +22,7 @@ from vllm_kvcompress.kernels.common.launch_triton import (
     on_device,
 )
 from vllm_kvcompress.kernels.common.paged_entries import per_entry, tile_size
-from vllm_kvcompress.kernels.common.paged_rows_triton import SequenceRows, load_rows
+from vllm_kvcompress.kernels.common.paged_rows_triton import SequenceRows
 
 # Of the evicted keys of a program, and of each tile of kept ones that it reads.
 ROWS_BYTES, TILE_BYTES = 1 << 16, 1 << 15
@@ -44,7 +44,11 @@ def _listed_keys(
     index = first + tl.arange(0, TILE)
     present = index < count
     entries = tl.load(listed + index, mask=present, other=0)
-    return load_rows(rows, entries, present, BLOCK_SIZE, HEAD_SIZE, DIMS), entries
+    page = tl.load(rows.page_ids + entries // BLOCK_SIZE, mask=present, other=0).to(tl.int64)
+    places = rows.pages + page * rows.page_stride + (entries % BLOCK_SIZE) * 2 * HEAD_SIZE
+    dims = tl.arange(0, DIMS)
+    mask = present[:, None] & (dims < HEAD_SIZE)[None, :]
+    return tl.load(places[:, None] + dims[None, :], mask=mask, other=0.0), entries
 
 
 @kernel("table_stride", "capacity")
