@@ -53,7 +53,7 @@ def make_pool(
     if kind is InterleavedPagePool:
         return InterleavedPagePool(**common)
     keys, values = known_packings(BLOCK_SIZE, HEAD_SIZE)[:2]
-    return PackedPagePool(**common, key_packing=keys, value_packing=values)
+    return PackedPagePool(**common, packings=(keys, values))
 
 
 def make_weights(device: torch.device, dtype: torch.dtype = torch.float32) -> list[LayerWeights]:
@@ -72,6 +72,11 @@ def make_weights(device: torch.device, dtype: torch.dtype = torch.float32) -> li
             )
         )
     return weights
+
+
+def state_numbers(pool: PagePool, page_ids: Tensor) -> Tensor:
+    """[n] fp32 numbers of [P] pages of policy state (a copy)."""
+    return pool.pages[page_ids].flatten().view(torch.float32)
 
 
 @dataclass
@@ -190,7 +195,7 @@ def left_in(tables: PageTables, request_id: str) -> list[dict[str, Tensor]]:
         pages = torch.cat(rows)
         carried = torch.zeros(0)
         if tables.state.shape[2]:
-            carried = pool.floats(tables.state[layer, slot])
+            carried = state_numbers(pool, tables.state[layer, slot])
         layers.append(
             dict(
                 counts=counts,

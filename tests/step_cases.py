@@ -66,7 +66,7 @@ def make_pool(kind: type[PagePool], device: torch.device = CPU) -> PagePool:
     if kind is InterleavedPagePool:
         return InterleavedPagePool(**common)
     rows, columns = known_packings(SIZE, DIM)
-    return PackedPagePool(**common, key_packing=columns, value_packing=rows)
+    return PackedPagePool(**common, packings=(columns, rows))
 
 
 @dataclass

@@ -28,7 +28,7 @@ from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool
 def as_on_cpus(pool: InterleavedPagePool) -> PackedPagePool:
     """The same pages in the order of vLLM's CPU kernels."""
     keys, values = known_packings(pool.block_size, pool.head_size)[:2]
-    return PackedPagePool(**vars(pool), key_packing=keys, value_packing=values)
+    return PackedPagePool(**vars(pool), packings=(keys, values))
 
 
 def main() -> int:

@@ -78,7 +78,7 @@ def test_requests_that_decode_are_one_group_and_chunks_are_alone() -> None:
     assert chunk.tokens == slice(4, 9)
     assert (decoding.num_queries, chunk.num_queries) == (1, 5)
     for group, heads in ((decoding, [0, 1, 4, 5]), (chunk, [2, 3])):
-        for layer, (page_table, lengths) in enumerate(group.layers):
+        for layer, (page_table, lengths) in enumerate(group.requests.layers):
             assert torch.equal(page_table, batch.page_table[layer, heads])
             assert torch.equal(lengths, batch.seq_lens[layer, heads])
 
@@ -88,8 +88,8 @@ def test_a_batch_that_only_decodes_is_taken_as_it_lies() -> None:
     batch = step.read()
     (group,) = query_batches(batch, step.starts)
     assert group.tokens == slice(0, 2)
-    assert group.layers is batch.layers
-    assert group.policy_state is batch.policy_state is not None
+    assert group.requests is batch
+    assert batch.policy_state is not None
 
 
 def test_neighbours_that_decode_are_taken_as_they_lie() -> None:

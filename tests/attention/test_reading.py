@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.attention.reading import SparseReads, summary_kind
-from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind, summary_bytes
+from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.config import Settings
@@ -384,18 +384,15 @@ def test_summaries_take_their_share_of_memory() -> None:
     for size in (16, 32):
         for score, own in numbers.items():
             both = 1000 * (2 * size * 64 * 2 + own)
-            assert (
-                summary_bytes(both, 2 * size * 64 * 2, 64, torch.bfloat16, KINDS[score])
-                == 1000 * own
-            )
+            share = KINDS[score].share(both, 2 * size * 64 * 2, 64, torch.bfloat16)
+            assert share == 1000 * own
     for kind in KINDS.values():
         found = PageSummaries(small_pool(), kind)
         there = [each for each in (found.vectors, found.scales) if each is not None]
         taken = sum(each.numel() * each.element_size() for each in there)
         whole = small_pool().pages.numel() * 4 + taken
-        assert (
-            summary_bytes(whole, 2 * SIZE * HEAD_SIZE * 4, HEAD_SIZE, torch.float32, kind) == taken
-        )
+        share = kind.share(whole, 2 * SIZE * HEAD_SIZE * 4, HEAD_SIZE, torch.float32)
+        assert share == taken
 
 
 @pytest.mark.parametrize("kind", KINDS.values())

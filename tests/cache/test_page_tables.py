@@ -29,8 +29,7 @@ def make_tables() -> PageTables:
         num_heads=HEADS,
         block_size=SIZE,
         head_size=2,
-        key_packing=packing,
-        value_packing=packing,
+        packings=(packing, packing),
     )
     return PageTables(pool)
 
@@ -71,7 +70,8 @@ class LateNumber:
 @given(data=st.data())
 def test_tables_hold_what_lists_hold(data: st.DataObject) -> None:
     tables, model, fresh = make_tables(), Model(), 1000
-    batches = ResidentBatches(tables, max_table_bytes=data.draw(st.sampled_from([0, 2000, 2**26])))
+    batches = ResidentBatches(tables)
+    batches.max_table_bytes = data.draw(st.sampled_from([0, 2000, 2**26]))
     names = [f"r{i}" for i in range(12)]
     for _ in range(data.draw(st.integers(1, 25))):
         name = data.draw(st.sampled_from(names))
@@ -232,8 +232,7 @@ def make_paged_windows(window: int, requests: list[str]) -> PagedWindows:
         num_heads=HEADS,
         block_size=SIZE,
         head_size=HEAD_SIZE,
-        key_packing=packing,
-        value_packing=packing,
+        packings=(packing, packing),
     )
     windows = PagedWindows(pool, window, QUERY_HEADS)
     blocks = list(range(count * len(requests)))[::-1]

@@ -93,8 +93,7 @@ def test_written_pages_read_back(key_name: str, value_name: str) -> None:
         num_heads=1,
         block_size=16,
         head_size=32,
-        key_packing=packings[key_name],
-        value_packing=packings[value_name],
+        packings=(packings[key_name], packings[value_name]),
     )
     keys, values = torch.randn(3, 16, 32), torch.randn(3, 16, 32)
     where = torch.tensor([7, 2, 5])
@@ -110,7 +109,7 @@ def test_packings_of_another_page_are_refused() -> None:
     packing = known_packings(16, 32)[0]
     with pytest.raises(InvariantError, match="packings of 16 tokens of 64 elements, got rows of"):
         PackedPagePool(
-            torch.zeros(1, 2 * 16 * 64), 1, torch.tensor([0]), 1, 16, 64, packing, packing
+            torch.zeros(1, 2 * 16 * 64), 1, torch.tensor([0]), 1, 16, 64, (packing, packing)
         )
 
 

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.event_cases import BLOCK_SIZE, GROUP, NUM_HEADS, Request, make_pool
+from tests.event_cases import (
+    BLOCK_SIZE,
+    GROUP,
+    NUM_HEADS,
+    Request,
+    make_pool,
+    state_numbers,
+)
 from tests.policies.cases import HEAD_SIZE, NUM_LAYERS, Shape, make_pipeline
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
 from vllm_kvcompress.cache.policy_state import PolicyState
@@ -31,7 +38,7 @@ def test_runs_of_entries_are_found_name_by_name(policy: str, tmp_path: Path) -> 
     assert pipeline.token_state == CARRIED[policy]
     slot, carried = tables.slots["r"], PolicyState(tables)
     for layer in range(NUM_LAYERS):
-        numbers = pool.floats(tables.state[layer, slot]).tolist()
+        numbers = state_numbers(pool, tables.state[layer, slot]).tolist()
         kept = [BLOCK_SIZE * count for count in tables.counts[layer, slot].tolist()]
         place = NUM_HEADS * pipeline.state_size(HEAD_SIZE)
         for name in CARRIED[policy]:
@@ -53,7 +60,7 @@ def test_runs_of_heads_are_found(policy: str, tmp_path: Path) -> None:
     slot, size = tables.slots["r"], pipeline.state_size(HEAD_SIZE)
     runs = PolicyState(tables).head_numbers(pipeline, torch.tensor([slot]))
     for layer in range(NUM_LAYERS):
-        numbers = pool.floats(tables.state[layer, slot])[: NUM_HEADS * size]
+        numbers = state_numbers(pool, tables.state[layer, slot])[: NUM_HEADS * size]
         assert torch.equal(runs.layers[layer].whole(size), numbers.view(NUM_HEADS, size))
 
 

@@ -34,8 +34,7 @@ def make_pool() -> PagePool:
         num_heads=HEADS,
         block_size=SIZE,
         head_size=DIM,
-        key_packing=packing,
-        value_packing=packing,
+        packings=(packing, packing),
     )
 
 

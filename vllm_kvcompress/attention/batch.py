@@ -104,11 +104,14 @@ class ResidentBatch(CompressedRows):
         return list(zip(self.page_table.unbind(), self.seq_lens.unbind(), strict=True))
 
     def take(self, which: np.ndarray[Any, np.dtype[np.bool_]]) -> Self:
-        """Returns the compressed requests where [R] `which` is true, without policy state."""
+        """Returns the compressed requests where [R] `which` is true."""
+        if which.all():
+            return self
         index = np.flatnonzero(which)
         num_heads = self.page_table.shape[1] // len(self.rows)
         heads = (index[:, None] * num_heads + np.arange(num_heads)).ravel()
         requests, sequences = (upload(each, self.seq_lens.device) for each in (index, heads))
+        state = self.policy_state
         return replace(
             self,
             rows=self.rows[index],
@@ -118,23 +121,8 @@ class ResidentBatch(CompressedRows):
             page_table=self.page_table[:, sequences],
             seq_lens=self.seq_lens[:, sequences],
             resident_offset=self.resident_offset[:, requests],
-            policy_state=None,
+            policy_state=None if state is None else state.select(requests, sequences),
         )
-
-
-@dataclass
-class _CachedBatch:
-    """A batch that is updated in place while its requests and kept pages do not change.
-
-    Attributes:
-        table: [num_layers, R, num_heads, any] int32 page ids, with room for more columns.
-        limits: [R] logical tokens that the table covers.
-        batch: view of the columns that are in use.
-    """
-
-    table: Tensor
-    limits: Integers
-    batch: ResidentBatch
 
 
 class ResidentBatches:
@@ -147,18 +135,15 @@ class ResidentBatches:
         tables: page tables of the requests.
         find_state: returns the state numbers that attention reads for requests in [R] slots; None:
             attention reads no policy state.
+
+    Attributes:
         max_table_bytes: size of one table for all rows, above which rows are split.
     """
 
-    def __init__(
-        self,
-        tables: PageTables,
-        find_state: FindState | None = None,
-        max_table_bytes: int = MAX_SHARED_TABLE_BYTES,
-    ) -> None:
+    def __init__(self, tables: PageTables, find_state: FindState | None = None) -> None:
         self.tables = tables
         self._find_state = find_state
-        self._max_table_bytes = max_table_bytes
+        self.max_table_bytes = MAX_SHARED_TABLE_BYTES
         self._request_ids: list[str] = []
         self._version = -1
         self._parts: list[_SharedTable] = []
@@ -194,7 +179,8 @@ class ResidentBatches:
         self._parts = []  # frees their tables before new ones are made
         compressed = np.flatnonzero(slots >= 0)
         widths = tables.widths_at(slots[compressed], num_tokens[compressed].astype(np.int64))
-        for index in _split_rows(widths, self._max_table_bytes // tables.column_bytes):
+        column_bytes = 4 * tables.pool.num_layers * tables.pool.num_heads
+        for index in _split_rows(widths, self.max_table_bytes // column_bytes):
             rows = CompressedRows.of(slots, tables.pool.device, compressed[index])
             self._parts.append(_SharedTable(tables, rows, self._find_state))
 
@@ -212,7 +198,10 @@ def _split_rows(widths: Integers, max_columns: int) -> list[Integers]:
 
 
 class _SharedTable:
-    """Compressed requests of a batch that share a table."""
+    """Compressed requests of a batch that share a table.
+
+    It is updated in place while the requests and their kept pages do not change.
+    """
 
     def __init__(
         self, tables: PageTables, rows: CompressedRows, find_state: FindState | None
@@ -221,52 +210,49 @@ class _SharedTable:
         self._find_state = find_state
         self._rows = rows
         self._index = row_index(rows.rows, tables.pool.device)
-        self._cached: _CachedBatch | None = None
+        self._table: Tensor | None = None  # [num_layers, R, num_heads, any], room for more columns
+        self._batch: ResidentBatch | None = None  # view of the columns that are in use
+        self._limits: Integers = np.zeros(0, dtype=np.int64)  # logical tokens that these cover
 
     def read(self, num_tokens: HostNumbers, seq_lens: Tensor, block_table: Tensor) -> ResidentBatch:
-        cached = self._update(num_tokens[self._rows.rows].astype(np.int64), block_table)
-        batch, num_heads = cached.batch, self.tables.pool.num_heads
+        batch = self._update(num_tokens[self._rows.rows].astype(np.int64), block_table)
+        num_heads = self.tables.pool.num_heads
         resident = batch.seq_lens.unflatten(1, (-1, num_heads))
         torch.add(batch.resident_offset, seq_lens[self._index, None], out=resident)
         return batch
 
-    def _update(self, num_tokens: Integers, block_table: Tensor) -> _CachedBatch:
-        """Returns the cached batch, extended to [R] logical tokens."""
-        cached = self._cached
-        if cached is not None and not (num_tokens > cached.limits).any():
-            return cached
-        tables, slots = self.tables, self._rows.slots
+    def _update(self, num_tokens: Integers, block_table: Tensor) -> ResidentBatch:
+        """Returns the batch, extended to [R] logical tokens."""
+        batch, tables, slots = self._batch, self.tables, self._rows.slots
+        if batch is not None and not (num_tokens > self._limits).any():
+            return batch
         width = int(tables.widths_at(slots, num_tokens).max())
-        if cached is not None and width > cached.table.shape[3]:
-            cached = self._cached = None  # frees its table before a larger one is made
-        table = None if cached is None else cached.table
-        tables.extend_tails(slots, self._rows.rows, block_table, num_tokens, table)
-        if cached is None:
-            cached = self._cached = self._read_tables(width)
-        elif width != cached.batch.page_table.shape[2]:
-            page_table = cached.table.flatten(1, 2)[:, :, :width]
-            cached.batch = replace(cached.batch, page_table=page_table)
-        cached.limits = tables.tail_limits(slots)
-        return cached
+        if self._table is not None and width > self._table.shape[3]:
+            batch = self._batch = self._table = None  # frees it before a larger one is made
+        tables.extend_tails(slots, self._rows.rows, block_table, num_tokens, self._table)
+        if batch is None:
+            # Widths are multiples of 16, so kernels are compiled for one alignment only.
+            width_with_room = width + max(8, width // 8)
+            self._table = tables.rows.read(self._rows.device_slots, width_with_room)
+            batch = self._make_batch(self._table.flatten(1, 2)[:, :, :width])
+        elif self._table is not None and width != batch.page_table.shape[2]:
+            batch = replace(batch, page_table=self._table.flatten(1, 2)[:, :, :width])
+        self._limits, self._batch = tables.tail_limits(slots), batch
+        return batch
 
-    def _read_tables(self, width: int) -> _CachedBatch:
-        """Copies the batch's rows of the tables, with room for an eighth more columns.
-
-        Widths are multiples of 16, so kernels are compiled for one alignment only.
-        """
+    def _make_batch(self, page_table: Tensor) -> ResidentBatch:
+        """Looks up what else a batch with that table has."""
         tables, rows, find_state = self.tables, self._rows, self._find_state
-        table = tables.rows.read(rows.device_slots, width + max(8, width // 8))
         resident_offset = tables.resident_offsets(rows.slots)
         # On a GPU this comparison would synchronise.
         same_in_all_layers = resident_offset.device.type == "cpu" and bool(
             (resident_offset == resident_offset[:1]).all()
         )
-        batch = ResidentBatch(
+        return ResidentBatch(
             **vars(rows),
-            page_table=table.flatten(1, 2)[:, :, :width],
+            page_table=page_table,
             seq_lens=torch.empty_like(resident_offset).flatten(1),
             resident_offset=resident_offset,
             same_in_all_layers=same_in_all_layers,
             policy_state=None if find_state is None else find_state(rows.device_slots),
         )
-        return _CachedBatch(table, tables.tail_limits(rows.slots), batch)

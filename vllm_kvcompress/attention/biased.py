@@ -22,7 +22,6 @@ from vllm_kvcompress.attention.batch import (
     selected_rows,
 )
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
-from vllm_kvcompress.cache.policy_state import StateNumbers
 from vllm_kvcompress.kernels.attention import (
     attention_with_lse,
     decode_attention,
@@ -31,7 +30,7 @@ from vllm_kvcompress.kernels.attention import (
 )
 from vllm_kvcompress.kernels.common.paged_entries import tile_size
 from vllm_kvcompress.kernels.common.paged_numbers import PagedNumbers
-from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.kernels.common.tiles import finite, valid_entries
 from vllm_kvcompress.kernels.merging.moments import correct_with_moments
 from vllm_kvcompress.policies import Pipeline
 
@@ -52,23 +51,19 @@ class QueryBatch:
     Attributes:
         tokens: [N * m] rows of their queries in the batch.
         num_queries: m, the queries of each request.
-        layers: page table [S, width] int32 and resident tokens [S] int32 of each layer.
-        seq_lens: [num_layers, S] int32 resident tokens.
-        policy_state: state numbers that attention reads, if it reads any.
+        requests: the N requests.
     """
 
     tokens: RowIndex
     num_queries: int
-    layers: list[tuple[Tensor, Tensor]]
-    seq_lens: Tensor
-    policy_state: StateNumbers | None
+    requests: ResidentBatch
     _tile_ends: list[Tensor] = field(default_factory=list, init=False)
 
     def tile_ends(self, pool: InterleavedPagePool) -> list[Tensor]:
         """Returns every layer's result of `sum_tiles`, computed once in the step's first layer."""
         if not self._tile_ends:
-            tile_ends = torch.empty_like(self.seq_lens)
-            sum_tiles(self.seq_lens, tile_ends, tile_size(pool))
+            tile_ends = torch.empty_like(self.requests.seq_lens)
+            sum_tiles(self.requests.seq_lens, tile_ends, tile_size(pool))
             self._tile_ends.extend(tile_ends.unbind())
         return self._tile_ends
 
@@ -91,30 +86,15 @@ def query_batches(batch: ResidentBatch, starts: HostNumbers) -> list[QueryBatch]
         batch: the compressed requests.
         starts: [rows + 1] first token of every row of the batch.
     """
-    lengths = np.diff(starts)[batch.rows]
-    decoding = np.flatnonzero(lengths == 1)
-    batches = [_query_batch(batch, decoding, starts, 1)] if len(decoding) else []
-    for request in np.flatnonzero(lengths > 1):
-        batches.append(_query_batch(batch, request[None], starts, int(lengths[request])))
+    lengths, batches = np.diff(starts)[batch.rows], []
+    chunks = [np.arange(len(lengths)) == request for request in np.flatnonzero(lengths > 1)]
+    for which in (lengths == 1, *chunks):
+        if which.any():
+            first, num_queries = starts[batch.rows[which]].astype(np.int64), lengths[which][0]
+            tokens = (first[:, None] + np.arange(num_queries)).flatten()
+            index = row_index(tokens, batch.page_table.device)
+            batches.append(QueryBatch(index, int(num_queries), batch.take(which)))
     return batches
-
-
-def _query_batch(
-    batch: ResidentBatch, requests: HostNumbers, starts: HostNumbers, num_queries: int
-) -> QueryBatch:
-    device = batch.page_table.device
-    first = starts[batch.rows[requests]].astype(np.int64)
-    tokens = row_index((first[:, None] + np.arange(num_queries)).flatten(), device)
-    if len(requests) == len(batch.rows):
-        return QueryBatch(tokens, num_queries, batch.layers, batch.seq_lens, batch.policy_state)
-    num_heads = batch.page_table.shape[1] // len(batch.rows)
-    heads = (requests[:, None] * num_heads + np.arange(num_heads)).flatten()
-    sequences, state = upload(heads, device), batch.policy_state
-    if state is not None:
-        state = state.select(upload(requests, device), sequences)
-    tables, lengths = batch.page_table[:, sequences], batch.seq_lens[:, sequences]
-    layers = list(zip(tables.unbind(), lengths.unbind(), strict=True))
-    return QueryBatch(tokens, num_queries, layers, lengths, state)
 
 
 def biased_attention(
@@ -135,7 +115,8 @@ def biased_attention(
         scale: softmax scale.
     """
     pool, pipeline = pages.pool, pages.pipeline
-    state = None if batch.policy_state is None else batch.policy_state.layers[layer]
+    numbers = batch.requests.policy_state
+    state = None if numbers is None else numbers.layers[layer]
     bias = state if pipeline.weighs_entries else None
     with selected_rows(batch.tokens, queries, outputs) as selected:
         heads, out = (batch.by_head(rows, pool.num_heads) for rows in selected)
@@ -157,10 +138,14 @@ def _attend(
     out: Tensor,
 ) -> Tensor | None:
     """Writes outputs shaped as the queries; returns [S, queries_per_kv, m] log-sum-exps or None."""
-    page_table, lengths = batch.layers[layer]
+    page_table, lengths = batch.requests.layers[layer]
     if not isinstance(pool, InterleavedPagePool):
-        keys, values = _gather(pool, layer, page_table, lengths)
-        biases = None if bias is None else bias.gathered(keys.shape[1])
+        page_ids, num_entries = page_table.long(), page_table.shape[1] * pool.block_size
+        # Pages may hold anything behind the lengths, such as numbers of another type.
+        valid = valid_entries(lengths, num_entries)
+        read = (pool.keys(page_ids, layer), pool.values(page_ids, layer))
+        keys, values = (finite(rows.flatten(1, 2), valid) for rows in read)
+        biases = None if bias is None else bias.gathered(num_entries)
         outputs, lse = attention_with_lse(queries, keys, values, lengths.long(), scale, biases)
         out.copy_(outputs)
         return lse
@@ -171,17 +156,3 @@ def _attend(
     single, single_out = queries[:, :, 0], out[:, :, 0]
     lse = decode_attention(entries, single, scale, bias, with_lse, single_out, ends)[1]
     return None if lse is None else lse[:, :, None]
-
-
-def _gather(
-    pool: PagePool, layer: int, page_table: Tensor, lengths: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Copies [S, n, head_size] keys and values of a layer, with zeros behind the lengths.
-
-    Pages may hold anything there, such as numbers of another type.
-    """
-    page_ids = page_table.long()
-    keys, values = (read(page_ids, layer).flatten(1, 2) for read in (pool.keys, pool.values))
-    padding = torch.arange(keys.shape[1], device=keys.device) >= lengths[:, None]
-    keys[padding] = values[padding] = 0
-    return keys, values

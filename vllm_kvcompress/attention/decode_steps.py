@@ -98,7 +98,6 @@ class DecodeSteps:
         records: whether any policy observes queries.
 
     Attributes:
-        scales: as given.
         like: [0, num_query_heads, head_size] tensor of the queries' type.
     """
 

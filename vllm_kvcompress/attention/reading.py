@@ -77,7 +77,6 @@ class SparseReads:
     It is looked up again only when the requests of a step change.
 
     Args:
-        rule, tables: see the attributes.
         others: summaries of other cache groups, as for `PageSummaries`.
 
     Attributes:

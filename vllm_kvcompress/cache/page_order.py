@@ -38,8 +38,10 @@ class Packing:
 
     def to_rows(self, packed: Tensor) -> Tensor:
         """[..., block_size * head_size] page elements -> [..., block_size, head_size] rows."""
-        if self._keeps_pairs and packed.element_size() in _PAIR_TYPES:
-            # Two neighbours of 8 or 16 bits are moved as one number.
+        last = len(self.shape) - 1
+        keeps_pairs = self.dim_axes[-1] == last and len(self.dim_axes) > 1 and self.shape[last] == 2
+        if keeps_pairs and packed.element_size() in _PAIR_TYPES:
+            # Two neighbours of 8 or 16 bits, which rows have side by side too, are moved as one.
             by_pair = replace(self, shape=self.shape[:-1], dim_axes=self.dim_axes[:-1])
             pairs = packed.view(_PAIR_TYPES[packed.element_size()])
             return by_pair.to_rows(pairs).contiguous().view(packed.dtype)
@@ -47,12 +49,6 @@ class Packing:
         axes = [len(lead) + a for a in self.token_axes + self.dim_axes]
         rows = packed.unflatten(-1, self.shape).permute(*range(len(lead)), *axes)
         return rows.reshape(*lead, self.block_size, self.head_size)
-
-    @property
-    def _keeps_pairs(self) -> bool:
-        """Whether every two neighbours in a page are also neighbours in a row."""
-        last = len(self.shape) - 1
-        return self.dim_axes[-1] == last and len(self.dim_axes) > 1 and self.shape[last] == 2
 
     def take_rows(self, packed: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
         """[P, block_size * head_size] pages -> [N, head_size] rows of [N] pages and tokens."""

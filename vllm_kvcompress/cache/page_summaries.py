@@ -32,10 +32,12 @@ class SummaryKind:
         """Number of vectors of head_size elements per page."""
         return self.num_means or 2
 
-    def page_bytes(self, head_size: int, dtype: torch.dtype) -> int:
-        """Returns the bytes of one page's summary, for keys of the given type."""
+    def share(self, num_bytes: int, page_bytes: int, head_size: int, dtype: torch.dtype) -> int:
+        """Returns how many of the bytes that pages, of `page_bytes` and with keys of the given size
+        and type, share with their summaries go to these."""
         numbers = self.num_vectors * head_size
-        return numbers + int(_SCALE.itemsize) if self.rounded else numbers * int(dtype.itemsize)
+        own = numbers + int(_SCALE.itemsize) if self.rounded else numbers * int(dtype.itemsize)
+        return num_bytes * own // (page_bytes + own)
 
 
 class PageSummaries:
@@ -45,7 +47,6 @@ class PageSummaries:
     prefix cache keep theirs.
 
     Args:
-        pool, kind: see the attributes.
         others: summaries of other cache groups. Groups take blocks from one cache, so those with
             the same pages share one array.
 
@@ -84,18 +85,3 @@ class PageSummaries:
         if self.scales is not None:
             vectors, self.scales[page_ids] = rounded_outwards(vectors)
         self.vectors[page_ids] = vectors
-
-
-def summary_bytes(
-    pool_bytes: int, page_bytes: int, head_size: int, dtype: torch.dtype, kind: SummaryKind
-) -> int:
-    """Returns how many of `pool_bytes`, which pages and their summaries share, go to summaries.
-
-    Args:
-        pool_bytes: bytes for pages and summaries together.
-        page_bytes: bytes of a page.
-        head_size, dtype: size and type of a key.
-        kind: form of the summaries.
-    """
-    per_page = kind.page_bytes(head_size, dtype)
-    return pool_bytes * per_page // (page_bytes + per_page)

@@ -209,8 +209,7 @@ class PageTables:
 
         Args:
             slot: slot of the request.
-            first_block: logical block at which the tail begins.
-            max_kept: upper bound of the kept pages of any head.
+            first_block, max_kept: as in `Tails`.
             longest_head: the exact number, if it is still on its way from the device.
         """
         self.version += 1
@@ -253,11 +252,6 @@ class PageTables:
         widths: Integers = np.maximum(self.tails.max_kept[slots] + tails, self.widths(slots))
         return widths
 
-    @property
-    def column_bytes(self) -> int:
-        """Number of bytes of one column: a page id of every layer and head."""
-        return 4 * self.pool.num_layers * self.pool.num_heads
-
     def extend_tails(
         self,
         slots: Integers,
@@ -293,13 +287,10 @@ class PageTables:
         added = np.stack(
             (request, slots[request], tail_page, rows[request], first_block[request] + tail_page)
         )
-        append_pages(self._tail_rows(), upload(added, self.pool.device), block_table, table)
-
-    def _tail_rows(self) -> TailRows:
-        """Returns the rows of all slots as the kernel takes them."""
-        pool, rows = self.pool, self.rows
-        offsets, per_block = pool.block_page_offsets, pool.pages_per_block
-        return TailRows(rows.runs, rows.run_numbers, self.counts, offsets, per_block)
+        pages, pool = self.rows, self.pool
+        sizes = (pool.block_page_offsets, pool.pages_per_block)
+        tail_rows = TailRows(pages.runs, pages.run_numbers, self.counts, *sizes)
+        append_pages(tail_rows, upload(added, pool.device), block_table, table)
 
     def resident_offsets(self, slots: Integers) -> Tensor:
         """Returns [num_layers, R, num_heads] int32 resident minus logical tokens."""

@@ -109,16 +109,8 @@ class PagePool(EntriesInPages, ABC):
 
     @abstractmethod
     def take(self, page_ids: Tensor, tokens: Tensor, which: int) -> Tensor:
-        """Copies single tokens' keys (0) or values (1) as stored.
-
-        Args:
-            page_ids: [N] pages.
-            tokens: [N] token of each page.
-            which: KEYS or VALUES.
-
-        Returns:
-            [N, head_size].
-        """
+        """Copies the [N, head_size] keys (0) or values (1), as stored, of a token of each of [N]
+        pages."""
 
     @abstractmethod
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -206,10 +198,6 @@ class PagePool(EntriesInPages, ABC):
         sources, targets = upload(np.array(blocks).T.copy(), self.device)
         self.pages[self.fresh_pages(targets)] = self.pages[self.fresh_pages(sources)]
 
-    def floats(self, page_ids: Tensor) -> Tensor:
-        """[..., P] pages of policy state -> [..., n] fp32 numbers (a copy)."""
-        return self.pages[page_ids].flatten(-2).view(torch.float32)
-
     def write_floats(self, page_ids: Tensor, numbers: Tensor, places: Tensor | None = None) -> None:
         """Fills [P] pages with [m] fp32 numbers, at the first or given places, and zeros."""
         room = page_ids.numel() * self.page_bytes // 4
@@ -225,17 +213,16 @@ class PackedPagePool(PagePool):
     """Pages of vLLM's CPU kernels: K, then V, each in an order of its own.
 
     Attributes:
-        key_packing, value_packing: order of the elements inside a page.
+        packings: order of the elements of K inside a page, and of V.
 
     Raises:
         InvariantError: packings of other sizes than the page's.
     """
 
-    key_packing: Packing
-    value_packing: Packing
+    packings: tuple[Packing, Packing]
 
     def __post_init__(self) -> None:
-        for packing in (self.key_packing, self.value_packing):
+        for packing in self.packings:
             sizes = (packing.block_size, packing.head_size)
             if sizes != (self.block_size, self.head_size):
                 raise InvariantError(
@@ -245,24 +232,20 @@ class PackedPagePool(PagePool):
                 )
 
     @cached_property
-    def _packings(self) -> tuple[Packing, Packing]:
-        return self.key_packing, self.value_packing
-
-    @cached_property
     def _halves(self) -> Tensor:
         """[num_pages, 2, elements] view: the K and the V of every page."""
         return self.pages.unflatten(1, (2, -1))
 
     def _rows_of(self, page_ids: Tensor, which: int) -> Tensor:
         halves = self._halves.flatten(0, 1).index_select(0, (2 * page_ids + which).flatten())
-        return self._packings[which].to_rows(halves.view(*page_ids.shape, halves.shape[1]))
+        return self.packings[which].to_rows(halves.view(*page_ids.shape, halves.shape[1]))
 
     def take(self, page_ids: Tensor, tokens: Tensor, which: int) -> Tensor:
-        return self._packings[which].take_rows(self._halves[:, which], page_ids, tokens)
+        return self.packings[which].take_rows(self._halves[:, which], page_ids, tokens)
 
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
         for which, rows in ((KEYS, keys), (VALUES, values)):
-            self._halves[page_ids, which] = self._packings[which].from_rows(rows)
+            self._halves[page_ids, which] = self.packings[which].from_rows(rows)
 
 
 @dataclass(frozen=True)
@@ -288,22 +271,12 @@ class InterleavedPagePool(PagePool):
             self._rows[:, :, which][page_ids] = rows
 
     def entries(self, page_table: Tensor, lengths: Tensor) -> PagedEntries:
-        """Returns sequences' entries as stored, for kernels that read pages.
-
-        Args:
-            page_table: [S, width] int32 or int64 page ids.
-            lengths: [S] int32 or int64 resident tokens.
-        """
+        """Returns the `PagedEntries` of sequences as stored, for kernels that read pages."""
         return PagedEntries(self.pages, page_table, lengths, self.block_size, self.head_size)
 
     def read_entries(self, page_table: Tensor, lengths: Tensor, layer: int) -> PagedEntries:
-        """Returns sequences' entries in the model's type; an fp8 cache is dequantized into pages
-        made for this.
-
-        Args:
-            page_table, lengths: as for `entries`.
-            layer: layer of the sequences' heads.
-        """
+        """Returns them in the model's type; those of an fp8 cache are dequantized into pages made
+        for this, with the scales of the sequences' layer."""
         if self.quantization is None:
             return self.entries(page_table, lengths)
         size, width = self.block_size, page_table.shape[1]

@@ -187,14 +187,8 @@ class PolicyState:
     def _order(
         self, pipeline: Pipeline, numbers: list[Tensor], offsets: Tensor, kept: Tensor
     ) -> Tensor:
-        """Returns places in the state pages of numbers that are sorted by name, then by event.
-
-        Args:
-            pipeline: policy of the events.
-            numbers: the numbers of all events, name by name.
-            offsets: [R] numbers before each event's first one.
-            kept: [R] entries that each event keeps.
-        """
+        """Returns places in the state pages of `numbers`, which are sorted by name, then by event:
+        each event's begin at its one of [R] `offsets` and are those of its [R] `kept` entries."""
         device, pool = kept.device, self.pool
         per_heads = pool.num_heads * pipeline.state_size(pool.head_size)
         places = [(offsets[:, None] + torch.arange(per_heads, device=device)).flatten()]

@@ -23,6 +23,9 @@ from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
+# A request's id, its first row in the batch, and what to observe of it.
+ObservedRequest = tuple[str, int, Observation]
+
 
 @dataclass(frozen=True)
 class ObservedQueries:
@@ -69,13 +72,8 @@ class WindowRows:
     in_step: bool
 
 
-def observed_tokens(
-    observations: list[tuple[str, int, Observation]],
-) -> tuple[Integers, Integers, Integers]:
+def observed_tokens(observations: list[ObservedRequest]) -> tuple[Integers, Integers, Integers]:
     """Lists the observed tokens of all requests, one request after the other.
-
-    Args:
-        observations: request id, the request's first row in the batch, and what to observe of it.
 
     Returns:
         [T] int64 each: row in the batch, index into `observations`, position in the request.
@@ -88,20 +86,6 @@ def observed_tokens(
     return first_rows[index] + steps, index, positions[index] + steps
 
 
-def window_in_step(first: int, seen: Observation, event: EventPlan | None) -> slice | None:
-    """Returns the rows in the batch of an event's window; None if it begins in an earlier step.
-
-    Args:
-        first: the request's first row in the batch.
-        seen: the part of the request that is observed.
-        event: the request's event at the end of this step, if there is one.
-    """
-    if event is None or event.position - event.window_size < seen.position:
-        return None
-    end = first + seen.offset + event.position - seen.position
-    return slice(end - event.window_size, end)
-
-
 class QueryWindows:
     """Ring buffers in a tensor, one slot per observed request.
 
@@ -112,7 +96,6 @@ class QueryWindows:
         num_buffers: slots allocated at first use; more follow, eight at a time.
 
     Attributes:
-        window_size: queries per ring buffer.
         buffers: [num_layers, slots, window_size, num_query_heads, head_size], allocated at first
             use.
     """
@@ -133,38 +116,35 @@ class QueryWindows:
         self._layer_bytes: Tensor | None = None
 
     def locate(
-        self,
-        observations: list[tuple[str, int, Observation]],
-        events: Sequence[EventPlan] = (),
+        self, observations: list[ObservedRequest], events: Sequence[EventPlan] = ()
     ) -> ObservedQueries:
         """Finds where this step's observed queries lie and where they are recorded.
 
         Args:
-            observations: request id, the request's first row in the batch, and what to observe.
+            observations: the step's observed requests.
             events: the step's events, each of which reads a layer right after it is recorded.
         """
         ending = {event.request_id: event for event in events}
         in_step: dict[str, slice] = {}
         straddling = []
         for request_id, first, seen in observations:
-            window = window_in_step(first, seen, ending.get(request_id))
-            if window is None:
+            event = ending.get(request_id)
+            if event is None or event.position - event.window_size < seen.position:
                 straddling.append((request_id, first, seen))
             else:
-                in_step[request_id] = window
+                end = first + seen.offset + event.position - seen.position
+                in_step[request_id] = slice(end - event.window_size, end)
         if not straddling:
             empty = torch.empty(0, dtype=torch.int64, device=self.device)
             return ObservedQueries(empty, empty, in_step)
         tokens, rows = upload(np.stack(self._buffer_rows(straddling)), self.device)
         return ObservedQueries(tokens, rows, in_step)
 
-    def addresses(
-        self, observations: list[tuple[str, int, Observation]], like: Tensor
-    ) -> QueryAddresses:
+    def addresses(self, observations: list[ObservedRequest], like: Tensor) -> QueryAddresses:
         """Returns where a captured step records the observed queries: always in ring buffers.
 
         Args:
-            observations: as for `locate`.
+            observations: the step's observed requests.
             like: [any, num_query_heads, head_size] tensor of the queries' type.
         """
         self._in_step, self._queries = {}, None
@@ -177,9 +157,7 @@ class QueryWindows:
         heads = rows[:, None] * num_heads + np.arange(num_heads)
         return QueryAddresses(tokens, buffers.data_ptr() + heads * row_bytes, self._layer_bytes)
 
-    def _buffer_rows(
-        self, observations: list[tuple[str, int, Observation]]
-    ) -> tuple[Integers, Integers]:
+    def _buffer_rows(self, observations: list[ObservedRequest]) -> tuple[Integers, Integers]:
         """Returns [T] rows of the batch and [T] rows of a layer's ring buffers."""
         tokens, index, positions = observed_tokens(observations)
         slots = np.array([self._slot(request_id) for request_id, _, _ in observations])[index]
@@ -289,23 +267,17 @@ class PagedWindows:
         self._pages[request_id] = pages.flatten() * pool.queries_per_page
 
     def locate(
-        self,
-        observations: list[tuple[str, int, Observation]],
-        events: Sequence[EventPlan] = (),
+        self, observations: list[ObservedRequest], events: Sequence[EventPlan] = ()
     ) -> ObservedQueries:
         tokens, rows = self._buffer_rows(observations)
         return ObservedQueries(upload(tokens, self._pool.device), upload(rows, self._pool.device))
 
-    def addresses(
-        self, observations: list[tuple[str, int, Observation]], like: Tensor
-    ) -> QueryAddresses:
+    def addresses(self, observations: list[ObservedRequest], like: Tensor) -> QueryAddresses:
         tokens, rows = self._buffer_rows(observations)
         row_bytes = self._rows.stride(0) * self._rows.itemsize
         return QueryAddresses(tokens, self._rows.data_ptr() + rows * row_bytes, self._layer_bytes)
 
-    def _buffer_rows(
-        self, observations: list[tuple[str, int, Observation]]
-    ) -> tuple[Integers, Integers]:
+    def _buffer_rows(self, observations: list[ObservedRequest]) -> tuple[Integers, Integers]:
         """Returns [T] rows of the batch and [T, num_query_heads] rows before a layer's offset."""
         tokens, index, positions = observed_tokens(observations)
         pages = np.stack([self._pages[request_id] for request_id, _, _ in observations])

@@ -14,7 +14,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from vllm_kvcompress.attention.reading import summary_kind
-from vllm_kvcompress.cache.page_summaries import SummaryKind, summary_bytes
+from vllm_kvcompress.cache.page_summaries import SummaryKind
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.errors import UnsupportedError
@@ -74,7 +74,7 @@ def reserve(
     reserved = int(FRAGMENTATION * event_bytes + TABLES_SHARE * available)
     room = available - reserved
     summaries = [
-        summary_bytes(room, _page_bytes(spec), spec.head_size, dtype, kind)
+        kind.share(room, _page_bytes(spec), spec.head_size, dtype)
         for spec, dtype, kind in summarised
     ]
     return reserved + sum(summaries)

@@ -92,7 +92,6 @@ class CompressedCPUBackend(CompressedBackend, cpu_attn.CPUAttentionBackend):
         """Lays pages over the caches, in the order that a probe finds inside them."""
         config = cls.compression.vllm_config
         pages, pages_per_block, offsets = flat_pages([layer.kv_cache for layer in layers])
-        key_packing, value_packing = probe_packings(layers[0], spec, key_dtype(spec, config))
         return PackedPagePool(
             pages=pages,
             pages_per_block=pages_per_block,
@@ -100,8 +99,7 @@ class CompressedCPUBackend(CompressedBackend, cpu_attn.CPUAttentionBackend):
             num_heads=spec.num_kv_heads,
             block_size=spec.block_size,
             head_size=spec.head_size,
-            key_packing=key_packing,
-            value_packing=value_packing,
+            packings=probe_packings(layers[0], spec, key_dtype(spec, config)),
             quantization=quantization_of(layers, config),
         )
 
