@@ -94,7 +94,7 @@ class Engine(EngineProcess):
     def __init__(
         self, model: str, settings: dict[str, Any] | None, options: dict[str, Any], log: Path
     ) -> None:
-        super().__init__(model, settings, options, log, _answer)
+        super().__init__(model, settings, options, log, _ask)
         self._compresses = settings is not None
 
     def ask(self, *questions: Question) -> list[Reply]:
@@ -103,14 +103,8 @@ class Engine(EngineProcess):
         Raises:
             EngineError: the engine refused a question, or ended.
         """
-        call = [vars(question) for question in questions], self._compresses
-        return [Reply(**reply) for reply in self.call(call)]
-
-
-def _answer(llm: Any, call: tuple[list[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Answers questions in the engine's process."""
-    questions, compresses = call
-    return [vars(reply) for reply in _ask(llm, [Question(**q) for q in questions], compresses)]
+        replies: list[Reply] = self.call((questions, self._compresses))
+        return replies
 
 
 def _cache_bytes_per_token(vllm_config: Any) -> int:
@@ -123,9 +117,11 @@ def _cache_bytes_per_token(vllm_config: Any) -> int:
     return int(model.get_total_num_hidden_layers() * numbers * dtype.itemsize)
 
 
-def _ask(llm: Any, questions: Sequence[Question], compresses: bool) -> list[Reply]:
+def _ask(llm: Any, call: tuple[Sequence[Question], bool]) -> list[Reply]:
+    """Answers questions in the engine's process."""
     from vllm_kvcompress.tools.evaluation.observer import watch, watched
 
+    questions, compresses = call
     params = [
         _sampling(
             max_tokens=question.max_tokens,

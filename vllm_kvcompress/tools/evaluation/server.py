@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -100,17 +100,17 @@ class Server:
             "temperature": 0,
         }
 
-    def _freed_since(self, before: _Counted) -> float:
+    def _freed_since(self, before: tuple[float, float]) -> float:
         """Tokens per head that events have freed; waits for the metrics of the last step."""
         deadline = time.monotonic() + 5
-        while (now := self._counted()).finished == before.finished:
+        while (now := self._counted())[0] == before[0]:
             if time.monotonic() > deadline:
                 raise EngineError(f"{self._address}/metrics: no request was counted as finished.")
             time.sleep(0.005)
-        return now.freed - before.freed
+        return now[1] - before[1]
 
-    def _counted(self) -> _Counted:
-        """The server's totals so far."""
+    def _counted(self) -> tuple[float, float]:
+        """Totals so far: finished requests, and tokens per head that events have freed."""
         import httpx
 
         try:
@@ -121,15 +121,6 @@ class Server:
             family.name: sum(s.value for s in family.samples if s.name.endswith("_total"))
             for family in text_string_to_metric_families(text)
         }
-        return _Counted(
-            finished=totals.get("vllm:request_success", 0.0),
-            freed=totals.get("kvcompress_source_tokens", 0.0)
-            - totals.get("kvcompress_kept_tokens", 0.0),
-        )
-
-
-class _Counted(NamedTuple):
-    """Totals of a server: finished requests, and tokens per head that events have freed."""
-
-    finished: float
-    freed: float
+        freed = totals.get("kvcompress_source_tokens", 0.0)
+        freed -= totals.get("kvcompress_kept_tokens", 0.0)
+        return totals.get("vllm:request_success", 0.0), freed
