@@ -147,12 +147,9 @@ def layers_per_batch(pipeline: Pipeline, num_tokens: int, max_tokens: int) -> in
 def group_events(
     events: Iterable[Event], windows_in_step: Iterable[str], max_tokens: int
 ) -> list[list[Event]]:
-    """Groups the events of a step into batches.
+    """Groups a step's events of one cache group into batches of at most `max_tokens` padded tokens.
 
-    Args:
-        events: events of one cache group.
-        windows_in_step: ids of requests whose whole window is among the step's queries.
-        max_tokens: padded tokens of a batch.
+    `windows_in_step` names requests whose whole window is among the step's queries.
     """
     in_step = set(windows_in_step)
 

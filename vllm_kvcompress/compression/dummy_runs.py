@@ -44,9 +44,7 @@ class DummyRuns:
         """Runs the smallest events with a window, a partial block and room for policy state.
 
         Where a policy may compress a request again, a second event reads what the first has kept.
-
-        Args:
-            attends: whether to run this package's attention over the kept tokens as well.
+        If it `attends`, this package's attention over the kept tokens runs as well.
         """
         pool = self._pool
         for name, pipeline in self._runner.pipelines.items():
@@ -63,11 +61,7 @@ class DummyRuns:
         These are: an event that reads `num_tokens` tokens of each head and keeps them all (half of
         them kept by an earlier event where the policy repeats); the largest batch of short
         requests; and as many single events as may hold observed queries. Policies may skip the
-        first layers, hence the last one.
-
-        Args:
-            num_tokens: tokens of the longest request.
-            prepares: whether contexts may be scored; their scores are then held meanwhile.
+        first layers, hence the last one. If it `prepares`, scores of a context are held meanwhile.
         """
         if prepares:
             self._score(num_tokens)
@@ -127,12 +121,9 @@ class DummyRuns:
     def _run(
         self, plans: list[EventPlan], every_layer: bool = False, attends: bool = False
     ) -> None:
-        """Runs the events of one request, one after the other.
+        """Runs the events of one request in every layer, or only in the last batch of layers.
 
-        Args:
-            plans: plans of the events.
-            every_layer: whether to run all layers, or only the last batch of layers.
-            attends: whether to run attention over the kept tokens afterwards.
+        If it `attends`, attention over the kept tokens runs afterwards.
         """
         row = self._row(plans[-1].end_block + 2)
         queries = self._queries(max(CHUNK, plans[0].window_size))
@@ -149,10 +140,8 @@ class DummyRuns:
     def _run_short(self, policy: str, batched: bool) -> None:
         """Runs events of short requests in one step, in the last layer.
 
-        Args:
-            policy: name of their policy.
-            batched: run one batch of `EventRunner.max_tokens` tokens; else as many single events
-                as `MAX_HELD_WINDOWS` allows.
+        They are one batch of `EventRunner.max_tokens` tokens or, unless `batched`, as many single
+        events as `MAX_HELD_WINDOWS` allows.
         """
         runner, size = self._runner, self._pool.block_size
         pipeline = runner.pipelines[policy]
@@ -184,15 +173,10 @@ class DummyRuns:
         ending: Sequence[EventPlan] = (),
         batched: bool = True,
     ) -> None:
-        """Runs events of different requests as a step does.
+        """Runs events of different requests, all with the block ids of `row`, as a step does.
 
-        Args:
-            plans: plans of the events.
-            row: block ids of every request.
-            queries: the windows' queries, request after request.
-            every_layer: whether to run all layers, or only the last batch of layers.
-            ending: plans whose windows are read from `queries`; others come from ring buffers.
-            batched: whether events may run as one batch.
+        The windows of `ending` plans are read from `queries`, which hold one window after the
+        other; those of other plans come from ring buffers.
         """
         runner = self._runner
         where = self._locate(plans, ending) if plans[0].window_size else None

@@ -47,16 +47,7 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
 
 
 def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selection:
-    """Decides what every head of a layer keeps.
-
-    Args:
-        pipeline: the policy, bound to the model.
-        view: the policy's view of the layer.
-        totals: pages to keep.
-
-    Returns:
-        Page counts and kept entries, in position order within each head.
-    """
+    """Decides what every head of a layer keeps; kept entries are in position order."""
     if pipeline.needs.accumulated:
         view = _observed(view, pipeline.needs.stride, counted=pipeline.needs.observed)
     scores = pipeline.scorer.score(view)
@@ -73,12 +64,9 @@ def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selec
 def _observed(view: LayerView, stride: int, counted: bool) -> LayerView:
     """Returns the view with the attention of this event's queries added to the accumulated sums.
 
-    Attention to tokens of the tail is left out: they become entries at a later event.
-
-    Args:
-        view: the policy's view of the layer.
-        stride: every stride-th query is evaluated and stands for the ones between.
-        counted: whether to count the queries that saw each entry as well.
+    Attention to tokens of the tail is left out: they become entries at a later event. Every
+    stride-th query is evaluated and stands for the ones between; if `counted`, the queries that saw
+    each entry are counted as well.
     """
     mass, num_queries = observed_mass(view, stride), view.queries.shape[0]
     mass *= num_queries

@@ -17,15 +17,7 @@ class EventObserver(Protocol):
     def compressed(
         self, event: Event, layer: int, view: LayerView, values: Tensor, selection: Selection
     ) -> None:
-        """Called when a layer was compressed.
-
-        Args:
-            event: the request's event.
-            layer: number in the group.
-            view: the policy's view.
-            values: [num_heads, n, head_size] values of the view's entries.
-            selection: kept entries.
-        """
+        """Called when a layer was compressed; `values` are [num_heads, n, head_size]."""
 
     def attended(
         self,
@@ -40,12 +32,10 @@ class EventObserver(Protocol):
         """Called when a layer's attention was computed.
 
         Args:
-            layer: number in the group.
-            batch: compressed requests of the step.
+            layer, batch, scale: layer number in the group, its compressed requests, softmax scale.
             starts: [rows + 1] first token of each request in the step.
             positions: [rows] logical tokens of each request, this step's included.
             queries, outputs: [num_tokens, num_query_heads, head_size] of all requests.
-            scale: softmax scale.
         """
 
     def finished(self, event: Event) -> None:

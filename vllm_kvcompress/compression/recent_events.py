@@ -65,12 +65,7 @@ class RecentEvents:
         self._events: deque[RecentEvent] = deque(maxlen=NUM_EVENTS)
 
     def add(self, parts: Sequence[Event], block_size: int) -> None:
-        """Adds one request's event.
-
-        Args:
-            parts: its events in the cache groups.
-            block_size: tokens of a block.
-        """
+        """Adds one request's event: its parts in all cache groups."""
         self._events.append(
             RecentEvent(
                 finished_at=time.time(),

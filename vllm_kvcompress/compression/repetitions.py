@@ -45,11 +45,7 @@ class Repetition:
 
 
 class Repetitions:
-    """Scores of the requests of one cache group that prepare their contexts.
-
-    Args:
-        pool: page pool of the group.
-    """
+    """Scores of the requests of one cache group that prepare their contexts."""
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
@@ -99,11 +95,7 @@ class Repetitions:
     def observe(self, layer: int, repetition: Repetition, queries: Tensor, scale: float) -> None:
         """Scores a layer with a step's queries; an error leaves the request unscored.
 
-        Args:
-            layer: number in the group.
-            repetition: one request's work.
-            queries: [tokens, num_query_heads, head_size] of all requests.
-            scale: softmax scale.
+        `queries` are [tokens, num_query_heads, head_size] of all requests.
         """
         if repetition.request_id not in self._scores:
             return

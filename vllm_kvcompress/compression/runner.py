@@ -78,10 +78,8 @@ class EventRunner:
     ) -> Event:
         """Prepares an event before the model runs.
 
-        Args:
-            plan: the scheduler's plan of the event.
-            block_row: [max_blocks] int32 the request's block ids by logical block.
-            allocator: divides pages among layers; None: the policy's.
+        `block_row` holds the request's [max_blocks] int32 block ids by logical block; an
+        `allocator` divides pages among layers in the place of the policy's.
         """
         pool, tables = self.pool, self.tables
         slot = tables.slots.get(plan.request_id)
@@ -139,9 +137,7 @@ class EventRunner:
     ) -> list[EventBatch]:
         """Returns the batches of a step; with an observer each is one event in one layer.
 
-        Args:
-            events: events of different requests.
-            windows_in_step: ids of requests whose whole window is among the step's queries.
+        `windows_in_step` names requests whose whole window is among the step's queries.
         """
         max_tokens = self.max_tokens if self.observer is None else 0
         room, batches = MAX_HELD_WINDOWS, []
@@ -167,11 +163,8 @@ class EventRunner:
     ) -> None:
         """Compresses a layer after its attention, with earlier layers that wait for it.
 
-        Args:
-            batch: a batch of the step.
-            layer: number in the group; callers go through all layers in order.
-            scale: softmax scale.
-            queries: [window, num_query_heads, head_size] observed queries; None: the recorded ones.
+        Callers go through all layers of the group in order. The batch observes the [window,
+        num_query_heads, head_size] `queries`; None: the recorded ones.
         """
         run = batch.layers[layer]
         with running([event.stopwatch for event in batch.events]):

@@ -13,11 +13,7 @@ Span = tuple[torch.cuda.Event, torch.cuda.Event, int]
 
 
 class Stopwatch:
-    """Adds up the time of stretches of work.
-
-    Args:
-        device: the device that does the work.
-    """
+    """Adds up the time of stretches of work on a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

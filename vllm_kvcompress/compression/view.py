@@ -42,13 +42,7 @@ class Sources:
 
 
 class EventViews:
-    """Builds the views of batches.
-
-    Args:
-        policy_state: state that earlier events left, with the page tables.
-        windows: observed queries.
-        weights: weights of every layer.
-    """
+    """Builds the views of batches, from what earlier events left and the observed queries."""
 
     def __init__(
         self,

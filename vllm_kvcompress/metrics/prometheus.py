@@ -103,11 +103,8 @@ _HISTOGRAMS: dict[str, tuple[str, list[float], *tuple[str, ...]]] = {  # with bu
 class CompressionMetrics:
     """Collectors of one registry.
 
-    With several API server processes each step's statistics reach exactly one of them, so
-    counters and histograms add up over processes, and gauges take the latest value.
-
-    Args:
-        registry: where the collectors are registered.
+    With several API server processes each step's statistics reach exactly one of them, so counters
+    and histograms add up over processes, and gauges take the latest value.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -19,11 +19,7 @@ _SECONDS_BUCKETS = [0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 
 
 
 class PromptMetrics:
-    """Collectors of one registry.
-
-    Args:
-        registry: where the collectors are registered.
-    """
+    """Collectors of one registry for shortened prompts."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         def counter(name: str, text: str, *labels: str) -> Counter:

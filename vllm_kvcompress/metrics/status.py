@@ -51,10 +51,7 @@ _BY_METRIC = {
 
 
 def totals(metrics: Iterable[Metric]) -> dict[str, Any]:
-    """Adds up metrics by engine, by policy and by reason, since the start.
-
-    Args:
-        metrics: those of a registry that covers every API server.
+    """Adds up metrics of a registry that covers every API server, since the start.
 
     Returns:
         `engines`: gauges and counters of each; `policies`: counts of each, over all engines;
@@ -96,12 +93,7 @@ class RecentRatio:
         self._samples: deque[tuple[float, dict[str, tuple[float, float]]]] = deque()
 
     def add(self, now: float, engines: Mapping[str, Mapping[str, float]]) -> None:
-        """Remembers the counters of every engine.
-
-        Args:
-            now: seconds, of a monotonic clock.
-            engines: counters by engine, from `totals`.
-        """
+        """Remembers the counters of every engine, from `totals`, at a monotonic clock's second."""
         self._samples.append((now, _step_tokens(engines)))
         while len(self._samples) > 1 and self._samples[1][0] <= now - RECENT_SECONDS:
             self._samples.popleft()
@@ -109,12 +101,7 @@ class RecentRatio:
     def ratios(self, engines: Mapping[str, Mapping[str, float]]) -> dict[str, float | None]:
         """Logical over resident tokens since the oldest sample, added up over steps.
 
-        Args:
-            engines: the counters now, from `totals`.
-
-        Returns:
-            The ratio of every engine, and under "all" that of all engines; None where no request
-            ran.
+        Of every engine in `totals` and, under "all", of all engines; None where no request ran.
         """
         before = self._samples[0][1] if self._samples else {}
         gained = {

@@ -89,9 +89,7 @@ class ScoredText:
 def joined(text: str, spans: Iterable[tuple[int, int]]) -> str:
     """Joins parts of a text: keeps white space between two parts, and puts a space for words.
 
-    Args:
-        text: the text.
-        spans: [start, end) of the parts, sorted by start; they may overlap.
+    Spans are [start, end) of the parts, sorted by start; they may overlap.
     """
     parts: list[str] = []
     last = 0

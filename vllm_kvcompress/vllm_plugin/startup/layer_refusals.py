@@ -53,11 +53,6 @@ def check_groups(
 def check_layer(layer: Any, own_kernels: bool, pipelines: Mapping[str, Pipeline]) -> None:
     """Refuses attention that cannot be computed per head, or not by the kernels in use.
 
-    Args:
-        layer: vLLM's attention module.
-        own_kernels: this package's kernels attend for all compressed requests.
-        pipelines: the policies.
-
     Raises:
         UnsupportedError: says which feature is in the way, and which choice is left.
     """

@@ -26,11 +26,7 @@ def use_cpu_backend() -> None:
 
 
 def use_gpu_backend(vllm_config: VllmConfig, kernels: str) -> None:
-    """In this worker process, the backend CUSTOM is ours from now on; repeatable.
-
-    Args:
-        vllm_config: must name that backend, since vLLM would take another.
-        kernels: flash or triton.
+    """In this worker process, CUSTOM is our backend with `flash` or `triton` kernels; repeatable.
 
     Raises:
         UnsupportedError: another kind of GPU; or the configuration names another backend, or none.
@@ -66,10 +62,8 @@ def backend_paths() -> dict[str, str]:
 def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
     """The kernels that vLLM would take for this model, of those that take our pages.
 
-    Args:
-        vllm_config: says the model.
-        wanted: flash or triton; anything else leaves the choice: FlashAttention where it can be,
-            else Triton, which takes every model.
+    Unless flash or triton is wanted: FlashAttention where it can be, else Triton, which takes every
+    model.
     """
     if wanted in _GPU:
         return wanted

@@ -29,14 +29,10 @@ class WorkerChecks:
         self._are_ours = False
 
     def begin_step(self, plan: StepPlan, pools: Iterable[PagePool]) -> None:
-        """Takes the owner of every block, and poisons blocks that no request may read.
+        """Takes the owner of every block, and poisons the blocks that no request may read.
 
         Keys become NaN. Values become large, since vLLM's kernels multiply those behind a request's
         last token by 0.
-
-        Args:
-            plan: the step's plan.
-            pools: pages of all groups.
         """
         self._tags = plan.tags or BlockTags()
         # vLLM's dummy requests, which warm up its kernels, have no plan.

@@ -32,13 +32,7 @@ FRAGMENTATION = 1.1  # bytes that an allocator takes from the device for each th
 def reserved_bytes(
     compression: WorkerCompression, model: Any, specs: dict[str, KVCacheSpec], available: int
 ) -> int:
-    """Returns bytes that must not become KV cache, on one rank.
-
-    Args:
-        compression: the worker's.
-        model: has the weights that policies read.
-        specs: cache specs of all layers, by name.
-        available: bytes for the cache and these.
+    """Returns bytes of the `available` ones that must not become KV cache, on one rank.
 
     Raises:
         UnsupportedError: an event does not even fit beside the model.

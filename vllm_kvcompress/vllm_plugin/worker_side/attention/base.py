@@ -177,10 +177,7 @@ class CompressedBuilder(AttentionMetadataBuilder[Any]):
     def per_head_fields(self, num_rows: int, queries_per_kv: int, head_size: int) -> dict[str, Any]:
         """Returns fields of vLLM's metadata that differ for sequences of one KV head.
 
-        Args:
-            num_rows: queries of all sequences, of `queries_per_kv` heads each.
-            queries_per_kv: query heads per KV head.
-            head_size: elements of a head.
+        The sequences have `num_rows` queries in all, of `queries_per_kv` heads each.
         """
         return {}
 
@@ -389,12 +386,8 @@ class CompressedImpl(AttentionImpl[Any]):
     ) -> None:
         """Runs vLLM's kernels for compressed requests: heads are sequences over the page array.
 
-        Args:
-            layer: vLLM's attention module.
-            subset: the requests.
-            index: the layer's number in its cache group.
-            group: that cache group.
-            rows, out_rows: [tokens, num_heads, head_size] queries and outputs of all requests.
+        `rows` and `out_rows` are [tokens, num_heads, head_size] queries and outputs of all
+        requests; `index` is the layer's number in its cache group.
         """
         for name, value in subset.by_layer[index].items():
             setattr(subset.metadata, name, value)
