@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_kvcompress.vllm_plugin.worker_side.attention.sequences import sequences
+from vllm_kvcompress.vllm_plugin.worker_side.attention.base import sequences
 
 
 @given(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.cli.eval import engine_option
+from vllm_kvcompress.cli.eval import add_engine_option
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags
@@ -72,14 +72,7 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens that a request generates (256; long-decode and oversize: 64)",
     )
-    load.add_argument(
-        "--engine",
-        type=engine_option,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a keyword argument of vllm.LLM, for both engines",
-    )
+    add_engine_option(load)
 
 
 def run(arguments: argparse.Namespace) -> int:

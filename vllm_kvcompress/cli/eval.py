@@ -26,14 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="Hugging Face name or directory")
     add_questions(parser)
     _add_settings(parser)
-    parser.add_argument(
-        "--engine",
-        type=engine_option,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a keyword argument of vllm.LLM, such as max_model_len=4096",
-    )
+    add_engine_option(parser)
     parser.add_argument(
         "--concurrency",
         type=int,
@@ -298,6 +291,18 @@ def _count(text: str) -> int:
     if not text.isdecimal() or len(text) > 15 or int(text) < 1:
         raise ConfigError(f"--lengths {text}: expected numbers of tokens, such as 1024,4096.")
     return int(text)
+
+
+def add_engine_option(parser: argparse._ActionsContainer) -> None:
+    """Adds the option for keyword arguments of engines."""
+    parser.add_argument(
+        "--engine",
+        type=engine_option,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a keyword argument of every vllm.LLM, such as max_model_len=4096",
+    )
 
 
 def engine_option(text: str) -> tuple[str, Any]:

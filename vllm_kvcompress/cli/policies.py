@@ -6,7 +6,7 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.config import DEFAULT_POLICY, PROFILED_POLICY
@@ -22,21 +22,6 @@ _SAVINGS = (
     ("reading", "--kv-read: decode steps read a part of what is held; nothing is freed"),
     ("prefill", "--prompt-compressor: messages of chats are shortened before they are read"),
 )
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One stage of a resolved pipeline.
-
-    Attributes:
-        name: one of `policies.policy.Stages`.
-        does: what happens.
-        part: the part of the policy string that decides it; empty for the default.
-    """
-
-    name: str
-    does: str
-    part: str
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +63,7 @@ def _run_explain(arguments: argparse.Namespace) -> int:
         return 0
     print("+".join(part.name for part in parts))
     print("\nstages")
-    print(_table([(s.name, s.part or "(default)", s.does) for s in stages]))
+    print(_table([(name, part or "(default)", does) for name, part, does in stages]))
     rows = [(p.name, str(p.default), _meaning(p)) for part in parts for p in part.parameters()]
     if rows:
         print("\nparameters, with defaults (--kv-param NAME=VALUE)")
@@ -93,13 +78,16 @@ def _run_explain(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def pipeline_stages(parts: Sequence[type[Part]]) -> list[Stage]:
-    """The stages in order; a modifier replaces those of the policy that it modifies."""
-    decided = {"allocate": Stage("allocate", _UNIFORM, "")}
+def pipeline_stages(parts: Sequence[type[Part]]) -> list[tuple[str, str, str]]:
+    """Returns name, deciding part (empty for the default) and what happens, by stage in order.
+
+    A modifier replaces stages of the policy that it modifies.
+    """
+    decided = {"allocate": ("", _UNIFORM)}
     for part in parts:
         for name, does in part.stages.non_empty().items():
-            decided[name] = Stage(name, does, part.name)
-    return [decided[name] for name in parts[0].stages._fields if name in decided]
+            decided[name] = (part.name, does)
+    return [(name, *decided[name]) for name in parts[0].stages._fields if name in decided]
 
 
 def _described(info: type[Part]) -> str:
@@ -152,9 +140,11 @@ def _as_json(info: type[Part]) -> dict[str, Any]:
     }
 
 
-def _explained_json(parts: Sequence[type[Part]], stages: Sequence[Stage]) -> dict[str, Any]:
+def _explained_json(
+    parts: Sequence[type[Part]], stages: Sequence[tuple[str, str, str]]
+) -> dict[str, Any]:
     return {
         "policy": "+".join(part.name for part in parts),
-        "stages": [{"stage": s.name, "part": s.part, "does": s.does} for s in stages],
+        "stages": [dict(zip(("stage", "part", "does"), stage, strict=True)) for stage in stages],
         "parts": [_as_json(part) for part in parts],
     }

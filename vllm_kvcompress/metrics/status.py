@@ -8,29 +8,22 @@ from typing import Any
 
 from prometheus_client import Metric
 
+from vllm_kvcompress.metrics.stats import EventRecord, StepStats, counters_of
+
 RECENT_SECONDS = 300.0  # period of the page's compression ratio
 
 # Metrics by their names in the document.
 _PER_ENGINE = {
     "compression_ratio": "kvcompress_compression_ratio",
-    "step_logical_tokens": "kvcompress_step_logical_tokens_total",
-    "step_resident_tokens": "kvcompress_step_resident_tokens_total",
     "kv_cache_usage": "vllm:kv_cache_usage_perc",
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",
     "preemptions": "vllm:num_preemptions_total",
-    "contexts_reused": "kvcompress_contexts_reused_total",
-    "conversations_continued": "kvcompress_conversations_continued_total",
-    "continued_tokens": "kvcompress_continued_tokens_total",
-    "held_pages": "kvcompress_held_pages_total",
-    "read_pages": "kvcompress_read_pages_total",
+    **{name: f"kvcompress_{name}_total" for name, _ in counters_of(StepStats).values()},
 }
 _PER_POLICY = {
     "events": "kvcompress_events_total",
-    "source_tokens": "kvcompress_source_tokens_total",
-    "kept_tokens": "kvcompress_kept_tokens_total",
-    "blocks_freed": "kvcompress_blocks_freed_total",
-    "blocks_written": "kvcompress_blocks_written_total",
+    **{name: f"kvcompress_{name}_total" for name, _ in counters_of(EventRecord).values()},
     "event_seconds": "kvcompress_event_seconds_sum",
 }
 _PER_REASON = {

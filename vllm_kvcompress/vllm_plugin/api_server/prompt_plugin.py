@@ -16,6 +16,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders, State
 from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from vllm.engine.protocol import EngineClient
@@ -86,8 +87,9 @@ class PromptMiddleware:
         if scope["type"] != "http" or scope["method"] != "POST" or path != PATH:
             await self._app(scope, receive, send)
             return
-        body = await _read_body(receive)
-        if body is None:
+        try:
+            body = await Request(scope, receive).body()
+        except ClientDisconnect:
             return
         started, loop = time.perf_counter(), asyncio.get_running_loop()
         try:
@@ -100,18 +102,6 @@ class PromptMiddleware:
             scope = {**scope, "headers": list(scope["headers"])}
             MutableHeaders(scope=scope)["content-length"] = str(len(shorter))
         await self._app(scope, _replay(shorter, receive), send)
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    """Reads a request's body; None: the client has disconnected."""
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

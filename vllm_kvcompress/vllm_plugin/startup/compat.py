@@ -375,11 +375,6 @@ def shared_caches(vllm_config: Any) -> dict[str, str]:
     return {name: target for name, target in targets.items() if target is not None}
 
 
-def kv_cache_config(model_runner: Any) -> Any:
-    """Returns the cache configuration of a model runner, also while vLLM profiles CUDA graphs."""
-    return model_runner.kv_cache_config
-
-
 def checks_gpu_syncs(method: Callable[..., Any]) -> Callable[..., Any]:
     """Has VLLM_GPU_SYNC_CHECK report where a worker's method waits for the GPU."""
     from vllm.utils.gpu_sync_debug import with_gpu_sync_check

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vllm.config import ModelConfig
@@ -14,6 +14,23 @@ from vllm_kvcompress.policies import Pipeline
 def caps_logits(model: ModelConfig) -> bool:
     """Whether a model's configuration says that its attention caps logits."""
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
+
+
+def reasons_of_caps(
+    name: str, own_kernels: bool, pipelines: Mapping[str, Pipeline]
+) -> Iterator[str]:
+    """Yields a refusal for everything that does not work where a model or layer caps logits."""
+    if own_kernels:
+        yield (
+            f"{name} caps its attention logits, which this package's kernels do not; remove "
+            "--kv-attention own, or use vLLM's with --kv-attention triton."
+        )
+    for pipeline in pipelines.values():
+        if pipeline.needs.plain_logits:
+            yield (
+                f"{name} caps its attention logits, which {pipeline.name} does not take into "
+                "account; use another policy, such as adakv."
+            )
 
 
 def check_groups(
@@ -67,16 +84,5 @@ def check_layer(layer: Any, own_kernels: bool, pipelines: Mapping[str, Pipeline]
             f"{name} uses ALiBi, whose bias needs the positions of tokens, which compressed heads "
             "do not keep; serve this model without --kv-policy."
         )
-    if not impl.logits_soft_cap:
-        return
-    if own_kernels:
-        raise UnsupportedError(
-            f"{name} caps its attention logits, which this package's kernels do not; "
-            "use vLLM's with --kv-attention triton."
-        )
-    for pipeline in pipelines.values():
-        if pipeline.needs.plain_logits:
-            raise UnsupportedError(
-                f"{name} caps its attention logits, which {pipeline.name} does not take into "
-                "account; use another policy, such as adakv."
-            )
+    for reason in reasons_of_caps(name, own_kernels, pipelines) if impl.logits_soft_cap else ():
+        raise UnsupportedError(reason)

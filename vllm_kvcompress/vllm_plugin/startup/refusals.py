@@ -16,7 +16,7 @@ from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.vllm_plugin.startup import quantized
-from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits
+from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits, reasons_of_caps
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import missing_classes
 
 _OFF = "or serve without --kv-policy"
@@ -38,10 +38,12 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
     settings = engine_settings(vllm_config)
     if settings is None or not settings.acts:
         return settings
+    model, pipelines = vllm_config.model_config, resolve_settings(settings)
+    caps = (model.architecture, settings.attention == "own", pipelines)
     reasons = chain(
         missing_classes(vllm_config, settings),
-        _reasons_of_model(vllm_config.model_config),
-        _reasons_of_policies(vllm_config.model_config, settings),
+        _reasons_of_model(model),
+        reasons_of_caps(*caps) if caps_logits(model) else (),
         _reasons_of_reading(settings),
         _reasons_of_chunks(vllm_config, settings),
         _reasons_of_caching(vllm_config, settings),
@@ -127,23 +129,6 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
             f"the last {num_shared} layers of {model.architecture} read the caches of earlier "
             "ones, and a cache that layers share is not compressed; serve it without --kv-policy."
         )
-
-
-def _reasons_of_policies(model: ModelConfig, settings: Settings) -> Iterator[str]:
-    """Yields a refusal for every policy that does not work with the model."""
-    if not caps_logits(model):
-        return
-    if settings.attention == "own":
-        yield (
-            f"{model.architecture} caps its attention logits, which this package's kernels do "
-            "not; remove --kv-attention own."
-        )
-    for pipeline in resolve_settings(settings).values():
-        if pipeline.needs.plain_logits:
-            yield (
-                f"{model.architecture} caps its attention logits, which {pipeline.name} does not "
-                "take into account; use another policy, such as adakv."
-            )
 
 
 def _reasons_of_reading(settings: Settings) -> Iterator[str]:

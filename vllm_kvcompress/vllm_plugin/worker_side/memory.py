@@ -67,16 +67,10 @@ def reserve(
     """
     reserved = int(FRAGMENTATION * event_bytes + TABLES_SHARE * available)
     room = available - reserved
-    summaries = [
-        kind.share(room, _page_bytes(spec), spec.head_size, dtype)
-        for spec, dtype, kind in summarised
-    ]
-    return reserved + sum(summaries)
-
-
-def _page_bytes(spec: Any) -> int:
-    num_bytes: int = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
-    return num_bytes
+    for spec, dtype, kind in summarised:
+        page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+        reserved += kind.share(room, page_bytes, spec.head_size, dtype)
+    return reserved
 
 
 def _event_bytes(compression: WorkerCompression, model: Any, names: list[str], spec: Any) -> int:

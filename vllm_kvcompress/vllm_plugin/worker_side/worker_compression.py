@@ -184,7 +184,7 @@ class WorkerCompression:
     def _bind_profiled(self) -> None:
         """Lays page views over the small cache that vLLM profiles graphs with."""
         runner, self._profiled_runner = self._profiled_runner, None
-        self.bind(runner, compat.kv_cache_config(runner))
+        self.bind(runner, runner.kv_cache_config)
 
     def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupCompression:
         layers = compat.attention_layers(self.vllm_config, group.layer_names)
