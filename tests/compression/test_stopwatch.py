@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from vllm_kvcompress.compression.stopwatch import Stopwatch
+from vllm_kvcompress.compression.stopwatch import Stopwatch, running
 
 
 def test_host_times_are_known_at_once() -> None:
     stopwatch = Stopwatch(torch.device("cpu"))
     assert stopwatch.seconds == 0
     for _ in range(2):
-        with stopwatch.running():
+        with running([stopwatch]):
             time.sleep(0.01)
         time.sleep(0.02)
     spent = stopwatch.seconds
@@ -53,7 +53,7 @@ def test_device_times_are_known_when_the_work_is_done(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     stopwatch = Stopwatch(torch.device("cuda:1"))
     for _ in range(2):
-        with stopwatch.running():
+        with running([stopwatch]):
             pass
     for done in range(4):
         monkeypatch.setattr(Mark, "done", done)

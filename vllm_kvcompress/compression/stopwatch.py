@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -19,10 +19,6 @@ class Stopwatch:
         self.device = device
         self._seconds = 0.0
         self._spans: list[Span] = []
-
-    def running(self) -> AbstractContextManager[None]:
-        """Times the body of a `with` statement."""
-        return running([self])
 
     def add(self, seconds: float | Span) -> None:
         """Adds a stretch of work."""

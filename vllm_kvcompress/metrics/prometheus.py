@@ -161,20 +161,16 @@ class CompressionMetrics:
             self.counters["states_forgotten"].labels(*labels, reason).inc(count)
         for timing, count in stats.prompt_events.items():
             self.counters["event_timing"].labels(*labels, timing).inc(count)
-        for skipped in stats.skipped:
-            self.counters["skipped"].labels(*labels, skipped.policy, skipped.reason).inc(
-                skipped.count
-            )
+        for left_out in stats.skipped:
+            why = (left_out.policy, left_out.reason)
+            self.counters["skipped"].labels(*labels, *why).inc(left_out.count)
         for event in stats.events:
             self._observe_event(event, labels)
+        seconds, read_fraction = self.histograms["event_seconds"], self.histograms["read_fraction"]
         for duration in stats.durations:
-            self.histograms["event_seconds"].labels(*labels, duration.policy).observe(
-                duration.seconds
-            )
+            seconds.labels(*labels, duration.policy).observe(duration.seconds)
         if stats.held_pages:
-            self.histograms["read_fraction"].labels(*labels).observe(
-                stats.read_pages / stats.held_pages
-            )
+            read_fraction.labels(*labels).observe(stats.read_pages / stats.held_pages)
 
     def _set_gauges(self, stats: StepStats, labels: tuple[str, str]) -> None:
         for name in ("compression_ratio", "reclaimable_blocks"):

@@ -7,10 +7,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import SparseReads
@@ -39,15 +45,7 @@ from vllm_kvcompress.vllm_plugin.startup.graphs import reason_for_pieces
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import check_groups, check_layer
 from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype
 from vllm_kvcompress.vllm_plugin.worker_side.access_checks import WorkerChecks
-from vllm_kvcompress.vllm_plugin.worker_side.ranks import on_any_rank
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from vllm.config import VllmConfig
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec
 
 logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
 _FAILED = (
@@ -417,3 +415,16 @@ def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
             if not by_kv_head.is_cuda:  # GPU kernels read it as it lies, and memory is scarce there
                 by_kv_head = by_kv_head.contiguous()
     return LayerWeights(output_weight=by_kv_head, output_gram=gram, rotary=rotary)
+
+
+def on_any_rank(flags: list[bool]) -> list[bool]:
+    """Returns, for each flag, whether it is set on any tensor-parallel rank.
+
+    All ranks must call this, with equally many flags. It does not wait for a device.
+    """
+    group = get_tp_group()
+    if group.world_size == 1 or not flags:
+        return flags
+    joined = torch.tensor(flags, dtype=torch.int32, device="cpu")
+    torch.distributed.all_reduce(joined, torch.distributed.ReduceOp.MAX, group.cpu_group)
+    return [bool(flag) for flag in joined.tolist()]
