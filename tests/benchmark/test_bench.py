@@ -125,7 +125,7 @@ def test_what_is_measured_is_not_measured_again(
             raise KeyboardInterrupt
         return {**summarize({"stock": runs(1), "compressed": runs(2)}), "refused": {}}
 
-    monkeypatch.setattr("vllm_kvcompress.tools.benchmark.measure.measure", measure)
+    monkeypatch.setattr("vllm_kvcompress.cli.bench.measure", measure)
     command = ["bench", "--scenario", "pool", "--scenario", "off", "--out", str(tmp_path)]
     assert main(command) == 130
     capsys.readouterr()

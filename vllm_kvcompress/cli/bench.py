@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from vllm_kvcompress.cli.eval import add_engine_option
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags
+from vllm_kvcompress.tools.benchmark import report
+from vllm_kvcompress.tools.benchmark.measure import Benchmark, measure
 from vllm_kvcompress.tools.benchmark.scenarios import SCENARIOS, SIZES, Size
 from vllm_kvcompress.tools.benchmark.shapes import ModelShape
 from vllm_kvcompress.tools.dtypes import dtype_text
+from vllm_kvcompress.tools.files import make_folder
 
 _SETTINGS = ("policy", "budget", "trigger", "reuse_conversations", "read", "params")
 _DESCRIPTION = """\
@@ -77,10 +79,6 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures, prints tables and writes the figures; goes on where a run was stopped."""
-    from vllm_kvcompress.tools.benchmark import report
-    from vllm_kvcompress.tools.benchmark.measure import measure
-    from vllm_kvcompress.tools.files import make_folder
-
     names = (
         tuple(SCENARIOS)
         if "all" in arguments.scenario
@@ -102,14 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Any:
+def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Benchmark:
     """The benchmark of a scenario that the options ask for.
 
     Raises:
         ConfigError: a setting that cannot work.
     """
-    from vllm_kvcompress.tools.benchmark.measure import Benchmark
-
     sizes = {key: getattr(arguments, key) for key in ("requests", "prompt", "output")}
     sizes = {key: value for key, value in sizes.items() if value is not None}
     if any(value < 1 for value in (*sizes.values(), arguments.repeats)):

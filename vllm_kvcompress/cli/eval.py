@@ -7,18 +7,22 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags, json_or_text
 from vllm_kvcompress.scheduling.budgets import parse_budget
+from vllm_kvcompress.tools.evaluation import items, runner
+from vllm_kvcompress.tools.evaluation.metrics import check_metric
+from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
+from vllm_kvcompress.tools.evaluation.runner import Plan
+from vllm_kvcompress.tools.evaluation.setups import MODES, SERVER, Setup, setups_of
+from vllm_kvcompress.tools.evaluation.summary import markdown_table, summarize, text_table
+from vllm_kvcompress.tools.files import write_whole
 from vllm_kvcompress.tools.model_folder import profile_beside
 
 _SHARED = ("trigger", "params", "profile", "min_tokens")  # settings of all policies
-
-if TYPE_CHECKING:
-    from vllm_kvcompress.tools.evaluation.runner import Plan
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -132,8 +136,6 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Evaluates, prints a table and writes results.json, results.md and report.html."""
-    from vllm_kvcompress.tools.evaluation import runner
-
     plan = plan_of(arguments)
     if not plan.base_url:
         names = ", ".join(setup.name for setup in plan.setups)
@@ -148,9 +150,6 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     Raises:
         ConfigError: a setting that cannot work.
     """
-    from vllm_kvcompress.tools.evaluation.runner import Plan
-    from vllm_kvcompress.tools.evaluation.setups import MODES, SERVER, Setup, setups_of
-
     if arguments.concurrency < 1 or (arguments.base_url and arguments.concurrency > 1):
         raise ConfigError(
             f"--concurrency {arguments.concurrency}: expected at least 1, and 1 with --base-url, "
@@ -203,9 +202,6 @@ def _check_prepared(arguments: argparse.Namespace) -> None:
 
 def write_results(plan: Plan, folder: Path, answers: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Prints the table, writes results.json, results.md and report.html; returns the rows."""
-    from vllm_kvcompress.tools.evaluation.summary import markdown_table, summarize, text_table
-    from vllm_kvcompress.tools.files import write_whole
-
     rows = summarize(answers)
     results = {**plan.answers_key(), "rows": rows}
     write_whole(folder / "results.json", json.dumps(results, indent=2) + "\n")
@@ -227,9 +223,6 @@ def items_of(arguments: argparse.Namespace) -> list[Any]:
     Raises:
         ConfigError: there are none.
     """
-    from vllm_kvcompress.tools.evaluation import items
-    from vllm_kvcompress.tools.evaluation.metrics import check_metric
-
     if not arguments.tasks and not arguments.data:
         raise ConfigError("nothing to ask: give --tasks, or questions of your own with --data.")
     check_metric(arguments.metric, "--metric")
@@ -263,8 +256,6 @@ def items_of(arguments: argparse.Namespace) -> list[Any]:
 
 
 def _token_counter(model: str) -> Callable[[str], int]:
-    from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
-
     tokenizer = load_tokenizer(model)
     return lambda text: len(tokenizer(text)["input_ids"])
 

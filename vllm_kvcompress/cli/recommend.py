@@ -11,6 +11,8 @@ from vllm_kvcompress.cli import eval
 from vllm_kvcompress.cli.eval import plan_of, progress_bar, write_results
 from vllm_kvcompress.config import AUTO, DEFAULT_MIN_TOKENS, Settings
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.tools.evaluation import runner
+from vllm_kvcompress.tools.evaluation.recommendation import cheapest, rounds
 
 _POLICIES = [AUTO, "snapkv", "adakv", "adakv+criticalkv", "keydiff"]
 _BUDGETS = ["0.1", "0.15", "0.25", "0.35", "0.5", "0.7"]
@@ -38,9 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Tries budgets from the smallest on; returns 1 if no setting is good enough."""
-    from vllm_kvcompress.tools.evaluation import runner
-    from vllm_kvcompress.tools.evaluation.recommendation import cheapest, rounds
-
     if arguments.base_url:
         raise ConfigError(
             "--base-url: a running server has one setting, so there is nothing to choose; leave it "
