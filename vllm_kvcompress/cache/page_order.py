@@ -50,6 +50,11 @@ class Packing:
         rows = packed.unflatten(-1, self.shape).permute(*range(len(lead)), *axes)
         return rows.reshape(*lead, self.block_size, self.head_size)
 
+    @property
+    def is_rows(self) -> bool:
+        """Whether a page holds its tokens one after another, elements in their order."""
+        return len(self.shape) == 2 and self.token_axes == (0,)
+
     def take_rows(self, packed: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
         """[P, block_size * head_size] pages -> [N, head_size] rows of [N] pages and tokens."""
         axes = [1 + a for a in self.token_axes + self.dim_axes]

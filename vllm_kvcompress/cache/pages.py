@@ -241,6 +241,9 @@ class PackedPagePool(PagePool):
         return self.packings[which].to_rows(halves.view(*page_ids.shape, halves.shape[1]))
 
     def take(self, page_ids: Tensor, tokens: Tensor, which: int) -> Tensor:
+        if self.packings[which].is_rows:
+            rows = self.pages.view(-1, self.head_size)
+            return rows.index_select(0, (2 * page_ids + which) * self.block_size + tokens)
         return self.packings[which].take_rows(self._halves[:, which], page_ids, tokens)
 
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:

@@ -260,7 +260,8 @@ class EventRunner:
             if rows is None:
                 kept_entries = pool.take(sources.body[heads, kept // size], kept % size, which)
             else:
-                kept_entries = rows[heads, kept]
+                places = heads * rows.shape[1] + kept
+                kept_entries = rows.flatten(0, 1).index_select(0, places)
             return kept_entries.view(pages.numel(), size, pool.head_size)
 
         pool.write(pages, kept_rows(keys, KEYS), kept_rows(values, VALUES))
