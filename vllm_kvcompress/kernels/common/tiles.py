@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,7 +13,21 @@ from torch import Tensor
 TILE_BYTES = 1 << 23  # largest temporary; reused, since fresh memory costs more than the work
 HEADS_BYTES = 1 << 20  # of heads that a thread goes through at once: what a core's cache holds
 THREADS_BYTES = 1 << 27  # of heads that all threads go through at once
+KEPT_BYTES = 1 << 28  # of freed memory that a process keeps
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # as malloc.h numbers them
 DEVICE_TILE_BYTES = 1 << 27  # the same off the CPU: every tile takes some launches
+
+
+def keep_freed_memory() -> None:
+    """Has glibc reuse the memory of large temporaries, which it would return to the system.
+
+    Linux clears the memory that it hands out again: half of the time of an `adakv` event. tcmalloc,
+    where it is preloaded, keeps such memory by itself.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 32 << 20)  # the highest that glibc takes
+        mallopt(_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def valid_entries(lengths: Tensor, num_entries: int) -> Tensor:
