@@ -67,13 +67,19 @@ def in_fp8(numbers: torch.Tensor, cuts: bool) -> torch.Tensor:
 
 
 @cache
-def pipeline_of(setup: str) -> tuple[Pipeline, float]:
-    """POLICY[:NAME=VALUE,...]@BUDGET; of parameters `profile` is the file of measured heads."""
+def pipeline_of(setup: str) -> tuple[Pipeline, float, int | None]:
+    """Parses POLICY[:NAME=VALUE,...]@BUDGET into the pipeline, the budget and `queries`.
+
+    Of the parameters, `profile` is the file of measured heads, and `queries` how many of the last
+    queries are there to observe, as behind a prefix-cache hit.
+    """
     policy, _, budget = setup.rpartition("@")
     name, _, text = policy.partition(":")
     params = dict(assignment("parameter", part) for part in text.split(",") if part)
     profile = params.pop("profile", None)
-    return resolve(name, params, None if profile is None else Path(str(profile))), float(budget)
+    queries = params.pop("queries", None)
+    pipeline = resolve(name, params, None if profile is None else Path(str(profile)))
+    return pipeline, float(budget), None if queries is None else int(str(queries))
 
 
 def reads(setup: str, num_whole: int = 0) -> Reading | None:
@@ -86,9 +92,9 @@ def keeps(setup: str, context: list[DenseLayer]) -> list[Kept] | None:
     """What a setting keeps of every layer; None: everything."""
     if setup == FULL or setup.startswith(READS):
         return None
-    pipeline, budget = pipeline_of(setup.split()[0])
+    pipeline, budget, max_queries = pipeline_of(setup.split()[0])
     num_tokens = context[0].keys.shape[1]
-    return [compress(pipeline, layer, num_tokens, budget) for layer in context]
+    return [compress(pipeline, layer, num_tokens, budget, max_queries) for layer in context]
 
 
 def text_loss(model: MaskedModel, tokens: tuple[list[int], list[int]], setups: list[str]) -> Row:

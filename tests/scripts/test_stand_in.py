@@ -48,11 +48,24 @@ def test_reading_a_part_of_the_kept_tokens_changes_the_loss() -> None:
 
 
 def test_setting_names_parameters_and_budget() -> None:
-    pipeline, budget = stand_in.pipeline_of("snapkv:window_size=64,pooling=mean@0.25")
+    pipeline, *others = stand_in.pipeline_of("snapkv:window_size=64,pooling=mean@0.25")
     assert (pipeline.params["window_size"], pipeline.params["pooling"]) == (64, "mean")
-    assert budget == 0.25
+    assert others == [0.25, None]
+    assert stand_in.pipeline_of("snapkv:queries=8@0.5")[1:] == (0.5, 8)
     with pytest.raises(ConfigError, match="windw"):
         stand_in.pipeline_of("snapkv:windw=64@0.25")
+
+
+def test_queries_limits_what_a_policy_observes() -> None:
+    """Fewer queries choose as a smaller window does, and more than the window are not there."""
+    model = MaskedModel(MODEL, torch.float32)
+    context = model.layers((torch.arange(300) * 7 % 90 + 5).tolist())
+
+    def kept(setup: str) -> list[list[list[bool]]]:
+        return [layer.mask.tolist() for layer in stand_in.keeps(setup, context)]
+
+    assert kept("h2o:queries=8@0.25") == kept("h2o:window_size=8@0.25")
+    assert kept("h2o:queries=400@0.25") == kept("h2o@0.25") != kept("h2o:queries=8@0.25")
 
 
 def test_differences_are_paired_and_only_what_the_full_cache_answers_counts(

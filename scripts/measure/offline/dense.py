@@ -82,7 +82,13 @@ class Kept:
     corrects: bool = False
 
 
-def compress(pipeline: Pipeline, layer: DenseLayer, num_tokens: int, budget: float) -> Kept:
+def compress(
+    pipeline: Pipeline,
+    layer: DenseLayer,
+    num_tokens: int,
+    budget: float,
+    max_queries: int | None = None,
+) -> Kept:
     """Compresses the first tokens to a part of their blocks, rounded up.
 
     A layer gets what the policy gives it of all layers' pages, as in an engine.
@@ -92,10 +98,15 @@ def compress(pipeline: Pipeline, layer: DenseLayer, num_tokens: int, budget: flo
         layer: the layer.
         num_tokens: how many; what is more than whole blocks stays.
         budget: from 0 to 1.
+        max_queries: last queries that are there to observe, as behind a prefix-cache hit; None: as
+            many as the policy observes.
     """
     num_heads = len(layer.keys)
     heads = (layer.num_layers, num_heads, layer.queries.shape[1], BLOCK_SIZE)
-    view = layer.view(num_tokens, pipeline.needs.window_size)
+    window_size = pipeline.needs.window_size
+    if max_queries is not None:
+        window_size = min(window_size, max_queries)
+    view = layer.view(num_tokens, window_size)
     bound, num_blocks = pipeline.bind(*heads), num_tokens // BLOCK_SIZE
     num_kept = math.ceil(round(budget * num_blocks, 6))
     held_pages = [num_blocks * num_heads] * layer.num_layers
