@@ -39,6 +39,7 @@ class Queue:
         asynchronous: a step is processed after the next one was planned.
         num_blocks: of the pool.
         window_size: queries that the policy observes.
+        min_window: how many of them are enough behind a prefix-cache hit; None: all.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Queue:
         num_blocks: int = 100,
         reuse_conversations: str | None = None,
         window_size: int = 16,
+        min_window: int | None = None,
     ) -> None:
         settings = Settings(
             policy="snapkv",
@@ -59,7 +61,9 @@ class Queue:
             reuse_conversations=reuse_conversations,
         )
         window_blocks = WINDOW_BLOCKS if window_size else 0
-        demand = PolicyDemand("snapkv", window_size, least_blocks=1, window_blocks=window_blocks)
+        demand = PolicyDemand(
+            "snapkv", window_size, 1, window_blocks=window_blocks, min_window=min_window
+        )
         spec = CompressedAttentionSpec(settings=settings, demands=(demand,), **LAYER)
         sliding = DependentSlidingWindowSpec(sliding_window=64, **LAYER)
         groups = [spec] * num_groups + [sliding] * (num_groups > 1)

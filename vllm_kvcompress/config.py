@@ -370,6 +370,7 @@ class Settings(Options):
         least_blocks: int = 1,
         window_blocks: int = 0,
         blocks_on_top: int = 0,
+        min_window: int | None = None,
     ) -> CompressionRule:
         """Returns the budget and triggers in tokens and blocks; chunks end at whole blocks.
 
@@ -395,6 +396,7 @@ class Settings(Options):
             least_blocks=least_blocks,
             window_blocks=window_blocks,
             blocks_on_top=blocks_on_top,
+            min_window=min_window,
         )
 
 

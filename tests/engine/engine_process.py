@@ -189,9 +189,9 @@ def record_kept(report: dict[str, Any]) -> None:
         return [entries[h, part].tolist() for h, part in enumerate(parts)]
 
     def unrotated(view: Any, selection: Any) -> list[list[float]] | None:
-        """Returns the kept keys rotated back to position 0, if the policy state has positions."""
+        """Returns the merged keys rotated back to position 0, where a policy merges unrotated."""
         merged = selection.merged
-        if merged.positions is None:
+        if merged.positions is None or merged.keys is None:
             return None
         heads = (selection.page_counts * view.block_size).tolist()
         head = [h for h, count in enumerate(heads) for _ in range(count)]

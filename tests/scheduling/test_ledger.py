@@ -29,6 +29,7 @@ rules = st.builds(
     decode_tokens=st.sampled_from([None, 1, 5, 3 * BLOCK]),
     min_tokens=st.integers(0, 100),
     window_size=st.sampled_from([0, 1, 32]),
+    min_window=st.sampled_from([None, 1, 8, 40]),
     pressure_mark=st.sampled_from([None, 0.9]),
 )
 
@@ -111,13 +112,57 @@ def test_concurrency_is_the_number_of_requests_that_fit(
     assert needed <= pool < needed + rule.held_blocks(prompt)
 
 
-@given(rule=rules, prompt=st.integers(1, 600))
-def test_a_prefix_hit_leaves_the_observation_window(rule: CompressionRule, prompt: int) -> None:
-    hit = rule.max_prefix_hit(prompt)
-    assert 0 <= hit < prompt
+def fewest_queries(rule: CompressionRule) -> int:
+    """Returns how many queries a prefix-cache hit has to leave before the first event."""
+    if rule.min_window is None or rule.min_window > rule.window_size:
+        return rule.window_size
+    return rule.min_window
+
+
+@given(rule=rules, prompt=st.integers(1, 600), cached=st.integers(0, 600))
+def test_a_prefix_hit_is_cut_to_leave_the_fewest_queries_and_no_further(
+    rule: CompressionRule, prompt: int, cached: int
+) -> None:
+    cached = min(cached, prompt - 1)
+    hit = min(cached, rule.max_prefix_hit(prompt))
+    assert 0 <= rule.max_prefix_hit(prompt) < prompt
     first = rule.first_effective_position(prompt)
-    if first is not None:
-        assert hit <= max(0, first - max(1, rule.window_size))
+    if first is None and rule.pressure_mark is not None:
+        first = prompt
+    if first is None:
+        assert hit == cached
+        return
+    needed = max(1, fewest_queries(rule))
+    if first - cached >= needed:  # enough tokens are new
+        assert hit == cached
+    else:
+        assert hit == max(0, first - needed)
+
+
+@given(rule=rules, prompt=st.integers(1, 600), cached=st.integers(0, 600))
+def test_first_event_observes_the_new_tokens_up_to_the_window(
+    rule: CompressionRule, prompt: int, cached: int
+) -> None:
+    rule = replace(rule, chunk_tokens=None, at_prompt_end=True)
+    hit = min(cached, rule.max_prefix_hit(prompt))
+    ledger = RequestLedger(prompt, rule, num_hit_tokens=hit)
+    window = ledger.observed_window(prompt)
+    assert window == min(rule.window_size, prompt - hit)
+    if rule.first_effective_position(prompt) is not None:
+        assert window >= min(prompt, fewest_queries(rule))
+
+
+@given(rule=rules, prompt=st.integers(1, 600), behind=st.integers(1, 100))
+def test_context_is_compressed_by_queries_before_its_end(
+    rule: CompressionRule, prompt: int, behind: int
+) -> None:
+    """A request that names its context computes the context's last queries, whatever follows."""
+    rule = replace(rule, chunk_tokens=None, at_prompt_end=True)
+    ledger = RequestLedger(prompt, rule, num_prompt_tokens=prompt + behind)
+    assert ledger.max_prefix_hit == rule.max_prefix_hit(prompt) < prompt
+    ledger.num_hit_tokens = ledger.max_prefix_hit
+    expected = min(rule.window_size, prompt - ledger.num_hit_tokens)
+    assert ledger.observed_window(prompt) == expected
 
 
 @given(rule=rules, prompt=st.integers(1, 400), start=st.integers(0, 400), step=st.integers(1, 99))
@@ -125,9 +170,9 @@ def test_observed_queries_cover_every_window(
     rule: CompressionRule, prompt: int, start: int, step: int
 ) -> None:
     """For any chunks, the queries that an event observes have been recorded before."""
-    ledger = RequestLedger(prompt, rule)
-    recorded: set[int] = set()
     computed = min(start, rule.max_prefix_hit(prompt))
+    ledger = RequestLedger(prompt, rule, num_hit_tokens=computed)
+    recorded: set[int] = set()
     while computed < prompt + 60:
         position = rule.next_position(prompt, computed)
         end = min(computed + step, position if position is not None else computed + step)
@@ -197,7 +242,8 @@ def test_kept_state_is_used_up_to_the_queries_of_the_next_event(
         oldest = position
         if first > prompt and rule.pressure_mark is None:
             oldest = prompt
-        queries = range(oldest, first)[-rule.window_size :] if rule.window_size else ()
+        needed = fewest_queries(rule)
+        queries = range(oldest, first)[-needed:] if needed else ()
         return all(query >= start for query in queries)
 
     expected = max(filter(leaves_the_queries, range(position, num_tokens + 1)), default=0)

@@ -103,6 +103,25 @@ def test_request_preempted_behind_its_first_token_has_its_event_later() -> None:
     assert queue.sent["a"] == [300]
 
 
+def test_window_holds_the_queries_behind_the_hit_that_a_request_was_admitted_with() -> None:
+    """A preempted request begins anew with a hit of its own."""
+    queue = Queue(1, window_size=64, min_window=16)
+    history = queue.add("a", 300).all_token_ids
+    while queue.requests["a"].num_computed_tokens < 300:
+        assert queue.step("a")
+    queue.end("a")
+    queue.add("b", 20, history=history[:300])
+    assert queue.step("b", 10)
+    assert queue.table["b"].ledger.num_hit_tokens == 288  # of 300, in full blocks
+    assert queue.table["b"].ledger.observed_window(320) == 32
+    queue.preempt("b")
+    assert queue.cache.reset_prefix_cache()
+    assert queue.step("b", 10)
+    assert queue.table["b"].ledger.num_hit_tokens == 0
+    assert queue.table["b"].ledger.observed_window(320) == 64
+    queue.check()
+
+
 def test_context_is_forgotten_when_vllm_reuses_one_of_its_blocks() -> None:
     """Takes all free blocks once, which are those that no request holds."""
     queue = Queue(1, reuse_contexts=True)
@@ -303,7 +322,7 @@ def test_turn_begins_with_the_kept_state_or_with_the_prefix_cache(
     [
         ("auto", 16, "auto = anew while the whole history is cached, since the policy looks at"),
         ("auto", 0, "auto = reuse, since the policy does not look at queries)."),
-        ("reuse", 16, "reuse; the last 16 tokens before an event are read again"),
+        ("reuse", 16, "reuse; events look at new queries, so a turn of fewer than 16 tokens reads"),
     ],
 )
 def test_start_up_log_says_how_conversations_continue(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -45,6 +46,7 @@ class DummyRuns:
 
         Where a policy may compress a request again, a second event reads what the first has kept.
         If it `attends`, this package's attention over the kept tokens runs as well.
+        Kernels for few queries run as well, where a prefix-cache hit may leave few.
         """
         pool = self._pool
         for name, pipeline in self._runner.pipelines.items():
@@ -54,6 +56,9 @@ class DummyRuns:
             if pipeline.repeats:
                 plans.append(self._plan(name, num_blocks, 2 * num_blocks, least, least))
             self._run(plans, every_layer=True, attends=attends)
+            few = pipeline.needs.needed_queries
+            if few < plans[0].window_size:
+                self._run([replace(plans[0], window_size=few)], every_layer=True)
 
     def longest(self, num_tokens: int, prepares: bool = False) -> None:
         """Runs the events that take the most memory, in the last layer.

@@ -11,7 +11,7 @@ head's valid entries come first.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -144,6 +144,8 @@ class Needs:
 
     Attributes:
         window_size: how many of the last queries the scorer observes (0: none).
+        min_window: how many of them are enough behind a prefix-cache hit, which leaves no queries
+            of the tokens before it; None: all.
         output_weight: the o_proj weight, by head.
         output_gram: the Gram matrix of the o_proj weight, per query head.
         values: the values; implied by the two above.
@@ -157,6 +159,7 @@ class Needs:
     """
 
     window_size: int = 0
+    min_window: int | None = None
     output_weight: bool = False
     output_gram: bool = False
     values: bool = False
@@ -171,7 +174,16 @@ class Needs:
     def joined(self, other: Needs) -> Needs:
         """Combines the needs of two parts."""
         ours, theirs = asdict(self), asdict(other)
-        return Needs(**{name: max(ours[name], theirs[name]) for name in ours})
+        del ours["min_window"]
+        joined = Needs(**{name: max(ours[name], theirs[name]) for name in ours})
+        needed = max(self.needed_queries, other.needed_queries)
+        return joined if needed == joined.window_size else replace(joined, min_window=needed)
+
+    @property
+    def needed_queries(self) -> int:
+        """Fewest last queries that a prefix-cache hit has to leave."""
+        fewest = self.window_size if self.min_window is None else self.min_window
+        return min(fewest, self.window_size)
 
     @property
     def any_values(self) -> bool:

@@ -13,8 +13,10 @@ from vllm_kvcompress.policies import Allocator, Modifier, Pipeline, Stages, para
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
 from vllm_kvcompress.policies.parts import profiles
 from vllm_kvcompress.policies.parts.allocation import divide, spread, spread_within
+from vllm_kvcompress.policies.parts.mass import ENOUGH_QUERIES
 from vllm_kvcompress.policies.parts.profiles import Table
 from vllm_kvcompress.policies.snapkv import SnapKV
+from vllm_kvcompress.policies.spans import Spans
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,9 @@ class ByImportance(Modifier, Allocator):
         return replace(self, importance=read_importance(path))
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """Replaces the allocator."""
-        return replace(base, allocator=self)
+        """Replaces the allocator; with these budgets `spans` needs fewer queries."""
+        min_window = ENOUGH_QUERIES if isinstance(base.scorer, Spans) else base.min_window
+        return replace(base, allocator=self, min_window=min_window)
 
     def bind(self, model: ModelHeads) -> Self:
         """Turns importance into shares of this rank's KV heads, whose mean is 1."""

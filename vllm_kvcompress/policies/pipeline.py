@@ -27,6 +27,7 @@ class Pipeline:
         merger: merges evicted tokens; None: they are dropped.
         params: values of all parameters by name.
         repeats: whether a request may be compressed again, so that policy state is kept.
+        min_window: replaces that of the parts' needs; None: they say themselves.
     """
 
     name: str
@@ -37,12 +38,15 @@ class Pipeline:
     merger: Merger | None = None
     params: Mapping[str, Any] = field(default_factory=dict)
     repeats: bool = True
+    min_window: int | None = None
 
     @cached_property  # read at every step
     def needs(self) -> Needs:
         """What the parts read besides keys."""
         needs = self.scorer.needs.joined(self.selector.needs)
-        return needs if self.merger is None else needs.joined(self.merger.needs)
+        if self.merger is not None:
+            needs = needs.joined(self.merger.needs)
+        return needs if self.min_window is None else replace(needs, min_window=self.min_window)
 
     @property
     def batches(self) -> bool:

@@ -33,7 +33,7 @@ class SnapKV(Policy):
 
     @property
     def needs(self) -> Needs:
-        return Needs(window_size=self.window_size)
+        return Needs(window_size=self.window_size, min_window=mass.ENOUGH_QUERIES)
 
     @property
     def protection(self) -> Protection:

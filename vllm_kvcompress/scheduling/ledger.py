@@ -3,6 +3,7 @@
 logical tokens   0 ............ c*bs ............ F*bs ... e
 resident         [ kept blocks ][ full tail blocks ][partial]
 event at e       sources: kept + tail blocks  ->  K fresh blocks; the partial block stays
+hit of h tokens  0 .. h were computed by others: e observes the queries of h .. e, at most a window
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class RequestLedger:
         last_position: position of the last event; 0: none yet.
         first_event_position: position of the first event, on which later tokens depend.
         num_prompt_tokens: logical tokens of the prompt, those behind a named context included.
+        num_hit_tokens: logical tokens of the prefix-cache hit or kept state that the request begins
+            with, which leave no queries.
     """
 
     compress_at: int
@@ -60,11 +63,12 @@ class RequestLedger:
     last_position: int = 0
     first_event_position: int | None = None
     num_prompt_tokens: int = 0
+    num_hit_tokens: int = 0
 
     def usable_tokens(self, position: int, num_tokens: int) -> int:
         """Counts the tokens of a kept state that this request can begin with; 0: none.
 
-        Queries that the next event observes must be computed anew, since no state keeps them. The
+        Queries that the next event needs must be computed anew, since no state keeps them. The
         tokens that the state's event saw are taken together or not at all.
 
         Args:
@@ -78,7 +82,7 @@ class RequestLedger:
                 event = min(event or self.num_prompt_tokens, self.num_prompt_tokens)
             if event is None:
                 return num_tokens
-            limit = event - after.observed_window(event)
+            limit = event - min(self.rule.needed_queries, after.observed_window(event))
             if num_tokens <= limit:
                 return num_tokens
             num_tokens = limit
@@ -130,11 +134,12 @@ class RequestLedger:
     def observed_window(self, position: int) -> int:
         """Counts the last queries that an event at `position` observes.
 
-        They are never older than the last event, since what they attended to is gone. Behind the
-        prompt they are never prompt tokens, since a prefix-cache hit would leave those without
-        queries; under the pressure trigger it does not.
+        They are those of tokens that this request computes, so a prefix-cache hit leaves fewer:
+        at least `CompressionRule.needed_queries` before the first event. They are never older than
+        the last event, since what they attended to is gone. Behind the prompt they are never prompt
+        tokens, except under the pressure trigger.
         """
-        oldest = self.last_position
+        oldest = max(self.last_position, self.num_hit_tokens)
         if position > self.compress_at and self.rule.pressure_mark is None:
             oldest = max(oldest, self.compress_at)
         return min(self.rule.window_size, position - oldest)

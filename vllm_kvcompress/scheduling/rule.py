@@ -35,6 +35,7 @@ class CompressionRule:
             they are when others wait for room; None: no compression under memory pressure.
         min_tokens: logical tokens below which a request is not compressed.
         window_size: last queries that the policy observes at an event.
+        min_window: how many of them are enough behind a prefix-cache hit; None: all.
         least_blocks: blocks that an event leaves at least: one page per layer and head, and room
             for the policy state.
         window_blocks: blocks that hold a request's last queries, under memory pressure.
@@ -53,6 +54,13 @@ class CompressionRule:
     least_blocks: int = 1
     window_blocks: int = 0
     blocks_on_top: int = 0
+    min_window: int | None = None
+
+    @property
+    def needed_queries(self) -> int:
+        """Fewest last queries that a prefix-cache hit has to leave before an event."""
+        fewest = self.window_size if self.min_window is None else self.min_window
+        return min(fewest, self.window_size)
 
     @property
     def keeps_all(self) -> bool:
@@ -113,15 +121,15 @@ class CompressionRule:
     def max_prefix_hit(self, num_prompt_tokens: int) -> int:
         """Returns the longest usable prefix-cache hit, in tokens.
 
-        A hit leaves no queries behind, so the observation window of the first event must be
-        computed anew, and at least one token, so that a step ends at the event.
+        A hit leaves no queries behind, so those that the first event needs must be computed anew,
+        and at least one token, so that a step ends at the event.
         """
         position = self.first_effective_position(num_prompt_tokens)
         if position is None and self.pressure_mark is not None:
             position = num_prompt_tokens  # from then on an event may come at any token
         if position is None:
             return num_prompt_tokens - 1
-        return max(0, min(num_prompt_tokens - 1, position - max(1, self.window_size)))
+        return max(0, min(num_prompt_tokens - 1, position - max(1, self.needed_queries)))
 
     def peak_blocks(self, num_tokens: int) -> int:
         """Counts the most blocks that a request of up to `num_tokens` tokens holds at once."""

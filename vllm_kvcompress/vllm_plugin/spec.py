@@ -34,6 +34,7 @@ class PolicyDemand:
         least_blocks: fewest blocks that an event leaves.
         window_blocks: blocks for a request's last queries; 0 without the trigger pressure.
         blocks_on_top: blocks of policy state that do not count in the budget.
+        min_window: how many of the queries are enough behind a prefix-cache hit; None: all.
     """
 
     policy: str
@@ -41,6 +42,7 @@ class PolicyDemand:
     least_blocks: int
     window_blocks: int = 0
     blocks_on_top: int = 0
+    min_window: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +74,7 @@ class CompressedAttentionSpec(FullAttentionSpec):
             demand.least_blocks,
             demand.window_blocks,
             demand.blocks_on_top,
+            demand.min_window,
         )
 
     @cached_property

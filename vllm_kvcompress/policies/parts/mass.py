@@ -14,6 +14,8 @@ from vllm_kvcompress.kernels.window_mass import Window, window_mass, window_mass
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.parts.parameters import parameter
 
+# Queries of a short turn that choose as well as a full window: docs/results/conversations.md.
+ENOUGH_QUERIES = 32
 STRIDE = parameter(2, "every stride-th query counts, from the last one back", minimum=1)
 
 

@@ -97,7 +97,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Limits full attention's hit, so that the first event's window is computed anew.
+        """Limits full attention's hit, so that the queries that the first event needs are computed.
 
         `max_length` is one less than the prompt, since vLLM always computes the last token.
         """
@@ -205,6 +205,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             **kwargs,
         )
         record = self.table[request_id]
+        record.ledger.num_hit_tokens = num_local_computed_tokens
         if record.reuse.beginning is not None:
             self.states.begin(record, self.kv_cache_group_id)
 

@@ -62,7 +62,7 @@ _AUTO_MEANS = {
     True: " = anew while the whole history is cached, since the policy looks at the last queries",
     False: " = reuse, since the policy does not look at queries",
 }
-_WINDOW = "; the last %d tokens before an event are read again, since it looks at their queries"
+_WINDOW = "; events look at new queries, so a turn of fewer than %d tokens reads old ones again"
 
 
 class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
@@ -157,7 +157,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 _CONVERSATIONS,
                 settings.reuse_conversations,
                 meaning if settings.reuse_conversations == "auto" else "",
-                _WINDOW % rule.window_size if rule.window_size else "",
+                _WINDOW % rule.needed_queries if rule.window_size else "",
             )
         versions.warn_of_version(logger)
 

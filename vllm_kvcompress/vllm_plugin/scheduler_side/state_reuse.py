@@ -64,7 +64,7 @@ class StateReuse:
         if best is None or use.context_hash is not None:
             return best
         if self.compresses_anew(ledger.rule.window_size):
-            # The queries that the event observes are computed anew even if they are cached.
+            # The queries that the event needs are computed anew even if they are cached.
             size = ledger.rule.block_size
             longest = self._spec.max_prefix_hit(ledger.num_prompt_tokens)
             enough = min(best.state.first_block, longest // size) * size

@@ -131,6 +131,7 @@ class WorkerCompression:
                 window_size,
                 pipeline.least_blocks(shape),
                 blocks_on_top=pipeline.blocks_on_top(shape),
+                min_window=pipeline.needs.min_window,
             )
             if self.settings.pressure_mark is not None:
                 row_bytes = spec.head_size * key_dtype(spec, self.vllm_config).itemsize
