@@ -232,8 +232,9 @@ def main() -> None:
         "setups",
         nargs="+",
         metavar="POLICY[:NAME=VALUE,...]@BUDGET",
-        help="with profile=FILE among the parameters for policies that read one; or what --kv-read "
-        'takes, or both: "spans@0.5 quest:0.5"',
+        help="parameters may have profile=FILE, for policies that read one, and queries=N, where "
+        "events have no more of the last queries; or what --kv-read takes, or both: "
+        '"spans@0.5 quest:0.5"',
     )
     parser.add_argument("--length", type=int, default=1024, help="tokens of contexts (1024)")
     parser.add_argument("--continuation", type=int, default=256, help="of texts (256)")
