@@ -85,11 +85,11 @@ def test_second_turn_computes_its_new_tokens_and_is_compressed_by_their_queries(
 
 @pytest.fixture
 def measured_heads(tmp_path: Path) -> dict[str, Any]:
-    """Settings of `auto` with measured heads."""
+    """Settings of what `auto` stands for with measured heads; it leaves short answers alone."""
     heads = {f"{i}-{h}": [1.0 + i + h] for i in range(LAYERS) for h in range(QUERY_HEADS)}
     file = tmp_path / "heads.json"
     file.write_text(json.dumps(heads))
-    return {"policy": "auto", "budget": 0.25, "profile": str(file)}
+    return {"policy": "spans+headkv", "budget": 0.25, "profile": str(file)}
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "measured heads", "spans"])
