@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -328,13 +330,16 @@ def test_what_is_left_whole_has_no_events() -> None:
 
 
 def test_auto_is_the_default_policy_wherever_one_is_named() -> None:
-    settings = Settings.from_dict({"policy": "auto", "request_policies": "snapkv,auto"})
-    assert settings.policy == DEFAULT_POLICY == resolve("auto").name
-    assert settings.request_policies == ("snapkv", DEFAULT_POLICY)
-    other = Settings(policy="keydiff", request_policies=("auto",))
-    assert other.for_request("auto", None).policy == DEFAULT_POLICY
-    with pytest.raises(ConfigError, match=f'policy "{DEFAULT_POLICY}": this server allows snapkv'):
-        Settings(policy="snapkv").for_request("auto", None)
+    for measures, default in ((True, PROFILED_POLICY), (False, DEFAULT_POLICY)):
+        more: dict[str, Any] = {"measure_heads": measures}
+        settings = Settings(policy="auto", request_policies=("snapkv", "auto"), **more)
+        assert settings.policy == default
+        assert settings.request_policies == ("snapkv", default)
+        other = Settings(policy="keydiff", request_policies=("auto",), **more)
+        assert other.for_request("auto", None).policy == default
+        with pytest.raises(ConfigError, match=rf'policy "{re.escape(default)}": this server allow'):
+            Settings(policy="snapkv", **more).for_request("auto", None)
+    assert resolve("auto").name == DEFAULT_POLICY
 
 
 def test_auto_alone_leaves_prompts_of_short_answers_whole() -> None:
@@ -349,11 +354,12 @@ def test_auto_alone_leaves_prompts_of_short_answers_whole() -> None:
 
 def test_auto_reads_a_profile_of_its_own() -> None:
     """Where heads were measured it stands for what uses that; not beside another policy's file."""
-    settings = Settings(policy="auto", profile="heads.json", request_policies=("auto", "snapkv"))
+    more: dict[str, Any] = {"profile": "heads.json", "measure_heads": False}
+    settings = Settings(policy="auto", request_policies=("auto", "snapkv"), **more)
     assert settings.policy == PROFILED_POLICY
     assert settings.request_policies == (PROFILED_POLICY, "snapkv")
     assert settings.for_request("auto", None).profile == "heads.json"
-    other = Settings(policy="headkv", profile="heads.json", request_policies=("auto",))
+    other = Settings(policy="headkv", request_policies=("auto",), **more)
     assert other.for_request("auto", None).policy == DEFAULT_POLICY
     assert other.for_request("auto", None).profile is None
     assert Settings.from_dict(settings.to_dict()) == settings

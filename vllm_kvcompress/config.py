@@ -7,6 +7,7 @@ every process as a plain dictionary. Imports neither torch nor vLLM.
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -29,7 +30,9 @@ PROMPTS_PLUGIN = "kvcompress-prompts"  # shortens the messages of chats
 NO_POLICY = "none"
 AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
 DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
-PROFILED_POLICY = "spans+headkv"  # what AUTO stands for where heads were measured
+PROFILED_POLICY = "spans+headkv"  # what AUTO stands for where heads are measured
+MEASURING_PART = "headkv"  # of policies that an engine measures heads for
+MEASURED_HEADS = "kv_heads.json"  # in a model's folder, a profile of the kind `headkv`
 DEFAULT_BUDGET = 0.5  # fraction of each prompt; see docs/results/spans.md
 AUTO_MIN_ANSWER_TOKENS = 64  # with AUTO; see docs/results/conversations.md
 DEFAULT_MIN_TOKENS = 256  # shorter prompts lose most and free least: docs/results/spans.md
@@ -37,11 +40,17 @@ DEFAULT_MIN_TOKENS = 256  # shorter prompts lose most and free least: docs/resul
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
-def named_policy(policy: str, profile: str | None = None) -> str:
-    """Returns a policy's name; for `auto` the one it stands for, with or without a profile."""
+def named_policy(policy: str, has_heads: bool = False) -> str:
+    """Returns a policy's name; for `auto` the one it stands for, with or without measured heads."""
     if policy != AUTO:
         return policy
-    return DEFAULT_POLICY if profile is None else PROFILED_POLICY
+    return PROFILED_POLICY if has_heads else DEFAULT_POLICY
+
+
+def profile_beside(model: str | Path) -> str | None:
+    """Returns the measured heads in a model's folder; None without any, or for a hub's name."""
+    path = Path(model) / MEASURED_HEADS
+    return str(path) if path.is_file() else None
 
 
 def _policy_names(value: object) -> object:
@@ -71,8 +80,8 @@ class Settings(Options):
 
     policy: str = option(
         ...,
-        f"what to keep: `auto` ([{DEFAULT_POLICY}, or with a profile "
-        f"{PROFILED_POLICY}](policies.md#which-one)), or a [policy](policies.md) and modifiers "
+        f"what to keep: `auto` ([{PROFILED_POLICY}, or without measured heads "
+        f"{DEFAULT_POLICY}](policies.md#which-one)), or a [policy](policies.md) and modifiers "
         "joined by `+`, such as `adakv+criticalkv` (`vllm-kvcompress policies` lists them); "
         "`none`: stock vLLM",
         "P",
@@ -102,9 +111,15 @@ class Settings(Options):
     )
     profile: str | None = option(
         None,
-        "[measured heads](#profiles) for `auto` and `headkv`, or pattern file for `duoattention` "
-        "(`vllm-kvcompress profile` makes one; `auto` finds the one in the model's directory)",
+        "[measured heads](#measured-heads) for `auto` and `headkv`, or pattern file for "
+        "`duoattention` (`vllm-kvcompress profile` makes one; `auto` finds the one in the model's "
+        "directory)",
         "FILE",
+    )
+    measure_heads: bool = option(
+        True,
+        "measure no [heads](#measured-heads) when the engine starts; in YAML `false`. Without it, "
+        "`auto` and `headkv` measure those that no file has",
     )
     min_tokens: int = option(
         DEFAULT_MIN_TOKENS,
@@ -205,7 +220,7 @@ class Settings(Options):
     def _check_together(self) -> Self:
         if self.policy == AUTO and "min_answer_tokens" not in self.model_fields_set:
             object.__setattr__(self, "min_answer_tokens", AUTO_MIN_ANSWER_TOKENS)
-        object.__setattr__(self, "policy", named_policy(self.policy, self.profile))
+        object.__setattr__(self, "policy", named_policy(self.policy, self.has_heads))
         policies = tuple(map(self._named, self.request_policies))
         object.__setattr__(self, "request_policies", policies)
         check_limits("--kv-{}-request-budget", self.min_request_budget, self.max_request_budget)
@@ -230,7 +245,13 @@ class Settings(Options):
 
     def _named(self, policy: str) -> str:
         """Resolves `auto` for a request; the profile is that of the server's own policy."""
-        return named_policy(policy, self.profile if self.policy == PROFILED_POLICY else None)
+        has_file = self.profile is not None and self.policy == PROFILED_POLICY
+        return named_policy(policy, self.measure_heads or has_file)
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether the server's own policy has measured heads once it serves."""
+        return self.measure_heads or self.profile is not None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form; `from_dict` of it gives equal settings. Most defaults are left out."""
@@ -310,9 +331,8 @@ class Settings(Options):
         if not self.compresses or self.policy != DEFAULT_POLICY:
             return [text]
         advice = (
-            "measured heads would lose far less in the same memory: run `vllm-kvcompress profile "
-            "MODEL --kind headkv --out FILE` once, then serve with --kv-policy auto --kv-profile "
-            "FILE"
+            "measured heads would lose far less in the same memory: serve with --kv-policy auto, "
+            "without --no-kv-measure-heads"
         )
         return [text, advice]
 
@@ -327,9 +347,16 @@ class Settings(Options):
         text = f"policy {self.policy}, budget {self.budget_text}, trigger {self.trigger}"
         if isinstance(self.budget, float):
             text += f"; a compressed prompt holds about {1 / self.budget:.3g} times fewer blocks"
+        return f"{text}; {self.heads_text}" if self.heads_text else text
+
+    @property
+    def heads_text(self) -> str:
+        """Where the server's own policy has measured heads from; empty: it uses none."""
         if self.profile is not None:
-            text += f"; heads as measured in {self.profile}"
-        return text
+            return f"heads as measured in {self.profile}"
+        if MEASURING_PART not in self.policy.split("+"):
+            return ""
+        return "heads are measured when the engine starts, unless an earlier start has"
 
     @property
     def repeats(self) -> bool:

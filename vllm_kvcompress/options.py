@@ -78,9 +78,10 @@ class Options(BaseModel):
 
     @classmethod
     def flag(cls, field: str) -> str:
-        """Returns the flag of a field, such as --kv-budget."""
+        """Returns the flag of a field, such as --kv-budget; one that is on has a --no- flag."""
         name = flag_details(cls.model_fields[field])["flag"] or field
-        return cls.flags + name.replace("_", "-")
+        flag = cls.flags + name.replace("_", "-")
+        return flag.replace("--", "--no-", 1) if cls.model_fields[field].default is True else flag
 
 
 def add_flags(
@@ -110,7 +111,7 @@ def add_flags(
             default=argparse.SUPPRESS,
             field=(name, field),
             nargs=0 if is_switch else "?" if details["const"] else None,
-            const=True if is_switch else details["const"],
+            const=field.default is not True if is_switch else details["const"],
             metavar=details["metavar"] or None,
             help=re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", help_text(field)).replace("%", "%%"),
         )
@@ -176,7 +177,7 @@ def check_choice(key: str, value: float, lowest: float | None, highest: float | 
 def help_text(field: FieldInfo) -> str:
     """Returns a field's help and default, in Markdown."""
     default = field.get_default(call_default_factory=True)
-    is_said = field.is_required() or default in (None, False, (), {})
+    is_said = field.is_required() or isinstance(default, bool) or default in (None, (), {})
     return str(field.description) if is_said else f"{field.description} (default {default})"
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from conversations import LATE, Asked, needles, requests, words
 from vllm_kvcompress.cli.eval import engine_option
+from vllm_kvcompress.config import profile_beside
 from vllm_kvcompress.scheduling.budgets import parse_budget
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question
@@ -29,7 +30,6 @@ from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_promp
 from vllm_kvcompress.tools.evaluation.setups import FULL, Setup, setups_of, shared_engines
 from vllm_kvcompress.tools.evaluation.summary import interval
 from vllm_kvcompress.tools.files import append, make_folder
-from vllm_kvcompress.tools.model_folder import profile_beside
 
 ANEW, REUSE = "anew", "reuse"
 NEEDLES, TEXT = "needles", "text"

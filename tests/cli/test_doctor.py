@@ -121,6 +121,7 @@ def test_a_missing_compiler_and_plugin_are_problems(monkeypatch: pytest.MonkeyPa
     ("arguments", "verdict"),
     [
         ("--kv-policy snapkv --kv-budget 0.25", "would accept this"),
+        ("--kv-policy auto", "would accept this"),
         ("--kv-policy snapkv --kv-budget 0", "expected a budget"),
         ("--kv-policy snapkv --kv-budget 0.25 --kv-cache-dtype nvfp4", "one scale per layer"),
         ("--kv-policy snapkv --kv-budget 0.25 --pipeline-parallel-size 2", "pipeline parallelism"),
@@ -133,3 +134,5 @@ def test_doctor_reports_the_refusal_of_serve(arguments: str, verdict: str, tmp_p
     done = command(tmp_path, "doctor", str(model), *arguments.split())
     assert verdict in done.stdout
     assert done.returncode == (0 if verdict == "would accept this" else 1)
+    measures = "heads are measured when the engine starts" in done.stdout
+    assert measures == ("auto" in arguments)

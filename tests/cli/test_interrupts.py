@@ -43,7 +43,7 @@ def starts(command: Command, said: Path) -> bool:
 
 def measures(command: Command, said: Path) -> bool:
     """Returns whether the command itself measures."""
-    return "measuring" in said.read_text()
+    return "Measuring" in said.read_text()
 
 
 @pytest.mark.parametrize(

@@ -95,14 +95,17 @@ def test_policy_alone_serves_with_the_default_budget(tmp_path: Path, source: str
     assert "about 2 times fewer blocks" in said
 
 
-def test_default_policy_without_measured_heads_names_them_at_start(tmp_path: Path) -> None:
-    told = sorted_out("m", "--kv-policy", "auto").settings
+def test_start_says_where_measured_heads_come_from(tmp_path: Path) -> None:
+    told = sorted_out("m", "--kv-policy", "auto", "--no-kv-measure-heads").settings
     assert told is not None
-    assert "vllm-kvcompress profile MODEL --kind headkv" in told.start_lines()[1]
+    assert "measured heads would lose far less" in told.start_lines()[1]
+    now = sorted_out("m", "--kv-policy", "auto").settings
+    assert now is not None
+    assert "heads are measured when the engine starts" in now.start_lines()[0]
     shutil.copy(SMOLLM2.heads or "", tmp_path / "kv_heads.json")
     measured = sorted_out(str(tmp_path), "--kv-policy", "auto").settings
     others = sorted_out("m", "--kv-policy", "snapkv").settings
-    for settings in (measured, others):
+    for settings in (measured, others, now):
         assert settings is not None
         assert len(settings.start_lines()) == 1
     assert f"heads as measured in {tmp_path / 'kv_heads.json'}" in measured.start_lines()[0]

@@ -61,10 +61,12 @@ def test_auto_finds_measured_heads_in_the_models_folder(
     assert settings.profile == (str(heads) if by_itself else flags.get("profile"))
 
 
-def test_auto_without_measured_heads_is_the_policy_that_needs_none(tmp_path: Path) -> None:
-    settings = read_request({"policy": "auto"}, None, [str(tmp_path)]).settings
-    assert settings is not None
-    assert (settings.policy, settings.profile) == ("spans", None)
+def test_auto_without_a_file_is_measured_unless_it_may_not_be(tmp_path: Path) -> None:
+    for measures, policy in ((True, "spans+headkv"), (False, "spans")):
+        flags = {"policy": "auto", "measure_heads": measures}
+        settings = read_request(flags, None, [str(tmp_path)]).settings
+        assert settings is not None
+        assert (settings.policy, settings.profile) == (policy, None)
 
 
 def test_policy_none_serves_stock_vllm_whatever_yaml_says(tmp_path: Path) -> None:

@@ -27,6 +27,8 @@ def plan_of(*more: str, model: str = MODEL) -> Any:
 
 def test_without_policies_and_budgets_half_is_kept_by_the_default() -> None:
     names = [setup.name for setup in plan_of().setups]
+    assert names == ["full", f"{PROFILED_POLICY}@0.5"]
+    names = [setup.name for setup in plan_of("--no-kv-measure-heads").setups]
     assert names == ["full", f"{DEFAULT_POLICY}@0.5"]
 
 
@@ -40,7 +42,7 @@ def test_short_questions_are_left_alone_as_serve_does(limit: int | None) -> None
 
 
 def test_a_profile_is_for_those_that_read_one(tmp_path: Path) -> None:
-    """`auto` is another policy with it; beside it others are compared as they are."""
+    """Beside `auto`, which has it, others are compared as they are."""
     profile = str(headkv_file(tmp_path, 2, 4))
     plan = plan_of("--policies", "auto,snapkv", "--budgets", "0.25", "--kv-profile", profile)
     assert [setup.name for setup in plan.setups[1:]] == [f"{PROFILED_POLICY}@0.25", "snapkv@0.25"]
@@ -61,10 +63,12 @@ def test_auto_finds_the_heads_in_the_models_folder(tmp_path: Path) -> None:
 
 
 def test_a_part_of_what_a_policy_keeps_is_read() -> None:
-    plan = plan_of("--policies", "full", "--kv-read", "auto@0.5 quest:0.5")
-    assert [setup.name for setup in plan.setups] == ["full", f"{DEFAULT_POLICY}@0.5 quest:0.5"]
-    expected = {"policy": DEFAULT_POLICY, "budget": 0.5, "read": "quest:0.5"}
-    assert plan.setups[1].settings(plan.params) == expected
+    asked = ("--policies", "full", "--kv-read", "auto@0.5 quest:0.5")
+    for policy, more in ((PROFILED_POLICY, ()), (DEFAULT_POLICY, ("--no-kv-measure-heads",))):
+        plan = plan_of(*asked, *more)
+        assert [setup.name for setup in plan.setups] == ["full", f"{policy}@0.5 quest:0.5"]
+        given = Settings.from_dict(plan.setups[1].settings(plan.params) or {})
+        assert (given.policy, given.read, given.measure_heads) == (policy, "quest:0.5", not more)
 
 
 @pytest.mark.parametrize(

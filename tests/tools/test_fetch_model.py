@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from vllm_kvcompress.cli.main import main
+from vllm_kvcompress.config import MEASURED_HEADS, profile_beside
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.tools.model_fetcher import WEIGHTS, fetch, weights_digest
-from vllm_kvcompress.tools.model_folder import MEASURED_HEADS, profile_beside
 from vllm_kvcompress.tools.model_releases import RELEASES, SMOLLM2, Package, Release
 
 LAYERS, HIDDEN, HEADS, KV_HEADS, INNER = 2, 32, 4, 2, 64

@@ -39,7 +39,10 @@ class PagesOfPolicy(Protocol):
     """The pages of a cache group, and the policy of its compressed requests."""
 
     pool: PagePool
-    pipeline: Pipeline
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The policy of the requests."""
 
 
 @dataclass(frozen=True)

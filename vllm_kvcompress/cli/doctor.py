@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     findings = list(_installation())
     installed = not any(finding.problem for finding in findings)
     if installed and arguments.rest:
-        findings.append(_served(arguments.rest))
+        findings += _served(arguments.rest)
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         print(f"{finding.name:<{width}}  {finding.value}")
@@ -161,12 +161,16 @@ def _loaded(name: str, path: str, load: Callable[[str], object]) -> Finding:
     return Finding(name, path)
 
 
-def _served(arguments: list[str]) -> Finding:
-    """Whether serve would accept these arguments."""
+def _served(arguments: list[str]) -> Iterator[Finding]:
+    """Whether serve would accept these arguments, and where measured heads would come from."""
     from vllm_kvcompress.cli import launch, serve
 
     try:
-        launch.check_command(launch.vllm_command(serve.parse_request(arguments)))
+        request = serve.parse_request(arguments)
+        launch.check_command(launch.vllm_command(request))
     except ConfigError as error:
-        return Finding("serve", "would refuse this", str(error))
-    return Finding("serve", "would accept this")
+        yield Finding("serve", "would refuse this", str(error))
+        return
+    yield Finding("serve", "would accept this")
+    text = "" if request.settings is None else request.settings.heads_text
+    yield Finding("measured heads", text or "none")

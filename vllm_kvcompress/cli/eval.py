@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, Settings
+from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, Settings, profile_beside
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags, json_or_text
 from vllm_kvcompress.scheduling.budgets import parse_budget
@@ -20,9 +20,9 @@ from vllm_kvcompress.tools.evaluation.runner import Plan
 from vllm_kvcompress.tools.evaluation.setups import MODES, SERVER, Setup, setups_of
 from vllm_kvcompress.tools.evaluation.summary import markdown_table, summarize, text_table
 from vllm_kvcompress.tools.files import write_whole
-from vllm_kvcompress.tools.model_folder import profile_beside
 
-_SHARED = ("trigger", "params", "profile", "min_tokens")  # settings of all policies
+# Settings of all policies.
+_SHARED = ("trigger", "params", "profile", "measure_heads", "min_tokens")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

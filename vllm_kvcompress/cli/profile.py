@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
-from typing import Any
 
-from vllm_kvcompress.config import AUTO
+from vllm_kvcompress.cli.eval import engine_option
+from vllm_kvcompress.config import AUTO, MEASURED_HEADS
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.files import check_writable, named
-from vllm_kvcompress.tools.model_folder import MEASURED_HEADS
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -23,9 +23,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="JSON (headkv) or TSV (duoattention, with a config.json beside it); headkv's default "
         f"with a MODEL directory: {MEASURED_HEADS} in it, where auto finds it",
     )
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a prompt (1024)")
-    parser.add_argument("--samples", type=int, default=16, help="number of prompts (16)")
+    parser.add_argument("--length", type=int, default=768, help="tokens of a prompt (768)")
+    parser.add_argument("--samples", type=int, default=8, help="number of prompts (8)")
     parser.add_argument("--seed", type=int, default=0, help="prompt seed (0)")
+    parser.add_argument(
+        "--engine",
+        type=engine_option,
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a keyword argument of vllm.LLM, such as tensor_parallel_size=2",
+    )
     duo = parser.add_argument_group("duoattention only")
     duo.add_argument("--sink-size", type=int, default=128, help="first tokens kept (128)")
     duo.add_argument("--recent-size", type=int, default=256, help="last tokens kept (256)")
@@ -34,26 +42,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and writes a profile."""
-    from tqdm import tqdm
-
     from vllm_kvcompress.tools import profiler
 
     arguments.out = arguments.out or _beside_the_model(arguments)
     _check(arguments)
     check_writable(arguments.out)
-    model, tokenizer = _load(arguments.model)
-    settings = profiler.ProfileSettings(arguments.samples, arguments.length, arguments.seed)
-    scores = profiler.measure_heads(
-        model, tokenizer, settings, lambda samples: tqdm(samples, unit="prompt", desc="measuring")
-    )
+    # The engine is this process, and is to say little.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    prompts = {
+        "num_samples": arguments.samples,
+        "length": arguments.length,
+        "seed": arguments.seed,
+    }
+    scores, num_kv_heads = profiler.measure_model(arguments.model, prompts, dict(arguments.engine))
     if arguments.kind == "headkv":
         profiler.write_headkv(arguments.out, scores)
     else:
-        config = model.config.get_text_config()
         sizes = profiler.StreamingSizes(
             arguments.sink_size, arguments.recent_size, arguments.sparsity
         )
-        num_kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         profiler.write_duoattention(arguments.out, scores, num_kv_heads, sizes)
     policy = AUTO if arguments.kind == "headkv" else arguments.kind
     print(
@@ -75,6 +84,16 @@ def _beside_the_model(arguments: argparse.Namespace) -> Path:
 
 
 def _check(arguments: argparse.Namespace) -> None:
+    from vllm_kvcompress.compression.needles import MIN_LENGTH
+
+    name = arguments.model
+    if name.startswith((".", "/")) and not Path(name).is_dir():
+        raise ConfigError(f"{name}: expected a model's directory, found none there.")
+    if arguments.length < MIN_LENGTH:
+        raise ConfigError(
+            f"--length {arguments.length}: expected at least {MIN_LENGTH} tokens, so that there is "
+            "noise around the needle."
+        )
     if arguments.samples < 1:
         raise ConfigError(f"--samples {arguments.samples}: expected at least 1.")
     if min(arguments.sink_size, arguments.recent_size) < 0:
@@ -88,25 +107,3 @@ def _check(arguments: argparse.Namespace) -> None:
         is_folder = arguments.out.is_dir()
     if is_folder:
         raise ConfigError(f"--out {arguments.out}: expected a file, found a directory.")
-
-
-def _load(name: str) -> tuple[Any, Any]:
-    """Loads the model with eager attention, on the GPU if there is one, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
-
-    if name.startswith((".", "/")) and not Path(name).is_dir():
-        raise ConfigError(f"{name}: expected a model's directory, found none there.")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, attn_implementation="eager", dtype="auto"
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"{name}: cannot be loaded as a causal language model: {reason}"
-        ) from None
-    return model.to(device).eval(), load_tokenizer(name)

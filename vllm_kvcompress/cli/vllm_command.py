@@ -16,11 +16,17 @@ from typing import Any
 
 import yaml
 
-from vllm_kvcompress.config import AUTO, NO_POLICY, PROMPTS_PLUGIN, SETTINGS_KEY, Settings
+from vllm_kvcompress.config import (
+    AUTO,
+    NO_POLICY,
+    PROMPTS_PLUGIN,
+    SETTINGS_KEY,
+    Settings,
+    profile_beside,
+)
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import json_or_text
 from vllm_kvcompress.tools.files import read_within
-from vllm_kvcompress.tools.model_folder import profile_beside
 
 _ADDITIONAL = "--additional-config"
 _MAX_YAML_BYTES = 2**20

@@ -41,8 +41,6 @@ class EventRunner:
     Attributes:
         pipelines: policies that requests may use, by name.
         policy_state: state that policies keep for requests beside their tokens.
-        pipeline: the server's own policy, and the only one where attention needs biases or
-            corrections.
         repetitions: scores of requests that prepare contexts.
         observer: a measuring tool; None while requests are served.
         max_tokens: padded tokens of a batch.
@@ -66,12 +64,16 @@ class EventRunner:
         self.pool = tables.pool
         self.windows = windows
         self.pipelines = pipelines
-        self.pipeline = next(iter(pipelines.values()))
         self.weights = list(weights)
         self.observer: EventObserver | None = None
         self.policy_state = PolicyState(tables)
         self.repetitions = Repetitions(self.pool)
         self._views = EventViews(self.policy_state, windows, self.weights)
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The server's own policy; where attention needs biases or corrections, the only one."""
+        return next(iter(self.pipelines.values()))
 
     def begin(
         self, plan: EventPlan, block_row: Tensor, allocator: Allocator | None = None

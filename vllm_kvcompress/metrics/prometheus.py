@@ -47,6 +47,12 @@ _GAUGES = {  # with the labels that follow the text
         "tokens per KV head.",
         *("policy", "budget", "trigger", "version"),
     ),
+    "heads_info": (
+        "Always 1. The label says where the measured heads come from by which budgets are divided: "
+        "file, model folder, cache (an earlier start), measured now, or none. Servers with the "
+        "status page have it.",
+        "source",
+    ),
     "compression_ratio": (
         "Logical tokens of the running requests divided by the tokens per KV head (mean over heads "
         "and layers) that are resident in the KV cache for them. 1 = nothing is compressed or "
@@ -150,6 +156,10 @@ class CompressionMetrics:
                 counter.labels(*labels, policy)
             for name in ("kept_fraction", "event_seconds"):
                 self.histograms[name].labels(*labels, policy)
+
+    def show_heads(self, source: str, model_name: str, engine: str) -> None:
+        """Shows where an engine's measured heads come from."""
+        self.gauges["heads_info"].labels(model_name, engine, source).set(1)
 
     def observe(self, stats: StepStats, model_name: str, engine: str) -> None:
         """Adds one step of one engine."""

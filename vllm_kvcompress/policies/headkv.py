@@ -3,12 +3,14 @@
 The authors' file is JSON, `{"layer-queryhead": [scores, ...], ...}`; importance is their mean.
 """
 
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import ClassVar, Self
 
 from torch import Tensor
 
+from vllm_kvcompress.config import MEASURING_PART
 from vllm_kvcompress.policies import Allocator, Modifier, Pipeline, Stages, parameter
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
 from vllm_kvcompress.policies.parts import profiles
@@ -18,9 +20,37 @@ from vllm_kvcompress.policies.parts.profiles import Table
 from vllm_kvcompress.policies.snapkv import SnapKV
 from vllm_kvcompress.policies.spans import Spans
 
+Scores = list[list[list[float]]]  # by layer, query head and prompt
+
 
 @dataclass(frozen=True)
-class ByImportance(Modifier, Allocator):
+class MeasuredHeads(Allocator):
+    """Divides a budget by measured heads, from a file or from the engine when it starts.
+
+    Attributes:
+        importance: measured, by layer and query head; empty: not yet, and all heads get the same.
+    """
+
+    profile: ClassVar[str | None] = MEASURING_PART
+
+    importance: Table = ()
+
+    @property
+    def layer_dependent(self) -> bool:
+        """Whether layers get different budgets."""
+        return bool(self.importance)
+
+    def with_profile(self, path: Path) -> Self:
+        """The part with the heads of a file; raises like `read_importance`."""
+        return self.with_importance(read_importance(path))
+
+    def with_importance(self, importance: Table) -> Self:
+        """The part with measured heads."""
+        return replace(self, importance=importance)
+
+
+@dataclass(frozen=True)
+class ByImportance(MeasuredHeads, Modifier):
     """Budgets per head from a measured table, on top of another policy's choice.
 
     A head's share is `even_share` of the mean and the rest by importance; what a full head cannot
@@ -37,14 +67,8 @@ class ByImportance(Modifier, Allocator):
     stages = Stages(allocate="by the heads' importance in the profile, over all layers")
     goes_on = ("spans", "h2o", "leverage", "expected", "keydiff")
     refuses = {"adakv": "headkv and {} both decide how much each head keeps"}  # noqa: RUF012
-    profile = "headkv"
-    layer_dependent = True
 
     even_share: float = parameter(0.1, "part of the budget shared out evenly", 0.0, 1.0)
-    importance: Table = ()
-
-    def with_profile(self, path: Path) -> Self:
-        return replace(self, importance=read_importance(path))
 
     def modify(self, base: Pipeline) -> Pipeline:
         """Replaces the allocator; with these budgets `spans` needs fewer queries."""
@@ -75,7 +99,7 @@ class ByImportance(Modifier, Allocator):
 
 
 @dataclass(frozen=True)
-class HeadKV(SnapKV):
+class HeadKV(MeasuredHeads, SnapKV):
     """SnapKV with budgets per head from a measured table.
 
     With c the mean budget beyond the window, every head gets the window, c - c / beta, and a share
@@ -91,16 +115,10 @@ class HeadKV(SnapKV):
     batches = True
     stages = SnapKV.stages._replace(allocate="by the heads' importance in the profile")
     decides = ("how much each head keeps", "how much each layer keeps")
-    profile = "headkv"
-    layer_dependent = True
 
     beta: float = parameter(1.01, "1/beta of every budget is pooled", 1.0)
     temperature: float = parameter(1.0, "scores are raised to this power", 0.0)
-    importance: Table = ()
     block_size: int = 0
-
-    def with_profile(self, path: Path) -> Self:
-        return replace(self, importance=read_importance(path))
 
     def bind(self, model: ModelHeads) -> Self:
         """Reduces importance to this rank's KV heads.
@@ -137,6 +155,8 @@ class HeadKV(SnapKV):
 
 def importance_of_rank(importance: Table, model: ModelHeads, temperature: float) -> Table:
     """Mean importance of each KV head's query heads, by layer and head of this rank; in sum 1."""
+    if not importance:
+        importance = ((1.0,) * (model.num_query_heads * model.tp_size),) * model.num_layers
     rows = profiles.rows_of_rank(importance, model, model.num_query_heads, "query")
     group = model.num_query_heads // model.num_kv_heads
     powered = [[max(0.0, score) ** temperature for score in row] for row in rows]
@@ -148,6 +168,21 @@ def importance_of_rank(importance: Table, model: ModelHeads, temperature: float)
     if total <= 0:
         means, total = [[1.0] * model.num_kv_heads for _ in rows], len(rows) * len(means[0])
     return tuple(tuple(value / total for value in row) for row in means)
+
+
+def mean_importance(scores: Scores) -> Table:
+    """Importance of heads from their scores in prompts."""
+    return tuple(tuple(sum(values) / len(values) for values in heads) for heads in scores)
+
+
+def headkv_text(scores: Scores) -> str:
+    """The text of a file that `read_importance` reads."""
+    rows = {
+        f"{layer}-{head}": values
+        for layer, heads in enumerate(scores)
+        for head, values in enumerate(heads)
+    }
+    return json.dumps(rows, indent=1) + "\n"
 
 
 def read_importance(path: Path) -> Table:

@@ -19,7 +19,7 @@ from pathlib import Path
 from pkgutil import walk_packages
 from typing import Any, TypeVar
 
-from vllm_kvcompress.config import AUTO, NO_POLICY, Settings, named_policy
+from vllm_kvcompress.config import AUTO, MEASURING_PART, NO_POLICY, Settings, named_policy
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.parts.parameters import check_parameters
 from vllm_kvcompress.policies.pipeline import Pipeline
@@ -220,7 +220,10 @@ def _refused(first: type[Part], second: type[Part]) -> str:
 
 
 def resolve(
-    policy: str, params: Mapping[str, object] | None = None, profile: Path | None = None
+    policy: str,
+    params: Mapping[str, object] | None = None,
+    profile: Path | None = None,
+    measures_heads: bool = False,
 ) -> Pipeline:
     """Builds the pipeline that a policy string stands for.
 
@@ -230,6 +233,7 @@ def resolve(
         policy: a policy and modifiers joined by `+`, such as `adakv+criticalkv`; or `auto`.
         params: parameters of the parts by name, where they differ from the defaults.
         profile: the profile file, for the policies that need one.
+        measures_heads: whether heads that no file has are measured before the policy is used.
 
     Raises:
         ConfigError: says what is wrong, why, and what is valid.
@@ -238,7 +242,7 @@ def resolve(
     values = check_parameters(
         policy, [p for part in parts for p in part.parameters()], params or {}
     )
-    _check_profile(parts, profile)
+    _check_profile(parts, profile, measures_heads)
 
     def built(part: type[AnyPart]) -> AnyPart:
         made = part(**{parameter.name: values[parameter.name] for parameter in part.parameters()})
@@ -267,7 +271,7 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
     for policy in settings.policies:
         own = settings.for_request(policy, None)
         profile = None if own.profile is None else Path(own.profile)
-        pipeline = resolve(policy, own.params, profile)
+        pipeline = resolve(policy, own.params, profile, settings.measure_heads)
         if isinstance(own.budget, int):
             pipeline.check_budget(own.budget)
         pipelines[policy] = replace(pipeline, repeats=own.repeats)
@@ -281,11 +285,11 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
     return pipelines
 
 
-def _check_profile(parts: Sequence[type[Part]], path: Path | None) -> None:
+def _check_profile(parts: Sequence[type[Part]], path: Path | None, measures: bool) -> None:
     """Refuses a missing profile, and one that no part reads."""
     policy = "+".join(part.name for part in parts)
     kinds = [part.profile for part in parts if part.profile is not None]
-    if kinds and path is None:
+    if kinds and path is None and not (measures and set(kinds) == {MEASURING_PART}):
         raise ConfigError(
             f"{policy} needs measured heads; give a file with --kv-profile, which "
             f"`vllm-kvcompress profile MODEL --kind {kinds[0]} --out FILE` makes for any model."

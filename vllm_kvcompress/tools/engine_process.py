@@ -129,7 +129,7 @@ def _serve_calls(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this is a process of its own already
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     gc.freeze()  # keeps vLLM's imports out of the collections during its start
-    llm = _build(model, settings, options)
+    llm = build_engine(model, settings, options)
     pipe.send(("ready", None))
     while True:
         try:
@@ -160,7 +160,8 @@ def _redirect_output(log: str) -> None:
         os.dup2(descriptor, stream.fileno())
 
 
-def _build(model: str, settings: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+def build_engine(model: str, settings: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    """Builds a `vllm.LLM` with the options that `serve` gives; arguments as for `EngineProcess`."""
     from vllm import LLM
 
     from vllm_kvcompress.vllm_plugin.startup.compat import allow_amx, plugin_options

@@ -19,8 +19,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from vllm_kvcompress.config import MEASURED_HEADS
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.tools.model_folder import MEASURED_HEADS
 from vllm_kvcompress.tools.model_releases import SMOLLM2, Package, Release
 
 WEIGHTS = "model.safetensors"

@@ -156,12 +156,13 @@ def setups_of(
     Raises:
         ConfigError: no policy, one given twice, or settings that cannot work.
     """
-    policies = [named_policy(policy, params.get("profile")) for policy in policies]
+    has_heads = bool(params.get("profile")) or params.get("measure_heads", True)
+    policies = [named_policy(policy, has_heads) for policy in policies]
     if len(set(policies)) < len(policies) or len(set(budgets)) < len(budgets):
         raise ConfigError("--policies and --budgets: expected every one once; remove the doubles.")
     setups = [Setup(FULL)]
     setups += [Setup(policy, b) for policy in policies if policy != FULL for b in budgets]
-    setups += [_reading(text, params.get("profile")) for text in dict.fromkeys(reads)]
+    setups += [_reading(text, has_heads) for text in dict.fromkeys(reads)]
     for setup in setups:
         chosen = setup.settings(params)
         if chosen is not None:
@@ -171,7 +172,7 @@ def setups_of(
     return setups
 
 
-def _reading(text: str, profile: str | None) -> Setup:
+def _reading(text: str, has_heads: bool) -> Setup:
     """Parses one `--kv-read` of eval, such as `spans@0.5 quest:0.5`."""
     held, _, read = text.strip().rpartition(" ")
     if not held:
@@ -182,4 +183,4 @@ def _reading(text: str, profile: str | None) -> Setup:
             f'--kv-read "{text}": expected POLICY@BUDGET before what is read of it, such as '
             f'"spans@0.5 quest:0.5", found "{held}".'
         )
-    return Setup(named_policy(policy, profile), parse_budget(budget), read)
+    return Setup(named_policy(policy, has_heads), parse_budget(budget), read)

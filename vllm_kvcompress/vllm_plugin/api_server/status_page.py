@@ -56,6 +56,7 @@ class StatusPage:
         """Stores the source of the page's numbers, and begins to sample the counters."""
         state.kvcompress_status = status = Status(engine_client, args)
         if SETTINGS_KEY in (args.additional_config or {}):
+            await status.ask_for_heads()
             state.kvcompress_sampling = asyncio.create_task(status.sample_for_ever())
 
 
@@ -76,6 +77,7 @@ class Status:
         self._model = (args.served_model_name or [args.model])[0]
         keys = args.api_key or [os.environ.get("VLLM_API_KEY")]  # as vLLM has it
         self._keys = [_digest(key) for key in keys if key]
+        self._heads: dict[int, str] = {}
         self._asked = float("-inf")
         self._events: list[dict[str, Any]] = []
         self._asking = asyncio.Lock()
@@ -87,6 +89,17 @@ class Status:
         matches = [secrets.compare_digest(_digest(key), own) for own in self._keys]
         return not self._keys or (scheme.lower() == "bearer" and any(matches))
 
+    async def ask_for_heads(self) -> None:
+        """Asks all engines where their measured heads come from, and shows it in /metrics."""
+        if not self._ours:
+            return
+        from vllm_kvcompress.metrics.prometheus import process_metrics
+
+        engines = await compat.ask_workers(self._engine_client, "kvcompress_heads")
+        for engine, (source, *_) in engines.items():
+            self._heads[engine] = source
+            process_metrics().show_heads(source, self._model, str(engine))
+
     async def document(self) -> dict[str, Any]:
         """Returns all numbers of the page."""
         counts = _totals()
@@ -94,6 +107,7 @@ class Status:
             "version": __version__,
             "model": self._model,
             "settings": self._settings,
+            "measured_heads": self._heads,
             **counts,
             "recent_ratios": self._recent_ratio.ratios(counts["engines"]),
             "events": await self._recent_events(),

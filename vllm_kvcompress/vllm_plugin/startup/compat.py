@@ -14,6 +14,7 @@ from importlib.metadata import Distribution
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin.startup.versions import vllm_version
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 else:
     Scheduler = object
 
+MIN_WORDS = 36  # of a vocabulary whose tokens show which of them are words
 NULL_BLOCK = 0  # stands in block tables where a request holds no block; its tokens are not read
 # Modules that an engine imports; engines forked from a process that has loaded them start faster.
 ENGINE_MODULES = (
@@ -298,6 +300,84 @@ def attach_report(output: Any, report: StepReport) -> None:
 def attached_report(model_runner_output: Any) -> StepReport:
     """Returns the report that came with a step's output, or an empty one."""
     return getattr(model_runner_output, _REPORT_ATTRIBUTE, None) or StepReport()
+
+
+def vocabulary(model_config: Any) -> tuple[list[int], list[int]]:
+    """Returns tokens that are words, and those that prompts begin with.
+
+    Without a tokenizer, or where its tokens do not show words, all ordinary tokens are.
+    """
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    tokenizer, size = cached_tokenizer_from_config(model_config), model_config.get_vocab_size()
+    if tokenizer is None:
+        return list(range(size)), []
+    special = {*tokenizer.all_special_ids}
+    ids = {
+        text: number
+        for text, number in tokenizer.get_vocab().items()
+        if number not in special and number < size
+    }
+    words = sorted(
+        number
+        for text, number in ids.items()
+        if (plain := str(text).lstrip("\u2581\u0120 ")).isascii() and plain.isalnum()
+    )
+    start = getattr(tokenizer, "bos_token_id", None)
+    enough = words if len(words) >= MIN_WORDS else sorted(ids.values())
+    return enough, [] if start is None else [start]
+
+
+def tokens_in_pool(model_runner: Any, most: int) -> int:
+    """Returns how many tokens of one request fit into the empty cache, at most `most`."""
+    room = model_runner.kv_cache_config.num_blocks - 1
+    fits = (number for number in range(most, 0, -1) if _num_blocks(model_runner, number) <= room)
+    return next(fits, 0)
+
+
+def _num_blocks(model_runner: Any, num_tokens: int) -> int:
+    return sum(map(len, _first_blocks(model_runner, num_tokens)))
+
+
+def _first_blocks(model_runner: Any, num_tokens: int) -> tuple[list[int], ...]:
+    """Returns blocks for a request by cache group, as the scheduler would give them."""
+    blocks, first = [], NULL_BLOCK + 1
+    for group in model_runner.kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        number = ceil_div(num_tokens, spec.block_size)
+        number += getattr(spec, "num_speculative_blocks", 0)  # of Mamba layers
+        blocks.append(list(range(first, first + number)))
+        first += number
+    return tuple(blocks)
+
+
+def read_prompt(worker: Any, request_id: str, tokens: list[int]) -> None:
+    """Has a worker read a prompt in one step, without a scheduler, before any request is served.
+
+    This is how vLLM warms up its own kernels.
+    """
+    from vllm import SamplingParams
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+
+    step, last = SchedulerOutput.make_empty(), SchedulerOutput.make_empty()
+    request = NewRequestData(
+        req_id=request_id,
+        prompt_token_ids=tokens,
+        mm_features=[],
+        sampling_params=SamplingParams(max_tokens=1, temperature=0),
+        pooling_params=None,
+        block_ids=_first_blocks(worker.model_runner, len(tokens)),
+        num_computed_tokens=0,
+        lora_request=None,
+        prefill_token_ids=tokens,
+    )
+    step.scheduled_new_reqs = [request]
+    step.num_scheduled_tokens = {request_id: len(tokens)}
+    step.total_num_scheduled_tokens = len(tokens)
+    last.finished_req_ids = {request_id}
+    worker.execute_model(step)
+    worker.sample_tokens(None)
+    worker.execute_model(last)
 
 
 def batch_request_ids(model_runner: Any, scheduler_output: Any, common: Any) -> list[str]:

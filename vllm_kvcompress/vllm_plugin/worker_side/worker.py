@@ -13,6 +13,7 @@ from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingWorker
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
+from vllm_kvcompress.vllm_plugin.worker_side.measured_heads import NONE, provide_heads
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
 
 
@@ -49,6 +50,12 @@ class CompressionWorker(CompressingWorker, Worker):
         if self.compression is not None:
             self.compression.bind(self.model_runner, kv_cache_config)
 
+    def compile_or_warm_up_model(self) -> Any:
+        """Compiles what vLLM does, then provides the measured heads that policies lack."""
+        times = super().compile_or_warm_up_model()
+        provide_heads(self)
+        return times
+
     @compat.checks_gpu_syncs
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         """Runs a step's forward pass with its plan; `sample_tokens` ends the step."""
@@ -83,6 +90,10 @@ class CompressionWorker(CompressingWorker, Worker):
         """Has policies read the weights again; for `collective_rpc`, after changes in place."""
         if self.compression is not None:
             self.compression.refresh_weights()
+
+    def kvcompress_heads(self) -> str:
+        """Returns where measured heads come from; for `collective_rpc`."""
+        return NONE if self.compression is None else self.compression.heads_from
 
     def kvcompress_recent_events(self) -> list[dict[str, Any]]:
         """Returns what the last events did, the latest first; for `collective_rpc`."""

@@ -32,6 +32,8 @@ from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.policies import Pipeline, resolve_settings
 from vllm_kvcompress.policies.base import Needs, PageShape
+from vllm_kvcompress.policies.headkv import MeasuredHeads
+from vllm_kvcompress.policies.parts.profiles import Table
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.spec import (
@@ -62,6 +64,7 @@ class WorkerCompression:
         pipelines: the policies of requests, the server's own first (not yet bound to heads).
         groups: compressed cache groups by vLLM's group number.
         group_of_layer: the same by vLLM's names of layers.
+        heads_from: where measured heads come from, as the status page shows it.
         recent_events: results of the last events, for the status page.
         reason_for_pieces: why CUDA graphs are piecewise; None: they are of whole decode steps.
         own_kernels: whether this package's kernels attend for every compressed request.
@@ -78,6 +81,7 @@ class WorkerCompression:
         self.own_kernels = settings.attention == "own" or self.reason_for_pieces is None
         self.groups: dict[int, GroupCompression] = {}
         self.group_of_layer: dict[str, GroupCompression] = {}
+        self.heads_from = "none"
         self.recent_events = RecentEvents()
         self.max_split_sequences: int | None = None
         self.checks = WorkerChecks() if switched_on() else None
@@ -218,18 +222,6 @@ class WorkerCompression:
 
     def make_runner(self, layers: list[Any], pool: PagePool, model: Any) -> EventRunner:
         """Makes the runner of these layers' events, for the cache that `pool` views."""
-        parallel = self.vllm_config.parallel_config
-        pipelines = {
-            policy: pipeline.bind(
-                num_layers=len(layers),
-                num_kv_heads=pool.num_heads,
-                num_query_heads=layers[0].impl.num_heads,
-                block_size=pool.block_size,
-                tp_rank=parallel.rank % parallel.tensor_parallel_size,
-                tp_size=parallel.tensor_parallel_size,
-            )
-            for policy, pipeline in self.pipelines.items()
-        }
         windows: Windows
         if self.settings.pressure_mark is None:
             buffers = QueryBuffers.of(self.vllm_config, self.settings)
@@ -242,7 +234,46 @@ class WorkerCompression:
         most_tokens = min(MAX_BATCH_TOKENS, MAX_BATCH_LAYERS * longest)
         scales = {layer.impl.scale for layer in layers}
         alike = len(scales) == 1 and all(each.rotates_like(weights[0]) for each in weights)
+        pipelines = self._bind_pipelines(layers, pool)
         return EventRunner(PageTables(pool), windows, pipelines, weights, most_tokens, alike)
+
+    def _bind_pipelines(self, layers: list[Any], pool: PagePool) -> dict[str, Pipeline]:
+        """Binds every policy to the layers and to this rank's heads."""
+        parallel = self.vllm_config.parallel_config
+        return {
+            policy: pipeline.bind(
+                num_layers=len(layers),
+                num_kv_heads=pool.num_heads,
+                num_query_heads=layers[0].impl.num_heads,
+                block_size=pool.block_size,
+                tp_rank=parallel.rank % parallel.tensor_parallel_size,
+                tp_size=parallel.tensor_parallel_size,
+            )
+            for policy, pipeline in self.pipelines.items()
+        }
+
+    @property
+    def lacks_heads(self) -> bool:
+        """Whether a policy divides its budget by measured heads and has none yet."""
+        allocators = (pipeline.allocator for pipeline in self.pipelines.values())
+        return any(isinstance(a, MeasuredHeads) and not a.importance for a in allocators)
+
+    def use_heads(self, importance: Table, source: str) -> None:
+        """Gives measured heads to the policies that have none.
+
+        Args:
+            importance: by layer and query head of all ranks.
+            source: where the heads come from.
+        """
+        self.heads_from = source
+        for policy, pipeline in self.pipelines.items():
+            allocator = pipeline.allocator
+            if isinstance(allocator, MeasuredHeads) and not allocator.importance:
+                allocator = allocator.with_importance(importance)
+                self.pipelines[policy] = replace(pipeline, allocator=allocator)
+        for group in self.groups.values():
+            layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
+            group.runner.pipelines = self._bind_pipelines(layers, group.tables.pool)
 
     def warm_up(self) -> None:
         """Runs this package's kernels once, so that no request waits for their compilation."""
