@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -27,8 +28,12 @@ Command = subprocess.Popen[str]
 
 def fork_servers(command: Command) -> list[psutil.Process]:
     """Returns a command's fork server, and the processes forked from it."""
-    children = psutil.Process(command.pid).children(recursive=True)
-    return [child for child in children if "forkserver" in " ".join(child.cmdline())]
+    servers = []
+    for child in psutil.Process(command.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            if "forkserver" in " ".join(child.cmdline()):
+                servers.append(child)
+    return servers
 
 
 def imports(command: Command, said: Path) -> bool:

@@ -100,7 +100,7 @@ def test_unknown_policies_and_wrong_parameters_are_refused(
         ("--kv-policy snapvk --kv-budget .5", "policies are streamingllm"),
         ("--kv-policy keydiff+criticalkv --kv-budget .5", "goes with"),
         ("--kv-policy snapkv --kv-budget .5 --kv-param windowsize=3", "has no parameter"),
-        ("--kv-policy headkv --kv-budget .5", "--kv-profile"),
+        ("--kv-policy headkv --kv-budget .5 --no-kv-measure-heads", "--kv-profile"),
     ],
 )
 def test_serve_refuses_policies_before_vllm_starts(

@@ -132,7 +132,7 @@ def test_budget_of_a_quarter_in_fp8_holds_eight_times_as_much_as_bf16(
     llama: str, run_engine: Run
 ) -> None:
     """fp8 gives twice the blocks for the same memory, of which a quarter is held."""
-    phases, same = [[request("a", prompt(1024, seed=1), 3)]], {"num_gpu_blocks_override": None}
+    phases, same = [[request("a", prompt(1024, seed=1), 4)]], {"num_gpu_blocks_override": None}
     stock = run_engine(llama, phases, dtype="bfloat16", **same)
     report = run_engine(
         llama, phases, settings={"policy": "adakv", "budget": 0.25}, dtype="bfloat16", **same, **FP8

@@ -24,7 +24,9 @@ OURS = re.compile(r"\bkvcompress_[a-z0-9_]+")
 def samples() -> set[str]:
     """Returns the names of the series that servers show before the first request."""
     registry = CollectorRegistry()
-    CompressionMetrics(registry).start(Settings(policy="snapkv"), "tiny", "0")
+    metrics = CompressionMetrics(registry)
+    metrics.start(Settings(policy="snapkv"), "tiny", "0")
+    metrics.show_heads("cache", "tiny", "0")
     PromptMetrics(registry).start("tiny")
     return {sample.name for metric in registry.collect() for sample in metric.samples}
 
