@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shlex
 import signal
 import socket
@@ -25,9 +27,15 @@ PLAIN_VLLM = (
 
 
 def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Returns a free port below those that the system gives to outgoing connections.
+
+    One of those could be taken again before the server, which takes a while to start, listens.
+    """
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError("expected a free port among 100 from 20000 to 32000, found none")
 
 
 def plain_arguments(printed: str) -> list[str]:
