@@ -324,7 +324,9 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             return
         for manager in self.siblings:
             event = manager.begin_event(request_id, position, decision)
-            if not event.after_first_token:
+            if event.after_first_token:
+                self.table.awaiting_event[request_id] = None
+            else:
                 record.unsent.events.append(event)
         record.ledger.commit(position, decision.num_kept_blocks)
 

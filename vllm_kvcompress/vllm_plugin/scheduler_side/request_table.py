@@ -146,6 +146,7 @@ class RequestTable:
         spec: cache spec of the compressed groups.
         records: records by request id.
         selected: requests that this step compresses because of memory pressure.
+        awaiting_event: requests whose prompt's event waits for the first token, in their order.
         skipped: counts of events that a trigger called for and that were left out, by policy and
             reason.
     """
@@ -161,6 +162,7 @@ class RequestTable:
         self.spec: CompressedAttentionSpec = managers[0].kv_cache_spec
         self.records: dict[str, RequestCompression] = {}
         self.selected: set[str] = set()
+        self.awaiting_event: dict[str, None] = {}
         self.skipped: Counter[tuple[str, str]] = Counter()
 
     def __getitem__(self, request_id: str) -> RequestCompression:
@@ -241,6 +243,7 @@ class RequestTable:
         held = record.groups.pop(group)
         if not record.groups:
             del self.records[request_id]
+            self.awaiting_event.pop(request_id, None)
         return held
 
     def may_score(self, ledger: PreparationLedger, max_tokens: int) -> bool:

@@ -405,13 +405,14 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         buffers for last queries are in use.
         """
         num_buffered, needs_room = 0, None
-        for request_id, num_tokens in output.num_scheduled_tokens.items():
+        scheduled = output.num_scheduled_tokens
+        for request_id in [each for each in table.awaiting_event if each in scheduled]:
             record, end = table[request_id], self.requests[request_id].num_computed_tokens
-            if due := record.prompt_events(end - num_tokens):
-                plan.events += due
-                self._step_stats.count_prompt_event(AFTER_FIRST_TOKEN)
             waiting = record.prompt_events(end)
-            if not waiting:
+            if not waiting:  # the first token was sampled in an earlier step
+                plan.events += record.prompt_events(end - scheduled[request_id])
+                self._step_stats.count_prompt_event(AFTER_FIRST_TOKEN)
+                del table.awaiting_event[request_id]
                 continue
             if needs_room is None:
                 needs_room = self._needs_room()
@@ -420,6 +421,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 reason = AT_ONCE_FOR_ROOM if needs_room else AT_ONCE_FOR_BUFFERS
                 self._step_stats.count_prompt_event(reason)
                 plan.events += record.run_event_at_once()
+                del table.awaiting_event[request_id]
 
     def _needs_room(self) -> bool:
         """Whether the first waiting request waits for more blocks than are free."""
