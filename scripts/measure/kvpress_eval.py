@@ -10,7 +10,7 @@ aware, on context and question; the first token then comes from the prefill's fu
 takes what `eval` writes, as far as it applies, and a run that was stopped goes on.
 
 With `--beside DIR`, of an `eval` with the same questions, prints for every press what the policy of
-that name did beside it, question by question.
+that name did beside it, question by question; with `--policy P` too, what P did beside each press.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ def presses() -> dict[str, Callable[[float], Any]]:
         "observed": kv.ObservedAttentionPress,
         "expected": kv.ExpectedAttentionPress,
         "adakv+expected": lambda ratio: kv.AdaKVPress(kv.ExpectedAttentionPress(ratio)),
+        "compactor": kv.CompactorPress,
+        "kvzip": kv.KVzipPress,
     }
 
 
@@ -218,20 +220,30 @@ def values(answers: list[Answer]) -> dict[tuple[str, str, str, int], float]:
     }
 
 
-def beside(theirs: list[Answer], ours: list[Answer]) -> str:
-    """A table of means, with the standard error of the difference, question by question."""
+def beside(theirs: list[Answer], ours: list[Answer], policy: str | None = None) -> str:
+    """A table of means, with the standard error of the difference, question by question.
+
+    Args:
+        theirs, ours: answers of this script, and of `eval`.
+        policy: ours that every press is compared with; None: the one of its name.
+    """
     kvpress, here = values(theirs), values(ours)
     lines = [
         "| setup | mode | here | kvpress | difference | two standard errors |",
         "|---" * 6 + "|",
     ]
     for setup, mode in dict.fromkeys(at[:2] for at in kvpress):
-        both = [at for at in kvpress if at[:2] == (setup, mode) and at in here]
-        if setup == FULL or len(both) < 2:
+        own = setup if policy is None else f"{policy}@{setup.partition('@')[2]}"
+        pairs = [
+            (here[own, *at[1:]], kvpress[at])
+            for at in kvpress
+            if at[:2] == (setup, mode) and (own, *at[1:]) in here
+        ]
+        if setup == FULL or len(pairs) < 2:
             continue
-        differences = [here[at] - kvpress[at] for at in both]
-        error = stdev(differences) / math.sqrt(len(both))
-        means = (fmean(scores[at] for at in both) for scores in (here, kvpress))
+        differences = [own_score - score for own_score, score in pairs]
+        error = stdev(differences) / math.sqrt(len(pairs))
+        means = (fmean(scores) for scores in zip(*pairs, strict=True))
         cells = " | ".join(f"{value:.3f}" for value in (*means, fmean(differences), 2 * error))
         lines.append(f"| `{setup}` | {mode} | {cells} |")
     return "\n".join(lines)
@@ -249,12 +261,13 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=32, help="of `eval` (32)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     parser.add_argument("--beside", type=Path, action="append", default=[], metavar="DIR")
+    parser.add_argument("--policy", metavar="P", help="of DIR, to compare every press with")
     options = parser.parse_args()
     options.presses = options.presses or list(presses())
     answers = run(options, items_of(options))
     ours = [answer for folder in options.beside for answer in read(folder)]
     if ours:
-        print(beside(answers, ours))
+        print(beside(answers, ours, options.policy))
 
 
 if __name__ == "__main__":

@@ -114,13 +114,13 @@ def text_loss(model: MaskedModel, tokens: tuple[list[int], list[int]], setups: l
 
 def answers(
     model: MaskedModel,
-    context: list[int],
+    layers: list[DenseLayer],
     question: list[int],
     answer: list[int],
     setups: list[str],
 ) -> Row:
     """Whether a model would write an answer, by setting; the question is not compressed."""
-    layers, asked = model.layers(context), torch.tensor([*question, *answer[:-1]])
+    asked = torch.tensor([*question, *answer[:-1]])
     scores = {}
     for setup in setups:
         reading = reads(setup, len(question))
@@ -137,10 +137,12 @@ def rows_of(model: MaskedModel, tokenizer: Any, item: Item, setups: list[str]) -
         by_mode = {TEXT: text_loss(model, (context, rest), setups)}
     else:
         answer = tokenizer(f" {item.answers[0]}", add_special_tokens=False)["input_ids"]
+        layers = model.layers([*context, *rest])
+        alone = [layer.first(len(context)) for layer in layers]
         # With the question in the prompt an answer's first token is predicted before the event.
         by_mode = {
-            KNOWN: answers(model, [*context, *rest], [], answer, setups),
-            UNKNOWN: answers(model, context, rest, answer, setups),
+            KNOWN: answers(model, layers, [], answer, setups),
+            UNKNOWN: answers(model, alone, rest, answer, setups),
         }
     for mode, values in by_mode.items():
         for setup, value in values.items():
@@ -157,13 +159,14 @@ def table(rows: list[Row], setups: list[str]) -> Iterator[str]:
     texts = sorted(key for key in full if key[0] == TEXT)
     tasks = {row["item"]: row["task"] for row in rows}
     kinds = sorted({tasks[number] for _, number in texts})
-    yield f"| setup | loss | of {setups[0]} (95%) | {' | '.join(kinds)} | known | not known |"
+    head = ["setup", "loss (standard error)", f"of {setups[0]} (95%)", *kinds, KNOWN, UNKNOWN]
+    yield f"| {' | '.join(head)} |"
     yield "|" + "---|" * (5 + len(kinds))
     for setup in setups:
         values = by_setup[setup]
         loss = {key: values[key] - full[key] for key in texts if key in values}
         other = [values[key] - by_setup[setups[0]][key] for key in loss]
-        cells = [f"{statistics.mean(loss.values()):.3f}"] if loss else [""]
+        cells = [with_error(list(loss.values()))]
         low, high = interval(other) if len(other) > 1 else (0.0, 0.0)
         cells += [f"{sum(other) / max(1, len(other)):+.3f} ({low:+.3f} to {high:+.3f})"]
         for kind in kinds:
@@ -184,6 +187,14 @@ def table(rows: list[Row], setups: list[str]) -> Iterator[str]:
                 f"`{setup}` reads {lines[0]:.0%} of the 64 tokens with the highest products, "
                 f"and {lines[1]:.0%} of the attention weights."
             )
+
+
+def with_error(values: list[float]) -> str:
+    """A mean, and its standard error if there are two values or more."""
+    if len(values) < 2:
+        return "".join(f"{value:.3f}" for value in values)
+    error = statistics.stdev(values) / len(values) ** 0.5
+    return f"{statistics.mean(values):.3f} ({error:.3f})"
 
 
 def plot(rows: list[Row], setups: list[str], path: Path) -> None:
@@ -211,7 +222,7 @@ def plot(rows: list[Row], setups: list[str], path: Path) -> None:
 
 
 def items_of(options: argparse.Namespace, tokenizer: Any) -> list[Item]:
-    """Texts first, then questions."""
+    """Texts and questions, from kind to kind, so that a run that is stopped has some of each."""
     lengths = [options.length]
     items = []
     if options.texts:
@@ -222,7 +233,9 @@ def items_of(options: argparse.Namespace, tokenizer: Any) -> list[Item]:
 
     for task in options.tasks if options.needles else ():
         items += generate(f"ruler/{task}", lengths, options.needles, options.seed, count)
-    return items
+    tasks = [item.task for item in items]
+    place_in_task = [tasks[:number].count(task) for number, task in enumerate(tasks)]
+    return [items[number] for number in sorted(range(len(items)), key=place_in_task.__getitem__)]
 
 
 def main() -> None:

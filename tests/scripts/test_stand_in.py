@@ -5,6 +5,7 @@ tests/evaluation/test_texts.py compares its text loss with the engine's.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import pytest
@@ -30,11 +31,34 @@ def test_answers_are_found_where_their_tokens_are_kept() -> None:
         for text in (sample.context, sample.question, " ".join(sample.answers))
     )
     setups = ["full", "streamingllm@1.0", "streamingllm@0.1"]
-    unknown = stand_in.answers(model, context, question, answer, setups)
-    known = stand_in.answers(model, [*context, *question], [], [*answer, *answer], setups)
+    layers = model.layers([*context, *question])
+    alone = [layer.first(len(context)) for layer in layers]
+    unknown = stand_in.answers(model, alone, question, answer, setups)
+    known = stand_in.answers(model, layers, [], [*answer, *answer], setups)
     assert unknown == {"full": True, "streamingllm@1.0": True, "streamingllm@0.1": False}
     assert set(known) == set(setups), "said twice: whatever the model makes of that"
     assert known["full"] == known["streamingllm@1.0"]
+
+
+def test_a_context_s_layers_are_those_of_the_prompt_without_its_question() -> None:
+    model, tokens = MaskedModel(MODEL, torch.float32), (torch.arange(150) * 7 % 90 + 5).tolist()
+    for layer, alone in zip(model.layers(tokens), model.layers(tokens[:100]), strict=True):
+        first = layer.first(100)
+        for name in ("keys", "values", "queries"):
+            torch.testing.assert_close(
+                getattr(first, name), getattr(alone, name), atol=1e-4, rtol=1e-4
+            )
+
+
+def test_items_go_from_kind_to_kind() -> None:
+    """A run that is stopped has some of each."""
+    options = argparse.Namespace(
+        length=128, texts=2, continuation=16, seed=0, needles=2, tasks=["fwe", "qa_1"]
+    )
+    tokenizer = load_tokenizer(MODEL)
+    tasks = [item.task for item in stand_in.items_of(options, tokenizer)]
+    assert tasks[:6] == tasks[6:]
+    assert len(set(tasks)) == 6
 
 
 def test_reading_a_part_of_the_kept_tokens_changes_the_loss() -> None:
@@ -90,10 +114,10 @@ def test_differences_are_paired_and_only_what_the_full_cache_answers_counts(
     ]
     lines = list(stand_in.table(rows, ["a@0.5", "b@0.5"]))
     assert lines[2] == (
-        "| `a@0.5` | 0.200 | +0.000 (+0.000 to +0.000) | 0.100 | 0.300 | 1 of 1 | 2 of 2 |"
+        "| `a@0.5` | 0.200 (0.100) | +0.000 (+0.000 to +0.000) | 0.100 | 0.300 | 1 of 1 | 2 of 2 |"
     )
     assert lines[3] == (
-        "| `b@0.5` | 0.300 | +0.100 (+0.100 to +0.100) | 0.200 | 0.400 | 0 of 1 | 1 of 2 |"
+        "| `b@0.5` | 0.300 (0.100) | +0.100 (+0.100 to +0.100) | 0.200 | 0.400 | 0 of 1 | 1 of 2 |"
     )
     stand_in.plot(rows, ["a@0.5", "b@0.5"], tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()

@@ -7,7 +7,7 @@ the full cache, and is judged by itself.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,15 @@ class DenseLayer:
     output_weight: Tensor
     scale: float
     rotary: Rotary | None
+
+    def first(self, num_tokens: int) -> DenseLayer:
+        """The layer after the first tokens alone, which know nothing of later ones."""
+        return replace(
+            self,
+            keys=self.keys[:, :num_tokens],
+            values=self.values[:, :num_tokens],
+            queries=self.queries[:num_tokens],
+        )
 
     def view(self, num_tokens: int, window_size: int) -> LayerView:
         """What a policy sees when the first tokens have been read."""
