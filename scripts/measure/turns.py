@@ -72,8 +72,10 @@ def ask_needles(engine: Engine, together: Sequence[list[Asked]], choice: Row) ->
                 "value": fmean(wanted in reply.text for wanted in each.fact.wanted),
                 "tokens": reply.prompt_tokens,
                 "cached": reply.cached_tokens,
+                "resident": reply.resident_tokens,
             }
-        engine.ask(*(ask(one[-1].tokens, 1) for one in now))
+        # A request's event comes behind its first token, so one of a single token has none.
+        engine.ask(*(ask(one[-1].tokens, 2) for one in now))
 
 
 def ask_texts(
