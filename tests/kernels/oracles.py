@@ -334,27 +334,6 @@ def key_distances(entries: Any, others: Any) -> list[Vector]:
     return results
 
 
-def value_residuals(entries: Any, weights: Any, order: int, num_pairs: int) -> list[list[Vector]]:
-    """[1 + pairs][S][capacity]: norms of v - o, and of sums of two of these."""
-    results: list[list[Vector]] = [[] for _ in range(1 + num_pairs)]
-    for s, values in enumerate(rows_of(entries, 1)):
-        dims = range(entries.head_size)
-        centre = [
-            sum(float(weights[s, j]) * value[c] for j, value in enumerate(values)) for c in dims
-        ]
-        rest = [[x - o for x, o in zip(value, centre, strict=True)] for value in values]
-        for apart in range(1 + num_pairs):
-            norms = [0.0] * entries.capacity
-            for j in range(len(rest) - apart):
-                if apart:
-                    both = [x + y for x, y in zip(rest[j], rest[j + apart], strict=True)]
-                    norms[j] = math.sqrt(dot(both, both))
-                else:
-                    norms[j] = sum(abs(x) ** order for x in rest[j]) ** (1 / order)
-            results[apart].append(norms)
-    return results
-
-
 def spread(
     entries: Any, kept: Any, shares: Any, num_targets: int, most: float
 ) -> list[list[Vector]]:

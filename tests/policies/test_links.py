@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -15,13 +16,14 @@ from hypothesis import strategies as st
 from offline.gathered_kv import GatheredKV
 from tests.policies import oracles
 from tests.policies.cases import Shape, make_pipeline, make_view, with_rows, with_state
+from tests.policies.oracles.heads import Vector
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.kernels.attention import attention_with_lse
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.merging.asymkv import AsymKV
-from vllm_kvcompress.policies.merging.groups import GroupMerging, GroupSums, tokens_of
+from vllm_kvcompress.policies.merging.groups import GroupMerging, Groups, tokens_of
 from vllm_kvcompress.policies.merging.kvmerger import KVMerger
 from vllm_kvcompress.policies.merging.kvslimmer import KVSlimmer
 
@@ -32,11 +34,12 @@ SHAPE = Shape((9, 6), tail=3)
 def weigh(
     policy: GroupMerging, view: LayerView, mass: torch.Tensor, groups: list[list[int]]
 ) -> list[list[float]]:
-    """Normalised weights of the groups of the only head."""
-    link = torch.zeros(view.valid.shape, dtype=torch.bool)
+    """Normalised weights of the groups of the only head, whose entries join one by one."""
+    joined = torch.zeros(view.valid.shape, dtype=torch.int64)
     for group in groups:
-        link[0, group[1:]] = True
-    actual = policy.weigh(view, mass, GroupSums.of(view, link), tokens_of(view))[0].tolist()
+        joined[0, group[1:]] = torch.arange(1, len(group))
+    weights, _ = policy.weigh(view, mass, Groups.of(view, joined), tokens_of(view))
+    actual = weights[0].tolist()
     return [[actual[j] / sum(actual[i] for i in group) for j in group] for group in groups]
 
 
@@ -102,38 +105,108 @@ def residuals(view: LayerView, mass: torch.Tensor) -> tuple[list[float], list[li
     return alpha, [[x - o for x, o in zip(v, out, strict=True)] for v in values]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_asymkv_weights_are_those_of_the_loop(seed: int) -> None:
-    view, mass = random_case(seed)
+def weights_of_pair(policy: AsymKV, alpha: Vector, rest: list[Vector], sizes: Vector) -> Vector:
+    """Weights of two keys, by the formulas."""
+    if not isinstance(policy, KVSlimmer):
+        return [size**2 for size in sizes]
+    norm = oracles.norm if policy.variant == "paper" else l1
+    both = [a + b for a, b in zip(*rest, strict=True)]
+    cross = alpha[0] * alpha[1] * (norm(both) if norm is oracles.norm else sum(map(l1, rest)))
+    raw = [size - cross for size in sizes]
+    if max(*alpha, sum(alpha)) >= 0.5 or sum(raw) <= 1e-6 * max(map(abs, sizes)):
+        return [a * norm(r) for a, r in zip(alpha, rest, strict=True)]
+    return [max(0.0, weight) for weight in raw]
+
+
+def l1(row: Vector) -> float:
+    return sum(map(abs, row))
+
+
+def merge_in_rounds(
+    policy: AsymKV,
+    view: LayerView,
+    mass: torch.Tensor,
+    rounds: list[list[tuple[int, int]]],
+    former: Vector | None = None,
+) -> tuple[Vector, dict[int, float]]:
+    """Weights of all keys in their groups, and what groups carry on, by loops over pairs."""
     alpha, rest = residuals(view, mass)
-    for group, weights in zip(GROUPS, weigh(AsymKV(), view, mass, GROUPS), strict=True):
-        raw = [(alpha[j] * oracles.norm(rest[j])) ** 2 for j in group]
-        assert weights == pytest.approx([w / sum(raw) for w in raw], abs=1e-5)
+    norm = l1 if isinstance(policy, KVSlimmer) and policy.variant == "code" else oracles.norm
+
+    def size_of(j: int) -> float:
+        own = 1 - 2 * alpha[j] if isinstance(policy, KVSlimmer) else 1.0
+        return alpha[j] * own * norm(rest[j])
+
+    tokens = tokens_of(view)[0].tolist()
+    members = {j: {j: 1.0} for j in range(len(alpha))}
+    carried = {j: size_of(j) + (former[j] if former else 0) for j in members}
+    for pairs in rounds:
+        assert len({j for pair in pairs for j in pair}) == 2 * len(pairs), "pairs are disjoint"
+        for pair in pairs:
+            i, j = pair
+            sizes = [carried[k] if former else size_of(k) for k in pair]
+            raw = weights_of_pair(policy, [alpha[k] for k in pair], [rest[k] for k in pair], sizes)
+            share = [
+                w / sum(raw) if sum(raw) else tokens[k] / (tokens[i] + tokens[j])
+                for w, k in zip(raw, pair, strict=True)
+            ]
+            carried[i] = sum(
+                s**2 * size if isinstance(policy, KVSlimmer) else size
+                for s, size in zip(share, sizes, strict=True)
+            )
+            number = tokens[i] + tokens[j]
+            rest[i] = [
+                (tokens[i] * a + tokens[j] * b) / number
+                for a, b in zip(rest[i], rest[j], strict=True)
+            ]
+            alpha[i], tokens[i] = alpha[i] + alpha[j], number
+            for k, weight in members.pop(j).items():
+                members[i][k] = weight * share[1]
+            for k in members[i]:
+                members[i][k] *= share[0] if k < j else 1.0
+            del carried[j]
+    return [
+        dict(x for group in members.values() for x in group.items())[k] for k in range(len(alpha))
+    ], carried
 
 
-@pytest.mark.parametrize("variant", ["paper", "code"])
-@pytest.mark.parametrize("seed", range(5))
-def test_kvslimmer_weights_are_those_of_the_loop(seed: int, variant: str) -> None:
+PAIRS = "vllm_kvcompress.kernels.merging.pairs.reads_sizes"
+ASYMKV = "vllm_kvcompress.policies.merging.asymkv.reads_sizes"
+PAIRED = [AsymKV(), AsymKV(running="on"), KVSlimmer(), KVSlimmer(variant="code", running="on")]
+
+
+@pytest.mark.parametrize("policy", PAIRED, ids=repr)
+@given(
+    seed=st.integers(0, 999), kept=st.integers(1, 12), sinks=st.integers(0, 3), exact=st.booleans()
+)
+def test_weights_are_those_of_pairs_merged_one_by_one(
+    policy: AsymKV, seed: int, kept: int, sinks: int, exact: bool
+) -> None:
+    """Every merged token has Eq. 33's weight of every pair that it is in, round by round; on a
+    GPU, where sizes are not read, too."""
     view, mass = random_case(seed)
-    alpha, rest = residuals(view, mass)
-    size = [oracles.norm(r) if variant == "paper" else sum(map(abs, r)) for r in rest]
-
-    def cross(i: int, j: int) -> float:
-        both = [a + b for a, b in zip(rest[i], rest[j], strict=True)]
-        return (
-            alpha[i] * alpha[j] * (oracles.norm(both) if variant == "paper" else size[i] + size[j])
-        )
-
-    for group, weights in zip(
-        GROUPS, weigh(KVSlimmer(variant=variant), view, mass, GROUPS), strict=True
-    ):
-        own = {j: alpha[j] * (1 - 2 * alpha[j]) * size[j] for j in group}
-        raw = [own[j] - sum(cross(i, j) for i in group if i != j) for j in group]
-        safe = max(alpha[j] for j in group) < 0.5 and sum(alpha[j] for j in group) < 0.5
-        if not safe or sum(raw) <= 1e-6 * sum(map(abs, own.values())):
-            raw = [alpha[j] * size[j] for j in group]
-        raw = [max(0.0, w) for w in raw]
-        assert weights == pytest.approx([w / sum(raw) for w in raw], abs=1e-4)
+    tokens = torch.randint(1, 4, mass.shape, generator=torch.Generator().manual_seed(seed))
+    former = torch.rand(mass.shape, generator=torch.Generator().manual_seed(seed))
+    view = with_state(view, bias=tokens.float().log(), running=former)
+    policy = replace(policy, num_sinks=sinks, num_recent=0)
+    with mock.patch(ASYMKV, return_value=exact), mock.patch(PAIRS, return_value=exact):
+        joined = policy.choose(view, mass, torch.tensor([kept]))
+        groups = Groups.of(view, joined)
+        weights, carried = policy.weigh(view, mass, groups, tokens_of(view))
+    ends = (min(sinks, kept - 1), 0)
+    rounds = oracles.pair_rounds(mass[0].tolist(), tokens[0].tolist(), kept, ends)
+    assert joined[0].tolist() == [
+        next((r for r, pairs in enumerate(rounds, 1) if j in {b for _, b in pairs}), 0)
+        for j in range(12)
+    ]
+    on = policy.running == "on"
+    expected, sums = merge_in_rounds(policy, view, mass, rounds, former[0].tolist() if on else None)
+    assert weights[0].tolist() == pytest.approx(expected, abs=1e-4)
+    assert (carried is not None) == on
+    if carried is not None:
+        assert len(sums) == kept
+        for j, total in sums.items():
+            assert float(carried[0, j]) == pytest.approx(total, abs=1e-4)
 
 
 def test_kvslimmer_of_a_pair_is_the_paper_s_equation() -> None:
@@ -233,7 +306,7 @@ def test_recent_entries_are_never_linked(policy: str, num_recent: int, tmp_path:
     for num_kept in (24, 16, 12, 4, 1):
         link = scorer.choose(view, mass, torch.tensor([num_kept, num_kept]))
         for head, length in enumerate(view.lengths.tolist()):
-            assert int(link[head].sum()) == max(0, length - num_kept)
+            assert int((link[head] > 0).sum()) == max(0, length - num_kept)
             left = num_kept - scorer.num_sinks
             room = max(0, min(recent, left - 1, left // 2))
             assert not link[head, length - room :].any()
@@ -383,7 +456,7 @@ def test_a_pivot_s_position_is_that_of_the_highest_mass() -> None:
     view, mass = random_case(5)
     link = torch.zeros(1, 12, dtype=torch.bool)
     link[0, [1, 2, 5]] = True
-    groups = GroupSums.of(view, link)
+    groups = Groups.of(view, link)
     for group in ([0, 1, 2], [3], [4, 5], [6]):
         heaviest = max(group, key=lambda j: float(mass[0, j]))
         assert groups.highest(mass)[0, group].tolist() == [heaviest] * len(group)

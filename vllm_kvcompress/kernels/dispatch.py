@@ -33,6 +33,11 @@ def takes_triton(device: torch.device) -> bool:
     return bool(device.type == "cuda")
 
 
+def reads_sizes(device: torch.device) -> bool:
+    """Whether a size may be read from a tensor: a GPU would have to be waited for."""
+    return bool(device.type == "cpu")
+
+
 def triton_kernel(module: str, name: str) -> Any:
     """Imports and returns the launcher `name` of `vllm_kvcompress.kernels.<module>`."""
     return getattr(importlib.import_module(f"vllm_kvcompress.kernels.{module}"), name)

@@ -13,7 +13,7 @@ from tests.policies.oracles.attention import chunk_means, mass, pooled, value_no
 from tests.policies.oracles.budgets import ada_shares, divide, duo_pages, headkv_shares
 from tests.policies.oracles.heads import Head, dot, heads_of, norm
 from tests.policies.oracles.keys import keydiff
-from tests.policies.oracles.links import LINKING, links, mergeable
+from tests.policies.oracles.links import LINKING, links, mergeable, pair_rounds
 from tests.policies.oracles.protection import protected, protection_of
 from tests.policies.oracles.scores import scores_of
 from tests.policies.oracles.selection import best, select
@@ -29,6 +29,7 @@ __all__ = [
     "keydiff",
     "mass",
     "norm",
+    "pair_rounds",
     "pooled",
     "protected",
     "value_norms",

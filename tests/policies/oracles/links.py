@@ -60,12 +60,39 @@ def links(
         able, score = similar_neighbours(head, free, params["max_set"])
         if params["budget_mode"] == "threshold":
             able = [j for j in able if score[j] > params["threshold"]]
-    else:
-        sinks, recent = lone_ends(head, kept - 1, params)
-        able = list(range(sinks + 1, head.size - recent))
-        score = [-math.inf] * head.size
-        for j in able:
-            pair = 2 * (masses[j] + masses[j - 1])
-            # i counts the pair's first entry, behind the sinks.
-            score[j] = -math.log(pair) + (j - sinks) * math.log(512) / 4096 if pair else math.inf
-    return set(best(able, score, head.size - kept))
+        return set(best(able, score, head.size - kept))
+    ends = lone_ends(head, kept - 1, params)
+    rounds = pair_rounds(masses, [1] * head.size, kept, ends)
+    return {second for pairs in rounds for _, second in pairs}
+
+
+def pair_rounds(
+    masses: Vector, tokens: list[int], kept: int, ends: tuple[int, int]
+) -> list[list[tuple[int, int]]]:
+    """Pairs that merge in each round, as places of the first entries of both groups.
+
+    Args:
+        masses, tokens: of every entry.
+        kept: entries to leave.
+        ends: first and last entries that never merge.
+    """
+    places, masses, tokens = list(range(len(masses))), list(masses), list(tokens)
+    rounds = []
+    while len(places) > kept:
+        links = range(ends[0] + 1, len(places) - ends[1])
+        weight = {}
+        for j in links:  # i counts the pair's first entry, behind the sinks
+            pair = (masses[j] + masses[j - 1]) * (tokens[j] + tokens[j - 1])
+            log = math.log(pair) if pair else -math.inf
+            weight[j] = log - (j - ends[0]) * math.log(512) / 4096
+        most = min(len(places) - kept, (len(links) + 4) // 5)
+        taken: set[int] = set()
+        for j in sorted(links, key=lambda j: (weight[j], -j)):
+            if len(taken) < most and not taken & {j - 1, j + 1}:
+                taken.add(j)
+        rounds.append([(places[j - 1], places[j]) for j in sorted(taken)])
+        for j in sorted(taken, reverse=True):
+            masses[j - 1] += masses.pop(j)
+            tokens[j - 1] += tokens.pop(j)
+            del places[j]
+    return rounds

@@ -45,21 +45,25 @@ class GroupMerging(Policy, Merger):
 
     @abstractmethod
     def choose(self, view: LayerView, mass: Tensor, num_kept: Tensor) -> Tensor:
-        """[H, n] bool, true for entries that join the one before; leaves `num_kept` [H] groups."""
+        """[H, n] not 0 for entries that join the one before (pairs: in which round).
+
+        Leaves `num_kept` [H] groups.
+        """
 
     @abstractmethod
-    def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
-        """[H, n] fp32 weights of keys, not negative, with a positive sum over every group."""
+    def weigh(
+        self, view: LayerView, mass: Tensor, groups: Groups, tokens: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Weights keys, and says what goes on to the next event.
 
-    def pivots(self, view: LayerView, mass: Tensor, groups: GroupSums) -> Tensor:
+        Returns:
+            [H, n] fp32 weights of keys, not negative, with a positive sum over every group; and
+            [H, n] fp32 `EntryState.running` of groups, at their first entries (None: not kept).
+        """
+
+    def pivots(self, view: LayerView, mass: Tensor, groups: Groups) -> Tensor:
         """[H, n] int64 index of the pivot of each entry's group: the entry of the highest mass."""
         return groups.highest(mass)
-
-    def add_up(
-        self, view: LayerView, mass: Tensor, groups: GroupSums, weight: Tensor
-    ) -> Tensor | None:
-        """[H, n] fp32 `EntryState.running` of groups, at their first entries; None: not kept."""
-        return None
 
     @property
     def needs(self) -> Needs:
@@ -73,20 +77,19 @@ class GroupMerging(Policy, Merger):
     def select(
         self, view: LayerView, scores: Tensor, kept: Tensor, protection: Protection
     ) -> Tensor:
-        first = view.valid & ~self.choose(view, scores, kept)
+        first = view.valid & (self.choose(view, scores, kept) == 0)
         protected = protection.mask(view, kept)
         return top_entries(scores.masked_fill(protected, float("inf")), first, kept)
 
     def merge(self, view: LayerView, scores: Tensor, kept: Tensor) -> Merged:
         """Merges the key, value and tokens of each group into its first entry."""
-        link = self.choose(view, scores, kept.sum(dim=1))
-        groups = GroupSums.of(view, link)
-        tokens = tokens_of(view).masked_fill(~groups.valid, 0)
-        weight = self.weigh(view, scores, groups, tokens)
+        groups = Groups.of(view, self.choose(view, scores, kept.sum(dim=1)))
+        tokens = tokens_of(view)
+        weight, running = self.weigh(view, scores, groups, tokens)
         rerotated, positions = self._rerotated(view, scores, groups)
         keys, values = merge_groups(
             view.kv,
-            link,
+            groups.joined > 0,
             weight,
             weight if self.values_like_keys else tokens,
             rerotated,
@@ -98,12 +101,12 @@ class GroupMerging(Policy, Merger):
             values,
             bias=groups.sum(tokens).clamp_min(1).log() if self.weighs_entries else None,
             positions=positions,
-            running=self.add_up(view, scores, groups, weight) if self.needs.running else None,
+            running=running,
             accumulated=None if received is None else groups.sum(received),
         )
 
     def _rerotated(
-        self, view: LayerView, scores: Tensor, groups: GroupSums
+        self, view: LayerView, scores: Tensor, groups: Groups
     ) -> tuple[tuple[Rotary, Tensor] | None, Tensor | None]:
         """How and by how many positions keys are re-rotated, and the positions that they get."""
         if self.merge_space == "rotated":
@@ -117,22 +120,25 @@ class GroupMerging(Policy, Merger):
 
 
 @dataclass(frozen=True)
-class GroupSums:
+class Groups:
     """Groups of linked entries, with reductions over each.
 
     Attributes:
+        joined: [H, n] not 0 for entries that join the one before.
         first: [H, n] int64 index of the first entry of each entry's group.
         valid: [H, n] bool, true below each head's length.
     """
 
+    joined: Tensor
     first: Tensor
     valid: Tensor
 
     @classmethod
-    def of(cls, view: LayerView, link: Tensor) -> GroupSums:
-        """Groups that [H, n] links make."""
-        index = torch.arange(link.shape[1], device=link.device).expand_as(link)
-        return cls(torch.where(link, 0, index).cummax(dim=1).values, view.valid)
+    def of(cls, view: LayerView, joined: Tensor) -> Groups:
+        """Groups of entries that join the one before."""
+        index = torch.arange(joined.shape[1], device=joined.device).expand_as(joined)
+        first = torch.where(joined > 0, 0, index).cummax(dim=1).values
+        return cls(joined, first, view.valid)
 
     def sum(self, values: Tensor) -> Tensor:
         """[H, n] fp32 sums at the first entries, 0 elsewhere; padding does not count."""
@@ -162,12 +168,7 @@ class GroupSums:
 
 
 def tokens_of(view: LayerView) -> Tensor:
-    """[H, n] fp32 number of tokens that each entry stands for."""
+    """[H, n] fp32 number of tokens that each entry stands for; 0 for padding."""
     if view.entries.bias is None:
-        return torch.ones(view.num_heads, view.num_entries, device=view.device)
-    return view.entries.bias.exp()
-
-
-def links_needed(view: LayerView, num_kept: Tensor, able: Tensor) -> Tensor:
-    """[H] number of links that leave `num_kept` groups per head, at most all that are `able`."""
-    return torch.minimum((view.lengths - num_kept).clamp_min(0), able.sum(dim=1))
+        return view.valid.float()
+    return view.entries.bias.exp().masked_fill(~view.valid, 0)

@@ -12,7 +12,7 @@ from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.policies import LayerView, Needs, Protection, Stages, parameter
 from vllm_kvcompress.policies.merging import groups as grouping
 from vllm_kvcompress.policies.merging.cam import uniform_draws
-from vllm_kvcompress.policies.merging.groups import GroupMerging, GroupSums
+from vllm_kvcompress.policies.merging.groups import GroupMerging, Groups
 from vllm_kvcompress.policies.parts.allocation import divide
 from vllm_kvcompress.policies.parts.mass import STRIDE, accumulated_mass
 
@@ -98,7 +98,8 @@ class KVMerger(GroupMerging):
         cosines, able = self._linkable(view, mass, num_kept)
         if self.budget_mode == "threshold":
             able = able & (cosines > self.threshold)
-        return top_entries(cosines, able, grouping.links_needed(view, num_kept, able))
+        number = torch.minimum((view.lengths - num_kept).clamp_min(0), able.sum(dim=1))
+        return top_entries(cosines, able, number)
 
     def _linkable(self, view: LayerView, mass: Tensor, num_kept: Tensor) -> tuple[Tensor, Tensor]:
         """[H, n] cosines with the entry before, and [H, n] bool, true where it may be joined."""
@@ -113,17 +114,19 @@ class KVMerger(GroupMerging):
         able = open_entries & before & (cosines > -1.0)
         return cosines, able & ~weakest(cosines, able, (self.max_set + 1) // 2)
 
-    def pivots(self, view: LayerView, mass: Tensor, groups: GroupSums) -> Tensor:
+    def pivots(self, view: LayerView, mass: Tensor, groups: Groups) -> Tensor:
         return groups.highest(mass if self.pivot == "mass" else uniform_draws(view).float())
 
-    def weigh(self, view: LayerView, mass: Tensor, groups: GroupSums, tokens: Tensor) -> Tensor:
+    def weigh(
+        self, view: LayerView, mass: Tensor, groups: Groups, tokens: Tensor
+    ) -> tuple[Tensor, None]:
         distance = key_distances(view.kv, self.pivots(view, mass, groups))
         if self.sigma:
-            return torch.exp(-((distance / self.sigma) ** 2) / 2) * tokens
+            return torch.exp(-((distance / self.sigma) ** 2) / 2) * tokens, None
         count = groups.sum(torch.ones_like(mass))
         mean = groups.spread(groups.sum(distance) / count.clamp_min(1))
         near = torch.exp(-((distance / mean.clamp_min(1e-20)) ** 2))
-        return torch.where(mean > 0, near, 1.0) * tokens
+        return torch.where(mean > 0, near, 1.0) * tokens, None
 
 
 def weakest(cosines: Tensor, able: Tensor, size: int) -> Tensor:

@@ -1,8 +1,7 @@
-"""How alike keys are, and how far values from their mean, over pages."""
+"""How alike keys are, over pages."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -11,13 +10,7 @@ from tests.kernels.backends import assert_close
 from tests.kernels.cases import make_entries, random
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.paged_entries import PagedEntries
-from vllm_kvcompress.kernels.merging.neighbours import (
-    key_distances,
-    neighbour_cosines,
-    value_residuals,
-)
-
-ORDERS = [(2, 0), (1, 0), (2, 3)]
+from vllm_kvcompress.kernels.merging.neighbours import key_distances, neighbour_cosines
 
 
 def some_others(entries: PagedEntries) -> Tensor:
@@ -26,13 +19,6 @@ def some_others(entries: PagedEntries) -> Tensor:
     drawn = random(*shape, seed=8).abs() * 1000
     others = drawn.long() % entries.lengths[:, None].clamp_min(1)
     return others.masked_fill(~entries.valid(), 2**40)
-
-
-def some_weights(entries: PagedEntries) -> Tensor:
-    """That sum to about 1, and NaN for padding."""
-    shape = (entries.num_sequences, entries.capacity)
-    weights = random(*shape, seed=9).abs() / entries.lengths[:, None].clamp_min(1)
-    return weights.masked_fill(~entries.valid(), torch.nan)
 
 
 def test_cosines_equal_the_oracle() -> None:
@@ -46,16 +32,6 @@ def test_distances_equal_the_oracle() -> None:
     others = some_others(entries).clamp_max(0).where(~entries.valid(), some_others(entries))
     results = key_distances(PagedKV.of(entries), others)
     assert_close(results, torch.tensor(oracles.key_distances(entries, others)), torch.float32)
-
-
-@pytest.mark.parametrize(("order", "num_pairs"), ORDERS)
-def test_residuals_equal_the_oracle(order: int, num_pairs: int) -> None:
-    """A head with fewer entries than pairs is among them."""
-    entries = make_entries([3, 0, 17, 1], block_size=4, head_size=8)
-    weights = some_weights(entries)
-    results = value_residuals(PagedKV.of(entries), weights, order, num_pairs)
-    expected = oracles.value_residuals(entries, weights, order, num_pairs)
-    assert_close(results, torch.tensor(expected), torch.float32)
 
 
 def test_zero_keys_have_cosine_0() -> None:
