@@ -52,6 +52,6 @@ def test_rounds_are_enough_to_leave_one_entry() -> None:
     for size in range(1, 3000):
         links, rounds = size - 1, 0
         while links:
-            links -= ceil_div(links, 5)
+            links -= ceil_div(links, 3)
             rounds += 1
         assert rounds <= max_rounds(size)

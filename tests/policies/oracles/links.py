@@ -85,7 +85,7 @@ def pair_rounds(
             pair = (masses[j] + masses[j - 1]) * (tokens[j] + tokens[j - 1])
             log = math.log(pair) if pair else -math.inf
             weight[j] = log - (j - ends[0]) * math.log(512) / 4096
-        most = min(len(places) - kept, (len(links) + 4) // 5)
+        most = min(len(places) - kept, (len(links) + 2) // 3)
         taken: set[int] = set()
         for j in sorted(links, key=lambda j: (weight[j], -j)):
             if len(taken) < most and not taken & {j - 1, j + 1}:

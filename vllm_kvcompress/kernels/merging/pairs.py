@@ -15,7 +15,7 @@ from vllm_kvcompress.kernels.dispatch import reads_sizes
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.rounding import ceil_div
 
-PART = 5  # a round takes at most every PART-th link: the papers merge 512 of 2,560 entries at once
+PART = 3  # a round takes at most so many-th of the links: the most that can always be had
 
 
 def disjoint_links(weights: Tensor, able: Tensor, number: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class AsymKV(GroupMerging):
     of entries.
 
     Pairs are disjoint, and merge in rounds, as the authors merge chunk by chunk: a round takes at
-    most a fifth of the links, and in the next one a merged entry has the attention and tokens of
+    most a third of the links, and in the next one a merged entry has the attention and tokens of
     both.
 
     Recent entries are never linked: few queries have seen them, so their mass is small, and the
