@@ -83,6 +83,41 @@ def test_budget_is_a_fraction_or_tokens(given_value: object, expected: float | i
 
 
 @pytest.mark.parametrize(
+    ("given_settings", "trigger", "budget"),
+    [
+        ({"policy": "kvslimmer"}, "chunk:512", 2048),
+        ({"policy": "kvslimmer", "budget": 0.25}, "chunk:512", 0.25),
+        ({"policy": "asymkv", "request_policies": "kvslimmer,none"}, "chunk:512", 2048),
+        ({"policy": "keydiff+window", "budget": 4096}, "chunk:128,decode:16", 4096),
+        ({"policy": "adakv+keydiff"}, "chunk:128,decode:16", 0.5),
+        ({"policy": "momentkv"}, "prompt,decode:16", 0.5),
+        ({"policy": "adakv+criticalkv"}, "prompt", 0.5),
+        ({"policy": "auto"}, "prompt", 0.5),
+    ],
+)
+def test_paper_stands_for_the_policy_s_protocol(
+    given_settings: dict[str, object], trigger: str, budget: float
+) -> None:
+    """A budget that is given stays; the settings name what `paper` stands for."""
+    settings = Settings.from_dict(given_settings | {"trigger": "paper"})
+    assert (settings.trigger, settings.budget) == (trigger, budget)
+    assert Settings.from_dict(settings.to_dict()) == settings
+
+
+@pytest.mark.parametrize(
+    ("given_settings", "error"),
+    [
+        ({"policy": "mine"}, "whose paper's protocol is known"),
+        ({"policy": "none", "read": "quest:0.5"}, "found none; name triggers"),
+        ({"policy": "keydiff", "request_policies": "snapkv"}, "share a protocol, found keydiff"),
+    ],
+)
+def test_paper_without_a_protocol_is_refused(given_settings: dict[str, object], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
+        Settings.from_dict(given_settings | {"trigger": "paper"})
+
+
+@pytest.mark.parametrize(
     "value",
     [
         *("1", 1, "0", "0.0", "-3", "nan", "inf", math.nan, "2048.0", "a quarter", "", True, None),

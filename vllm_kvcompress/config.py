@@ -17,6 +17,7 @@ from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, check_lim
 from vllm_kvcompress.prompts.settings import PromptSettings
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.budgets import Budget
+from vllm_kvcompress.scheduling.protocols import PAPER, common_protocol
 from vllm_kvcompress.scheduling.read_rule import DEFAULT_MIN_TOKENS as READ_MIN_TOKENS
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.scheduling.rule import CompressionRule
@@ -99,7 +100,7 @@ class Settings(Options):
         "[when](#triggers): `prompt` (when the prompt has been read), `chunk` or `chunk:N` (while "
         "it is being read, so that memory stays bounded), `decode:N` (every N generated tokens), "
         "`pressure:0.9` (only while the pool is fuller than that, or a request waits for room); "
-        "joined by commas",
+        "joined by commas; or `paper` ([as the policy's paper](policies.md#as-in-the-papers))",
         "T",
     )
     params: dict[str, Scalar] = option(
@@ -199,7 +200,7 @@ class Settings(Options):
     @field_validator("trigger", mode="before")
     @classmethod
     def _check_trigger(cls, value: object) -> str:
-        return ",".join(map(str, parse_triggers(value)))
+        return PAPER if value == PAPER else ",".join(map(str, parse_triggers(value)))
 
     @field_validator("params")
     @classmethod
@@ -223,6 +224,8 @@ class Settings(Options):
         object.__setattr__(self, "policy", named_policy(self.policy, self.has_heads))
         policies = tuple(map(self._named, self.request_policies))
         object.__setattr__(self, "request_policies", policies)
+        if self.trigger == PAPER:
+            self._follow_paper()
         check_limits("--kv-{}-request-budget", self.min_request_budget, self.max_request_budget)
         for name in ("read_min_tokens", "min_request_read"):
             if getattr(self, name) is not None and self.read is None:
@@ -242,6 +245,13 @@ class Settings(Options):
                 "find nothing; remove them, or prompts."
             )
         return self
+
+    def _follow_paper(self) -> None:
+        """Replaces the trigger `paper`, and a budget that is not given, by the paper's."""
+        protocol = common_protocol(self.policies or (self.policy,))
+        object.__setattr__(self, "trigger", protocol.trigger)
+        if protocol.budget is not None and "budget" not in self.model_fields_set:
+            object.__setattr__(self, "budget", protocol.budget)
 
     def _named(self, policy: str) -> str:
         """Resolves `auto` for a request; the profile is that of the server's own policy."""

@@ -59,6 +59,16 @@ def test_explanation_can_be_printed_as_text(capsys: pytest.CaptureFixture[str]) 
     assert any(line[:2] == ["anchor", "mean_normalized"] for line in lines)
 
 
+def test_explanation_names_the_protocol_of_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["policies", "explain", "kvslimmer"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["trigger", "chunk:512"] in lines
+    assert ["budget", "2048", "tokens", "per", "KV", "head"] in lines
+    assert main(["policies", "explain", "keydiff+window", "--json"]) == 0
+    explained = json.loads(capsys.readouterr().out)
+    assert explained["protocol"] == {"trigger": "chunk:128,decode:16", "budget": None}
+
+
 def test_stages_are_explained_in_the_order_in_which_they_run() -> None:
     """Merging comes before correcting, whatever the order in Python's set."""
     explained = subprocess.run(

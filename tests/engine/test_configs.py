@@ -24,6 +24,7 @@ CASES: dict[str, tuple[list[Any], str, dict[str, int]]] = {
     "cpu": ([SHORTER], "prompt", {}),
     "single-gpu": ([SHORTER], "prompt", {}),
     "long-context-chunk": ([LONG], "chunk", {"max_model_len": 8192}),
+    "paper": ([LONG], "chunk", {"max_model_len": 8192}),
     "many-users": ([SHORT], "pressure", {"num_gpu_blocks_override": 70, "max_model_len": 1024}),
     "shared-documents": (QUESTIONS, "prompt", {}),
 }

@@ -9,9 +9,11 @@ import pytest
 
 from tests.policies.cases import POLICIES, Shape, headkv_file, make_pipeline
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.policies import all_policies, describe, resolve
+from vllm_kvcompress.policies import Modifier, all_policies, describe, resolve
 from vllm_kvcompress.policies.base import Needs
 from vllm_kvcompress.policies.registry import bases_of, modifiers
+from vllm_kvcompress.scheduling.protocols import PROTOCOLS
+from vllm_kvcompress.scheduling.triggers import parse_triggers
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -214,6 +216,14 @@ def test_budgets_below_what_is_protected_are_refused() -> None:
     resolve("h2o").check_budget(1)
     with pytest.raises(ConfigError, match=r"always keeps 32 .* budget of more than 32"):
         resolve("snapkv").check_budget(31)
+
+
+def test_every_policy_of_a_paper_has_a_protocol() -> None:
+    """With triggers that the settings take; no modifier needs one of its own."""
+    own = {info.name for info in all_policies() if not issubclass(info, Modifier)}
+    assert set(PROTOCOLS) == own
+    for protocol in PROTOCOLS.values():
+        assert ",".join(map(str, parse_triggers(protocol.trigger))) == protocol.trigger
 
 
 def test_every_policy_is_described() -> None:

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from vllm_kvcompress.config import DEFAULT_POLICY, PROFILED_POLICY
+from vllm_kvcompress.scheduling.protocols import protocol_of
 
 if TYPE_CHECKING:
     from vllm_kvcompress.policies import Part
@@ -61,7 +62,8 @@ def _run_explain(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_explained_json(parts, stages), indent=2))
         return 0
-    print("+".join(part.name for part in parts))
+    described = "+".join(part.name for part in parts)
+    print(described)
     print("\nstages")
     print(_table([(name, part or "(default)", does) for name, part, does in stages]))
     rows = [(p.name, str(p.default), _meaning(p)) for part in parts for p in part.parameters()]
@@ -71,6 +73,10 @@ def _run_explain(arguments: argparse.Namespace) -> int:
     for part in parts:
         if part.profile is not None:
             print(f"\n{part.name} needs a {part.profile} file: --kv-profile FILE")
+    if (protocol := protocol_of(described)) is not None:
+        budget = "any" if protocol.budget is None else f"{protocol.budget} tokens per KV head"
+        print("\nas in the paper (--kv-trigger paper)")
+        print(_table([("trigger", protocol.trigger), ("budget", budget)]))
     print("\npapers")
     print(_table([(part.name, part.paper) for part in parts]))
     print("\nwhat saves what")
@@ -143,8 +149,11 @@ def _as_json(info: type[Part]) -> dict[str, Any]:
 def _explained_json(
     parts: Sequence[type[Part]], stages: Sequence[tuple[str, str, str]]
 ) -> dict[str, Any]:
+    described = "+".join(part.name for part in parts)
+    protocol = protocol_of(described)
     return {
-        "policy": "+".join(part.name for part in parts),
+        "policy": described,
+        "protocol": None if protocol is None else protocol._asdict(),
         "stages": [dict(zip(("stage", "part", "does"), stage, strict=True)) for stage in stages],
         "parts": [_as_json(part) for part in parts],
     }
