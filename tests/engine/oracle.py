@@ -38,7 +38,7 @@ class KeptTokensDecoder:
     ) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         self.config = self.model.config
-        self.num_tokens = len(prompt)
+        self.num_tokens, self.corrects = len(prompt), corrects
         self.prompt_logits, layers = self.read_prompt(prompt)
         self.first_logits = self.prompt_logits[-1]
         self.keys: list[list[Tensor]] = []
@@ -57,13 +57,18 @@ class KeptTokensDecoder:
             self.gone_keys.append([keys[h, p] for h, p in enumerate(gone)])
             self.gone_values.append([values[h, p] for h, p in enumerate(gone)])
 
-    def forget(self, kept: list[list[list[int]]], num_full: int) -> None:
-        """Drops tokens after all were kept so far; `kept` and `num_full` as for a prompt."""
+    def forget(self, kept: list[list[list[int]]]) -> None:
+        """Drops tokens that heads still have and that are not `kept`; a partial block stays."""
         for layer, heads in enumerate(kept):
-            for head, positions in enumerate(heads):
-                stay = [*positions, *range(num_full, self.num_tokens)]
-                self.keys[layer][head] = self.keys[layer][head][stay]
-                self.values[layer][head] = self.values[layer][head][stay]
+            for head, places in enumerate(heads):
+                keys, values = self.keys[layer][head], self.values[layer][head]
+                stay = [*places, *range(len(keys) // BLOCK * BLOCK, len(keys))]
+                self.keys[layer][head], self.values[layer][head] = keys[stay], values[stay]
+                if self.corrects:
+                    gone = sorted(set(range(len(keys))) - set(stay))
+                    known = self.gone_keys[layer], self.gone_values[layer]
+                    for rows, more in zip(known, (keys[gone], values[gone]), strict=True):
+                        rows[head] = torch.cat([rows[head], more])
 
     @torch.no_grad()
     def read_prompt(self, prompt: list[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -320,14 +325,14 @@ def check_decoding(
 def follow(
     decoder: KeptTokensDecoder,
     output: dict[str, Any],
-    event: tuple[int, list[list[list[int]]]] | None = None,
+    events: dict[int, list[list[list[int]]]] | None = None,
 ) -> None:
     """Asserts that decoder and engine agree on the logprobs of every token.
 
     Args:
         decoder: behind the prompt.
         output: tokens, and the logprobs of some candidates for each.
-        event: behind how many tokens one happens while it answers, and what that keeps.
+        events: what those keep that happen while it answers, by how many tokens there are then.
     """
     logits = decoder.first_logits
     for token, logprobs in zip(output["tokens"], output["logprobs"], strict=True):
@@ -335,5 +340,5 @@ def follow(
         for candidate, logprob in logprobs.items():
             assert abs(float(expected[int(candidate)]) - logprob) < 2e-3, (token, candidate)
         logits = decoder.step(token)
-        if event is not None and decoder.num_tokens == event[0]:
-            decoder.forget(event[1], event[0] // BLOCK * BLOCK)
+        if events is not None and decoder.num_tokens in events:
+            decoder.forget(events[decoder.num_tokens])

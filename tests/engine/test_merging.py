@@ -10,7 +10,7 @@ import torch
 
 from tests import tiny_models
 from tests.engine.conftest import Run, check_as_alone, each_alone, request
-from tests.engine.oracle import KeptTokensDecoder, kept_positions
+from tests.engine.oracle import KeptTokensDecoder, follow, kept_positions
 from tests.tiny_models import prompt
 
 BLOCK, HEADS, LAYERS = 32, 2, 3
@@ -44,6 +44,29 @@ def test_every_query_after_an_event_is_corrected(llama: str, run_engine: Run, po
         for candidate, logprob in logprobs.items():
             assert float(expected[int(candidate)]) == pytest.approx(logprob, abs=2e-3)
         logits = decoder.step(token)
+
+
+def test_later_events_correct_by_all_tokens_that_are_gone(llama: str, run_engine: Run) -> None:
+    """Block by block in the prompt, and while generating: dense attention over what is left, and
+    estimates from every token that any event has evicted."""
+    tokens, stops = prompt(640, seed=1), [256, 512, 640, 704, 768]
+    report = run_engine(
+        llama,
+        [[request("a", tokens, 150)]],
+        settings={"policy": "momentkv", "budget": 0.5, "trigger": "chunk:256,decode:64"},
+        record_kept=True,
+    )
+    records, output = report["kept"], report["outputs"]["a"]
+    assert len(records) == LAYERS * (len(stops) - 1), "nothing is freed at 256"
+    kept = [kept_positions(records[i:], LAYERS) for i in range(0, len(records), LAYERS)]
+    events = dict(zip(stops[1:], kept, strict=True))
+    first = stops[1]
+    decoder = KeptTokensDecoder(llama, tokens[:first], events.pop(first), first, corrects=True)
+    for token in tokens[first:]:
+        decoder.first_logits = decoder.step(token)
+    decoder.forget(events.pop(len(tokens)))
+    follow(decoder, output, events)
+    assert min(map(len, decoder.gone_keys[0])) > first // 2
 
 
 @pytest.mark.parametrize(

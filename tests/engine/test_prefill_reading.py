@@ -33,10 +33,10 @@ def decoder(model: str, tokens: list[int], kept: list | None = None) -> ChunksDe
 
 
 def check(
-    decoder: ChunksDecoder, output: dict[str, Any], event: tuple[int, list] | None = None
+    decoder: ChunksDecoder, output: dict[str, Any], events: dict[int, list] | None = None
 ) -> None:
     """Follows the output, and asserts that no choice of pages depends on rounding."""
-    follow(decoder, output, event)
+    follow(decoder, output, events)
     assert min(decoder.closest, decoder.closest_in_chunks) > CLEAR
 
 
@@ -159,7 +159,7 @@ def test_prompt_read_in_part_can_be_compressed_while_decoding(
     end = report["kept"][0]["source"][0] + report["kept"][0]["tail"]
     assert len(LONG) < end < len(LONG) + 30
     kept = kept_positions(report["kept"], LAYERS)
-    check(decoder(no_padding, LONG), report["outputs"]["a"], (end, kept))
+    check(decoder(no_padding, LONG), report["outputs"]["a"], {end: kept})
 
 
 def test_request_preempted_in_prefill_has_the_output_that_it_has_alone(
