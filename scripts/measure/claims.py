@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from claim_parts.criticalkv import alphas, assumption, budgets, criticalkv, hidden
+from claim_parts.criticalkv import alphas, assumption, budgets, criticalkv, hidden, table9
 from claim_parts.look import Look, pipeline_of
-from claim_parts.momentkv import expansion, momentkv, remainders
+from claim_parts.momentkv import equations, expansion, momentkv, remainders
 from offline.masked import MaskedModel
 from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
 from vllm_kvcompress.policies.parts.mass import observed_mass
@@ -97,8 +97,10 @@ CLAIMS: dict[str, Callable[[Look], Iterator[tuple[str, Tensor]]]] = {
         criticalkv,
         alphas,
         assumption,
+        table9,
         momentkv,
         expansion,
+        equations,
         remainders,
         keydiff,
         kvmerger,

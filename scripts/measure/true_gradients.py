@@ -19,7 +19,7 @@ import torch
 
 from claims import rank_correlation
 from offline.dense import DenseLayer, Kept, compress
-from offline.gradients import GradientModel, compress_by_gradients, saved_bytes
+from offline.gradients import GradientModel, compress_by_gradients, pair_cosines, saved_bytes
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.items import load_texts
@@ -31,7 +31,7 @@ POLICIES = ("asymkv", "kvslimmer")
 Row = dict[str, Any]
 
 
-def shares(model: GradientModel, layers: list[DenseLayer], gradients: list[torch.Tensor]) -> Row:
+def correlations(layers: list[DenseLayer], gradients: list[torch.Tensor]) -> Row:
     """How alike the sizes of gradients are to the proxy's and to Eq. 33's (rank correlation)."""
     results: dict[str, list[float]] = {policy: [] for policy in POLICIES}
     for layer, true in zip(layers, gradients, strict=True):
@@ -56,7 +56,7 @@ def measure(model: GradientModel, context: list[int], rest: list[int], budgets: 
     chunk = resolve("asymkv").needs.window_size
     begin = time.perf_counter()
     with saved_bytes() as saved:
-        gradients = model.key_gradients(layers, context, chunk)
+        gradients, slopes = model.gradients(layers, context, chunk)
     row: Row = {"seconds": {TRUE: time.perf_counter() - begin}, "bytes": saved[0]}
 
     def loss(kept: list[Kept] | None) -> float:
@@ -75,7 +75,14 @@ def measure(model: GradientModel, context: list[int], rest: list[int], budgets: 
             for layer, gradient in zip(layers, gradients, strict=True)
         ]
         row[f"{TRUE}@{budget:g}"] = loss(kept) - full
-    return row | {"correlation": shares(model, layers, gradients)}
+    cosines = [pair_cosines(layer, slope) for layer, slope in zip(layers, slopes, strict=True)]
+    row["cosines"] = [
+        statistics.mean(float(each[i].abs().mean()) for each in cosines) for i in range(2)
+    ]
+    row["opposite"] = statistics.mean(
+        float((own[..., 1:] * both < 0).float().mean()) for own, both in cosines
+    )
+    return row | {"correlation": correlations(layers, gradients)}
 
 
 def print_table(rows: list[Row], budgets: list[float]) -> None:
@@ -90,6 +97,10 @@ def print_table(rows: list[Row], budgets: list[float]) -> None:
     for setting in (TRUE, *POLICIES):
         print(f"{setting:24} {statistics.mean(row['seconds'][setting] for row in rows):.2f} s")
     print(f"kept for the way back    {statistics.mean(r['bytes'] for r in rows) / 2**20:.0f} MiB")
+    own, both = (statistics.mean(row["cosines"][i] for row in rows) for i in range(2))
+    opposite = statistics.mean(row["opposite"] for row in rows)
+    print(f"cosine of the loss's gradient with c_11 {own:.3f}, with c_12 {both:.3f} (sizes)")
+    print(f"signs of the two differ for {opposite:.0%} of neighbours")
     for policy in POLICIES:
         mean = statistics.mean(row["correlation"][policy] for row in rows)
         print(f"rank correlation of sizes with the gradients', {policy}: {mean:.2f}")

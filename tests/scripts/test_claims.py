@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import claims
-from claim_parts import criticalkv
+from claim_parts import criticalkv, momentkv
 from claim_parts.bounds import expansion_remainders
 from offline.dense import BLOCK_SIZE, DenseLayer, DenseModel, compress
 from offline.gathered_kv import GatheredKV
@@ -95,6 +95,40 @@ def test_every_claim_has_figures_of_every_head(layers: list[DenseLayer]) -> None
             )
             if kind in shares:
                 assert 0 <= figure.min() <= figure.max() <= 1.001, name
+
+
+def test_bounds_of_table_9_are_in_order(layers: list[DenseLayer]) -> None:
+    """Neither is below what is lost, and without the second stage's values it is the larger one
+    where the first stage has more than half of the attention."""
+    compared = 0
+    for layer in layers:
+        look = claims.Look(layer, CONTEXT)
+        figures = dict(criticalkv.table9(look))
+        for budget in ("0.2", "0.4"):
+            sigma, actual, bound, relaxed = (
+                figures[f"table9-{kind}/snapkv+criticalkv@{budget}"]
+                for kind in ("sigma", "actual", "bound", "relaxed")
+            )
+            mask = criticalkv.kept_mask(look, "snapkv+criticalkv", float(budget))
+            assert torch.allclose(actual, criticalkv.lost(look, mask))
+            assert (actual <= bound * 1.001).all()
+            assert (bound <= relaxed * 1.001)[sigma > 0.9].all()
+            compared += int((bound < relaxed * 0.999)[sigma > 0.9].sum())
+    assert compared
+
+
+def test_equations_of_momentkv_say_what_is_there(layers: list[DenseLayer]) -> None:
+    """Eq. 29 bounds the error; Eq. 31: evicted tokens have more mass than is taken; the end of
+    Eq. 35, corrected, is exact, and as printed it is smaller."""
+    figures = {
+        name.partition("/")[0]: figure
+        for name, figure in momentkv.equations(claims.Look(layers[2], CONTEXT))
+    }
+    assert (figures["eq29-error-of-bound"] <= 1).all()
+    assert (figures["eq32-normaliser"] >= 1).all()
+    assert (figures["eq35-overweight"] > 0).all()
+    assert torch.allclose(figures["eq35-corrected-of-true"], torch.ones(8), atol=1e-3)
+    assert (figures["eq35-printed-of-true"] < 1).all()
 
 
 def test_rank_correlation_is_spearmans() -> None:

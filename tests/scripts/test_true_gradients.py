@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import true_gradients
-from offline.gradients import GradientModel, merge_pairs
+from offline.gradients import GradientModel, merge_pairs, pair_cosines
 from tests.cli.server_process import ROOT
 from vllm_kvcompress.kernels.common.rotary import Rotary
 
@@ -32,7 +32,8 @@ def loss(model: GradientModel, layers: list) -> float:
 def test_gradients_are_how_the_loss_changes_with_a_cached_key(layer: int) -> None:
     model = GradientModel(MODEL, torch.float32)
     layers = model.layers(TOKENS[:NUM_TOKENS])
-    gradients = model.key_gradients(layers, TOKENS[:NUM_TOKENS], CHUNK)
+    gradients, slopes = model.gradients(layers, TOKENS[:NUM_TOKENS], CHUNK)
+    assert slopes[layer].shape == (CHUNK, *layers[layer].queries.shape[1:])
     keys = layers[layer].keys
     assert gradients[layer].shape == keys.shape
     step = torch.zeros_like(keys)
@@ -77,6 +78,25 @@ def test_merged_keys_are_weighted_by_squared_gradients_before_rotation() -> None
         both = (weights[0] * first + weights[1] * plain[2][d]) / sum(weights)
         assert float(merged[0, d]) == pytest.approx(both, abs=1e-4)
         assert float(merged[3, d]) == pytest.approx((plain[3][d] + plain[4][d]) / 2, abs=1e-5)
+
+
+def test_cosines_are_those_of_the_loop() -> None:
+    model = GradientModel(MODEL, torch.float32)
+    layer = model.layers(TOKENS[:NUM_TOKENS])[1]
+    slopes = torch.randn(
+        CHUNK, *layer.queries.shape[1:], generator=torch.Generator().manual_seed(1)
+    )
+    own, both = pair_cosines(layer, slopes, stride=20)
+    group, begin = slopes.shape[1] // len(layer.keys), NUM_TOKENS - CHUNK
+    for head, at, entry in ((0, 0, 7), (3, 20, 100)):
+        end = begin + at + 1
+        keys, values = layer.keys[head // group, :end], layer.values[head // group, :end]
+        weights = torch.softmax(keys @ layer.queries[begin + at, head] * layer.scale, dim=0)
+        rest = values - weights @ values
+        slope, pair = slopes[at, head], -(rest[entry] + rest[entry + 1])
+        for actual, term in ((own, rest[entry]), (both, pair)):
+            cosine = torch.nn.functional.cosine_similarity(slope, term, dim=0)
+            assert float(actual[head, at // 20, entry]) == pytest.approx(float(cosine), abs=1e-3)
 
 
 def test_a_text_is_measured_with_all_three_weights(capsys: pytest.CaptureFixture[str]) -> None:

@@ -98,6 +98,41 @@ def budgets(look: Look) -> Iterator[tuple[str, Tensor]]:
                 yield f"l1-budget/{policy}@{budget:g}", lost(look, mask)
 
 
+def table9(look: Look) -> Iterator[tuple[str, Tensor]]:
+    """Table 9: what is lost, its bound, and the bound without the second stage's values.
+
+    With N' and N'' the picks of both stages, s the sum of A over N' and u = v W_O: the bound is
+    C - (2 - 1/s) sum over N' and N'' of A |u|_1; relaxed, |u|_1 is the least one in N''. Later
+    tokens are kept, and count to N'.
+    """
+    pipeline = pipeline_of("snapkv", ())
+    view, norms = look.layer.view(look.num_tokens, WINDOW), value_norms(look)
+    scores, least = pipeline.scorer.score(view), norms[..., : look.num_tokens].amin(dim=2).flatten()
+    for budget in (0.2, 0.4):
+        mask, name = kept_mask(look, "snapkv+criticalkv", budget), f"snapkv+criticalkv@{budget:g}"
+        number = WINDOW + (mask.sum(dim=1) - WINDOW) // 2
+        first = mask.clone()
+        first[:, : view.num_entries] &= pipeline.selector.select(
+            view, scores, number, pipeline.protection
+        )
+        sums, masses = [], []
+        for some in (mask, first):
+            parts = look.parts(some, values=norms.mT)
+            own = parts.kept.unflatten(1, norms.shape[:2]).diagonal(dim1=2, dim2=3).flatten(1)
+            sums.append(own * parts.mass)
+            masses.append(parts.mass)
+        full = parts.full.unflatten(1, norms.shape[:2]).diagonal(dim1=2, dim2=3).flatten(1)
+        factor = 2 - 1 / masses[1]
+        relaxed = full - factor * (sums[1] + (masses[0] - masses[1]) * least)
+        bound, actual = full - factor * sums[0], lost(look, mask)
+        yield f"table9-sigma/{name}", masses[1].mean(dim=0)
+        yield f"table9-actual/{name}", actual
+        yield f"table9-bound/{name}", bound.mean(dim=0)
+        yield f"table9-relaxed/{name}", relaxed.mean(dim=0)
+        yield f"table9-ratio/{name}", bound.mean(dim=0) / relaxed.mean(dim=0)
+        yield f"table9-bound-over-actual/{name}", bound.mean(dim=0) / actual.clamp_min(1e-9)
+
+
 def assumption(look: Look) -> Iterator[tuple[str, Tensor]]:
     """Assumption 3.4: the first stage's share of the attention, which ought to be over a half."""
     pipeline = pipeline_of("snapkv", ())

@@ -76,6 +76,49 @@ def expansion(look: Look) -> Iterator[tuple[str, Tensor]]:
         )
 
 
+def equations(look: Look) -> Iterator[tuple[str, Tensor]]:
+    """Eq. 29 to 35 as printed, in fp64: what each says of evicted tokens, and what is.
+
+    d_j is a logit's distance from the mean of the E evicted ones, s the largest one, f their exact
+    output and g the estimate. Figures of a head are medians over queries, since most are skewed.
+    """
+    kept = look.kept("momentkv", 0.25)
+    layer, evicted = look.layer, ~kept.mask[:, None, None]
+    keys, values = (rows[:, : look.num_tokens].double() for rows in (layer.keys, layer.values))
+    count = evicted.sum(dim=3)
+    hidden = ~evicted[:, 0, 0, :, None]
+    mean_key, mean_value = (
+        rows.masked_fill(hidden, 0).sum(dim=1, keepdim=True) / count[:, 0, :, None]
+        for rows in (keys, values)
+    )
+    queries = look.queries().double().unflatten(1, (len(keys), -1)).permute(1, 2, 0, 3)
+    away = (queries @ (keys - mean_key).mT[:, None]).masked_fill(~evicted, 0)
+    weights = away.exp().masked_fill(~evicted, 0)
+    normaliser = weights.sum(dim=3) / count  # Z_E / Zh, Eq. 32
+    exact = weights @ values[:, None] / weights.sum(dim=3, keepdim=True)
+    estimate = mean_value[:, None] + away @ (values - mean_value)[:, None] / count[..., None]
+    error, largest = (exact - estimate).norm(dim=3), away.abs().amax(dim=3)
+    widest = values.norm(dim=2).masked_fill(hidden[..., 0], 0).amax(dim=1)[:, None, None]
+    bound = largest**2 * largest.exp() * (widest + estimate.norm(dim=3)) / 2  # Eq. 29
+    second = 1 + away.square().sum(dim=3) / (2 * count)  # Eq. 32 and 33
+    lse = look.parts(kept.mask).lse.double().unflatten(1, (len(keys), -1)).movedim(0, 2)
+    ratio = (lse - (queries @ mean_key.mT[:, None])[..., 0] - count.log()).exp()  # Z_R / Zh
+    true, taken = ratio / (ratio + normaliser), ratio / (ratio + 1)
+    excess = normaliser - 1
+    printed = true * (1 - taken) * excess / (1 + excess * (1 - taken))  # Eq. 35
+    figures = {
+        "eq29-error-of-bound": error / bound,
+        "eq29-bound-over-output": bound / exact.norm(dim=3),
+        "eq32-normaliser": normaliser,
+        "eq33-normaliser": second,
+        "eq35-overweight": taken - true,
+        "eq35-printed-of-true": printed / (taken - true).clamp_min(1e-30),
+        "eq35-corrected-of-true": true * (1 - taken) * excess / (taken - true).clamp_min(1e-30),
+    }
+    for name, figure in figures.items():
+        yield f"{name}/momentkv@0.25", figure.median(dim=2).values.flatten().float()
+
+
 def remainders(look: Look) -> Iterator[tuple[str, Tensor]]:
     """The bounds that a first-order expansion must have, against what it leaves out."""
     tiny = torch.finfo(torch.float32).tiny

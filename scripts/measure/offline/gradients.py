@@ -23,12 +23,16 @@ from vllm_kvcompress.policies.merging.asymkv import AsymKV
 
 
 class GradientModel(MaskedModel):
-    """A model whose loss can be derived by cached keys."""
+    """A model whose loss can be derived by cached keys and attention outputs."""
 
-    def key_gradients(
+    def __init__(self, folder: str, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__(folder, dtype)
+        self._outputs: list[Tensor] = []
+
+    def gradients(
         self, context: list[DenseLayer], tokens: list[int], chunk: int
-    ) -> list[Tensor]:
-        """[H, n, D] fp32 for each layer, of the summed loss of the last `chunk` tokens.
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Derives the summed loss of the last `chunk` tokens.
 
         The cache before the chunk is what it is, as in the paper: its keys are variables, and not
         functions of each other.
@@ -37,12 +41,16 @@ class GradientModel(MaskedModel):
             context: every layer of the tokens.
             tokens: n of them.
             chunk: at least 2.
+
+        Returns:
+            [H, n, D] fp32 for each layer, by every cached key; and [m, H * G, D] fp32, by the
+            attention output of every query of the chunk.
         """
         self.model.requires_grad_(False)
         begin, dtype = len(tokens) - chunk, self.model.dtype
         keys = [each.keys[:, :begin].to(dtype).requires_grad_() for each in context]
         bias = keys[0].new_zeros(keys[0].shape[:2])
-        self._seen = []
+        self._seen, self._outputs = [], []
         self._context = [
             (key, each.values[:, :begin].to(dtype), bias)
             for key, each in zip(keys, context, strict=True)
@@ -56,18 +64,50 @@ class GradientModel(MaskedModel):
                     logits[:-1].float(), some[0, 1:], reduction="sum"
                 )
                 own = [key for _, _, key, _, _ in self._seen]
-                gradients = torch.autograd.grad(loss, [*keys, *own])
+                gradients = torch.autograd.grad(loss, [*keys, *own, *self._outputs])
         finally:
             self._context = []
-        pairs = zip(gradients[: len(keys)], gradients[len(keys) :], strict=True)
-        return [torch.cat([past, chunk[0]], dim=1).float() for past, chunk in pairs]
+        count = len(keys)
+        pairs = zip(gradients[:count], gradients[count : 2 * count], strict=True)
+        by_keys = [torch.cat([one, other[0]], dim=1).float() for one, other in pairs]
+        return by_keys, [rows[0].float() for rows in gradients[2 * count :]]
 
     def _attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
     ) -> Any:
         if torch.is_grad_enabled() and not key.requires_grad:
             key.requires_grad_()
-        return super()._attend(module, query, key, value, mask, **options)
+        output, weights = super()._attend(module, query, key, value, mask, **options)
+        self._outputs.append(output)
+        return output, weights
+
+
+def pair_cosines(layer: DenseLayer, slopes: Tensor, stride: int = 8) -> tuple[Tensor, Tensor]:
+    """Cosines of the loss's gradient E with Eq. 33's terms: c_11 of entries, and c_12 of pairs.
+
+    With r = v - o, c_11 points to r_1 and c_12 away from r_1 + r_2, where alpha is below a half.
+
+    Args:
+        layer: all tokens, of which the last m are the chunk's.
+        slopes: [m, H * G, D] E by query; every stride-th is looked at.
+        stride: of queries.
+
+    Returns:
+        [H * G, queries, n - m] and one pair less, for neighbours before the chunk.
+    """
+    begin, group = layer.keys.shape[1] - len(slopes), slopes.shape[1] // len(layer.keys)
+    at = torch.arange(0, len(slopes), stride)
+    keys, values = (rows.repeat_interleave(group, 0) for rows in (layer.keys, layer.values))
+    queries = layer.queries[begin + at].transpose(0, 1) * layer.scale
+    later = torch.arange(keys.shape[1]) > (begin + at)[:, None]
+    outputs = (queries @ keys.mT).masked_fill(later, -torch.inf).softmax(dim=2) @ values
+    slopes, past = slopes[at].transpose(0, 1), values[:, :begin]
+    dots = slopes @ past.mT - (slopes * outputs).sum(dim=2, keepdim=True)
+    size = slopes.norm(dim=2, keepdim=True).clamp_min(1e-30)
+    own = dots / (size * torch.cdist(outputs, past)).clamp_min(1e-30)
+    middle = (past[:, 1:] + past[:, :-1]) / 2
+    both = -(dots[..., 1:] + dots[..., :-1]) / (2 * size * torch.cdist(outputs, middle))
+    return own, both
 
 
 def compress_by_gradients(
