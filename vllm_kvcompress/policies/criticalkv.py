@@ -1,4 +1,4 @@
-"""Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective,
+"""CriticalKV: Optimizing KV Cache Eviction from an Output Perturbation Perspective,
 arXiv 2502.03805."""
 
 from dataclasses import dataclass, replace

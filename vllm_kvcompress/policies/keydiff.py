@@ -15,7 +15,8 @@ from vllm_kvcompress.policies.parts.selection import Protection
 class KeyDiff(Policy):
     """Keeps keys unlike the average key; needs no queries.
 
-    The paper's ablation finds products and distances worse than cosines.
+    The anchor is the mean of normalised keys, as in the paper's appendix G; its section 3.2 has
+    that of raw keys (`mean_raw`). Its ablation finds products and distances worse than cosines.
     """
 
     name = "keydiff"

@@ -21,6 +21,8 @@ from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.merging.asymkv import AsymKV
 
+_EXACT = "donot_use_mm_for_euclid_dist"
+
 
 class GradientModel(MaskedModel):
     """A model whose loss can be derived by cached keys and attention outputs."""
@@ -104,9 +106,13 @@ def pair_cosines(layer: DenseLayer, slopes: Tensor, stride: int = 8) -> tuple[Te
     slopes, past = slopes[at].transpose(0, 1), values[:, :begin]
     dots = slopes @ past.mT - (slopes * outputs).sum(dim=2, keepdim=True)
     size = slopes.norm(dim=2, keepdim=True).clamp_min(1e-30)
-    own = dots / (size * torch.cdist(outputs, past)).clamp_min(1e-30)
     middle = (past[:, 1:] + past[:, :-1]) / 2
-    both = -(dots[..., 1:] + dots[..., :-1]) / (2 * size * torch.cdist(outputs, middle))
+    far = [torch.cdist(outputs, x, compute_mode=_EXACT) for x in (past, middle)]
+    sums = dots, -(dots[..., 1:] + dots[..., :-1]) / 2
+    own, both = (
+        torch.where(r > 1e-6, x / (size * r).clamp_min(1e-30), 0).clamp(-1, 1)
+        for x, r in zip(sums, far, strict=True)
+    )
     return own, both
 
 
