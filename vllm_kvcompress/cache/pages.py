@@ -17,7 +17,7 @@ stored: they stay in their layer, and nothing is rounded twice.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.cache.page_numbers import PageNumbers
 from vllm_kvcompress.cache.page_order import Packing
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.kv_view import KVView
@@ -301,6 +302,7 @@ class PackedKV(KVView):
         layer: layer of the heads.
         page_table: [H, width] int64 full pages; arbitrary behind a head's last one.
         partial: [H, 0 or 1] int64 pages of the partial last block.
+        numbers: numbers of tokens that earlier events have computed; None: nothing is remembered.
     """
 
     lengths: Tensor
@@ -310,6 +312,7 @@ class PackedKV(KVView):
     page_table: Tensor
     partial: Tensor
     shorter: Tensor | None = None
+    numbers: PageNumbers | None = None
 
     @property
     def capacity(self) -> int:
@@ -323,6 +326,19 @@ class PackedKV(KVView):
         table = self.partial if tail else self.page_table
         rows = self.pool.read(table, self.layer, which).flatten(1, 2)
         return rows[:, : self.num_tail] if tail else rows
+
+    def per_entry(self, compute: Callable[[KVView], Tensor]) -> Tensor:
+        if self.numbers is None:
+            return compute(self)
+        size = self.pool.block_size
+
+        def behind(first: int) -> Tensor:
+            lengths = (self.lengths - first * size).clamp_min(0)
+            table = self.page_table[:, first:]
+            pages = PackedKV(lengths, 0, self.pool, self.layer, table, self.partial[:, :0])
+            return compute(pages)
+
+        return self.numbers.read(self.page_table, self.lengths // size, behind)
 
 
 def flat_pages(layer_caches: list[Tensor]) -> tuple[Tensor, int, list[int]]:

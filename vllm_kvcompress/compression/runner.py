@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from vllm_kvcompress.cache.page_numbers import PageNumbers
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import KEYS, VALUES, InterleavedPagePool
 from vllm_kvcompress.cache.policy_state import PolicyState, StateNumbers
@@ -26,7 +27,6 @@ from vllm_kvcompress.compression.observer import EventObserver
 from vllm_kvcompress.compression.repetitions import Repetitions
 from vllm_kvcompress.compression.stopwatch import Stopwatch, running
 from vllm_kvcompress.compression.view import EventViews, Sources
-from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.common.transfers import Download, upload
 from vllm_kvcompress.kernels.compaction import compact_pages
 from vllm_kvcompress.policies import Pipeline
@@ -42,6 +42,7 @@ class EventRunner:
         pipelines: policies that requests may use, by name.
         policy_state: state that policies keep for requests beside their tokens.
         repetitions: scores of requests that prepare contexts.
+        numbers: numbers of tokens that events have computed; None off the CPU.
         observer: a measuring tool; None while requests are served.
         max_tokens: padded tokens of a batch.
         layers_alike: whether layers share the softmax scale and the rotation of keys, so that a
@@ -68,7 +69,10 @@ class EventRunner:
         self.observer: EventObserver | None = None
         self.policy_state = PolicyState(tables)
         self.repetitions = Repetitions(self.pool)
-        self._views = EventViews(self.policy_state, windows, self.weights)
+        self.numbers = None
+        if self.pool.device.type == "cpu":  # a GPU computes them faster than it finds memory
+            self.numbers = PageNumbers(len(self.pool.pages), self.pool.block_size)
+        self._views = EventViews(self.policy_state, windows, self.weights, self.numbers)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -98,6 +102,9 @@ class EventRunner:
         )
         if state_pages:
             self.policy_state.blocks.update(plan.fresh_block_ids)
+        fresh_pages = pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device))
+        if self.numbers is not None:
+            self.numbers.forget(fresh_pages)
         num_tail = plan.num_partial_tokens(pool.block_size)
         partial = 1 if num_tail else 0
         num_before = int(tables.tails.max_kept[slot]) if plan.resident_blocks else 0
@@ -109,7 +116,7 @@ class EventRunner:
             slot=slot,
             pipeline=pipeline,
             blocks=block_row[plan.first_block : plan.end_block + partial].to(torch.int64),
-            fresh_pages=pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device)),
+            fresh_pages=fresh_pages,
             layer_pages=layer_pages,
             stopwatch=Stopwatch(pool.device),
             num_body=num_before + plan.end_block - plan.first_block,
@@ -117,6 +124,12 @@ class EventRunner:
             state_pages=state_pages,
             layer_starts=starts,
         )
+
+    def forget_blocks(self, block_ids: Iterable[int]) -> None:
+        """Forgets what was computed of blocks that are written to."""
+        blocks = list(block_ids)
+        if blocks and self.numbers is not None:
+            self.numbers.forget(self.pool.fresh_pages(upload(blocks, self.pool.device)))
 
     def _layer_pages(
         self, allocator: Allocator, plan: EventPlan, pages_before: list[int], reserved: int
@@ -253,10 +266,9 @@ class EventRunner:
             return
         heads = selection.heads(size)
         keys, values = merged.keys, merged.values
-        if not isinstance(view.kv, PagedKV) and pool.quantization is None:  # gathered already
-            keys = view.kv.keys() if keys is None else keys
-            if values is None and pipeline.needs.any_values:
-                values = view.kv.values()
+        if pool.quantization is None:
+            keys = view.kv.gathered(KEYS) if keys is None else keys
+            values = view.kv.gathered(VALUES) if values is None else values
 
         def kept_rows(rows: Tensor | None, which: int) -> Tensor:
             if rows is None:

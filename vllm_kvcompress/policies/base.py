@@ -185,11 +185,6 @@ class Needs:
         fewest = self.window_size if self.min_window is None else self.min_window
         return min(fewest, self.window_size)
 
-    @property
-    def any_values(self) -> bool:
-        """Whether values have to be read."""
-        return self.values or self.output_weight or self.output_gram
-
 
 @dataclass(frozen=True)
 class Merged(EntryState):

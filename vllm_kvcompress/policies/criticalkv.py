@@ -2,6 +2,7 @@
 arXiv 2502.03805."""
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -119,4 +120,6 @@ class CriticalKV(Modifier, Selector):
             return value_norms_l1(view.kv, view.output_weight, wanted)
         assert view.output_gram is not None
         gram = view.output_gram.unflatten(0, (len(view.layers) * view.heads_per_request, -1))
-        return value_norms_l2(view.kv, gram)
+        if self.weights == "exact":  # of one query head of each group
+            return value_norms_l2(view.kv, gram)
+        return view.kv.per_entry(partial(value_norms_l2, output_gram=gram))

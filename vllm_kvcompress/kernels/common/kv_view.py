@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -90,6 +91,18 @@ class KVView(ABC):
         """[heads, n, D] keys (0) or values (1) of some heads, zeros behind the lengths."""
         rows = self._gathered(which)[heads]
         return rows if self._unpadded else finite(rows, self.valid[heads])
+
+    def gathered(self, which: int) -> Tensor | None:
+        """[H, n, D] keys (0) or values (1) if an operator has asked for them, else None."""
+        rows: Tensor | None = vars(self).get(f"_gathered {which} False")
+        return rows
+
+    def per_entry(self, compute: Callable[[KVView], Tensor]) -> Tensor:
+        """[H, n] fp32 numbers that `compute` gives for a view, each from one key or value alone.
+
+        Views may remember the numbers of their pages, so a cache group computes only one kind.
+        """
+        return compute(self)
 
     @cached_property
     def _unpadded(self) -> bool:

@@ -300,6 +300,8 @@ class WorkerCompression:
                 quantization.set_scales(compat.cache_scales(layers))
             for number, layer in enumerate(layers):
                 group.runner.weights[number] = layer_weights(layer, model, needs)
+            if group.runner.numbers is not None:
+                group.runner.numbers.forget_all()
 
     def output_weights(self, group: GroupCompression) -> list[Tensor]:
         """Returns o_proj of a group's layers, each [num_query_heads, head_size, hidden size]."""
@@ -319,6 +321,8 @@ class WorkerCompression:
         self._running = []
         self._zero_reused_state_blocks(scheduler_output)
         for group in self.groups.values():
+            written = blocks_to_write(scheduler_output, group.group, group.tables.pool.block_size)
+            group.runner.forget_blocks(written)
             group.copy(plan)
         if self.checks is not None:
             pools = [group.tables.pool for group in self.groups.values()]
@@ -427,6 +431,16 @@ def new_block_ids(scheduler_output: SchedulerOutput) -> set[int]:
     given = [request.block_ids for request in scheduler_output.scheduled_new_reqs]
     given += filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids)
     return {block_id for groups in given for group in groups for block_id in group}
+
+
+def blocks_to_write(
+    scheduler_output: SchedulerOutput, group: int, block_size: int
+) -> Iterator[int]:
+    """Yields a cache group's blocks that requests were given in this step to write tokens to."""
+    for request in scheduler_output.scheduled_new_reqs:
+        yield from request.block_ids[group][request.num_computed_tokens // block_size :]
+    for given in filter(None, scheduler_output.scheduled_cached_reqs.new_block_ids):
+        yield from given[group]
 
 
 def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
