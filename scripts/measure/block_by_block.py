@@ -10,7 +10,6 @@ here. Runs go on where they stopped.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from offline.blockwise import BlockwiseModel
 from offline.dense import BLOCK_SIZE
+from offline.rows import append_rows, read_rows
 from vllm_kvcompress.config import NO_POLICY, Settings
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.tools.evaluation.items import load_texts
@@ -83,8 +83,7 @@ def main() -> None:
 
     tokenizer, model = load_tokenizer(options.model), BlockwiseModel(options.model)
     items = load_texts("text", [options.length], options.continuation, options.texts, options.seed)
-    lines = options.out.read_text().splitlines() if options.out.exists() else []
-    rows = [json.loads(line) for line in lines]
+    rows = read_rows(options.out)
     done = {(row["item"], row["policy"], row["trigger"]) for row in rows}
     settings = [(NO_POLICY, "prompt")]
     settings += [(policy, trigger) for trigger in TRIGGERS for policy in options.policies]
@@ -100,8 +99,7 @@ def main() -> None:
             row |= {"trigger": trigger}
             row["nats"] = nats(model, tokens, len(context), policy, trigger, options.budget)
             rows.append(row)
-            with options.out.open("a") as output:
-                output.write(json.dumps(row) + "\n")
+            append_rows(options.out, [row])
     print("\n".join(table(rows, options.policies)))
 
 

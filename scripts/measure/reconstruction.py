@@ -13,7 +13,6 @@ Then the question is asked of what is kept, beside `leverage` and `spans`.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from offline.dense import DenseLayer, Kept
 from offline.masked import MaskedModel
+from offline.rows import append_rows, read_rows
 from stand_in import NEEDLES, keeps
 from vllm_kvcompress.policies.base import Merged
 from vllm_kvcompress.tools.evaluation.item import Item
@@ -154,12 +154,10 @@ def main() -> None:
     items = [item for task in NEEDLES for item in generate(f"ruler/{task}", *settings)]
     # From task to task, so that a run that is stopped has some of each.
     items = [items[i] for i in sorted(range(len(items)), key=lambda i: i % options.needles)]
-    done = options.out.read_text().splitlines() if options.out.exists() else []
-    rows = [json.loads(line) for line in done]
+    rows = read_rows(options.out)
     for item in tqdm(items[len(rows) :], unit="needle"):
         rows.append(row_of(model, tokenizer, item, options.budgets))
-        with options.out.open("a") as output:
-            output.write(json.dumps(rows[-1]) + "\n")
+        append_rows(options.out, rows[-1:])
     able = [row for row in rows if row["full"]]
     for name, value in rows[0].items():
         if isinstance(value, bool):

@@ -14,7 +14,6 @@ bfloat16.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -25,6 +24,7 @@ import torch
 
 from offline.dense import DenseLayer, Kept, compress
 from offline.masked import MaskedModel, Reading
+from offline.rows import append_rows, read_rows
 from vllm_kvcompress.options import assignment
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.scheduling.read_rule import ReadRule
@@ -267,8 +267,7 @@ def main() -> None:
     if isinstance(model, Fp8Model):
         model.cuts = options.fp8 == "cut"
     setups = [FULL, *options.setups]
-    lines = options.out.read_text().splitlines() if options.out.exists() else []
-    rows = [json.loads(line) for line in lines]
+    rows = read_rows(options.out)
     done = {(row["item"], row["setup"]) for row in rows}
     for number, item in enumerate(tqdm(items_of(options, tokenizer), unit="item")):
         missing = [setup for setup in setups if (number, setup) not in done]
@@ -276,8 +275,7 @@ def main() -> None:
             continue
         new = [{"item": number, **row} for row in rows_of(model, tokenizer, item, missing)]
         rows += new
-        with options.out.open("a") as output:
-            output.writelines(json.dumps(row) + "\n" for row in new)
+        append_rows(options.out, new)
     print("\n".join(table(rows, options.setups)))
     if options.plot:
         plot(rows, options.setups, options.plot)

@@ -9,7 +9,6 @@ the last tokens gives the loss for gradients, and the queries that the others ob
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 from claims import rank_correlation
 from offline.dense import DenseLayer, Kept, compress
 from offline.gradients import GradientModel, compress_by_gradients, pair_cosines, saved_bytes
+from offline.rows import append_rows, read_rows
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.items import load_texts
@@ -121,12 +121,10 @@ def main() -> None:
     tokenizer = load_tokenizer(options.model)
     model = GradientModel(options.model, getattr(torch, fast_dtype()))
     items = load_texts("text", [options.length], options.continuation, options.texts, options.seed)
-    lines = options.out.read_text().splitlines() if options.out.exists() else []
-    rows = [json.loads(line) for line in lines]
+    rows = read_rows(options.out)
     for item in tqdm(items[len(rows) :], unit="text"):
         rows.append(measure(model, *split_prompt(tokenizer, item), options.budgets))
-        with options.out.open("a") as output:
-            output.write(json.dumps(rows[-1]) + "\n")
+        append_rows(options.out, rows[-1:])
     print_table(rows, options.budgets)
 
 

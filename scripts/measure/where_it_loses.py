@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from offline.dense import DenseLayer, Kept
 from offline.masked import MaskedModel
+from offline.rows import append_rows, read_rows
 from stand_in import keeps
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.items import load_texts
@@ -140,8 +140,7 @@ def main() -> None:
 
     tokenizer = load_tokenizer(options.model)
     model = MaskedModel(options.model, getattr(torch, fast_dtype()))
-    lines = options.out.read_text().splitlines() if options.out.exists() else []
-    rows = [json.loads(line) for line in lines]
+    rows = read_rows(options.out)
     done = {row["item"] for row in rows}
     items = load_texts("text", [options.length], options.continuation, options.texts, options.seed)
     for number, item in enumerate(tqdm(items, unit="text")):
@@ -152,8 +151,7 @@ def main() -> None:
             {"item": number, "task": item.task, **row} for row in rows_of(model, tokens, options)
         ]
         rows += new
-        with options.out.open("a") as output:
-            output.writelines(json.dumps(row) + "\n" for row in new)
+        append_rows(options.out, new)
     print("\n".join(table(rows)))
 
 
