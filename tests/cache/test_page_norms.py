@@ -1,4 +1,4 @@
-"""Numbers remembered by page are those of the tokens that lie there now."""
+"""Norms remembered by page are those of the values that lie there now."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vllm_kvcompress.cache.page_numbers import PageNumbers
+from vllm_kvcompress.cache.page_norms import PageNorms
 
 NUM_PAGES, BLOCK_SIZE, WIDTH = 12, 2, 4
 
@@ -17,8 +17,8 @@ actions = st.lists(st.one_of(st.tuples(st.just("write"), pages), st.tuples(st.ju
 
 
 @given(actions)
-def test_numbers_are_those_of_the_last_write(todo: list[tuple[str, list]]) -> None:
-    remembered = PageNumbers(NUM_PAGES, BLOCK_SIZE)
+def test_norms_are_those_of_the_last_write(todo: list[tuple[str, list]]) -> None:
+    remembered = PageNorms(NUM_PAGES, BLOCK_SIZE)
     written = [[float(page), page + 0.5] for page in range(NUM_PAGES)]
     for time, (action, what) in enumerate(todo):
         if action == "write":
@@ -44,7 +44,7 @@ def test_numbers_are_those_of_the_last_write(todo: list[tuple[str, list]]) -> No
 
 
 def test_known_pages_are_not_computed_again() -> None:
-    remembered = PageNumbers(NUM_PAGES, BLOCK_SIZE)
+    remembered = PageNorms(NUM_PAGES, BLOCK_SIZE)
     table, counts, asked = torch.tensor([[3, 5, 7]]), torch.tensor([3]), []
 
     def compute(first: int) -> Tensor:

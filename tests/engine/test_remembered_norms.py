@@ -18,7 +18,7 @@ def compare_norms(report: dict[str, Any]) -> None:
     from vllm_kvcompress.cache.pages import PackedKV
 
     report["norms"] = {"remembered": 0, "computed": 0, "wrong": 0}
-    per_entry = PackedKV.per_entry
+    projected_norms = PackedKV.projected_norms
 
     def compared(self: Any, compute: Any) -> Any:
         def counted(view: Any) -> Any:
@@ -26,14 +26,14 @@ def compare_norms(report: dict[str, Any]) -> None:
             return compute(view)
 
         counted_before = report["norms"]["computed"]
-        norms = per_entry(self, counted)
+        norms = projected_norms(self, counted)
         computed = report["norms"]["computed"] - counted_before
         report["norms"]["remembered"] += self.capacity - computed
         wrong = (norms - compute(self)).abs() > 1e-5 * norms.abs()
         report["norms"]["wrong"] += int((wrong & self.valid).sum())
         return norms
 
-    PackedKV.per_entry = compared
+    PackedKV.projected_norms = compared
 
 
 def conversations(number: int, turns: int) -> list[list[dict[str, Any]]]:
@@ -51,8 +51,13 @@ def conversations(number: int, turns: int) -> list[list[dict[str, Any]]]:
 
 @pytest.mark.parametrize(
     ("blocks", "settings"),
-    [(400, {}), (70, {}), (400, {"trigger": "chunk:256"})],
-    ids=["room for all", "blocks are given again", "chunks"],
+    [
+        (400, {}),
+        (70, {}),
+        (400, {"trigger": "chunk:256"}),
+        (70, {"reuse_conversations": "reuse"}),
+    ],
+    ids=["room for all", "blocks are given again", "chunks", "conversations go on"],
 )
 def test_norms_of_a_turn_are_those_of_its_pages(
     llama: str, run_engine: Run, blocks: int, settings: dict[str, Any]
@@ -69,3 +74,20 @@ def test_norms_of_a_turn_are_those_of_its_pages(
     assert report["norms"]["computed"] > 0
     if blocks == 400 and not settings:
         assert report["norms"]["remembered"] > report["norms"]["computed"]
+
+
+def test_norms_are_computed_again_after_the_weights_changed(llama: str, run_engine: Run) -> None:
+    reports = [
+        run_engine(
+            llama,
+            conversations(number=2, turns=3),
+            settings=CRITICALKV,
+            probes=[PROBE],
+            calls=calls,
+        )
+        for calls in ([], [(2, "refresh_weights", {})])
+    ]
+    once, again = (report["norms"] for report in reports)
+    history = again["computed"] - once["computed"]
+    assert history == once["remembered"] - again["remembered"] > 0
+    assert again["wrong"] == 0

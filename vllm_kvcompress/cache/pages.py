@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.cache.page_numbers import PageNumbers
+from vllm_kvcompress.cache.page_norms import PageNorms
 from vllm_kvcompress.cache.page_order import Packing
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.kv_view import KVView
@@ -302,7 +302,7 @@ class PackedKV(KVView):
         layer: layer of the heads.
         page_table: [H, width] int64 full pages; arbitrary behind a head's last one.
         partial: [H, 0 or 1] int64 pages of the partial last block.
-        numbers: numbers of tokens that earlier events have computed; None: nothing is remembered.
+        norms: norms of values that earlier events have computed; None: nothing is remembered.
     """
 
     lengths: Tensor
@@ -312,7 +312,7 @@ class PackedKV(KVView):
     page_table: Tensor
     partial: Tensor
     shorter: Tensor | None = None
-    numbers: PageNumbers | None = None
+    norms: PageNorms | None = None
 
     @property
     def capacity(self) -> int:
@@ -327,8 +327,8 @@ class PackedKV(KVView):
         rows = self.pool.read(table, self.layer, which).flatten(1, 2)
         return rows[:, : self.num_tail] if tail else rows
 
-    def per_entry(self, compute: Callable[[KVView], Tensor]) -> Tensor:
-        if self.numbers is None:
+    def projected_norms(self, compute: Callable[[KVView], Tensor]) -> Tensor:
+        if self.norms is None:
             return compute(self)
         size = self.pool.block_size
 
@@ -338,7 +338,7 @@ class PackedKV(KVView):
             pages = PackedKV(lengths, 0, self.pool, self.layer, table, self.partial[:, :0])
             return compute(pages)
 
-        return self.numbers.read(self.page_table, self.lengths // size, behind)
+        return self.norms.read(self.page_table, self.lengths // size, behind)
 
 
 def flat_pages(layer_caches: list[Tensor]) -> tuple[Tensor, int, list[int]]:

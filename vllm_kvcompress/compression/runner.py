@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.cache.page_numbers import PageNumbers
+from vllm_kvcompress.cache.page_norms import PageNorms
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import KEYS, VALUES, InterleavedPagePool
 from vllm_kvcompress.cache.policy_state import PolicyState, StateNumbers
@@ -42,7 +42,8 @@ class EventRunner:
         pipelines: policies that requests may use, by name.
         policy_state: state that policies keep for requests beside their tokens.
         repetitions: scores of requests that prepare contexts.
-        numbers: numbers of tokens that events have computed; None off the CPU.
+        norms: norms of values that events have computed; None where no policy reads them, and on
+            GPUs, which compute them faster than they have memory for them.
         observer: a measuring tool; None while requests are served.
         max_tokens: padded tokens of a batch.
         layers_alike: whether layers share the softmax scale and the rotation of keys, so that a
@@ -69,10 +70,11 @@ class EventRunner:
         self.observer: EventObserver | None = None
         self.policy_state = PolicyState(tables)
         self.repetitions = Repetitions(self.pool)
-        self.numbers = None
-        if self.pool.device.type == "cpu":  # a GPU computes them faster than it finds memory
-            self.numbers = PageNumbers(len(self.pool.pages), self.pool.block_size)
-        self._views = EventViews(self.policy_state, windows, self.weights, self.numbers)
+        self.norms: PageNorms | None = None
+        reads_norms = any(pipeline.needs.output_gram for pipeline in pipelines.values())
+        if reads_norms and self.pool.device.type == "cpu":
+            self.norms = PageNorms(len(self.pool.pages), self.pool.block_size)
+        self._views = EventViews(self.policy_state, windows, self.weights, self.norms)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -103,8 +105,8 @@ class EventRunner:
         if state_pages:
             self.policy_state.blocks.update(plan.fresh_block_ids)
         fresh_pages = pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device))
-        if self.numbers is not None:
-            self.numbers.forget(fresh_pages)
+        if self.norms is not None:
+            self.norms.forget(fresh_pages)
         num_tail = plan.num_partial_tokens(pool.block_size)
         partial = 1 if num_tail else 0
         num_before = int(tables.tails.max_kept[slot]) if plan.resident_blocks else 0
@@ -126,10 +128,9 @@ class EventRunner:
         )
 
     def forget_blocks(self, block_ids: Iterable[int]) -> None:
-        """Forgets what was computed of blocks that are written to."""
-        blocks = list(block_ids)
-        if blocks and self.numbers is not None:
-            self.numbers.forget(self.pool.fresh_pages(upload(blocks, self.pool.device)))
+        """Forgets the norms of values in blocks that are written to."""
+        if self.norms is not None and (blocks := list(block_ids)):
+            self.norms.forget(self.pool.fresh_pages(upload(blocks, self.pool.device)))
 
     def _layer_pages(
         self, allocator: Allocator, plan: EventPlan, pages_before: list[int], reserved: int

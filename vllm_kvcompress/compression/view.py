@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.cache.page_numbers import PageNumbers
+from vllm_kvcompress.cache.page_norms import PageNorms
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedKV
 from vllm_kvcompress.cache.policy_state import PolicyState
 from vllm_kvcompress.cache.query_windows import Windows
@@ -50,14 +50,14 @@ class EventViews:
         policy_state: PolicyState,
         windows: Windows,
         weights: Sequence[LayerWeights],
-        numbers: PageNumbers | None = None,
+        norms: PageNorms | None = None,
     ) -> None:
         self.policy_state = policy_state
         self.tables = policy_state.tables
         self.pool = policy_state.pool
         self.windows = windows
         self.weights = weights
-        self.numbers = numbers
+        self.norms = norms
 
     def sources(self, batch: EventBatch, layers: range) -> Sources:
         """Returns the pages of the given layers that the batch reads."""
@@ -119,8 +119,8 @@ class EventViews:
             all_lengths = lengths + (num_tail if shorter is None else shorter)
             entries = pool.read_entries(sources.table, all_lengths, layer)
             return PagedKV(lengths, num_tail, entries, sources.num_body, shorter)
-        partial, numbers = sources.partial, self.numbers
-        return PackedKV(lengths, num_tail, pool, layer, sources.body, partial, shorter, numbers)
+        partial, norms = sources.partial, self.norms
+        return PackedKV(lengths, num_tail, pool, layer, sources.body, partial, shorter, norms)
 
     def _state(self, batch: EventBatch, layers: range) -> Tensor | None:
         """Returns the [H, s] policy state of heads after the previous event, if there was one."""

@@ -122,4 +122,4 @@ class CriticalKV(Modifier, Selector):
         gram = view.output_gram.unflatten(0, (len(view.layers) * view.heads_per_request, -1))
         if self.weights == "exact":  # of one query head of each group
             return value_norms_l2(view.kv, gram)
-        return view.kv.per_entry(partial(value_norms_l2, output_gram=gram))
+        return view.kv.projected_norms(partial(value_norms_l2, output_gram=gram))

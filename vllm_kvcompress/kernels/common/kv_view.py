@@ -97,10 +97,12 @@ class KVView(ABC):
         rows: Tensor | None = vars(self).get(f"_gathered {which} False")
         return rows
 
-    def per_entry(self, compute: Callable[[KVView], Tensor]) -> Tensor:
-        """[H, n] fp32 numbers that `compute` gives for a view, each from one key or value alone.
+    def projected_norms(self, compute: Callable[[KVView], Tensor]) -> Tensor:
+        """[H, n] fp32 norms of values after the output projection, L2, mean over the group.
 
-        Views may remember the numbers of their pages, so a cache group computes only one kind.
+        Args:
+            compute: returns them for a view: `value_norms_l2` with the layer's Gram matrices. A
+                view may ask for some of its pages only, and remember the others from earlier.
         """
         return compute(self)
 

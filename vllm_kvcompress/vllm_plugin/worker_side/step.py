@@ -113,7 +113,6 @@ class GroupCompression:
         copies = [each.copied for each in adoptions if each.copied is not None]
         if copies:
             self.tables.pool.copy_blocks(copies)
-            self.runner.forget_blocks(target for _, target in copies)
 
     def begin_requests(self, plan: StepPlan) -> None:
         """Takes the ring buffers and saved states of requests that are new in the step."""

@@ -300,8 +300,8 @@ class WorkerCompression:
                 quantization.set_scales(compat.cache_scales(layers))
             for number, layer in enumerate(layers):
                 group.runner.weights[number] = layer_weights(layer, model, needs)
-            if group.runner.numbers is not None:
-                group.runner.numbers.forget_all()
+            if group.runner.norms is not None:
+                group.runner.norms.forget_all()
 
     def output_weights(self, group: GroupCompression) -> list[Tensor]:
         """Returns o_proj of a group's layers, each [num_query_heads, head_size, hidden size]."""
