@@ -18,11 +18,11 @@ work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
 cp "$root/docs/lm_eval/kvcompress_words.yaml" "$work"
 cd "$work"
-"$root/.venv/bin/python" - >kvcompress_words.jsonl <<'PY'
+PYTHONPATH="$root/scripts/release" "$root/.venv/bin/python" - >kvcompress_words.jsonl <<'PY'
 import dataclasses
 import json
 
-from vllm_kvcompress.tools.reference.tasks import generate_sample
+from training.tasks import generate_sample
 
 for family in ("single", "multikey"):
     for number in range(10):

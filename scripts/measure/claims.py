@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_parts import relative_error
 from claim_parts.criticalkv import alphas, assumption, budgets, criticalkv, hidden, table9
 from claim_parts.look import Look, pipeline_of
 from claim_parts.momentkv import equations, expansion, momentkv, remainders
 from offline.masked import MaskedModel
 from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
 from vllm_kvcompress.policies.parts.mass import observed_mass
-from vllm_kvcompress.tools.evaluation.attention_parts import relative_error
 from vllm_kvcompress.tools.evaluation.item import Item
 from vllm_kvcompress.tools.evaluation.items import load_texts
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_prompt

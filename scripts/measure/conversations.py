@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "release"))
+
+from training import tasks
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation import ruler
-from vllm_kvcompress.tools.reference import tasks
 
 LATE = (2, 4, 8)  # turns that may ask for what the first one said
 PER_TURN = 2  # such questions, the same in every one

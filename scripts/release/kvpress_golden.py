@@ -89,8 +89,8 @@ def prompt_of(name: str) -> Tensor:
         generator = torch.Generator().manual_seed(1)
         return torch.randint(4, 256, (1, NUM_TOKENS), generator=generator)
     sys.path.insert(0, str(ROOT))
+    from training.tasks import generate_sample
     from training.tokenizer import ANSWER, BOS, encode
-    from vllm_kvcompress.tools.reference.tasks import generate_sample
 
     sample = generate_sample("multikey", NUM_TOKENS - 4, seed=1)
     return torch.tensor([[BOS, *encode(f"{sample.context} {sample.question}".split()), ANSWER]])

@@ -18,7 +18,7 @@ from tests.cli.server_process import OUR_SERVE, ROOT
 from tests.cli.test_engine_death import SECONDS, nothing_left_of
 
 MODEL = str(ROOT / "models" / "reference")
-EVAL = ("eval", MODEL, "--tasks", "words/multikey", "--samples", "1")
+EVAL = ("eval", MODEL, "--tasks", "ruler/vt", "--samples", "1")
 BENCH = ("bench", "--scenario", "off", "--shape", "layers=1,hidden=64,heads=2,kv_heads=2")
 PROFILE = ("profile", MODEL, "--kind", "headkv", "--length", "2048", "--samples", "1000")
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from training.evaluate import HELD_OUT_SEED
+from training.tasks import FAMILIES, Sample, generate_sample
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.metrics import contains_all
-from vllm_kvcompress.tools.reference.tasks import FAMILIES, Sample, generate_sample
 
 MODEL = ROOT / "models" / "reference"
 QUESTIONS = 10  # of each family

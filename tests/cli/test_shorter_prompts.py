@@ -14,8 +14,8 @@ from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from tests.cli.test_status_page import declared_plugins
 from tests.prompts.trained import FAMILIES, train
 from training.evaluate import HELD_OUT_SEED
+from training.tasks import NOISE, Sample, generate_sample
 from vllm_kvcompress.tools.evaluation.metrics import contains_all
-from vllm_kvcompress.tools.reference.tasks import NOISE, Sample, generate_sample
 
 KEY = "a key of this test"
 NUM_WORDS = 600  # of a context, more than a chunk; at most 256 of them are facts

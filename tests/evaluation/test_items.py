@@ -14,7 +14,6 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation.item import Item
 from vllm_kvcompress.tools.evaluation.items import generate, load
 from vllm_kvcompress.tools.evaluation.prompts import split_prompt
-from vllm_kvcompress.tools.reference.tasks import FAMILIES
 
 
 def item(context: str, question: str, max_tokens: int = 8, **more: Any) -> Item:
@@ -30,26 +29,27 @@ def item(context: str, question: str, max_tokens: int = 8, **more: Any) -> Item:
     )
 
 
+def num_words(text: str) -> int:
+    return len(text.split())
+
+
 def test_built_in_questions_follow_from_the_seed() -> None:
-    items = generate("words", [64, 128], 2, seed=5)
-    assert items == generate("words", [64, 128], 2, seed=5)
-    assert items != generate("words", [64, 128], 2, seed=6)
-    assert [item.task for item in items] == [f"words/{f}" for f in FAMILIES for _ in range(4)]
-    assert [item.length for item in items[:4]] == [64, 64, 128, 128]
-    assert generate("words/single", [64], 2, seed=5) == items[:2]
+    items = generate("ruler/vt", [200, 300], 2, 5, num_words)
+    assert items == generate("ruler/vt", [200, 300], 2, 5, num_words)
+    assert items != generate("ruler/vt", [200, 300], 2, 6, num_words)
+    assert [item.task for item in items] == ["ruler/vt"] * 4
+    assert [item.length for item in items] == [200, 200, 300, 300]
 
 
-@pytest.mark.parametrize("task", ["wrods", "words/none", "single", "ruler/single"])
+@pytest.mark.parametrize("task", ["rluer", "ruler/none", "vt", "text/vt"])
 def test_unknown_tasks_are_refused_with_the_known_ones(task: str) -> None:
-    with pytest.raises(
-        ConfigError, match=r"no such task; known are words, words/single.* ruler, ruler/"
-    ):
-        generate(task, [64], 1, seed=0)
+    with pytest.raises(ConfigError, match=r"no such task; known are ruler, ruler/niah.* text, "):
+        generate(task, [64], 1, 0, num_words)
 
 
 def test_too_short_contexts_are_refused() -> None:
-    with pytest.raises(ConfigError, match="expected at least 64, got 10"):
-        generate("words", [10], 1, seed=0)
+    with pytest.raises(ConfigError, match=r"--lengths 10: too short for ruler/vt"):
+        generate("ruler/vt", [10], 1, 0, num_words)
 
 
 def test_own_questions(tmp_path: Path) -> None:

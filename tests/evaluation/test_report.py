@@ -49,8 +49,6 @@ def answers() -> list[dict[str, Any]]:
                         "first_token_seconds": 0.01,
                         "token_seconds": 0.001,
                         "kept_tokens": [] if kept == 1 else [[8, 16], [4, 20]],
-                        "attention_error": [] if kept == 1 else [[0.5, 0.0], [kept, kept]],
-                        "attention_mass": [] if kept == 1 else [[kept, kept], [1.0, 1.0]],
                     }
                 )
     return found
@@ -90,17 +88,13 @@ def test_rows_sum_up_what_was_answered() -> None:
     assert half["agreement"] == pytest.approx(0.75)
     assert half["kept"] == 0.5
     assert half["kept_tokens"] == [[8, 16], [4, 20]]
-    assert half["head_errors"] == [[0.5, 0.0], [0.5, 0.5]]
-    assert half["attention_error"] == pytest.approx(0.375)
-    assert half["attention_mass"] == pytest.approx(0.75)
     assert half["depths"] == {"100": [0.5, 0, 1, 0, 1]}
     assert rows[FULL, AWARE]["agreement"] == 1
     line = next(line for line in text_table(list(rows.values())).splitlines() if "0.5" in line)
     table = markdown_table(list(rows.values())).splitlines()
-    assert table[2] == "| `full` | 100.0% " + "| 100.0% | 100.0% | - | - " * 2 + "|"
-    lost = "| 75.0% | 37.5% |"
-    assert table[4] == f"| `snapkv@0.5` | 50.0% | 100.0% | 100.0% {lost} 50.0% | 75.0% {lost}"
-    shares = ["100.0%", "100.0%", "75.0%", "37.5%"]
+    assert table[2] == "| `full` | 100.0% " + "| 100.0% | 100.0% " * 2 + "|"
+    assert table[4] == "| `snapkv@0.5` | 50.0% | 100.0% | 100.0% | 50.0% | 75.0% |"
+    shares = ["100.0%", "100.0%"]
     cells = ["snapkv@0.5", AWARE, "50.0%", "1.50 MiB", *shares, "10.0 ms", "1.0 ms"]
     assert re.split("  +", line) == cells
 
@@ -112,7 +106,7 @@ def test_the_page_needs_nothing_else(page: str) -> None:
     assert "my &lt;model&gt;" in page
     assert "a&lt;b&gt;@0.1" in page
     assert "<td>1.50 MiB</td>" in page
-    assert page.count("<svg") == 2 + 9 + 8 + 8, "panels, depths, kept tokens, errors"
+    assert page.count("<svg") == 2 + 9 + 8, "panels, depths, kept tokens"
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
@@ -141,7 +135,7 @@ def test_a_phone_shows_it_without_scrolling_sideways(page: str, tmp_path: Path) 
     fits, plots = title.group(1).split(" ")
     assert fits == "true"
     widths = [int(width) for width in plots.split(",")]
-    assert len(widths) == 2 + 9 + 8 + 8
+    assert len(widths) == 2 + 9 + 8
     assert all(PHONE * 0.8 < width <= PHONE for width in widths[:2]), "one panel under the other"
     assert all(PHONE * 0.4 < width <= PHONE / 2 for width in widths[2:]), "two maps side by side"
 

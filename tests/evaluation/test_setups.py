@@ -21,7 +21,7 @@ MODEL = str(ROOT / "models" / "reference")
 def plan_of(*more: str, model: str = MODEL) -> Any:
     parser = argparse.ArgumentParser()
     eval_command.add_options(parser)
-    asked = parser.parse_args([model, "--tasks", "words/single", "--out", "unused", *more])
+    asked = parser.parse_args([model, "--tasks", "text/tables", "--out", "unused", *more])
     return eval_command.plan_of(asked)
 
 

@@ -288,8 +288,6 @@ def predictions() -> list[dict[str, Any]]:
                     "first_token_seconds": 0.01,
                     "token_seconds": 0.0,
                     "kept_tokens": [],
-                    "attention_error": [],
-                    "attention_mass": [],
                 }
             )
     return found

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoModelForTokenClassification, BertConfig, PreTrainedTokenizerFast
 
-from vllm_kvcompress.tools.reference.tasks import NOISE, VOCABULARY, generate_sample
+from training.tasks import NOISE, VOCABULARY, generate_sample
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 FAMILIES = ("single", "multikey", "multivalue", "multiquery", "tracking")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from training.evaluate import HELD_OUT_SEED, evaluate, prompt_ids
+from training.tasks import FAMILIES, generate_sample
 from training.tokenizer import BOS, build_tokenizer
 from training.train import (
     IGNORED,
@@ -22,7 +23,6 @@ from training.train import (
     train,
 )
 from vllm_kvcompress.tools.dtypes import fast_dtype
-from vllm_kvcompress.tools.reference.tasks import FAMILIES, generate_sample
 
 STEPS = 20  # the loss falls by 0.9 in these, however slow the machine is
 SHIPPED = Path(__file__).parents[2] / "models" / "reference"

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from training.tasks import FAMILIES, Sample, generate_sample
 from vllm_kvcompress.tools.evaluation.metrics import contains_all
-from vllm_kvcompress.tools.reference.tasks import FAMILIES, Sample, generate_sample
 
 samples = st.builds(
     generate_sample, st.sampled_from(FAMILIES), st.integers(64, 700), st.integers(0, 10_000)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import claims
+from attention_parts import attend_in_parts, projected_error
 from claim_parts import criticalkv, momentkv
 from claim_parts.bounds import expansion_remainders
 from offline.dense import BLOCK_SIZE, DenseLayer, DenseModel, compress
@@ -21,7 +22,6 @@ from vllm_kvcompress.kernels.merging.moments import (
     moment_size,
 )
 from vllm_kvcompress.policies import resolve
-from vllm_kvcompress.tools.evaluation.attention_parts import attend_in_parts, projected_error
 
 NUM_TOKENS, CONTEXT = 300, 256
 

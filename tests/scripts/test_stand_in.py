@@ -15,9 +15,9 @@ import block_by_block
 import stand_in
 from offline.masked import MaskedModel
 from tests.cli.server_process import ROOT
+from training.tasks import generate_sample
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
-from vllm_kvcompress.tools.reference.tasks import generate_sample
 
 MODEL = str(ROOT / "models" / "reference")
 

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,9 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         type=_list,
         default=[],
         metavar="T,...",
-        help="ruler (RULER's 13 tasks), longbench (its 16 English tasks), words (a word-level "
-        "variant of RULER's families, for the reference model), text (how well texts that come "
-        "with Python are predicted), or single ones such as ruler/niah_single_2, longbench/qasper, "
-        "words/multikey or text/source",
+        help="ruler (RULER's 13 tasks), longbench (its 16 English tasks), text (how well texts "
+        "that come with Python are predicted), or single ones such as ruler/niah_single_2, "
+        "longbench/qasper or text/source",
     )
     asked.add_argument(
         "--data",
@@ -235,9 +235,6 @@ def items_of(arguments: argparse.Namespace) -> list[Any]:
         )
     lengths = [_count(text) for text in arguments.lengths]
     questions: list[Any] = []
-    count = None
-    if any(task.partition("/")[0] == items.RULER for task in arguments.tasks):
-        count = _token_counter(arguments.model)
     for task in arguments.tasks:
         suite, samples, seed = items.split_task(task)[0], arguments.samples, arguments.seed
         if suite == items.LONGBENCH:
@@ -245,7 +242,8 @@ def items_of(arguments: argparse.Namespace) -> list[Any]:
         elif suite == items.TEXT:
             questions += items.load_texts(task, lengths, arguments.continuation, samples, seed)
         else:
-            questions += items.generate(task, lengths, samples, seed, count)
+            count_tokens = _token_counter(arguments.model)
+            questions += items.generate(task, lengths, samples, seed, count_tokens)
     for path in arguments.data:
         if path.suffix == ".txt":
             counts = (arguments.continuation, arguments.samples)
@@ -255,6 +253,7 @@ def items_of(arguments: argparse.Namespace) -> list[Any]:
     return questions
 
 
+@cache
 def _token_counter(model: str) -> Callable[[str], int]:
     tokenizer = load_tokenizer(model)
     return lambda text: len(tokenizer(text)["input_ids"])

@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 import shlex
 import subprocess
+import sys
 import time
 import urllib.request
+from pathlib import Path
 
 from openai import OpenAI
 
-from vllm_kvcompress.tools.reference.tasks import generate_sample
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "release"))
+
+from training.tasks import generate_sample
 
 START_SECONDS = 3600  # others may be busy on this machine
 LONG_ANSWER = 1500  # tokens: some seconds

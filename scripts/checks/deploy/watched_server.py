@@ -29,11 +29,11 @@ from ask import wait_until_healthy
 from openai import OpenAI
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "release")]
 
 from tests.prompts.trained import train  # noqa: E402
+from training.tasks import generate_sample  # noqa: E402
 from vllm_kvcompress.tools.dtypes import fast_dtype  # noqa: E402
-from vllm_kvcompress.tools.reference.tasks import generate_sample  # noqa: E402
 
 OBSERVABILITY = ROOT / "deploy" / "observability"
 METRIC = re.compile(r"\b(?:kvcompress_|vllm:)[a-z0-9_]+")

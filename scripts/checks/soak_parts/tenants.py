@@ -9,8 +9,8 @@ import random
 
 from soak_parts.asks import Ask
 from soak_parts.setups import Setup
+from training.tasks import FIRST_VALUES, KEYS, NOISE, SECOND_VALUES, STOP
 from training.tokenizer import ANSWER, BOS, encode
-from vllm_kvcompress.tools.reference.tasks import FIRST_VALUES, KEYS, NOISE, SECOND_VALUES, STOP
 
 NUM_TENANTS = 2
 NUM_CONTEXTS = 8  # of each tenant, about which several of its requests ask

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.tools.evaluation.attention_parts import AttentionParts
+from attention_parts import AttentionParts
 
 
 def eviction_bound(norms: AttentionParts) -> Tensor:

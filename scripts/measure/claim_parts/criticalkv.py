@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from attention_parts import projected_error
 from claim_parts.bounds import eviction_bound
 from claim_parts.look import WINDOW, Look, pipeline_of
 from offline.dense import DenseLayer
 from offline.masked import MaskedModel
-from vllm_kvcompress.tools.evaluation.attention_parts import projected_error
 
 ALPHAS = (0.0, 0.25, 0.75)  # beside the paper's 0.5, which is the default
 BUDGETS = (0.025, 0.05, 0.1, 0.2, 0.4)

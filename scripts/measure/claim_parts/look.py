@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attention_parts import AttentionParts, attend_in_parts
 from offline.dense import DenseLayer, Kept, compress
 from vllm_kvcompress.kernels.merging.moments import corrected, unpack_moments
 from vllm_kvcompress.policies import Pipeline, resolve
-from vllm_kvcompress.tools.evaluation.attention_parts import AttentionParts, attend_in_parts
 
 QUERY_STRIDE = 8  # every eighth later query is looked at
 WINDOW = 32  # that scores come from

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from claim_parts.bounds import expansion_remainders
-from claim_parts.look import Look
-from vllm_kvcompress.kernels.merging.moments import split_moments
-from vllm_kvcompress.tools.evaluation.attention_parts import (
+from attention_parts import (
     estimate_cosine,
     gap_cosine,
     relative_error,
 )
+from claim_parts.bounds import expansion_remainders
+from claim_parts.look import Look
+from vllm_kvcompress.kernels.merging.moments import split_moments
 
 
 def momentkv(look: Look) -> Iterator[tuple[str, Tensor]]:

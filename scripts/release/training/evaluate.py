@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from training.tasks import FAMILIES, Sample, generate_sample
 from training.tokenizer import ANSWER, BOS, EOS, PAD, WORDS, encode
 from vllm_kvcompress.tools.evaluation.metrics import contains_all
-from vllm_kvcompress.tools.reference.tasks import FAMILIES, Sample, generate_sample
 
 HELD_OUT_SEED = 1_000_000  # training draws its scenes from another generator altogether
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm_kvcompress.tools.reference.tasks import VOCABULARY
+from training.tasks import VOCABULARY
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>", "<answer>")
 PAD, BOS, EOS, UNK, ANSWER = range(len(SPECIAL))

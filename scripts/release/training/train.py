@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from training.initialise import ROPE_THETA, plant_induction
+from training.tasks import FAMILIES, generate_scene
 from training.tokenizer import ANSWER, BOS, EOS, SPECIAL, WORDS, encode
 from vllm_kvcompress.tools.dtypes import emulates_bfloat16
-from vllm_kvcompress.tools.reference.tasks import FAMILIES, generate_scene
 
 IGNORED = -100
 MAX_QUESTIONS = 24

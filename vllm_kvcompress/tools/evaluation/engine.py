@@ -19,8 +19,6 @@ class Question:
         context, question: token ids of the prompt's two parts.
         max_tokens: length limit of the reply.
         agnostic: compress the context before the question is read.
-        measured: also measure what attention loses, if no other question is asked at the same time;
-            the times then include that.
         predicted: measure how well `question` is predicted, instead of generating.
         num_given: first tokens of `question` whose prediction does not count.
         policy, budget: the request's own; None: the engine's.
@@ -32,7 +30,6 @@ class Question:
     question: list[int]
     max_tokens: int
     agnostic: bool
-    measured: bool = False
     predicted: bool = False
     num_given: int = 1
     policy: str | None = None
@@ -66,8 +63,6 @@ class Reply:
         resident_bytes: the same over all layers and heads; 0 if unknown.
         kept_tokens: by compressed layer and KV head, what the prompt's last event kept of the full
             blocks; empty if nothing was compressed, or unknown.
-        attention_error, attention_mass, attention_heads: figures of `AttentionLoss` for the queries
-            after the first event, by layer and query head, the last by name; empty if not measured.
         nats: mean negative log-likelihood per predicted token, without the first, which is
             predicted before the context is compressed; None for questions.
         cached_tokens: prompt tokens that came from the prefix cache.
@@ -81,9 +76,6 @@ class Reply:
     resident_tokens: float
     resident_bytes: int = 0
     kept_tokens: list[list[int]] = field(default_factory=list)
-    attention_error: list[list[float]] = field(default_factory=list)
-    attention_mass: list[list[float]] = field(default_factory=list)
-    attention_heads: dict[str, list[list[float]]] = field(default_factory=dict)
     nats: float | None = None
     cached_tokens: int = 0
 
@@ -119,7 +111,7 @@ def _cache_bytes_per_token(vllm_config: Any) -> int:
 
 def _ask(llm: Any, call: tuple[Sequence[Question], bool]) -> list[Reply]:
     """Answers questions in the engine's process."""
-    from vllm_kvcompress.tools.evaluation.observer import watch, watched
+    from vllm_kvcompress.tools.evaluation.recorded_events import record_events, recorded_events
 
     questions, compresses = call
     params = [
@@ -131,15 +123,14 @@ def _ask(llm: Any, call: tuple[Sequence[Question], bool]) -> list[Reply]:
         for question in questions
     ]
     if compresses:
-        measured = len(questions) == 1 and questions[0].measured
-        llm.collective_rpc(watch, args=(measured,))
+        llm.collective_rpc(record_events)
     prepared_by = _prepare(llm, questions) if compresses else {}
     prompts = [{"prompt_token_ids": question.prompt} for question in questions]
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    seen = llm.collective_rpc(watched)[0] if compresses else {}
+    events = llm.collective_rpc(recorded_events)[0] if compresses else []
     bytes_per_token = _cache_bytes_per_token(llm.llm_engine.vllm_config)
     return [
-        _reply(question, output, seen, bytes_per_token, prepared_by.get(number))
+        _reply(question, output, events, bytes_per_token, prepared_by.get(number))
         for number, (question, output) in enumerate(zip(questions, outputs, strict=True))
     ]
 
@@ -170,17 +161,17 @@ def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
 def _reply(
     question: Question,
     output: Any,
-    seen: dict[str, Any],
+    events: Sequence[dict[str, Any]],
     bytes_per_token: float,
     prepared_by: str | None = None,
 ) -> Reply:
-    """The reply from vLLM's output and what was `watched` of all requests."""
+    """The reply from vLLM's output and the `recorded_events` of all requests."""
     prompt, choice, times = question.prompt, output.outputs[0], output.metrics
     if choice.finish_reason == "error":
         raise ValueError("a question failed in the engine; its log says why.")
     num_further = len(choice.token_ids) - 1
     resident, kept = float(len(prompt)), []
-    for event in seen.get("events", ()):
+    for event in events:
         # Inside vLLM an id is the output's, a dash and a random suffix.
         request_id = event["request_id"].partition("-")[0]
         in_prompt = request_id == output.request_id and event["position"] <= len(prompt)
@@ -189,10 +180,6 @@ def _reply(
             mean = fmean(tokens for layer in kept for tokens in layer)
             mean += event["policy_state_tokens"]
             resident = mean + len(prompt) - event["compressed_tokens"]
-    heads = {
-        name: [[round(value, 5) for value in row] for row in layers]
-        for name, layers in seen.get("heads", {}).items()
-    }
     return Reply(
         text=choice.text,
         tokens=list(choice.token_ids),
@@ -202,9 +189,6 @@ def _reply(
         resident_tokens=resident,
         resident_bytes=round(resident * bytes_per_token),
         kept_tokens=kept,
-        attention_error=heads.pop("error", []),
-        attention_mass=heads.pop("mass", []),
-        attention_heads=heads,
         nats=mean_nats(_plain(output.prompt_logprobs), question) if question.predicted else None,
         cached_tokens=output.num_cached_tokens or 0,
     )

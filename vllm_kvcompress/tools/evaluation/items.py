@@ -11,11 +11,9 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.evaluation import longbench, ruler, texts
 from vllm_kvcompress.tools.evaluation.item import Item
 from vllm_kvcompress.tools.evaluation.metrics import check_metric
-from vllm_kvcompress.tools.reference import tasks
 
-WORDS, RULER, LONGBENCH, TEXT = "words", "ruler", "longbench", "text"
+RULER, LONGBENCH, TEXT = "ruler", "longbench", "text"
 _TASKS: dict[str, tuple[str, ...]] = {
-    WORDS: tuple(tasks.FAMILIES),
     RULER: tuple(ruler.TASKS),
     LONGBENCH: tuple(longbench.TASKS),
     TEXT: tuple(texts.KINDS),
@@ -27,32 +25,24 @@ def generate(
     lengths: Sequence[int],
     num_samples: int,
     seed: int,
-    count_tokens: Callable[[str], int] | None = None,
+    count_tokens: Callable[[str], int],
 ) -> list[Item]:
-    """Generates questions of a task; the same for the same arguments.
-
-    `ruler` is RULER's 13 tasks; `words` the word-level variant of its families, for the reference
-    model; a single one is `ruler/TASK` or `words/FAMILY`.
+    """Generates questions of `ruler`, RULER's 13 tasks, or of a single one, `ruler/TASK`.
 
     Args:
         task: the task or suite.
-        lengths: tokens of the context (words) or of prompt and reply together (ruler).
+        lengths: tokens of prompt and reply together.
         num_samples: questions per task and length.
         seed: seed of the first question; each further one adds 1.
-        count_tokens: counts a text's tokens; needed for `ruler`.
+        count_tokens: counts a text's tokens.
 
     Raises:
         ConfigError: no such task, or a length that it does not work with.
     """
-    suite, names = split_task(task)
-    items = []
-    for name, length, number in product(names, lengths, range(num_samples)):
-        if suite == WORDS:
-            items.append(_word_item(name, length, seed + number))
-        else:
-            assert count_tokens is not None
-            items.append(ruler.generate(name, length, seed + number, count_tokens))
-    return items
+    return [
+        ruler.generate(name, length, seed + number, count_tokens)
+        for name, length, number in product(split_task(task)[1], lengths, range(num_samples))
+    ]
 
 
 def split_task(task: str) -> tuple[str, tuple[str, ...]]:
@@ -136,25 +126,6 @@ def _text_item(task: str, piece: str, length: int, continuation: int) -> Item:
         max_tokens=1,
         chat=False,
         continuation=continuation,
-    )
-
-
-def _word_item(family: str, length: int, seed: int) -> Item:
-    try:
-        sample = tasks.generate_sample(family, length, seed)
-    except ValueError as error:
-        raise ConfigError(f"--lengths {length}: {error}.") from None
-    words = sample.context.split()
-    needle = words.index(sample.question.split()[-1]) if family in ("single", "multikey") else None
-    return Item(
-        task=f"{WORDS}/{family}",
-        length=length,
-        context=sample.context,
-        question=sample.question,
-        answers=sample.answers,
-        metric="contains_all",
-        max_tokens=16,
-        depth=None if needle is None else needle / len(words),
     )
 
 

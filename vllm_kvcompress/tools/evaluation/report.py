@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, ASKED, AWARE, FULL, TEXT
-from vllm_kvcompress.tools.evaluation.summary import DEPTHS, percent, table_cells
+from vllm_kvcompress.tools.evaluation.summary import DEPTHS, table_cells
 
 
 def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
@@ -24,7 +24,6 @@ def html_report(model: str, rows: Sequence[dict[str, Any]]) -> str:
         "All settings": _table(rows),
         "Where the needle lies": _depths(rows),
         "Tokens kept per layer and KV head": _heads(compressed),
-        "What attention loses per layer and query head": _losses(compressed),
     }
     body = f"<h1>KV-cache compression of {html.escape(model)}</h1>{_intro(rows)}"
     body += "".join(f"<h2>{title}</h2>{part}" for title, part in sections.items() if part)
@@ -58,10 +57,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         f"<tr>{''.join(f'<td>{html.escape(text)}</td>' for text in line.values())}</tr>"
         for line in cells
     )
-    caption = (
-        "Agreement: share of greedy tokens equal to the full cache's. Mass: share of the attention "
-        "weights on tokens that were not evicted. Error: relative, of attention outputs."
-    )
+    caption = "Agreement: share of greedy tokens equal to the full cache's."
     table = f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
     return f'{table}<p class="caption">{caption}</p>'
 
@@ -167,7 +163,11 @@ def _heads(rows: Sequence[dict[str, Any]]) -> str:
         tokens = row["kept_tokens"]
         mean = sum(map(sum, tokens)) / sum(map(len, tokens))
         shares = [[head / mean for head in layer] for layer in tokens]
-        return f"<br>mean {mean:.0f} tokens", _head_map(shares, 2, "viridis")
+        figure, axis = _plot(2.2, 1.4)
+        axis.imshow(shares, vmin=0, vmax=2, cmap="viridis", aspect="auto")
+        axis.set_xticks([])
+        axis.set_yticks([])
+        return f"<br>mean {mean:.0f} tokens", figure
 
     return _maps(
         [row for row in rows if row["kept_tokens"]],
@@ -175,32 +175,6 @@ def _heads(rows: Sequence[dict[str, Any]]) -> str:
         "Mean over questions; rows are layers, columns heads; from dark, none, over green, the "
         "mean, to yellow, twice the mean.",
     )
-
-
-def _losses(rows: Sequence[dict[str, Any]]) -> str:
-    """Relative error of attention outputs."""
-
-    def drawn(row: dict[str, Any]) -> tuple[str, Any]:
-        mass, error = percent(row["attention_mass"]), percent(row["attention_error"])
-        return f"<br>mass {mass}, error {error}", _head_map(row["head_errors"], 1, "magma_r")
-
-    return _maps(
-        [row for row in rows if row["head_errors"]],
-        drawn,
-        "Relative error of attention outputs, for queries after the first event, against what "
-        "the same queries get from the whole cache; rows are layers, columns "
-        "query heads; from light, 0, to dark, 1 and more. Mass: share of the attention weights "
-        "on tokens that were not evicted.",
-    )
-
-
-def _head_map(values: Sequence[Sequence[float]], highest: float, colours: str) -> Any:
-    """A heat map of layers by heads, from 0 to `highest`."""
-    figure, axis = _plot(2.2, 1.4)
-    axis.imshow(values, vmin=0, vmax=highest, cmap=colours, aspect="auto")
-    axis.set_xticks([])
-    axis.set_yticks([])
-    return figure
 
 
 def _maps(

@@ -62,23 +62,6 @@ class Plan:
     served_name: str = ""
     concurrency: int = 1
 
-    @property
-    def engine_options(self) -> dict[str, Any]:
-        """Keyword arguments of `vllm.LLM` for every engine of the evaluation.
-
-        Where questions are asked one by one, attention's loss is measured by Python beside the
-        attention of every step. Replayed CUDA graphs of whole steps run no Python, so graphs are
-        piecewise then; for the full cache, too, so that times can be compared.
-        """
-        if self.concurrency > 1:
-            return self.engine
-        compilation = self.engine.get("compilation_config") or {}
-        if isinstance(compilation, int):  # vLLM's short form
-            compilation = {"mode": compilation}
-        if compilation.get("cudagraph_mode") == "NONE":
-            return self.engine
-        return self.engine | {"compilation_config": compilation | {"cudagraph_mode": "PIECEWISE"}}
-
     def answers_key(self) -> dict[str, Any]:
         """What answers depend on besides the setup; if it is the same, they are reused."""
         questions = json.dumps([asdict(item) for item in self.items]).encode()
@@ -159,7 +142,7 @@ def _read_part(plan: Plan, setup: Setup, answer: dict[str, Any]) -> dict[str, fl
 def _engine(plan: Plan, shared: SharedEngine, log: Path) -> Engine | Server:
     if shared.setups[0].policy == SERVER:
         return Server(plan.base_url, plan.served_name)
-    return Engine(plan.model, shared.settings, plan.engine_options, log)
+    return Engine(plan.model, shared.settings, plan.engine, log)
 
 
 def _prompts(plan: Plan) -> list[tuple[list[int], list[int], list[int]]]:
@@ -183,14 +166,13 @@ def _answers(
     batch: Sequence[tuple[str, int]],
     choice: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
-    """Asks modes and items at once; if asked alone, every other item also measures attention."""
+    """Asks modes and items at once."""
     questions = [
         Question(
             *prompts[number][:2],
             plan.items[number].max_tokens,
             agnostic=mode in (AGNOSTIC, PREPARED, TEXT),
             repetition=prompts[number][2] if mode == PREPARED else [],
-            measured=number % 2 == 0,
             predicted=mode == TEXT,
             **choice,
         )

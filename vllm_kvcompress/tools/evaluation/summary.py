@@ -11,13 +11,6 @@ from typing import Any
 from vllm_kvcompress.tools.evaluation.setups import ASKED, AWARE, FULL, TEXT
 
 DEPTHS = 5  # parts of a context in the map of needle depths
-# Columns of the Markdown table for every mode, and what stands behind the mode's name.
-_SHARES = {
-    "score": "",
-    "agreement": ": agreement",
-    "attention_mass": ": mass",
-    "attention_error": ": error",
-}
 
 
 def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -36,10 +29,6 @@ def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         resident_bytes: mean; 0 if unknown
         first_token_ms, token_ms: medians
         kept_tokens: mean by layer and KV head
-        attention_error, attention_mass: relative error of attention outputs, and share of the
-            attention weights on tokens that were not evicted
-        head_errors, head_masses, head_figures: by layer and query head these two, and the other
-            figures of `AttentionLoss.means` by name
         depths: mean score by length and depth of the needle
     """
     full = {answer["item"]: answer for answer in answers if answer["setup"] == FULL}
@@ -52,11 +41,7 @@ def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _row(
     setup: str, mode: str, answers: list[dict[str, Any]], full: dict[int, dict[str, Any]]
 ) -> dict[str, Any]:
-    errors = _mean_heads([a["attention_error"] for a in answers if a["attention_error"]])
-    masses = _mean_heads([a["attention_mass"] for a in answers if a["attention_mass"]])
-    # Measuring attention takes time: those answers count only if there are no others.
-    timed = [answer for answer in answers if not answer["attention_error"]] or answers
-    token_seconds = [answer["token_seconds"] for answer in timed if answer["token_seconds"]]
+    token_seconds = [answer["token_seconds"] for answer in answers if answer["token_seconds"]]
     return {
         "setup": setup,
         "mode": mode,
@@ -67,14 +52,9 @@ def _row(
             a.get("read_part", 1.0) * a["resident_tokens"] / a["prompt_tokens"] for a in answers
         ),
         "resident_bytes": fmean(a["resident_bytes"] for a in answers),
-        "first_token_ms": 1000 * median(a["first_token_seconds"] for a in timed),
+        "first_token_ms": 1000 * median(a["first_token_seconds"] for a in answers),
         "token_ms": 1000 * median(token_seconds) if token_seconds else None,
         "kept_tokens": _mean_heads([a["kept_tokens"] for a in answers if a["kept_tokens"]]),
-        "attention_error": _mean(errors),
-        "attention_mass": _mean(masses),
-        "head_errors": errors,
-        "head_masses": masses,
-        "head_figures": _head_figures(answers),
         "depths": _depths(answers),
     }
 
@@ -155,19 +135,6 @@ def _mean_heads(maps: list[list[list[float]]]) -> list[list[float]]:
     ]
 
 
-def _head_figures(answers: list[dict[str, Any]]) -> dict[str, list[list[float]]]:
-    """Means by name; answers of former versions have none."""
-    maps: dict[str, list[list[list[float]]]] = defaultdict(list)
-    for answer in answers:
-        for name, figure in answer.get("attention_heads", {}).items():
-            maps[name].append(figure)
-    return {name: _mean_heads(figures) for name, figures in maps.items()}
-
-
-def _mean(heads: list[list[float]]) -> float | None:
-    return fmean(map(fmean, heads)) if heads else None
-
-
 def reads_less(rows: Sequence[dict[str, Any]]) -> bool:
     """Whether any setup reads less than it keeps, so that tables need a column for it."""
     return any(row["read"] < row["kept"] for row in rows)
@@ -181,7 +148,7 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     asked = [mode for mode in ASKED if any(row["mode"] == mode for row in rows)]
     texts, reads = any(row["mode"] == TEXT for row in rows), reads_less(rows)
     heads = ["setup", "kept", *["read"] * reads]
-    heads += [f"{mode}{suffix}" for mode in asked for suffix in _SHARES.values()]
+    heads += [head for mode in asked for head in (mode, f"{mode}: agreement")]
     heads += ["text: loss, nats per token (95%)"] * texts
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for setup, modes in by_setup.items():
@@ -191,7 +158,7 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for mode in asked:
             row = modes.get(AWARE if setup == FULL else mode, {})
-            cells += [percent(row.get(name)) for name in _SHARES]
+            cells += [percent(row.get("score")), percent(row.get("agreement"))]
         cells += [loss_text(modes.get(TEXT))] * texts
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -226,8 +193,6 @@ def table_cells(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
             "resident": f"{row['resident_bytes'] / 2**20:.2f} MiB" if row["resident_bytes"] else "",
             "score": percent(row["score"]),
             "agreement": percent(row["agreement"]),
-            "mass": percent(row["attention_mass"]),
-            "error": percent(row["attention_error"]),
             "first token": f"{row['first_token_ms']:.1f} ms",
             "per token": "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms",
             "loss on texts (95%)": loss_text(row),

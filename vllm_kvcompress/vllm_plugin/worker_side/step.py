@@ -279,12 +279,6 @@ class GroupCompression:
             queries, outputs: [tokens, num_query_heads, head_size] of all requests.
         """
         scale = self.scales[layer]
-        if self.runner.observer is not None:
-            starts, lengths = metadata.query_start_loc, metadata.seq_lens
-            for batch in work.compressed:
-                self.runner.observer.attended(
-                    layer, batch, starts, lengths, queries, outputs, scale
-                )
         if work.decodes:
             return
         if work.observed is not None:

@@ -10,7 +10,6 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
@@ -302,13 +301,6 @@ class WorkerCompression:
                 group.runner.weights[number] = layer_weights(layer, model, needs)
             if group.runner.norms is not None:
                 group.runner.norms.forget_all()
-
-    def output_weights(self, group: GroupCompression) -> list[Tensor]:
-        """Returns o_proj of a group's layers, each [num_query_heads, head_size, hidden size]."""
-        model, needs = self._model_runner.model, Needs(output_weight=True)
-        layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
-        weights = [layer_weights(layer, model, needs).output_weight for layer in layers]
-        return [weight.transpose(1, 2).flatten(0, 1) for weight in weights if weight is not None]
 
     def begin_step(self, scheduler_output: SchedulerOutput) -> None:
         """Takes the step's plan and forgets requests that have ended or were preempted."""

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
 
+import attention_loss
+import reference_questions
+from attention_sums import AttentionLoss
 from offline.gathered_kv import GatheredKV
+from tests.cli.server_process import ROOT
 from vllm_kvcompress.attention.batch import CompressedRows, ResidentBatch
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.pages import PackedPagePool, PagePool
 from vllm_kvcompress.kernels.merging.moments import moment_size
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.scheduling.plan import EventPlan
-from vllm_kvcompress.tools.evaluation.attention_loss import AttentionLoss
 
 HEADS, GROUP, SIZE, DIM, TOKENS, HIDDEN = 2, 2, 4, 8, 19, 12
 SCALE, QUERIES = 0.5, 3
@@ -77,6 +85,44 @@ def event_plan(first_block: int, end_block: int, resident: int) -> EventPlan:
         fresh_block_ids=(9,),
         window_size=0,
     )
+
+
+def test_the_engine_loses_what_evicted_tokens_would_have_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By layer and query head; where all weight is on resident tokens, the engine is exact."""
+    model = str(ROOT / "models" / "reference")
+    lines = [json.dumps(line) for line in reference_questions.rows("single", 512, 2)]
+    (tmp_path / "asked.jsonl").write_text("\n".join(lines))
+    options = ["--data", str(tmp_path / "asked.jsonl"), "--policies", "adakv,momentkv"]
+    options += ["--budgets", "0.25", "--out", str(tmp_path), "--engine", "enforce_eager=true"]
+    options += ["--engine", "max_model_len=1024", "--engine", "dtype=float32"]
+    monkeypatch.setattr(sys, "argv", ["attention_loss.py", model, *options])
+    attention_loss.main()
+    assert "| `adakv@0.25` | query-agnostic |" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "loss.json").read_text())
+    assert [(row["setup"], row["questions"]) for row in rows] == [
+        *[("adakv@0.25", 2)] * 2,
+        *[("momentkv@0.25", 2)] * 2,
+    ]
+    exact = 0
+    for row in rows:
+        heads = row["heads"]
+        figures = {"error", "mass", "gap_cosine", "key_cosine", "projected_error"}
+        assert set(heads) == figures | (
+            {"estimate_cosine"} if "momentkv" in row["setup"] else set()
+        )
+        for name in ("error", "mass", "projected_error"):
+            assert [len(layer) for layer in heads[name]] == [8] * 4
+        assert all(lost > 0 for layer in heads["projected_error"] for lost in layer)
+        for error, mass in zip(chain(*heads["error"]), chain(*heads["mass"]), strict=True):
+            assert 0 < mass <= 1.00001
+            if mass > 0.9999 and row["setup"].startswith("adakv"):
+                exact += 1
+                assert error < 0.001
+        assert 0.3 < fmean(chain(*heads["mass"])) < 1
+        assert 0 < fmean(chain(*heads["error"])) < 1
+    assert exact > 3
 
 
 @pytest.mark.parametrize("softcap", [0.0, 2.0])

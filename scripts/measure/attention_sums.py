@@ -13,12 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.attention.batch import ResidentBatch
-from vllm_kvcompress.cache.pages import PagePool
-from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
-from vllm_kvcompress.policies.base import LayerView, Selection
-from vllm_kvcompress.scheduling.plan import EventPlan
-from vllm_kvcompress.tools.evaluation.attention_parts import (
+from attention_parts import (
     AttentionParts,
     attend_in_parts,
     estimate_cosine,
@@ -26,6 +21,11 @@ from vllm_kvcompress.tools.evaluation.attention_parts import (
     projected_error,
     relative_error,
 )
+from vllm_kvcompress.attention.batch import ResidentBatch
+from vllm_kvcompress.cache.pages import PagePool
+from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
+from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.scheduling.plan import EventPlan
 
 MAX_STEP_QUERIES = 64  # the last of a step: a long chunk would need memory for its square
 
@@ -78,8 +78,11 @@ class AttentionLoss:
     ) -> None:
         """Copies what an event reads for the first time, and records what it keeps.
 
-        See `EventObserver.compressed`; `slot` is the request's row in the page tables, `moments`
-        [num_heads, moment_size] fp32 of evicted tokens, where attention is corrected.
+        Args:
+            plan, layer, view, selection: of one request's event in one layer of the group.
+            slot: the request's row in the page tables.
+            values: [num_heads, n, head_size] of the entries that the event read.
+            moments: [num_heads, moment_size] fp32 of evicted tokens, where attention is corrected.
         """
         size, num_heads = view.block_size, view.num_heads
         before, end = plan.first_block * size, plan.end_block * size
@@ -118,7 +121,11 @@ class AttentionLoss:
     ) -> None:
         """Compares a step's outputs for the compressed requests with those over the full cache.
 
-        See `EventObserver.attended`.
+        Args:
+            layer, batch, scale: layer number in the group, its compressed requests, softmax scale.
+            starts: [rows + 1] first token of each request in the step.
+            positions: [rows] logical tokens of each request, this step's included.
+            queries, outputs: [num_tokens, num_query_heads, head_size] of all requests.
         """
         num_heads = self.pool.num_heads
         for index, (row, slot) in enumerate(zip(batch.rows.tolist(), batch.slots, strict=True)):

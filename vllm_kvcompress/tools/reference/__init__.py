@@ -1,1 +1,0 @@
-"""The synthetic retrieval tasks on which the reference model is trained."""
