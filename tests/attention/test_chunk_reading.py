@@ -19,27 +19,23 @@ CHUNK = 2 * SIZE
 RULE = ReadRule.parse(f"longcache:global=4,local=4,span=4,top=2,prefill={CHUNK}", 0)
 
 
-@pytest.mark.parametrize("group", ["max", "mean"])
-@pytest.mark.parametrize("score", [*KINDS, "keys"])
-def test_many_queries_choose_together(
-    monkeypatch: pytest.MonkeyPatch, score: str, group: str
-) -> None:
-    """As many as are looked at at once, and some more; of keys few pages at a time."""
+@pytest.mark.parametrize("score", KINDS)
+def test_many_queries_choose_together(monkeypatch: pytest.MonkeyPatch, score: str) -> None:
+    """As many as are looked at at once, and some more."""
     monkeypatch.setattr(page_choice, "QUERIES_AT_ONCE", 16)
-    monkeypatch.setattr(page_choice, "PAGES_AT_ONCE", 12)
     torch.manual_seed(3)
     pool = small_pool()
     table = torch.stack([torch.randperm(40)[:9] for _ in range(2)]).to(torch.int32)
     counts, read = torch.tensor([9, 7]), torch.tensor([5, 4])
     asked = torch.randn(2, 37, HEAD_SIZE)
-    choice = Choice(6, 1, 2, group == "mean")
+    choice = Choice(6, 1, 2)
     found = chosen(pool, asked, PageLists(table, counts, read), choice, score)
     for row, (count, number) in enumerate(zip(counts.tolist(), read.tolist(), strict=True)):
         scores = {}
         for nth in range(1, count - 2):
             keys = pool.keys(table[row, nth].long(), 0).tolist()
             by_query = [products(keys, query, score) for query in asked[row].tolist()]
-            scores[nth] = max(by_query) if group == "max" else sum(by_query) / len(by_query)
+            scores[nth] = max(by_query)
         best = sorted(scores, key=lambda page: -scores[page])[: number - 3]
         expected = sorted([0, *best, count - 2, count - 1])
         assert found[row, :number].tolist() == [int(table[row, page]) for page in expected]

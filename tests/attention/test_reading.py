@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,6 @@ from vllm_kvcompress.kernels.page_choice import (
     Choice,
     PageLists,
     choose_pages,
-    highest_products,
     key_bounds,
     rounded_outwards,
 )
@@ -62,8 +60,8 @@ def test_a_fraction_is_of_the_pages(
 
 
 def test_tokens_are_whole_pages() -> None:
-    rule = ReadRule.parse("quest:2048,group=mean")
-    assert (rule.group, rule.min_tokens) == ("mean", 128)
+    rule = ReadRule.parse("quest:2048")
+    assert rule.min_tokens == 128
     assert rule.read_pages(32_000, 32) == 64
     assert rule.share(32).of(torch.tensor([1000, 3])).tolist() == [64, 64]
     assert rule.reads_less_from(32) == 2049
@@ -78,9 +76,9 @@ def test_quest_reads_the_first_and_the_last_pages() -> None:
 
 
 def test_longcache_reads_the_first_the_last_and_some_spans() -> None:
-    rule = ReadRule.parse("longcache:local=96,top=5,score=keys", 0)
+    rule = ReadRule.parse("longcache:local=96,top=5,score=mean", 0)
     assert (rule.num_first(32), rule.num_last(32), rule.read_pages(32_000, 32)) == (1, 3, 9)
-    assert rule.score == "keys"
+    assert rule.score == "mean"
     assert ReadRule.parse("longcache").read_pages(32_000, 32) == 1 + 128 + 64
     assert ReadRule.parse("longcache").read_pages(32_000, 128) == math.ceil((32 + 6144) / 128)
 
@@ -89,9 +87,9 @@ def test_longcache_reads_the_first_the_last_and_some_spans() -> None:
     "text",
     [
         *("quest", "quest:", "quest:0", "quest:-1", "quest:1.5", "quest:nan", "quest:0.5,x=1"),
-        *("quest:0.5,top=4", "quest:0.5,group=all", "longcache:0.25", "longcache:top=0"),
-        *("longcache:local=-1", "longcache:top=64,score=exact", "quest:0.5,bounds=int4"),
-        *("quest:0.5,bounds=exact,score=keys", "quest:0.5,score=mean,bounds=int8"),
+        *("quest:0.5,top=4", "quest:0.5,group=mean", "longcache:0.25", "longcache:top=0"),
+        *("longcache:local=-1", "longcache:top=64,score=keys", "quest:0.5,bounds=int4"),
+        *("quest:0.5,bounds=exact,score=mean", "quest:0.5,score=mean,bounds=int8"),
         *("quest:0.5,parts=3", "quest:0.5,score=bounds,parts=2", "quest:0.5,bounds=int8,parts=2"),
     ],
 )
@@ -103,14 +101,14 @@ def test_what_cannot_work_is_refused(text: str) -> None:
 def test_pages_are_ranked_by_bounds_unless_asked() -> None:
     found = {
         text: summary_kind(ReadRule.parse(f"quest:0.25{text}"))
-        for text in ("", ",score=mean", ",parts=4", ",bounds=int8", ",score=keys")
+        for text in ("", ",score=mean", ",parts=4", ",bounds=int8")
     }
-    expected = [SummaryKind(), SummaryKind(2), SummaryKind(4), SummaryKind(rounded=True), None]
+    expected = [SummaryKind(), SummaryKind(2), SummaryKind(4), SummaryKind(rounded=True)]
     assert list(found.values()) == expected
 
 
 def reads_of_requests(**limits: Any) -> Settings:
-    return Settings.from_dict({"policy": "none", "read": "quest:0.25,group=mean", **limits})
+    return Settings.from_dict({"policy": "none", "read": "quest:0.25,score=mean", **limits})
 
 
 def test_requests_choose_within_the_limit() -> None:
@@ -118,7 +116,7 @@ def test_requests_choose_within_the_limit() -> None:
     assert Settings.from_dict(found.to_dict()) == found
     for read in (0.125, 0.5, 1.0):
         rule = found.request_read_rule(read)
-        assert rule == ReadRule.parse(f"quest:{read},group=mean")
+        assert rule == ReadRule.parse(f"quest:{read},score=mean")
     assert found.request_read_rule(None) == found.read_rule
     with pytest.raises(ConfigError, match=r"allows 0\.125 to 1"):
         found.request_read_rule(0.1)
@@ -175,11 +173,9 @@ KINDS = {
 
 
 def products(keys: list[list[float]], query: list[float], score: str) -> float:
-    """A page's highest product with a query, the bound on it, or the highest mean of a part."""
-    every = [sum(q * k for q, k in zip(query, key, strict=True)) for key in keys]
-    if score == "keys":
-        return max(every)
+    """The bound on a page's products with a query, or their highest mean over a part."""
     if score.startswith("means"):
+        every = product_with_each(keys, query)
         size = len(every) // int(score[-1])
         return max(sum(every[at : at + size]) / size for at in range(0, len(every), size))
     step = 0.0 if score == "exact" else scale_of(keys)
@@ -190,6 +186,10 @@ def products(keys: list[list[float]], query: list[float], score: str) -> float:
             low, high = math.floor(low / step) * step, math.ceil(high / step) * step
         total += max(q * low, q * high)
     return total
+
+
+def product_with_each(keys: list[list[float]], query: list[float]) -> list[float]:
+    return [sum(q * k for q, k in zip(query, key, strict=True)) for key in keys]
 
 
 def scale_of(keys: list[list[float]]) -> float:
@@ -227,15 +227,13 @@ def test_bounds_in_8_bits_are_rounded_outwards(
             assert min(column) - scale < low <= min(column)
             assert max(column) <= high < max(column) + scale
             bound += max(q * low, q * high)
-        highest = max(products([key], query.tolist(), "keys") for key in own)
+        highest = max(product_with_each(own, query.tolist()))
         assert bound >= highest or bound == pytest.approx(highest, rel=1e-12)
         assert page == 0 or scale == scale_of(own)
 
 
 def chosen(pool: PagePool, queries: Tensor, pages: PageLists, choice: Choice, score: str) -> Tensor:
-    """By summaries of a pool of 40 pages, or by its keys."""
-    if score == "keys":
-        return highest_products(queries, partial(pool.keys, layer=0), pages, choice)
+    """By summaries of a pool of 40 pages."""
     summaries = PageSummaries(pool, KINDS[score])
     summaries.fill_blocks(0, torch.arange(20))
     choice = replace(choice, num_means=KINDS[score].num_means)
@@ -243,14 +241,9 @@ def chosen(pool: PagePool, queries: Tensor, pages: PageLists, choice: Choice, sc
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    data=st.data(),
-    group=st.sampled_from(["max", "mean"]),
-    score=st.sampled_from([*KINDS, "keys"]),
-    equal=st.booleans(),
-)
+@given(data=st.data(), score=st.sampled_from(list(KINDS)), equal=st.booleans())
 def test_pages_with_the_highest_scores_are_read(
-    data: st.DataObject, group: str, score: str, equal: bool
+    data: st.DataObject, score: str, equal: bool
 ) -> None:
     """Scores, choice and order against loops over pages, queries and elements.
 
@@ -267,15 +260,14 @@ def test_pages_with_the_highest_scores_are_read(
     asked = queries(len(counts), 2, HEAD_SIZE)
     most = data.draw(st.integers(max(read), width))
     pages = PageLists(table, torch.tensor(counts), torch.tensor(read))
-    found = chosen(pool, asked, pages, Choice(most, first, last, group == "mean"), score)
+    found = chosen(pool, asked, pages, Choice(most, first, last), score)
     assert found.shape == (len(counts), most)
     for row, (count, number) in enumerate(zip(counts, read, strict=True)):
         scores = []
         for nth, page in enumerate(table[row, :count].tolist()):
             keys = pool.keys(torch.tensor(page), 0).tolist()
             by_query = [products(keys, query, score) for query in asked[row].tolist()]
-            joined = max(by_query) if group == "max" else sum(by_query) / 2
-            scores.append(math.inf if nth < first or nth >= count - last else joined)
+            scores.append(math.inf if nth < first or nth >= count - last else max(by_query))
         best = sorted(range(count), key=lambda page: (scores[page], page))[count - number :]
         assert found[row, :number].tolist() == [int(table[row, page]) for page in sorted(best)]
 
@@ -286,10 +278,9 @@ def test_pages_with_the_highest_scores_are_read(
     kind=st.sampled_from(["bfloat16", "float32", "float16", "int8"]),
     num_means=st.sampled_from([0, 1, 2, 4]),
     group=st.sampled_from([1, 3, MAX_QUERIES + 1]),
-    mean=st.booleans(),
 )
 def test_what_is_compiled_for_cpus_is_the_twin_s(
-    data: st.DataObject, kind: str, num_means: int, group: int, mean: bool
+    data: st.DataObject, kind: str, num_means: int, group: int
 ) -> None:
     """In whole numbers, so that sums are exact and scores often equal, zeros of both signs too."""
     torch.manual_seed(data.draw(st.integers(0, 9999)))
@@ -305,7 +296,7 @@ def test_what_is_compiled_for_cpus_is_the_twin_s(
     scales = torch.exp2(torch.randint(-3, 4, (50,)).float()) if rounded else None
     table = torch.randint(0, 50, (len(counts), width + 3), dtype=torch.int32)[:, 1 : width + 1]
     pages = PageLists(table, torch.tensor(counts), torch.tensor(read))
-    choice = Choice(max(read), first, last, mean, num_means)
+    choice = Choice(max(read), first, last, num_means)
     asked = queries.to(torch.bfloat16 if rounded else dtype)
     found = choose_pages(asked, summaries, pages, choice, scales)
     exact = summaries if rounded else summaries.float()

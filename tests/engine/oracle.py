@@ -133,10 +133,9 @@ class PagesDecoder(KeptTokensDecoder):
     Args:
         part: of its pages that a head reads.
         number: pages that a head reads instead.
-        group: max or mean of the scores of the query heads that share a head.
-        score: the highest mean of products with the keys of a half of a page (halves), bounds on
-            products with its keys, or the highest of these (keys); or bounds of which minima are
-            rounded down and maxima up to 8 bits (int8).
+        score: the highest mean of products with the keys of a half of a page (halves), or bounds on
+            products with its keys; or bounds of which minima are rounded down and maxima up to 8
+            bits (int8).
         always: pages at the beginning and at the end that are read whatever their scores are.
         shortest: heads with fewer tokens read everything.
 
@@ -150,13 +149,12 @@ class PagesDecoder(KeptTokensDecoder):
         *args: Any,
         part: float = 1.0,
         number: int | None = None,
-        group: str = "max",
         score: str = "halves",
         always: tuple[int, int] = (0, 1),
         shortest: int = 128,
     ) -> None:
         super().__init__(*args)
-        self.part, self.number, self.group, self.score = part, number, group, score
+        self.part, self.number, self.score = part, number, score
         self.always, self.shortest = always, shortest
         self.closest = math.inf
 
@@ -171,10 +169,7 @@ class PagesDecoder(KeptTokensDecoder):
         scores: dict[int, float] = {}
         for page_index in range(first, len(pages) - last):
             page = [numbers[token] for token in pages[page_index]]
-            by_query = [page_score(query, page, self.score) for query in asked]
-            scores[page_index] = (
-                max(by_query) if self.group == "max" else sum(by_query) / len(by_query)
-            )
+            scores[page_index] = max(page_score(query, page, self.score) for query in asked)
         order = sorted(scores, key=lambda page: -scores[page])
         room = number - first - last
         lowest, next_one = scores[order[room - 1]], scores[order[room]]
@@ -258,9 +253,9 @@ class ChunksDecoder(PagesDecoder):
 
 def page_score(query: list[float], page: list[list[float]], score: str) -> float:
     """Returns a page's score for some queries; see `PagesDecoder`."""
-    if score in ("keys", "halves"):
+    if score == "halves":
         products, half = [_product(query, key) for key in page], len(page) // 2
-        return max(products if score == "keys" else (sum(products[:half]), sum(products[half:])))
+        return max(sum(products[:half]), sum(products[half:]))
     step = _step(page) if score == "int8" else None
     total = 0.0
     for element, wanted in enumerate(query):

@@ -99,13 +99,12 @@ def test_page_choice_is_compiled_before_the_first_request(report: dict[str, Any]
 def test_longcache_reads_the_first_the_last_and_the_best_spans(
     no_padding: str, run_engine: Run
 ) -> None:
-    """With scores from the keys themselves."""
     tokens = prompt(400, seed=0)
-    read = "longcache:global=32,local=96,span=32,top=2,score=keys"
+    read = "longcache:global=32,local=96,span=32,top=2"
     report = run_engine(
         no_padding, [[request("a", tokens, 20)]], settings={"policy": "none", "read": read}
     )
-    kept, how = everything(tokens), {"number": 6, "always": (1, 3), "score": "keys"}
+    kept, how = everything(tokens), {"number": 6, "always": (1, 3), "score": "bounds"}
     check_reading(decoder(no_padding, tokens, kept, **how), report["outputs"]["a"])
     held = [math.ceil((400 + step) / BLOCK) for step in range(1, 20)]  # the prefill gives one
     assert [pages for pages in report["pages"] if pages[1]] == [[6, number] for number in held]
@@ -136,11 +135,11 @@ def test_check_fails_against_an_oracle_that_reads_all_pages(
         follow(decoder(no_padding, tokens, everything(tokens), part=1.0), report["outputs"]["long"])
 
 
-@pytest.mark.parametrize(("group", "bounds"), [("max", "exact"), ("mean", "int8")])
+@pytest.mark.parametrize("bounds", ["exact", "int8"])
 def test_compressed_requests_read_a_part_of_their_kept_tokens(
-    no_padding: str, run_engine: Run, group: str, bounds: str
+    no_padding: str, run_engine: Run, bounds: str
 ) -> None:
-    tokens, read = prompt(640, seed=2), f"quest:0.5,group={group},bounds={bounds}"
+    tokens, read = prompt(640, seed=2), f"quest:0.5,bounds={bounds}"
     report = run_engine(
         no_padding,
         [[request("a", tokens, 34)]],
@@ -148,7 +147,7 @@ def test_compressed_requests_read_a_part_of_their_kept_tokens(
         record_kept=True,
     )
     kept = kept_positions(report["kept"], LAYERS)
-    how = {"group": group, "score": "bounds" if bounds == "exact" else bounds, "always": (1, 2)}
+    how = {"score": "bounds" if bounds == "exact" else bounds, "always": (1, 2)}
     check_reading(decoder(no_padding, tokens, kept, part=0.5, **how), report["outputs"]["a"])
 
 

@@ -57,28 +57,25 @@ def check(
         assert results[row, :number].tolist() == expected[row, :number].tolist()
 
 
-@pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("head_size", [64, 80])
-def test_launchers_choose_as_the_twin(backend: Backend, head_size: int, mean: bool) -> None:
+def test_launchers_choose_as_the_twin(backend: Backend, head_size: int) -> None:
     """One page, a tile of 32, one more, and over several; read: one, some and all."""
     pages = some_pages([1, 32, 33, 100, 9], [1, 8, 33, 25, 3], head_size, backend.dtype)
-    check(backend, pages, Choice(40, mean=mean))
+    check(backend, pages, Choice(40))
 
 
-@pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("num_means", [1, 2, 4])
-def test_by_means_of_parts(backend: Backend, num_means: int, mean: bool) -> None:
+def test_by_means_of_parts(backend: Backend, num_means: int) -> None:
     pages = some_pages([1, 33, 70], [1, 8, 20], 80, backend.dtype, num_means=num_means)
-    check(backend, pages, Choice(20, 1, 1, mean, num_means))
+    check(backend, pages, Choice(20, 1, 1, num_means))
 
 
-@pytest.mark.parametrize("mean", [False, True])
-def test_bounds_in_8_bits(backend: Backend, mean: bool) -> None:
+def test_bounds_in_8_bits(backend: Backend) -> None:
     """Scales differ from page to page."""
     queries, bounds, pages = some_pages([1, 33, 70], [1, 8, 20], 80, backend.dtype)
     bounds *= torch.exp2(torch.arange(len(bounds)) % 5)[:, None].to(bounds.dtype)
     codes, scales = rounded_outwards(bounds)
-    check(backend, (queries, codes, pages), Choice(20, mean=mean), scales)
+    check(backend, (queries, codes, pages), Choice(20), scales)
 
 
 def test_first_and_last_pages_are_always_read(backend: Backend) -> None:
@@ -93,9 +90,8 @@ def test_of_equally_good_pages_the_later_ones_are_read(backend: Backend) -> None
     check(backend, some_pages([60, 40], [30, 11], 16, backend.dtype, equal=True), Choice(30))
 
 
-@pytest.mark.parametrize("mean", [False, True])
-def test_a_chunk_has_more_queries_than_a_program_takes(backend: Backend, mean: bool) -> None:
+def test_a_chunk_has_more_queries_than_a_program_takes(backend: Backend) -> None:
     """The launcher leaves them to the twin."""
     _, *pages = some_pages([40, 70], [9, 20], 64, backend.dtype)
     queries = random(2, 300, 64, seed=5, dtype=backend.dtype)
-    check(backend, (queries, *pages), Choice(20, 1, 2, mean))
+    check(backend, (queries, *pages), Choice(20, 1, 2))

@@ -290,16 +290,13 @@ def test_contexts_prepared_at_once_stay_within_the_reserve(shape: Shape) -> None
     assert 0 < memory.peak - pool_bytes < reserve(measured.peak - pool_bytes, 0)
 
 
-@pytest.mark.parametrize(
-    "rule", ["quest:0.25", "quest:0.25,parts=4", "quest:0.25,bounds=int8", "quest:0.25,score=keys"]
-)
+@pytest.mark.parametrize("rule", ["quest:0.25", "quest:0.25,parts=4", "quest:0.25,bounds=int8"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sparse_reads_stay_within_the_reserve(shape: Shape, rule: str) -> None:
     """As many long ones as the cache holds, one of which is still at its prompt."""
     read_rule = ReadRule.parse(rule)
     spec = SimpleNamespace(block_size=BLOCK, head_size=shape.head_size, dtype=torch.bfloat16)
-    kind = summary_kind(read_rule)
-    beside = [] if kind is None else [(spec, torch.bfloat16, kind)]
+    beside = [(spec, torch.bfloat16, summary_kind(read_rule))]
     reserved = reserve(0, shape.cache_bytes, beside)
     pool = pool_of(shape, shape.cache_bytes - reserved)
     number = shape.most_tokens // (LONG + BLOCK)
@@ -315,9 +312,6 @@ def test_sparse_reads_stay_within_the_reserve(shape: Shape, rule: str) -> None:
             for batch in batches.read(names, lengths, seq_lens, block_table):
                 [reading], _ = readers.split(batch)
                 sequences, width = reading.pages.page_table.shape[1:]
-                asked = torch.zeros(sequences, shape.group, shape.head_size, device=ACCELERATOR)
-                if readers.summaries is None:
-                    reading.choose(0, asked, readers)
-                else:  # the kernel's scores and choice
-                    torch.zeros(sequences, width + reading.choice.most, device=ACCELERATOR)
+                # the kernel's scores and choice
+                torch.zeros(sequences, width + reading.choice.most, device=ACCELERATOR)
     assert 0 < memory.peak < reserved

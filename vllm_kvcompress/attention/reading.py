@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,20 +16,13 @@ from vllm_kvcompress.cache.page_summaries import PageSummaries, SummaryKind
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import Integers
 from vllm_kvcompress.kernels.common.transfers import upload
-from vllm_kvcompress.kernels.page_choice import (
-    Choice,
-    PageLists,
-    choose_pages,
-    highest_products,
-)
+from vllm_kvcompress.kernels.page_choice import Choice, PageLists, choose_pages
 from vllm_kvcompress.scheduling.plan import ReadPlan
 from vllm_kvcompress.scheduling.read_rule import NEVER, PromptChunks, ReadRule, Share
 
 
-def summary_kind(rule: ReadRule) -> SummaryKind | None:
-    """Returns the summaries by which a rule chooses pages; None: it compares all keys."""
-    if rule.score == "keys":
-        return None
+def summary_kind(rule: ReadRule) -> SummaryKind:
+    """Returns the summaries by which a rule chooses pages."""
     return SummaryKind(rule.num_means, rounded=rule.bounds == "int8")
 
 
@@ -59,9 +52,6 @@ class SparseRead:
         """
         pages = self._layers[layer]
         queries = queries.reshape(len(pages.num_pages), -1, queries.shape[2])
-        if readers.summaries is None:
-            keys_of = partial(readers.tables.pool.keys, layer=layer)
-            return highest_products(queries, keys_of, pages, self.choice)
         summaries = readers.summaries
         return choose_pages(queries, summaries.vectors, pages, self.choice, summaries.scales)
 
@@ -82,7 +72,7 @@ class SparseReads:
     Attributes:
         rule: the rule of requests that choose none.
         tables: page tables of the requests that have one.
-        summaries: key summaries by which pages are chosen; None: by the keys themselves.
+        summaries: key summaries by which pages are chosen.
         chunks: sparse reads of prefill chunks, if the rule has any.
         plans: read plans by request id.
     """
@@ -91,8 +81,7 @@ class SparseReads:
         self, rule: ReadRule, tables: PageTables, others: Iterable[PageSummaries] = ()
     ) -> None:
         self.rule, self.tables = rule, tables
-        kind = summary_kind(rule)
-        self.summaries = None if kind is None else PageSummaries(tables.pool, kind, others)
+        self.summaries = PageSummaries(tables.pool, summary_kind(rule), others)
         self.chunks = PromptChunks.of(rule, tables.pool.block_size)
         self.plans: dict[str, ReadPlan] = {}
         self._request_ids: list[str] | None = None
@@ -185,8 +174,7 @@ class SparseReads:
             page_table=batch.page_table[:, :, :most],
             seq_lens=lengths - (num_pages - num_read) * size,
         )
-        ends, mean = (rule.num_first(size), rule.num_last(size)), rule.group == "mean"
-        choice = Choice(most, *ends, mean, rule.num_means)
+        choice = Choice(most, rule.num_first(size), rule.num_last(size), rule.num_means)
         pages = PageLists(batch.page_table, num_pages, num_read.to(torch.int32))
         return SparseRead(part, pages, choice)
 
@@ -197,10 +185,9 @@ class SparseReads:
         table = torch.zeros((pool.num_heads, width), dtype=torch.int32, device=pool.device)
         shape = (pool.num_heads, queries_per_kv, pool.head_size)
         queries = pool.pages.new_zeros(shape, dtype=pool.dtype)
-        choice = Choice(width, 0, 1, self.rule.group == "mean", self.rule.num_means)
+        choice = Choice(width, num_means=self.rule.num_means)
         pages = PageLists(table, table[:, 0] + 1, table[:, 0] + 1)
-        if (summaries := self.summaries) is not None:
-            choose_pages(queries, summaries.vectors, pages, choice, summaries.scales)
+        choose_pages(queries, self.summaries.vectors, pages, choice, self.summaries.scales)
 
     def _share(self, batch: ResidentBatch) -> Share:
         """Returns the share that is read, as [sequences] numbers or the same for all sequences."""

@@ -9,12 +9,11 @@ Quest (arXiv 2406.10774, section 3.2): no key of a page has a higher product wit
 
 where low and high are the elementwise minimum and maximum of its keys. With q split into its
 positive and its negative elements that is one product of matrices. ReAttention (arXiv 2407.15176)
-looks at the products themselves.
+looks at the products themselves, for which all keys would have to be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import reduce
 from typing import NamedTuple
@@ -25,9 +24,7 @@ from torch import Tensor
 from vllm_kvcompress.kernels.dispatch import by_device
 from vllm_kvcompress.kernels.top_entries import top_entries
 
-PAGES_AT_ONCE = 4096  # whose keys are gathered at once, for few queries
 QUERIES_AT_ONCE = 256  # of a sequence; a chunk of a prompt has more
-_FEW_QUERIES = 16
 _MAX_INT8 = 127  # -128 is not used
 _MANTISSA_BITS, _BIAS, _MIN_EXPONENT = 23, 127, -126  # of fp32
 
@@ -39,14 +36,12 @@ class Choice:
     Attributes:
         most: columns of the result, at least the highest number of pages that are read.
         num_first, num_last: pages at the beginning and the end (at least 1) that are always read.
-        mean: average the query heads of a sequence, instead of taking the highest.
         num_means: parts of a page whose means are its summary; 0: summaries are bounds.
     """
 
     most: int
     num_first: int = 0
     num_last: int = 1
-    mean: bool = False
     num_means: int = 0
 
 
@@ -96,7 +91,7 @@ def choose_pages(
     scales: Tensor | None = None,
 ) -> Tensor:
     """Chooses the pages that sequences read: their first and last ones, and those with the highest
-    bounds on products with their keys, or the highest means of these.
+    bounds on products of any query with their keys, or the highest means of these.
 
     Args:
         queries: [S, G, head_size] query heads that share a sequence's KV head, of one or several
@@ -122,7 +117,7 @@ def choose_pages(
     parts = (torch.bmm(some.to(dtype), vectors) for some in factors.split(QUERIES_AT_ONCE, dim=1))
     if num_means > 1:
         parts = (part.unflatten(2, (width, num_means)).amax(3) for part in parts)
-    scores = _joined(parts, choice, queries.shape[1])
+    scores = reduce(torch.maximum, (part.amax(1) for part in parts)).float()
     if scales is not None:
         scores *= scales.index_select(0, page_ids).view(num_sequences, width)
     return _best(scores, pages, choice)
@@ -133,32 +128,6 @@ def summary_factors(queries: Tensor, choice: Choice) -> Tensor:
     if choice.num_means:
         return queries
     return torch.cat((queries.clamp(max=0), queries.clamp(min=0)), dim=-1)
-
-
-def highest_products(
-    queries: Tensor, keys: Callable[[Tensor], Tensor], pages: PageLists, choice: Choice
-) -> Tensor:
-    """Chooses pages like `choose_pages`, by the highest product with any key of a page.
-
-    Args:
-        queries, pages, choice: those of `choose_pages`.
-        keys: returns the [P, block_size, head_size] keys of [P] page ids.
-    """
-    num_sequences, number, _ = queries.shape
-    step = max(1, PAGES_AT_ONCE * _FEW_QUERIES // (num_sequences * max(_FEW_QUERIES, number)))
-    parts = []
-    for page_ids in pages.page_table.to(torch.int64).split(step, dim=1):
-        products = torch.einsum("sgd,sptd->sgpt", queries.float(), keys(page_ids).float())
-        parts.append(_joined([products.amax(-1)], choice, number))
-    scores = torch.cat(parts, dim=1)
-    return _best(scores, pages, choice)
-
-
-def _joined(parts: Iterable[Tensor], choice: Choice, number: int) -> Tensor:
-    """[S, W] fp32 scores from parts [S, any, W] of the products with `number` queries."""
-    if choice.mean:
-        return sum(part.float().sum(1) for part in parts) / number
-    return reduce(torch.maximum, (part.amax(1) for part in parts)).float()
 
 
 def _best(scores: Tensor, pages: PageLists, choice: Choice) -> Tensor:

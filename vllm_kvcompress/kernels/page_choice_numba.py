@@ -105,7 +105,7 @@ def _summary_factors(queries, bounds):
 
 
 @compiled()
-def _fill_scores(factors, summaries, scales, page_table, num_pages, mean, scores):
+def _fill_scores(factors, summaries, scales, page_table, num_pages, scores):
     """Fills [S, W] scores of the existing pages.
 
     factors: [S, G, length] fp32 factors of each part of a page's summary; summaries: [any,
@@ -124,16 +124,14 @@ def _fill_scores(factors, summaries, scales, page_table, num_pages, mean, scores
         if column >= num_pages[sequence]:
             continue
         page = page_table[sequence, column]
-        joined = np.float32(0 if mean else -np.inf)
+        best = np.float32(-np.inf)
         for member in range(group):
-            best = np.float32(-np.inf)
             for start in range(0, summaries.shape[1], length):
                 part = summaries[page, start : start + length]
                 best = max(best, _product(part, factors[sequence, member]))
-            joined = joined + best if mean else max(joined, best)
         if len(scales):
-            joined *= scales[page]
-        scores[sequence, column] = joined + np.float32(0)  # no -0.0, which would be below 0.0
+            best *= scales[page]
+        scores[sequence, column] = best + np.float32(0)  # no -0.0, which would be below 0.0
 
 
 @compiled()
@@ -174,12 +172,12 @@ def _take_highest(scores, page_table, num_pages, num_read, num_first, num_last, 
 
 @compiled()
 def _choose(
-    queries, summaries, page_table, num_pages, num_read, scales, means, mean, first, last, chosen
+    queries, summaries, page_table, num_pages, num_read, scales, means, first, last, chosen
 ):
     """Chooses pages in one call; a call of a compiled function costs some hundred pages."""
     factors = _summary_factors(queries, not means)
     scores = np.empty(page_table.shape, np.float32)
-    _fill_scores(factors, summaries, scales, page_table, num_pages, mean, scores)
+    _fill_scores(factors, summaries, scales, page_table, num_pages, scores)
     _take_highest(scores, page_table, num_pages, num_read, first, last, chosen)
 
 
@@ -197,7 +195,7 @@ def choose_pages(
     chosen = torch.zeros((len(queries), choice.most), dtype=torch.int32)
     scales = NO_SCALES if scales is None else scales
     tensors = (queries, summaries, *pages, scales)
-    rules = (bool(choice.num_means), choice.mean, choice.num_first, choice.num_last)
+    rules = (bool(choice.num_means), choice.num_first, choice.num_last)
     _choose(*map(_numbers, tensors), *rules, chosen.numpy())
     return chosen
 

@@ -42,7 +42,6 @@ def _scores_kernel(
     group,
     VECTORS: tl.constexpr,
     BOUNDS: tl.constexpr,
-    MEAN: tl.constexpr,
     SCALED: tl.constexpr,
     ELEMENTS: tl.constexpr,
     PAGES: tl.constexpr,
@@ -62,7 +61,7 @@ def _scores_kernel(
     second = first
     if VECTORS > 1:
         second = tl.load(places + head_size, mask=both, other=0.0).to(tl.float32)
-    joined = tl.full([PAGES], 0.0 if MEAN else float("-inf"), tl.float32)
+    joined = tl.full([PAGES], float("-inf"), tl.float32)
     for member in range(group):
         row = queries + (sequence * group + member) * head_size
         query = tl.load(row + elements, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -75,7 +74,7 @@ def _scores_kernel(
             for part in tl.static_range(2, VECTORS):
                 more = tl.load(places + part * head_size, mask=both, other=0.0).to(tl.float32)
                 products = tl.maximum(products, tl.sum(query * more, 1))
-        joined = joined + products / group if MEAN else tl.maximum(joined, products)
+        joined = tl.maximum(joined, products)
     if SCALED:
         joined *= tl.load(scales + pages, mask=exists, other=0.0)
     always = (columns < num_first) | (columns >= count - num_last)
@@ -176,7 +175,6 @@ def choose_pages(
             group,
             VECTORS=vectors,
             BOUNDS=not choice.num_means,
-            MEAN=choice.mean,
             SCALED=scales is not None,
             ELEMENTS=padded(head_size),
             PAGES=PAGES,

@@ -16,14 +16,12 @@ READ_HELP = (
     'use "quest:" with the part of the pages that is read, such as quest:0.25, or with tokens per '
     "KV head, such as quest:2048, and after commas global=32 and local=64, which are always read; "
     'or "longcache", after a colon global=32, local=4096, span=32 and top=64, and prefill=512 if '
-    "chunks of prompts are to read a part, too; after commas "
-    "group=max (default) or group=mean, and score=bounds (default) with bounds=exact (default) or "
-    "bounds=int8, score=mean with parts=1, 2, 4 or 8 (2), or score=keys"
+    "chunks of prompts are to read a part, too; after commas score=bounds (default) with "
+    "bounds=exact (default) or bounds=int8, or score=mean with parts=1, 2, 4 or 8 (2)"
 )
 _METHODS = ("quest", "longcache")
 _CHOICES = {
-    "group": ("max", "mean"),
-    "score": ("bounds", "mean", "keys"),
+    "score": ("bounds", "mean"),
     "parts": ("1", "2", "4", "8"),
     "bounds": ("exact", "int8"),
 }
@@ -58,9 +56,8 @@ class ReadRule:
             `longcache` (ReAttention, arXiv 2407.15176).
         fraction: part of the head's pages, above 0 and at most 1; None: `tokens` is set.
         tokens: tokens per KV head, with those that are always read; None: `fraction` is set.
-        group: how the scores of query heads that share a KV head combine: max or mean.
-        score: score of a page: bounds on the queries' products with its keys (Quest, section 3.2);
-            the mean of these products; or the highest product, for which all keys are read.
+        score: score of a page: the highest bound on the queries' products with its keys (Quest,
+            section 3.2), or the highest mean of these products.
         parts: equal parts of a page, of which the highest mean counts.
         bounds: type of the bounds: the cache's own (exact), or rounded outwards to 8 bits (int8).
         first_tokens, last_tokens: tokens at both ends that are always read, in full pages; the
@@ -73,7 +70,6 @@ class ReadRule:
     method: str
     fraction: Fraction | None = None
     tokens: int | None = None
-    group: str = "max"
     score: str = "bounds"
     parts: int = 2
     bounds: str = "exact"

@@ -10,7 +10,6 @@ from vllm_kvcompress.kernels.page_choice import (
     Choice,
     PageLists,
     choose_pages,
-    highest_products,
     key_bounds,
     key_means,
     rounded_outwards,
@@ -52,18 +51,15 @@ def _read_of_all(queries: Tensor, keys: Tensor, rule: ReadRule) -> Tensor:
     rows = table.view(num_heads, 1, width).expand(-1, count, -1).reshape(-1, width)
     asked = queries.view(num_heads, -1, count, size).transpose(1, 2).flatten(0, 1)
     first, last = rule.num_first(BLOCK_SIZE), rule.num_last(BLOCK_SIZE)
-    choice = Choice(int(num_read.max()), first, last, rule.group == "mean", rule.num_means)
+    choice = Choice(int(num_read.max()), first, last, rule.num_means)
     counts = ceil_div(lengths, BLOCK_SIZE).repeat(num_heads)
     read = num_read.to(keys.device).repeat(num_heads)
     lists = PageLists(rows, counts, read)
-    if rule.score == "keys":
-        chosen = highest_products(asked, pages.__getitem__, lists, choice)
-    else:
-        summaries = key_means(pages, rule.parts) if rule.num_means else key_bounds(pages)
-        scales = None
-        if rule.bounds == "int8":
-            summaries, scales = rounded_outwards(summaries)
-        chosen = choose_pages(asked, summaries, lists, choice, scales)
+    summaries = key_means(pages, rule.parts) if rule.num_means else key_bounds(pages)
+    scales = None
+    if rule.bounds == "int8":
+        summaries, scales = rounded_outwards(summaries)
+    chosen = choose_pages(asked, summaries, lists, choice, scales)
     columns = torch.where(
         torch.arange(choice.most, device=keys.device) < read[:, None], chosen % width, width
     )

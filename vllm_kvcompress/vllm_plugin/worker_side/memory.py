@@ -43,11 +43,10 @@ def reserved_bytes(
             layers.setdefault((spec.num_kv_heads, spec.head_size), []).append(name)
     events = [_event_bytes(compression, model, names, specs[names[0]]) for names in layers.values()]
     rule = compression.settings.read_rule
-    kind = None if rule is None else summary_kind(rule)
     kinds = [
-        (specs[names[0]], key_dtype(specs[names[0]], compression.vllm_config), kind)
+        (specs[names[0]], key_dtype(specs[names[0]], compression.vllm_config), summary_kind(rule))
         for names in layers.values()
-        if kind is not None
+        if rule is not None
     ]
     return reserve(sum(events), available, kinds)  # every kind keeps its ring buffers
 

@@ -189,8 +189,6 @@ class GroupCompression:
         reads = {name: new.read for name, new in plan.requests.items() if new.read is not None}
         self.readers.register_plans(reads)
         self.readers.admit(request_ids, lengths, num_queries)
-        if self.readers.summaries is None:
-            return None
         return self._filled_blocks(lengths, num_queries, blocks)
 
     def prepare_dummy(self, common: CommonAttentionMetadata) -> StepWork | None:
@@ -228,14 +226,13 @@ class GroupCompression:
         """
         if batches is None:
             batches = self.runner.batches(events)
-        summaries = None if self.readers is None else self.readers.summaries
         with torch.inference_mode():  # as the forward pass
             for layer, scale in enumerate(self.scales if batches else ()):
                 batches = guard.run_layer(self.runner, batches, layer, scale)
-            if summaries is not None:
+            if self.readers is not None:
                 for event in events:
                     for layer in range(self.tables.pool.num_layers):
-                        summaries.fill(layer, event.kept_pages(layer))
+                        self.readers.summaries.fill(layer, event.kept_pages(layer))
         for event in events:
             self.runner.finish(event)
 
@@ -258,9 +255,8 @@ class GroupCompression:
 
         The step's keys are in the cache; requests may read blocks that others filled in it.
         """
-        summaries = None if self.readers is None else self.readers.summaries
-        if summaries is not None and work.filled is not None:
-            summaries.fill_blocks(layer, work.filled)
+        if self.readers is not None and work.filled is not None:
+            self.readers.summaries.fill_blocks(layer, work.filled)
 
     def finish_layer(
         self,

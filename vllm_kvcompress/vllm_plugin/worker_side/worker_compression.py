@@ -205,7 +205,7 @@ class WorkerCompression:
         if self.settings.read_rule is None:
             return None
         others = (group.readers for group in self.groups.values() if group.readers is not None)
-        summaries = [each.summaries for each in others if each.summaries is not None]
+        summaries = [each.summaries for each in others]
         return SparseReads(self.settings.read_rule, runner.tables, summaries)
 
     def _decode_steps(
