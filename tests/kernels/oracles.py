@@ -157,12 +157,7 @@ def keydiff(entries: Any, anchor: str) -> list[list[float]]:
         centre = [sum(column) / len(keys) for column in zip(*terms, strict=True)]
         scores = [0.0] * (entries.page_table.shape[1] * entries.block_size)
         for j, (key, norm) in enumerate(zip(keys, norms, strict=True)):
-            if anchor == "pairwise":
-                scores[j] = -sum(
-                    dot(key, other) / norm / own for other, own in zip(keys, norms, strict=True)
-                )
-            else:
-                scores[j] = -dot(key, centre) / norm / math.sqrt(dot(centre, centre))
+            scores[j] = -dot(key, centre) / norm / math.sqrt(dot(centre, centre))
         results.append(scores)
     return results
 

@@ -11,7 +11,7 @@ from tests.kernels.cases import make_entries
 from vllm_kvcompress.kernels.common.kv_view import PagedKV
 from vllm_kvcompress.kernels.keydiff import keydiff_scores
 
-ANCHORS = ["mean_normalized", "mean_raw", "pairwise"]
+ANCHORS = ["mean_normalized", "mean_raw"]
 
 
 @pytest.mark.parametrize("anchor", ANCHORS)

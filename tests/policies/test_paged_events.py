@@ -25,8 +25,7 @@ SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
 COURSES = [("fraction", (70, 103)), ("tokens", (64, 96))]
 CASES: list[tuple[str, dict[str, object]]] = [
     *((policy, {}) for policy in POLICIES),
-    ("keydiff", {"anchor": "median"}),
-    ("keydiff", {"anchor": "pairwise"}),
+    ("keydiff", {"anchor": "mean_raw"}),
     ("snapkv+criticalkv", {"norm": "l1"}),
     ("kvmerger", {"merge_space": "unrotated"}),
     ("kvmerger", {"value_mode": "mean"}),

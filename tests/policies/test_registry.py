@@ -52,11 +52,10 @@ def test_defaults_of_all_parts_are_in_the_parameters() -> None:
     assert resolve("h2o").params == {
         "window_size": 256,
         "recent_fraction": 0.5,
-        "normalize_by_count": "off",
         "stride": 2,
     }
     assert resolve("streamingllm").params == {"num_sinks": 4}
-    assert resolve("keydiff").params == {"anchor": "mean_normalized", "metric": "cosine"}
+    assert resolve("keydiff").params == {"anchor": "mean_normalized"}
     assert resolve("keydiff+window").params["recent_fraction"] == 0.1
 
 
@@ -88,11 +87,6 @@ def test_adakv_divides_what_pyramidkv_gives_to_each_layer() -> None:
             "kvmerger",
             {"stride": 4},
             Needs(256, values=True, plain_logits=True, accumulated=True, stride=4),
-        ),
-        (
-            "h2o",
-            {"normalize_by_count": "on"},
-            Needs(256, accumulated=True, observed=True, stride=2),
         ),
         ("h2o+cam", {"merge_window": 400}, Needs(400, values=True, accumulated=True, stride=2)),
         ("momentkv", {}, Needs(window_size=32, values=True, plain_logits=True)),
@@ -153,7 +147,7 @@ def test_combinations_that_are_refused(policy: str, sentence: str) -> None:
     ("policy", "params", "sentence"),
     [
         ("snapkv", {"window": 3}, "snapkv has no parameter window; valid are window_size, kernel"),
-        ("tova", {"window_size": 3}, "tova has no parameter window_size; valid are scope"),
+        ("tova", {"window_size": 3}, "tova has no parameter window_size; it has none"),
         ("streamingllm", {"kernel_size": 3}, "no parameter kernel_size; valid are num_sinks"),
         ("snapkv", {"window_size": 0}, "window_size: expected at least 1 .* found 0"),
         ("snapkv", {"window_size": 2.5}, "window_size: expected a whole number, found 2.5"),
@@ -167,13 +161,9 @@ def test_combinations_that_are_refused(policy: str, sentence: str) -> None:
         ("pyramidkv", {"beta": 0.5}, "beta: expected at least 1 "),
         ("snapkv+criticalkv", {"alpha": -0.1}, "alpha: expected at least 0 and at most 1"),
         ("snapkv+criticalkv", {"norm": "l3"}, "norm: expected one of l1, l2, found 'l3'"),
-        (
-            "keydiff",
-            {"anchor": "pairwise", "metric": "dot"},
-            "expected cosine with anchor=pairwise",
-        ),
+        ("keydiff", {"metric": "dot"}, "keydiff has no parameter metric; valid are anchor"),
         ("h2o+criticalkv", {"weights": "exact"}, "expected product with h2o.criticalkv, whose"),
-        ("keydiff", {"anchor": "first"}, "anchor: expected one of mean_normalized, mean_raw, med"),
+        ("keydiff", {"anchor": "first"}, "anchor: expected one of mean_normalized, mean_raw, f"),
     ],
 )
 def test_parameters_that_are_refused(policy: str, params: dict[str, object], sentence: str) -> None:

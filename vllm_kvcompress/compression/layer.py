@@ -15,7 +15,7 @@ from vllm_kvcompress.policies.parts.mass import observed_mass
 from vllm_kvcompress.policies.pipeline import Pipeline
 
 # Per-entry state that later events read; mergers may replace it.
-_REMEMBERED = ("accumulated", "observed", "positions")
+_REMEMBERED = ("accumulated", "positions")
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
 def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selection:
     """Decides what every head of a layer keeps; kept entries are in position order."""
     if pipeline.needs.accumulated:
-        view = _observed(view, pipeline.needs.stride, counted=pipeline.needs.observed)
+        view = _observed(view, pipeline.needs.stride)
     scores = pipeline.scorer.score(view)
     page_counts = pipeline.allocator.head_pages(view, scores, totals.pages, totals.floors)
     kept = page_counts * view.block_size
@@ -61,27 +61,17 @@ def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selec
     return Selection(page_counts, indices, replace(merged, **unchanged))
 
 
-def _observed(view: LayerView, stride: int, counted: bool) -> LayerView:
+def _observed(view: LayerView, stride: int) -> LayerView:
     """Returns the view with the attention of this event's queries added to the accumulated sums.
 
     Attention to tokens of the tail is left out: they become entries at a later event. Every
-    stride-th query is evaluated and stands for the ones between; if `counted`, the queries that saw
-    each entry are counted as well.
+    stride-th query is evaluated and stands for the ones between.
     """
-    mass, num_queries = observed_mass(view, stride), view.queries.shape[0]
-    mass *= num_queries
-    former = view.entries
+    mass, former = observed_mass(view, stride), view.entries
+    mass *= view.queries.shape[0]
     if former.accumulated is not None:
         mass += former.accumulated
-    if not counted:
-        return replace(view, entries=replace(former, accumulated=mass))
-    entries = torch.arange(view.num_entries, device=view.device)
-    since = (view.lengths + view.kv.tails)[:, None] - entries
-    counting = torch.div(since.clamp(0, num_queries) + stride - 1, stride, rounding_mode="floor")
-    seen_by = counting * (num_queries / max(1, math.ceil(num_queries / stride)))
-    if former.observed is not None:
-        seen_by += former.observed
-    return replace(view, entries=replace(former, accumulated=mass, observed=seen_by))
+    return replace(view, entries=replace(former, accumulated=mass))
 
 
 def protected_pages(pipeline: Pipeline, num_tail: int, block_size: int) -> int:

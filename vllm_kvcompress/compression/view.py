@@ -103,7 +103,6 @@ class EventViews:
                 bias=self._entry_state("bias", batch, layers, num_entries),
                 positions=self._positions(batch, layers, num_entries),
                 accumulated=self._entry_state("accumulated", batch, layers, num_entries),
-                observed=self._entry_state("observed", batch, layers, num_entries),
                 running=self._entry_state("running", batch, layers, num_entries),
             ),
         )

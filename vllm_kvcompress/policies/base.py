@@ -35,14 +35,12 @@ class EntryState:
         positions: [H, n] int64 logical position that each key is rotated to.
         accumulated: [H, n] fp32 attention that each entry has received from the observed queries
             of all events, this one included.
-        observed: [H, n] fp32 number of observed queries that could attend to each entry.
         running: [H, n] fp32 key weights that a merger adds up over events.
     """
 
     bias: Tensor | None = None
     positions: Tensor | None = None
     accumulated: Tensor | None = None
-    observed: Tensor | None = None
     running: Tensor | None = None
 
 
@@ -153,7 +151,6 @@ class Needs:
         positions: the position of every key, and how keys are rotated.
         rotary: how keys and queries are rotated.
         accumulated: the attention that entries have received over all events.
-        observed: how many queries this attention came from.
         stride: every stride-th observed query is accumulated, counted back from the last one.
         running: sums per entry that a merger updates at every event.
     """
@@ -167,7 +164,6 @@ class Needs:
     positions: bool = False
     rotary: bool = False
     accumulated: bool = False
-    observed: bool = False
     stride: int = 1
     running: bool = False
 

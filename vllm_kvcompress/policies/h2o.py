@@ -6,7 +6,6 @@ from torch import Tensor
 
 from vllm_kvcompress.policies import LayerView, Needs, Policy, Protection, Stages, parameter
 from vllm_kvcompress.policies.parts import mass
-from vllm_kvcompress.policies.parts.parameters import switch
 
 
 @dataclass(frozen=True)
@@ -14,7 +13,6 @@ class H2O(Policy):
     """Keeps tokens of high accumulated attention, and recent ones.
 
     Each event observes every `stride`-th of its last `window_size` queries; the paper adds up all.
-    A sum favours tokens that more queries saw; divided by their number it is a mean (kvpress).
     """
 
     name = "h2o"
@@ -31,19 +29,15 @@ class H2O(Policy):
         256, "last queries of an event whose attention is added up", minimum=1
     )
     recent_fraction: float = parameter(0.5, "part of the budget for recent tokens", 0.0, 1.0)
-    normalize_by_count: str = switch("on: divide sums by how many queries saw a token")
     stride: int = mass.STRIDE
 
     @property
     def needs(self) -> Needs:
-        by_count = self.normalize_by_count == "on"
-        return Needs(self.window_size, accumulated=True, observed=by_count, stride=self.stride)
+        return Needs(self.window_size, accumulated=True, stride=self.stride)
 
     @property
     def protection(self) -> Protection:
         return Protection(recent_fraction=self.recent_fraction)
 
     def score(self, view: LayerView) -> Tensor:
-        if self.normalize_by_count == "on":
-            return mass.mean_accumulated_mass(view)
         return mass.accumulated_mass(view, self.window_size)

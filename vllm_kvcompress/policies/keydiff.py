@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.keydiff import keydiff_scores
 from vllm_kvcompress.policies import Modifier, Pipeline, Policy, Stages, parameter
 from vllm_kvcompress.policies.base import LayerView
@@ -16,7 +15,7 @@ class KeyDiff(Policy):
     """Keeps keys unlike the average key; needs no queries.
 
     The anchor is the mean of normalised keys, as in the paper's appendix G; its section 3.2 has
-    that of raw keys (`mean_raw`). Its ablation finds products and distances worse than cosines.
+    that of raw keys (`mean_raw`).
     """
 
     name = "keydiff"
@@ -26,22 +25,12 @@ class KeyDiff(Policy):
     anchor: str = parameter(
         "mean_normalized",
         "what keys are compared with",
-        choices=("mean_normalized", "mean_raw", "median", "pairwise"),
+        choices=("mean_normalized", "mean_raw"),
     )
-    metric: str = parameter(
-        "cosine", "how keys are compared with it", choices=("cosine", "dot", "euclidean")
-    )
-
-    def __post_init__(self) -> None:
-        if self.anchor == "pairwise" and self.metric != "cosine":
-            raise ConfigError(
-                f"metric: expected cosine with anchor=pairwise, which adds up cosines, found "
-                f"{self.metric}; leave metric out, or choose another anchor."
-            )
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32; for cosines in [-1, 1] (times the number of tokens for pairwise)."""
-        return keydiff_scores(view.kv, self.anchor, self.metric)
+        """[H, n] fp32 in [-1, 1]."""
+        return keydiff_scores(view.kv, self.anchor)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class Pipeline:
         """Fields of `EntryState` that are kept for every token, one fp32 number each."""
         asked = [
             name
-            for name in ("positions", "accumulated", "observed", "running")
+            for name in ("positions", "accumulated", "running")
             if self.repeats and getattr(self.needs, name)
         ]
         return (*(["bias"] if self.weighs_entries else []), *asked)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_kvcompress.policies import LayerView, Needs, Policy, Stages, parameter
+from vllm_kvcompress.policies import LayerView, Needs, Policy, Stages
 from vllm_kvcompress.policies.parts.mass import observed_mass
 
 
@@ -13,8 +13,7 @@ class TOVA(Policy):
     """Keeps what the last query attends to, the same for all heads of a layer.
 
     All heads of a layer keep the same tokens. Under tensor parallelism the average is over the
-    rank's heads, so ranks may keep different tokens. With the scope `head` each KV head keeps
-    what its query heads attend to, as KeyDiff's authors ran it.
+    rank's heads, so ranks may keep different tokens.
     """
 
     name = "tova"
@@ -23,20 +22,11 @@ class TOVA(Policy):
         score="last query's attention, mean over the layer's heads", select="highest score"
     )
 
-    scope: str = parameter(
-        "layer",
-        "query heads that decide: all of the layer, or those of each KV head",
-        choices=("layer", "head"),
-    )
-
     @property
     def needs(self) -> Needs:
         return Needs(window_size=1)
 
     def score(self, view: LayerView) -> Tensor:
-        """[H, n] fp32; with the scope `layer` every head has the same row."""
-        mass = observed_mass(view)
-        if self.scope == "head":
-            return mass
-        of_layer = view.by_request(mass)
+        """[H, n] fp32; every head has the same row."""
+        of_layer = view.by_request(observed_mass(view))
         return of_layer.mean(dim=1, keepdim=True).expand_as(of_layer).flatten(0, 1)

@@ -8,23 +8,12 @@ from typing import Any
 from tests.policies.oracles.heads import Head, Vector, dot, norm
 
 
-def keydiff(head: Head, anchor: str, metric: str) -> Vector:
+def keydiff(head: Head, anchor: str) -> Vector:
     keys, size = head.keys, head.size
     unit = [[x / norm(k) for x in k] if norm(k) else k for k in keys]
-    if anchor == "pairwise":
-        return [-sum(dot(a, b) for b in unit) for a in unit]
-    columns = range(len(keys[0]))
-    if anchor == "mean_normalized":
-        centre = [sum(k[c] for k in unit) / size for c in columns]
-    elif anchor == "mean_raw":
-        centre = [sum(k[c] for k in keys) / size for c in columns]
-    else:
-        centre = [sorted(k[c] for k in keys)[(size - 1) // 2] for c in columns]
+    averaged = unit if anchor == "mean_normalized" else keys
+    centre = [sum(k[c] for k in averaged) / size for c in range(len(keys[0]))]
     length = norm(centre)
-    if metric == "dot":
-        return [-dot(centre, k) for k in keys]
-    if metric == "euclidean":
-        return [math.dist(centre, k) for k in keys]
     return [-dot(centre, u) / length if length else 0.0 for u in unit]
 
 

@@ -18,7 +18,7 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
     if base == "knorm":
         return [[-norm(key) for key in head.keys] for head in heads]
     if base == "keydiff":
-        return [keydiff(head, params["anchor"], params["metric"]) for head in heads]
+        return [keydiff(head, params["anchor"]) for head in heads]
     if "obcache" in policy:
         stride = params.get("stride", 1)
         changes = [perturbation(head, params["variant"], stride) for head in heads]

@@ -43,13 +43,6 @@ def accumulated_mass(view: LayerView, window_size: int) -> Tensor:
     return view.entries.accumulated / window_size
 
 
-def mean_accumulated_mass(view: LayerView) -> Tensor:
-    """[H, n] fp32 accumulated attention divided by how many observed queries saw an entry."""
-    assert view.entries.accumulated is not None
-    assert view.entries.observed is not None
-    return view.entries.accumulated / view.entries.observed.clamp_min(1)
-
-
 def pool_left_of_window(view: LayerView, raw: Tensor, kernel_size: int, pooling: str) -> Tensor:
     """[H, n] scores, those left of the window pooled over neighbours ("max" or "mean")."""
     if kernel_size <= 1:
