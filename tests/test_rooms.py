@@ -52,6 +52,17 @@ def test_imports_point_one_way(file: Path) -> None:
     assert set(imported_rooms(file)) <= set(allowed)
 
 
+def test_only_the_plugin_and_commands_import_vllm() -> None:
+    for file in FILES:
+        if room_of(file) in ("vllm_plugin", "cli"):
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom):
+                names = [str(node.module)]
+            assert "vllm" not in {name.partition(".")[0] for name in names}, file
+
+
 def test_rooms_are_few() -> None:
     assert {room_of(file) for file in FILES} == {*ROOMS, "__init__"}
     assert len(list(PACKAGE.glob("*.py"))) <= 6

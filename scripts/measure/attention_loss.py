@@ -125,10 +125,7 @@ def watched(worker: Any) -> Heads:
 
 def measure(llm: Any, question: Question) -> Heads:
     """Asks one question in the engine's process, and returns what its attention has lost."""
-    from vllm import SamplingParams
-
-    params = SamplingParams(
-        temperature=0,
+    params = compat.greedy(
         max_tokens=question.max_tokens,
         extra_args=question.extra_args,
         prompt_logprobs=0 if question.predicted else None,  # no prefix-cache hits

@@ -15,10 +15,9 @@ from multiprocessing.resource_tracker import ensure_running as start_resource_tr
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import EngineError
 from vllm_kvcompress.tools.files import append
-from vllm_kvcompress.vllm_plugin.startup.compat import ENGINE_MODULES
+from vllm_kvcompress.vllm_plugin.startup import compat
 
 _ENDS_AT_ONCE = "vllm_kvcompress.tools.ends_at_once"
 
@@ -50,7 +49,7 @@ class EngineProcess:
     ) -> None:
         append(log, "")  # raises here if the child could not write
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([_ENDS_AT_ONCE, *ENGINE_MODULES])
+        context.set_forkserver_preload([_ENDS_AT_ONCE, *compat.ENGINE_MODULES])
         _start_fork_server()
         self._log = log
         self._pipe, child_pipe = context.Pipe()
@@ -129,7 +128,7 @@ def _serve_calls(
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # this is a process of its own already
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     gc.freeze()  # keeps vLLM's imports out of the collections during its start
-    llm = build_engine(model, settings, options)
+    llm = compat.build_engine(model, settings, options)
     pipe.send(("ready", None))
     while True:
         try:
@@ -158,20 +157,3 @@ def _redirect_output(log: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(descriptor, stream.fileno())
-
-
-def build_engine(model: str, settings: dict[str, Any] | None, options: dict[str, Any]) -> Any:
-    """Builds a `vllm.LLM` with the options that `serve` gives; arguments as for `EngineProcess`."""
-    from vllm import LLM
-
-    from vllm_kvcompress.vllm_plugin.startup.compat import allow_amx, plugin_options
-    from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
-
-    answer_for_vllm()
-    allow_amx()  # our worker sees to it, stock vLLM's does not
-    arguments: dict[str, Any] = {"disable_log_stats": False, "block_size": 32, **options}
-    if settings is not None:
-        paths: dict[str, Any] = dict(plugin_options(Settings.from_dict(settings)))
-        paths["logits_processors"] = [paths["logits_processors"]]
-        arguments |= {**paths, "additional_config": {SETTINGS_KEY: settings}}
-    return LLM(model, **arguments)

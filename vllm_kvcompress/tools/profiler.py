@@ -30,7 +30,7 @@ def measure_model(
     Raises:
         ConfigError: the model cannot be served, or not with prompts of that length.
     """
-    from vllm_kvcompress.tools.engine_process import build_engine
+    from vllm_kvcompress.vllm_plugin.startup.compat import build_engine
     from vllm_kvcompress.vllm_plugin.worker_side.measured_heads import HeadPrompts, measure
 
     length = prompts["length"]

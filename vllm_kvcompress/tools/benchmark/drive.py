@@ -145,15 +145,11 @@ class Driver:
         }
 
     def _add(self, arrival: Arrival) -> None:
-        from vllm import SamplingParams
-
         prompt = arrival.tokens
         if arrival.follows is not None:
             former = self._outputs[arrival.follows]
             prompt = [*former.prompt_token_ids, *former.outputs[0].token_ids, *prompt]
-        params = SamplingParams(
-            temperature=0, max_tokens=arrival.max_tokens, ignore_eos=True, detokenize=False
-        )
+        params = compat.greedy(max_tokens=arrival.max_tokens, ignore_eos=True, detokenize=False)
         self._engine.add_request(arrival.name, {"prompt_token_ids": prompt}, params)
 
     def _step(self) -> set[str]:

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from vllm_kvcompress.tools.engine_process import EngineProcess
+from vllm_kvcompress.vllm_plugin.startup import compat
 
 
 @dataclass(frozen=True)
@@ -99,23 +100,13 @@ class Engine(EngineProcess):
         return replies
 
 
-def _cache_bytes_per_token(vllm_config: Any) -> int:
-    """KV cache bytes per token on all ranks together, as if no layer had a sliding window."""
-    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
-
-    model = vllm_config.model_config
-    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
-    numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
-    return int(model.get_total_num_hidden_layers() * numbers * dtype.itemsize)
-
-
 def _ask(llm: Any, call: tuple[Sequence[Question], bool]) -> list[Reply]:
     """Answers questions in the engine's process."""
     from vllm_kvcompress.tools.evaluation.recorded_events import record_events, recorded_events
 
     questions, compresses = call
     params = [
-        _sampling(
+        compat.greedy(
             max_tokens=question.max_tokens,
             extra_args=question.extra_args if compresses else None,
             prompt_logprobs=0 if question.predicted else None,
@@ -128,18 +119,11 @@ def _ask(llm: Any, call: tuple[Sequence[Question], bool]) -> list[Reply]:
     prompts = [{"prompt_token_ids": question.prompt} for question in questions]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     events = llm.collective_rpc(recorded_events)[0] if compresses else []
-    bytes_per_token = _cache_bytes_per_token(llm.llm_engine.vllm_config)
+    bytes_per_token = compat.cache_bytes_per_token(llm.llm_engine.vllm_config)
     return [
         _reply(question, output, events, bytes_per_token, prepared_by.get(number))
         for number, (question, output) in enumerate(zip(questions, outputs, strict=True))
     ]
-
-
-def _sampling(**options: Any) -> Any:
-    """vLLM's `SamplingParams`, greedy."""
-    from vllm import SamplingParams
-
-    return SamplingParams(temperature=0, **options)
 
 
 def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
@@ -150,7 +134,7 @@ def _prepare(llm: Any, questions: Sequence[Question]) -> dict[int, str]:
     outputs = llm.generate(
         [{"prompt_token_ids": [*each.context, *each.repetition]} for each in prepared.values()],
         [
-            _sampling(max_tokens=1, extra_args=each.extra_args | {"kv_prepare": 1})
+            compat.greedy(max_tokens=1, extra_args=each.extra_args | {"kv_prepare": 1})
             for each in prepared.values()
         ],
         use_tqdm=False,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvcompress.errors import InvariantError, UnsupportedError
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
+from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
 from vllm_kvcompress.vllm_plugin.startup.versions import vllm_version
 
 if TYPE_CHECKING:
@@ -239,6 +240,45 @@ def detach_stats(scheduler_stats: Any) -> dict[str, Any] | None:
 
 
 # --- engines in this very process, for measuring ------------------------------------------
+
+
+def build_engine(model: str, settings: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    """Builds a `vllm.LLM` with the options that `serve` gives.
+
+    Args:
+        model: name or directory.
+        settings: compression settings, or None for stock vLLM.
+        options: further keyword arguments of `vllm.LLM`.
+    """
+    from vllm import LLM
+
+    from vllm_kvcompress.config import SETTINGS_KEY, Settings
+
+    answer_for_vllm()
+    allow_amx()  # our worker sees to it, stock vLLM's does not
+    arguments: dict[str, Any] = {"disable_log_stats": False, "block_size": 32, **options}
+    if settings is not None:
+        paths: dict[str, Any] = dict(plugin_options(Settings.from_dict(settings)))
+        paths["logits_processors"] = [paths["logits_processors"]]
+        arguments |= {**paths, "additional_config": {SETTINGS_KEY: settings}}
+    return LLM(model, **arguments)
+
+
+def greedy(**options: Any) -> Any:
+    """Returns vLLM's `SamplingParams` of greedy decoding."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, **options)
+
+
+def cache_bytes_per_token(vllm_config: Any) -> int:
+    """Returns KV cache bytes per token on all ranks, as if no layer had a sliding window."""
+    from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
+
+    model = vllm_config.model_config
+    dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
+    numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
+    return int(model.get_total_num_hidden_layers() * numbers * dtype.itemsize)
 
 
 def engine_parts(llm_engine: Any) -> tuple[Any, Any]:
