@@ -391,15 +391,8 @@ def _launch(
     # tensors that do not begin at a multiple of 16 bytes.
     pieces = queries.new_empty((num_pieces, group, head_size), dtype=torch.float32)
     piece_lse = queries.new_empty((num_pieces, group), dtype=torch.float32)
-    numbers, tile_ends = NumbersArguments.of(bias), runs[1]
-    table: tuple[Tensor, Tensor | None, int]
-    targets: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
-    if addressed := isinstance(holder, AddressedEntries):
-        table, table_stride = (holder.addresses, holder.layer_offsets, holder.layer), 0
-        if holder.query_targets is not None:
-            targets = holder.query_targets.addresses, holder.query_targets.layer_bytes
-    else:
-        table, table_stride = (holder.page_table, None, 0), holder.page_table.stride(0)
+    numbers = NumbersArguments.of(bias)
+    table, table_stride, targets = _table_arguments(holder)
     sizes = overlap_options(holder.device)
     sizes |= dict(HEADS=heads, GROUP=group, HEAD_SIZE=head_size, DIMS=padded(head_size))
     with on_device(holder.pages):
@@ -417,7 +410,7 @@ def _launch(
             table_stride,
             numbers.table_stride,
             scale * LOG2_E,
-            ADDRESSED=addressed,
+            ADDRESSED=isinstance(holder, AddressedEntries),
             BLOCK_SIZE=holder.block_size,
             TILE=tile_size(holder, SETTINGS.tile_bytes),
             ROWS=padded(group),
@@ -431,7 +424,7 @@ def _launch(
         _reduce_kernel[(num_sequences, group)](
             pieces,
             piece_lse,
-            tile_ends,
+            runs[1],
             out,
             lse,
             queries,
@@ -447,6 +440,20 @@ def _launch(
             num_warps=4,
             **sizes,
         )
+
+
+def _table_arguments(
+    holder: PagedEntries | AddressedEntries,
+) -> tuple[tuple[Tensor, Tensor | None, int], int, tuple[Tensor | None, Tensor | None]]:
+    """Returns arguments of both kernels that say where page ids are, and where queries are copied.
+
+    These are page ids or their addresses, layer offsets and the layer; the stride of a page table;
+    and addresses of queries with the bytes between layers.
+    """
+    if not isinstance(holder, AddressedEntries):
+        return (holder.page_table, None, 0), holder.page_table.stride(0), (None, None)
+    table, copied = (holder.addresses, holder.layer_offsets, holder.layer), holder.query_targets
+    return table, 0, (None, None) if copied is None else (copied.addresses, copied.layer_bytes)
 
 
 def _num_programs(device: torch.device) -> int:
