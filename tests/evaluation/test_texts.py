@@ -172,15 +172,19 @@ def test_a_stand_in_merges_and_leaves_corrections_to_engines(text: Path) -> None
 
 
 def test_a_stand_in_compresses_on_the_way_as_an_engine_does(text: Path, tmp_path: Path) -> None:
-    """In chunks, and again while the continuation is read; its last event is behind the context."""
+    """In chunks, and again while the continuation is read; its last event is behind the context.
+
+    Heads and layers of some policies keep more than others.
+    """
     context, continuation = predicted_tokens(text, 270, 100)
     tokens = [*context, *continuation]
     chosen = {"budget": 0.25, "trigger": "chunk:64,decode:32", "min_tokens": 0}
-    settings = {"policy": "tova", "request_policies": ["snapkv", "keydiff"], **chosen}
+    policies = ["tova", "snapkv", "keydiff", "adakv", "pyramidkv", "rkv"]
+    settings = {"policy": "tova", "request_policies": policies[1:], **chosen}
     options = {"enforce_eager": True, "max_model_len": 1024, "dtype": "float32"}
     model = BlockwiseModel(MODEL, torch.float32)
     with Engine(MODEL, settings, options, tmp_path / "engine.log") as engine:
-        for policy in ("tova", "snapkv", "keydiff"):
+        for policy in policies:
             question = Question(
                 tokens[:270], tokens[270:], 1, agnostic=True, predicted=True, policy=policy
             )

@@ -32,6 +32,7 @@ POLICIES: dict[str, dict[str, object]] = {
     "adakv": {"window_size": 5},
     "spans": {"window_size": 9, "near_size": 4, "num_after": 4, "num_before": 1, "num_sinks": 2},
     "leverage": {},
+    "rkv": {"window_size": 5, "threshold": 0.4},
     "expected": {"window_size": 9, "n_future_positions": 6, "n_sink": 2},
     "expected+adakv": {"window_size": 60, "n_future_positions": 3, "epsilon": 0.02},
     "headkv": {"window_size": 5},

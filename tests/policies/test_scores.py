@@ -22,6 +22,7 @@ from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.knorm import KNorm
 from vllm_kvcompress.policies.leverage import leverage
 from vllm_kvcompress.policies.obcache import OBCache
+from vllm_kvcompress.policies.rkv import RKV
 from vllm_kvcompress.policies.snapkv import SnapKV
 from vllm_kvcompress.policies.tova import TOVA
 
@@ -322,3 +323,54 @@ def test_without_value_norms_the_perturbation_ranks_as_the_squared_weights() -> 
     scores = OBCache("value", window_size=1).score(with_rows(view, values=values))
     mass = SnapKV(1, 1).score(view)
     assert torch.allclose(scores, mass.square(), atol=1e-6)
+
+
+@given(
+    shape=shapes,
+    window=st.integers(0, 12),
+    variant=st.sampled_from(["code", "paper"]),
+    kernel=st.sampled_from([1, 3, 7]),
+    mix=st.sampled_from([0.0, 0.1, 1.0]),
+    threshold=st.sampled_from([0.0, 0.2, 0.5, 1.0]),
+)
+def test_importance_less_redundancy_is_that_of_the_loop(
+    shape: Shape, window: int, variant: str, kernel: int, mix: float, threshold: float
+) -> None:
+    policy = RKV(max(1, window), kernel, mix, threshold, variant)
+    view = make_view(shape, window)
+    params = {name: getattr(policy, name) for name in policy.__dataclass_fields__}
+    scores = own(policy.score(view), shape)
+    for row, head in zip(scores, oracles.heads_of(view), strict=True):
+        left = max(0, head.size - max(0, len(head.queries) - head.num_tail))
+        expected = torch.tensor(oracles.rkv(head, params)[:left])
+        assert torch.allclose(row[:left], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("variant", ["code", "paper"])
+def test_pairs_of_keys_are_compared_in_tiles(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    view = make_view(Shape(pages=(9, 4), tail=3, group=1), 5)
+    untiled = RKV(5, variant=variant).score(view)
+    sizes: list[int] = []
+    where = torch.where
+
+    def watched(condition: torch.Tensor, *others: object) -> torch.Tensor:
+        sizes.append(condition.numel())
+        return where(condition, *others)  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(tiles, "TILE_BYTES", 4 * 2 * 39 * 5)
+    monkeypatch.setattr(torch, "where", watched)
+    tiled = RKV(5, variant=variant).score(view)
+    assert torch.allclose(tiled[0], untiled[0], atol=1e-6)
+    assert torch.allclose(tiled[1, :16], untiled[1, :16], atol=1e-6)
+    assert max(sizes) <= 2 * 39 * 5
+
+
+def test_of_equal_keys_the_latest_is_the_least_redundant() -> None:
+    """The authors' variant; the paper's formula takes the same link from each of them."""
+    view = make_view(Shape(pages=(6,), tail=0, group=1, seed=2), 0)
+    keys = view.kv.keys().clone()
+    keys[0, [9, 14]] = keys[0, 5].clone()
+    scores = RKV(mix_lambda=0.0, threshold=0.99).score(with_rows(view, keys=keys))[0]
+    assert scores[14] > scores[9] > scores[5]
+    paper = RKV(mix_lambda=0.0, threshold=0.99, variant="paper").score(with_rows(view, keys=keys))
+    assert torch.allclose(paper[0, 5], paper[0, [9, 14]])

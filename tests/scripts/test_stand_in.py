@@ -125,16 +125,23 @@ def test_differences_are_paired_and_only_what_the_full_cache_answers_counts(
 
 
 def test_cost_of_chunk_events_is_paired_with_prompt_events() -> None:
-    values = {("none", "prompt"): (2.0, 1.0), ("tova", "prompt"): (2.1, 1.1)}
-    values |= {("tova", "chunk:128"): (2.4, 1.4)}
+    values = {("none", "prompt", 1.0): (2.0, 1.0), ("tova", "prompt", 0.25): (2.1, 1.1)}
+    values |= {("tova", "chunk:128", 0.25): (2.4, 1.4), ("tova", "decode:128", 64): (2.5, 1.5)}
+    values |= {("h2o", *key[1:]): (2.3, 1.3) for key in values if key[0] == "tova"}
+    names = ("policy", "trigger", "budget")
     rows = [
-        {"item": item, "task": "text/prose", "policy": policy, "trigger": trigger, "nats": nats}
-        for (policy, trigger), both in values.items()
+        {"item": item, "task": "text/prose", "nats": nats, **dict(zip(names, key, strict=True))}
+        for key, both in values.items()
         for item, nats in enumerate(both)
     ]
-    first, *_, last = block_by_block.table(rows, ["tova"])
+    first, heads, *_, last = block_by_block.table(rows, ["tova"], against="h2o")
     assert first == "2 texts, full cache 1.500 nats"
-    assert last == (
-        "| `tova` | 0.400 (0.400 to 0.400) | +0.300 (+0.300 to +0.300) "
-        "| 0.100 (0.100 to 0.100) | +0.000 (+0.000 to +0.000) |"
-    )
+    assert heads.split(" | ")[1:5] == [
+        "`prompt`, 0.25",
+        "`chunk:128`, 0.25",
+        "`decode:128`, 64",
+        "`chunk:128`, 0.25: more than `prompt`",
+    ]
+    means = [cell.partition(" (")[0] for cell in last.strip("| ").split(" | ")]
+    assert means == ["`tova`", "0.100", "0.400", "0.500", "+0.300", "-0.200", "+0.100", "+0.200"]
+    assert last.count("(") == 7

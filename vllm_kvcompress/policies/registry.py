@@ -30,7 +30,7 @@ ENTRY_POINTS = "vllm_kvcompress.policies"
 # In the order in which they are listed; modules that are not named here follow.
 LISTED_FIRST = (
     *("streamingllm", "knorm", "keydiff", "leverage", "tova", "h2o", "snapkv", "pyramidkv"),
-    *("adakv", "headkv", "duoattention", "expected", "spans", "criticalkv", "obcache"),
+    *("adakv", "headkv", "duoattention", "expected", "rkv", "spans", "criticalkv", "obcache"),
     *("merging.cam", "merging.d2o", "merging.momentkv", "merging.kvmerger", "merging.asymkv"),
     *("merging.kvslimmer",),
 )

@@ -42,6 +42,7 @@ PROTOCOLS = {
     "headkv": _ONCE,
     "duoattention": _GENERATING,
     "expected": _ONCE,
+    "rkv": Protocol("decode:128"),
     "spans": _ONCE,
     "d2o": _GENERATING,
     "momentkv": _GENERATING,

@@ -7,7 +7,7 @@ from typing import Any
 
 EVICTING = (
     *("streamingllm", "knorm", "keydiff", "leverage", "tova", "h2o", "snapkv", "pyramidkv"),
-    *("adakv", "expected", "spans", "adakv+criticalkv", "keydiff+window", "snapkv+obcache"),
+    *("adakv", "expected", "rkv", "spans", "adakv+criticalkv", "keydiff+window", "snapkv+obcache"),
     *("d2o", "h2o+cam"),
 )
 

@@ -1,7 +1,7 @@
 """Reads a text and compresses it on the way, event by event, without an engine.
 
 Events are where a server has them (`scheduling/ledger.py`), and what they evict is gone, so later
-hidden states differ. For policies that give all heads the same and merge nothing.
+hidden states differ. For policies that merge nothing; heads and layers may differ.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ MAX_OBSERVED_QUERIES = 256  # that a policy may observe
 
 @dataclass(frozen=True)
 class LayerCache:
-    """A layer's cache, in position order.
+    """A layer's cache, in position order; heads that hold less than others begin later.
+
+        the longest head:   | 0  1  2  3 .............. n - 1 |
+        another one:        | nothing | 0  1 .......... n - p - 1 |
 
     Attributes:
         keys, values: [H, n, D].
+        padding: [H] int64 leading columns of a head that hold nothing (p above).
         accumulated: [H, n] fp32 attention received at events so far.
         positions: [H, n] int64.
         queries: [w, H * G, D] of the last tokens.
@@ -40,6 +44,7 @@ class LayerCache:
 
     keys: Tensor
     values: Tensor
+    padding: Tensor
     accumulated: Tensor
     positions: Tensor
     queries: Tensor
@@ -48,31 +53,47 @@ class LayerCache:
     rotary: Rotary | None
 
     @property
-    def no_bias(self) -> Tensor:
-        """Logit biases [H, n] of zeros."""
-        return self.keys.new_zeros(self.keys.shape[:2])
+    def bias(self) -> Tensor:
+        """[H, n] zeros, and minus infinity in columns that hold nothing."""
+        columns = torch.arange(self.keys.shape[1], device=self.keys.device)
+        return self.keys.new_zeros(self.keys.shape[:2]).masked_fill(
+            columns < self.padding[:, None], float("-inf")
+        )
 
-    def view(self, num_tokens: int, num_queries: int) -> LayerView:
-        """What a policy without values sees of the first resident tokens, whole blocks."""
+    @property
+    def num_tail(self) -> int:
+        """Tokens in the partial last block, the same in all heads."""
+        return int(self.keys.shape[1] - self.padding[0]) % BLOCK_SIZE
+
+    def from_left(self, rows: Tensor) -> Tensor:
+        """[H, n - t, ...] entries of full blocks of `rows`, each head's first one at index 0."""
+        num_full = self.keys.shape[1] - self.num_tail
+        places = torch.arange(num_full, device=rows.device) + self.padding[:, None]
+        heads = torch.arange(len(rows), device=rows.device)[:, None]
+        return rows[heads, places.clamp_max(max(0, num_full - 1))]
+
+    def view(self, num_queries: int) -> LayerView:
+        """What a policy that reads no weights sees of the resident tokens."""
         keys, values = self.keys.float(), self.values.float()
-        tail = keys[:, num_tokens:], values[:, num_tokens:]
+        num_full = keys.shape[1] - self.num_tail
+        tail = keys[:, num_full:], values[:, num_full:]
+        rows = self.from_left(keys), self.from_left(values)
         return LayerView(
-            kv=GatheredKV.of(keys[:, :num_tokens], values[:, :num_tokens], tail=tail),
+            kv=GatheredKV.of(*rows, lengths=num_full - self.padding, tail=tail),
             queries=self.queries[len(self.queries) - num_queries :].float(),
             scale=self.keys.shape[2] ** -0.5,
             layers=range(self.layer, self.layer + 1),
             block_size=BLOCK_SIZE,
             rotary=self.rotary,
             entries=EntryState(
-                positions=self.positions[:, :num_tokens],
-                accumulated=self.accumulated[:, :num_tokens],
+                positions=self.from_left(self.positions),
+                accumulated=self.from_left(self.accumulated),
             ),
         )
 
-    def joined(self, query: Tensor, key: Tensor, value: Tensor) -> LayerCache:
-        """With what was read since: [1, heads, m, D] each."""
+    def joined(self, begin: int, query: Tensor, key: Tensor, value: Tensor) -> LayerCache:
+        """With what was read from position `begin` on: [1, heads, m, D] each."""
         count = key.shape[2]
-        begin = int(self.positions[0, -1]) + 1 if self.positions.shape[1] else 0
         new = torch.arange(begin, begin + count, device=key.device).expand(len(self.keys), -1)
         room = self.accumulated.new_zeros(len(self.keys), count)
         queries = torch.cat([self.queries, query[0].transpose(0, 1)])
@@ -96,7 +117,13 @@ class BlockwiseModel(MaskedModel):
     def nats(
         self, tokens: list[int], num_context: int, pipeline: Pipeline, rule: CompressionRule
     ) -> float:
-        """Per token behind the context, its first token left out.
+        """Mean of `losses`, which explains the arguments."""
+        return float(self.losses(tokens, num_context, pipeline, rule).mean())
+
+    def losses(
+        self, tokens: list[int], num_context: int, pipeline: Pipeline, rule: CompressionRule
+    ) -> Tensor:
+        """[m] nats of every token behind the context but its first.
 
         Args:
             tokens: of the context and what follows it.
@@ -105,15 +132,17 @@ class BlockwiseModel(MaskedModel):
             rule: when, and down to what; blocks of BLOCK_SIZE.
 
         Raises:
-            ConfigError: a policy whose layers differ, or that merges.
+            ConfigError: a policy that merges, or that reads output weights.
         """
-        if pipeline.merger is not None or pipeline.layer_dependent:
+        needs = pipeline.needs
+        if pipeline.merger is not None or needs.output_weight or needs.output_gram:
             raise ConfigError(
-                f"{pipeline.name}: expected a policy that merges nothing and gives all layers the "
-                "same; measure others with `vllm-kvcompress eval`."
+                f"{pipeline.name}: expected a policy that merges nothing and reads no output "
+                "weights; measure others with `vllm-kvcompress eval`."
             )
         ledger = RequestLedger(num_context, rule, num_prompt_tokens=len(tokens))
-        caches, read, total = self._empty(), 0, 0.0
+        caches, read = self._empty(), 0
+        losses: list[Tensor] = []
         last = len(tokens) - 1
         while read < last:
             stops = [rule.next_position(num_context, read), num_context, last]
@@ -124,18 +153,14 @@ class BlockwiseModel(MaskedModel):
             else:
                 logits, caches = self._read(tokens, caches, read, end, end - read)
                 said = torch.tensor(tokens[read + 1 : end + 1], device=logits.device)
-                lost = torch.nn.functional.cross_entropy(logits, said, reduction="sum")
-                total += float(lost)
+                losses.append(torch.nn.functional.cross_entropy(logits, said, reduction="none"))
             read = end
             decision = ledger.decide(read)
             if decision is not None and decision.skipped is None:
                 queries = ledger.observed_window(read)
-                caches = [
-                    _compressed(pipeline, cache, decision.num_kept_blocks, queries)
-                    for cache in caches
-                ]
+                caches = _compressed(pipeline, caches, read, decision.num_kept_blocks, queries)
                 ledger.commit(read, decision.num_kept_blocks)
-        return total / (last - num_context)
+        return torch.cat(losses)
 
     def _read_context(
         self, tokens: list[int], caches: list[LayerCache], read: int, end: int, untouched: bool
@@ -156,11 +181,11 @@ class BlockwiseModel(MaskedModel):
     ) -> tuple[Tensor, list[LayerCache]]:
         """Logits of the last tokens, and the caches with what was read."""
         if read:
-            self._context = [(each.keys, each.values, each.no_bias) for each in caches]
+            self._context = [(each.keys, each.values, each.bias) for each in caches]
         some = torch.tensor(tokens[read:end], device=self.model.device)
         logits = self._go_on(read, some, num_logits)
         seen = [(query, key, value) for _, query, key, value, _ in self._seen]
-        return logits, [each.joined(*new) for each, new in zip(caches, seen, strict=True)]
+        return logits, [each.joined(read, *new) for each, new in zip(caches, seen, strict=True)]
 
     def _empty(self) -> list[LayerCache]:
         config = self.model.config
@@ -168,41 +193,63 @@ class BlockwiseModel(MaskedModel):
         none = torch.empty(config.num_key_value_heads, 0, size, device=self.model.device)
         none = none.to(self.model.dtype)
         numbers, queries = none[..., 0], none.new_empty(0, config.num_attention_heads, size)
+        padding = torch.zeros(len(none), dtype=torch.int64, device=none.device)
         layers = range(config.num_hidden_layers)
         layout = (len(layers), self._rotary())
         return [
-            LayerCache(none, none, numbers.float(), numbers.long(), queries, layer, *layout)
+            LayerCache(
+                none, none, padding, numbers.float(), numbers.long(), queries, layer, *layout
+            )
             for layer in layers
         ]
 
 
 def _compressed(
-    pipeline: Pipeline, cache: LayerCache, num_blocks: int, num_queries: int
+    pipeline: Pipeline,
+    caches: list[LayerCache],
+    position: int,
+    num_blocks: int,
+    num_queries: int,
+) -> list[LayerCache]:
+    """All layers after an event at `position` that leaves so many blocks."""
+    num_heads, last = len(caches[0].keys), caches[0]
+    shape = (len(caches), num_heads, last.queries.shape[1], BLOCK_SIZE)
+    bound = pipeline.bind(*shape)
+    held = [int((each.keys.shape[1] - each.padding).sum()) // BLOCK_SIZE for each in caches]
+    pages = bound.allocator.layer_pages(num_blocks, held, num_heads, position // BLOCK_SIZE)
+    return [
+        _compressed_layer(bound, cache, count, num_queries)
+        for cache, count in zip(caches, pages, strict=True)
+    ]
+
+
+def _compressed_layer(
+    pipeline: Pipeline, cache: LayerCache, num_pages: int, num_queries: int
 ) -> LayerCache:
-    """After an event that leaves so many blocks."""
-    num_heads = len(cache.keys)
-    num_full = cache.keys.shape[1] // BLOCK_SIZE * BLOCK_SIZE
-    heads = (cache.num_layers, num_heads, cache.queries.shape[1], BLOCK_SIZE)
-    selection = compress_layer(
-        pipeline.bind(*heads), cache.view(num_full, num_queries), num_blocks * num_heads
-    )
-    counts = selection.page_counts.tolist()
-    if len(set(counts)) > 1:
-        raise ConfigError(f"{pipeline.name}: expected the same pages for all heads, found {counts}")
-    kept = selection.kept_indices.view(num_heads, -1)
+    """A layer that keeps so many pages over all heads; the partial last block stays."""
+    view = cache.view(num_queries)
+    selection = compress_layer(pipeline, view, num_pages)
+    counts = selection.page_counts * BLOCK_SIZE
+    longest, heads = int(counts.max()), selection.heads(BLOCK_SIZE)
+    columns = torch.arange(len(heads), device=heads.device) - counts.cumsum(0)[heads] + longest
+    kept = counts.new_zeros(len(counts), longest)
+    kept[heads, columns] = selection.kept_indices
+    num_full = cache.keys.shape[1] - cache.num_tail
     received = cache.accumulated
     if selection.merged.accumulated is not None:
-        received = torch.cat([selection.merged.accumulated, received[:, num_full:]], dim=1)
+        received = selection.merged.accumulated
+    else:
+        received = cache.from_left(received)
+
+    def rows(from_left: Tensor, whole: Tensor) -> Tensor:
+        these = torch.arange(len(kept), device=kept.device)[:, None]
+        return torch.cat([from_left[these, kept], whole[:, num_full:]], dim=1)
+
     return replace(
         cache,
-        keys=_gathered(cache.keys, kept, num_full),
-        values=_gathered(cache.values, kept, num_full),
-        accumulated=_gathered(received, kept, num_full),
-        positions=_gathered(cache.positions, kept, num_full),
+        keys=rows(cache.from_left(cache.keys), cache.keys),
+        values=rows(cache.from_left(cache.values), cache.values),
+        padding=longest - counts,
+        accumulated=rows(received, cache.accumulated),
+        positions=rows(cache.from_left(cache.positions), cache.positions),
     )
-
-
-def _gathered(rows: Tensor, kept: Tensor, num_full: int) -> Tensor:
-    """Kept entries of the full blocks, and all behind them."""
-    heads = torch.arange(len(kept), device=kept.device)[:, None]
-    return torch.cat([rows[heads, kept], rows[:, num_full:]], dim=1)

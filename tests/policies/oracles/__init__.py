@@ -15,6 +15,7 @@ from tests.policies.oracles.heads import Head, dot, heads_of, norm
 from tests.policies.oracles.keys import keydiff
 from tests.policies.oracles.links import LINKING, links, mergeable, pair_rounds
 from tests.policies.oracles.protection import protected, protection_of
+from tests.policies.oracles.redundancy import rkv
 from tests.policies.oracles.scores import scores_of
 from tests.policies.oracles.selection import best, select
 from vllm_kvcompress.policies.base import LayerView
@@ -32,6 +33,7 @@ __all__ = [
     "pair_rounds",
     "pooled",
     "protected",
+    "rkv",
     "value_norms",
 ]
 

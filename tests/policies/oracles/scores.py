@@ -9,6 +9,7 @@ from tests.policies.oracles.attention import mass, passages, perturbation, poole
 from tests.policies.oracles.heads import Head, Vector, norm
 from tests.policies.oracles.keys import expected, keydiff, leverage
 from tests.policies.oracles.links import LINKING
+from tests.policies.oracles.redundancy import rkv
 
 
 def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Vector]:
@@ -32,6 +33,8 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
         return [higher_rank(head, params) for head in heads]
     if base == "leverage":
         return [leverage(head, params["keys"]) for head in heads]
+    if base == "rkv":
+        return [rkv(head, params) for head in heads]
     if base == "expected":
         width = max(head.size + head.num_tail for head in heads)
         return [expected(head, width, params) for head in heads]
