@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvcompress.tools.evaluation.recommendation import cheapest, rounds
+from vllm_kvcompress.cli.recommend import cheapest, rounds
 from vllm_kvcompress.tools.evaluation.report import html_report
 from vllm_kvcompress.tools.evaluation.setups import AGNOSTIC, AWARE, FULL, setups_of
 from vllm_kvcompress.tools.evaluation.summary import markdown_table, summarize, text_table

@@ -17,6 +17,7 @@ from offline.masked import MaskedModel
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from tests.evaluation.test_eval import read
 from vllm_kvcompress.cli.main import main
+from vllm_kvcompress.cli.recommend import cheapest
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
@@ -24,7 +25,6 @@ from vllm_kvcompress.tools.evaluation import runner, texts
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question, mean_nats
 from vllm_kvcompress.tools.evaluation.items import load_text, load_texts
 from vllm_kvcompress.tools.evaluation.prompts import split_prompt
-from vllm_kvcompress.tools.evaluation.recommendation import cheapest
 from vllm_kvcompress.tools.evaluation.report import html_report
 from vllm_kvcompress.tools.evaluation.setups import FULL, TEXT, Setup, shared_engines
 from vllm_kvcompress.tools.evaluation.summary import interval, markdown_table, summarize, text_table

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from vllm_kvcompress.cli.eval import engine_option
+from vllm_kvcompress.cli.eval import add_engine_option
 from vllm_kvcompress.config import AUTO, MEASURED_HEADS
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.files import check_writable, named
@@ -26,14 +26,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, default=768, help="tokens of a prompt (768)")
     parser.add_argument("--samples", type=int, default=8, help="number of prompts (8)")
     parser.add_argument("--seed", type=int, default=0, help="prompt seed (0)")
-    parser.add_argument(
-        "--engine",
-        type=engine_option,
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="a keyword argument of vllm.LLM, such as tensor_parallel_size=2",
-    )
+    add_engine_option(parser)
     duo = parser.add_argument_group("duoattention only")
     duo.add_argument("--sink-size", type=int, default=128, help="first tokens kept (128)")
     duo.add_argument("--recent-size", type=int, default=256, help="last tokens kept (256)")
@@ -51,11 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    prompts = {
-        "num_samples": arguments.samples,
-        "length": arguments.length,
-        "seed": arguments.seed,
-    }
+    length, seed = arguments.length, arguments.seed
+    prompts = {"num_samples": arguments.samples, "length": length, "seed": seed}
     scores, num_kv_heads = profiler.measure_model(arguments.model, prompts, dict(arguments.engine))
     if arguments.kind == "headkv":
         profiler.write_headkv(arguments.out, scores)

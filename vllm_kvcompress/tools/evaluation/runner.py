@@ -74,10 +74,13 @@ class Plan:
         }
 
     def open_questions(self, setup: Setup, done: set[Key]) -> list[tuple[str, int]]:
-        """Mode and item number of the questions of a setup without an answer."""
+        """Mode and item number of the questions of a setup without an answer.
+
+        Texts are predicted as prompts, which read everything, so a sparse read is asked for none.
+        """
         return [
             (mode, number)
-            for mode in (*setup.modes(self.modes), *([TEXT] if setup.decodes_texts else []))
+            for mode in (*setup.modes(self.modes), *([TEXT] if setup.read is None else []))
             for number, item in enumerate(self.items)
             if (mode == TEXT) == bool(item.continuation) and (setup.name, mode, number) not in done
         ]

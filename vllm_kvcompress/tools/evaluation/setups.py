@@ -67,11 +67,6 @@ class Setup:
         """The modes to ask questions in: one if nothing is evicted, since all would be equal."""
         return (AWARE,) if self.policy in (FULL, NO_POLICY) else tuple(wanted)
 
-    @property
-    def decodes_texts(self) -> bool:
-        """Whether texts show a difference: they are predicted as prompts, which read everything."""
-        return self.read is None
-
     def read_part(self, num_tokens: int, block_size: int) -> float:
         """The fraction of `num_tokens` resident tokens that a decode step reads."""
         if self.read is None:
