@@ -45,8 +45,6 @@ def test_defaults_of_all_parts_are_in_the_parameters() -> None:
         "alpha": 0.5,
         "epsilon": 1e-4,
         "norm": "l2",
-        "weights": "product",
-        "guard": "off",
     }
     assert resolve("pyramidkv").params["beta"] == 20
     assert resolve("h2o").params == {
@@ -162,7 +160,6 @@ def test_combinations_that_are_refused(policy: str, sentence: str) -> None:
         ("snapkv+criticalkv", {"alpha": -0.1}, "alpha: expected at least 0 and at most 1"),
         ("snapkv+criticalkv", {"norm": "l3"}, "norm: expected one of l1, l2, found 'l3'"),
         ("keydiff", {"metric": "dot"}, "keydiff has no parameter metric; valid are anchor"),
-        ("h2o+criticalkv", {"weights": "exact"}, "expected product with h2o.criticalkv, whose"),
         ("keydiff", {"anchor": "first"}, "anchor: expected one of mean_normalized, mean_raw, f"),
     ],
 )

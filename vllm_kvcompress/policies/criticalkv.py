@@ -7,13 +7,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.top_entries import top_entries
 from vllm_kvcompress.kernels.value_norms import value_norms_l1, value_norms_l2
 from vllm_kvcompress.policies import Modifier, Pipeline, Protection, Selector, Stages, parameter
-from vllm_kvcompress.policies.base import LayerView, Needs, Scorer
-from vllm_kvcompress.policies.parts.mass import observed_mass
-from vllm_kvcompress.policies.parts.parameters import switch
+from vllm_kvcompress.policies.base import LayerView, Needs
 
 
 @dataclass(frozen=True)
@@ -26,13 +23,9 @@ class CriticalKV(Modifier, Selector):
     norm is L2 by default, which needs no projection of every value and keeps as good tokens as the
     paper's L1 (docs/results/language.md).
 
-    Over the query heads that share a KV head both factors are averaged (`product`), or their
-    products are (`exact`). The second stage lowers a bound on the output's error only where the
-    tokens of the first hold more than half of the attention (the paper's sigma); with `guard`
-    heads where they do not are selected by the score alone.
-
-    Attributes:
-        scorer: scorer of the policy underneath.
+    Over the query heads that share a KV head both factors are averaged. The second stage lowers a
+    bound on the output's error only where the tokens of the first hold more than half of the
+    attention (the paper's sigma).
     """
 
     name = "criticalkv"
@@ -54,26 +47,9 @@ class CriticalKV(Modifier, Selector):
     norm: str = parameter(
         "l2", "l2 (from a Gram matrix) or l1 (the paper's, reads W_O)", choices=("l1", "l2")
     )
-    weights: str = parameter(
-        "product",
-        "mean score times mean norm of a group's query heads, or the mean of products (exact)",
-        choices=("product", "exact"),
-    )
-    guard: str = switch("on: by score alone in heads where the first stage is unsure")
-    scorer: Scorer | None = None
 
     def modify(self, base: Pipeline) -> Pipeline:
-        """Replaces the selector.
-
-        Raises:
-            ConfigError: exact weights of accumulated attention, which is a mean over the group.
-        """
-        if self.weights == "exact" and base.needs.accumulated:
-            raise ConfigError(
-                f"weights: expected product with {base.name}, whose attention is added up as the "
-                "mean of a group's query heads, found exact; leave it out."
-            )
-        return replace(base, selector=replace(self, scorer=base.scorer))
+        return replace(base, selector=self)
 
     @property
     def needs(self) -> Needs:
@@ -89,30 +65,8 @@ class CriticalKV(Modifier, Selector):
         first_stage = num_protected + (budget * self.alpha).floor().to(torch.int64)
         by_score = scores.masked_fill(protected, float("inf"))
         chosen = top_entries(by_score, valid, torch.minimum(first_stage, kept))
-        weighted = self._weighted(view, scores, valid & ~chosen)
-        if self.guard == "on":
-            rest = observed_mass(view).masked_fill(chosen | ~valid, 0)
-            weighted = torch.where(rest.sum(dim=1, keepdim=True) >= 0.5, scores, weighted)
+        weighted = (scores + self.epsilon) * self._value_norms(view, valid & ~chosen)
         return top_entries(weighted.masked_fill(chosen, float("inf")), valid, kept)
-
-    def _weighted(self, view: LayerView, scores: Tensor, wanted: Tensor) -> Tensor:
-        """[H, n] fp32 (score + epsilon) times the value's norm."""
-        if self.weights == "product":
-            return (scores + self.epsilon) * self._value_norms(view, wanted)
-        assert self.scorer is not None
-        group = view.queries.shape[1] // view.num_heads
-        weighted = torch.zeros_like(scores)
-        for member in range(group):
-            weight, gram = view.output_weight, view.output_gram
-            one_head = replace(
-                view,
-                queries=view.queries[:, member::group],
-                output_weight=None if weight is None else weight[:, :, member : member + 1],
-                output_gram=None if gram is None else gram[member::group].contiguous(),
-            )
-            score = self.scorer.score(one_head) + self.epsilon
-            weighted += score * self._value_norms(one_head, wanted) / group
-        return weighted
 
     def _value_norms(self, view: LayerView, wanted: Tensor) -> Tensor:
         if self.norm == "l1":
@@ -120,6 +74,4 @@ class CriticalKV(Modifier, Selector):
             return value_norms_l1(view.kv, view.output_weight, wanted)
         assert view.output_gram is not None
         gram = view.output_gram.unflatten(0, (len(view.layers) * view.heads_per_request, -1))
-        if self.weights == "exact":  # of one query head of each group
-            return value_norms_l2(view.kv, gram)
         return view.kv.projected_norms(partial(value_norms_l2, output_gram=gram))

@@ -58,9 +58,10 @@ def criticalkv(look: Look) -> Iterator[tuple[str, Tensor]]:
         yield f"l1-observed/{policy}@0.25", lost(look, kept_mask(look, policy, 0.25), True)
         yield f"l1-plain/{policy}@0.25", lost(look, plain)
         yield f"l1-plain-observed/{policy}@0.25", lost(look, plain, True)
-    for name, value in (("epsilon", 0.0), ("guard", "on"), ("weights", "exact")):
-        mask = kept_mask(look, "snapkv+criticalkv", 0.25, **{name: value})
-        yield f"l1-{name}-{value}/snapkv+criticalkv@0.25", lost(look, mask)
+    yield (
+        "l1-epsilon-0.0/snapkv+criticalkv@0.25",
+        lost(look, kept_mask(look, "snapkv+criticalkv", 0.25, epsilon=0.0)),
+    )
     yield "l1-l2/snapkv+criticalkv@0.25", lost(look, l2_mask(look))
     both = [kept_mask(look, policy, 0.25) for policy in ("snapkv", "snapkv+criticalkv")]
     yield "same-tokens", (both[0] & both[1]).sum(dim=1) / both[0].sum(dim=1)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
-from tests.policies.oracles.attention import mass, pooled, value_norms
+from tests.policies.oracles.attention import value_norms
 from tests.policies.oracles.heads import Head, Vector
 
 
@@ -25,24 +24,11 @@ def select(
     first = best(candidates, score, math.floor(critical["alpha"] * budget))
     weighted = weighted_scores(head, score, critical)
     others = [j for j in candidates if j not in first]
-    if critical["guard"] == "on":
-        unsure = mass(head)
-        if sum(unsure[j] for j in others) >= 0.5:
-            weighted = score
     second = best(others, weighted, budget - len(first))
     return sorted([*stay, *first, *second])
 
 
 def weighted_scores(head: Head, score: Vector, critical: dict[str, Any]) -> Vector:
-    """CriticalKV's second stage; exact weights after snapkv's scores."""
-    epsilon = critical["epsilon"]
-    if critical["weights"] == "product":
-        nu = value_norms(head, critical["norm"])
-        return [(s + epsilon) * v for s, v in zip(score, nu, strict=True)]
-    total, group = [0.0] * head.size, len(head.weights)
-    for g in range(group):
-        alone = replace(head, queries=[[row[g]] for row in head.queries], weights=[head.weights[g]])
-        own = pooled(alone, mass(alone), critical["kernel_size"], critical["pooling"])
-        for j, nu_j in enumerate(value_norms(alone, critical["norm"])):
-            total[j] += (own[j] + epsilon) * nu_j / group
-    return total
+    """CriticalKV's second stage."""
+    nu = value_norms(head, critical["norm"])
+    return [(s + critical["epsilon"]) * v for s, v in zip(score, nu, strict=True)]
