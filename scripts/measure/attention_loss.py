@@ -19,7 +19,6 @@ import argparse
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -28,8 +27,7 @@ from tqdm import tqdm
 
 from attention_sums import AttentionLoss
 from vllm_kvcompress.cli import eval as eval_command
-from vllm_kvcompress.compression import runner as event_runner
-from vllm_kvcompress.compression.batch import EventBatch
+from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.kernels.merging.moments import unpack_moments
 from vllm_kvcompress.policies.base import LayerView, Needs, Selection
@@ -46,64 +44,47 @@ from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import layer_wei
 Heads = dict[str, list[list[float]]]  # figures by name, layer and head
 
 
-@dataclass
 class Watch:
-    """Looks on while a cache group of a worker serves.
+    """Looks on while a cache group of a worker serves; its runner's `EventObserver`.
 
     Attributes:
-        group: the worker's `GroupCompression`; its methods are wrapped.
         loss: the sums.
-        selected: what events of the layer at hand have seen and selected.
     """
 
-    group: Any
-    loss: AttentionLoss
-    selected: list[tuple[LayerView, Selection]] = field(default_factory=list)
+    def __init__(self, group: Any, loss: AttentionLoss) -> None:
+        self.loss = loss
+        self._group, self._finish_layer = group, type(group).finish_layer
+        group.runner.observer, group.finish_layer = self, self.finish_layer
 
-    def __post_init__(self) -> None:
-        runner = self.group.runner
-        runner.max_tokens, runner.layers_alike = 0, False  # one event and one layer at a time
-        self._run_layer, self._finish_layer = type(runner).run_layer, type(self.group).finish_layer
-        runner.run_layer, self.group.finish_layer = self.run_layer, self.finish_layer
-
-    def run_layer(self, batch: EventBatch, layer: int, *more: Any) -> None:
-        """Runs a layer's part of an event, and copies what it evicts."""
-        self.selected.clear()
-        self._run_layer(self.group.runner, batch, layer, *more)
-        ((view, selection),) = self.selected
-        (event,), moments = batch.events, None
-        if event.pipeline.corrects and selection.merged.state is not None:
-            moments = unpack_moments(selection.merged.state, view.kv.head_size)
-        values = view.kv.values()
+    def compressed(
+        self, event: Event, layer: int, view: LayerView, values: Tensor, selection: Selection
+    ) -> None:
+        """Copies what a layer's part of an event evicts."""
+        moments, state = None, selection.merged.state
+        if event.pipeline.corrects and state is not None:
+            moments = unpack_moments(state, view.kv.head_size)
         self.loss.compress(event.plan, layer, event.slot, view, values, selection, moments)
+
+    def finished(self, event: Event) -> None:
+        """Nothing is left to do after the last layer."""
 
     def finish_layer(
         self, work: Any, layer: int, metadata: Any, queries: Tensor, outputs: Tensor
     ) -> None:
         """Compares outputs of compressed requests, before the layer's events run."""
-        scale = self.group.scales[layer]
+        scale = self._group.scales[layer]
         for batch in work.compressed:
             starts, lengths = metadata.query_start_loc, metadata.seq_lens
             self.loss.observe(layer, batch, starts, lengths, queries, outputs, scale)
-        self._finish_layer(self.group, work, layer, metadata, queries, outputs)
+        self._finish_layer(self._group, work, layer, metadata, queries, outputs)
 
 
 def watch(worker: Any) -> None:
     """Begins to look on at all cache groups of a worker."""
-    original = getattr(worker, "kvcompress_compress_batch", event_runner.compress_batch)
-    worker.kvcompress_compress_batch = original
     worker.kvcompress_watches = watches = []
     for group in worker.compression.groups.values():
         weights = output_weights(worker, group)
         watches.append(Watch(group, AttentionLoss(group.tables.pool, group.softcap, weights)))
-
-    def compress_batch(pipeline: Any, view: LayerView, totals: Any) -> Selection:
-        selection = original(pipeline, view, totals)
-        for each in watches:
-            each.selected.append((view, selection))
-        return selection
-
-    event_runner.compress_batch = compress_batch
 
 
 def output_weights(worker: Any, group: Any) -> list[Tensor]:

@@ -165,7 +165,7 @@ def test_the_shape_of_8b_is_a_model_for_vllm(tmp_path: Path) -> None:
 
 def test_measured_engines_have_no_observers() -> None:
     for path in (ROOT / "scripts" / "gpu_parts").glob("*.py"):
-        assert "evaluation.observer" not in path.read_text(), path
+        assert "runner.observer =" not in path.read_text(), path
 
 
 def test_engine_parts_can_be_rehearsed_on_a_cpu(llama: str, tmp_path: Path) -> None:
