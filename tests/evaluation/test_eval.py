@@ -279,6 +279,16 @@ def test_what_cannot_work_is_refused_before_any_engine(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("loss", ["2", "100%", "-1%", "some"])
+def test_a_permitted_loss_is_a_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["recommend", MODEL, "--out", str(tmp_path), f"--max-loss={loss}"])
+    expected = f"argument --max-loss: expected a share such as 1% or 0.01, found {loss}"
+    assert expected in capsys.readouterr().err
+
+
 def test_longbench_s_files_are_asked(tmp_path: Path) -> None:
     """A context that is too long for the model is cut in the middle, so that it fits."""
     row = {"input": "Who?", "answers": ["City"], "all_classes": ["City", "State"], "length": 900}

@@ -140,5 +140,5 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        raise ConfigError(f"--max-loss {text}: expected a share such as 1% or 0.01.")
+        raise argparse.ArgumentTypeError(f"expected a share such as 1% or 0.01, found {text}")
     return share
