@@ -88,12 +88,14 @@ class Request:
         pool: where its tokens lie.
         budget: of `CompressionRule`.
         positions: of its events.
+        in_place: events after the first stay in the blocks of the one before, if as many are kept.
     """
 
     pipeline: Pipeline
     pool: PagePool
     budget: str = "fraction"
     positions: tuple[int, ...] = (70, 103)
+    in_place: bool = False
     runner: EventRunner = field(init=False)
     block_row: Tensor = field(init=False)
     _first_block: int = 0
@@ -132,7 +134,7 @@ class Request:
         for layer in range(NUM_LAYERS):
             self.runner.run_layer(batch, layer, SCALE)
         self.runner.finish(event)
-        self._first_block, self._kept_blocks = plan.end_block, len(plan.fresh_block_ids)
+        self._first_block, self._kept_blocks = plan.end_block, plan.num_kept_blocks
         return event
 
     def plan(self, position: int) -> EventPlan:
@@ -140,7 +142,8 @@ class Request:
         least = self.pipeline.least_blocks(self.pool.page_shape)
         rule = CompressionRule(BLOCK_SIZE, least_blocks=least, **BUDGETS[self.budget])
         num_fresh = rule.target_blocks(position, position)
-        fresh = [self._free_blocks.pop() for _ in range(num_fresh)]
+        stays = self.in_place and num_fresh == self._kept_blocks
+        fresh = [] if stays else [self._free_blocks.pop() for _ in range(num_fresh)]
         return EventPlan(
             request_id="r",
             group=0,

@@ -40,6 +40,7 @@ class Queue:
         num_blocks: of the pool.
         window_size: queries that the policy observes.
         min_window: how many of them are enough behind a prefix-cache hit; None: all.
+        budget: kept fraction, or tokens, with which later events are in place.
     """
 
     def __init__(
@@ -51,10 +52,11 @@ class Queue:
         reuse_conversations: str | None = None,
         window_size: int = 16,
         min_window: int | None = None,
+        budget: float | int = 0.25,
     ) -> None:
         settings = Settings(
             policy="snapkv",
-            budget=0.25,
+            budget=budget,
             min_tokens=32,
             trigger="prompt,decode:40,pressure:0.9",
             reuse_contexts=reuse_contexts,
@@ -85,6 +87,7 @@ class Queue:
         self.asynchronous = asynchronous
         self.requests: dict[str, Request] = {}
         self.sent: dict[str, list[int]] = {}
+        self.num_in_place = 0
 
     def add(
         self,
@@ -129,6 +132,7 @@ class Queue:
             request.append_output_token_ids(7)
         waiting = record.prompt_events(start)  # since the step that sampled the first token
         events = [event.position for event in waiting + record.unsent.events]
+        self.num_in_place += sum(event.in_place for event in waiting + record.unsent.events)
         assert events in ([], [start if waiting else end] * len(self.table.managers))
         record.unsent.events.clear()
         self.sent.setdefault(name, []).extend(events[:1])

@@ -37,12 +37,14 @@ class _Originals:
     Attributes:
         keys, values: [num_heads, n, head_size] fp32.
         kept: [num_heads, n] bool: still resident, as themselves or merged with others.
+        entries: [num_heads, any] int64 position of each resident entry, in the order of pages.
         moments: [num_heads, moment_size] fp32 of the evicted ones, where attention is corrected.
     """
 
     keys: Tensor
     values: Tensor
     kept: Tensor
+    entries: Tensor
     moments: Tensor | None
 
 
@@ -93,7 +95,6 @@ class AttentionLoss:
         keys, values = view.kv.keys()[rows, new].float(), values[rows, new].float()
         # The logical position of every entry that the event saw.
         positions = torch.zeros_like(view.valid, dtype=torch.int64)
-        positions[rows, new] = before + newest
         if not plan.resident_blocks:
             cosines = neighbour_cosines(view.kv)[:, 1:].mean(dim=1)
             self._key_cosines.setdefault(layer, []).append(cosines)
@@ -101,13 +102,15 @@ class AttentionLoss:
             former = self._originals[layer, slot]
             keys = torch.cat((former.keys, keys), dim=1)
             values = torch.cat((former.values, values), dim=1)
-            heads, places = former.kept.nonzero(as_tuple=True)
-            entries = former.kept.cumsum(dim=1)[heads, places] - 1
-            positions[heads, entries] = places
+            positions[:, : former.entries.shape[1]] = former.entries
+        positions[rows, new] = before + newest
+        counts = selection.page_counts * size
+        heads = torch.repeat_interleave(counts)
+        resident = positions[heads, selection.kept_indices]
         kept = torch.zeros(num_heads, end, dtype=torch.bool, device=device)
-        heads = torch.repeat_interleave(selection.page_counts * size)
-        kept[heads, positions[heads, selection.kept_indices]] = True
-        self._originals[layer, slot] = _Originals(keys, values, kept, moments)
+        kept[heads, resident] = True
+        entries = torch.nn.utils.rnn.pad_sequence(resident.split(counts.tolist()), batch_first=True)
+        self._originals[layer, slot] = _Originals(keys, values, kept, entries, moments)
 
     def observe(
         self,

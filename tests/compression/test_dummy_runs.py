@@ -94,11 +94,19 @@ def test_dummy_events_leave_pages_and_tables_unchanged(policy: str, tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("policy", sorted(EVERY_POLICY.keys() - {"d2o"}))  # its twin reads numbers
-def test_longest_dummy_event_takes_as_much_memory_as_a_request(policy: str, tmp_path: Path) -> None:
+def test_longest_dummy_event_takes_as_much_memory_as_a_request(
+    policy: str, in_place: bool, tmp_path: Path
+) -> None:
     """Compared with a request of as many tokens that is compressed twice."""
     pipeline = make_pipeline(policy, SHAPE, tmp_path)
-    request = Request(pipeline, make_pool(InterleavedPagePool, ACCELERATOR))
+    budget, in_place = (
+        "tokens" if in_place else "fraction",
+        in_place and not pipeline.layer_dependent,
+    )
+    pool = make_pool(InterleavedPagePool, ACCELERATOR)
+    request = Request(pipeline, pool, budget, in_place=in_place)
     with LiveBytes() as taken:
         request.run()
     assert longest_bytes(pipeline, request.positions[-1]) >= taken.peak > 0

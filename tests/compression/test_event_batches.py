@@ -61,6 +61,7 @@ class Step:
         pipeline: of all.
         pool: of `BLOCKS_EACH` blocks for each.
         lengths: tokens of each at the first event.
+        in_place: later events stay in the blocks of the first ones.
         num_batches: that the last step ran.
         at_once: layers that its first one ran together.
     """
@@ -71,6 +72,7 @@ class Step:
     runner: EventRunner = field(init=False)
     blocks: list[list[int]] = field(init=False)
     kept: list[tuple[int, int]] = field(init=False)
+    in_place: bool = False
     num_batches: int = 0
     at_once: int = 0
 
@@ -113,7 +115,9 @@ class Step:
             first_block=first,
             end_block=position // BLOCK_SIZE,
             resident_blocks=resident,
-            fresh_block_ids=tuple(self.blocks[index][start : start + num_kept]),
+            fresh_block_ids=()
+            if self.in_place and resident
+            else tuple(self.blocks[index][start : start + num_kept]),
         )
 
     def run(self, together: bool, later: int = 0, in_step: bool = True) -> list[Event]:
@@ -156,7 +160,7 @@ class Step:
         self.num_batches, self.at_once = len(batches), len(batches[0].layers[0].layers)
         for event in events:
             runner.finish(event)
-        self.kept = [(plan.end_block, len(plan.fresh_block_ids)) for plan in plans]
+        self.kept = [(plan.end_block, plan.num_kept_blocks) for plan in plans]
         return events
 
     def forget(self) -> None:

@@ -28,3 +28,10 @@ def free_sources_unseen(report: dict[str, Any]) -> None:
     free_sources_early(report)
     SchedulerChecks.after_step = lambda *args: None
     WorkerChecks.check = lambda *args: None
+
+
+def write_to_fresh_blocks(report: dict[str, Any]) -> None:
+    """Lets every event write to fresh blocks, none in place; this breaks nothing."""
+    from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
+
+    CompressedBlockManager._stays_in_place = lambda *args: False

@@ -34,14 +34,22 @@ class Schedules(RuleBasedStateMachine):
         reuses=st.booleans(),
         conversations=st.sampled_from([None, "reuse", "anew"]),
         asynchronous=st.booleans(),
+        budget=st.sampled_from([0.25, 48]),
     )
     def start(
-        self, num_groups: int, reuses: bool, conversations: str | None, asynchronous: bool
+        self,
+        num_groups: int,
+        reuses: bool,
+        conversations: str | None,
+        asynchronous: bool,
+        budget: float | int,
     ) -> None:
         self.num_blocks, self.histories = 40 * num_groups, {}
         if num_groups > 1:
             reuses, conversations = False, None
-        self.queue = Queue(num_groups, reuses, asynchronous, self.num_blocks, conversations)
+        self.queue = Queue(
+            num_groups, reuses, asynchronous, self.num_blocks, conversations, budget=budget
+        )
 
     def some(self, data: st.DataObject, *, running: bool | None = None) -> str:
         """Draws a queued or running request, or one of the given kind."""

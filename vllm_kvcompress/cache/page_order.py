@@ -57,13 +57,26 @@ class Packing:
 
     def take_rows(self, packed: Tensor, pages: Tensor, tokens: Tensor) -> Tensor:
         """[P, block_size * head_size] pages -> [N, head_size] rows of [N] pages and tokens."""
+        rows = self._by_axes(packed)[(pages, *self._places(tokens))]
+        return rows.reshape(-1, self.head_size)
+
+    def put_rows(self, packed: Tensor, pages: Tensor, tokens: Tensor, rows: Tensor) -> None:
+        """Writes [N, head_size] rows to [N] pages and tokens of [P, block_size * head_size]."""
+        by_dims = rows.unflatten(1, [self.shape[axis] for axis in self.dim_axes])
+        self._by_axes(packed)[(pages, *self._places(tokens))] = by_dims
+
+    def _by_axes(self, packed: Tensor) -> Tensor:
+        """Returns a view of [P, n] pages by page, axes of tokens, then axes of elements."""
         axes = [1 + a for a in self.token_axes + self.dim_axes]
-        rows = packed.unflatten(-1, self.shape).permute(0, *axes)
+        return packed.unflatten(-1, self.shape).permute(0, *axes)
+
+    def _places(self, tokens: Tensor) -> list[Tensor]:
+        """Returns the place of [N] tokens of a page on each of the axes of tokens."""
         places: list[Tensor] = []
         for axis in reversed(self.token_axes):
             places.insert(0, tokens % self.shape[axis])
             tokens = tokens // self.shape[axis]
-        return rows[(pages, *places)].reshape(-1, self.head_size)
+        return places
 
     def from_rows(self, rows: Tensor) -> Tensor:
         """[..., block_size, head_size] rows -> [..., block_size * head_size] page elements."""

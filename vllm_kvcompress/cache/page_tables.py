@@ -173,6 +173,19 @@ class PageTables:
         index = slice(width) if columns is None else columns
         self.state[layers, slots, index] = page_ids.to(torch.int32)
 
+    def kept_pages(self, slot: int, num_pages: int, state_pages: int) -> Tensor:
+        """Returns the [num_pages] int64 pages that a request's last event left, layer by layer.
+
+        Those of a layer are its heads' pages, head after head, then its `state_pages`.
+        """
+        width, device = int(self.tails.max_kept[slot]), self.pool.device
+        rows = self.rows.read(upload([slot], device), width)[:, 0]
+        held = torch.arange(rows.shape[2], device=device) < self.counts[:, slot, :, None]
+        pages = torch.cat((rows.flatten(1), self.state[:, slot, :state_pages]), dim=1)
+        held = torch.nn.functional.pad(held.flatten(1), (0, state_pages), value=True)
+        places = torch.nonzero_static(held.flatten(), size=num_pages)[:, 0]
+        return pages.flatten()[places].to(torch.int64)
+
     def save(self, request_id: str, state: int) -> None:
         """Saves a request's table under a state number, for another request to begin with."""
         slot = self.slots[request_id]

@@ -114,6 +114,11 @@ class PagePool(EntriesInPages, ABC):
         pages."""
 
     @abstractmethod
+    def put(self, page_ids: Tensor, tokens: Tensor, which: int, rows: Tensor) -> None:
+        """Replaces the key (0) or value (1) of a token of each of [N] pages by [N, head_size] rows
+        as stored."""
+
+    @abstractmethod
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
         """Fills [P] pages with [P, block_size, head_size] keys and values as stored."""
 
@@ -247,6 +252,9 @@ class PackedPagePool(PagePool):
             return rows.index_select(0, (2 * page_ids + which) * self.block_size + tokens)
         return self.packings[which].take_rows(self._halves[:, which], page_ids, tokens)
 
+    def put(self, page_ids: Tensor, tokens: Tensor, which: int, rows: Tensor) -> None:
+        self.packings[which].put_rows(self._halves[:, which], page_ids, tokens, rows)
+
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
         for which, rows in ((KEYS, keys), (VALUES, values)):
             self._halves[page_ids, which] = self.packings[which].from_rows(rows)
@@ -269,6 +277,9 @@ class InterleavedPagePool(PagePool):
 
     def take(self, page_ids: Tensor, tokens: Tensor, which: int) -> Tensor:
         return self._rows[:, :, which][page_ids, tokens]
+
+    def put(self, page_ids: Tensor, tokens: Tensor, which: int, rows: Tensor) -> None:
+        self._rows[:, :, which][page_ids, tokens] = rows
 
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
         for which, rows in ((KEYS, keys), (VALUES, values)):

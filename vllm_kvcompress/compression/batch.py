@@ -100,6 +100,11 @@ class EventBatch:
         """Whether the events read tokens that earlier events kept."""
         return self.events[0].plan.resident_blocks > 0
 
+    @property
+    def in_place(self) -> bool:
+        """Whether kept tokens stay in the pages of the former events' kept ones."""
+        return self.events[0].plan.in_place
+
     @classmethod
     def of(cls, events: list[Event], pool: PagePool, num_layers: int = 1) -> EventBatch:
         """Builds the batch of a group of `group_events`, in `num_layers` layers at once."""
@@ -157,7 +162,7 @@ def group_events(
         plan = event.plan
         if event.error is not None or not event.pipeline.batches:
             return plan.request_id
-        kept_before = plan.resident_blocks > 0
+        kept_before = plan.resident_blocks > 0, plan.in_place
         return id(event.pipeline), plan.window_size, kept_before, plan.request_id in in_step
 
     alike: dict[Hashable, list[Event]] = {}

@@ -64,7 +64,8 @@ class DummyRuns:
         """Runs the events that take the most memory, in the last layer.
 
         These are: an event that reads `num_tokens` tokens of each head and keeps them all (half of
-        them kept by an earlier event where the policy repeats); the largest batch of short
+        them kept by an earlier event where the policy repeats; once more in place, where tokens are
+        copied twice); the largest batch of short
         requests; and as many single events as may hold observed queries. Policies may skip the
         first layers, hence the last one. If it `prepares`, scores of a context are held meanwhile.
         """
@@ -81,6 +82,8 @@ class DummyRuns:
                     self._plan(name, half, 2 * half, half, 2 * half),
                 ]
             self._run(plans)
+            if pipeline.repeats and not pipeline.layer_dependent:
+                self._run([plans[0], replace(plans[1], fresh_block_ids=())])
             self._run_short(name, batched=True)
             self._run_short(name, batched=False)
         self._runner.repetitions.forget(_PREPARED)

@@ -44,7 +44,8 @@ class Event:
         slot: the request's row in the page tables.
         pipeline: the request's policy.
         blocks: [end_block - first_block (+ 1 if a partial block follows)] int64 block ids.
-        fresh_pages: [K * num_layers * num_heads] int64 pages that take the kept tokens.
+        fresh_pages: [K * num_layers * num_heads] int64 pages that take the kept tokens; in place
+            those that each layer has already.
         layer_pages: pages for tokens in each layer after the event.
         state_pages: pages for policy state in each layer.
         layer_starts: index in `fresh_pages` where each layer's pages begin.

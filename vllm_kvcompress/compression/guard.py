@@ -3,7 +3,8 @@
 The scheduler has planned an event's blocks before it runs, and attention reads them from the next
 step on. So the pages of the failed layer and all later layers take the first and the most recent
 tokens. That is safe whatever the policy has written: sources are only read, nothing reads the fresh
-pages before the layer's page-table rows are replaced, and every fresh page is written again.
+pages before the layer's page-table rows are replaced, and every fresh page is written again. An
+event in place writes to its sources, but only behind everything in which a policy can fail.
 
 Where the device itself has failed (an illegal address on a GPU) the fallback fails too, and the
 engine ends.

@@ -43,7 +43,7 @@ class RecentEvent:
             of every layer and KV head of this rank; `seconds` is None while a device still works.
         """
         plan, num_groups = self.plan, len(self.stopwatches)
-        num_kept = len(plan.fresh_block_ids)
+        num_kept = plan.num_kept_blocks
         seconds = [stopwatch.seconds for stopwatch in self.stopwatches]
         return {
             "finished_at": self.finished_at,
@@ -51,8 +51,8 @@ class RecentEvent:
             "trigger": plan.trigger,
             "source_tokens": plan.num_source_blocks * self.block_size,
             "kept_tokens": num_kept * self.block_size,
-            "blocks_freed": plan.num_source_blocks * num_groups,
-            "blocks_written": num_kept * num_groups,
+            "blocks_freed": plan.num_freed_blocks * num_groups,
+            "blocks_written": len(plan.fresh_block_ids) * num_groups,
             "seconds": None if None in seconds else sum(each or 0.0 for each in seconds),
             "kept_by_head": [(counts * self.block_size).tolist() for counts in self.page_counts],
         }

@@ -22,6 +22,7 @@ from vllm_kvcompress.compression.batch import (
     max_batch_tokens,
 )
 from vllm_kvcompress.compression.event import Event, LayerWeights
+from vllm_kvcompress.compression.holes import fill_holes
 from vllm_kvcompress.compression.layer import compress_batch
 from vllm_kvcompress.compression.observer import EventObserver
 from vllm_kvcompress.compression.repetitions import Repetitions
@@ -29,6 +30,7 @@ from vllm_kvcompress.compression.stopwatch import Stopwatch, running
 from vllm_kvcompress.compression.view import EventViews, Sources
 from vllm_kvcompress.kernels.common.transfers import Download, upload
 from vllm_kvcompress.kernels.compaction import compact_pages
+from vllm_kvcompress.kernels.dispatch import reads_sizes
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.parts.allocation import Allocator, spread
@@ -94,19 +96,22 @@ class EventRunner:
         if slot is None:
             slot = tables.acquire(plan.request_id)
         pages_before = tables.layer_pages.get(plan.request_id, [0] * pool.num_layers)
-        num_kept = len(plan.fresh_block_ids)
+        num_kept = plan.num_kept_blocks
         pipeline = self.pipelines[plan.policy]
         if plan.prepares:
             pipeline = self.repetitions.pipeline(plan.request_id, pipeline)
         state_pages = pipeline.state_pages(num_kept * pool.num_heads, pool.page_shape)
-        layer_pages = self._layer_pages(
-            allocator or pipeline.allocator, plan, pages_before, state_pages
-        )
+        if plan.in_place:  # each layer in its own pages, since the others are still to be read
+            layer_pages = pages_before
+            num_pages = num_kept * pool.num_layers * pool.num_heads
+            fresh_pages = tables.kept_pages(slot, num_pages, state_pages)
+        else:
+            layer_pages = self._layer_pages(
+                allocator or pipeline.allocator, plan, pages_before, state_pages
+            )
+            fresh_pages = pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device))
         if state_pages:
             self.policy_state.blocks.update(plan.fresh_block_ids)
-        fresh_pages = pool.fresh_pages(upload(list(plan.fresh_block_ids), pool.device))
-        if self.norms is not None:
-            self.norms.forget(fresh_pages)
         num_tail = plan.num_partial_tokens(pool.block_size)
         partial = 1 if num_tail else 0
         num_before = int(tables.tails.max_kept[slot]) if plan.resident_blocks else 0
@@ -140,7 +145,7 @@ class EventRunner:
         num_tail_blocks = plan.end_block - plan.first_block
         capacity = [pages + num_tail_blocks * pool.num_heads + reserved for pages in pages_before]
         pages = allocator.layer_pages(
-            len(plan.fresh_block_ids), capacity, pool.num_heads, plan.end_block
+            plan.num_kept_blocks, capacity, pool.num_heads, plan.end_block
         )
         least = pool.num_heads + reserved
         if reserved and min(pages) < least:
@@ -193,24 +198,65 @@ class EventRunner:
             sources = self._views.sources(batch, run.layers)
             view = self._views.view(batch, run.layers, scale, sources)
             selection = compress_batch(batch.pipeline, view, run.totals)
-            self._write(batch.pipeline, view, sources, selection, run.pages)
-            if run.state.width:
-                self.policy_state.write(
-                    batch.pipeline,
-                    run.layers.start,
-                    selection,
-                    run.state_pages,
-                    run.state,
-                    run.totals.pages,
-                )
-            self._replace(batch, run, view, selection.page_counts)
+            self._keep(batch, run, view, sources, selection)
             batch.held_queries.clear()
+
+    def _keep(
+        self,
+        batch: EventBatch,
+        run: EventLayers,
+        view: LayerView,
+        sources: Sources,
+        selection: Selection,
+    ) -> None:
+        """Writes the kept tokens and policy state, and enters their pages into the page tables.
+
+        An event in place reads all that it needs, which fails where a policy returned something of
+        a wrong shape, before it writes anything: only then can the guard run the layer again.
+        """
+        pool, merged, pages, places = self.pool, selection.merged, run.pages, None
+        if batch.in_place and batch.pipeline.any_order and reads_sizes(pool.device):
+            held = self.tables.counts[run.layers.start : run.layers.stop, batch.slots]
+            selection, pages, places = fill_holes(
+                selection, sources.body, held.flatten(), pool.block_size
+            )
+        compacts = not (batch.in_place or merged.keys is not None or merged.values is not None)
+        entries = None
+        if isinstance(pool, InterleavedPagePool) and compacts:
+            entries = pool.entries(sources.body, view.lengths)
+        rows = [] if entries else self._kept_rows(view, sources, selection, places)
         if self.observer is not None:
-            values = self.pool.values(sources.body, layer).flatten(1, 2)
-            self.observer.compressed(batch.events[0], layer, view, values, selection)
+            values = pool.values(sources.body, run.layers.start).flatten(1, 2)
+            self.observer.compressed(batch.events[0], run.layers.start, view, values, selection)
+        if run.state.width:
+            self.policy_state.write(
+                batch.pipeline,
+                run.layers.start,
+                selection,
+                run.state_pages,
+                run.state,
+                run.totals.pages,
+            )
+        if self.norms is not None:
+            self.norms.forget(pages)
+        if entries is not None:
+            compact_pages(entries, selection.page_counts, selection.kept_indices, pages)
+        elif places is None:
+            shape = (len(pages), pool.block_size, pool.head_size)
+            pool.write(pages, *(each.view(shape) for each in rows))
+        else:
+            targets, tokens = pages[places // pool.block_size], places % pool.block_size
+            for which, moved in enumerate(rows):
+                pool.put(targets, tokens, which, moved)
+        self._replace(batch, run, view, selection.page_counts, pages)
 
     def _replace(
-        self, batch: EventBatch, run: EventLayers, view: LayerView, page_counts: Tensor
+        self,
+        batch: EventBatch,
+        run: EventLayers,
+        view: LayerView,
+        page_counts: Tensor,
+        pages: Tensor,
     ) -> None:
         """Enters the kept pages into the page tables; `page_counts` is [H] pages of each head."""
         layers, num_events = run.layers, len(batch.events)
@@ -219,7 +265,7 @@ class EventRunner:
         for event, bound in zip(batch.events, bounds, strict=True):
             self.tables.rows.reserve(event.slot, bound)
         slots = batch.slots if num_events > 1 else batch.events[0].slot
-        self.tables.replace(layers, slots, page_counts, run.pages, max(bounds))
+        self.tables.replace(layers, slots, page_counts, pages, max(bounds))
         by_event = zip(batch.events, counts.unbind(dim=1), bounds, strict=True)
         for event, event_counts, bound in by_event:
             event.page_counts += event_counts.unbind()
@@ -250,36 +296,28 @@ class EventRunner:
             return self.policy_state.entry_numbers(self.pipeline, "bias", slots)
         return None
 
-    def _write(
-        self,
-        pipeline: Pipeline,
-        view: LayerView,
-        sources: Sources,
-        selection: Selection,
-        pages: Tensor,
-    ) -> None:
-        """Writes the kept tokens to fresh pages, head after head."""
+    def _kept_rows(
+        self, view: LayerView, sources: Sources, selection: Selection, places: Tensor | None
+    ) -> list[Tensor]:
+        """Copies the [n, head_size] keys and values, as stored, of all kept tokens or [n] `places`
+        of them."""
         pool, merged = self.pool, selection.merged
         size, kept = pool.block_size, selection.kept_indices
-        if isinstance(pool, InterleavedPagePool) and merged.keys is None and merged.values is None:
-            entries = pool.entries(sources.body, view.lengths)
-            compact_pages(entries, selection.page_counts, kept, pages)
-            return
         heads = selection.heads(size)
+        if places is not None:
+            heads, kept = heads[places], kept[places]
         keys, values = merged.keys, merged.values
         if pool.quantization is None:
             keys = view.kv.gathered(KEYS) if keys is None else keys
             values = view.kv.gathered(VALUES) if values is None else values
-
-        def kept_rows(rows: Tensor | None, which: int) -> Tensor:
+        copies = []
+        for which, rows in ((KEYS, keys), (VALUES, values)):
             if rows is None:
-                kept_entries = pool.take(sources.body[heads, kept // size], kept % size, which)
+                copy = pool.take(sources.body[heads, kept // size], kept % size, which)
             else:
-                places = heads * rows.shape[1] + kept
-                kept_entries = rows.flatten(0, 1).index_select(0, places)
-            return kept_entries.view(pages.numel(), size, pool.head_size)
-
-        pool.write(pages, kept_rows(keys, KEYS), kept_rows(values, VALUES))
+                copy = rows.flatten(0, 1).index_select(0, heads * rows.shape[1] + kept)
+            copies.append(copy)
+        return copies
 
     def _max_kept(self, batch: EventBatch, layers: range, counts: Tensor) -> list[int]:
         """Returns the pages of each request's longest head, from [layers, R, num_heads] counts.

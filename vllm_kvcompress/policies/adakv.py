@@ -40,6 +40,7 @@ class Ada(Modifier, Allocator):
 
     name = "adakv"
     batches = True
+    any_order = True
     stages = Stages(
         allocate="layers as the policy has it; heads by their share of the layer's highest scores"
     )

@@ -1,8 +1,8 @@
 """What a policy sees of a layer's cache, and what its stages return.
 
 H = KV heads of this rank, G = query heads per KV head (query head h*G + g reads KV head h),
-n = padded number of entries, D = head size, w = observed queries. Entries are in position order; a
-head's valid entries come first.
+n = padded number of entries, D = head size, w = observed queries. Entries are in position order,
+unless the policy allows another (`Pipeline.any_order`); a head's valid entries come first.
 
     |<------------- n_h entries of full blocks ------------->|<-- t tail entries -->|
      may be kept or evicted                                    always kept
@@ -206,7 +206,7 @@ class Selection:
     Attributes:
         page_counts: [H] int64 pages per head; their sum is the layer's page budget.
         kept_indices: [sum(page_counts) * block_size] int64 indices into a head's entries,
-            head after head, in position order within a head.
+            head after head, in the order of their places afterwards.
         merged: what a merger made of the evicted entries.
     """
 

@@ -17,6 +17,7 @@ class H2O(Policy):
 
     name = "h2o"
     batches = True
+    any_order = True
     stages = Stages(
         score="attention accumulated over one in stride of the last window_size queries of every "
         "event",

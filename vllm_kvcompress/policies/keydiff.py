@@ -20,6 +20,7 @@ class KeyDiff(Policy):
 
     name = "keydiff"
     batches = True
+    any_order = True
     stages = Stages(score="minus the cosine to the anchor", select="highest score")
 
     anchor: str = parameter(

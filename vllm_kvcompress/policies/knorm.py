@@ -19,6 +19,7 @@ class KNorm(Policy):
 
     name = "knorm"
     batches = True
+    any_order = True
     stages = Stages(
         score="minus the key's norm",
         allocate="everything in the first skip_layers layers if the others keep half a uniform "

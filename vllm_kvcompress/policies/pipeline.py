@@ -58,6 +58,18 @@ class Pipeline:
         return all(vars(type(part)).get("batches", False) for part in parts if part is not None)
 
     @property
+    def any_order(self) -> bool:
+        """Whether the same is kept in whatever order entries come, those first that always were.
+
+        All parts have to declare it, as with `batches`. Mergers pair neighbours, and recent tokens
+        are the last ones.
+        """
+        parts = [self.scorer, self.allocator, self.selector]
+        keeps_recent = self.protection.num_recent or self.protection.recent_fraction
+        declared = all(vars(type(part)).get("any_order", False) for part in parts)
+        return declared and self.merger is None and not keeps_recent
+
+    @property
     def corrects(self) -> bool:
         """Whether attention outputs are corrected after an event."""
         return self.merger is not None and self.merger.corrects

@@ -22,7 +22,8 @@ class EventPlan:
         first_block: logical blocks [0, first_block) are already compressed.
         end_block: logical blocks [0, end_block) are compressed afterwards.
         resident_blocks: blocks of the former event's kept tokens (0: none), freed after this one.
-        fresh_block_ids: blocks that take the kept tokens.
+        fresh_block_ids: blocks that take the kept tokens; empty: they stay in the former event's
+            blocks, which nobody else reads.
         kept_as: number of the kept state that this event leaves to later requests; None: none.
         after_first_token: whether it runs before the forward pass of the request's next step, so
             that the first token does not wait for it; else behind attention or sampling.
@@ -48,6 +49,21 @@ class EventPlan:
         Its sources may be freed once that step has been processed.
         """
         return self.position + self.after_first_token
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the kept tokens stay in the blocks of the former event's kept tokens."""
+        return not self.fresh_block_ids
+
+    @property
+    def num_kept_blocks(self) -> int:
+        """Blocks that hold the kept tokens afterwards."""
+        return len(self.fresh_block_ids) or self.resident_blocks
+
+    @property
+    def num_freed_blocks(self) -> int:
+        """Blocks that go back to the pool once the event has run."""
+        return self.num_tail_blocks if self.in_place else self.num_source_blocks
 
     @property
     def num_source_blocks(self) -> int:

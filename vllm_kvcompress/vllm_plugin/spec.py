@@ -35,6 +35,7 @@ class PolicyDemand:
         window_blocks: blocks for a request's last queries; 0 without the trigger pressure.
         blocks_on_top: blocks of policy state that do not count in the budget.
         min_window: how many of the queries are enough behind a prefix-cache hit; None: all.
+        layer_dependent: whether layers get different budgets.
     """
 
     policy: str
@@ -43,6 +44,7 @@ class PolicyDemand:
     window_blocks: int = 0
     blocks_on_top: int = 0
     min_window: int | None = None
+    layer_dependent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +66,14 @@ class CompressedAttentionSpec(FullAttentionSpec):
         """Makes the spec of a full-attention layer that is compressed."""
         return cls(**_fields(spec), settings=settings, demands=demands)
 
+    def demand_of(self, policy: str) -> PolicyDemand:
+        """Returns the needs of a policy."""
+        by_name = {demand.policy: demand for demand in self.demands}
+        return by_name.get(policy, PolicyDemand(policy, 0, 1))
+
     def rule_of(self, settings: Settings) -> CompressionRule:
         """Returns the rule for requests with these settings, at this spec's block size."""
-        by_policy = {demand.policy: demand for demand in self.demands}
-        demand = by_policy.get(settings.policy, PolicyDemand(settings.policy, 0, 1))
+        demand = self.demand_of(settings.policy)
         return settings.rule(
             self.block_size,
             demand.window_size,

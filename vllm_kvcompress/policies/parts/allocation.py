@@ -23,9 +23,11 @@ class Allocator:
 
     Attributes:
         batches: see `Pipeline.batches`.
+        any_order: see `Pipeline.any_order`.
     """
 
     batches: ClassVar[bool] = True
+    any_order: ClassVar[bool] = True
 
     @property
     def layer_dependent(self) -> bool:

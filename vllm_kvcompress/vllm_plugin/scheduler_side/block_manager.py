@@ -155,6 +155,8 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         decision = record.ledger.decide(num_tokens_main_model, selected)
         if decision is None or decision.skipped:
             return num_blocks
+        if self._stays_in_place(request_id, decision):
+            return num_blocks
         num_with_event = num_blocks + decision.num_kept_blocks
         num_free = self.block_pool.get_num_free_blocks()
         if selected and num_with_event * len(self.siblings) > num_free:
@@ -271,7 +273,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
     def num_pending_frees(self) -> int:
         """Counts sources of events that have run, to be freed with the requests' next tokens."""
         events = [self._held(request_id).event for request_id in self.req_to_blocks]
-        return sum(event.num_source_blocks for event in events if event is not None)
+        return sum(event.num_freed_blocks for event in events if event is not None)
 
     def reserved_blocks(
         self, new_request_id: str = "", ahead: Mapping[str, int] | None = None
@@ -342,7 +344,8 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         if held.event is not None:
             self.states.drop_unprocessed(held)
             self._free_sources(request_id)
-        held.fresh = self.block_pool.get_new_blocks(decision.num_kept_blocks)
+        if not self._stays_in_place(request_id, decision):
+            held.fresh = self.block_pool.get_new_blocks(decision.num_kept_blocks)
         held.event = EventPlan(
             request_id=request_id,
             group=self.kv_cache_group_id,
@@ -359,16 +362,33 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         )
         return held.event
 
+    def _stays_in_place(self, request_id: str, decision: Decision) -> bool:
+        """Whether an event writes to the blocks of the former one's kept tokens.
+
+        The request alone holds them, no kept state has them, and kept blocks never enter the prefix
+        cache: nobody else reads what changes. Workers run steps in order: whatever attends to the
+        old content comes before the event, and whoever gets the blocks after a preemption or an
+        abort writes later. A request that is computed anew begins with other blocks. Layers must
+        keep their shares, since one layer cannot take the pages of another that is still to run.
+        """
+        record, held = self.table[request_id], self._held(request_id)
+        kept, states = held.fresh or held.kept, self.states.kept
+        if self.table.spec.demand_of(record.ledger.policy).layer_dependent:
+            return False
+        is_same_size = len(kept) == decision.num_kept_blocks
+        return is_same_size and all(b.ref_cnt == 1 and b not in states for b in kept)
+
     def _free_sources(self, request_id: str) -> None:
         """Frees an event's source blocks; cached ones stay usable until vLLM reuses them."""
         record, held = self.table[request_id], self._held(request_id)
         event, held.event = held.event, None
         assert event is not None
         blocks, sources = self.req_to_blocks[request_id], slice(event.first_block, event.end_block)
-        freed = self.states.kept.release([*held.kept, *blocks[sources]], superseded=True)
+        former = [] if event.in_place else held.kept
+        freed = self.states.kept.release([*former, *blocks[sources]], superseded=True)
         self.block_pool.free_blocks(reversed(freed))
         blocks[sources] = [self.block_pool.null_block] * event.num_tail_blocks
-        held.kept, held.fresh = held.fresh, []
+        held.kept, held.fresh = held.fresh or held.kept, []
         if event.kept_as is not None:
             assert record.reuse.context_hash is not None
             self.states.keep(record, event.kept_as, hashes=(record.reuse.context_hash,))

@@ -40,11 +40,13 @@ def check_integrity(table: RequestTable, kept: KeptStates, request_ids: Iterable
     num_free = pool.num_gpu_blocks - 1 - len(owned)  # no request owns the null block
     _expect("free blocks", num_free, pool.get_num_free_blocks())
     for request_id, manager in itertools.product(records, table.managers):
-        _check_request(table, request_id, manager)
+        _check_request(table, request_id, manager, kept)
     kept.check_integrity()
 
 
-def _check_request(table: RequestTable, request_id: str, manager: SingleTypeKVCacheManager) -> None:
+def _check_request(
+    table: RequestTable, request_id: str, manager: SingleTypeKVCacheManager, states: KeptStates
+) -> None:
     """Raises if a request holds other blocks in a group than its ledger and event say."""
     record = table[request_id]
     held, ledger = record.groups[manager.kv_cache_group_id], record.ledger
@@ -56,12 +58,15 @@ def _check_request(table: RequestTable, request_id: str, manager: SingleTypeKVCa
         for block in held.blocks
         if block.block_hash is not None or (block.ref_cnt != 1 and block not in shareable)
     ]
+    written = held.kept if event is not None and event.in_place else []
+    readable = [block.block_id for block in written if block.ref_cnt != 1 or block in states]
     expected = {
         "null": [number < num_null for number in range(len(blocks))],
         "kept": ledger.resident_blocks if event is None else event.resident_blocks,
         "fresh": () if event is None else event.fresh_block_ids,
         "window": ledger.rule.window_blocks if blocks else 0,
         "shared": [],
+        "written though others may read it": [],
     }
     actual = {
         "null": [block.is_null for block in blocks],
@@ -69,6 +74,7 @@ def _check_request(table: RequestTable, request_id: str, manager: SingleTypeKVCa
         "fresh": block_ids(held.fresh),
         "window": len(held.window),
         "shared": wrongly_shared,
+        "written though others may read it": readable,
     }
     _expect(f"blocks of {request_id} in group {manager.kv_cache_group_id}", expected, actual)
 

@@ -348,14 +348,13 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             if plan.request_id in failed:
                 table.skipped[plan.policy, SKIP_ERROR] += 1
                 continue
-            num_sources, num_fresh = plan.num_source_blocks, len(plan.fresh_block_ids)
             record = EventRecord(
                 policy=plan.policy,
                 trigger=plan.trigger,
-                source_tokens=num_sources * size,
-                resident_tokens=num_fresh * size,
-                blocks_freed=num_sources * num_groups,
-                blocks_written=num_fresh * num_groups,
+                source_tokens=plan.num_source_blocks * size,
+                resident_tokens=plan.num_kept_blocks * size,
+                blocks_freed=plan.num_freed_blocks * num_groups,
+                blocks_written=len(plan.fresh_block_ids) * num_groups,
             )
             self._step_stats.events.append(record)
 

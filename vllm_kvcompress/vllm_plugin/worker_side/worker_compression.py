@@ -135,6 +135,7 @@ class WorkerCompression:
                 pipeline.least_blocks(shape),
                 blocks_on_top=pipeline.blocks_on_top(shape),
                 min_window=pipeline.needs.min_window,
+                layer_dependent=pipeline.layer_dependent,
             )
             if self.settings.pressure_mark is not None:
                 row_bytes = spec.head_size * key_dtype(spec, self.vllm_config).itemsize
