@@ -14,15 +14,12 @@ from vllm.v1.request import Request
 
 from tests.tiny_models import prompt
 from vllm_kvcompress.config import Settings
+from vllm_kvcompress.scheduling.rule import PolicyDemand
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import CompressedBlockManager
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import check_integrity
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
-from vllm_kvcompress.vllm_plugin.spec import (
-    CompressedAttentionSpec,
-    DependentSlidingWindowSpec,
-    PolicyDemand,
-)
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, DependentSlidingWindowSpec
 
 BLOCK, WINDOW_BLOCKS = 16, 2
 LAYER = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.float32}
@@ -64,9 +61,10 @@ class Queue:
         )
         window_blocks = WINDOW_BLOCKS if window_size else 0
         demand = PolicyDemand(
-            "snapkv", window_size, 1, window_blocks=window_blocks, min_window=min_window
+            window_size=window_size, window_blocks=window_blocks, min_window=min_window
         )
-        spec = CompressedAttentionSpec(settings=settings, demands=(demand,), **LAYER)
+        demands = (("snapkv", demand),)
+        spec = CompressedAttentionSpec(settings=settings, demands=demands, **LAYER)
         sliding = DependentSlidingWindowSpec(sliding_window=64, **LAYER)
         groups = [spec] * num_groups + [sliding] * (num_groups > 1)
         named = [KVCacheGroupSpec([f"layer {i}"], each) for i, each in enumerate(groups)]

@@ -22,6 +22,7 @@ from vllm_kvcompress.config import (
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.scheduling.budgets import parse_budget
+from vllm_kvcompress.scheduling.rule import PolicyDemand
 from vllm_kvcompress.scheduling.triggers import DEFAULT_CHUNK_TOKENS, Trigger, parse_triggers
 
 BUDGETS = st.one_of(
@@ -132,7 +133,7 @@ def test_budgets_that_mean_nothing_are_refused(value: object) -> None:
 
 
 def kept_blocks(budget: float | int, num_full_blocks: int, block_size: int) -> int:
-    rule = Settings(policy="snapkv", budget=budget).rule(block_size, window_size=0)
+    rule = Settings(policy="snapkv", budget=budget).rule(block_size, PolicyDemand())
     num_tokens = num_full_blocks * block_size
     return min(num_full_blocks, rule.target_blocks(num_tokens, num_tokens))
 
@@ -185,7 +186,9 @@ def test_triggers_combine_with_commas() -> None:
         "chunk:64,pressure:0.85"
     )
     assert (
-        Settings(policy="snapkv", budget=0.5, trigger="pressure:0.8").rule(32, 8).pressure_mark
+        Settings(policy="snapkv", budget=0.5, trigger="pressure:0.8")
+        .rule(32, PolicyDemand(window_size=8))
+        .pressure_mark
         == 0.8
     )
 
@@ -271,11 +274,11 @@ def test_only_a_policy_and_a_budget_below_the_whole_prompt_compress() -> None:
 
 def test_rule_rounds_chunks_up_to_whole_blocks() -> None:
     settings = Settings(policy="snapkv", budget=0.25, trigger="chunk:100,decode:70")
-    rule = settings.rule(block_size=32, window_size=5)
+    rule = settings.rule(32, PolicyDemand(window_size=5))
     assert (rule.chunk_tokens, rule.decode_tokens, rule.at_prompt_end) == (128, 70, False)
     assert (rule.fraction, rule.tokens, rule.window_size) == (0.25, None, 5)
     assert (rule.block_size, rule.min_tokens) == (32, DEFAULT_MIN_TOKENS)
-    tokens = Settings(policy="snapkv", budget=300).rule(block_size=16, window_size=0)
+    tokens = Settings(policy="snapkv", budget=300).rule(16, PolicyDemand())
     assert (tokens.fraction, tokens.tokens, tokens.at_prompt_end) == (None, 300, True)
     assert (tokens.chunk_tokens, tokens.decode_tokens) == (None, None)
 
@@ -359,7 +362,9 @@ def test_a_server_may_compress_what_requests_ask_for(values: dict[str, object], 
 
 
 def test_what_is_left_whole_has_no_events() -> None:
-    rule = Settings(policy="none", budget=0.25, trigger="chunk:64,decode:32").rule(32, 32)
+    rule = Settings(policy="none", budget=0.25, trigger="chunk:64,decode:32").rule(
+        32, PolicyDemand(window_size=32)
+    )
     assert rule.next_position(1000, 0) is None
     assert rule.admission_blocks(1000) == rule.held_blocks(1000) == 32
 

@@ -20,7 +20,7 @@ from vllm_kvcompress.scheduling.budgets import Budget
 from vllm_kvcompress.scheduling.protocols import PAPER, common_protocol
 from vllm_kvcompress.scheduling.read_rule import DEFAULT_MIN_TOKENS as READ_MIN_TOKENS
 from vllm_kvcompress.scheduling.read_rule import ReadRule
-from vllm_kvcompress.scheduling.rule import CompressionRule
+from vllm_kvcompress.scheduling.rule import CompressionRule, PolicyDemand
 from vllm_kvcompress.scheduling.triggers import Trigger, parse_triggers
 
 Scalar = str | int | float | bool
@@ -400,19 +400,8 @@ class Settings(Options):
         """Used part of the pool above which requests are compressed; None: never for that."""
         return next((t.mark for t in self.triggers if t.mark is not None), None)
 
-    def rule(
-        self,
-        block_size: int,
-        window_size: int,
-        least_blocks: int = 1,
-        window_blocks: int = 0,
-        blocks_on_top: int = 0,
-        min_window: int | None = None,
-    ) -> CompressionRule:
-        """Returns the budget and triggers in tokens and blocks; chunks end at whole blocks.
-
-        `CompressionRule` says what the arguments mean.
-        """
+    def rule(self, block_size: int, demand: PolicyDemand) -> CompressionRule:
+        """Returns the budget and triggers in tokens and blocks; chunks end at whole blocks."""
         if not self.compresses:
             return CompressionRule(block_size, fraction=1.0, at_prompt_end=False)
         intervals = {trigger.kind: trigger.every for trigger in self.triggers}
@@ -429,11 +418,7 @@ class Settings(Options):
             decode_tokens=intervals.get("decode"),
             pressure_mark=self.pressure_mark,
             min_tokens=self.min_tokens,
-            window_size=window_size,
-            least_blocks=least_blocks,
-            window_blocks=window_blocks,
-            blocks_on_top=blocks_on_top,
-            min_window=min_window,
+            **vars(demand),
         )
 
 

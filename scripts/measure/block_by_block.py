@@ -26,6 +26,7 @@ from offline.rows import append_rows, read_rows
 from vllm_kvcompress.config import NO_POLICY, Settings
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.registry import reads_profile
+from vllm_kvcompress.scheduling.rule import PolicyDemand
 from vllm_kvcompress.tools.evaluation.items import load_texts
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_prompt
 from vllm_kvcompress.tools.evaluation.summary import interval
@@ -45,7 +46,7 @@ def losses(
     policy = "streamingllm" if whole else row["policy"]
     pipeline = resolve(policy, profile=profile if reads_profile(policy) else None)
     settings = Settings.from_dict({**settings, "min_tokens": 0})
-    rule = settings.rule(BLOCK_SIZE, pipeline.needs.window_size)
+    rule = settings.rule(BLOCK_SIZE, PolicyDemand(window_size=pipeline.needs.window_size))
     return model.losses(tokens, num_context, pipeline, rule)
 
 

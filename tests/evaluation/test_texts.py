@@ -21,6 +21,7 @@ from vllm_kvcompress.cli.recommend import cheapest
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
+from vllm_kvcompress.scheduling.rule import PolicyDemand
 from vllm_kvcompress.tools.evaluation import runner, texts
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question, mean_nats
 from vllm_kvcompress.tools.evaluation.items import load_text, load_texts
@@ -191,7 +192,7 @@ def test_a_stand_in_compresses_on_the_way_as_an_engine_does(text: Path, tmp_path
             (reply,) = engine.ask(question)
             pipeline = resolve(policy)
             rule = Settings.from_dict({**chosen, "policy": policy}).rule(
-                32, pipeline.needs.window_size
+                32, PolicyDemand(window_size=pipeline.needs.window_size)
             )
             found = model.nats(tokens, 270, pipeline, rule)
             assert found == pytest.approx(reply.nats, abs=1e-4), policy

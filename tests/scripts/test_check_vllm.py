@@ -20,7 +20,7 @@ from fastapi import FastAPI
 
 import check_vllm
 import vllm_reliance
-from vllm_kvcompress.vllm_plugin.spec import PolicyDemand
+from vllm_kvcompress.scheduling.rule import PolicyDemand
 
 PACKAGE = check_vllm.ROOT / "vllm_kvcompress"
 

@@ -12,6 +12,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.base import Merger, ModelHeads, Needs, PageShape, Scorer
 from vllm_kvcompress.policies.parts.allocation import Allocator
 from vllm_kvcompress.policies.parts.selection import Protection, Selector
+from vllm_kvcompress.scheduling.rule import PolicyDemand
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,16 @@ class Pipeline:
         numbers = self.state_size(shape.head_size) * shape.num_heads
         numbers += len(self.token_state) * num_pages * shape.block_size
         return math.ceil(4 * numbers / shape.page_bytes)
+
+    def demand(self, shape: PageShape) -> PolicyDemand:
+        """What it asks of the rule that plans its events."""
+        return PolicyDemand(
+            window_size=self.needs.window_size,
+            min_window=self.needs.min_window,
+            least_blocks=self.least_blocks(shape),
+            blocks_on_top=self.blocks_on_top(shape),
+            layer_dependent=self.layer_dependent,
+        )
 
     def least_blocks(self, shape: PageShape) -> int:
         """Fewest blocks that hold the state, and a page for every layer and head."""

@@ -16,8 +16,36 @@ TRIGGER_PRESSURE = "pressure"
 TRIGGER_PREPARE = "prepare"  # no setting: a request asks for it
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicyDemand:
+    """The needs of a policy that the rule which plans its events has to meet.
+
+    Attributes:
+        window_size: last queries that the policy observes at an event.
+        min_window: how many of them are enough behind a prefix-cache hit; None: all.
+        least_blocks: blocks that an event leaves at least: one page per layer and head, and room
+            for the policy state.
+        window_blocks: blocks that hold a request's last queries, under memory pressure.
+        blocks_on_top: blocks of a policy state that does not count in the budget.
+        layer_dependent: whether layers get different budgets.
+    """
+
+    window_size: int = 0
+    min_window: int | None = None
+    least_blocks: int = 1
+    window_blocks: int = 0
+    blocks_on_top: int = 0
+    layer_dependent: bool = False
+
+    @property
+    def needed_queries(self) -> int:
+        """Fewest last queries that a prefix-cache hit has to leave before an event."""
+        fewest = self.window_size if self.min_window is None else self.min_window
+        return min(fewest, self.window_size)
+
+
 @dataclass(frozen=True)
-class CompressionRule:
+class CompressionRule(PolicyDemand):
     """Budget and triggers of a request, in tokens and blocks.
 
     The parameter `compress_at` of methods is the end of the prompt, or of the context that a
@@ -34,12 +62,6 @@ class CompressionRule:
         pressure_mark: used part of the pool above which requests that generate are compressed, as
             they are when others wait for room; None: no compression under memory pressure.
         min_tokens: logical tokens below which a request is not compressed.
-        window_size: last queries that the policy observes at an event.
-        min_window: how many of them are enough behind a prefix-cache hit; None: all.
-        least_blocks: blocks that an event leaves at least: one page per layer and head, and room
-            for the policy state.
-        window_blocks: blocks that hold a request's last queries, under memory pressure.
-        blocks_on_top: blocks of a policy state that does not count in the budget.
     """
 
     block_size: int
@@ -50,17 +72,6 @@ class CompressionRule:
     decode_tokens: int | None = None
     pressure_mark: float | None = None
     min_tokens: int = 0
-    window_size: int = 0
-    least_blocks: int = 1
-    window_blocks: int = 0
-    blocks_on_top: int = 0
-    min_window: int | None = None
-
-    @property
-    def needed_queries(self) -> int:
-        """Fewest last queries that a prefix-cache hit has to leave before an event."""
-        fewest = self.window_size if self.min_window is None else self.min_window
-        return min(fewest, self.window_size)
 
     @property
     def keeps_all(self) -> bool:

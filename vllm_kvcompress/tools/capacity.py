@@ -182,13 +182,13 @@ def _rule(shape: ModelShape, settings: Settings, block_size: int) -> Compression
     pages = PageShape(shape.num_kv_heads, shape.head_size, block_size, page_bytes)
     if isinstance(settings.budget, int):
         pipeline.check_room(settings.budget, pages)
-    window = pipeline.needs.window_size
-    ring_blocks = 0
-    if settings.pressure_mark is not None and window:
+    demand = pipeline.demand(pages)
+    if settings.pressure_mark is not None and demand.window_size:
         in_page = page_bytes // (shape.head_size * shape.dtype_bytes)
-        ring_blocks = window_blocks(window, shape.num_query_heads, shape.num_kv_heads, in_page)
-    least, on_top = pipeline.least_blocks(pages), pipeline.blocks_on_top(pages)
-    return settings.rule(block_size, window, least, ring_blocks, on_top)
+        heads = shape.num_query_heads, shape.num_kv_heads
+        ring = window_blocks(demand.window_size, *heads, in_page)
+        demand = replace(demand, window_blocks=ring)
+    return settings.rule(block_size, demand)
 
 
 def report(model: str, shape: ModelShape, plan: CapacityPlan) -> str:

@@ -19,32 +19,9 @@ from vllm.v1.kv_cache_interface import (
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
-from vllm_kvcompress.scheduling.rule import CompressionRule
+from vllm_kvcompress.scheduling.rule import CompressionRule, PolicyDemand
 
 MIN_BUFFERS = 8  # ring buffers for last queries
-
-
-@dataclass(frozen=True)
-class PolicyDemand:
-    """The needs of a policy that the rule which plans its events has to meet.
-
-    Attributes:
-        policy: name of the policy.
-        window_size: queries that it observes at an event.
-        least_blocks: fewest blocks that an event leaves.
-        window_blocks: blocks for a request's last queries; 0 without the trigger pressure.
-        blocks_on_top: blocks of policy state that do not count in the budget.
-        min_window: how many of the queries are enough behind a prefix-cache hit; None: all.
-        layer_dependent: whether layers get different budgets.
-    """
-
-    policy: str
-    window_size: int
-    least_blocks: int
-    window_blocks: int = 0
-    blocks_on_top: int = 0
-    min_window: int | None = None
-    layer_dependent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,35 +30,29 @@ class CompressedAttentionSpec(FullAttentionSpec):
 
     Attributes:
         settings: the server's settings.
-        demands: needs of every policy that requests may choose.
+        demands: needs of every policy that requests may choose, each with its name.
     """
 
     settings: Settings
-    demands: tuple[PolicyDemand, ...]
+    demands: tuple[tuple[str, PolicyDemand], ...]
 
     @classmethod
     def from_full_attention(
-        cls, spec: FullAttentionSpec, settings: Settings, demands: tuple[PolicyDemand, ...]
+        cls,
+        spec: FullAttentionSpec,
+        settings: Settings,
+        demands: tuple[tuple[str, PolicyDemand], ...],
     ) -> Self:
         """Makes the spec of a full-attention layer that is compressed."""
         return cls(**_fields(spec), settings=settings, demands=demands)
 
     def demand_of(self, policy: str) -> PolicyDemand:
         """Returns the needs of a policy."""
-        by_name = {demand.policy: demand for demand in self.demands}
-        return by_name.get(policy, PolicyDemand(policy, 0, 1))
+        return dict(self.demands).get(policy, PolicyDemand())
 
     def rule_of(self, settings: Settings) -> CompressionRule:
         """Returns the rule for requests with these settings, at this spec's block size."""
-        demand = self.demand_of(settings.policy)
-        return settings.rule(
-            self.block_size,
-            demand.window_size,
-            demand.least_blocks,
-            demand.window_blocks,
-            demand.blocks_on_top,
-            demand.min_window,
-        )
+        return settings.rule(self.block_size, self.demand_of(settings.policy))
 
     @cached_property
     def rule(self) -> CompressionRule:

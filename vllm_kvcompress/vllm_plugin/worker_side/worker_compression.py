@@ -34,11 +34,11 @@ from vllm_kvcompress.policies.base import Needs, PageShape
 from vllm_kvcompress.policies.headkv import MeasuredHeads
 from vllm_kvcompress.policies.parts.profiles import Table
 from vllm_kvcompress.scheduling.plan import StepPlan, StepReport
+from vllm_kvcompress.scheduling.rule import PolicyDemand
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.spec import (
     MIN_BUFFERS,
     CompressedAttentionSpec,
-    PolicyDemand,
     QueryBuffers,
 )
 from vllm_kvcompress.vllm_plugin.startup import compat
@@ -115,8 +115,8 @@ class WorkerCompression:
         heads: int = config.model_config.get_num_attention_heads(config.parallel_config)
         return heads
 
-    def demands(self, spec: AttentionSpec) -> tuple[PolicyDemand, ...]:
-        """Returns what every policy asks of the rule that plans its events.
+    def demands(self, spec: AttentionSpec) -> tuple[tuple[str, PolicyDemand], ...]:
+        """Returns what every policy, by name, asks of the rule that plans its events.
 
         Raises:
             ConfigError: a budget in tokens leaves no page per layer and head beside the policy
@@ -128,16 +128,8 @@ class WorkerCompression:
         for policy, pipeline in self.pipelines.items():
             if isinstance(self.settings.budget, int):
                 pipeline.check_room(self.settings.budget, shape)
-            window_size = pipeline.needs.window_size
-            demand = PolicyDemand(
-                policy,
-                window_size,
-                pipeline.least_blocks(shape),
-                blocks_on_top=pipeline.blocks_on_top(shape),
-                min_window=pipeline.needs.min_window,
-                layer_dependent=pipeline.layer_dependent,
-            )
-            if self.settings.pressure_mark is not None:
+            demand = pipeline.demand(shape)
+            if self.settings.pressure_mark is not None and demand.window_size:
                 row_bytes = spec.head_size * key_dtype(spec, self.vllm_config).itemsize
                 ring = window_blocks(
                     self.needs.window_size,
@@ -145,8 +137,8 @@ class WorkerCompression:
                     spec.num_kv_heads,
                     page_bytes // row_bytes,
                 )
-                demand = replace(demand, window_blocks=ring if window_size else 0)
-            demands.append(demand)
+                demand = replace(demand, window_blocks=ring)
+            demands.append((policy, demand))
         return tuple(demands)
 
     def bind(self, model_runner: Any, kv_cache_config: KVCacheConfig) -> None:
