@@ -65,9 +65,6 @@ class Watch:
             moments = unpack_moments(state, view.kv.head_size)
         self.loss.compress(event.plan, layer, event.slot, view, values, selection, moments)
 
-    def finished(self, event: Event) -> None:
-        """Nothing is left to do after the last layer."""
-
     def finish_layer(
         self, work: Any, layer: int, metadata: Any, queries: Tensor, outputs: Tensor
     ) -> None:

@@ -267,9 +267,6 @@ def test_observer_sees_what_was_there_before(tmp_path: Path) -> None:
             ) -> None:
                 to.append((view.kv.keys().clone(), values.clone()))
 
-            def finished(self, event: Event) -> None:
-                """Ignores the end."""
-
         one.runner.observer = Watching()
         one.run()
     for ours, theirs in zip(*seen.values(), strict=True):

@@ -17,6 +17,3 @@ class EventObserver(Protocol):
         self, event: Event, layer: int, view: LayerView, values: Tensor, selection: Selection
     ) -> None:
         """Called when a layer was compressed; `values` are [num_heads, n, head_size]."""
-
-    def finished(self, event: Event) -> None:
-        """Called when the last layer was compressed."""

@@ -282,8 +282,6 @@ class EventRunner:
         if plan.kept_as is not None:
             self.tables.save(plan.request_id, plan.kept_as)
         self.windows.end_event(plan.request_id)
-        if self.observer is not None:
-            self.observer.finished(event)
 
     def read_by_attention(self, slots: Tensor) -> StateNumbers | None:
         """Returns the policy state that attention reads for requests in [R] `slots`, if any.
