@@ -16,7 +16,9 @@ from vllm_kvcompress.config import (
     AUTO_MIN_ANSWER_TOKENS,
     DEFAULT_MIN_TOKENS,
     DEFAULT_POLICY,
+    PROFILED_FROM,
     PROFILED_POLICY,
+    PROFILED_POLICY_BELOW,
     Settings,
 )
 from vllm_kvcompress.errors import ConfigError
@@ -380,6 +382,33 @@ def test_auto_is_the_default_policy_wherever_one_is_named() -> None:
         with pytest.raises(ConfigError, match=rf'policy "{re.escape(default)}": this server allow'):
             Settings(policy="snapkv", **more).for_request("auto", None)
     assert resolve("auto").name == DEFAULT_POLICY
+
+
+@pytest.mark.parametrize(
+    ("budget", "policy"),
+    [
+        (1.0, PROFILED_POLICY),
+        (PROFILED_FROM, PROFILED_POLICY),
+        (0.2499, PROFILED_POLICY_BELOW),
+        (0.01, PROFILED_POLICY_BELOW),
+        (2048, PROFILED_POLICY_BELOW),
+    ],
+)
+def test_auto_with_measured_heads_depends_on_the_budget(budget: float | int, policy: str) -> None:
+    settings = Settings(policy="auto", budget=budget, request_policies=("auto", "keydiff"))
+    assert settings.policy == policy
+    assert settings.request_policies == (policy, "keydiff")
+    assert Settings.from_dict(settings.to_dict()) == settings
+    alone = Settings(policy="auto", budget=budget, measure_heads=False)
+    assert alone.policy == DEFAULT_POLICY
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.1])
+def test_a_request_for_auto_has_the_policy_and_file_of_the_servers_auto(budget: float) -> None:
+    more: dict[str, Any] = {"profile": "heads.json", "measure_heads": False, "budget": budget}
+    settings = Settings(policy="auto", request_policies=("auto",), **more)
+    asked = settings.for_request("auto", None)
+    assert (asked.policy, asked.profile) == (settings.policy, "heads.json")
 
 
 def test_auto_alone_leaves_prompts_of_short_answers_whole() -> None:

@@ -31,7 +31,8 @@ PROMPTS_PLUGIN = "kvcompress-prompts"  # shortens the messages of chats
 NO_POLICY = "none"
 AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
 DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
-PROFILED_POLICY = "spans+headkv"  # what AUTO stands for where heads are measured
+# What AUTO stands for where heads are measured, from this fraction on, and below it.
+PROFILED_POLICY, PROFILED_FROM, PROFILED_POLICY_BELOW = "attention+headkv", 0.25, "spans+headkv"
 MEASURING_PART = "headkv"  # of policies that an engine measures heads for
 MEASURED_HEADS = "kv_heads.json"  # in a model's folder, a profile of the kind `headkv`
 DEFAULT_BUDGET = 0.5  # fraction of each prompt; see docs/results/spans.md
@@ -41,11 +42,19 @@ DEFAULT_MIN_TOKENS = 256  # shorter prompts lose most and free least: docs/resul
 Fraction = Annotated[float, Field(gt=0, le=1)]
 
 
-def named_policy(policy: str, has_heads: bool = False) -> str:
-    """Returns a policy's name; for `auto` the one it stands for, with or without measured heads."""
+def named_policy(policy: str, has_heads: bool = False, budget: Budget = DEFAULT_BUDGET) -> str:
+    """Returns a policy's name; for `auto` the one it stands for.
+
+    With measured heads attention alone decides where there is room for it; a smaller budget, or one
+    in tokens, whose fraction depends on the prompt, wants keys that no query has asked for yet
+    (docs/results/spans.md).
+    """
     if policy != AUTO:
         return policy
-    return PROFILED_POLICY if has_heads else DEFAULT_POLICY
+    if not has_heads:
+        return DEFAULT_POLICY
+    has_room = isinstance(budget, float) and budget >= PROFILED_FROM
+    return PROFILED_POLICY if has_room else PROFILED_POLICY_BELOW
 
 
 def profile_beside(model: str | Path) -> str | None:
@@ -81,10 +90,10 @@ class Settings(Options):
 
     policy: str = option(
         ...,
-        f"what to keep: `auto` ([{PROFILED_POLICY}, or without measured heads "
-        f"{DEFAULT_POLICY}](policies.md#which-one)), or a [policy](policies.md) and modifiers "
-        "joined by `+`, such as `adakv+criticalkv` (`vllm-kvcompress policies` lists them); "
-        "`none`: stock vLLM",
+        f"what to keep: `auto` ([{PROFILED_POLICY} or {PROFILED_POLICY_BELOW}, without measured "
+        f"heads {DEFAULT_POLICY}](policies.md#which-one)), or a [policy](policies.md) and "
+        "modifiers joined by `+`, such as `adakv+criticalkv` (`vllm-kvcompress policies` lists "
+        "them); `none`: stock vLLM",
         "P",
         min_length=1,
         example=AUTO,
@@ -221,7 +230,8 @@ class Settings(Options):
     def _check_together(self) -> Self:
         if self.policy == AUTO and "min_answer_tokens" not in self.model_fields_set:
             object.__setattr__(self, "min_answer_tokens", AUTO_MIN_ANSWER_TOKENS)
-        object.__setattr__(self, "policy", named_policy(self.policy, self.has_heads))
+        policy = named_policy(self.policy, self.has_heads, self.budget)
+        object.__setattr__(self, "policy", policy)
         policies = tuple(map(self._named, self.request_policies))
         object.__setattr__(self, "request_policies", policies)
         if self.trigger == PAPER:
@@ -255,8 +265,9 @@ class Settings(Options):
 
     def _named(self, policy: str) -> str:
         """Resolves `auto` for a request; the profile is that of the server's own policy."""
-        has_file = self.profile is not None and self.policy == PROFILED_POLICY
-        return named_policy(policy, self.measure_heads or has_file)
+        profiled = self.policy in (PROFILED_POLICY, PROFILED_POLICY_BELOW)
+        has_heads = self.measure_heads or (self.profile is not None and profiled)
+        return named_policy(policy, has_heads, self.budget)
 
     @property
     def has_heads(self) -> bool:

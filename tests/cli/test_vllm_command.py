@@ -42,9 +42,9 @@ def test_without_settings_the_command_is_unchanged() -> None:
 @pytest.mark.parametrize(
     ("flags", "default"),
     [
-        ({"policy": "auto"}, ("spans+headkv", True)),
+        ({"policy": "auto"}, ("attention+headkv", True)),
         ({"policy": "spans"}, ("spans", False)),
-        ({"policy": "auto", "profile": "mine.json"}, ("spans+headkv", False)),
+        ({"policy": "auto", "profile": "mine.json"}, ("attention+headkv", False)),
     ],
 )
 @pytest.mark.parametrize("as_option", [False, True])
@@ -62,7 +62,7 @@ def test_auto_finds_measured_heads_in_the_models_folder(
 
 
 def test_auto_without_a_file_is_measured_unless_it_may_not_be(tmp_path: Path) -> None:
-    for measures, policy in ((True, "spans+headkv"), (False, "spans")):
+    for measures, policy in ((True, "attention+headkv"), (False, "spans")):
         flags = {"policy": "auto", "measure_heads": measures}
         settings = read_request(flags, None, [str(tmp_path)]).settings
         assert settings is not None

@@ -85,14 +85,14 @@ def test_second_turn_computes_its_new_tokens_and_is_compressed_by_their_queries(
 
 @pytest.fixture
 def measured_heads(tmp_path: Path) -> dict[str, Any]:
-    """Settings of what `auto` stands for with measured heads; it leaves short answers alone."""
+    """A budget divided by measured heads, and the file with them."""
     heads = {f"{i}-{h}": [1.0 + i + h] for i in range(LAYERS) for h in range(QUERY_HEADS)}
     file = tmp_path / "heads.json"
     file.write_text(json.dumps(heads))
-    return {"policy": "spans+headkv", "budget": 0.25, "profile": str(file)}
+    return {"budget": 0.25, "profile": str(file)}
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "measured heads", "spans"])
+@pytest.mark.parametrize("policy", ["snapkv", "attention+headkv", "spans+headkv", "spans"])
 def test_hit_is_cut_only_for_turns_that_are_too_short(
     llama: str, run_engine: Run, measured_heads: dict[str, Any], policy: str
 ) -> None:
@@ -100,7 +100,8 @@ def test_hit_is_cut_only_for_turns_that_are_too_short(
     news = [10, 20, 40, 150, 300]
     settings, window, needed = {
         "snapkv": (SNAPKV, WINDOW, NEEDED),
-        "measured heads": (measured_heads, 256, NEEDED),
+        "attention+headkv": ({"policy": policy, **measured_heads}, NEEDED, NEEDED),
+        "spans+headkv": ({"policy": policy, **measured_heads}, 256, NEEDED),
         "spans": ({"policy": "spans", "budget": 0.25}, 256, 256),
     }[policy]
     phases = [phase for new in news for phase in turns(new)]

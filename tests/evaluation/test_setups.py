@@ -12,7 +12,12 @@ import pytest
 from tests.cli.server_process import ROOT
 from tests.policies.cases import headkv_file
 from vllm_kvcompress.cli import eval as eval_command
-from vllm_kvcompress.config import DEFAULT_POLICY, PROFILED_POLICY, Settings
+from vllm_kvcompress.config import (
+    DEFAULT_POLICY,
+    PROFILED_POLICY,
+    PROFILED_POLICY_BELOW,
+    Settings,
+)
 from vllm_kvcompress.errors import ConfigError
 
 MODEL = str(ROOT / "models" / "reference")
@@ -30,6 +35,15 @@ def test_without_policies_and_budgets_half_is_kept_by_the_default() -> None:
     assert names == ["full", f"{PROFILED_POLICY}@0.5"]
     names = [setup.name for setup in plan_of("--no-kv-measure-heads").setups]
     assert names == ["full", f"{DEFAULT_POLICY}@0.5"]
+
+
+def test_auto_is_at_every_budget_what_serve_makes_of_it() -> None:
+    plan = plan_of("--policies", "auto", "--budgets", "0.1,0.25,2048")
+    below = PROFILED_POLICY_BELOW
+    names = [setup.name for setup in plan.setups]
+    assert names == ["full", f"{below}@0.1", f"{PROFILED_POLICY}@0.25", f"{below}@2048"]
+    with pytest.raises(ConfigError, match="every one once"):
+        plan_of("--policies", f"auto,{below}", "--budgets", "0.1,0.25")
 
 
 @pytest.mark.parametrize("limit", [0, 64, None])

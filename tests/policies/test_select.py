@@ -158,6 +158,17 @@ def test_snapkv_without_pooling_is_the_top_of_the_mass(tmp_path: Path) -> None:
         assert set(row) == window | set(oracles.best(others, oracles.mass(head), 12))
 
 
+def test_attention_leaves_a_head_of_two_pages_its_first_tokens(tmp_path: Path) -> None:
+    """Where `snapkv` would keep its window and nothing else."""
+    view = make_view(SHAPE, 5)
+    attention = make_pipeline("attention", SHAPE, tmp_path, num_sinks=2, num_recent=5)
+    snapkv = make_pipeline("snapkv", SHAPE, tmp_path, window_size=9)
+    for pipeline, least in ((attention, {0, 1, *range(28, 32)}), (snapkv, set(range(24, 32)))):
+        for row in rows_of(compress_layer(pipeline, view, 4).kept_indices, [2, 2], 4):
+            assert least <= set(row)
+            assert (0 in row) == (pipeline is attention)
+
+
 # --- criticalkv -------------------------------------------------------------------------------
 
 

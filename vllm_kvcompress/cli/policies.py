@@ -9,7 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from vllm_kvcompress.config import DEFAULT_POLICY, PROFILED_POLICY
+from vllm_kvcompress.config import (
+    DEFAULT_POLICY,
+    PROFILED_FROM,
+    PROFILED_POLICY,
+    PROFILED_POLICY_BELOW,
+)
 from vllm_kvcompress.scheduling.protocols import protocol_of
 
 if TYPE_CHECKING:
@@ -47,7 +52,10 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([_as_json(info) for info in infos], indent=2))
         return 0
     print("Policies (--kv-policy NAME); add modifiers with +, such as adakv+criticalkv")
-    print(f"auto stands for {DEFAULT_POLICY}, with --kv-profile for {PROFILED_POLICY}\n")
+    print(
+        f"auto stands for {PROFILED_POLICY}; with a budget in tokens, or less than {PROFILED_FROM} "
+        f"of the prompt, for {PROFILED_POLICY_BELOW}; without measured heads for {DEFAULT_POLICY}\n"
+    )
     print("\n\n".join(_described(info) for info in infos if not issubclass(info, Modifier)))
     print("\nModifiers\n")
     print("\n\n".join(_described(info) for info in infos if issubclass(info, Modifier)))

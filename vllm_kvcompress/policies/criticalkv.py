@@ -31,7 +31,7 @@ class CriticalKV(Modifier, Selector):
     name = "criticalkv"
     batches = True
     stages = Stages(select="two stages: highest score, then (score + epsilon) * ||v W_O||")
-    goes_on = ("snapkv", "adakv", "headkv", "pyramidkv", "h2o")
+    goes_on = ("snapkv", "adakv", "headkv", "pyramidkv", "h2o", "attention")
     refuses = dict(  # noqa: RUF012
         tova="criticalkv chooses inside each head, and {} keeps the same entries in all heads",
         momentkv="{} already weighs attention with values",

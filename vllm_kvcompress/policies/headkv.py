@@ -65,7 +65,7 @@ class ByImportance(MeasuredHeads, Modifier):
     name = "headkv"
     batches = True
     stages = Stages(allocate="by the heads' importance in the profile, over all layers")
-    goes_on = ("spans", "h2o", "leverage", "expected", "keydiff")
+    goes_on = ("attention", "spans", "h2o", "leverage", "expected", "keydiff")
     refuses = {"adakv": "headkv and {} both decide how much each head keeps"}  # noqa: RUF012
 
     even_share: float = parameter(0.1, "part of the budget shared out evenly", 0.0, 1.0)

@@ -29,8 +29,9 @@ AnyPart = TypeVar("AnyPart", bound=Part)
 ENTRY_POINTS = "vllm_kvcompress.policies"
 # In the order in which they are listed; modules that are not named here follow.
 LISTED_FIRST = (
-    *("streamingllm", "knorm", "keydiff", "leverage", "tova", "h2o", "snapkv", "pyramidkv"),
-    *("adakv", "headkv", "duoattention", "expected", "rkv", "spans", "criticalkv", "obcache"),
+    *("streamingllm", "knorm", "keydiff", "leverage", "tova", "h2o", "snapkv", "attention"),
+    *("pyramidkv", "adakv", "headkv", "duoattention", "expected", "rkv", "spans"),
+    *("criticalkv", "obcache"),
     *("merging.cam", "merging.d2o", "merging.momentkv", "merging.kvmerger", "merging.asymkv"),
     *("merging.kvslimmer",),
 )

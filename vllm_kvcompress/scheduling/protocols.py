@@ -37,6 +37,7 @@ PROTOCOLS = {
     "tova": _GENERATING,
     "h2o": _GENERATING,
     "snapkv": _ONCE,
+    "attention": _ONCE,
     "pyramidkv": _ONCE,
     "adakv": _ONCE,
     "headkv": _ONCE,

@@ -39,7 +39,7 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
         width = max(head.size + head.num_tail for head in heads)
         return [expected(head, width, params) for head in heads]
     masses = [mass(head, params.get("stride", 1)) for head in heads]
-    if base in ("h2o", "d2o", "momentkv", *LINKING):
+    if base in ("attention", "h2o", "d2o", "momentkv", *LINKING):
         return masses
     if base == "tova":
         # A head that is shorter than another has nothing to say about the rest.

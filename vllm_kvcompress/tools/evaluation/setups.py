@@ -152,11 +152,11 @@ def setups_of(
         ConfigError: no policy, one given twice, or settings that cannot work.
     """
     has_heads = bool(params.get("profile")) or params.get("measure_heads", True)
-    policies = [named_policy(policy, has_heads) for policy in policies]
-    if len(set(policies)) < len(policies) or len(set(budgets)) < len(budgets):
-        raise ConfigError("--policies and --budgets: expected every one once; remove the doubles.")
     setups = [Setup(FULL)]
-    setups += [Setup(policy, b) for policy in policies if policy != FULL for b in budgets]
+    for policy in policies:
+        setups += [Setup(named_policy(policy, has_heads, b), b) for b in budgets if policy != FULL]
+    if len(set(setups)) < len(setups) or len(set(policies)) < len(policies):
+        raise ConfigError("--policies and --budgets: expected every one once; remove the doubles.")
     setups += [_reading(text, has_heads) for text in dict.fromkeys(reads)]
     for setup in setups:
         chosen = setup.settings(params)
@@ -178,4 +178,5 @@ def _reading(text: str, has_heads: bool) -> Setup:
             f'--kv-read "{text}": expected POLICY@BUDGET before what is read of it, such as '
             f'"spans@0.5 quest:0.5", found "{held}".'
         )
-    return Setup(named_policy(policy, has_heads), parse_budget(budget), read)
+    parsed = parse_budget(budget)
+    return Setup(named_policy(policy, has_heads, parsed), parsed, read)
