@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
@@ -215,3 +216,19 @@ def mean_of(values: torch.Tensor, weights: dict[int, float]) -> list[float]:
 def cosine(one: Sequence[float] | torch.Tensor, other: Sequence[float] | torch.Tensor) -> float:
     a, b = list(map(float, one)), list(map(float, other))
     return sum(map(float.__mul__, a, b)) / math.hypot(*a) / math.hypot(*b)
+
+
+@pytest.mark.parametrize(
+    ("given", "compilation"),
+    [
+        ({}, {"cudagraph_mode": "PIECEWISE"}),
+        ({"compilation_config": 3}, {"mode": 3, "cudagraph_mode": "PIECEWISE"}),
+        ({"compilation_config": {"cudagraph_mode": "FULL"}}, {"cudagraph_mode": "PIECEWISE"}),
+        ({"compilation_config": {"cudagraph_mode": "NONE"}}, {"cudagraph_mode": "NONE"}),
+    ],
+)
+def test_no_attention_is_in_a_graph_of_a_whole_step(
+    given: dict[str, Any], compilation: dict[str, Any]
+) -> None:
+    options = attention_loss.engine_options({"enforce_eager": False, **given})
+    assert options == {"enforce_eager": False, "compilation_config": compilation}
