@@ -45,9 +45,9 @@ Fraction = Annotated[float, Field(gt=0, le=1)]
 def named_policy(policy: str, has_heads: bool = False, budget: Budget = DEFAULT_BUDGET) -> str:
     """Returns a policy's name; for `auto` the one it stands for.
 
-    With measured heads attention alone decides where there is room for it; a smaller budget, or one
-    in tokens, whose fraction depends on the prompt, wants keys that no query has asked for yet
-    (docs/results/spans.md).
+    With measured heads that is `attention+headkv` from a quarter of the prompt on. With a smaller
+    budget, or one in tokens, whose fraction depends on the prompt, it is `spans+headkv`, which also
+    keeps keys that no query has attended to (docs/results/spans.md).
     """
     if policy != AUTO:
         return policy

@@ -82,12 +82,12 @@ def test_events_in_place_keep_what_fresh_blocks_would(
             ]
 
 
-def test_policies_whose_layers_differ(tmp_path: Path) -> None:
+def test_layer_dependent_policies_are_those_listed(tmp_path: Path) -> None:
     differ = {p for p in POLICIES if make_pipeline(p, SHAPE, tmp_path).layer_dependent}
     assert differ == LAYER_DEPENDENT
 
 
-def test_policies_that_allow_any_order(tmp_path: Path) -> None:
+def test_order_free_policies_are_those_listed(tmp_path: Path) -> None:
     """No policy that looks at neighbours, recent tokens or pairs."""
     assert {p for p in POLICIES if make_pipeline(p, SHAPE, tmp_path).any_order} == ANY_ORDER
     assert H2O(recent_fraction=0.0).pipeline().any_order
@@ -204,7 +204,7 @@ def test_failing_request_leaves_the_rest_of_its_batch_unchanged() -> None:
 
 
 @pytest.mark.parametrize("policy", ["keydiff+adakv", "h2o+adakv", "kvslimmer", "momentkv"])
-def test_batches_in_place_are_as_single_events(policy: str, tmp_path: Path) -> None:
+def test_batched_events_in_place_equal_single_ones(policy: str, tmp_path: Path) -> None:
     together, alone = (make_step(policy, tmp_path) for _ in range(2))
     for step, is_batched in ((together, True), (alone, False)):
         step.in_place = True

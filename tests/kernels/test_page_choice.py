@@ -65,7 +65,7 @@ def test_launchers_choose_as_the_twin(backend: Backend, head_size: int) -> None:
 
 
 @pytest.mark.parametrize("num_means", [1, 2, 4])
-def test_by_means_of_parts(backend: Backend, num_means: int) -> None:
+def test_pages_are_chosen_by_means_of_their_parts(backend: Backend, num_means: int) -> None:
     pages = some_pages([1, 33, 70], [1, 8, 20], 80, backend.dtype, num_means=num_means)
     check(backend, pages, Choice(20, 1, 1, num_means))
 
