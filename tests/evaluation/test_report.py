@@ -85,6 +85,8 @@ def test_rows_sum_up_what_was_answered() -> None:
     assert half["questions"] == 6
     assert half["tasks"] == {"one@100": pytest.approx(1 / 3), "two@100": pytest.approx(2 / 3)}
     assert half["score"] == pytest.approx(0.5)
+    assert half["score_error"] == pytest.approx((3 / 10) ** 0.5 / 6**0.5)
+    assert half["reply_tokens"] == 2
     assert half["agreement"] == pytest.approx(0.75)
     assert half["kept"] == 0.5
     assert half["kept_tokens"] == [[8, 16], [4, 20]]
@@ -92,9 +94,11 @@ def test_rows_sum_up_what_was_answered() -> None:
     assert rows[FULL, AWARE]["agreement"] == 1
     line = next(line for line in text_table(list(rows.values())).splitlines() if "0.5" in line)
     table = markdown_table(list(rows.values())).splitlines()
-    assert table[2] == "| `full` | 100.0% " + "| 100.0% | 100.0% " * 2 + "|"
-    assert table[4] == "| `snapkv@0.5` | 50.0% | 100.0% | 100.0% | 50.0% | 75.0% |"
-    shares = ["100.0%", "100.0%"]
+    assert table[2] == "| `full` | 100.0% " + "| 100.0% ± 0.0 | 100.0% | 2 " * 2 + "|"
+    assert table[4] == (
+        "| `snapkv@0.5` | 50.0% | 100.0% ± 0.0 | 100.0% | 2 | 50.0% ± 22.4 | 75.0% | 2 |"
+    )
+    shares = ["100.0% ± 0.0", "100.0%", "2"]
     cells = ["snapkv@0.5", AWARE, "50.0%", "1.50 MiB", *shares, "10.0 ms", "1.0 ms"]
     assert re.split("  +", line) == cells
 

@@ -67,9 +67,9 @@ def add_questions(parser: argparse.ArgumentParser) -> None:
         type=_list,
         default=[],
         metavar="T,...",
-        help="ruler (RULER's 13 tasks), longbench (its 16 English tasks), text (how well texts "
-        "that come with Python are predicted), or single ones such as ruler/niah_single_2, "
-        "longbench/qasper or text/source",
+        help="ruler (RULER's 13 tasks), reasoning (5 kinds of problems that need written steps), "
+        "longbench (its 16 English tasks), text (how well texts that come with Python are "
+        "predicted), or single ones such as ruler/niah_single_2 or text/source",
     )
     asked.add_argument(
         "--data",

@@ -8,13 +8,14 @@ from itertools import product
 from pathlib import Path
 
 from vllm_kvcompress.errors import ConfigError
-from vllm_kvcompress.tools.evaluation import longbench, ruler, texts
+from vllm_kvcompress.tools.evaluation import longbench, reasoning, ruler, texts
 from vllm_kvcompress.tools.evaluation.item import Item
 from vllm_kvcompress.tools.evaluation.metrics import check_metric
 
-RULER, LONGBENCH, TEXT = "ruler", "longbench", "text"
+RULER, REASONING, LONGBENCH, TEXT = "ruler", "reasoning", "longbench", "text"
 _TASKS: dict[str, tuple[str, ...]] = {
     RULER: tuple(ruler.TASKS),
+    REASONING: tuple(reasoning.TASKS),
     LONGBENCH: tuple(longbench.TASKS),
     TEXT: tuple(texts.KINDS),
 }
@@ -27,11 +28,11 @@ def generate(
     seed: int,
     count_tokens: Callable[[str], int],
 ) -> list[Item]:
-    """Generates questions of `ruler`, RULER's 13 tasks, or of a single one, `ruler/TASK`.
+    """Generates questions of `ruler` or `reasoning`, or of a single task, such as `ruler/vt`.
 
     Args:
         task: the task or suite.
-        lengths: tokens of prompt and reply together.
+        lengths: tokens of prompt and reply together; of `reasoning`, of the worked solution.
         num_samples: questions per task and length.
         seed: seed of the first question; each further one adds 1.
         count_tokens: counts a text's tokens.
@@ -39,9 +40,11 @@ def generate(
     Raises:
         ConfigError: no such task, or a length that it does not work with.
     """
+    suite, names = split_task(task)
+    generate_one = (reasoning if suite == REASONING else ruler).generate
     return [
-        ruler.generate(name, length, seed + number, count_tokens)
-        for name, length, number in product(split_task(task)[1], lengths, range(num_samples))
+        generate_one(name, length, seed + number, count_tokens)
+        for name, length, number in product(names, lengths, range(num_samples))
     ]
 
 

@@ -81,6 +81,12 @@ def number(reply: str, answers: Sequence[str]) -> float:
     return max((said.count(right) / len(said) for right in wanted), default=0.0) if said else 0.0
 
 
+def last_answer(reply: str, answers: Sequence[str]) -> float:
+    """1 if one of the answers stands behind the reply's last "Answer:", alone in its line."""
+    said = re.findall(r"answer:(.*)", reply, re.IGNORECASE)
+    return float(bool(said) and said[-1].strip(" *$.`") in answers)
+
+
 def first_line(metric: Metric) -> Metric:
     """Applies a metric to the reply's first line (LongBench: prompts show several examples)."""
     return lambda reply, answers: metric(reply.lstrip("\n").split("\n")[0], answers)
@@ -104,6 +110,7 @@ METRICS: dict[str, Metric] = {
     "code_similarity": code_similarity,
     "classification": classification,
     "number": number,
+    "last_answer": last_answer,
     "first_line_f1": first_line(f1),
     "first_line_rouge_l": first_line(rouge_l),
     "first_line_classification": first_line(classification),

@@ -20,6 +20,8 @@ def summarize(answers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
         setup, mode, questions
         score: mean over tasks and lengths of the mean score; None for texts
+        score_error: standard error of the score over questions; None for fewer than two
+        reply_tokens: mean length of replies; None for texts
         tasks: the score (of texts the loss) by task and length
         agreement: share of greedy tokens that equal the full cache's, position by position
         nats: per predicted token of texts
@@ -60,10 +62,13 @@ def _row(
 
 
 def _scores(answers: list[dict[str, Any]], full: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    tasks = _by_task(answers, [answer["score"] for answer in answers])
+    scores = [answer["score"] for answer in answers]
+    tasks = _by_task(answers, scores)
     same = [agreement(a["tokens"], full[a["item"]]["tokens"]) for a in answers if full]
     return {
         "score": fmean(tasks.values()),
+        "score_error": stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None,
+        "reply_tokens": fmean(len(answer["tokens"]) for answer in answers),
         "tasks": tasks,
         "agreement": fmean(same) if same else None,
         "nats": None,
@@ -76,6 +81,8 @@ def _text_figures(answers: list[dict[str, Any]], full: dict[int, dict[str, Any]]
     losses = [answer["nats"] - full[answer["item"]]["nats"] for answer in answers if full]
     return {
         "score": None,
+        "score_error": None,
+        "reply_tokens": None,
         "tasks": _by_task(answers, losses or [answer["nats"] for answer in answers]),
         "agreement": None,
         "nats": fmean(answer["nats"] for answer in answers),
@@ -148,7 +155,7 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
     asked = [mode for mode in ASKED if any(row["mode"] == mode for row in rows)]
     texts, reads = any(row["mode"] == TEXT for row in rows), reads_less(rows)
     heads = ["setup", "kept", *["read"] * reads]
-    heads += [head for mode in asked for head in (mode, f"{mode}: agreement")]
+    heads += [head for mode in asked for head in (mode, f"{mode}: agreement", f"{mode}: tokens")]
     heads += ["text: loss, nats per token (95%)"] * texts
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for setup, modes in by_setup.items():
@@ -158,7 +165,7 @@ def markdown_table(rows: Sequence[dict[str, Any]]) -> str:
         ]
         for mode in asked:
             row = modes.get(AWARE if setup == FULL else mode, {})
-            cells += [percent(row.get("score")), percent(row.get("agreement"))]
+            cells += [score_text(row), percent(row.get("agreement")), reply_text(row)]
         cells += [loss_text(modes.get(TEXT))] * texts
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
@@ -176,6 +183,18 @@ def loss_text(row: dict[str, Any] | None) -> str:
     return f"{row['loss']:.3f} ({low:.3f} to {high:.3f})"
 
 
+def score_text(row: dict[str, Any]) -> str:
+    """A row's score and its standard error for people, such as 62.5% ± 7.0."""
+    error = row.get("score_error")
+    return percent(row.get("score")) + ("" if error is None else f" ± {100 * error:.1f}")
+
+
+def reply_text(row: dict[str, Any]) -> str:
+    """A row's mean length of replies in tokens; "-" for texts."""
+    tokens = row.get("reply_tokens")
+    return "-" if tokens is None else f"{tokens:.0f}"
+
+
 def percent(share: float | None) -> str:
     """A share as a percentage; "-" for None."""
     return "-" if share is None else f"{100 * share:.1f}%"
@@ -191,8 +210,9 @@ def table_cells(rows: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
             "kept": percent(row["kept"]),
             "read": percent(row["read"] if reads else None),
             "resident": f"{row['resident_bytes'] / 2**20:.2f} MiB" if row["resident_bytes"] else "",
-            "score": percent(row["score"]),
+            "score": score_text(row),
             "agreement": percent(row["agreement"]),
+            "reply tokens": reply_text(row),
             "first token": f"{row['first_token_ms']:.1f} ms",
             "per token": "" if row["token_ms"] is None else f"{row['token_ms']:.1f} ms",
             "loss on texts (95%)": loss_text(row),
