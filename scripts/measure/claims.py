@@ -22,7 +22,7 @@ from torch import Tensor
 from attention_parts import relative_error
 from claim_parts.criticalkv import alphas, assumption, budgets, criticalkv, hidden, table9
 from claim_parts.look import Look, pipeline_of
-from claim_parts.momentkv import equations, expansion, momentkv, remainders
+from claim_parts.momentkv import equations, expansion, momentkv, regime, remainders
 from offline.masked import MaskedModel
 from vllm_kvcompress.kernels.merging.neighbours import neighbour_cosines
 from vllm_kvcompress.policies.parts.mass import observed_mass
@@ -32,7 +32,10 @@ from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer, split_promp
 
 
 def keydiff(look: Look) -> Iterator[tuple[str, Tensor]]:
-    """Figure 14: keys unlike the others get more attention (Spearman's rank correlation)."""
+    """Figure 2: keys unlike the others get more attention (Spearman's rank correlation).
+
+    And Figure 14: the cosine of the mean key with the mean query, and with every query.
+    """
     mask = torch.ones(len(look.layer.keys), look.num_tokens, dtype=torch.bool)
     view = look.layer.view(look.num_tokens, 1)
     asked = look.queries(), look.positions()
@@ -43,6 +46,13 @@ def keydiff(look: Look) -> Iterator[tuple[str, Tensor]]:
     for name in ("keydiff", "knorm"):
         score = pipeline_of(name, ()).scorer.score(view)
         yield f"correlation/{name}", rank_correlation(score[:, None], mass).flatten()
+    mean_key = layer.keys[:, : look.num_tokens].mean(dim=1)[:, None]
+    cosine = torch.nn.functional.cosine_similarity
+    mean_query = layer.queries[: look.num_tokens].mean(dim=0).unflatten(0, groups)
+    yield "mean-key/mean-query", cosine(mean_key, mean_query, dim=2).flatten()
+    by_query = cosine(mean_key[:, :, None], grouped, dim=3)  # [H, G, m]
+    yield "mean-key/query", by_query.mean(dim=2).flatten()
+    yield "mean-key/query-positive", (by_query > 0).float().mean(dim=2).flatten()
     budget = 0.25
     for name in ("keydiff", "knorm", "snapkv", "streamingllm"):
         params = {"skip_layers": 0} if name == "knorm" else {}
@@ -99,6 +109,7 @@ CLAIMS: dict[str, Callable[[Look], Iterator[tuple[str, Tensor]]]] = {
         assumption,
         table9,
         momentkv,
+        regime,
         expansion,
         equations,
         remainders,
@@ -109,7 +120,7 @@ CLAIMS: dict[str, Callable[[Look], Iterator[tuple[str, Tensor]]]] = {
     )
 }
 OF_MODELS = {"hidden": hidden}  # these look at a model, not at layers one by one
-LONG = ("budgets", "hidden")  # for other lengths than the rest
+LONG = ("budgets", "hidden", "regime")  # for other lengths than the rest
 
 
 def measure(

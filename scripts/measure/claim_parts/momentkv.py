@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,21 +17,40 @@ from claim_parts.bounds import expansion_remainders
 from claim_parts.look import Look
 from vllm_kvcompress.kernels.merging.moments import split_moments
 
+NUM_KEPT = 128  # tokens per head, the paper's smallest budget
+
 
 def momentkv(look: Look) -> Iterator[tuple[str, Tensor]]:
     """Figures 2 and 3: directions of what is kept, evicted and estimated, and what they cost."""
     for policy in ("snapkv+momentfix", "momentkv"):
         for budget in (0.1, 0.25):
-            kept, name = look.kept(policy, budget), f"{policy}@{budget:g}"
-            outputs, parts = look.outputs(kept)
-            yield f"gap/{name}", gap_cosine(parts).mean(dim=0)
-            cosine = estimate_cosine(parts, look.queries(), look.moments(kept))
-            yield f"estimate/{name}", cosine.mean(dim=0)
-            yield f"evicted-mass/{name}", (1 - parts.mass).mean(dim=0)
-            plain, mended = (relative_error(some, parts) for some in (parts.kept, outputs))
-            yield f"error-plain/{name}", plain.mean(dim=0)
-            yield f"error-corrected/{name}", mended.mean(dim=0)
-            yield f"better/{name}", (mended < plain).float().mean(dim=0)
+            yield from corrections(look, policy, budget, f"{policy}@{budget:g}")
+
+
+def regime(look: Look) -> Iterator[tuple[str, Tensor]]:
+    """Figure 2 and Table 3 with as many tokens as the paper keeps; moments take no room."""
+    budget = NUM_KEPT / look.num_tokens
+    for policy in ("snapkv+momentfix", "momentkv"):
+        for order in (0, 1):
+            name = f"{policy}, order {order}@{NUM_KEPT}"
+            yield from corrections(look, policy, budget, name, order=order)
+
+
+def corrections(
+    look: Look, policy: str, budget: float, name: str, **params: Any
+) -> Iterator[tuple[str, Tensor]]:
+    """Directions with one policy, and the error of outputs without and with its correction."""
+    kept = look.kept(policy, budget, **params)
+    outputs, parts = look.outputs(kept)
+    yield f"gap/{name}", gap_cosine(parts).mean(dim=0)
+    if params.get("order", 1):
+        cosine = estimate_cosine(parts, look.queries(), look.moments(kept))
+        yield f"estimate/{name}", cosine.mean(dim=0)
+    yield f"evicted-mass/{name}", (1 - parts.mass).mean(dim=0)
+    plain, mended = (relative_error(some, parts) for some in (parts.kept, outputs))
+    yield f"error-plain/{name}", plain.mean(dim=0)
+    yield f"error-corrected/{name}", mended.mean(dim=0)
+    yield f"better/{name}", (mended < plain).float().mean(dim=0)
 
 
 def expansion(look: Look) -> Iterator[tuple[str, Tensor]]:
