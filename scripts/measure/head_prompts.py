@@ -51,9 +51,7 @@ def words_of(tokenizer: Any) -> list[int]:
     )
 
 
-def text_prompt(
-    words: Sequence[int], start: Sequence[int], length: int, seed: int
-) -> NeedlePrompt:
+def text_prompt(words: Sequence[int], start: Sequence[int], length: int, seed: int) -> NeedlePrompt:
     """Draws a piece of a text, with a needle from another place in it, repeated at the end."""
     rng = random.Random(seed)
     size = length - len(start) - 2 * NEEDLE_WORDS
