@@ -121,9 +121,9 @@ class Settings(Options):
     )
     profile: str | None = option(
         None,
-        "[measured heads](#measured-heads) for `auto` and `headkv`, or pattern file for "
-        "`duoattention` (`vllm-kvcompress profile` makes one; `auto` finds the one in the model's "
-        "directory)",
+        "[measured heads](#measured-heads) for `auto` and `headkv`, or the file of `duoattention` "
+        "or `triattention` (`vllm-kvcompress profile` makes one; `auto` finds the one in the "
+        "model's directory)",
         "FILE",
     )
     measure_heads: bool = option(

@@ -88,7 +88,7 @@ def test_policies_name_no_other_stages() -> None:
     )
 
 
-@pytest.mark.parametrize("policy", ["headkv", "duoattention"])
+@pytest.mark.parametrize("policy", ["headkv", "duoattention", "triattention"])
 def test_policies_with_a_profile_are_explained_without_it(
     policy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,6 +21,7 @@ from vllm_kvcompress.cli.recommend import cheapest
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
+from vllm_kvcompress.policies.triattention import write_statistics
 from vllm_kvcompress.scheduling.rule import PolicyDemand
 from vllm_kvcompress.tools.evaluation import runner, texts
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question, mean_nats
@@ -196,6 +197,25 @@ def test_a_stand_in_compresses_on_the_way_as_an_engine_does(text: Path, tmp_path
             )
             found = model.nats(tokens, 270, pipeline, rule)
             assert found == pytest.approx(reply.nats, abs=1e-4), policy
+
+
+def test_a_stand_in_scores_by_measured_queries_as_an_engine_does(
+    text: Path, tmp_path: Path
+) -> None:
+    """By the position that the request has reached, event after event."""
+    profile, (context, continuation) = tmp_path / "queries.pt", predicted_tokens(text, 270, 100)
+    mean = torch.randn(4, 8, 2, 16, generator=torch.Generator().manual_seed(3))
+    write_statistics(profile, torch.cat([mean, 1 + mean.norm(dim=2, keepdim=True)], dim=2))
+    chosen = {"budget": 0.25, "trigger": "chunk:64,decode:32", "min_tokens": 0}
+    chosen |= {"policy": "triattention", "profile": str(profile)}
+    question = Question(context, continuation, 1, agnostic=True, predicted=True)
+    options = {"enforce_eager": True, "max_model_len": 1024, "dtype": "float32"}
+    with Engine(MODEL, chosen, options, tmp_path / "engine.log") as engine:
+        (reply,) = engine.ask(question)
+    pipeline, rule = resolve("triattention", {}, profile), Settings.from_dict(chosen)
+    model = BlockwiseModel(MODEL, torch.float32)
+    found = model.nats([*context, *continuation], 270, pipeline, rule.rule(32, PolicyDemand()))
+    assert found == pytest.approx(reply.nats, abs=1e-4)
 
 
 def test_the_first_token_behind_the_context_does_not_count() -> None:

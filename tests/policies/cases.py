@@ -13,6 +13,7 @@ from offline.gathered_kv import GatheredKV
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.base import EntryState, LayerView
+from vllm_kvcompress.policies.triattention import write_statistics
 
 HEAD_SIZE = 8
 HIDDEN_SIZE = 24
@@ -34,6 +35,7 @@ POLICIES: dict[str, dict[str, object]] = {
     "spans": {"window_size": 9, "near_size": 4, "num_after": 4, "num_before": 1, "num_sinks": 2},
     "leverage": {},
     "rkv": {"window_size": 5, "threshold": 0.4},
+    "triattention": {"max_distance": 9, "num_recent": 3},
     "expected": {"window_size": 9, "n_future_positions": 6, "n_sink": 2},
     "expected+adakv": {"window_size": 60, "n_future_positions": 3, "epsilon": 0.02},
     "headkv": {"window_size": 5},
@@ -114,6 +116,7 @@ def make_view(shape: Shape, num_queries: int, dtype: torch.dtype = torch.float32
         block_size=shape.block_size,
         output_weight=weight.to(dtype),
         output_gram=by_query_head @ by_query_head.mT,
+        ends=(width + shape.tail,),
         rotary=Rotary(torch.tensor([1.0, 0.3, 0.05])),
         entries=EntryState(positions=torch.arange(width).expand(num_heads, -1)),
     )
@@ -164,6 +167,21 @@ def duoattention_file(
     return path
 
 
+def triattention_statistics(num_layers: int, num_heads: int) -> torch.Tensor:
+    """Statistics of queries that differ from head to head; magnitudes exceed those of the mean."""
+    generator = torch.Generator().manual_seed(9)
+    mean = torch.randn(num_layers, num_heads, 2, HEAD_SIZE // 2, generator=generator)
+    more = torch.rand(num_layers, num_heads, 1, HEAD_SIZE // 2, generator=generator)
+    return torch.cat([mean, mean.norm(dim=2, keepdim=True) + more], dim=2)
+
+
+def triattention_file(directory: Path, num_layers: int, num_heads: int) -> Path:
+    """A profile of such statistics."""
+    path = directory / "queries.pt"
+    write_statistics(path, triattention_statistics(num_layers, num_heads))
+    return path
+
+
 def make_pipeline(policy: str, shape: Shape, directory: Path, **params: object) -> Pipeline:
     """Builds a policy of `POLICIES` with its parameters, bound to the shape's model."""
     num_heads = len(shape.pages)
@@ -172,6 +190,8 @@ def make_pipeline(policy: str, shape: Shape, directory: Path, **params: object) 
         profile = headkv_file(directory, NUM_LAYERS, num_heads * shape.group)
     elif policy.startswith("duoattention"):
         profile = duoattention_file(directory, NUM_LAYERS, num_heads)
+    elif policy == "triattention":
+        profile = triattention_file(directory, NUM_LAYERS, num_heads * shape.group)
     pipeline = resolve(policy, {**POLICIES.get(policy, {}), **params}, profile)
     return pipeline.bind(NUM_LAYERS, num_heads, num_heads * shape.group, shape.block_size)
 

@@ -22,6 +22,7 @@ from tests.policies.cases import (
     make_pipeline,
     make_view,
     rows_of,
+    triattention_statistics,
 )
 from vllm_kvcompress.compression.layer import compress_layer
 from vllm_kvcompress.policies import Pipeline
@@ -29,6 +30,7 @@ from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.duoattention import DuoAttention
 
 CASES_PER_POLICY = 24
+MEASURED = ("duoattention", "headkv", "triattention")  # tell heads apart
 
 
 def shapes_for(policy: str) -> list[tuple[Shape, float]]:
@@ -69,6 +71,10 @@ def kept_by_oracle(
         assert isinstance(pipeline.scorer, DuoAttention)  # which is as it was read
         profile, params["sinks"] = pipeline.scorer.gates, pipeline.scorer.num_sinks
         params["few"] = math.ceil((params["sinks"] + pipeline.scorer.num_recent) / view.block_size)
+    elif policy == "triattention":
+        group = view.queries.shape[1] // view.num_heads
+        table = triattention_statistics(NUM_LAYERS, view.num_heads * group)[view.layer]
+        params["statistics"] = table.unflatten(0, (-1, group)).tolist()
     elif "headkv" in policy.split("+"):
         group = view.queries.shape[1] // view.num_heads
         measured = headkv_scores(NUM_LAYERS, view.num_heads * group)
@@ -157,9 +163,7 @@ def test_sixteen_bit_caches_keep_nearly_the_same(policy: str, tmp_path: Path) ->
     assert same >= 0.8 * 48
 
 
-@pytest.mark.parametrize(
-    "policy", [p for p in POLICIES if p != "duoattention" and "headkv" not in p]
-)
+@pytest.mark.parametrize("policy", [p for p in POLICIES if not any(name in p for name in MEASURED)])
 def test_permuting_heads_permutes_what_they_keep(policy: str, tmp_path: Path) -> None:
     shape = Shape(pages=(9, 9), tail=1, seed=13)
     pipeline = make_pipeline(policy, shape, tmp_path)

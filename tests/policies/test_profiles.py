@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.policies.cases import duoattention_file, headkv_file
+from tests.policies.cases import (
+    duoattention_file,
+    headkv_file,
+    triattention_file,
+    triattention_statistics,
+)
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.base import ModelHeads
 from vllm_kvcompress.policies.duoattention import DuoAttention, read_pattern
 from vllm_kvcompress.policies.headkv import HeadKV, read_importance
 from vllm_kvcompress.policies.parts.profiles import Table
+from vllm_kvcompress.policies.triattention import (
+    TriAttention,
+    read_statistics,
+    write_statistics,
+)
 
 
 def write(path: Path, content: object) -> Path:
@@ -98,6 +110,37 @@ def test_pipelines_are_bound_to_the_model(tmp_path: Path) -> None:
 def test_headkv_files_that_are_refused(tmp_path: Path, content: object, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         read_importance(write(tmp_path / "p.json", content))
+
+
+def test_statistics_of_queries_are_read_as_written(tmp_path: Path) -> None:
+    """A rank has its heads'; another model is refused."""
+    table = triattention_statistics(3, 4)
+    path = triattention_file(tmp_path, 3, 4)
+    assert torch.equal(read_statistics(path), table)
+    policy = TriAttention().with_profile(path)
+    second = policy.bind(ModelHeads(3, 1, 2, 16, tp_rank=1, tp_size=2))
+    assert torch.equal(second.statistics, table[:, 2:])
+    with pytest.raises(ConfigError, match=r"expected 3 layers of 8 query heads.* found 3 of 4"):
+        policy.bind(ModelHeads(3, 2, 8, 16))
+
+
+def test_statistics_that_are_refused(tmp_path: Path) -> None:
+    """Whatever is no file of the authors' format, code in it included."""
+    path = triattention_file(tmp_path, 2, 2)
+    content = torch.load(path, weights_only=True)
+    del content["stats"]["layer01_head00"]
+    torch.save(content, path)
+    with pytest.raises(ConfigError, match="expected TriAttention's statistics of every head"):
+        read_statistics(path)
+    write_statistics(path, torch.full((1, 2, 3, 4), float("nan")))
+    with pytest.raises(ConfigError, match="expected finite numbers"):
+        read_statistics(path)
+    for bad in (b"no file of torch's", pickle.dumps(Path)):
+        path.write_bytes(bad)
+        with pytest.raises(ConfigError, match="expected TriAttention's statistics"):
+            read_statistics(path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_statistics(tmp_path / "none.pt")
 
 
 def test_files_that_do_not_exist_are_refused(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def test_spaces_around_parts_do_not_matter() -> None:
 
 
 def test_policies_that_need_a_profile_say_how_to_make_one() -> None:
-    for policy in ("headkv", "headkv+criticalkv", "spans+headkv", "duoattention"):
+    for policy in ("headkv", "headkv+criticalkv", "spans+headkv", "duoattention", "triattention"):
         with pytest.raises(ConfigError, match="vllm-kvcompress profile MODEL --kind"):
             resolve(policy)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.cli.server_process import OUR_SERVE, ROOT
 from vllm_kvcompress.cli import profile
@@ -18,6 +21,8 @@ from vllm_kvcompress.config import profile_beside
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.duoattention import DuoAttention
+from vllm_kvcompress.policies.triattention import read_statistics
+from vllm_kvcompress.tools.evaluation import texts
 from vllm_kvcompress.tools.profiler import StreamingSizes, gates_of, write_duoattention
 
 
@@ -67,6 +72,37 @@ def test_heads_go_where_auto_finds_them(llama: str, tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     run_process(llama, *asked, "--seed", "1", "--out", str(other))
     assert json.loads(other.read_text()) != rows
+
+
+def test_queries_are_those_of_the_model_before_it_turns_them(llama: str, tmp_path: Path) -> None:
+    """Means of the projections that plain transformers compute, position by position."""
+    out, length = tmp_path / "queries.pt", 40
+    asked = ("--length", str(length), "--samples", "3", "--engine", "dtype=float32")
+    words = run_process(llama, "--kind", "triattention", "--out", str(out), *asked)
+    assert (
+        f"3 layers of 4 query heads; serve with --kv-policy triattention --kv-profile {out}"
+        in words
+    )
+    sums = [[[[0.0] * 16 for _ in range(3)] for _ in range(4)] for _ in range(3)]
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+    tokenizer, count, seen = AutoTokenizer.from_pretrained(llama), 0, []
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda *call: seen.append(call[2][0]))
+    for kind in ("prose", "manual", "source"):
+        (piece,) = texts.pieces(kind, length, 0, 1)
+        tokens = tokenizer(piece)["input_ids"][: length - 1]
+        with torch.no_grad():
+            model(torch.tensor([tokens]))
+        count += len(tokens)
+        for layer, rows in enumerate(seen[-3:]):
+            for row in rows.unflatten(1, (4, 32)).tolist():
+                for head, query in enumerate(row):
+                    for f in range(16):
+                        parts = query[f], query[f + 16], math.hypot(query[f], query[f + 16])
+                        for part, value in enumerate(parts):
+                            sums[layer][head][part][f] += value
+    found = read_statistics(out)
+    assert torch.allclose(found, torch.tensor(sums) / count, atol=1e-4)
 
 
 def test_duoattention_files_fit_their_model(tmp_path: Path) -> None:

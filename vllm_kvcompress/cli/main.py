@@ -28,7 +28,7 @@ _COMMANDS = {
     "bench": "measure serving with and without compression",
     "recommend": "find the cheapest setting whose loss of quality is small enough",
     "plan": "say how many requests fit at a time, from a model's config",
-    "profile": "measure a model's heads for headkv and duoattention",
+    "profile": "measure a model's heads for headkv, duoattention and triattention",
     "fetch-model": "fetch a small real language model, ready to be served",
     "doctor": "check this installation, and what serve would refuse",
 }

@@ -1,4 +1,4 @@
-"""`vllm-kvcompress profile`: measures a model's heads for auto, headkv and duoattention."""
+"""`vllm-kvcompress profile`: measures a model's heads for policies that need it once."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from vllm_kvcompress.config import AUTO, MEASURED_HEADS
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools.files import check_writable, named
 
+KINDS = ("headkv", "duoattention", "triattention")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the command's options."""
     parser.add_argument("model", metavar="MODEL", help="Hugging Face name or directory")
-    parser.add_argument("--kind", required=True, choices=("headkv", "duoattention"))
+    parser.add_argument("--kind", required=True, choices=KINDS)
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="JSON (headkv) or TSV (duoattention, with a config.json beside it); headkv's default "
+        help="JSON (headkv), TSV (duoattention, with a config.json beside it) or the statistics of "
+        "queries that torch loads (triattention, of texts that come with Python); headkv's default "
         f"with a MODEL directory: {MEASURED_HEADS} in it, where auto finds it",
     )
     parser.add_argument("--length", type=int, default=768, help="tokens of a prompt (768)")
@@ -35,6 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and writes a profile."""
+    from vllm_kvcompress.policies.triattention import write_statistics
     from vllm_kvcompress.tools import profiler
 
     arguments.out = arguments.out or _beside_the_model(arguments)
@@ -46,6 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     length, seed = arguments.length, arguments.seed
     prompts = {"num_samples": arguments.samples, "length": length, "seed": seed}
+    if arguments.kind == "triattention":
+        statistics = profiler.measure_queries(arguments.model, prompts, dict(arguments.engine))
+        write_statistics(arguments.out, statistics)
+        return _told(arguments, *statistics.shape[:2])
     scores, num_kv_heads = profiler.measure_model(arguments.model, prompts, dict(arguments.engine))
     if arguments.kind == "headkv":
         profiler.write_headkv(arguments.out, scores)
@@ -54,9 +62,14 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.sink_size, arguments.recent_size, arguments.sparsity
         )
         profiler.write_duoattention(arguments.out, scores, num_kv_heads, sizes)
+    return _told(arguments, len(scores), len(scores[0]))
+
+
+def _told(arguments: argparse.Namespace, num_layers: int, num_heads: int) -> int:
+    """Prints what was measured, and how to use it."""
     policy = AUTO if arguments.kind == "headkv" else arguments.kind
     print(
-        f"{arguments.out}: {len(scores)} layers of {len(scores[0])} query heads; serve with "
+        f"{arguments.out}: {num_layers} layers of {num_heads} query heads; serve with "
         f"--kv-policy {policy} --kv-profile {arguments.out}"
     )
     return 0

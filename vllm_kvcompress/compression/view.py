@@ -95,6 +95,7 @@ class EventViews:
             layers=layers,
             block_size=pool.block_size,
             num_requests=len(batch.events) * len(layers),
+            ends=tuple(event.plan.position for event in batch.events) * len(layers),
             output_weight=first.output_weight if len(layers) == 1 else None,
             output_gram=grams,
             rotary=first.rotary,

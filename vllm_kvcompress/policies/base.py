@@ -58,6 +58,7 @@ class LayerView:
         block_size: tokens of a page.
         num_requests: R requests whose heads follow one another. Of several layers each counts as a
             request, since it has its own budget.
+        ends: logical tokens that each of the R requests has read.
         output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h*G + g (None unless needed).
         output_gram: [H*G, D, D] fp32, W W^T per query head (None unless needed).
         rotary: how keys are rotated (None unless needed).
@@ -72,6 +73,7 @@ class LayerView:
     layers: range
     block_size: int
     num_requests: int = 1
+    ends: tuple[int, ...] = ()
     output_weight: Tensor | None = None
     output_gram: Tensor | None = None
     rotary: Rotary | None = None

@@ -182,7 +182,12 @@ class Pipeline:
     def bind(self, *heads: int, **named: int) -> Pipeline:
         """The pipeline for one model and one rank's heads, given as `ModelHeads` takes them.
 
+        A policy that scores and allocates is bound as a whole.
+
         Raises:
             ConfigError: the profile is of another model.
         """
-        return replace(self, allocator=self.allocator.bind(ModelHeads(*heads, **named)))
+        parts: tuple[Any, Any] = self.scorer, self.allocator
+        bound: Any = self.allocator.bind(ModelHeads(*heads, **named))
+        scorer = bound if parts[0] is parts[1] else self.scorer
+        return replace(self, scorer=scorer, allocator=bound)

@@ -30,8 +30,8 @@ ENTRY_POINTS = "vllm_kvcompress.policies"
 # In the order in which they are listed; modules that are not named here follow.
 LISTED_FIRST = (
     *("streamingllm", "knorm", "keydiff", "leverage", "tova", "h2o", "snapkv", "attention"),
-    *("pyramidkv", "adakv", "headkv", "duoattention", "expected", "rkv", "spans"),
-    *("criticalkv", "obcache"),
+    *("pyramidkv", "adakv", "headkv", "duoattention", "expected", "rkv", "triattention"),
+    *("spans", "criticalkv", "obcache"),
     *("merging.cam", "merging.d2o", "merging.momentkv", "merging.kvmerger", "merging.asymkv"),
     *("merging.kvslimmer",),
 )

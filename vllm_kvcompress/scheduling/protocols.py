@@ -44,6 +44,7 @@ PROTOCOLS = {
     "duoattention": _GENERATING,
     "expected": _ONCE,
     "rkv": Protocol("decode:128"),
+    "triattention": Protocol("decode:128"),
     "spans": _ONCE,
     "d2o": _GENERATING,
     "momentkv": _GENERATING,

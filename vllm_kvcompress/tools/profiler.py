@@ -1,6 +1,6 @@
 """Measures a model's heads for files, and writes those in the formats of the methods' authors.
 
-`policies/headkv.py` and `policies/duoattention.py` read them.
+`policies/headkv.py`, `policies/duoattention.py` and `policies/triattention.py` read them.
 """
 
 from __future__ import annotations
@@ -10,8 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.headkv import Scores, headkv_text
+from vllm_kvcompress.tools.evaluation import texts
+from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
 from vllm_kvcompress.tools.files import write_whole
 
 
@@ -30,19 +34,43 @@ def measure_model(
     Raises:
         ConfigError: the model cannot be served, or not with prompts of that length.
     """
-    from vllm_kvcompress.vllm_plugin.startup.compat import build_engine
     from vllm_kvcompress.vllm_plugin.worker_side.measured_heads import HeadPrompts, measure
 
-    length = prompts["length"]
+    engine = _engine(model, prompts["length"], options, "spans")  # any that needs no heads
+    scores: Scores = engine.collective_rpc(measure, args=(HeadPrompts(**prompts),))[0]
+    return scores, engine.llm_engine.vllm_config.model_config.get_total_num_kv_heads()
+
+
+def measure_queries(model: str, prompts: dict[str, int], options: dict[str, Any]) -> Tensor:
+    """Returns the statistics of a model's queries while it reads texts that come with Python.
+
+    Arguments and errors are those of `measure_model`; the statistics those of `TriAttention`.
+    """
+    from vllm_kvcompress.vllm_plugin.worker_side.measured_heads import measure_queries
+
+    length, kinds = prompts["length"], list(texts.KINDS)
+    tokenizer = load_tokenizer(model)
+    read = []
+    for number in range(prompts["num_samples"]):
+        first = prompts["seed"] + number // len(kinds)
+        (piece,) = texts.pieces(kinds[number % len(kinds)], length, first, 1)
+        read.append(tokenizer(piece)["input_ids"][: length - 1])  # one more is sampled
+    engine = _engine(model, length, options, "expected")  # any that turns queries
+    statistics: Tensor = engine.collective_rpc(measure_queries, args=(read,))[0]
+    return statistics
+
+
+def _engine(model: str, length: int, options: dict[str, Any], policy: str) -> Any:
+    """Builds an engine that reads prompts of `length` tokens in one step."""
+    from vllm_kvcompress.vllm_plugin.startup.compat import build_engine
+
     sizes = {"max_model_len": length, "max_num_batched_tokens": length, "max_num_seqs": 1}
-    settings = {"policy": "spans"}  # any that needs no heads
     try:
-        engine = build_engine(model, settings, {**sizes, "enforce_eager": True, **options})
+        chosen = {**sizes, "enforce_eager": True, **options}
+        return build_engine(model, {"policy": policy}, chosen)
     except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{model}: cannot be served: {reason}") from None
-    scores: Scores = engine.collective_rpc(measure, args=(HeadPrompts(**prompts),))[0]
-    return scores, engine.llm_engine.vllm_config.model_config.get_total_num_kv_heads()
 
 
 def write_headkv(path: Path, scores: Scores) -> None:

@@ -84,6 +84,7 @@ class LayerCache:
             scale=self.keys.shape[2] ** -0.5,
             layers=range(self.layer, self.layer + 1),
             block_size=BLOCK_SIZE,
+            ends=(1 + int(self.positions[0, -1]),),
             rotary=self.rotary,
             entries=EntryState(
                 positions=self.from_left(self.positions),

@@ -69,6 +69,7 @@ class DenseLayer:
             scale=self.scale,
             layers=range(self.index, self.index + 1),
             block_size=BLOCK_SIZE,
+            ends=(num_tokens,),
             output_weight=weight.unflatten(0, (len(keys), -1)).transpose(1, 2).contiguous(),
             output_gram=weight @ weight.transpose(1, 2),
             rotary=self.rotary,

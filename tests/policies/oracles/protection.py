@@ -45,6 +45,8 @@ def protection_of(policy: str, params: dict[str, Any]) -> tuple[int, int, float]
         return params["num_sinks"], params["num_recent"], 0.0
     if base == "spans":
         return params["num_sinks"], params["near_size"], 0.0
+    if base == "triattention":
+        return 0, params["num_recent"], 0.0
     if base == "expected":
         return params["n_sink"], 0, 0.0
     return 0, params["window_size"], 0.0

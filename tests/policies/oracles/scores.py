@@ -10,6 +10,7 @@ from tests.policies.oracles.heads import Head, Vector, norm
 from tests.policies.oracles.keys import expected, keydiff, leverage
 from tests.policies.oracles.links import LINKING
 from tests.policies.oracles.redundancy import rkv
+from tests.policies.oracles.trigonometry import triattention
 
 
 def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Vector]:
@@ -35,6 +36,12 @@ def scores_of(policy: str, heads: list[Head], params: dict[str, Any]) -> list[Ve
         return [leverage(head, params["keys"]) for head in heads]
     if base == "rkv":
         return [rkv(head, params) for head in heads]
+    if base == "triattention":
+        end = max(head.size + head.num_tail for head in heads)
+        return [
+            triattention(head, end, mine, params)
+            for head, mine in zip(heads, params["statistics"], strict=True)
+        ]
     if base == "expected":
         width = max(head.size + head.num_tail for head in heads)
         return [expected(head, width, params) for head in heads]

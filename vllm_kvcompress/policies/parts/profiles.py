@@ -24,12 +24,8 @@ def refusal(about: Path | str, reason: str) -> ConfigError:
     return ConfigError(f"{about}: {reason}; `vllm-kvcompress profile` makes one for any model.")
 
 
-def read_text(path: Path) -> str:
-    """Reads a profile file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is larger than a profile can be.
-    """
+def read_bytes(path: Path) -> bytes:
+    """Reads a profile file; raises like `read_text`."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -37,8 +33,17 @@ def read_text(path: Path) -> str:
         raise refusal(path, f"cannot be read ({error.strerror})") from None
     if len(content) > MAX_BYTES:
         raise refusal(path, f"expected at most {MAX_BYTES} bytes, found more")
+    return content
+
+
+def read_text(path: Path) -> str:
+    """Reads a profile file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is larger than a profile can be.
+    """
     try:
-        return content.decode()
+        return read_bytes(path).decode()
     except UnicodeDecodeError as error:
         raise refusal(path, f"expected text ({error})") from None
 

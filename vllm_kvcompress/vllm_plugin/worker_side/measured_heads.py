@@ -11,6 +11,7 @@ import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from vllm_kvcompress.compression.needles import (
     NeedleAttention,
     needle_prompt,
 )
+from vllm_kvcompress.compression.query_means import QueryMeans
+from vllm_kvcompress.compression.repetitions import Repetitions
 from vllm_kvcompress.config import profile_beside
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies.headkv import (
@@ -110,19 +113,15 @@ def measure(worker: Any, prompts: HeadPrompts) -> Scores:
         )
     (group,) = worker.compression.groups.values()
     needles = NeedleAttention(group.tables.pool, group.softcap)
-    serving, group.runner.repetitions = group.runner.repetitions, needles
     columns, began = [], time.monotonic()
     seeds = range(prompts.seed * 1_000_003, prompts.seed * 1_000_003 + prompts.num_samples)
     is_first = get_world_group().is_first_rank
-    try:
-        for seed in tqdm(seeds, desc="Measuring heads", unit="prompt", disable=not is_first):
-            prompt = needle_prompt(words, start, length, seed)
-            needles.watch(_REQUEST, prompt)
-            compat.read_prompt(worker, _REQUEST, prompt.tokens[:-1])
-            masses = [needles.masses[layer] for layer in range(len(group.layer_index))]
-            columns.append(torch.stack(masses).cpu())
-    finally:
-        group.runner.repetitions = serving
+    for seed in tqdm(seeds, desc="Measuring heads", unit="prompt", disable=not is_first):
+        prompt = needle_prompt(words, start, length, seed)
+        needles.watch(_REQUEST, prompt)
+        _read(worker, prompt.tokens[:-1], needles)
+        masses = [needles.masses[layer] for layer in range(len(group.layer_index))]
+        columns.append(torch.stack(masses).cpu())
     scores: Scores = torch.cat(_of_all_ranks(torch.stack(columns, dim=2)), dim=1).tolist()
     if is_first:
         logger.info(
@@ -130,6 +129,31 @@ def measure(worker: Any, prompts: HeadPrompts) -> Scores:
             *(len(scores[0]), len(scores), prompts.num_samples, length, time.monotonic() - began),
         )
     return scores
+
+
+def measure_queries(worker: Any, texts: Sequence[list[int]]) -> torch.Tensor:
+    """Reads texts, and returns the statistics of all ranks' query heads (TriAttention).
+
+    They are [layers, query heads, 3, D/2] fp32, as `QueryMeans.statistics` has them. The worker's
+    policy has to ask for the rotation of queries.
+    """
+    (group,) = worker.compression.groups.values()
+    means = QueryMeans(group.tables.pool, group.runner.weights)
+    hidden = not get_world_group().is_first_rank
+    for text in tqdm(texts, desc="Measuring queries", unit="text", disable=hidden):
+        means.watch(_REQUEST)
+        _read(worker, text, means)
+    return torch.cat(_of_all_ranks(means.statistics()), dim=1).cpu()
+
+
+def _read(worker: Any, tokens: list[int], observer: Repetitions) -> None:
+    """Reads a prompt while another object than the serving one observes its queries."""
+    (group,) = worker.compression.groups.values()
+    serving, group.runner.repetitions = group.runner.repetitions, observer
+    try:
+        compat.read_prompt(worker, _REQUEST, tokens)
+    finally:
+        group.runner.repetitions = serving
 
 
 def _of_all_ranks(part: torch.Tensor) -> list[torch.Tensor]:
