@@ -337,7 +337,7 @@ def test_requests_may_choose_what_the_operator_allows() -> None:
         ({"min_request_budget": 0.5, "max_request_budget": 0.1}, "in this order"),
         ({"min_request_budget": 100, "max_request_budget": 200}, "as fractions"),
         ({"min_request_budget": 0, "max_request_budget": 0.5}, "expected a budget: a fraction"),
-        ({"reuse_conversations": True}, "should be 'reuse', 'anew' or 'auto', found True"),
+        ({"reuse_conversations": True}, "should be 'reuse', 'anew', 'auto' or 'off', found True"),
         ({"attention": "xformers"}, "should be 'auto', 'flash', 'triton' or 'own', found 'xform"),
     ],
 )
@@ -419,6 +419,33 @@ def test_auto_alone_leaves_prompts_of_short_answers_whole() -> None:
     assert asked.for_request("snapkv", None).min_answer_tokens == 0
     assert asked.for_request(None, None).min_answer_tokens == 64
     assert Settings.from_dict(asked.to_dict()) == asked
+
+
+def test_conversations_go_on_compressed_by_themselves_where_that_was_measured() -> None:
+    base: dict[str, Any] = {"policy": "auto", "budget": 0.25}
+    settings = Settings(**base)
+    assert settings.continues_unasked
+    assert settings.repeats
+    assert settings.conversations is None
+    assert Settings.from_dict(settings.to_dict()) == settings
+    for others in (
+        {"budget": 0.2},
+        {"budget": 256},
+        {"budget": 1.0},
+        {"trigger": "prompt,decode:64"},
+        {"measure_heads": False},
+        {"reuse_conversations": "off"},
+        {"reuse_conversations": "anew"},
+        {"prompts": {"compressor": "llmlingua2:some/model"}},
+    ):
+        other = Settings(**base | others)
+        assert not other.continues_unasked, others
+        asked = others.get("reuse_conversations")
+        assert other.conversations == (None if asked == "off" else asked), others
+    limits: dict[str, Any] = {"min_request_budget": 0.1, "max_request_budget": 0.5}
+    requests = Settings(**base, request_policies=("adakv",), **limits)
+    assert not requests.for_request("adakv", None).continues_unasked
+    assert not requests.for_request(None, 0.1).continues_unasked
 
 
 def test_auto_reads_a_profile_of_its_own() -> None:

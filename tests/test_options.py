@@ -90,7 +90,7 @@ VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
     (Settings, "min_request_budget"): (None, [0.1], [0, 1.5, True, 100]),
     (Settings, "max_request_budget"): (None, [1.0], [0, 1.5, True, 0.1]),
     (Settings, "reuse_contexts"): (False, [True], ["yes", 1]),
-    (Settings, "reuse_conversations"): (None, ["reuse", "anew", "auto"], ["always", True]),
+    (Settings, "reuse_conversations"): (None, ["reuse", "anew", "auto", "off"], ["always", True]),
     (Settings, "read"): (None, ["quest:0.5", "longcache"], ["half", 0.5]),
     (Settings, "read_min_tokens"): (None, [0, 2**53], [-1, 1.5, True]),
     (Settings, "min_request_read"): (None, [0.01, 1.0], [0, 1.01, True, "0.5"]),

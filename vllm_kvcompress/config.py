@@ -166,11 +166,12 @@ class Settings(Options):
         "keep [contexts that requests name](#contexts-that-many-ask-about) with `vllm_xargs` "
         "`kv_context_tokens`, compressed, for later requests about the same one",
     )
-    reuse_conversations: Literal["reuse", "anew", "auto"] | None = option(
+    reuse_conversations: Literal["reuse", "anew", "auto", "off"] | None = option(
         None,
         "keep the compressed cache of finished requests for the next turn of their "
         "[conversation](#conversations); if the prefix cache has the history, too: `reuse` the "
-        "compressed one, compress `anew` for the new question, or `auto` (default without a value)",
+        "compressed one, compress `anew` for the new question, or `auto` (default without a "
+        f"value, and of {PROFILED_POLICY} without the option where it can); `off`: keep none",
         "HOW",
         const="auto",
     )
@@ -248,7 +249,7 @@ class Settings(Options):
                 f'min_request_read: with read "{self.read}" prompts are read in part, so requests '
                 "can share prefixes only if all read alike; leave out min_request_read, or prefill."
             )
-        if self.prompts and (self.reuse_contexts or self.reuse_conversations):
+        if self.prompts and (self.reuse_contexts or self.conversations):
             raise ValueError(
                 "prompts: a shortened prompt has other tokens in the next turn (an answered "
                 "question is shortened too), so that reuse_contexts and reuse_conversations would "
@@ -383,7 +384,22 @@ class Settings(Options):
     def repeats(self) -> bool:
         """Whether a request may be compressed more than once."""
         later = any(trigger.kind != "prompt" for trigger in self.triggers)
-        return later or self.reuse_conversations is not None
+        return later or self.conversations is not None or self.continues_unasked
+
+    @property
+    def conversations(self) -> str | None:
+        """How conversations go on if that was asked for; None: it was not, or asked not to."""
+        return None if self.reuse_conversations == "off" else self.reuse_conversations
+
+    @property
+    def continues_unasked(self) -> bool:
+        """Whether conversations go on compressed without being asked to, where the engine can.
+
+        With measured heads that forgets next to nothing (docs/results/conversations.md).
+        """
+        has_room = isinstance(self.budget, float) and PROFILED_FROM <= self.budget < 1
+        is_measured = self.policy == PROFILED_POLICY and self.trigger == "prompt" and has_room
+        return is_measured and self.reuse_conversations is None and self.prompts is None
 
     @property
     def compresses_while_generating(self) -> bool:

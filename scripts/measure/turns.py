@@ -21,7 +21,7 @@ from typing import Any
 
 from conversations import LATE, Asked, needles, requests, words
 from vllm_kvcompress.cli.eval import engine_option
-from vllm_kvcompress.config import profile_beside
+from vllm_kvcompress.config import DEFAULT_MIN_TOKENS, profile_beside
 from vllm_kvcompress.scheduling.budgets import parse_budget
 from vllm_kvcompress.tools.dtypes import fast_dtype
 from vllm_kvcompress.tools.evaluation.engine import Engine, Question
@@ -146,7 +146,12 @@ class Run:
         with tqdm(total=missing, unit="group") as bar:
             for how, setups in plan:
                 trigger = f"prompt,decode:{self.options.tokens}" if how == REUSE else "prompt"
-                params = {"trigger": trigger, "reuse_conversations": how, "profile": self.profile}
+                params = {
+                    "trigger": trigger,
+                    "reuse_conversations": how,
+                    "profile": self.profile,
+                    "min_tokens": self.options.min_tokens,
+                }
                 for shared in shared_engines(setups, params):
                     if not (jobs := self.jobs(how, shared.setups)):
                         continue
@@ -238,6 +243,7 @@ def main() -> None:
     parser.add_argument("--budgets", default="0.25,0.5", metavar="B,...", help="(0.25,0.5)")
     parser.add_argument("--turns", type=int, default=8, help="of a conversation (8)")
     parser.add_argument("--tokens", type=int, default=256, help="that a turn adds, about (256)")
+    parser.add_argument("--min-tokens", type=int, default=DEFAULT_MIN_TOKENS, help="(256)")
     parser.add_argument("--samples", type=int, default=12, help="conversations (12)")
     parser.add_argument("--texts", type=int, default=3, help="of each kind (3)")
     parser.add_argument("--words", action="store_true", help="in the reference model's words")

@@ -7,6 +7,8 @@ whatever was evicted, interleaved or aborted meanwhile.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +106,44 @@ def test_anew_has_the_outputs_of_a_first_request(llama: str, run_engine: Run) ->
         assert report["outputs"][f"{policy}1"]["cached"] == usable // BLOCK * BLOCK, policy
     assert report["conversations_continued"] == 0
     check(report, [f"{policy}1" for policy in policies])
+
+
+@pytest.mark.parametrize(
+    ("settings", "engine", "continued"),
+    [
+        ({}, {}, 1),
+        ({"min_answer_tokens": 64}, {}, 0),
+        ({"reuse_conversations": "off"}, {}, 0),
+        ({"reuse_conversations": "anew"}, {}, 0),
+        ({"budget": 0.2}, {}, 0),
+        ({}, {"enable_prefix_caching": False}, 0),
+        ({"read": "longcache:prefill=64"}, {}, 0),
+    ],
+)
+def test_auto_goes_on_compressed_without_being_asked_to(
+    llama: str,
+    run_engine: Run,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    engine: dict[str, Any],
+    continued: int,
+) -> None:
+    """Where an explicit option would be refused, it reads prompts again instead."""
+    heads = tmp_path / "heads.json"
+    heads.write_text(json.dumps({f"{i}-{h}": [1.0 + i + h] for i in range(3) for h in range(4)}))
+    size = 1024
+    first = request("a", prompt(size, 1), 20)
+    phases = [[first], [request("b", prompt(100, 2), 20, follows="a")]]
+    auto = {"policy": "auto", "budget": 0.25, "profile": str(heads), "min_answer_tokens": 0}
+    report = run_engine(llama, phases, settings=auto | settings, **engine)
+    assert report.get("conversations_continued", 0) == continued
+    cached = report["outputs"]["b"]["cached"]
+    if continued:  # all but the last token of the reply, which was not computed
+        asked = auto | {"reuse_conversations": "reuse"}
+        assert run_engine(llama, phases, settings=asked)["outputs"] == report["outputs"]
+        assert cached == size + 20 - 1
+    else:
+        assert cached <= size
 
 
 def test_turn_continues_from_all_tokens_that_it_shares_with_a_kept_state(

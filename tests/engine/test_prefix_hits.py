@@ -89,7 +89,7 @@ def measured_heads(tmp_path: Path) -> dict[str, Any]:
     heads = {f"{i}-{h}": [1.0 + i + h] for i in range(LAYERS) for h in range(QUERY_HEADS)}
     file = tmp_path / "heads.json"
     file.write_text(json.dumps(heads))
-    return {"budget": 0.25, "profile": str(file)}
+    return {"budget": 0.25, "profile": str(file), "reuse_conversations": "off"}
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "attention+headkv", "spans+headkv", "spans"])

@@ -119,6 +119,7 @@ class StateUse:
 
     Attributes:
         key: key of the states that it may begin with and leaves; None: it does neither.
+        how: how its conversation goes on, as in `--kv-reuse-conversations`; None: it does not.
         context_hash: hash of its context's last block, if the event there leaves a state.
         begins_anew: whether it must begin without a state.
         beginning: state that it can begin with, until it is admitted.
@@ -126,6 +127,7 @@ class StateUse:
     """
 
     key: Hashable = None
+    how: str | None = None
     context_hash: BlockHash | None = None
     begins_anew: bool = False
     beginning: Beginning | None = None

@@ -185,7 +185,7 @@ class RequestTable:
         settings = self.spec.settings.for_request(options.policy, options.budget)
         rule = self.spec.rule_of(settings)
         num_tokens = compress_at = request.num_prompt_tokens
-        reuse = StateUse(begins_anew=begins_anew)
+        reuse = StateUse(begins_anew=begins_anew, how=self.conversations(settings))
         if options.context_tokens is not None:
             if len(self.all_managers) > len(self.managers):
                 request.skip_reading_prefix_cache = True
@@ -195,7 +195,7 @@ class RequestTable:
                 # Full blocks and a token behind them, so that the next token is the same for all.
                 compress_at = num_blocks * rule.block_size
                 reuse.context_hash = request.block_hashes[num_blocks - 1]
-        if reuse.context_hash is not None or settings.reuse_conversations is not None:
+        if reuse.context_hash is not None or reuse.how is not None:
             context_end = None if compress_at == num_tokens else compress_at
             reuse.key = (settings.policy, rule, context_end)
         plan = RequestPlan()
@@ -218,19 +218,29 @@ class RequestTable:
             record.unsent.requests[request.request_id] = plan
         self.records[request.request_id] = record
 
+    def conversations(self, settings: Settings) -> str | None:
+        """Returns how conversations of requests with some settings go on; None: they do not.
+
+        Where nobody asked for it, they do not where an explicit option would be refused.
+        """
+        one_kind = len(self.all_managers) == 1 and self.all_managers[0].enable_caching
+        if settings.continues_unasked and one_kind and self.spec.chunks is None:
+            return "auto"
+        return settings.conversations
+
     def _leave_whole(
         self, request: Request, settings: Settings, rule: CompressionRule, has_room: bool
     ) -> CompressionRule:
         """Returns the rule without the prompt's event, where that gains nothing; counts the reason.
 
         A request of one token would not read what is kept. A short answer takes less time than the
-        event, if nobody needs the blocks and no later turn continues from what is kept.
+        event, if nobody needs the blocks, and nobody asked that the next turn continues from it.
         """
         reason = None
         if request.max_tokens <= 1:
             reason = SKIP_ONE_TOKEN
         elif request.max_tokens < settings.min_answer_tokens and has_room:
-            reason = None if settings.reuse_conversations else SKIP_SHORT_ANSWER
+            reason = None if settings.conversations else SKIP_SHORT_ANSWER
         is_due = rule.first_effective_position(request.num_prompt_tokens) is not None
         if reason is None or not is_due or rule.chunk_tokens:
             return rule

@@ -11,6 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.request import RequestStatus
 
+from vllm_kvcompress.config import PROFILED_POLICY
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.metrics.stats import (
     AFTER_FIRST_TOKEN,
@@ -26,6 +27,7 @@ from vllm_kvcompress.scheduling.ledger import SKIP_ERROR, PreparationLedger, Req
 from vllm_kvcompress.scheduling.plan import EventPlan, StepPlan
 from vllm_kvcompress.scheduling.pressure import STEPS_UNTIL_FREED, Pool, choose
 from vllm_kvcompress.scheduling.read_rule import ReadRule
+from vllm_kvcompress.scheduling.rule import CompressionRule
 from vllm_kvcompress.vllm_plugin.debug_mode import switched_on
 from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
     CompressedBlockManager,
@@ -33,7 +35,7 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
 )
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
-from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import StateReuse
+from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import SAFE_HISTORY, StateReuse
 from vllm_kvcompress.vllm_plugin.spec import QueryBuffers
 from vllm_kvcompress.vllm_plugin.startup import compat, versions
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingScheduler, check_classes
@@ -58,10 +60,6 @@ _CONVERSATIONS = (
     "What requests leave is kept for the next turn of their conversation, as long as there is no "
     "other use for its blocks (--kv-reuse-conversations %s%s%s)."
 )
-_AUTO_MEANS = {
-    True: " = anew while the whole history is cached, since the policy looks at the last queries",
-    False: " = reuse, since the policy does not look at queries",
-}
 _WINDOW = "; events look at new queries, so a turn of fewer than %d tokens reads old ones again"
 
 
@@ -121,7 +119,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         shares_chunks = self.spec.chunks is not None and self.kv_cache_manager.enable_caching
         for option, given in (
             ("--kv-reuse-contexts", settings.reuse_contexts),
-            ("--kv-reuse-conversations", settings.reuse_conversations),
+            ("--kv-reuse-conversations", settings.conversations),
             ("prefill in --kv-read, with prefix caching,", shares_chunks),
         ):
             if given and len(self.kv_cache_manager.coordinator.single_type_managers) > 1:
@@ -151,12 +149,13 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 rule.concurrency(length, pool_blocks),
                 pool_blocks / num_blocks,
             )
-        if settings.may_compress and settings.reuse_conversations is not None:
-            meaning = _AUTO_MEANS[self.states.compresses_anew(rule.window_size)]
+        assert self.table is not None
+        how = self.table.conversations(settings)
+        if settings.may_compress and how is not None:
             logger.info(
                 _CONVERSATIONS,
-                settings.reuse_conversations,
-                meaning if settings.reuse_conversations == "auto" else "",
+                how,
+                _meaning_of_auto(settings.policy, rule) if how == "auto" else "",
                 _WINDOW % rule.needed_queries if rule.window_size else "",
             )
         versions.warn_of_version(logger)
@@ -442,3 +441,13 @@ class CompressionScheduler(CompressionMixin, Scheduler):
 
 class AsyncCompressionScheduler(CompressionMixin, AsyncScheduler):
     """Scheduler for engines with asynchronous scheduling (CUDA)."""
+
+
+def _meaning_of_auto(policy: str, rule: CompressionRule) -> str:
+    """Says what `--kv-reuse-conversations auto` does with a policy; see `compresses_anew`."""
+    if not rule.window_size:
+        return " = reuse, since the policy does not look at queries"
+    anew = " = anew while the whole history is cached"
+    if policy == PROFILED_POLICY:
+        return f"{anew} and shorter than {SAFE_HISTORY} tokens, else reuse"
+    return f"{anew}, since the policy looks at the last queries"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vllm_kvcompress.config import PROFILED_POLICY
 from vllm_kvcompress.metrics.stats import UNFINISHED
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.ledger import RequestLedger
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+
+
+SAFE_HISTORY = 1024  # compressed tokens of which measured heads forget next to nothing
 
 
 class StateReuse:
@@ -63,7 +67,7 @@ class StateReuse:
                 best = Beginning(state, usable)
         if best is None or use.context_hash is not None:
             return best
-        if self.compresses_anew(ledger.rule.window_size):
+        if compresses_anew(use.how, ledger, best.state.position):
             # The queries that the event needs are computed anew even if they are cached.
             size = ledger.rule.block_size
             longest = self._spec.max_prefix_hit(ledger.num_prompt_tokens)
@@ -78,15 +82,6 @@ class StateReuse:
         room: int = self.kept.block_pool.num_gpu_blocks - 1 - rule.window_blocks
         room -= ceil_div(num_tokens, rule.block_size)
         return room - rule.target_blocks(ledger.compress_at, num_tokens)
-
-    def compresses_anew(self, window_size: int) -> bool:
-        """Whether a conversation whose history is cached uncompressed is compressed from that.
-
-        `auto` does so if the policy observes a window of last queries: then the new question
-        decides what is kept of old turns, which continuing from a kept state would lose.
-        """
-        how = self._spec.settings.reuse_conversations
-        return how == "anew" or (how == "auto" and window_size > 0)
 
     def begin(self, record: RequestCompression, group: int) -> None:
         """Holds the state that an admitted request begins with."""
@@ -110,8 +105,7 @@ class StateReuse:
 
         A request that prepared a context leaves what its event kept, in its last step.
         """
-        continues = self._spec.settings.reuse_conversations is not None
-        if record.reuse.key is None or not (record.prepares or continues):
+        if record.reuse.how is None and not record.prepares:
             return
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         num_tokens = min(computed, request.num_tokens)
@@ -168,3 +162,21 @@ class StateReuse:
         """Returns what workers have not been told of states."""
         saves, self._saves = self._saves, {}
         return StepPlan(saves=saves, dropped=self.kept.take_dropped())
+
+
+def compresses_anew(how: str | None, ledger: RequestLedger, num_compressed: int) -> bool:
+    """Whether a conversation whose history is cached uncompressed is compressed from that.
+
+    With `auto` a policy that observes a window of last queries does so, since the new question then
+    decides what is kept of old turns. With measured heads it does so only while the history is
+    short: of a longer one next to nothing is forgotten (docs/results/conversations.md).
+
+    Args:
+        how: how the conversation goes on, as in `--kv-reuse-conversations`.
+        ledger: of the new request.
+        num_compressed: tokens of the history that have been compressed.
+    """
+    if how != "auto":
+        return how == "anew"
+    is_safe = ledger.policy == PROFILED_POLICY and num_compressed >= SAFE_HISTORY
+    return ledger.rule.window_size > 0 and not is_safe

@@ -158,7 +158,7 @@ def _reasons_of_chunks(config: VllmConfig, settings: Settings) -> Iterator[str]:
             "--kv-trigger chunk:N and prefill in --kv-read each set where a prompt's chunks end; "
             "use the trigger prompt, or remove prefill."
         )
-    if settings.reuse_contexts or settings.reuse_conversations is not None:
+    if settings.reuse_contexts or settings.conversations is not None:
         yield (
             "--kv-reuse-contexts and --kv-reuse-conversations continue prompts in the middle of a "
             "chunk of prefill in --kv-read, which would change what is read; remove them, or "
@@ -199,7 +199,7 @@ def _reasons_of_caching(config: VllmConfig, settings: Settings) -> Iterator[str]
     if not config.cache_config.enable_prefix_caching:
         options = {
             "--kv-reuse-contexts": settings.reuse_contexts,
-            "--kv-reuse-conversations": settings.reuse_conversations,
+            "--kv-reuse-conversations": settings.conversations,
         }
         for option in [option for option, given in options.items() if given]:
             yield (
