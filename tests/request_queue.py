@@ -38,6 +38,7 @@ class Queue:
         window_size: queries that the policy observes.
         min_window: how many of them are enough behind a prefix-cache hit; None: all.
         budget: kept fraction, or tokens, with which later events are in place.
+        ceiling: tokens that a request holds at most; None: any.
     """
 
     def __init__(
@@ -50,10 +51,12 @@ class Queue:
         window_size: int = 16,
         min_window: int | None = None,
         budget: float | int = 0.25,
+        ceiling: int | None = None,
     ) -> None:
         settings = Settings(
             policy="snapkv",
             budget=budget,
+            ceiling=ceiling,
             min_tokens=32,
             trigger="prompt,decode:40,pressure:0.9",
             reuse_contexts=reuse_contexts,
@@ -117,7 +120,7 @@ class Queue:
                 num_hit = hit.num_tokens
         start = request.num_computed_tokens + num_hit
         end = min(start + num_tokens, request.num_tokens)
-        position = record.ledger.rule.next_position(record.ledger.compress_at, start)
+        position = record.ledger.next_position(start)
         end = end if position is None else min(end, position)
         fits = self.cache.allocate_slots(
             request, end - start, num_hit, blocks, full_sequence_must_fit=start == num_hit
@@ -150,3 +153,20 @@ class Queue:
 
     def check(self) -> None:
         check_integrity(self.table, self.kept, self.requests)
+        self.check_ceiling()
+
+    def check_ceiling(self) -> None:
+        """Counts the blocks that requests hold beside those of the last queries and of an event.
+
+        After a step a request holds at most its ceiling and a block. What an event replaces is
+        freed with the next step.
+        """
+        ceiling = self.table.spec.settings.ceiling
+        for name in self.requests if ceiling is not None else ():
+            for manager in self.table.managers:
+                held = self.table[name].groups[manager.kv_cache_group_id]
+                blocks = manager.req_to_blocks.get(name) or []
+                after = held.fresh or held.kept
+                end = held.event.end_block if held.event else 0
+                count = len(after) + sum(not block.is_null for block in blocks[end:])
+                assert count <= ceiling // BLOCK + 1

@@ -32,6 +32,7 @@ FLAGS = {
         "--kv-min-request-budget",
     ),
     "--no-kv-measure-heads",
+    *("--kv-ceiling", "--kv-min-request-ceiling"),
     *("--kv-max-request-budget", "--kv-reuse-contexts", "--kv-reuse-conversations", "--kv-read"),
     *("--kv-read-min-tokens", "--kv-min-request-read", "--kv-attention", "--prompt-compressor"),
     *("--prompt-rate", "--prompt-target-tokens", "--prompt-role-rate", "--prompt-force-token"),
@@ -81,14 +82,16 @@ def test_a_wrong_value_is_refused_under_the_options_own_name(
 VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
     (Settings, "budget"): (0.5, [0.1, 1.0, 2, 2048], [0, 1, 1.5, -1, True, 2**53 + 1]),
     (Settings, "trigger"): ("prompt", ["chunk:9,decode:2"], ["now", "chunk,chunk", 3]),
+    (Settings, "ceiling"): (None, [512, 2**53], [0, 0.5, 1.0, True, "7", 200, 2**53 + 1]),
     (Settings, "params"): ({}, [{"a": 1, "b": "x", "c": True}], [{"a": [1]}, {"a": math.inf}, 3]),
     (Settings, "profile"): (None, ["heads.json"], [3]),
     (Settings, "measure_heads"): (True, [False], ["no", 0]),
     (Settings, "min_tokens"): (256, [0, 2**53], [-1, 2**53 + 1, 1.5, True, "7"]),
     (Settings, "min_answer_tokens"): (0, [0, 2**53], [-1, 2**53 + 1, 1.5, True, "7"]),
-    (Settings, "request_policies"): ((), [("snapkv", "none")], [5, [5]]),
+    (Settings, "request_policies"): ((), [("snapkv", "keydiff")], [5, [5]]),
     (Settings, "min_request_budget"): (None, [0.1], [0, 1.5, True, 100]),
     (Settings, "max_request_budget"): (None, [1.0], [0, 1.5, True, 0.1]),
+    (Settings, "min_request_ceiling"): (None, [1, 1024], [0, 0.5, True, 1025]),
     (Settings, "reuse_contexts"): (False, [True], ["yes", 1]),
     (Settings, "reuse_conversations"): (None, ["reuse", "anew", "auto", "off"], ["always", True]),
     (Settings, "read"): (None, ["quest:0.5", "longcache"], ["half", 0.5]),
@@ -107,11 +110,13 @@ VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
     (RequestOptions, "prepare"): (False, [True, 1], [2, 1.0, "yes"]),
     (RequestOptions, "policy"): (None, ["none"], [3]),
     (RequestOptions, "budget"): (None, [0.01, 1], [0, 1.1, "0.5", True]),
+    (RequestOptions, "ceiling"): (None, [1, 512.0], [0, 0.5, "512", True]),
     (RequestOptions, "read"): (None, [0.01, 1], [0, 1.1, "0.5", True]),
     (PromptRequestOptions, "rate"): (None, [0.01, 1], [0, 1.1, "half", True]),
 }
 BESIDE: dict[str, Any] = {"read": "quest:0.5"}
 BESIDE |= {"min_request_budget": 0.2, "max_request_budget": 0.5}
+BESIDE |= {"ceiling": 1024, "min_request_ceiling": 256}
 BESIDE_RATES = {"min_request_rate": 0.3, "max_request_rate": 0.5}
 
 

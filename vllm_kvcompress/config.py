@@ -40,6 +40,7 @@ AUTO_MIN_ANSWER_TOKENS = 64  # with AUTO; see docs/results/conversations.md
 DEFAULT_MIN_TOKENS = 256  # shorter prompts lose most and free least: docs/results/spans.md
 
 Fraction = Annotated[float, Field(gt=0, le=1)]
+Ceiling = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
 def named_policy(policy: str, has_heads: bool = False, budget: Budget = DEFAULT_BUDGET) -> str:
@@ -112,6 +113,14 @@ class Settings(Options):
         "joined by commas; or `paper` ([as the policy's paper](policies.md#as-in-the-papers))",
         "T",
     )
+    ceiling: Ceiling | None = option(
+        None,
+        "the [most that a request holds](#a-ceiling) after a step, prompt and answer together, in "
+        "tokens per KV head (the mean over heads and layers), such as `1024`; without budget and "
+        "trigger beside it only what exceeds it is compressed",
+        "N",
+        example=1024,
+    )
     params: dict[str, Scalar] = option(
         {},
         "a parameter of the policy, such as `window_size=64`; may be repeated",
@@ -160,6 +169,13 @@ class Settings(Options):
     )
     max_request_budget: Budget | None = option(
         None, "largest fraction that a request may ask for", "B"
+    )
+    min_request_ceiling: Ceiling | None = option(
+        None,
+        "smallest ceiling that a request may ask for, with `vllm_xargs` `kv_ceiling`; up to "
+        "--kv-ceiling",
+        "N",
+        example=256,
     )
     reuse_contexts: bool = option(
         False,
@@ -231,12 +247,15 @@ class Settings(Options):
     def _check_together(self) -> Self:
         if self.policy == AUTO and "min_answer_tokens" not in self.model_fields_set:
             object.__setattr__(self, "min_answer_tokens", AUTO_MIN_ANSWER_TOKENS)
-        policy = named_policy(self.policy, self.has_heads, self.budget)
+        if self.ceiling is not None and not {"budget", "trigger"} & self.model_fields_set:
+            object.__setattr__(self, "budget", 1.0)
+        policy = named_policy(self.policy, self.has_heads, self.ceiling or self.budget)
         object.__setattr__(self, "policy", policy)
         policies = tuple(map(self._named, self.request_policies))
         object.__setattr__(self, "request_policies", policies)
         if self.trigger == PAPER:
             self._follow_paper()
+        self._check_ceiling()
         check_limits("--kv-{}-request-budget", self.min_request_budget, self.max_request_budget)
         for name in ("read_min_tokens", "min_request_read"):
             if getattr(self, name) is not None and self.read is None:
@@ -257,6 +276,21 @@ class Settings(Options):
             )
         return self
 
+    def _check_ceiling(self) -> None:
+        """Refuses a ceiling that some requests would not have, and limits out of order."""
+        smallest = self.min_request_ceiling
+        if smallest is not None and smallest > (self.ceiling or 0):
+            raise ValueError(
+                f"min_request_ceiling {smallest}: expected a ceiling of at least as many tokens "
+                f"beside it, found {self.ceiling}; give --kv-ceiling, or leave it out."
+            )
+        if self.ceiling is not None and NO_POLICY in (self.policy, *self.request_policies):
+            raise ValueError(
+                f"ceiling {self.ceiling}: a request with policy none holds all of its tokens; "
+                "give a policy, such as auto, and let requests choose no none; or leave the "
+                "ceiling out."
+            )
+
     def _follow_paper(self) -> None:
         """Replaces the trigger `paper`, and a budget that is not given, by the paper's."""
         protocol = common_protocol(self.policies or (self.policy,))
@@ -268,7 +302,7 @@ class Settings(Options):
         """Resolves `auto` for a request; the profile is that of the server's own policy."""
         profiled = self.policy in (PROFILED_POLICY, PROFILED_POLICY_BELOW)
         has_heads = self.measure_heads or (self.profile is not None and profiled)
-        return named_policy(policy, has_heads, self.budget)
+        return named_policy(policy, has_heads, self.ceiling or self.budget)
 
     @property
     def has_heads(self) -> bool:
@@ -305,8 +339,10 @@ class Settings(Options):
         policies = dict.fromkeys((self.policy, *self.request_policies))
         return tuple(policy for policy in policies if policy != NO_POLICY)
 
-    def for_request(self, policy: str | None, budget: float | None) -> Self:
-        """The settings of a request that asks for a policy, or a budget, or both.
+    def for_request(
+        self, policy: str | None, budget: float | None, ceiling: int | None = None
+    ) -> Self:
+        """The settings of a request that asks for a policy, a budget or a ceiling.
 
         The server's parameters and profile are those of its own policy. What a request asks for is
         done however short its answer may be.
@@ -328,18 +364,24 @@ class Settings(Options):
         if budget is not None:
             check_choice("kv_budget", budget, self.min_request_budget, self.max_request_budget)
             changes["budget"] = budget
+        if ceiling is not None:
+            smallest = self.min_request_ceiling or self.ceiling
+            check_choice("kv_ceiling", ceiling, smallest, self.ceiling)
+            changes["ceiling"] = ceiling
         if policy != self.policy:
             changes |= {"params": {}, "profile": None}
         return self.model_copy(update=changes)
 
     @property
     def budget_text(self) -> str:
-        """The budget in words; for the default also how to change it."""
-        if not isinstance(self.budget, float):
-            return f"{self.budget} tokens per KV head"
+        """The budget and the ceiling in words; for the default also how to change it."""
         text = f"{self.budget:g} of each prompt"
-        if self.budget == DEFAULT_BUDGET:
+        if not isinstance(self.budget, float):
+            text = f"{self.budget} tokens per KV head"
+        elif self.budget == DEFAULT_BUDGET:
             text += f" (the default; --kv-budget, or budget under {SETTINGS_KEY}, changes it)"
+        if self.ceiling is not None:
+            text += f" and never more than {self.ceiling} tokens per KV head"
         return text
 
     def start_lines(self) -> list[str]:
@@ -367,7 +409,7 @@ class Settings(Options):
         if not self.compresses:
             return f"policy {self.policy} with budget 1.0 keeps everything: stock vLLM"
         text = f"policy {self.policy}, budget {self.budget_text}, trigger {self.trigger}"
-        if isinstance(self.budget, float):
+        if isinstance(self.budget, float) and self.budget < 1:
             text += f"; a compressed prompt holds about {1 / self.budget:.3g} times fewer blocks"
         return f"{text}; {self.heads_text}" if self.heads_text else text
 
@@ -384,6 +426,7 @@ class Settings(Options):
     def repeats(self) -> bool:
         """Whether a request may be compressed more than once."""
         later = any(trigger.kind != "prompt" for trigger in self.triggers)
+        later = later or self.ceiling is not None
         return later or self.conversations is not None or self.continues_unasked
 
     @property
@@ -404,23 +447,29 @@ class Settings(Options):
     @property
     def compresses_while_generating(self) -> bool:
         """Whether many requests may come near an event at once, one token at a time."""
-        return any(trigger.kind in ("chunk", "decode") for trigger in self.triggers)
+        by_interval = any(trigger.kind in ("chunk", "decode") for trigger in self.triggers)
+        return by_interval or self.ceiling is not None
 
     @property
     def compresses(self) -> bool:
         """Whether requests that ask for nothing are compressed."""
-        return self.policy != NO_POLICY and self.budget != 1.0
+        return self.policy != NO_POLICY and (self.budget != 1.0 or self.ceiling is not None)
 
     @property
     def may_compress(self) -> bool:
         """Whether any request can be compressed, whatever it asks for."""
         keeps_all = self.budget == 1.0 and self.min_request_budget in (None, 1.0)
-        return bool(self.policies) and not keeps_all
+        return bool(self.policies) and (self.ceiling is not None or not keeps_all)
 
     @property
     def acts(self) -> bool:
         """Whether any request is served otherwise than by stock vLLM."""
         return self.may_compress or self.read is not None
+
+    @property
+    def ceilings(self) -> tuple[int, ...]:
+        """The smallest and the largest ceiling that requests have; none: they have no ceiling."""
+        return tuple(each for each in (self.min_request_ceiling, self.ceiling) if each is not None)
 
     @property
     def pressure_mark(self) -> float | None:
@@ -432,6 +481,8 @@ class Settings(Options):
         if not self.compresses:
             return CompressionRule(block_size, fraction=1.0, at_prompt_end=False)
         intervals = {trigger.kind: trigger.every for trigger in self.triggers}
+        if self.budget == 1.0:
+            intervals = {}  # only the ceiling compresses
         chunk_tokens = intervals.get("chunk")
         if chunk_tokens is not None:
             chunk_tokens = ceil_div(chunk_tokens, block_size) * block_size
@@ -445,6 +496,7 @@ class Settings(Options):
             decode_tokens=intervals.get("decode"),
             pressure_mark=self.pressure_mark,
             min_tokens=self.min_tokens,
+            ceiling_blocks=None if self.ceiling is None else self.ceiling // block_size,
             **vars(demand),
         )
 
@@ -476,6 +528,12 @@ class RequestOptions(Options):
     budget: Fraction | None = option(
         None, "another fraction of the prompt, within the operator's limits", example=0.5
     )
+    ceiling: Annotated[int, BeforeValidator(_integer)] | None = option(
+        None,
+        "another [ceiling](#a-ceiling), from `--kv-min-request-ceiling` to `--kv-ceiling`",
+        ge=1,
+        example=512,
+    )
     read: Fraction | None = option(
         None,
         "decode steps [read](#reading-less) another fraction of the cache, from "
@@ -495,4 +553,5 @@ class RequestOptions(Options):
     @property
     def chooses(self) -> bool:
         """Whether it asks for something that only an operator can allow."""
-        return self.prepare or (self.policy, self.budget, self.read) != (None, None, None)
+        asked = (self.policy, self.budget, self.ceiling, self.read)
+        return self.prepare or any(each is not None for each in asked)

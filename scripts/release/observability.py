@@ -165,6 +165,12 @@ IN_TIME = [
         {"{{timing}}": rate("kvcompress_event_timing_total", "timing")},
     ),
     Shown(
+        "Tokens of the largest request",
+        "Per KV head, after a step, since the engine started: at most --kv-ceiling and a block.",
+        "none",
+        {ENGINE: f"max by (instance, engine) ({chosen('kvcompress_most_held_tokens')})"},
+    ),
+    Shown(
         "Skipped by reason",
         "Events that a trigger called for but that were left out, per second.",
         "none",

@@ -308,6 +308,7 @@ def record_stats(books: Bookkeeping, report: dict[str, Any]) -> None:
         if ours:
             report["events"] += ours["events"]
             report["contexts_reused"] += ours["contexts_reused"]
+            report["most_held_tokens"] = ours["most_held_tokens"]
             report["pages"].append([ours["read_pages"], ours["held_pages"]])
             for skipped in ours["skipped"]:
                 name = f"{skipped['policy']} {skipped['reason']}"

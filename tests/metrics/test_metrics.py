@@ -40,6 +40,7 @@ STEP = StepStats(
     continued_tokens=700,
     forgotten={"evicted": 4},
     reclaimable_blocks=24,
+    most_held_tokens=1024,
     held_pages=40,
     read_pages=10,
 )
@@ -77,6 +78,7 @@ def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry
     metrics.observe(STEP, "m", "0")
     assert registry.get_sample_value("kvcompress_compression_ratio", LABELS) == 4
     assert registry.get_sample_value("kvcompress_reclaimable_blocks", LABELS) == 24
+    assert registry.get_sample_value("kvcompress_most_held_tokens", LABELS) == 1024
     metrics.observe(STEP, "m", "0")
     metrics.observe(StepStats(), "m", "0")
     value = registry.get_sample_value
@@ -125,7 +127,7 @@ def test_every_metric_has_our_prefix_and_a_unit(registry: CollectorRegistry) -> 
         assert family.name.startswith("kvcompress_")
         if not family.name.endswith("_created"):
             assert any(unit in family.documentation.lower() for unit in units), family.name
-    assert len([f for f in families if not f.name.endswith("_created")]) == 22
+    assert len([f for f in families if not f.name.endswith("_created")]) == 23
 
 
 WRITER = """

@@ -44,6 +44,7 @@ STEPS = st.builds(
     continued_tokens=COUNTS,
     forgotten=st.dictionaries(st.sampled_from(FORGOTTEN_BECAUSE), COUNTS),
     reclaimable_blocks=COUNTS,
+    most_held_tokens=COUNTS,
 )
 
 

@@ -46,6 +46,7 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
             forgotten={"evicted": 3},
             held_pages=20,
             read_pages=5,
+            most_held_tokens=256,
         )
         metrics.observe(step, "tiny", engine)
 
@@ -61,13 +62,13 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
         "0": {
             **{"compression_ratio": 3, "contexts_reused": 1, "kv_cache_usage": 0.25},
             **{"conversations_continued": 2, "continued_tokens": 100},
-            **{"held_pages": 20, "read_pages": 5},
+            **{"held_pages": 20, "read_pages": 5, "most_held_tokens": 256},
             **{"step_logical_tokens": 300, "step_resident_tokens": 100},
         },
         "1": {
             **{"compression_ratio": 3, "contexts_reused": 2, "kv_cache_usage": 0.5},
             **{"conversations_continued": 4, "continued_tokens": 200},
-            **{"held_pages": 40, "read_pages": 10},
+            **{"held_pages": 40, "read_pages": 10, "most_held_tokens": 256},
             **{"step_logical_tokens": 600, "step_resident_tokens": 200},
         },
     }

@@ -13,10 +13,16 @@ from hypothesis import strategies as st
 from vllm_kvcompress.scheduling.ledger import (
     SKIP_NOTHING_TO_FREE,
     SKIP_SHORT,
+    Decision,
     PreparationLedger,
     RequestLedger,
 )
-from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE, CompressionRule
+from vllm_kvcompress.scheduling.rule import (
+    TRIGGER_CEILING,
+    TRIGGER_PREPARE,
+    TRIGGER_PRESSURE,
+    CompressionRule,
+)
 
 BLOCK = 16
 
@@ -31,6 +37,7 @@ rules = st.builds(
     window_size=st.sampled_from([0, 1, 32]),
     min_window=st.sampled_from([None, 1, 8, 40]),
     pressure_mark=st.sampled_from([None, 0.9]),
+    ceiling_blocks=st.sampled_from([None, 2, 5, 16]),
 )
 
 
@@ -82,7 +89,7 @@ def test_a_request_never_holds_more_than_the_peak(
     peak = rule.peak_blocks(end)
     while computed < end:
         limit = computed + 4 * BLOCK if computed < prompt else computed + 1
-        position = rule.next_position(prompt, computed)
+        position = ledger.next_position(computed)
         step_end = min(limit, end, position if position is not None else limit)
         if computed < prompt:
             step_end = min(step_end, prompt)
@@ -96,6 +103,67 @@ def test_a_request_never_holds_more_than_the_peak(
         assert held <= peak
         computed = step_end
     assert ledger.resident_tokens(end) <= end
+
+
+@given(
+    rule=rules,
+    ceiling=st.integers(2, 20),
+    prompt=st.integers(1, 900),
+    steps=st.lists(st.integers(1, 120), min_size=1),
+    everything=st.booleans(),
+)
+def test_no_request_ever_holds_more_than_its_ceiling(
+    rule: CompressionRule, ceiling: int, prompt: int, steps: list[int], everything: bool
+) -> None:
+    """Counts held tokens by hand; with a budget of everything those below the ceiling are left."""
+    if everything:
+        rule = CompressionRule(BLOCK, fraction=1.0, at_prompt_end=False, min_tokens=rule.min_tokens)
+    ledger = RequestLedger(prompt, replace(rule, ceiling_blocks=ceiling))
+    computed, held, most, num_events = 0, 0, 0, 0
+    for step in itertools.chain(steps, itertools.repeat(1, 400)):
+        event = ledger.next_position(computed)
+        assert event is not None
+        end = min(event, computed + (step if computed < prompt else 1))
+        held += end - computed
+        decision = ledger.decide(end, under_pressure(ledger.rule, prompt, end))
+        assert decision is None or end == event or decision.trigger == TRIGGER_PRESSURE
+        if decision is not None and not decision.skipped:
+            num_events += 1
+            full_before, partial = held // BLOCK, end % BLOCK
+            held = decision.num_kept_blocks * BLOCK + partial
+            assert decision.num_kept_blocks < full_before
+            ledger.commit(end, decision.num_kept_blocks)
+        computed, most = end, max(most, held)
+        assert held <= ceiling * BLOCK
+        assert ledger.resident_tokens(computed) == held
+    if everything:
+        assert (num_events == 0) == (computed < ceiling * BLOCK)
+        assert most == min(computed, ceiling * BLOCK - 1)
+
+
+@pytest.mark.parametrize(
+    ("ceiling", "kept"), [(2, 1), (8, 7), (15, 14), (16, 14), (64, 56), (100, 88)]
+)
+def test_an_event_at_the_ceiling_makes_room_for_an_eighth(ceiling: int, kept: int) -> None:
+    rule = CompressionRule(BLOCK, fraction=1.0, at_prompt_end=False, ceiling_blocks=ceiling)
+    ledger = RequestLedger(1000 * BLOCK, rule)
+    assert ledger.decide(ceiling * BLOCK - 1) is None
+    assert ledger.decide(ceiling * BLOCK) == Decision(TRIGGER_CEILING, kept)
+    ledger.commit(ceiling * BLOCK, kept)
+    assert ledger.next_position(ceiling * BLOCK) == (2 * ceiling - kept) * BLOCK
+    assert rule.peak_blocks(1000 * BLOCK) == 2 * ceiling + 1
+    assert rule.held_blocks(1000 * BLOCK) == ceiling
+
+
+def test_a_long_prompt_is_compressed_once_more_at_its_end() -> None:
+    """There its last queries say what to keep; a prompt below the ceiling is left alone."""
+    rule = CompressionRule(BLOCK, fraction=1.0, at_prompt_end=False, ceiling_blocks=16)
+    prompt = 17 * BLOCK + 5
+    ledger = RequestLedger(prompt, replace(rule, window_size=8))
+    ledger.commit(16 * BLOCK, 14)
+    assert ledger.next_position(16 * BLOCK) == prompt
+    assert ledger.decide(prompt) == Decision(TRIGGER_CEILING, 14)
+    assert RequestLedger(15 * BLOCK, rule).next_position(0) == 16 * BLOCK
 
 
 @given(rule=rules, prompt=st.integers(1, 2000), pool=st.integers(1, 500))
@@ -165,6 +233,14 @@ def test_context_is_compressed_by_queries_before_its_end(
     assert ledger.observed_window(prompt) == expected
 
 
+@example(  # at the prompt's end nothing is to be freed
+    rule=CompressionRule(
+        BLOCK, fraction=1.0, at_prompt_end=False, ceiling_blocks=5, window_size=32
+    ),
+    prompt=90,
+    start=0,
+    step=99,
+)
 @given(rule=rules, prompt=st.integers(1, 400), start=st.integers(0, 400), step=st.integers(1, 99))
 def test_observed_queries_cover_every_window(
     rule: CompressionRule, prompt: int, start: int, step: int
@@ -174,7 +250,7 @@ def test_observed_queries_cover_every_window(
     ledger = RequestLedger(prompt, rule, num_hit_tokens=computed)
     recorded: set[int] = set()
     while computed < prompt + 60:
-        position = rule.next_position(prompt, computed)
+        position = ledger.next_position(computed)
         end = min(computed + step, position if position is not None else computed + step)
         seen = ledger.observation(computed, end)
         if seen is not None:
@@ -229,6 +305,7 @@ def test_inexact_binary_fractions_round_like_decimals() -> None:
 def test_kept_state_is_used_up_to_the_queries_of_the_next_event(
     rule: CompressionRule, prompt: int, position: int, more: int
 ) -> None:
+    rule = replace(rule, ceiling_blocks=None)
     position = min(position, prompt - 1)
     num_tokens = min(position + more, prompt - 1)
     events = positions_by_hand(rule, prompt, 2 * prompt + 100)
@@ -248,7 +325,7 @@ def test_kept_state_is_used_up_to_the_queries_of_the_next_event(
 
     expected = max(filter(leaves_the_queries, range(position, num_tokens + 1)), default=0)
     ledger = RequestLedger(prompt, rule, num_prompt_tokens=prompt)
-    assert ledger.usable_tokens(position, num_tokens) == expected
+    assert ledger.usable_tokens(position, 1, num_tokens) == expected
 
 
 @given(rule=rules, blocks=st.integers(1, 40), behind=st.integers(1, 700))
@@ -256,6 +333,7 @@ def test_preparation_keeps_as_many_blocks_as_a_named_context(
     rule: CompressionRule, blocks: int, behind: int
 ) -> None:
     """The event is at the prompt's end, and leaves as many blocks of the context alone."""
+    rule = replace(rule, ceiling_blocks=None)  # with which no context is prepared
     context = blocks * BLOCK
     ordinary = RequestLedger(context, replace(rule, at_prompt_end=True, chunk_tokens=None))
     expected = ordinary.decide(context)

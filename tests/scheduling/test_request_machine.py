@@ -35,6 +35,7 @@ class Schedules(RuleBasedStateMachine):
         conversations=st.sampled_from([None, "reuse", "anew"]),
         asynchronous=st.booleans(),
         budget=st.sampled_from([0.25, 48]),
+        ceiling=st.sampled_from([None, 40, 96, 230]),
     )
     def start(
         self,
@@ -43,12 +44,19 @@ class Schedules(RuleBasedStateMachine):
         conversations: str | None,
         asynchronous: bool,
         budget: float | int,
+        ceiling: int | None,
     ) -> None:
         self.num_blocks, self.histories = 40 * num_groups, {}
         if num_groups > 1:
             reuses, conversations = False, None
         self.queue = Queue(
-            num_groups, reuses, asynchronous, self.num_blocks, conversations, budget=budget
+            num_groups,
+            reuses,
+            asynchronous,
+            self.num_blocks,
+            conversations,
+            budget=budget,
+            ceiling=ceiling,
         )
 
     def some(self, data: st.DataObject, *, running: bool | None = None) -> str:

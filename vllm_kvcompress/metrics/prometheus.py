@@ -32,6 +32,7 @@ from vllm_kvcompress.metrics.stats import (
     counters_of,
 )
 from vllm_kvcompress.scheduling.ledger import SKIP_REASONS
+from vllm_kvcompress.scheduling.rule import TRIGGER_CEILING
 
 _LABELS = ("model_name", "engine")  # of every metric, as of vLLM's
 _FRACTION_BUCKETS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0]
@@ -62,11 +63,16 @@ _GAUGES = {  # with the labels that follow the text
         "KV cache blocks that the pressure trigger would gain if it compressed all running "
         "requests now: in use, and to be had. 0 = nothing to gain, or another trigger.",
     ),
+    "most_held_tokens": (
+        "Tokens per KV head (mean over heads and layers) that the largest request held after a "
+        "step, since the engine started: with --kv-ceiling at most that and a block.",
+    ),
 }
 _COUNTERS = {  # with the labels that follow the text
     "events": (
         "Number of compression events: one request compressed once, in all layers, by policy "
-        "and by what triggered it (prompt, chunk, decode, pressure, or a request to prepare).",
+        "and by what triggered it (prompt, chunk, decode, pressure, ceiling, or a request to "
+        "prepare).",
         *("policy", "trigger"),
     ),
     "skipped": (
@@ -148,8 +154,9 @@ class CompressionMetrics:
         for timing in (AFTER_FIRST_TOKEN, AT_ONCE_FOR_ROOM, AT_ONCE_FOR_BUFFERS):
             self.counters["event_timing"].labels(*labels, timing)
         for policy in settings.policies:
-            for trigger in settings.triggers:
-                self.counters["events"].labels(*labels, policy, trigger.kind)
+            kinds = [trigger.kind for trigger in settings.triggers if settings.budget != 1.0]
+            for kind in (*kinds, *([TRIGGER_CEILING] if settings.ceiling else ())):
+                self.counters["events"].labels(*labels, policy, kind)
             for reason in SKIP_REASONS:
                 self.counters["skipped"].labels(*labels, policy, reason)
             for counter in self.event_counters.values():
@@ -183,7 +190,7 @@ class CompressionMetrics:
             read_fraction.labels(*labels).observe(stats.read_pages / stats.held_pages)
 
     def _set_gauges(self, stats: StepStats, labels: tuple[str, str]) -> None:
-        for name in ("compression_ratio", "reclaimable_blocks"):
+        for name in ("compression_ratio", "reclaimable_blocks", "most_held_tokens"):
             self.gauges[name].labels(*labels).set(getattr(stats, name))
 
     def _observe_event(self, event: EventRecord, labels: tuple[str, str]) -> None:

@@ -34,7 +34,7 @@ class EventRecord:
 
     Attributes:
         policy: the policy's name, as the user gave it.
-        trigger: prompt, chunk, decode, pressure or prepare.
+        trigger: prompt, chunk, decode, pressure, ceiling or prepare.
     """
 
     policy: str
@@ -90,6 +90,8 @@ class StepStats:
             reason.
         reclaimable_blocks: blocks that the pressure trigger would gain if it compressed all
             running requests now.
+        most_held_tokens: tokens per KV head (mean over heads and layers) that the largest request
+            has held after a step, since the start.
     """
 
     events: list[EventRecord] = field(default_factory=list)
@@ -98,6 +100,7 @@ class StepStats:
     forgotten: dict[str, int] = field(default_factory=dict)
     prompt_events: dict[str, int] = field(default_factory=dict)
     reclaimable_blocks: int = 0
+    most_held_tokens: int = 0
     logical_tokens: int = counted(
         "step_logical_tokens",
         "Logical tokens of the running requests, added up over steps.",

@@ -15,6 +15,7 @@ RECENT_SECONDS = 300.0  # period of the page's compression ratio
 # Metrics by their names in the document.
 _PER_ENGINE = {
     "compression_ratio": "kvcompress_compression_ratio",
+    "most_held_tokens": "kvcompress_most_held_tokens",
     "kv_cache_usage": "vllm:kv_cache_usage_perc",
     "running": "vllm:num_requests_running",
     "waiting": "vllm:num_requests_waiting",

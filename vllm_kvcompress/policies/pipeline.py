@@ -12,7 +12,7 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.policies.base import Merger, ModelHeads, Needs, PageShape, Scorer
 from vllm_kvcompress.policies.parts.allocation import Allocator
 from vllm_kvcompress.policies.parts.selection import Protection, Selector
-from vllm_kvcompress.scheduling.rule import PolicyDemand
+from vllm_kvcompress.scheduling.rule import PolicyDemand, kept_below
 
 
 @dataclass(frozen=True)
@@ -158,26 +158,54 @@ class Pipeline:
         Raises:
             ConfigError: says how many tokens the state takes, and which budget is enough.
         """
-        on_top, block_size = self.blocks_on_top(shape), shape.block_size
-
-        def left(num_blocks: int) -> float:
-            pages = (num_blocks + on_top) * shape.num_heads
-            return (pages - self.state_pages(pages, shape)) * block_size / shape.num_heads
-
-        num_blocks = enough = math.ceil(num_tokens / block_size)
-        least = max(block_size, self.protection.num_sinks + self.protection.num_recent)
-        while left(enough) < least:
-            enough += 1
+        block_size = shape.block_size
+        num_blocks = math.ceil(num_tokens / block_size)
+        enough, least = self._enough_blocks(shape), self._least_tokens(block_size)
         if enough > num_blocks:
-            taken = num_blocks * block_size - left(num_blocks)
+            left = self._tokens_beside_state(num_blocks, shape)
+            taken = num_blocks * block_size - left
             other = ", or state_room=on_top" if "state_room" in self.params else ""
             raise ConfigError(
                 f"the state of {self.name} counts in the budget and takes as much as {taken:g} "
                 f"tokens per head; expected at least {least} tokens besides it (a block, "
                 f"or the first tokens and recent ones that are always kept), found "
-                f"{max(0, left(num_blocks)):g} of {num_tokens}; give at least "
+                f"{max(0, left):g} of {num_tokens}; give at least "
                 f"{enough * block_size}{other}."
             )
+
+    def check_ceiling(self, num_tokens: int, shape: PageShape) -> None:
+        """Refuses a ceiling below what is always kept and a block more.
+
+        Raises:
+            ConfigError: says which ceiling is enough.
+        """
+        least = self._enough_blocks(shape) + self.blocks_on_top(shape)
+        enough = least = max(least, self.least_blocks(shape))
+        while kept_below(enough) < least:
+            enough += 1
+        if enough > num_tokens // shape.block_size:
+            raise ConfigError(
+                f"a ceiling of {num_tokens} tokens: {self.name} always keeps "
+                f"{least * shape.block_size} tokens per head, in blocks of {shape.block_size} "
+                "(first tokens, recent ones and its state), and grows by a block until the next "
+                f"event; give at least {enough * shape.block_size}."
+            )
+
+    def _least_tokens(self, block_size: int) -> int:
+        """Counts the tokens per head that a budget holds at least, besides the policy state."""
+        return max(block_size, self.protection.num_sinks + self.protection.num_recent)
+
+    def _tokens_beside_state(self, num_blocks: int, shape: PageShape) -> float:
+        """Counts the tokens per head for which a budget of blocks has room beside the state."""
+        pages = (num_blocks + self.blocks_on_top(shape)) * shape.num_heads
+        return (pages - self.state_pages(pages, shape)) * shape.block_size / shape.num_heads
+
+    def _enough_blocks(self, shape: PageShape) -> int:
+        """Counts the blocks of the smallest budget that has room for the tokens always kept."""
+        enough = 1
+        while self._tokens_beside_state(enough, shape) < self._least_tokens(shape.block_size):
+            enough += 1
+        return enough
 
     def bind(self, *heads: int, **named: int) -> Pipeline:
         """The pipeline for one model and one rank's heads, given as `ModelHeads` takes them.

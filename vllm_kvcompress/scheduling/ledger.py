@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from vllm_kvcompress.scheduling.plan import Observation
-from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE, TRIGGER_PRESSURE, CompressionRule
+from vllm_kvcompress.scheduling.rule import (
+    TRIGGER_CEILING,
+    TRIGGER_PREPARE,
+    TRIGGER_PRESSURE,
+    CompressionRule,
+)
 
 SKIP_SHORT = "shorter_than_min_tokens"
 SKIP_NOTHING_TO_FREE = "nothing_to_free"
@@ -65,7 +70,30 @@ class RequestLedger:
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
 
-    def usable_tokens(self, position: int, num_tokens: int) -> int:
+    def next_position(self, after: int) -> int | None:
+        """Finds the first position > `after`, in computed tokens, at which an event may happen.
+
+        A ceiling adds the positions at which the request holds as much as it may, and the end of a
+        prompt that has exceeded it, whose last queries say best what to keep.
+        """
+        positions = [self.rule.next_position(self.compress_at, after)]
+        if after < self.last_position:
+            positions.append(self.last_position)
+        if (full := self._full_at) is not None:
+            positions.append(max(full, after + 1))
+            if self.compressed_blocks and after < self.compress_at:
+                positions.append(self.compress_at)
+        return min((each for each in positions if each is not None), default=None)
+
+    @property
+    def _full_at(self) -> int | None:
+        """Position at which the request holds as much as its ceiling allows; None: it has none."""
+        if self.rule.ceiling_blocks is None:
+            return None
+        room = self.rule.ceiling_blocks - self.resident_blocks
+        return (self.compressed_blocks + room) * self.rule.block_size
+
+    def usable_tokens(self, position: int, num_kept_blocks: int, num_tokens: int) -> int:
         """Counts the tokens of a kept state that this request can begin with; 0: none.
 
         Queries that the next event needs must be computed anew, since no state keeps them. The
@@ -73,11 +101,13 @@ class RequestLedger:
 
         Args:
             position: position of the state's last event.
+            num_kept_blocks: blocks that it left.
             num_tokens: leading tokens that the request shares with the state.
         """
-        after = replace(self, last_position=position)
+        after = replace(self)
+        after.commit(position, num_kept_blocks)
         while num_tokens >= position:
-            event = self.rule.next_position(self.compress_at, num_tokens)
+            event = after.next_position(num_tokens)
             if self.rule.pressure_mark is not None:  # any token behind the prompt may be an event
                 event = min(event or self.num_prompt_tokens, self.num_prompt_tokens)
             if event is None:
@@ -102,12 +132,15 @@ class RequestLedger:
         """
         if self.rule.is_position(self.compress_at, position):
             trigger = self.rule.trigger_at(self.compress_at, position)
+        elif self.next_position(position - 1) == position:
+            trigger = TRIGGER_CEILING
         elif under_pressure:
             trigger = TRIGGER_PRESSURE
         else:
             return None
         num_kept = self.rule.target_blocks(self.compress_at, position)
-        if position < self.rule.min_tokens:
+        is_full = self._full_at is not None and position >= self._full_at
+        if position < self.rule.min_tokens and not is_full:
             return Decision(trigger, num_kept, SKIP_SHORT)
         if num_kept >= self.num_source_blocks(position):
             return Decision(trigger, num_kept, SKIP_NOTHING_TO_FREE)
@@ -116,12 +149,14 @@ class RequestLedger:
     def follows_first_token(self, position: int) -> bool:
         """Whether an event at `position` may wait until the first token has been sampled.
 
-        It does at the prompt's end, unless the first event of decoding may come within the next
-        step.
+        It does at the prompt's end, unless the next event may come within the next step.
         """
-        interval = self.rule.decode_tokens or self.rule.block_size
-        is_prompt_end = position == self.compress_at == self.num_prompt_tokens
-        return is_prompt_end and interval >= self.rule.block_size
+        if not position == self.compress_at == self.num_prompt_tokens:
+            return False
+        after = replace(self)
+        after.commit(position, self.rule.target_blocks(self.compress_at, position))
+        following = after.next_position(position)
+        return following is None or following - position >= self.rule.block_size
 
     def num_source_blocks(self, position: int) -> int:
         """Counts the blocks that an event reads: kept ones, and full ones since."""
@@ -137,10 +172,11 @@ class RequestLedger:
         They are those of tokens that this request computes, so a prefix-cache hit leaves fewer:
         at least `CompressionRule.needed_queries` before the first event. They are never older than
         the last event, since what they attended to is gone. Behind the prompt they are never prompt
-        tokens, except under the pressure trigger.
+        tokens, except under the pressure trigger and a ceiling.
         """
         oldest = max(self.last_position, self.num_hit_tokens)
-        if position > self.compress_at and self.rule.pressure_mark is None:
+        sees_prompt = self.rule.pressure_mark is not None or self._full_at is not None
+        if position > self.compress_at and not sees_prompt:
             oldest = max(oldest, self.compress_at)
         return min(self.rule.window_size, position - oldest)
 
@@ -159,8 +195,10 @@ class RequestLedger:
         if self.rule.pressure_mark is not None:  # the event may come with any token
             first = max(start, end - self.rule.window_size)
             return Observation(first - start, first, end - first)
-        position = self.rule.next_position(self.compress_at, start)
-        if position is None or not self._expects_event(position):
+        position = self.next_position(start)
+        while position is not None and not self._expects_event(position):
+            position = self.next_position(position)
+        if position is None:
             return None
         first = max(start, position - self.rule.window_size)
         if first >= end:

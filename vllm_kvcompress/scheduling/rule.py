@@ -14,6 +14,8 @@ TRIGGER_CHUNK = "chunk"
 TRIGGER_DECODE = "decode"
 TRIGGER_PRESSURE = "pressure"
 TRIGGER_PREPARE = "prepare"  # no setting: a request asks for it
+TRIGGER_CEILING = "ceiling"  # a setting of its own
+CEILING_SHARE = 8  # an event at the ceiling makes room for an eighth of it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,8 @@ class CompressionRule(PolicyDemand):
         pressure_mark: used part of the pool above which requests that generate are compressed, as
             they are when others wait for room; None: no compression under memory pressure.
         min_tokens: logical tokens below which a request is not compressed.
+        ceiling_blocks: most blocks that a request holds after a step, whatever the triggers say;
+            None: as many as these leave.
     """
 
     block_size: int
@@ -72,11 +76,12 @@ class CompressionRule(PolicyDemand):
     decode_tokens: int | None = None
     pressure_mark: float | None = None
     min_tokens: int = 0
+    ceiling_blocks: int | None = None
 
     @property
     def keeps_all(self) -> bool:
         """Whether requests of any length stay uncompressed."""
-        return self.fraction is not None and self.fraction >= 1.0
+        return self.ceiling_blocks is None and self.fraction is not None and self.fraction >= 1.0
 
     def next_position(self, compress_at: int, after: int) -> int | None:
         """Finds the first position > `after`, in computed tokens, at which an event may happen."""
@@ -116,18 +121,25 @@ class CompressionRule(PolicyDemand):
         else:
             assert self.tokens is not None
             wanted = math.ceil(self.tokens / self.block_size)
-        return max(self.least_blocks, wanted + self.blocks_on_top)
+        wanted = max(self.least_blocks, wanted + self.blocks_on_top)
+        if self.ceiling_blocks is not None:
+            wanted = min(wanted, kept_below(self.ceiling_blocks))
+        return wanted
 
     def first_effective_position(self, num_prompt_tokens: int) -> int | None:
         """Returns the first position up to the prompt's end at which an event frees blocks."""
+        last = num_prompt_tokens
+        if self.ceiling_blocks is not None:
+            last = min(last, self.ceiling_blocks * self.block_size)
         position = self.next_position(num_prompt_tokens, 0)
-        while position is not None and position <= num_prompt_tokens:
+        while position is not None and position <= last:
             num_full_blocks = position // self.block_size
             target = self.target_blocks(num_prompt_tokens, position)
             if position >= self.min_tokens and target < num_full_blocks:
                 return position
             position = self.next_position(num_prompt_tokens, position)
-        return None
+        reaches_ceiling = self.ceiling_blocks == last // self.block_size
+        return last if reaches_ceiling else None
 
     def max_prefix_hit(self, num_prompt_tokens: int) -> int:
         """Returns the longest usable prefix-cache hit, in tokens.
@@ -154,6 +166,10 @@ class CompressionRule(PolicyDemand):
             before = max(kept, math.ceil(self.min_tokens / self.block_size))
             bounded = before + kept + 2 * math.ceil(stride / self.block_size) + 2
             peak = min(peak, bounded)
+        if self.ceiling_blocks is not None:
+            # At its first event a request holds the ceiling and what is kept of it; as much again
+            # as that frees comes while a step's sources are not yet freed.
+            peak = min(peak, 2 * self.ceiling_blocks + 1)
         return peak
 
     def admission_blocks(self, num_tokens: int) -> int:
@@ -170,6 +186,8 @@ class CompressionRule(PolicyDemand):
         num_blocks = math.ceil(num_tokens / self.block_size)
         if self.first_effective_position(num_tokens) is None and self.pressure_mark is None:
             return num_blocks
+        if self.ceiling_blocks is not None and num_blocks > self.ceiling_blocks:
+            return self.ceiling_blocks + self.window_blocks
         tail = self.decode_tokens or self.chunk_tokens or 1
         kept = self.target_blocks(num_tokens, num_tokens)
         kept = min(num_blocks, kept + math.ceil(tail / self.block_size))
@@ -184,3 +202,13 @@ class CompressionRule(PolicyDemand):
         if waiting < 0:
             return pool_blocks / self.admission_blocks(num_tokens)
         return 1 + waiting / self.held_blocks(num_tokens)
+
+
+def kept_below(ceiling_blocks: int) -> int:
+    """Counts the blocks that an event keeps where a request has reached its ceiling.
+
+    The rest, an eighth and at least a block, is room until the next event. An event reads all that
+    is held, so per token it costs as much as reading eight tokens, whatever the ceiling; and a
+    request holds 15/16 of its ceiling in the mean.
+    """
+    return ceiling_blocks - max(1, ceiling_blocks // CEILING_SHARE)

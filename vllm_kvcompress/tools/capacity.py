@@ -182,6 +182,8 @@ def _rule(shape: ModelShape, settings: Settings, block_size: int) -> Compression
     pages = PageShape(shape.num_kv_heads, shape.head_size, block_size, page_bytes)
     if isinstance(settings.budget, int):
         pipeline.check_room(settings.budget, pages)
+    for ceiling in settings.ceilings:
+        pipeline.check_ceiling(ceiling, pages)
     demand = pipeline.demand(pages)
     if settings.pressure_mark is not None and demand.window_size:
         in_page = page_bytes // (shape.head_size * shape.dtype_bytes)

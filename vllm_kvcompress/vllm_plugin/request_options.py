@@ -47,7 +47,7 @@ def check_allowed(options: RequestOptions, settings: Settings) -> None:
     Raises:
         ConfigError: it does not.
     """
-    chosen = settings.for_request(options.policy, options.budget)
+    chosen = settings.for_request(options.policy, options.budget, options.ceiling)
     settings.request_read_rule(options.read)
     if options.prepare:
         check_preparation(chosen)
@@ -65,6 +65,11 @@ def check_preparation(settings: Settings) -> None:
         raise ConfigError(
             "vllm_xargs kv_prepare: this server keeps no contexts; start it with "
             "--kv-reuse-contexts."
+        )
+    if settings.ceiling is not None:
+        raise ConfigError(
+            "vllm_xargs kv_prepare: a context is prepared while all of it is held, and this server "
+            f"has a ceiling of {settings.ceiling} tokens; leave it out."
         )
     kinds = {trigger.kind for trigger in settings.triggers}
     if not settings.compresses or not kinds & {"prompt", "chunk"}:

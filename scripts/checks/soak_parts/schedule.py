@@ -8,7 +8,7 @@ from typing import Any
 
 from soak_parts.asks import Ask
 from soak_parts.models import PRINTABLE
-from soak_parts.setups import SETUPS, Setup
+from soak_parts.setups import MIN_CEILING, SETUPS, Setup
 from soak_parts.tenants import tenant_ask
 
 BLOCK = 32
@@ -22,6 +22,7 @@ WRONG: tuple[dict[str, Any], ...] = (
     {"kv_context_tokens": 1.5},
     {"kv_policy": "nothing"},
     {"kv_budgett": 0.5},
+    {"kv_ceiling": 9},
 )
 SCHEMA = {
     "type": "object",
@@ -124,6 +125,8 @@ class Schedule:
             xargs["kv_policy"] = rng.choice(policies)
         if setup.chooses and rng.random() < 0.3:
             xargs["kv_budget"] = rng.choice((0.1, 0.25, 0.5, 0.8))
+        if setup.ceiling and rng.random() < 0.5:
+            xargs["kv_ceiling"] = rng.randint(MIN_CEILING, setup.ceiling)
         if setup.chooses_read and rng.random() < 0.5:
             xargs["kv_read"] = rng.choice((0.2, 0.3, 0.6, 1.0))
         return xargs

@@ -32,6 +32,7 @@ class Setup:
         profile: file name of the profile that the policy needs.
         concurrency: requests at a time, at most.
         answer_tokens: of an answer, in the mean.
+        ceiling: tokens that a request holds at most, of which requests choose fewer; 0: any.
         storms: most prompts are short and their answers long, so that requests that came in
             together outgrow the pool, and some are preempted.
     """
@@ -50,6 +51,7 @@ class Setup:
     profile: str | None = None
     concurrency: int = 16
     answer_tokens: int = 16
+    ceiling: int = 0
     storms: bool = False
 
     @property
@@ -71,8 +73,11 @@ class Setup:
             "min_tokens": 40,
         }
         if self.chooses:
-            settings |= {"request_policies": [p for p in (*EVICTING, "none") if p != self.policy]}
+            others = (*EVICTING, *(() if self.ceiling else ("none",)))
+            settings |= {"request_policies": [p for p in others if p != self.policy]}
             settings |= {"min_request_budget": 0.1, "max_request_budget": 0.8}
+        if self.ceiling:
+            settings |= {"ceiling": self.ceiling, "min_request_ceiling": MIN_CEILING}
         if self.reuses:
             settings["reuse_contexts"] = True
         if self.converses:
@@ -98,6 +103,10 @@ class Setup:
         }
 
 
+MIN_CEILING = 128
+UNDER_CEILING: dict[str, Any] = {
+    **{"ceiling": 224, "max_tokens": 800, "answer_tokens": 40, "chooses": True, "reuses": True}
+}
 SETUPS = (
     Setup("prompt", "adakv", "prompt,decode:24", chooses=True, reuses=True),
     Setup(
@@ -105,6 +114,10 @@ SETUPS = (
     ),
     Setup("chunk", "snapkv", "chunk:96,decode:24", num_blocks=48, chooses=True),
     Setup("beyond", "adakv", "chunk:96,decode:24", num_blocks=32, max_tokens=1024, budget=0.2),
+    Setup("ceiling", "spans", num_blocks=60, budget=1.0, **UNDER_CEILING),
+    Setup(
+        "ceilings", "keydiff", "chunk:160,decode:56,pressure:0.8", num_blocks=64, **UNDER_CEILING
+    ),
     Setup("pressure", "snapkv", "pressure:0.6", num_blocks=64, chooses=True),
     Setup("tenants", "adakv+criticalkv", num_blocks=90, budget=0.5, reuses=True, recalls=True),
     Setup("momentkv", "momentkv", "prompt,decode:24", num_blocks=64, reuses=True, budget=0.5),

@@ -24,6 +24,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.ledger import Decision, RequestLedger
 from vllm_kvcompress.scheduling.plan import Adoption, EventPlan, RequestPlan
+from vllm_kvcompress.scheduling.rule import TRIGGER_PRESSURE
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import (
     GroupBlocks,
     RequestTable,
@@ -159,7 +160,8 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             return num_blocks
         num_with_event = num_blocks + decision.num_kept_blocks
         num_free = self.block_pool.get_num_free_blocks()
-        if selected and num_with_event * len(self.siblings) > num_free:
+        makes_room = decision.trigger == TRIGGER_PRESSURE
+        if makes_room and num_with_event * len(self.siblings) > num_free:
             # An event that is to make room must not make vLLM preempt another request.
             self.table.selected.remove(request_id)
             return num_blocks
@@ -182,7 +184,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         rule = ledger.rule
         under_pressure = rule.pressure_mark is not None and has_others
         if start is not None:
-            expects_event = rule.next_position(ledger.compress_at, start) is not None
+            expects_event = ledger.next_position(start) is not None
             if under_pressure or expects_event:
                 return rule.target_blocks(ledger.compress_at, num_tokens)
             return 0

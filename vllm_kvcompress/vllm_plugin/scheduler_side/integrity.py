@@ -77,6 +77,13 @@ def _check_request(
         "written though others may read it": readable,
     }
     _expect(f"blocks of {request_id} in group {manager.kv_cache_group_id}", expected, actual)
+    ceiling = ledger.rule.ceiling_blocks
+    num_after = ledger.resident_blocks + len(blocks) - ledger.compressed_blocks
+    if ceiling is not None and num_after > ceiling + 1:
+        raise InvariantError(
+            f"{request_id} has a ceiling of {ceiling} blocks: expected at most one more after the "
+            f"step, found {num_after}."
+        )
 
 
 def _expect(what: str, expected: object, actual: object) -> None:

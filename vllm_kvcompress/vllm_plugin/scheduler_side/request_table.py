@@ -182,7 +182,7 @@ class RequestTable:
             has_room: whether no request waits, and at least half of the pool is free.
         """
         options = _requested_options(request, self.spec.settings)
-        settings = self.spec.settings.for_request(options.policy, options.budget)
+        settings = self.spec.settings.for_request(options.policy, options.budget, options.ceiling)
         rule = self.spec.rule_of(settings)
         num_tokens = compress_at = request.num_prompt_tokens
         reuse = StateUse(begins_anew=begins_anew, how=self.conversations(settings))
@@ -242,7 +242,7 @@ class RequestTable:
         elif request.max_tokens < settings.min_answer_tokens and has_room:
             reason = None if settings.conversations else SKIP_SHORT_ANSWER
         is_due = rule.first_effective_position(request.num_prompt_tokens) is not None
-        if reason is None or not is_due or rule.chunk_tokens:
+        if reason is None or not (is_due and rule.at_prompt_end) or rule.chunk_tokens:
             return rule
         self.skipped[settings.policy, reason] += 1
         return replace(rule, at_prompt_end=False)

@@ -84,6 +84,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         self.table: RequestTable | None = None
         self.checks: SchedulerChecks | None = None
         self._step_stats = StepStats()
+        self._most_held_tokens = 0
         if not self.compressed:
             return
         self.table = RequestTable(managers, self.compressed)
@@ -219,7 +220,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
                 num_new_tokens = ledger.chunk(start, num_new_tokens)
         if chunks is not None and start < ledger.compress_at:
             return chunks.next_step(start, ledger.compress_at, num_new_tokens)
-        position = ledger.rule.next_position(ledger.compress_at, start)
+        position = ledger.next_position(start)
         if position is None:
             return num_new_tokens
         room = position - start
@@ -271,7 +272,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             return super().preempt(request, *args, **kwargs)
         record, end = self.table[request.request_id], request.num_computed_tokens
         ledger, reuse = record.ledger, record.reuse
-        is_ahead = ledger.rule.next_position(ledger.compress_at, end) is not None
+        is_ahead = ledger.next_position(end) is not None
         if ledger.first_event_position is not None or (end > ledger.compress_at and is_ahead):
             request.skip_reading_prefix_cache = True
         super().preempt(request, *args, **kwargs)  # closes the record
@@ -370,8 +371,11 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             step.reclaimable_blocks = 0  # the step had been planned before the last one ended
         for request in self.running:
             ledger = self.table[request.request_id].ledger
+            num_resident = ledger.resident_tokens(request.num_computed_tokens)
             step.logical_tokens += request.num_computed_tokens
-            step.resident_tokens += ledger.resident_tokens(request.num_computed_tokens)
+            step.resident_tokens += num_resident
+            self._most_held_tokens = max(self._most_held_tokens, num_resident)
+        step.most_held_tokens = self._most_held_tokens
         compat.attach_stats(stats, step.to_dict())
         return stats
 
@@ -399,8 +403,9 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
     ) -> None:
         """Sends prompts' events with the step behind their first token, or at once.
 
-        An event comes at once where the first waiting request needs its blocks, or where all
-        buffers for last queries are in use.
+        An event comes at once where the first waiting request needs its blocks, where all buffers
+        for last queries are in use, and where the request was preempted behind its prompt: its next
+        step reads all that it has generated, up to the next event.
         """
         num_buffered, needs_room = 0, None
         scheduled = output.num_scheduled_tokens
@@ -415,8 +420,9 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             if needs_room is None:
                 needs_room = self._needs_room()
             num_buffered += waiting[0].window_size > 0
-            if needs_room or num_buffered > self._buffers:
-                reason = AT_ONCE_FOR_ROOM if needs_room else AT_ONCE_FOR_BUFFERS
+            lacks_room = needs_room or self.requests[request_id].num_tokens > end
+            if lacks_room or num_buffered > self._buffers:
+                reason = AT_ONCE_FOR_ROOM if lacks_room else AT_ONCE_FOR_BUFFERS
                 self._step_stats.count_prompt_event(reason)
                 plan.events += record.run_event_at_once()
                 del table.awaiting_event[request_id]

@@ -61,7 +61,7 @@ class StateReuse:
         room = self._room_for_kept(ledger)
         best: Beginning | None = None
         for state, num_common in self.kept.find(request, use.key):
-            usable = ledger.usable_tokens(state.position, num_common)
+            usable = ledger.usable_tokens(state.position, len(state.kept), num_common)
             fits = len(state.kept) - state.first_block <= room
             if fits and usable > (best.num_tokens if best else 0):
                 best = Beginning(state, usable)

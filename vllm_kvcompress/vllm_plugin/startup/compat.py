@@ -48,8 +48,8 @@ def plugin_options(settings: Settings) -> dict[str, str]:
     from vllm.platforms import current_platform
 
     check = "RequestCheck"
-    leave = (settings.request_policies, settings.max_request_budget, settings.min_request_read)
-    if any(leave) or settings.reuse_contexts:
+    limits = (settings.max_request_budget, settings.min_request_read, settings.ceiling)
+    if settings.request_policies or any(limits) or settings.reuse_contexts:
         check += f"_{json.dumps(settings.to_dict()).encode().hex()}"
     paths = {"logits_processors": f"{_PACKAGE}.request_options:{check}"}
     if current_platform.is_cpu():

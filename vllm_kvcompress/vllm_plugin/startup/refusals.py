@@ -158,6 +158,11 @@ def _reasons_of_chunks(config: VllmConfig, settings: Settings) -> Iterator[str]:
             "--kv-trigger chunk:N and prefill in --kv-read each set where a prompt's chunks end; "
             "use the trigger prompt, or remove prefill."
         )
+    if settings.ceiling is not None:
+        yield (
+            "--kv-ceiling and prefill in --kv-read each set where a prompt's chunks end; remove "
+            "one of the two."
+        )
     if settings.reuse_contexts or settings.conversations is not None:
         yield (
             "--kv-reuse-contexts and --kv-reuse-conversations continue prompts in the middle of a "

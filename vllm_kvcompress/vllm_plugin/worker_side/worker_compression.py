@@ -128,6 +128,8 @@ class WorkerCompression:
         for policy, pipeline in self.pipelines.items():
             if isinstance(self.settings.budget, int):
                 pipeline.check_room(self.settings.budget, shape)
+            for ceiling in self.settings.ceilings:
+                pipeline.check_ceiling(ceiling, shape)
             demand = pipeline.demand(shape)
             if self.settings.pressure_mark is not None and demand.window_size:
                 row_bytes = spec.head_size * key_dtype(spec, self.vllm_config).itemsize
