@@ -61,18 +61,21 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="the model's layers (4), hidden (512), heads (8), kv_heads (8), head_size (128), "
         "dtype (bfloat16; float32 on CPUs that would emulate it)",
     )
-    load.add_argument("--requests", type=int, metavar="N", help="number of requests (32)")
+    load.add_argument(
+        "--requests", type=int, metavar="N", help="number of requests (32; long-answers: 64)"
+    )
     load.add_argument(
         "--prompt",
         type=int,
         metavar="N",
-        help="tokens of a prompt (4096; long-decode: 32768, oversize: 16384)",
+        help="tokens of a prompt (4096; long-decode: 32768, oversize: 16384, long-answers: 512)",
     )
     load.add_argument(
         "--output",
         type=int,
         metavar="N",
-        help="tokens that a request generates (256; long-decode and oversize: 64)",
+        help="tokens that a request generates (256; long-decode and oversize: 64, long-answers: "
+        "4096)",
     )
     add_engine_option(load)
 

@@ -113,6 +113,20 @@ def oversize(size: Size) -> Load:
     )
 
 
+def long_answers(size: Size) -> Load:
+    """Answers eight times as long as their prompts, and memory for an eighth of the requests.
+
+    Nothing but a ceiling compresses: 2/9 of a whole request, 1,024 tokens of 4,608.
+    """
+    longest = _blocks(size.prompt + size.output)
+    return Load(
+        _at_once(size),
+        pool_tokens=max(1, size.requests // 8) * longest,
+        max_model_len=longest,
+        settings={"ceiling": longest * 2 // 9, "budget": 1.0, "trigger": "prompt"},
+    )
+
+
 def chat(size: Size) -> Load:
     """Conversations of six turns that share a system prompt; each turn reads all before it."""
     turns, system = 6, size.prompt // 4
@@ -167,6 +181,7 @@ SCENARIOS: dict[str, Callable[[Size], Load]] = {
     "pool": pool_limited,
     "long-decode": long_decode,
     "oversize": oversize,
+    "long-answers": long_answers,
     "chat": chat,
     "chat-crowded": chat_crowded,
     "off": off,
@@ -175,6 +190,7 @@ SCENARIOS: dict[str, Callable[[Size], Load]] = {
 SIZES = {
     "long-decode": Size(requests=1, prompt=32768, output=64),
     "oversize": Size(requests=1, prompt=16384, output=64),
+    "long-answers": Size(requests=64, prompt=512, output=4096),
 }
 
 
