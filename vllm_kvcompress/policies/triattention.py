@@ -95,7 +95,7 @@ class TriAttention(Policy):
     def score(self, view: LayerView) -> Tensor:
         """[H, n] fp32 scores; with normalize the best of a group is mostly above 0."""
         assert view.rotary is not None
-        order = torch.tensor(pairs(view.rotary, view.kv.head_size), device=view.device)
+        order = upload(torch.tensor(pairs(view.rotary, view.kv.head_size)), view.device)
         mean, spread = self._of_heads(view, view.rotary)
         scores = torch.empty(view.num_heads, view.num_entries, device=view.device)
         for some in view.kv.head_slices():
