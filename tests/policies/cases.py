@@ -190,7 +190,7 @@ def make_pipeline(policy: str, shape: Shape, directory: Path, **params: object) 
         profile = headkv_file(directory, NUM_LAYERS, num_heads * shape.group)
     elif policy.startswith("duoattention"):
         profile = duoattention_file(directory, NUM_LAYERS, num_heads)
-    elif policy == "triattention":
+    elif policy.startswith("triattention"):
         profile = triattention_file(directory, NUM_LAYERS, num_heads * shape.group)
     pipeline = resolve(policy, {**POLICIES.get(policy, {}), **params}, profile)
     return pipeline.bind(NUM_LAYERS, num_heads, num_heads * shape.group, shape.block_size)

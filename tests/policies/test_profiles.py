@@ -135,7 +135,7 @@ def test_statistics_that_are_refused(tmp_path: Path) -> None:
     write_statistics(path, torch.full((1, 2, 3, 4), float("nan")))
     with pytest.raises(ConfigError, match="expected finite numbers"):
         read_statistics(path)
-    for bad in (b"no file of torch's", pickle.dumps(Path)):
+    for bad in (b"no file of torch's", pickle.dumps(Path, 2)):
         path.write_bytes(bad)
         with pytest.raises(ConfigError, match="expected TriAttention's statistics"):
             read_statistics(path)

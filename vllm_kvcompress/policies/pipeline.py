@@ -210,12 +210,13 @@ class Pipeline:
     def bind(self, *heads: int, **named: int) -> Pipeline:
         """The pipeline for one model and one rank's heads, given as `ModelHeads` takes them.
 
-        A policy that scores and allocates is bound as a whole.
+        A policy that scores is bound also where a modifier allocates in its place.
 
         Raises:
             ConfigError: the profile is of another model.
         """
-        parts: tuple[Any, Any] = self.scorer, self.allocator
-        bound: Any = self.allocator.bind(ModelHeads(*heads, **named))
-        scorer = bound if parts[0] is parts[1] else self.scorer
-        return replace(self, scorer=scorer, allocator=bound)
+        model = ModelHeads(*heads, **named)
+        scorer: Any = self.scorer
+        if isinstance(scorer, Allocator):
+            scorer = scorer.bind(model)
+        return replace(self, scorer=scorer, allocator=self.allocator.bind(model))
