@@ -26,6 +26,7 @@ from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline, resolve
 from vllm_kvcompress.policies.registry import policies
+from vllm_kvcompress.policies.triattention import write_statistics
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 from vllm_kvcompress.tools import profiler
 
@@ -92,6 +93,10 @@ def make_pipeline(name: str, model: Model, block_size: int) -> Pipeline:
         elif policy == "duoattention":
             profile = Path(folder) / "pattern.tsv"
             profiler.write_duoattention(profile, scores, model.num_heads, profiler.StreamingSizes())
+        elif policy == "triattention":
+            profile = Path(folder) / "queries.pt"
+            shape = (model.num_layers, model.num_query_heads, 3, model.head_size // 2)
+            write_statistics(profile, torch.rand(shape, generator=torch.manual_seed(0)))
         pipeline = resolve(policy, {"norm": norm} if norm else {}, profile)
     return pipeline.bind(model.num_layers, model.num_heads, model.num_query_heads, block_size)
 

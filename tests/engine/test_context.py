@@ -81,7 +81,7 @@ def test_invalid_unchecked_value_is_ignored(llama: str, run_engine: Run) -> None
         ({"kv_context_tokens": "10"}, "should be a valid integer, found '10'"),
         (
             {"kv_contextt": 10},
-            "kv_contextt is not known; valid are kv_budget, kv_context_tokens, kv_p",
+            "kv_contextt is not known; valid are kv_budget, kv_ceiling, kv_context_tokens, ",
         ),
     ],
 )
