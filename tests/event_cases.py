@@ -12,7 +12,8 @@ from torch import Tensor
 from tests.policies.cases import HEAD_SIZE, HIDDEN_SIZE, NUM_LAYERS
 from vllm_kvcompress.cache.page_order import known_packings
 from vllm_kvcompress.cache.page_tables import PageTables
-from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool, Quantization
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
+from vllm_kvcompress.cache.quantization import LayerScaled, Quantization
 from vllm_kvcompress.cache.query_windows import QueryWindows
 from vllm_kvcompress.compression.event import Event, LayerWeights
 from vllm_kvcompress.compression.runner import EventRunner
@@ -39,10 +40,13 @@ def make_pool(
     quantization: Quantization | None = None,
 ) -> PagePool:
     """Makes a pool of NaN pages, so that no result depends on unwritten ones."""
-    shape = (num_blocks * NUM_LAYERS * NUM_HEADS, 2 * BLOCK_SIZE * HEAD_SIZE)
+    shape = (num_blocks * NUM_LAYERS * NUM_HEADS, 2 * BLOCK_SIZE, HEAD_SIZE)
     pages = torch.full(shape, float("nan"), dtype=dtype, device=device)
+    if quantization is not None:
+        row = quantization.filled(float("nan"), quantization.row_size(HEAD_SIZE))
+        pages = row.repeat(*shape[:2], 1).to(device)
     common: dict[str, Any] = dict(
-        pages=pages if quantization is None else pages.to(quantization.stored).view(torch.uint8),
+        pages=pages.flatten(1),
         quantization=quantization,
         pages_per_block=NUM_LAYERS * NUM_HEADS,
         layer_offsets=upload([layer * NUM_HEADS for layer in range(NUM_LAYERS)], device),
@@ -177,10 +181,24 @@ class Request:
         shape = (len(block_ids), NUM_LAYERS * NUM_HEADS, BLOCK_SIZE, HEAD_SIZE)
         drawn = torch.randn(2, *shape, generator=generator)
         behind = torch.arange(len(block_ids) * BLOCK_SIZE).view(-1, 1, BLOCK_SIZE, 1) >= num_tokens
-        drawn = drawn.masked_fill(behind, float("nan")).to(pool.stored).view(pool.pages.dtype)
+        drawn = drawn.masked_fill(behind, float("nan"))
+        if pool.quantization is not None:
+            drawn = written_in(pool.quantization, drawn)
         keys, values = (part.flatten(0, 1) for part in drawn)
         pages = pool.fresh_pages(upload(block_ids, pool.device))
         pool.write(pages, upload(keys, pool.device), upload(values, pool.device))
+
+
+def written_in(quantization: Quantization, numbers: Tensor) -> Tensor:
+    """Returns [..., row_size] rows for [..., HEAD_SIZE] numbers; with a scale per token random
+    codes, whose scales are NaN where the numbers are."""
+    if isinstance(quantization, LayerScaled):
+        return numbers.to(quantization.stored).view(torch.uint8)
+    generator = torch.Generator().manual_seed(6)
+    size = quantization.row_size(HEAD_SIZE) - 4
+    codes = torch.randint(8, 120, (*numbers.shape[:-1], size), generator=generator)
+    scales = numbers[..., :1].abs() / 100 + numbers.sum(-1, keepdim=True) * 0
+    return torch.cat([codes.to(torch.uint8), scales.contiguous().view(torch.uint8)], dim=-1)
 
 
 def left_by(request: Request) -> list[dict[str, Tensor]]:

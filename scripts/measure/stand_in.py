@@ -7,8 +7,9 @@ A context is read once for all settings, and compressed once, at its end; texts 
 teacher-forced. An answer counts as found where the model would have written every token of it.
 Of the questions, those that the full cache answers are counted. Runs go on where they stopped.
 What `--kv-read` takes is a setting, too: all is held, and tokens behind the prompt read a part;
-"spans@0.5 quest:0.5" reads a half of what is kept. Computes in float32 where the CPU would emulate
-bfloat16.
+"spans@0.5 quest:0.5" reads a half of what is kept. `--caches` are types of the cache that every
+setting is tried in, simulated; losses are those beside the full cache in the first of them, which
+is to be `auto`. Computes in float32 where the CPU would emulate bfloat16.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 
 from offline.dense import DenseLayer, Kept, compress
 from offline.masked import MaskedModel, Reading
+from offline.quantized import CACHES
 from offline.rows import append_rows, read_rows
 from vllm_kvcompress.options import assignment
 from vllm_kvcompress.policies import Pipeline, resolve
@@ -42,28 +44,23 @@ Choose = Callable[[list[DenseLayer]], list[Kept]]
 Row = dict[str, Any]
 
 
-class Fp8Model(MaskedModel):
-    """Its cache is in fp8_e4m3, with scales of 1: rounded, or cut off as by vLLM on CPUs.
+class QuantizedModel(MaskedModel):
+    """Its cache is in one of `CACHES`.
 
     Attributes:
-        cuts: it is cut off.
+        cache: which.
     """
 
-    cuts = False
+    cache = "auto"
 
     def _attend(self, module: Any, query: Any, key: Any, value: Any, *more: Any, **how: Any) -> Any:
-        key, value = (in_fp8(each, self.cuts) for each in (key, value))
+        key, value = (CACHES[self.cache](each) for each in (key, value))
         return super()._attend(module, query, key, value, *more, **how)
 
 
-def in_fp8(numbers: torch.Tensor, cuts: bool) -> torch.Tensor:
-    """Numbers as fp8_e4m3 has them."""
-    largest = torch.finfo(torch.float8_e4m3fn).max
-    codes = numbers.clamp(-largest, largest).to(torch.float8_e4m3fn)
-    if cuts:
-        beyond = codes.float().abs() > numbers.float().abs()
-        codes = (codes.view(torch.uint8) - beyond.to(torch.uint8)).view(codes.dtype)
-    return codes.to(numbers.dtype)
+def in_cache(setup: str, cache: str) -> str:
+    """Names a setting with its cache, which is left out where it is the model's type."""
+    return setup if cache == "auto" else f"{setup} in {cache}"
 
 
 @cache
@@ -254,7 +251,9 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=5, help="of each kind (5)")
     parser.add_argument("--needles", type=int, default=4, help="questions of each task (4)")
     parser.add_argument("--tasks", nargs="+", default=NEEDLES, help="of RULER")
-    parser.add_argument("--fp8", choices=("rounded", "cut"), help="a cache in fp8 (none)")
+    parser.add_argument(
+        "--caches", nargs="+", choices=CACHES, default=["auto"], help="types of caches (auto)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of texts and questions (0)")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.jsonl")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="needles over text loss")
@@ -262,23 +261,24 @@ def main() -> None:
     from tqdm import tqdm
 
     tokenizer = load_tokenizer(options.model)
-    kind = Fp8Model if options.fp8 else MaskedModel
-    model = kind(options.model, getattr(torch, fast_dtype()))
-    if isinstance(model, Fp8Model):
-        model.cuts = options.fp8 == "cut"
+    model = QuantizedModel(options.model, getattr(torch, fast_dtype()))
     setups = [FULL, *options.setups]
+    named = [in_cache(setup, each) for each in options.caches for setup in setups]
     rows = read_rows(options.out)
     done = {(row["item"], row["setup"]) for row in rows}
     for number, item in enumerate(tqdm(items_of(options, tokenizer), unit="item")):
-        missing = [setup for setup in setups if (number, setup) not in done]
-        if not missing:
-            continue
-        new = [{"item": number, **row} for row in rows_of(model, tokenizer, item, missing)]
-        rows += new
-        append_rows(options.out, new)
-    print("\n".join(table(rows, options.setups)))
+        for model.cache in options.caches:
+            missing = [each for each in setups if (number, in_cache(each, model.cache)) not in done]
+            if not missing:
+                continue
+            new = [{"item": number, **row} for row in rows_of(model, tokenizer, item, missing)]
+            new = [row | {"setup": in_cache(row["setup"], model.cache)} for row in new]
+            rows += new
+            append_rows(options.out, new)
+    shown = [name for name in named if name != FULL]
+    print("\n".join(table(rows, shown)))
     if options.plot:
-        plot(rows, options.setups, options.plot)
+        plot(rows, shown, options.plot)
 
 
 if __name__ == "__main__":

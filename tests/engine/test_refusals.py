@@ -9,13 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
 from tests.tiny_models import COMMON, FAMILIES
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
-from vllm_kvcompress.vllm_plugin.startup.compat import cache_scales, plugin_options, shared_caches
+from vllm_kvcompress.vllm_plugin.startup.compat import (
+    cache_scales,
+    plugin_options,
+    shared_caches,
+    view_scales,
+)
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import check_groups, check_layer
+from vllm_kvcompress.vllm_plugin.startup.quantized import reasons_against
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 
 SETTINGS = {"policy": "adakv", "budget": 0.25}
@@ -187,7 +194,9 @@ SKIPPING = {"kv_cache_dtype_skip_layers": ["0"]}
     [
         ("fp8", {}, {}, None),
         ("fp8_e5m2", {"read": "quest:0.25"}, {}, None),
-        ("int8_per_token_head", {}, {}, "scales beside the tokens.*--kv-cache-dtype fp8 or auto"),
+        ("int8_per_token_head", {}, {}, "CPUs has no kernel for it, only.*--kv-cache-dtype auto"),
+        ("turboquant_4bit_nc", {}, {}, "only its own backend reads.*--kv-cache-dtype fp8 or auto"),
+        ("nvfp4", {}, {}, "scales lie in an order of their own.*--kv-cache-dtype fp8 or auto"),
         ("fp8", {}, SKIPPING, "skip-layers: pages of layers.*remove one of the two"),
         ("fp8", {"attention": "own"}, {}, "--kv-attention own: this package's kernels.*remove"),
         ("fp8", {"attention": "flash"}, {}, "flash: FlashAttention takes.*remove --kv-attention"),
@@ -226,6 +235,51 @@ def test_fp8_is_refused_on_cpus_whose_kernels_cannot_read_it(
         return
     with pytest.raises(UnsupportedError, match=r"fp8: .*AVX-512 or AMX, says vLLM; use .* auto"):
         check_engine(config)
+
+
+GPUS = "fp8 or int8_per_token_head or fp8_per_token_head or int4_per_token_head or auto"
+
+
+@pytest.mark.parametrize(
+    ("cache_dtype", "settings", "reason"),
+    [
+        ("int8_per_token_head", {}, None),
+        ("int4_per_token_head", {"read": "quest:0.25"}, None),
+        ("turboquant_k8v4", {}, f"this package does not extend; use --kv-cache-dtype {GPUS}"),
+        ("int8_per_token_head", {"policy": "kvmerger"}, "kvmerger, which changes kept tokens"),
+        ("fp8_per_token_head", {"attention": "own"}, "this package's kernels do not read quant"),
+        ("int4_per_token_head", {"attention": "flash"}, "reads no other quantized cache; remove"),
+    ],
+)
+def test_cache_dtypes_are_accepted_or_refused_on_gpus(
+    llama: str, cache_dtype: str, settings: dict[str, Any], reason: str | None
+) -> None:
+    config = engine_config(llama, {**SETTINGS, **settings}, kv_cache_dtype=cache_dtype)
+    config.device_config.device_type = "cuda"
+    found = list(reasons_against(config, Settings.from_dict({**SETTINGS, **settings})))
+    if reason is None:
+        assert not found
+    else:
+        assert reason in found[0], found
+
+
+def test_layers_look_for_scales_before_an_event_may_write_some() -> None:
+    """Once they know where scales lie, no layer sets them to 1 at its first step."""
+    pages = torch.zeros(3, 2, 16, 2 * 36, dtype=torch.int8)  # blocks, heads, tokens, bytes
+    layers = []
+    for _ in range(2):
+        layer = SimpleNamespace(kv_cache=pages, impl=object.__new__(TritonAttentionImpl))
+        layer.impl._per_head = object.__new__(TritonAttentionImpl)
+        layers.append(layer)
+    of_one_head = pages.view(6, 1, 16, 2 * 36)
+    view_scales(layers, of_one_head)
+    pages.fill_(7)
+    for layer in layers:
+        layer.impl._ensure_scale_caches(pages)
+        layer.impl._per_head._ensure_scale_caches(of_one_head)
+        assert layer.impl._k_scale_cache.shape == (3, 16, 2)
+        assert layer.impl._per_head._v_scale_cache.shape == (6, 16, 1)
+    assert bool((pages == 7).all())
 
 
 def test_fp8_scales_per_head_are_refused() -> None:

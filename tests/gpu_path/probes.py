@@ -181,3 +181,10 @@ def by_head(report: dict[str, Any]) -> None:
         serve()
 
     triton_attn.unified_attention, gpu_worker.enable_gpu_sync_check = noting, serving
+
+
+def takes_types_for_gpus(report: dict[str, Any]) -> None:
+    """What attention on this CPU takes is not asked, which stock vLLM on GPUs would not be."""
+    from vllm_kvcompress.vllm_plugin.startup import compat
+
+    compat.reason_against_cpu_cache = lambda *_: None

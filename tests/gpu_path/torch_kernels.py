@@ -29,6 +29,8 @@ def paged_attention(
     window_size: Sequence[int] | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    k_scale_cache: Tensor | None = None,
+    v_scale_cache: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Causal attention of the last queries of every sequence, over its blocks.
@@ -43,13 +45,18 @@ def paged_attention(
         block_table: [S, any] block ids.
         window_size: tokens before a query that it attends to, and 0; negative or None: all.
         k_descale, v_descale: [S, KV heads] what keys and values are times, in fp8.
+        k_scale_cache, v_scale_cache: [blocks, block size, KV heads] the same for every token, in
+            int8 and fp8, of which `k` and `v` have some bytes more than a head's elements.
         options: what does not change a plain causal softmax here.
     """
     assert causal is True
     assert not options.get("softcap")
     assert seqused_k.numel() == cu_seqlens_q.numel() - 1 == block_table.shape[0]
     assert int(cu_seqlens_q[-1]) == q.shape[0] == out.shape[0]
-    size, group = k.shape[1], q.shape[1] // k.shape[2]
+    size, group, scales = k.shape[1], q.shape[1] // k.shape[2], (k_scale_cache, v_scale_cache)
+    if k_scale_cache is not None:
+        halves = (each[..., : q.shape[2]].float() for each in (k, v))
+        k, v = (half * by[..., None] for half, by in zip(halves, scales, strict=True))
     starts = cu_seqlens_q.tolist()
     for s, length in enumerate(seqused_k.tolist()):
         first, last = starts[s], starts[s + 1]
@@ -94,9 +101,39 @@ def write_cache(
         cache[slots // size, slots % size] = written
 
 
+def write_with_scales(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    k_scale_cache: Tensor,
+    v_scale_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_quant_mode: Any,
+) -> None:
+    """Writes int8 or fp8, and a scale for every token and head, to slots."""
+    slots = slot_mapping[slot_mapping >= 0]
+    place = (slots // key_cache.shape[1], slots % key_cache.shape[1])
+    integers = key_cache.dtype == torch.int8
+    largest = 127 if integers else 448
+    for cache, scales, rows in (
+        (key_cache, k_scale_cache, key),
+        (value_cache, v_scale_cache, value),
+    ):
+        numbers = rows[: slot_mapping.numel()][slot_mapping >= 0].float()
+        scale = (numbers.abs().amax(-1) / largest).clamp_min(1e-6)
+        numbers = numbers / scale[..., None]
+        if integers:  # halves away from zero
+            numbers = (numbers.abs() + 0.5).floor() * numbers.sign()
+        codes = numbers.to(cache.dtype).view(torch.uint8)
+        cache.view(torch.uint8)[..., : codes.shape[-1]][place] = codes
+        scales[place] = scale
+
+
 def replace_triton_kernels() -> None:
     """In vLLM's Triton backend."""
     from vllm.v1.attention.backends import triton_attn
 
     triton_attn.unified_attention = paged_attention
     triton_attn.triton_reshape_and_cache_flash = write_cache
+    triton_attn.triton_reshape_and_cache_flash_per_token_head_quant = write_with_scales

@@ -9,15 +9,14 @@ token lie side by side (`InterleavedPagePool`). CPU kernels store K before V, ea
 a `Packing` describes (`PackedPagePool`). Pools return keys and values in the model's type, or rows
 as they are stored.
 
-In an fp8 cache a key or value is a stored number times the scale of its layer (`Quantization`).
-Pages do not say which layer owns them, so readers pass the layer. Kept tokens are copied as
-stored: they stay in their layer, and nothing is rounded twice.
+In a quantized cache (`quantization.py`) rows may depend on scales of their layer. Pages do not say
+which layer owns them, so readers pass the layer. Kept tokens are copied as stored, in their layer.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from vllm_kvcompress.cache.page_norms import PageNorms
 from vllm_kvcompress.cache.page_order import Packing
+from vllm_kvcompress.cache.quantization import Quantization
 from vllm_kvcompress.errors import InvariantError
 from vllm_kvcompress.kernels.common.kv_view import KVView
 from vllm_kvcompress.kernels.common.paged_entries import EntriesInPages, PagedEntries
@@ -36,54 +36,6 @@ from vllm_kvcompress.policies.base import PageShape
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
 KEYS, VALUES = 0, 1
-# By vLLM's names; types with scales beside the tokens are not supported.
-FP8_TYPES = {
-    "fp8": torch.float8_e4m3fn,
-    "fp8_e4m3": torch.float8_e4m3fn,
-    "fp8_e5m2": torch.float8_e5m2,
-}
-
-
-def random_codes(*shape: int) -> Tensor:
-    """Returns random bytes that are finite in every fp8 type, the same in every process."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(8, 120, shape, generator=generator).to(torch.uint8)
-
-
-@dataclass(eq=False)
-class Quantization:
-    """Scales of an fp8 cache.
-
-    Attributes:
-        stored: type of the stored numbers.
-        dtype: the model's type, in which keys and values are read.
-        scales: positive key scale and value scale of every layer.
-    """
-
-    stored: torch.dtype
-    dtype: torch.dtype
-    scales: Sequence[tuple[float, float]]
-
-    def dequantize(self, codes: Tensor, layer: int, which: int) -> Tensor:
-        """Converts stored bytes to a layer's keys (0) or values (1) in the model's type (a copy).
-
-        On one CPU thread a lookup takes 1.9 ns per number, torch's conversion 6.9 ns.
-        """
-        if codes.device.type == "cpu":
-            table = self._tables[layer][which]
-            return table.index_select(0, codes.flatten().int()).view(codes.shape)
-        return codes.view(self.stored).to(self.dtype).mul_(self.scales[layer][which])
-
-    def set_scales(self, scales: Sequence[tuple[float, float]]) -> None:
-        """Replaces the scales after the model's weights changed."""
-        self.scales = scales
-        vars(self).pop("_tables", None)
-
-    @cached_property
-    def _tables(self) -> list[list[Tensor]]:
-        """[256] value of each byte, for the keys and the values of every layer."""
-        codes = torch.arange(256, dtype=torch.uint8).view(self.stored).to(self.dtype)
-        return [[codes * scale for scale in scales] for scales in self.scales]
 
 
 @dataclass(frozen=True)
@@ -91,13 +43,13 @@ class PagePool(EntriesInPages, ABC):
     """All pages of the cache, and where a cache group's layers lie in a block.
 
     Attributes:
-        pages: [num_pages, 2 * block_size * head_size] view of the whole cache.
+        pages: [num_pages, 2 * block_size * row_size] view of the whole cache.
         pages_per_block: pages of a block, over all layers and heads.
         layer_offsets: [num_layers] int64 first page of each layer inside a block, on the device.
         num_heads: KV heads per layer (of this rank).
         block_size: tokens per page.
         head_size: elements of a key.
-        quantization: scales of an fp8 cache; None for a cache in the model's type.
+        quantization: of a quantized cache; None for a cache in the model's type.
     """
 
     pages: Tensor
@@ -110,21 +62,21 @@ class PagePool(EntriesInPages, ABC):
 
     @abstractmethod
     def take(self, page_ids: Tensor, tokens: Tensor, which: int) -> Tensor:
-        """Copies the [N, head_size] keys (0) or values (1), as stored, of a token of each of [N]
+        """Copies the [N, row_size] keys (0) or values (1), as stored, of a token of each of [N]
         pages."""
 
     @abstractmethod
     def put(self, page_ids: Tensor, tokens: Tensor, which: int, rows: Tensor) -> None:
-        """Replaces the key (0) or value (1) of a token of each of [N] pages by [N, head_size] rows
+        """Replaces the key (0) or value (1) of a token of each of [N] pages by [N, row_size] rows
         as stored."""
 
     @abstractmethod
     def write(self, page_ids: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Fills [P] pages with [P, block_size, head_size] keys and values as stored."""
+        """Fills [P] pages with [P, block_size, row_size] keys and values as stored."""
 
     @abstractmethod
     def _rows_of(self, page_ids: Tensor, which: int) -> Tensor:
-        """Returns [..., block_size, head_size] keys (0) or values (1) as stored."""
+        """Returns [..., block_size, row_size] keys (0) or values (1) as stored."""
 
     def read(self, page_ids: Tensor, layer: int, which: int) -> Tensor:
         """Copies [..., block_size, head_size] keys (0) or values (1) of a layer's [...] pages."""
@@ -145,9 +97,10 @@ class PagePool(EntriesInPages, ABC):
         return self.pages.dtype if self.quantization is None else self.quantization.dtype
 
     @property
-    def stored(self) -> torch.dtype:
-        """Type of the numbers in pages."""
-        return self.pages.dtype if self.quantization is None else self.quantization.stored
+    def row_size(self) -> int:
+        """Elements of a stored key: those of a key, or bytes in a quantized cache."""
+        quantization = self.quantization
+        return self.head_size if quantization is None else quantization.row_size(self.head_size)
 
     @property
     def num_layers(self) -> int:
@@ -171,8 +124,8 @@ class PagePool(EntriesInPages, ABC):
 
     @cached_property
     def cache_of_one_head(self) -> Tensor:
-        """[num_pages, 1, block_size, 2 * head_size] view, as vLLM's kernels take a cache."""
-        return self.pages.view(-1, 1, self.block_size, 2 * self.head_size)
+        """[num_pages, 1, block_size, 2 * row_size] view, as vLLM's kernels take a cache."""
+        return self.pages.view(-1, 1, self.block_size, 2 * self.row_size)
 
     @cached_property
     def numbers(self) -> Tensor:
@@ -264,13 +217,13 @@ class PackedPagePool(PagePool):
 class InterleavedPagePool(PagePool):
     """Pages of GPU kernels, where every token's key and value lie side by side.
 
-    page: block_size rows of [ K: head_size ][ V: head_size ]
+    page: block_size rows of [ K: row_size ][ V: row_size ]
     """
 
     @cached_property
     def _rows(self) -> Tensor:
-        """[num_pages, block_size, 2, head_size] view of the pages."""
-        return self.pages.unflatten(1, (self.block_size, 2, self.head_size))
+        """[num_pages, block_size, 2, row_size] view of the pages."""
+        return self.pages.unflatten(1, (self.block_size, 2, self.row_size))
 
     def _rows_of(self, page_ids: Tensor, which: int) -> Tensor:
         return self._rows[:, :, which][page_ids]
@@ -287,11 +240,11 @@ class InterleavedPagePool(PagePool):
 
     def entries(self, page_table: Tensor, lengths: Tensor) -> PagedEntries:
         """Returns the `PagedEntries` of sequences as stored, for kernels that read pages."""
-        return PagedEntries(self.pages, page_table, lengths, self.block_size, self.head_size)
+        return PagedEntries(self.pages, page_table, lengths, self.block_size, self.row_size)
 
     def read_entries(self, page_table: Tensor, lengths: Tensor, layer: int) -> PagedEntries:
-        """Returns them in the model's type; those of an fp8 cache are dequantized into pages made
-        for this, with the scales of the sequences' layer."""
+        """Returns them in the model's type; those of a quantized cache are dequantized into pages
+        made for this."""
         if self.quantization is None:
             return self.entries(page_table, lengths)
         size, width = self.block_size, page_table.shape[1]

@@ -11,6 +11,7 @@ recorded in a ring buffer per request and layer: position p lies at p modulo the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -243,6 +244,7 @@ class PagedWindows:
 
     Place p of a ring buffer holds query head q in row p * num_query_heads + q of the layer's
     pages, as many rows of head_size to a page as fit. Every window goes into its ring buffer.
+    Rows are counted in steps that divide both a row and a page, which may have room left over.
 
     Args:
         pool: pages of the cache group.
@@ -254,9 +256,12 @@ class PagedWindows:
         self.window_size = window_size
         self._pool = pool
         self._num_query_heads = num_query_heads
-        self._layer_rows = (pool.layer_offsets * pool.queries_per_page).unbind()
+        pages = pool.pages.view(pool.dtype)
+        step = math.gcd(pages.shape[1], pool.head_size)
+        self._page_steps, self._row_steps = pages.shape[1] // step, pool.head_size // step
+        self._layer_rows = (pool.layer_offsets * self._page_steps).unbind()
         self._layer_bytes = pool.layer_offsets * pool.page_bytes
-        self._rows = pool.pages.view(pool.dtype).view(-1, pool.head_size)
+        self._rows = pages.flatten().unfold(0, pool.head_size, step)
         # By request id, the first row of each page of its ring buffer, before a layer's offset.
         self._pages: dict[str, Integers] = {}
 
@@ -264,7 +269,7 @@ class PagedWindows:
         """Assigns a request the blocks of its ring buffer."""
         pool = self._pool
         pages = np.array(block_ids)[:, None] * pool.pages_per_block + np.arange(pool.num_heads)
-        self._pages[request_id] = pages.flatten() * pool.queries_per_page
+        self._pages[request_id] = pages.flatten() * self._page_steps
 
     def locate(
         self, observations: list[ObservedRequest], events: Sequence[EventPlan] = ()
@@ -294,7 +299,7 @@ class PagedWindows:
         places = (positions % self.window_size)[:, None] * self._num_query_heads + heads
         in_page = self._pool.queries_per_page
         index = np.arange(len(pages))[:, None]
-        rows: Integers = pages[index, places // in_page] + places % in_page
+        rows: Integers = pages[index, places // in_page] + places % in_page * self._row_steps
         return rows
 
     def record(self, layer: int, queries: Tensor, observed: ObservedQueries) -> None:

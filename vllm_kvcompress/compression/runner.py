@@ -11,6 +11,7 @@ from vllm_kvcompress.cache.page_norms import PageNorms
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import KEYS, VALUES, InterleavedPagePool
 from vllm_kvcompress.cache.policy_state import PolicyState, StateNumbers
+from vllm_kvcompress.cache.quantization import LayerScaled
 from vllm_kvcompress.cache.query_windows import Windows
 from vllm_kvcompress.compression.batch import (
     MAX_BATCH_TOKENS,
@@ -48,8 +49,8 @@ class EventRunner:
             GPUs, which compute them faster than they have memory for them.
         observer: a measuring tool; None while requests are served.
         max_tokens: padded tokens of a batch.
-        layers_alike: whether layers share the softmax scale and the rotation of keys, so that a
-            batch may hold several.
+        layers_alike: whether layers share the softmax scale, the rotation of keys and the cache's
+            scales, so that a batch may hold several.
     """
 
     def __init__(
@@ -62,8 +63,7 @@ class EventRunner:
         layers_alike: bool = True,
     ) -> None:
         self.max_tokens = min(max_tokens, max_batch_tokens(tables.pool))
-        # Scales of quantised caches differ by layer.
-        self.layers_alike = layers_alike and tables.pool.quantization is None
+        self.layers_alike = layers_alike and not isinstance(tables.pool.quantization, LayerScaled)
         self.tables = tables
         self.pool = tables.pool
         self.windows = windows
@@ -242,7 +242,7 @@ class EventRunner:
         if entries is not None:
             compact_pages(entries, selection.page_counts, selection.kept_indices, pages)
         elif places is None:
-            shape = (len(pages), pool.block_size, pool.head_size)
+            shape = (len(pages), pool.block_size, pool.row_size)
             pool.write(pages, *(each.view(shape) for each in rows))
         else:
             targets, tokens = pages[places // pool.block_size], places % pool.block_size
@@ -297,7 +297,7 @@ class EventRunner:
     def _kept_rows(
         self, view: LayerView, sources: Sources, selection: Selection, places: Tensor | None
     ) -> list[Tensor]:
-        """Copies the [n, head_size] keys and values, as stored, of all kept tokens or [n] `places`
+        """Copies the [n, row_size] keys and values, as stored, of all kept tokens or [n] `places`
         of them."""
         pool, merged = self.pool, selection.merged
         size, kept = pool.block_size, selection.kept_indices

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from vllm_kvcompress.cache.pages import FP8_TYPES
+from vllm_kvcompress.cache.quantization import FP8_TYPES
 from vllm_kvcompress.cache.query_windows import window_blocks
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError

@@ -142,6 +142,12 @@ class QueryBuffers:
         return cls(number, max(0, number - num_prefills))
 
 
+def page_bytes_of(spec: AttentionSpec) -> int:
+    """Returns bytes of one head's K and V for a block's tokens, scales beside them included."""
+    num_bytes: int = spec.real_page_size_bytes // spec.num_kv_heads
+    return num_bytes
+
+
 def is_compressible(spec: AttentionSpec) -> bool:
     """Whether a layer's spec is plain full attention."""
     return (

@@ -117,9 +117,12 @@ def allow_amx() -> None:
 
 def reason_against_cpu_cache(vllm_config: Any) -> str | None:
     """Returns vLLM's words on why this CPU's attention takes no such cache; None: it does."""
-    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
     model, cache = vllm_config.model_config, vllm_config.cache_config
+    known = CPUAttentionBackend.supported_kv_cache_dtypes
+    if cache.cache_dtype not in known:
+        return f"attention on CPUs has no kernel for it, only for {', '.join(known)}"
     try:
         _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
     except NotImplementedError as error:
@@ -480,6 +483,41 @@ def cache_scales(layers: list[Any]) -> list[tuple[float, float]]:
                 f"{layer.layer_name}; use --kv-cache-dtype auto."
             )
     return [(layer._k_scale_float, layer._v_scale_float) for layer in layers]
+
+
+def int4_rotates_back(layer: Any) -> Any:
+    """Returns the [D, D] fp32 matrix that undoes the rotation of keys and values in int4.
+
+    A rotation of signs, by vLLM's own operator; rounded, since it computes in bfloat16 on GPUs.
+    """
+    import torch
+    from vllm.utils.math_utils import largest_power_of_2_divisor
+    from vllm.v1.attention.ops.int4_per_token_head import single_rht
+
+    size = layer.head_size
+    signs = single_rht(torch.eye(size, device=layer._k_scale.device), inverse=True).round()
+    return signs / largest_power_of_2_divisor(size)
+
+
+def view_scales(layers: list[Any], cache_of_one_head: Any) -> None:
+    """Has layers look for scales per token in the caches that they have now.
+
+    vLLM does so at a layer's first step, and sets all scales of the cache to 1, which would change
+    tokens that an event in another layer has written there before.
+    """
+    per_head = [layer.impl._per_head for layer in layers]
+    for impl in (*(layer.impl for layer in layers), *per_head):
+        forget_scales(impl)
+    per_head[0]._ensure_scale_caches(cache_of_one_head)
+    for layer, impl in zip(layers, per_head, strict=True):
+        layer.impl._ensure_scale_caches(layer.kv_cache)
+        impl._k_scale_cache = per_head[0]._k_scale_cache
+        impl._v_scale_cache = per_head[0]._v_scale_cache
+
+
+def forget_scales(impl: Any) -> None:
+    """Has attention look for scales per token anew in the next cache that it is given."""
+    impl._k_scale_cache = impl._v_scale_cache = None
 
 
 def shared_caches(vllm_config: Any) -> dict[str, str]:

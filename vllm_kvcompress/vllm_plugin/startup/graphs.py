@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits
-from vllm_kvcompress.vllm_plugin.startup.quantized import is_fp8
+from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 
 
 def reason_for_pieces(vllm_config: VllmConfig, settings: Settings) -> str | None:
@@ -30,8 +30,8 @@ def _reason_against_own(vllm_config: VllmConfig, settings: Settings) -> str | No
         return "vLLM was told to capture no whole decode steps"
     if settings.read is not None:
         return "with --kv-read every step chooses other pages"
-    if is_fp8(vllm_config):
-        return "this package's kernels do not read fp8 caches"
+    if is_quantized(vllm_config):
+        return "this package's kernels do not read quantized caches"
     if caps_logits(vllm_config.model_config):
         return "this package's kernels do not cap attention logits, as the model does"
     return None

@@ -1,4 +1,4 @@
-"""Reads the scales of fp8 caches from vLLM's layers, and refuses what does not work with them."""
+"""Describes vLLM's quantized caches to this package, and refuses what does not work with them."""
 
 from __future__ import annotations
 
@@ -9,31 +9,42 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_kvcompress.cache.pages import FP8_TYPES, Quantization
+from vllm_kvcompress.cache.quantization import (
+    FP8_TYPES,
+    INT4,
+    TOKEN_SCALED_TYPES,
+    LayerScaled,
+    Quantization,
+    TokenScaled,
+)
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.vllm_plugin.startup import compat
 
 PLAIN_TYPES = ("auto", "bfloat16", "float16")
+KNOWN_TYPES = ("fp8", *TOKEN_SCALED_TYPES)
 
 
-def is_fp8(vllm_config: VllmConfig) -> bool:
-    """Whether the cache is in fp8."""
-    return str(vllm_config.cache_config.cache_dtype) in FP8_TYPES
+def is_quantized(vllm_config: VllmConfig) -> bool:
+    """Whether the cache is quantized in a way that is compressed."""
+    return str(vllm_config.cache_config.cache_dtype) in {**FP8_TYPES, **TOKEN_SCALED_TYPES}
 
 
 def quantization_of(layers: list[Any], vllm_config: VllmConfig) -> Quantization | None:
-    """Returns type and scales of a cache group's fp8 pages; None: pages are not quantized.
+    """Returns how a cache group's keys and values are stored; None: in the model's type.
 
     The layers' weights must be loaded.
 
     Raises:
         UnsupportedError: heads of a layer have scales of their own.
     """
-    stored = FP8_TYPES.get(layers[0].kv_cache_dtype)
-    if stored is None:
+    name, dtype = layers[0].kv_cache_dtype, vllm_config.model_config.dtype
+    if name in FP8_TYPES:
+        return LayerScaled(FP8_TYPES[name], dtype, compat.cache_scales(layers))
+    if name not in TOKEN_SCALED_TYPES:
         return None
-    return Quantization(stored, vllm_config.model_config.dtype, compat.cache_scales(layers))
+    rotates_back = compat.int4_rotates_back(layers[0]) if name == INT4 else None
+    return TokenScaled(TOKEN_SCALED_TYPES[name], dtype, rotates_back)
 
 
 def key_dtype(spec: AttentionSpec, vllm_config: VllmConfig) -> torch.dtype:
@@ -48,14 +59,10 @@ def reasons_against(vllm_config: VllmConfig, settings: Settings) -> Iterator[str
     option = f"--kv-cache-dtype {given}"
     if given in PLAIN_TYPES:
         return
-    if given not in FP8_TYPES:
-        yield (
-            f"{option}: compression works with fp8 and one scale per layer; other quantized "
-            "caches keep scales beside the tokens, or numbers smaller than bytes; use "
-            "--kv-cache-dtype fp8 or auto, or serve without --kv-policy."
-        )
-        return
     on_cpu = vllm_config.device_config.device_type == "cpu"
+    if given not in FP8_TYPES and given not in TOKEN_SCALED_TYPES:
+        yield _reason_against_type(given, on_cpu)
+        return
     if on_cpu and (reason := compat.reason_against_cpu_cache(vllm_config)) is not None:
         yield f"{option}: {reason.rstrip('.')}, says vLLM; use --kv-cache-dtype auto."
     if cache.kv_cache_dtype_skip_layers:
@@ -70,9 +77,9 @@ def reasons_against(vllm_config: VllmConfig, settings: Settings) -> Iterator[str
         )
     if settings.attention in ("own", "flash"):
         why = {
-            "own": "this package's kernels do not read fp8 caches",
-            "flash": "FlashAttention takes queries in fp8 for such a cache, while policies score "
-            "tokens with queries of the model's type",
+            "own": "this package's kernels do not read quantized caches",
+            "flash": "FlashAttention takes queries in fp8 for a cache in fp8, while policies score "
+            "tokens with queries of the model's type, and reads no other quantized cache",
         }
         yield (
             f"{option} with --kv-attention {settings.attention}: {why[settings.attention]}; "
@@ -82,6 +89,23 @@ def reasons_against(vllm_config: VllmConfig, settings: Settings) -> Iterator[str
         if pipeline.merger is not None:
             yield (
                 f"{option} with {pipeline.name}, which changes kept tokens or attention over them: "
-                "tokens of an fp8 cache can only be copied; use another policy, such as adakv, or "
-                "--kv-cache-dtype auto."
+                "tokens of a quantized cache can only be copied; use another policy, such as "
+                "adakv, or --kv-cache-dtype auto."
             )
+
+
+def _reason_against_type(given: str, on_cpu: bool) -> str:
+    """Says why a type of quantized cache is not compressed, and which are."""
+    why = "tokens are found in pages by their place, which is not known for this type"
+    if given.startswith(("turboquant", "ultraquant")):
+        why = (
+            "a slot holds a key and a value that only its own backend reads, which this package "
+            "does not extend"
+        )
+    elif given.startswith("nvfp4"):
+        why = "its scales lie in an order of their own, apart from the tokens"
+    other = "fp8" if on_cpu else " or ".join(KNOWN_TYPES)
+    return (
+        f"--kv-cache-dtype {given}: {why}; use --kv-cache-dtype {other} or auto, or serve without "
+        "--kv-policy."
+    )

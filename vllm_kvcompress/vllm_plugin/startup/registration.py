@@ -6,7 +6,7 @@ from vllm.config import VllmConfig
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin.startup.quantized import is_fp8
+from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 
 _PACKAGE = "vllm_kvcompress.vllm_plugin.worker_side.attention"
 _CPU = f"{_PACKAGE}.cpu.CompressedCPUBackend"
@@ -67,7 +67,7 @@ def kernels_for(vllm_config: VllmConfig, wanted: str) -> str:
     """
     if wanted in _GPU:
         return wanted
-    if is_fp8(vllm_config):  # FlashAttention takes queries in fp8 alone then
+    if is_quantized(vllm_config):  # FlashAttention takes queries in fp8 alone, or no such cache
         return "triton"
     return "flash" if _takes_flash(vllm_config) else "triton"
 

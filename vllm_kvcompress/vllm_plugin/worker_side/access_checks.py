@@ -39,10 +39,14 @@ class WorkerChecks:
         self._are_ours = plan.tags is not None
         for pool in pools if self._tags.poisoned else ():
             pages = pool.fresh_pages(torch.tensor(self._tags.poisoned, device=pool.device))
-            shape = (len(pages), pool.block_size, pool.head_size)
-            both = (torch.nan, min(POISON, torch.finfo(pool.stored).max))
-            rows = (torch.full(shape, each, device=pool.device) for each in both)
-            pool.write(pages, *(each.to(pool.stored).view(pool.pages.dtype) for each in rows))
+            rows = (
+                torch.full((pool.row_size,), number, device=pool.device, dtype=pool.dtype)
+                if pool.quantization is None
+                else pool.quantization.filled(number, pool.row_size).to(pool.device)
+                for number in (torch.nan, POISON)
+            )
+            shape = (len(pages), pool.block_size, -1)
+            pool.write(pages, *(row.view(pool.pages.dtype).expand(shape) for row in rows))
 
     def check(
         self,

@@ -18,7 +18,7 @@ from vllm_kvcompress.cache.page_summaries import SummaryKind
 from vllm_kvcompress.cache.pages import InterleavedPagePool
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
 from vllm_kvcompress.errors import UnsupportedError
-from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec, page_bytes_of
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype, quantization_of
 from vllm_kvcompress.vllm_plugin.worker_side.worker_compression import WorkerCompression
@@ -67,8 +67,7 @@ def reserve(
     reserved = int(FRAGMENTATION * event_bytes + TABLES_SHARE * available)
     room = available - reserved
     for spec, dtype, kind in summarised:
-        page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
-        reserved += kind.share(room, page_bytes, spec.head_size, dtype)
+        reserved += kind.share(room, page_bytes_of(spec), spec.head_size, dtype)
     return reserved
 
 
@@ -100,7 +99,7 @@ def _run_longest(compression: WorkerCompression, model: Any, names: list[str], s
     pool = InterleavedPagePool(
         pages=torch.zeros(
             spec.num_kv_heads,
-            2 * spec.block_size * spec.head_size,
+            page_bytes_of(spec) // spec.dtype.itemsize,
             dtype=spec.dtype,
             device=device,
         ),

@@ -21,6 +21,7 @@ from vllm_kvcompress.attention.decode_steps import DecodeSteps
 from vllm_kvcompress.attention.reading import SparseReads
 from vllm_kvcompress.cache.page_tables import PageTables
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
+from vllm_kvcompress.cache.quantization import LayerScaled
 from vllm_kvcompress.cache.query_windows import PagedWindows, QueryWindows, Windows, window_blocks
 from vllm_kvcompress.compression.batch import MAX_BATCH_LAYERS, MAX_BATCH_TOKENS
 from vllm_kvcompress.compression.dummy_runs import DummyRuns
@@ -40,6 +41,7 @@ from vllm_kvcompress.vllm_plugin.spec import (
     MIN_BUFFERS,
     CompressedAttentionSpec,
     QueryBuffers,
+    page_bytes_of,
 )
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.graphs import reason_for_pieces
@@ -122,7 +124,7 @@ class WorkerCompression:
             ConfigError: a budget in tokens leaves no page per layer and head beside the policy
                 state, or fewer tokens than are protected.
         """
-        page_bytes = 2 * spec.block_size * spec.head_size * spec.dtype.itemsize
+        page_bytes = page_bytes_of(spec)
         shape = PageShape(spec.num_kv_heads, spec.head_size, spec.block_size, page_bytes)
         demands = []
         for policy, pipeline in self.pipelines.items():
@@ -290,7 +292,7 @@ class WorkerCompression:
         model, needs = self._model_runner.model, self.needs
         for group in self.groups.values():
             layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
-            if (quantization := group.tables.pool.quantization) is not None:
+            if isinstance(quantization := group.tables.pool.quantization, LayerScaled):
                 quantization.set_scales(compat.cache_scales(layers))
             for number, layer in enumerate(layers):
                 group.runner.weights[number] = layer_weights(layer, model, needs)

@@ -14,13 +14,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.cache.page_order import Packing, find_packing
-from vllm_kvcompress.cache.pages import (
-    FP8_TYPES,
-    PackedPagePool,
-    PagePool,
-    flat_pages,
-    random_codes,
-)
+from vllm_kvcompress.cache.pages import PackedPagePool, PagePool, flat_pages
+from vllm_kvcompress.cache.quantization import FP8_TYPES, random_codes
 from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype, quantization_of
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import (
     CompressedBackend,

@@ -8,15 +8,16 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_kvcompress.cache.pages import (
-    InterleavedPagePool,
-    PagePool,
+from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool, flat_pages
+from vllm_kvcompress.cache.quantization import (
+    LayerScaled,
     Quantization,
-    flat_pages,
+    TokenScaled,
     random_codes,
 )
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.kernels.common.transfers import upload
+from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.quantized import quantization_of
 from vllm_kvcompress.vllm_plugin.worker_side.attention.base import CompressedBackend
 
@@ -49,7 +50,7 @@ class CompressedGPUBackend(CompressedBackend):
         quantization = quantization_of(layers, cls.compression.vllm_config)
         check_rows(layers[0], spec, quantization)
         pages, pages_per_block, offsets = flat_pages(caches)
-        return InterleavedPagePool(
+        pool = InterleavedPagePool(
             pages=pages,
             pages_per_block=pages_per_block,
             layer_offsets=upload(offsets, pages.device),
@@ -58,30 +59,40 @@ class CompressedGPUBackend(CompressedBackend):
             head_size=spec.head_size,
             quantization=quantization,
         )
+        if isinstance(quantization, TokenScaled):
+            compat.view_scales(layers, pool.cache_of_one_head)
+        return pool
 
 
 def check_rows(layer: Any, spec: AttentionSpec, quantization: Quantization | None) -> None:
     """Refuses kernels that store anything but rows of [key, value] in a page.
 
-    A probe goes through the backend's own cache-write op into a page of its own.
+    A probe goes through the backend's own cache-write op into a page of its own. With a scale per
+    token what is read must be close to what was written.
 
     Raises:
         UnsupportedError: the kernels use another order.
     """
     size, head_size = spec.block_size, spec.head_size
-    device = layer.kv_cache.device
-    shape = (1, spec.num_kv_heads, size, 2 * head_size)
-    page = torch.zeros(shape, dtype=spec.dtype, device=device)
-    if quantization is None:
-        rows = torch.randn((size, spec.num_kv_heads, 2 * head_size), device=device).to(spec.dtype)
-        keys, values = rows.split(head_size, dim=-1)
+    device, shape = layer.kv_cache.device, (size, spec.num_kv_heads, 2, head_size)
+    if isinstance(quantization, LayerScaled):
+        rows = random_codes(*shape).to(device)
+        read = torch.stack([quantization.dequantize(rows[:, :, i], 0, i) for i in (0, 1)], dim=2)
     else:
-        rows = random_codes(size, spec.num_kv_heads, 2 * head_size).to(device)
-        halves = enumerate(rows.split(head_size, dim=-1))
-        keys, values = (quantization.dequantize(half, 0, which) for which, half in halves)
+        dtype = spec.dtype if quantization is None else quantization.dtype
+        rows = read = torch.randn(shape, device=device).to(dtype)
     slots = torch.arange(size, device=device)
-    layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), page, slots)
-    if not torch.equal(page[0].transpose(0, 1), rows):
+    page = torch.zeros_like(layer.kv_cache[:1])
+    keys, values = (each.contiguous() for each in read.unbind(dim=2))
+    layer.impl.do_kv_cache_update(layer, keys, values, page, slots)
+    found = page[0].transpose(0, 1).unflatten(2, (2, -1))
+    if isinstance(quantization, TokenScaled):
+        compat.forget_scales(layer.impl)
+        found = quantization.dequantize(found, 0, 0)
+        same = bool(((found - rows).norm(dim=-1) < 0.5 * rows.norm(dim=-1)).all())
+    else:
+        same = torch.equal(found, rows)
+    if not same:
         raise UnsupportedError(
             "expected an attention kernel that stores a page as rows of a key and its value, "
             "found another order, in which compression would destroy them; serve without "
