@@ -37,6 +37,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(memory, "--kv-cache-memory", "memory of the KV cache alone, per rank")
     add(parser, "--context", "tokens of a request, such as 32k (the model's longest)", "TOKENS")
     add(parser, "--weights-memory", "memory of all ranks' weights, if quantized")
+    lists = "list budgets and types of caches under which so many fit, the least loss first"
+    parser.add_argument("--requests", type=_count, metavar="N", help=lists)
     usage = "activations, graphs and events on a GPU, which vLLM measures (3GiB)"
     add(parser, "--other-memory", usage, default=3 * 2**30)
 
@@ -44,6 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints how many requests fit, and how that follows from the model."""
     from vllm_kvcompress.tools import capacity
+    from vllm_kvcompress.tools.combinations import combinations, report
 
     own = argparse.ArgumentParser(prog="vllm-kvcompress plan", add_help=False, allow_abbrev=False)
     add_options(own)
@@ -68,6 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
         cache = int(share * namespace.gpu_memory) - shape.weight_bytes - namespace.other_memory
     length = namespace.context or int(_number(options, "max-model-len", shape.longest))
     block_size = int(_number(options, "block-size", capacity.BLOCK_SIZE))
+    if namespace.requests is not None:
+        if "kv-cache-dtype" in options or (request.settings and request.settings.compresses):
+            raise ConfigError(
+                "--requests chooses the budget and the type of the cache: leave out --kv-policy, "
+                "--kv-budget and --kv-cache-dtype, or leave out --requests."
+            )
+        found = combinations(shape, cache, length, block_size)
+        print("\n".join(report(found, namespace.requests, length)))
+        return 0
     plan = capacity.plan(shape, request.settings, cache, length, block_size)
     print(capacity.report(model, shape, plan))
     return 0
@@ -83,6 +95,13 @@ def _number(options: dict[str, str], name: str, default: float) -> float:
     if not 0 < number <= _MAX_SIZE or (number > 1 and number % 1):
         raise ConfigError(f"--{name} {text}: expected a positive number.")
     return number
+
+
+def _count(text: str) -> int:
+    """Parses a positive number."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, found {text!r}")
+    return int(text)
 
 
 def size(text: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from vllm_kvcompress.cache.quantization import FP8_TYPES
+from vllm_kvcompress.cache.quantization import FP8_TYPES, TOKEN_SCALED_TYPES, row_bytes
 from vllm_kvcompress.cache.query_windows import window_blocks
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
@@ -32,7 +32,8 @@ class ModelShape:
         num_layers: all have full attention.
         num_query_heads, num_kv_heads: of this rank, per layer.
         head_size: elements of a key.
-        dtype_bytes, cache_dtype_bytes: of one element, in weights and queries and in the cache.
+        dtype_bytes: of one element in weights and queries.
+        row_bytes: of a key in the cache, and of a value, a scale beside it included.
         weight_bytes: of this rank.
         longest: tokens of the longest request that the model supports.
         num_ranks: of tensor parallelism.
@@ -43,7 +44,7 @@ class ModelShape:
     num_kv_heads: int
     head_size: int
     dtype_bytes: int
-    cache_dtype_bytes: int
+    row_bytes: int
     weight_bytes: int
     longest: int
     num_ranks: int = 1
@@ -51,7 +52,22 @@ class ModelShape:
     @property
     def token_bytes(self) -> int:
         """KV cache bytes per token and rank: keys and values of all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_size * self.cache_dtype_bytes
+        return 2 * self.num_layers * self.num_kv_heads * self.row_bytes
+
+    def row_bytes_in(self, cache_dtype: str) -> int:
+        """Bytes of a key in a cache of vLLM's type; auto is that of the weights.
+
+        Raises:
+            ConfigError: no such type is compressed.
+        """
+        known = {"auto": self.dtype_bytes, **_BYTES}
+        stored = row_bytes(cache_dtype, self.head_size)
+        if stored is not None:
+            return stored
+        if cache_dtype not in known:
+            names = ", ".join([*known, *FP8_TYPES, *TOKEN_SCALED_TYPES])
+            raise ConfigError(f"--kv-cache-dtype {cache_dtype}: expected one of {names}.")
+        return self.head_size * known[cache_dtype]
 
     def with_weights(self, total_bytes: int) -> Self:
         """The same model with weights of that many bytes, over all ranks."""
@@ -113,25 +129,21 @@ def read_shape(
     query_heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or query_heads
     # All types that vLLM serves models in by default have two bytes: it halves float32.
-    number_bytes = _element_bytes("--dtype", dtype or "auto", {"auto": 2, **_BYTES})
-    cache_bytes = {"auto": number_bytes, **_BYTES, **dict.fromkeys(FP8_TYPES, 1)}
-    return ModelShape(
+    number_bytes = {"auto": 2, **_BYTES}.get(dtype or "auto")
+    if number_bytes is None:
+        raise ConfigError(f"--dtype {dtype}: expected one of auto, {', '.join(_BYTES)}.")
+    shape = ModelShape(
         num_layers=config.num_hidden_layers,
         num_query_heads=query_heads // num_ranks,
         num_kv_heads=max(1, kv_heads // num_ranks),
         head_size=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
         dtype_bytes=number_bytes,
-        cache_dtype_bytes=_element_bytes("--kv-cache-dtype", cache_dtype, cache_bytes),
+        row_bytes=0,
         weight_bytes=_num_weights(full_config) * number_bytes // num_ranks,
         longest=config.max_position_embeddings,
         num_ranks=num_ranks,
     )
-
-
-def _element_bytes(flag: str, dtype: str, known: dict[str, int]) -> int:
-    if dtype not in known:
-        raise ConfigError(f"{flag} {dtype}: expected one of {', '.join(known)}.")
-    return known[dtype]
+    return replace(shape, row_bytes=shape.row_bytes_in(cache_dtype))
 
 
 def _num_weights(config: Any) -> int:
@@ -178,7 +190,7 @@ def plan(
 def _rule(shape: ModelShape, settings: Settings, block_size: int) -> CompressionRule:
     """The rule that a worker makes of a layer's spec."""
     pipeline = resolve_settings(settings)[settings.policy]
-    page_bytes = 2 * block_size * shape.head_size * shape.cache_dtype_bytes
+    page_bytes = 2 * block_size * shape.row_bytes
     pages = PageShape(shape.num_kv_heads, shape.head_size, block_size, page_bytes)
     if isinstance(settings.budget, int):
         pipeline.check_room(settings.budget, pages)
