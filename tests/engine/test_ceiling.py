@@ -97,6 +97,36 @@ def test_a_pool_smaller_than_the_longest_request_serves_it(llama: str, run_engin
     assert roomy["max_concurrency"] == pytest.approx(200 / (BLOCKS + 1))  # vLLM rounds blocks up
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("policy", ["adakv", "pyramidkv"])
+def test_answers_under_a_ceiling_are_not_preempted(
+    llama: str, run_engine: Run, policy: str, asynchronous: bool
+) -> None:
+    """All are full at the same step; `pyramidkv` takes fresh blocks for every event.
+
+    The pool has the ceilings of five requests and an event's fresh blocks. More run where answers
+    are short.
+    """
+    long = [request(f"long {i}", prompt(60, seed=i), 250) for i in range(8)]
+    short = [request(f"short {i}", prompt(20, seed=i), 30) for i in range(12)]
+    report = run_engine(
+        llama,
+        [long, short, [alone(one) for one in long]],
+        settings={"policy": policy, "ceiling": CEILING},
+        environment=CHECKED,
+        asynchronous=asynchronous,
+        num_gpu_blocks_override=5 * BLOCKS + BLOCKS,
+        max_model_len=320,
+        max_num_seqs=16,
+    )
+    assert report["preemptions"] == 0
+    assert report["most_held_tokens"] <= CEILING
+    running = [set(held) for held in report["held"]]
+    assert max(sum("long" in name for name in names) for names in running) == 5
+    assert max(sum("short" in name for name in names) for names in running) > 8
+    check_as_alone(report["outputs"], [one["id"] for one in long])
+
+
 def test_drafts_end_before_an_event(llama: str, run_engine: Run) -> None:
     """Speculative decoding leaves the outputs as they are."""
     settings = {"policy": "adakv", "ceiling": CEILING}

@@ -141,6 +141,41 @@ def test_no_request_ever_holds_more_than_its_ceiling(
         assert most == min(computed, ceiling * BLOCK - 1)
 
 
+@given(
+    rule=rules,
+    layer_dependent=st.booleans(),
+    prompt=st.integers(1, 400),
+    answer=st.integers(1, 300),
+    chunk=st.integers(1, 120),
+)
+def test_no_request_comes_to_hold_more_than_is_reserved(
+    rule: CompressionRule, layer_dependent: bool, prompt: int, answer: int, chunk: int
+) -> None:
+    """Counts by hand what an answer holds, and what events take, up to the last token."""
+    rule = replace(rule, pressure_mark=None, layer_dependent=layer_dependent)
+    ledger = RequestLedger(prompt, rule, num_prompt_tokens=prompt, most_tokens=prompt + answer)
+    computed, blocks = 0, 0
+    said: list[tuple[int, int]] = []
+    fresh: list[tuple[int, int]] = []
+    while computed < prompt + answer:
+        said.append((computed, ledger.most_blocks()))
+        fresh.append((computed, ledger.fresh_blocks()))
+        event = ledger.next_position(computed)
+        end = min(computed + chunk, prompt) if computed < prompt else computed + 1
+        end = end if event is None else min(event, end)
+        blocks += math.ceil(end / BLOCK) - math.ceil(computed / BLOCK)
+        if computed >= prompt:
+            assert all(blocks <= most for at, most in said if at >= prompt)
+        decision = ledger.decide(end)
+        if decision is not None and not decision.skipped:
+            kept, former = decision.num_kept_blocks, ledger.resident_blocks
+            if layer_dependent or kept != former:
+                assert all(kept <= most for _, most in fresh)
+            ledger.commit(end, kept)
+            blocks = kept + (end % BLOCK > 0)
+        computed = end
+
+
 @pytest.mark.parametrize(
     ("ceiling", "kept"), [(2, 1), (8, 7), (15, 14), (16, 14), (64, 56), (100, 88)]
 )
@@ -166,6 +201,13 @@ def test_a_long_prompt_is_compressed_once_more_at_its_end() -> None:
     assert RequestLedger(15 * BLOCK, rule).next_position(0) == 16 * BLOCK
 
 
+@example(  # every chunk leaves less than the ceiling
+    rule=CompressionRule(
+        BLOCK, fraction=0.25, at_prompt_end=False, chunk_tokens=BLOCK, ceiling_blocks=16
+    ),
+    prompt=257,
+    pool=1,
+)
 @given(rule=rules, prompt=st.integers(1, 2000), pool=st.integers(1, 500))
 def test_concurrency_is_the_number_of_requests_that_fit(
     rule: CompressionRule, prompt: int, pool: int

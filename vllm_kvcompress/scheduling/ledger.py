@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Self
 
+from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import Observation
 from vllm_kvcompress.scheduling.rule import (
     TRIGGER_CEILING,
@@ -58,6 +59,7 @@ class RequestLedger:
         num_prompt_tokens: logical tokens of the prompt, those behind a named context included.
         num_hit_tokens: logical tokens of the prefix-cache hit or kept state that the request begins
             with, which leave no queries.
+        most_tokens: logical tokens that the request computes at most, its answer included.
     """
 
     compress_at: int
@@ -69,6 +71,7 @@ class RequestLedger:
     first_event_position: int | None = None
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
+    most_tokens: int = 0
 
     def next_position(self, after: int) -> int | None:
         """Finds the first position > `after`, in computed tokens, at which an event may happen.
@@ -204,6 +207,36 @@ class RequestLedger:
         if first >= end:
             return None
         return Observation(first - start, first, min(end, position) - first)
+
+    def most_blocks(self) -> int:
+        """Counts the most blocks that the request still comes to hold between events.
+
+        These are all up to its last token, unless its ceiling, or events before that, keep it from
+        getting as far.
+        """
+        rule, size = self.rule, self.rule.block_size
+        if not self.last_position and rule.first_effective_position(self.compress_at):
+            after = replace(self)
+            after.commit(self.compress_at, rule.target_blocks(self.compress_at, self.compress_at))
+            return max(after.most_blocks(), rule.limited(ceil_div(self.compress_at, size)))
+        held = self.resident_blocks + ceil_div(self.most_tokens, size) - self.compressed_blocks
+        stride = rule.decode_tokens or rule.chunk_tokens
+        if stride:
+            kept = max(rule.target_blocks(self.compress_at, self.most_tokens), self.resident_blocks)
+            before = max(kept, ceil_div(rule.min_tokens, size))
+            if not self.last_position:
+                before = max(before, ceil_div(self.compress_at, size))
+            held = min(held, before + ceil_div(stride, size) + 1)
+        return rule.limited(held)
+
+    def fresh_blocks(self) -> int:
+        """Counts the most fresh blocks that an event to come takes; 0: none, or it is in place."""
+        position = self.next_position(self.last_position)
+        if position is None or position > self.most_tokens:
+            return 0
+        num_kept = self.rule.target_blocks(self.compress_at, self.most_tokens)
+        is_same_size = num_kept == self.resident_blocks and not self.rule.layer_dependent
+        return 0 if is_same_size else num_kept
 
     def _expects_event(self, position: int) -> bool:
         """Whether an event at `position`, or soon after it, is planned already or will be."""

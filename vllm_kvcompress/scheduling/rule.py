@@ -83,6 +83,18 @@ class CompressionRule(PolicyDemand):
         """Whether requests of any length stay uncompressed."""
         return self.ceiling_blocks is None and self.fraction is not None and self.fraction >= 1.0
 
+    @property
+    def reserves_growth(self) -> bool:
+        """Whether requests are admitted only if what running ones grow to fits beside them.
+
+        Memory pressure makes room for growth by itself.
+        """
+        return self.ceiling_blocks is not None and self.pressure_mark is None
+
+    def limited(self, num_blocks: int) -> int:
+        """Returns a number of blocks, or the ceiling if that is less."""
+        return num_blocks if self.ceiling_blocks is None else min(num_blocks, self.ceiling_blocks)
+
     def next_position(self, compress_at: int, after: int) -> int | None:
         """Finds the first position > `after`, in computed tokens, at which an event may happen."""
         candidates = []
@@ -186,12 +198,11 @@ class CompressionRule(PolicyDemand):
         num_blocks = math.ceil(num_tokens / self.block_size)
         if self.first_effective_position(num_tokens) is None and self.pressure_mark is None:
             return num_blocks
-        if self.ceiling_blocks is not None and num_blocks > self.ceiling_blocks:
-            return self.ceiling_blocks + self.window_blocks
-        tail = self.decode_tokens or self.chunk_tokens or 1
-        kept = self.target_blocks(num_tokens, num_tokens)
-        kept = min(num_blocks, kept + math.ceil(tail / self.block_size))
-        return kept + self.window_blocks
+        tail = self.decode_tokens or self.chunk_tokens
+        if tail or self.ceiling_blocks is None:
+            kept = self.target_blocks(num_tokens, num_tokens)
+            num_blocks = min(num_blocks, kept + math.ceil((tail or 1) / self.block_size))
+        return self.limited(num_blocks) + self.window_blocks
 
     def concurrency(self, num_tokens: int, pool_blocks: int) -> float:
         """Returns how many requests of `num_tokens` tokens a pool serves at a time.

@@ -7,6 +7,7 @@ null in it; the blocks with the kept tokens are recorded beside it (`GroupBlocks
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.single_type_kv_cache_manager import (
@@ -27,6 +28,7 @@ from vllm_kvcompress.scheduling.plan import Adoption, EventPlan, RequestPlan
 from vllm_kvcompress.scheduling.rule import TRIGGER_PRESSURE
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import (
     GroupBlocks,
+    RequestCompression,
     RequestTable,
     block_ids,
 )
@@ -150,17 +152,15 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         if apply_admission_cap:
             start = None if beginning is None else beginning.num_tokens
             reserved = self.reserved_blocks(request_id)
-            of_events = self._blocks_of_events(record.ledger, num_tokens, start, reserved > 0)
-            return max(0, num_blocks + of_events + reserved)
+            more = self._blocks_of_events(record.ledger, num_tokens, start, reserved > 0)
+            if reserved and record.ledger.rule.reserves_growth:
+                more = max(more, self._blocks_of_growth(record, num_tokens))
+            return max(0, num_blocks + more + reserved)
         selected = request_id in self.table.selected
         decision = record.ledger.decide(num_tokens_main_model, selected)
-        if decision is None or decision.skipped:
-            return num_blocks
-        if self._stays_in_place(request_id, decision):
-            return num_blocks
-        num_with_event = num_blocks + decision.num_kept_blocks
+        num_with_event = num_blocks + self._fresh_blocks(request_id, decision)
         num_free = self.block_pool.get_num_free_blocks()
-        makes_room = decision.trigger == TRIGGER_PRESSURE
+        makes_room = decision is not None and decision.trigger == TRIGGER_PRESSURE
         if makes_room and num_with_event * len(self.siblings) > num_free:
             # An event that is to make room must not make vLLM preempt another request.
             self.table.selected.remove(request_id)
@@ -191,6 +191,38 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
         if rule.first_effective_position(num_tokens) is not None:
             return rule.peak_blocks(num_tokens) - ceil_div(num_tokens, self.block_size)
         return rule.target_blocks(num_tokens, num_tokens) if under_pressure else 0
+
+    def _blocks_of_growth(self, record: RequestCompression, num_tokens: int) -> int:
+        """Counts the blocks that a new request of `num_tokens` tokens takes behind these.
+
+        Beside them is room for the fresh blocks of one event, of any request; other events wait
+        until its sources are free (`waits_for_room`). The count may be negative.
+        """
+        ledger, beginning = replace(record.ledger), record.reuse.beginning
+        if beginning is not None:
+            ledger.commit(beginning.state.position, len(beginning.state.kept))
+        num_new = ceil_div(num_tokens, self.block_size) - ledger.compressed_blocks
+        running = [self.table[each].ledger for each, blocks in self.req_to_blocks.items() if blocks]
+        fresh = max(each.fresh_blocks() for each in [ledger, *running])
+        return ledger.most_blocks() - ledger.resident_blocks - num_new + fresh
+
+    def waits_for_room(self, request_id: str, num_tokens: int, num_processed: int) -> bool:
+        """Whether a running request waits a step, since its blocks are those of a running event.
+
+        Otherwise vLLM would preempt a request for blocks that the next step frees.
+
+        Args:
+            request_id: the request.
+            num_tokens: its computed tokens at the end of the step.
+            num_processed: its computed tokens in steps that have been processed.
+        """
+        ledger = self.table[request_id].ledger
+        for manager in self.siblings:  # so that all that wait, wait for others
+            manager.remove_skipped_blocks(request_id, num_processed)
+        num_blocks = ceil_div(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
+        num_blocks += self._fresh_blocks(request_id, ledger.decide(num_tokens))
+        is_short = num_blocks * len(self.siblings) > self.block_pool.get_num_free_blocks()
+        return is_short and any(each.num_pending_frees() for each in self.siblings)
 
     def add_local_computed_blocks(
         self,
@@ -282,9 +314,10 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
     ) -> int:
         """Counts the blocks that requests which hold some are still going to take.
 
-        A prompt that is being read goes on to its peak. All others grow: a block for each lets a
-        new request be read before one of them has to be preempted. Nothing is reserved for
-        requests that are never compressed, as in stock vLLM.
+        A prompt that is being read goes on to its peak. All others grow: under a ceiling as far as
+        that or their `max_tokens`; else a block for each lets a new request be read before one of
+        them has to be preempted. Nothing is reserved for requests that are never compressed, as in
+        stock vLLM.
 
         Args:
             new_request_id: request that is not counted.
@@ -303,6 +336,11 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
                 missing = max(0, ceil_div(ahead.get(request_id, 0), self.block_size) - len(blocks))
             if len(blocks) * self.block_size < ledger.num_prompt_tokens:
                 missing = max(missing, self._blocks_to_peak(request_id, ledger))
+            if ledger.rule.reserves_growth:
+                num_own = self.num_blocks_held(request_id)
+                if not ledger.last_position:  # others may go on holding blocks of the same prefix
+                    num_own = sum(block.ref_cnt == 1 for block in blocks)
+                missing = max(missing, ledger.most_blocks() - num_own)
             reserved += missing
         return reserved
 
@@ -363,6 +401,12 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             after_first_token=ledger.follows_first_token(position),
         )
         return held.event
+
+    def _fresh_blocks(self, request_id: str, decision: Decision | None) -> int:
+        """Counts the fresh blocks that a decision takes."""
+        if decision is None or decision.skipped or self._stays_in_place(request_id, decision):
+            return 0
+        return decision.num_kept_blocks
 
     def _stays_in_place(self, request_id: str, decision: Decision) -> bool:
         """Whether an event writes to the blocks of the former one's kept tokens.

@@ -209,6 +209,7 @@ class RequestTable:
             if compress_at == num_tokens:
                 rule = self._leave_whole(request, settings, rule, has_room)
             ledger = RequestLedger(compress_at, rule, settings.policy, num_prompt_tokens=num_tokens)
+        ledger.most_tokens = num_tokens + (request.max_tokens or 1) - 1  # the last one is not read
         read_rule = settings.request_read_rule(options.read)
         if read_rule is not None:
             plan.read = ReadPlan(read_rule, num_tokens, compress_at)

@@ -208,7 +208,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
 
         Chunks that would run past it are those of resumed requests, whose generated tokens are
         computed anew together with the prompt, and those of the chunk trigger. Drafts end before
-        it: they may be taken back, and an event cannot.
+        it: they may be taken back, and an event cannot. Under a ceiling a request waits for blocks
+        that an event is about to free.
         """
         if self.table is None:
             return None
@@ -226,7 +227,14 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         room = position - start
         if position > request.num_tokens:  # all tokens before it but the first are drafts
             room = max(1, room - 1)
-        return min(num_new_tokens, room)
+        num_new_tokens = min(num_new_tokens, room)
+        if ledger.rule.reserves_growth and request.status == RequestStatus.RUNNING:
+            num_processed = request.num_computed_tokens - request.num_in_flight_tokens
+            if self.compressed[0].waits_for_room(
+                request.request_id, start + num_new_tokens, num_processed
+            ):
+                return 0
+        return num_new_tokens
 
     def find_prefix_hit(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         """Returns a kept state's blocks, or as much of vLLM's prefix-cache hit as is allowed.
