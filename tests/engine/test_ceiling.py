@@ -127,6 +127,32 @@ def test_answers_under_a_ceiling_are_not_preempted(
     check_as_alone(report["outputs"], [one["id"] for one in long])
 
 
+def test_two_ranks_hold_as_much_as_one(llama: str, run_engine: Run) -> None:
+    """Tensor parallel: every rank has the events of the ceiling, and waits for the same blocks."""
+    requests = [request(f"r{i}", prompt(60 + 90 * i, seed=i), 150) for i in range(6)]
+    shared: dict[str, Any] = {
+        "settings": {"policy": "snapkv", "ceiling": CEILING},
+        "num_gpu_blocks_override": 4 * BLOCKS,
+        "max_model_len": 2048,
+    }
+    one = run_engine(llama, [requests], environment=CHECKED, **shared)
+    two = run_engine(
+        llama,
+        [requests],
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1", **CHECKED},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        **shared,
+    )
+    for one_request in requests:
+        name = one_request["id"]
+        assert two["outputs"][name]["tokens"] == one["outputs"][name]["tokens"], name
+    assert two["held"] == one["held"]
+    assert two["events"] == one["events"]
+    assert (two["preemptions"], two["free_at_end"]) == (0, two["num_blocks"] - 1)
+    assert two["most_held_tokens"] == one["most_held_tokens"] <= CEILING
+
+
 def test_drafts_end_before_an_event(llama: str, run_engine: Run) -> None:
     """Speculative decoding leaves the outputs as they are."""
     settings = {"policy": "adakv", "ceiling": CEILING}
