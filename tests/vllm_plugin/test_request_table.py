@@ -103,6 +103,26 @@ def test_request_preempted_behind_its_first_token_has_its_event_later() -> None:
     assert queue.sent["a"] == [300]
 
 
+def test_no_request_waits_for_an_event_that_waits_for_a_request() -> None:
+    """Events behind first tokens run once their requests go on; others free blocks by themselves.
+
+    In a full pool both requests need a block for their next token.
+    """
+    queue = Queue(1, num_blocks=40)
+    manager, names = queue.table.managers[0], ("a", "bb")
+    for name in names:
+        request = queue.add(name, 64)
+        assert queue.step(name)
+        assert queue.sent[name] == []  # the event comes behind the first token
+        assert request.num_tokens == 65
+    queue.cache.block_pool.get_new_blocks(queue.cache.block_pool.get_num_free_blocks())
+    assert not any(manager.waits_for_room(name, 65, 64) for name in names)
+    queue.table.awaiting_event.pop("a")  # its step has been planned
+    assert manager.waits_for_room("bb", 65, 64)
+    assert not manager.waits_for_room("bb", 64, 64)  # needs no block
+    assert not manager.waits_for_room("a", 65, 65)  # whose own event has been processed
+
+
 def test_window_holds_the_queries_behind_the_hit_that_a_request_was_admitted_with() -> None:
     """A preempted request begins anew with a hit of its own."""
     queue = Queue(1, window_size=64, min_window=16)

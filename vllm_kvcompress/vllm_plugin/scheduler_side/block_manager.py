@@ -221,8 +221,11 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             manager.remove_skipped_blocks(request_id, num_processed)
         num_blocks = ceil_div(num_tokens, self.block_size) - len(self.req_to_blocks[request_id])
         num_blocks += self._fresh_blocks(request_id, ledger.decide(num_tokens))
-        is_short = num_blocks * len(self.siblings) > self.block_pool.get_num_free_blocks()
-        return is_short and any(each.num_pending_frees() for each in self.siblings)
+        if num_blocks * len(self.siblings) <= self.block_pool.get_num_free_blocks():
+            return False
+        # An event behind the first token runs only once its request goes on.
+        begun = (each for each in self.req_to_blocks if each not in self.table.awaiting_event)
+        return any(self._held(each).event is not None for each in begun)
 
     def add_local_computed_blocks(
         self,
