@@ -67,6 +67,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 64,
         **EXPERTS,
     },
+    # Attention sinks in full and sliding-window layers.
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "num_hidden_layers": 4,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     # Full layers, and others that attend within chunks.
     "llama4": {
         "model_type": "llama4_text",
@@ -106,6 +115,8 @@ def build(
             parameter.data.mul_(8)
         if name.endswith("q_norm.weight"):  # where there is one, the projection's size is nothing
             parameter.data.mul_(8)
+        if name.endswith("sinks"):
+            parameter.data.uniform_(1, 4)
         if name.endswith("q_proj.weight"):
             parameter.data[: parameter.shape[0] // 2].mul_(0.1)
         if name.endswith(("v_proj.weight", "o_proj.weight", "embed_tokens.weight")):

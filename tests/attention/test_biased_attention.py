@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from tests.kernels.child import Child
-from tests.kernels.oracles import Vector, attend, corrected
+from tests.kernels.oracles import NONE, Vector, attend, corrected
 from tests.step_cases import GROUP, NUM_HEADS, NUM_LAYERS, REQUESTS, Request, Step, make_pool
 from vllm_kvcompress.attention.biased import biased_attention, query_batches
 from vllm_kvcompress.cache.pages import InterleavedPagePool, PackedPagePool, PagePool
+from vllm_kvcompress.compression.event import LayerWeights
 from vllm_kvcompress.policies.registry import resolve
 
 SCALE = 0.4
@@ -23,7 +26,12 @@ BATCHES = {
 }
 
 
-def expected(step: Step, request: Request, layer: int, query_head: int, nth: int) -> Vector:
+SINKS = torch.tensor([[2.0, -1.0, 0.5, 3.0], [0.0, 1.0, 4.0, -2.0]])[:NUM_HEADS, :GROUP]
+
+
+def expected(
+    step: Step, request: Request, layer: int, query_head: int, nth: int, sink: float = NONE
+) -> Vector:
     """The output of the nth of a request's queries in this step."""
     row = step.requests.index(request)
     where = (request.name, layer, query_head // GROUP)
@@ -35,7 +43,8 @@ def expected(step: Step, request: Request, layer: int, query_head: int, nth: int
     output, lse = attend(query, keys, values, added, SCALE)
     if where in step.states:
         output = corrected(output, lse, query, step.states[where].tolist(), SCALE)
-    return output
+    share = 1 / (1 + math.exp(sink - lse))
+    return [share * number for number in output]
 
 
 @pytest.mark.parametrize("batch_name", BATCHES)
@@ -61,6 +70,22 @@ def test_outputs_are_those_of_plain_loops(
                         continue
                     wanted = torch.tensor(expected(step, request, layer, query_head, nth))
                     torch.testing.assert_close(output, wanted, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sinks_take_their_share_of_attention(kind: type[PagePool]) -> None:
+    """Of several requests that decode, and of a chunk."""
+    step = Step(resolve("snapkv"), make_pool(kind), BATCHES["mixed"])
+    step.runner.weights[1] = LayerWeights(sinks=SINKS)
+    found = torch.zeros_like(step.queries)
+    for group in query_batches(step.read(), step.starts):
+        biased_attention(step.runner, 1, group, step.queries, found, SCALE)
+    for row, request in enumerate(step.requests):
+        for nth in range(request.num_queries if request.kept is not None else 0):
+            for query_head, sink in enumerate(SINKS.flatten().tolist()):
+                output = found[int(step.starts[row]) + nth, query_head]
+                wanted = torch.tensor(expected(step, request, 1, query_head, nth, sink))
+                torch.testing.assert_close(output, wanted, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -74,7 +75,9 @@ def fill(steps: DecodeSteps, step: Step, padding: int = 0) -> None:
     steps.fill(batches, seq_lens, step.kept_alive[0], None)
 
 
-def expected(step: Step, request: Request, layer: int, query_head: int) -> torch.Tensor:
+def expected(
+    step: Step, request: Request, layer: int, query_head: int, sink: float | None = None
+) -> torch.Tensor:
     """Of a request's one query."""
     where, row = (request.name, layer, query_head // GROUP), step.requests.index(request)
     keys, values = step.keys[where].tolist(), step.values[where].tolist()
@@ -83,7 +86,8 @@ def expected(step: Step, request: Request, layer: int, query_head: int) -> torch
     output, lse = attend(query, keys, values, bias, SCALES[layer])
     if where in step.states:
         output = corrected(output, lse, query, step.states[where].tolist(), SCALES[layer])
-    return torch.tensor(output)
+    share = 1.0 if sink is None else 1 / (1 + math.exp(sink - lse))
+    return share * torch.tensor(output)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -109,6 +113,22 @@ def test_outputs_are_those_of_plain_loops(policy: str, padding: int, device: tor
                 for head in range(QUERY_HEADS):
                     wanted = expected(step, request, layer, head)
                     torch.testing.assert_close(found[row, head], wanted, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_sinks_take_their_share_of_attention(device: torch.device) -> None:
+    """In the layers that have them, of compressed requests and others."""
+    step, sinks = make_step("mixed", device), torch.randn(NUM_HEADS, GROUP)
+    addressed = {1: sinks.to(device)}
+    steps = DecodeSteps(step.pool, ROOM, QUERY_HEADS, SCALES, step.pipeline, False, addressed)
+    fill(steps, step)
+    for layer, has_sinks in enumerate([False, True]):
+        found = torch.zeros_like(step.queries, device=device)
+        steps.run(layer, step.queries.to(device), found)
+        for row, request in enumerate(step.requests):
+            for head, sink in enumerate(sinks.flatten().tolist()):
+                wanted = expected(step, request, layer, head, sink if has_sinks else None)
+                torch.testing.assert_close(found[row, head].cpu(), wanted, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "asymkv", "momentkv"])

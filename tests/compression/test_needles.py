@@ -28,14 +28,18 @@ def test_prompts_hold_the_needle_twice(seed: int) -> None:
 
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("group", [1, 3])
-def test_scores_are_mean_attention_on_the_needle(group: int, softcap: float) -> None:
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_scores_are_mean_attention_on_the_needle(
+    group: int, softcap: float, with_sinks: bool
+) -> None:
     """Of the last queries, each of which sees no later token."""
     torch.manual_seed(0)
     num_heads, num_tokens, num_queries, size, scale = 2, 30, 6, 8, 0.4
     queries = torch.randn(num_queries, num_heads * group, size)
     keys = torch.randn(num_heads, num_tokens, size)
     needle = slice(9, 18)
-    scores = needle_mass(queries, keys, needle, scale, softcap).tolist()
+    sinks = torch.randn(num_heads, group) if with_sinks else None
+    scores = needle_mass(queries, keys, needle, scale, softcap, sinks).tolist()
     for head, score in enumerate(scores):
         masses = []
         for index in range(num_queries):
@@ -44,5 +48,6 @@ def test_scores_are_mean_attention_on_the_needle(group: int, softcap: float) -> 
                 pairs = zip(queries[index, head], keys[head // group, token], strict=True)
                 logit = scale * sum(float(a * b) for a, b in pairs)
                 weights.append(math.exp(softcap * math.tanh(logit / softcap) if softcap else logit))
-            masses.append(sum(weights[needle]) / sum(weights))
+            sink = 0.0 if sinks is None else math.exp(sinks.flatten()[head])
+            masses.append(sum(weights[needle]) / (sum(weights) + sink))
         assert score == pytest.approx(sum(masses) / num_queries, abs=1e-5)

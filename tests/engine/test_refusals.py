@@ -346,9 +346,28 @@ def test_policies_without_logit_caps_are_refused_for_models_with_them(tmp_path: 
         layer = Attention(4, 32, 1.0, 2, prefix="layers.0.attn", logits_soft_cap=50.0)
     pipelines = resolve_settings(Settings.from_dict(settings))
     with pytest.raises(UnsupportedError, match=r"layers.0.attn caps its attention logits"):
-        check_layer(layer, False, pipelines)
+        check_layer(layer, own, False, pipelines)
     with pytest.raises(UnsupportedError, match=r"layers.0.attn.*with --kv-attention triton"):
-        check_layer(layer, True, {})
+        check_layer(layer, own, True, {})
+
+
+def test_what_does_not_take_sinks_into_account_is_refused(llama: str) -> None:
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    with set_current_vllm_config(engine_config(llama, SETTINGS)):
+        layer = Attention(4, 32, 1.0, 2, prefix="layers.0.attn", sinks=torch.zeros(4))
+    plain = Settings(policy="keydiff", budget=0.5)
+    check_layer(layer, plain, False, resolve_settings(plain))
+    for settings, reason in (
+        (Settings(policy="momentkv", budget=0.5), "sinks, which momentkv does not.*such as adakv"),
+        (Settings(policy="keydiff", budget=0.5, read="quest:0.25"), "sinks.*remove --kv-read"),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"layers.0.attn has attention {reason}"):
+            check_layer(layer, settings, False, resolve_settings(settings))
+    layer.kv_cache_dtype = "fp8"
+    with pytest.raises(UnsupportedError, match="a cache in fp8; use --kv-cache-dtype auto"):
+        check_layer(layer, plain, False, resolve_settings(plain))
 
 
 @pytest.mark.parametrize(("option", "setting"), [("contexts", True), ("conversations", "reuse")])

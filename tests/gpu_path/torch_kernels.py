@@ -31,6 +31,7 @@ def paged_attention(
     v_descale: Tensor | None = None,
     k_scale_cache: Tensor | None = None,
     v_scale_cache: Tensor | None = None,
+    sinks: Tensor | None = None,
     **options: Any,
 ) -> None:
     """Causal attention of the last queries of every sequence, over its blocks.
@@ -47,6 +48,7 @@ def paged_attention(
         k_descale, v_descale: [S, KV heads] what keys and values are times, in fp8.
         k_scale_cache, v_scale_cache: [blocks, block size, KV heads] the same for every token, in
             int8 and fp8, of which `k` and `v` have some bytes more than a head's elements.
+        sinks: [query heads] logits that take part in the softmax and have no value; None: none.
         options: what does not change a plain causal softmax here.
     """
     assert causal is True
@@ -72,7 +74,11 @@ def paged_attention(
         later = torch.ones(last - first, length).triu(length - (last - first) + 1).bool()
         if window_size is not None and window_size[0] >= 0:
             later |= torch.ones_like(later).tril(length - (last - first) - 1 - window_size[0])
-        weights = logits.masked_fill(later, -torch.inf).softmax(-1)
+        logits = logits.masked_fill(later, -torch.inf)
+        if sinks is not None:
+            added = sinks.float().view(-1, group, 1, 1).expand(-1, -1, last - first, -1)
+            logits = torch.cat((logits, added), dim=-1)
+        weights = logits.softmax(-1)[..., :length]
         mixed = torch.einsum("hgqk,khd->qhgd", weights, values)
         out[first:last] = mixed.flatten(1, 2).to(out.dtype)
 

@@ -99,7 +99,13 @@ def corrected(output: Vector, lse: float, query: Vector, state: Vector, scale: f
 
 
 def window_mass(
-    entries: Any, num_tail: int, queries: Any, scale: float, bias: Any, stride: int = 1
+    entries: Any,
+    num_tail: int,
+    queries: Any,
+    scale: float,
+    bias: Any,
+    stride: int = 1,
+    sinks: Any = None,
 ) -> list[list[float]]:
     """[S][capacity]: mean share of each entry in the softmax of the window's queries.
 
@@ -121,14 +127,18 @@ def window_mass(
                     + (bias_of(bias, s, j) if j < body else 0.0)
                     for j in range(max(0, visible))
                 ]
+                if sinks is not None:
+                    logits.append(float(sinks[s, g]))
                 weights = [math.exp(logit - max(logits)) for logit in logits]
-                for j in range(min(body, len(weights))):
+                for j in range(min(body, max(0, visible))):
                     total[j] += weights[j] / sum(weights) / (len(counting) * group)
         results.append(total)
     return results
 
 
-def repetition_peaks(keys: Any, queries: Any, scale: float, num_context: int) -> list[list[float]]:
+def repetition_peaks(
+    keys: Any, queries: Any, scale: float, num_context: int, sinks: Any = None
+) -> list[list[float]]:
     """[H][num_context]: the highest share that any query of the last tokens gives an entry."""
     rows, heads = queries.double().tolist(), keys.double().tolist()
     group = queries.shape[1] // len(heads)
@@ -137,8 +147,10 @@ def repetition_peaks(keys: Any, queries: Any, scale: float, num_context: int) ->
         highest = [0.0] * num_context
         for i, members in enumerate(rows):
             visible = entries[: len(entries) - (len(rows) - 1 - i)]
-            for query in members[h * group : (h + 1) * group]:
+            for g, query in enumerate(members[h * group : (h + 1) * group]):
                 weights = [math.exp(scale * dot(query, key)) for key in visible]
+                if sinks is not None:
+                    weights.append(math.exp(float(sinks[h, g])))
                 for j in range(num_context):
                     highest[j] = max(highest[j], weights[j] / sum(weights))
         results.append(highest)

@@ -13,11 +13,13 @@ from vllm_kvcompress.kernels.repetition_peaks import repetition_peaks
 
 @pytest.mark.parametrize("tile_bytes", [1, 4 * 3 * 29 * 2, 1 << 20])
 @pytest.mark.parametrize("head_bytes", [1, 1 << 20])
+@pytest.mark.parametrize("sinks", [None, torch.tensor([[3.0, 1.0, -9.0], [0.0, 2.0, 5.0]])])
 @pytest.mark.parametrize(("num_queries", "num_context"), [(1, 28), (7, 22), (7, 3), (12, 17)])
 def test_peaks_equal_the_oracle(
     monkeypatch: pytest.MonkeyPatch,
     tile_bytes: int,
     head_bytes: int,
+    sinks: torch.Tensor | None,
     num_queries: int,
     num_context: int,
 ) -> None:
@@ -25,8 +27,8 @@ def test_peaks_equal_the_oracle(
     monkeypatch.setattr(tiles, "TILE_BYTES", tile_bytes)
     monkeypatch.setattr(tiles, "HEADS_BYTES", head_bytes)
     keys, queries = random(2, 29, 8), random(num_queries, 6, 8, seed=2)
-    results = repetition_peaks(keys, queries, 0.7, num_context)
-    expected = oracles.repetition_peaks(keys, queries, 0.7, num_context)
+    results = repetition_peaks(keys, queries, 0.7, num_context, sinks)
+    expected = oracles.repetition_peaks(keys, queries, 0.7, num_context, sinks)
     torch.testing.assert_close(results, torch.tensor(expected), rtol=1e-4, atol=1e-6)
 
 

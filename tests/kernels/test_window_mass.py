@@ -20,14 +20,18 @@ MASS = "vllm_kvcompress.kernels.window_mass_triton.window_mass"
 
 @pytest.mark.parametrize("num_tail", [0, 2, 3])
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("with_sinks", [False, True])
 @pytest.mark.parametrize("stride", [1, 3])
-def test_twin_equals_the_oracle(num_tail: int, with_bias: bool, stride: int) -> None:
+def test_twin_equals_the_oracle(
+    num_tail: int, with_bias: bool, with_sinks: bool, stride: int
+) -> None:
     """One head is shorter than the window; the bias is longer than some heads."""
     entries = make_entries([3, 17, 8], block_size=4, head_size=8)
     queries = random(5, 6, 8)
     bias = random(3, entries.capacity) if with_bias else None
-    mass = twin(window_mass)(PagedKV.of(entries, num_tail), queries, 0.3, bias, stride)
-    expected = torch.tensor(oracles.window_mass(entries, num_tail, queries, 0.3, bias, stride))
+    more = (bias, stride, random(3, 2, seed=5) if with_sinks else None)
+    mass = twin(window_mass)(PagedKV.of(entries, num_tail), queries, 0.3, *more)
+    expected = torch.tensor(oracles.window_mass(entries, num_tail, queries, 0.3, *more))
     assert_close(mass, expected, torch.float32)
     assert expected.any()
 
@@ -40,11 +44,12 @@ def check(
     group: int,
     bias: torch.Tensor | None = None,
     stride: int = 1,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     num_heads = entries.num_sequences
     queries = random(window, num_heads * group, entries.head_size, dtype=backend.dtype)
     arguments = (PagedKV.of(entries, num_tail), queries, 2 * entries.head_size**-0.5, bias)
-    arguments = (*arguments, stride)
+    arguments = (*arguments, stride, sinks)
     expected = backend.twin(twin(window_mass), *arguments)
     mass = backend.call(MASS, *arguments)
     # Shares of an attention of some hundred entries: compared relative to their sum of 1.
@@ -63,6 +68,12 @@ def test_tails_and_bias(backend: Backend, num_tail: int, with_bias: bool) -> Non
     """The bias goes on behind the body, where it must not count."""
     entries = make_entries([64 + num_tail, 16 + num_tail], dtype=backend.dtype)
     check(backend, entries, num_tail, 4, 2, random(2, entries.capacity) if with_bias else None)
+
+
+def test_sinks_take_their_share(backend: Backend) -> None:
+    """In the model's type, as the model holds them."""
+    entries, sinks = make_entries([133, 70], dtype=backend.dtype), 4 + random(2, 3)
+    check(backend, entries, 5, 7, 3, sinks=sinks.to(backend.dtype))
 
 
 def test_heads_with_tails_of_their_own(backend: Backend) -> None:

@@ -1,8 +1,8 @@
-"""Attention with biases per entry, or with outputs corrected for evicted tokens.
+"""Attention with biases per entry, with sinks, or with outputs corrected for evicted tokens.
 
-vLLM's kernels offer neither: a bias for an entry that stands for several tokens, nor the
-log-sum-exp that a correction needs. Pages on GPUs are read by this package's kernels; pages on
-CPUs are gathered first.
+vLLM's kernels offer none of them head by head: a bias for an entry that stands for several tokens,
+a sink of its own for each sequence, or the log-sum-exp that a correction needs. Pages on GPUs are
+read by this package's kernels; pages on CPUs are gathered first.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from vllm_kvcompress.cache.pages import InterleavedPagePool, PagePool
 from vllm_kvcompress.kernels.attention import (
     attention_with_lse,
     decode_attention,
+    give_to_sinks,
     prefill_attention,
     sum_tiles,
 )
@@ -43,6 +44,9 @@ class PagesOfPolicy(Protocol):
     @property
     def pipeline(self) -> Pipeline:
         """The policy of the requests."""
+
+    def sinks(self, layer: int) -> Tensor | None:
+        """Returns the [num_heads, group] attention sinks of a layer, if it has any."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def biased_attention(
     """Writes the attention outputs of the batch's queries, biased or corrected by the policy.
 
     Args:
-        pages: pages of the cache group, and the policy.
+        pages: pages of the cache group, the policy, and the layers' sinks.
         layer: layer of the cache group.
         batch: some of the compressed requests.
         queries, outputs: [num_tokens, num_query_heads, head_size] rows of the step.
@@ -120,14 +124,18 @@ def biased_attention(
     pool, pipeline = pages.pool, pages.pipeline
     numbers = batch.requests.policy_state
     state = None if numbers is None else numbers.layers[layer]
-    bias = state if pipeline.weighs_entries else None
+    bias, sinks = state if pipeline.weighs_entries else None, pages.sinks(layer)
+    with_lse = pipeline.corrects or sinks is not None
     with selected_rows(batch.tokens, queries, outputs) as selected:
         heads, out = (batch.by_head(rows, pool.num_heads) for rows in selected)
-        lse = _attend(pool, layer, batch, heads, scale, bias, pipeline.corrects, out)
+        lse = _attend(pool, layer, batch, heads, scale, bias, with_lse, out)
         if pipeline.corrects:
             assert state is not None
             assert lse is not None
             correct_with_moments(state, out, lse, heads, scale)
+        if sinks is not None:
+            assert lse is not None
+            give_to_sinks(out, lse, sinks)
 
 
 def _attend(

@@ -12,6 +12,7 @@ Page tables, ring buffers and policy state may move: the fixed buffers hold thei
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import is_
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 from vllm_kvcompress.attention.batch import ResidentBatch
 from vllm_kvcompress.cache.pages import Integers, InterleavedPagePool
 from vllm_kvcompress.cache.query_windows import QueryAddresses
-from vllm_kvcompress.kernels.attention import decode_rows, sum_tiles
+from vllm_kvcompress.kernels.attention import decode_rows, give_to_sinks, sum_tiles
 from vllm_kvcompress.kernels.common.paged_entries import (
     ENTRY_ADDRESS_COLUMNS,
     AddressedEntries,
@@ -34,6 +35,7 @@ from vllm_kvcompress.kernels.merging.moments import correct_with_moments
 from vllm_kvcompress.policies import Pipeline
 
 ID_BYTES = 4
+NO_SINKS: Mapping[int, Tensor] = {}
 
 
 class _FixedBuffer:
@@ -96,6 +98,7 @@ class DecodeSteps:
         scales: softmax scale of every layer.
         pipeline: the server's policy; attention may read its biases or head states.
         records: whether any policy observes queries.
+        sinks: [num_heads, group] attention sinks by layer.
 
     Attributes:
         like: [0, num_query_heads, head_size] tensor of the queries' type.
@@ -109,9 +112,10 @@ class DecodeSteps:
         scales: list[float],
         pipeline: Pipeline,
         records: bool,
+        sinks: Mapping[int, Tensor] = NO_SINKS,
     ) -> None:
         device = pool.device
-        self.pool, self.scales = pool, scales
+        self.pool, self.scales, self._sinks = pool, scales, sinks
         self.like = pool.pages.new_empty((0, num_query_heads, pool.head_size))
         self._pipeline, self._records = pipeline, records
         self._addresses = _FixedBuffer(max_requests, ENTRY_ADDRESS_COLUMNS, device)
@@ -202,13 +206,18 @@ class DecodeSteps:
         """
         if len(queries) != self._number:
             self._view_buffers(len(queries))
-        rows, scale = self._rows[layer], self.scales[layer]
+        rows, scale, sinks = self._rows[layer], self.scales[layer], self._sinks.get(layer)
         bias = self._numbers[layer] if self._pipeline.weighs_entries else None
-        lse = decode_rows(rows, queries, scale, outputs, bias, self._pipeline.corrects)
-        if lse is not None:
-            by_head = (len(rows.lengths), -1, 1, self.pool.head_size)
-            heads, out = queries.reshape(by_head), outputs.view(by_head)
+        with_lse = self._pipeline.corrects or sinks is not None
+        lse = decode_rows(rows, queries, scale, outputs, bias, with_lse)
+        if lse is None:
+            return
+        by_head = (len(rows.lengths), -1, 1, self.pool.head_size)
+        heads, out = queries.reshape(by_head), outputs.view(by_head)
+        if self._pipeline.corrects:
             correct_with_moments(self._numbers[layer], out, lse[..., None], heads, scale)
+        if sinks is not None:
+            give_to_sinks(out, lse[..., None], sinks)
 
     def _view_buffers(self, num_requests: int) -> None:
         """Makes views of the buffers for a step of `num_requests` requests."""

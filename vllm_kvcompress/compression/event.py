@@ -15,17 +15,20 @@ from vllm_kvcompress.scheduling.plan import EventPlan
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Weights of one layer that value-aware policies read; None where the policy does not ask.
+    """Weights of one layer that policies read; None where the policy does not ask.
 
     Attributes:
         output_weight: [num_heads, head_size, group, hidden] o_proj by KV head and its group.
         output_gram: [num_query_heads, head_size, head_size] fp32 W W^T by query head.
         rotary: the rotary embedding of the keys.
+        sinks: [num_heads, group] logits that take attention without a token; None: the model has
+            none.
     """
 
     output_weight: Tensor | None = None
     output_gram: Tensor | None = None
     rotary: Rotary | None = None
+    sinks: Tensor | None = None
 
     def rotates_like(self, other: LayerWeights) -> bool:
         """Returns whether both layers rotate keys alike."""

@@ -11,7 +11,7 @@ head spends there, from 0 to 1, is its score in that prompt.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,14 +64,17 @@ class NeedleAttention(Repetitions):
 
     Args:
         pool: page pool of the group.
+        sinks: returns the [H, G] attention sinks of a layer, if it has any.
         softcap: cap of the attention logits; 0: none.
 
     Attributes:
         masses: [num_query_heads] fp32 attention on the needle, by layer, of the last prompt.
     """
 
-    def __init__(self, pool: PagePool, softcap: float) -> None:
-        super().__init__(pool)
+    def __init__(
+        self, pool: PagePool, sinks: Callable[[int], Tensor | None], softcap: float
+    ) -> None:
+        super().__init__(pool, sinks)
         self.masses: dict[int, Tensor] = {}
         self._softcap = softcap
         self._needle = slice(0)
@@ -92,12 +95,17 @@ class NeedleAttention(Repetitions):
         """
         table = self._pool.layer_page_ids(layer, repetition.blocks)
         keys = self._pool.keys(table, layer).flatten(1, 2)[:, : repetition.num_tokens]
-        rows = queries[repetition.queries]
-        self.masses[layer] = needle_mass(rows, keys, self._needle, scale, self._softcap)
+        rows, sinks = queries[repetition.queries], self._sinks(layer)
+        self.masses[layer] = needle_mass(rows, keys, self._needle, scale, self._softcap, sinks)
 
 
 def needle_mass(
-    queries: Tensor, keys: Tensor, needle: slice, scale: float, softcap: float
+    queries: Tensor,
+    keys: Tensor,
+    needle: slice,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Returns [H * G] fp32 mean attention of queries on a needle.
 
@@ -107,6 +115,7 @@ def needle_mass(
         needle: the needle's tokens.
         scale: softmax scale.
         softcap: cap of the logits; 0: none.
+        sinks: [H, G] logits that take part in every softmax and are no token; None: none.
     """
     by_head = queries.float().unflatten(1, (len(keys), -1))
     logits = torch.einsum("qhgd,hnd->hgqn", by_head, keys.float()) * scale
@@ -115,5 +124,8 @@ def needle_mass(
     num_queries, num_tokens = logits.shape[2:]
     later = torch.ones(num_queries, num_tokens, dtype=torch.bool, device=logits.device)
     later = later.triu(num_tokens - num_queries + 1)
-    attention = logits.masked_fill(later, -torch.inf).softmax(dim=-1)
-    return attention[..., needle].sum(dim=-1).mean(dim=-1).flatten()
+    logits = logits.masked_fill(later, -torch.inf)
+    masses = logits.softmax(dim=-1)[..., needle].sum(dim=-1)
+    if sinks is not None:
+        masses *= torch.sigmoid(logits.logsumexp(dim=-1) - sinks[..., None])
+    return masses.mean(dim=-1).flatten()

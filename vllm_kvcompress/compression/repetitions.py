@@ -10,7 +10,7 @@ is stored: an fp32 number for each layer, KV head and token of the context.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -45,10 +45,17 @@ class Repetition:
 
 
 class Repetitions:
-    """Scores of the requests of one cache group that prepare their contexts."""
+    """Scores of the requests of one cache group that prepare their contexts.
 
-    def __init__(self, pool: PagePool) -> None:
-        self._pool = pool
+    Args:
+        pool: page pool of the group.
+        sinks: returns the [H, G] attention sinks of a layer, if it has any.
+    """
+
+    def __init__(
+        self, pool: PagePool, sinks: Callable[[int], Tensor | None] = lambda layer: None
+    ) -> None:
+        self._pool, self._sinks = pool, sinks
         self._num_context: dict[str, int] = {}
         self._scores: dict[str, tuple[Tensor, ...]] = {}  # [H, context] by layer
 
@@ -110,7 +117,9 @@ class Repetitions:
         scores = self._scores[repetition.request_id][layer]
         table = self._pool.layer_page_ids(layer, repetition.blocks)
         keys = self._pool.keys(table, layer).flatten(1, 2)[:, : repetition.num_tokens]
-        peaks = repetition_peaks(keys, queries[repetition.queries], scale, scores.shape[1])
+        peaks = repetition_peaks(
+            keys, queries[repetition.queries], scale, scores.shape[1], self._sinks(layer)
+        )
         torch.maximum(scores, peaks, out=scores)
 
     def pipeline(self, request_id: str, base: Pipeline) -> Pipeline:

@@ -71,7 +71,7 @@ class EventRunner:
         self.weights = list(weights)
         self.observer: EventObserver | None = None
         self.policy_state = PolicyState(tables)
-        self.repetitions = Repetitions(self.pool)
+        self.repetitions = Repetitions(self.pool, self.sinks)
         self.norms: PageNorms | None = None
         reads_norms = any(pipeline.needs.output_gram for pipeline in pipelines.values())
         if reads_norms and self.pool.device.type == "cpu":
@@ -82,6 +82,10 @@ class EventRunner:
     def pipeline(self) -> Pipeline:
         """The server's own policy; where attention needs biases or corrections, the only one."""
         return next(iter(self.pipelines.values()))
+
+    def sinks(self, layer: int) -> Tensor | None:
+        """Returns the [num_heads, group] attention sinks of a layer, if it has any."""
+        return self.weights[layer].sinks
 
     def begin(
         self, plan: EventPlan, block_row: Tensor, allocator: Allocator | None = None

@@ -99,6 +99,7 @@ class EventViews:
             output_weight=first.output_weight if len(layers) == 1 else None,
             output_gram=grams,
             rotary=first.rotary,
+            sinks=self._sinks(batch, layers),
             state=self._state(batch, layers),
             entries=EntryState(
                 bias=self._entry_state("bias", batch, layers, num_entries),
@@ -121,6 +122,12 @@ class EventViews:
             return PagedKV(lengths, num_tail, entries, sources.num_body, shorter)
         partial, norms = sources.partial, self.norms
         return PackedKV(lengths, num_tail, pool, layer, sources.body, partial, shorter, norms)
+
+    def _sinks(self, batch: EventBatch, layers: range) -> Tensor | None:
+        """Returns the [H, G] attention sinks, the same for every request; None: there are none."""
+        of_layers = [self.weights[layer].sinks for layer in layers]
+        repeated = [each.repeat(len(batch.events), 1) for each in of_layers if each is not None]
+        return _joined(repeated) if repeated else None
 
     def _state(self, batch: EventBatch, layers: range) -> Tensor | None:
         """Returns the [H, s] policy state of heads after the previous event, if there was one."""

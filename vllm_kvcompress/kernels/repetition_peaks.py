@@ -14,7 +14,9 @@ from torch import Tensor
 from vllm_kvcompress.kernels.common.tiles import exact_bf16_products, head_slices, tile_bytes
 
 
-def repetition_peaks(keys: Tensor, queries: Tensor, scale: float, num_context: int) -> Tensor:
+def repetition_peaks(
+    keys: Tensor, queries: Tensor, scale: float, num_context: int, sinks: Tensor | None = None
+) -> Tensor:
     """Highest attention to each of the first tokens, over queries and a group's query heads.
 
     A softmax over the keys of all tokens up to the query's own. A few heads at a time, in tiles of
@@ -25,6 +27,7 @@ def repetition_peaks(keys: Tensor, queries: Tensor, scale: float, num_context: i
         queries: [w, H * G, D] queries of the last tokens, oldest first; at least one.
         scale: softmax scale.
         num_context: m, number of first tokens to score; at most n - w.
+        sinks: [H, G] logits that take part in every softmax and are no token; None: none.
 
     Returns:
         [H, m] fp32 from 0 to 1.
@@ -54,6 +57,9 @@ def repetition_peaks(keys: Tensor, queries: Tensor, scale: float, num_context: i
             own = logits.unflatten(1, (num_rows, group))[..., seen - num_rows :]
             own.masked_fill_(after[:num_rows, None, :num_rows], float("-inf"))
             torch.softmax(logits, dim=2, out=weights)
+            if sinks is not None:
+                shares = logits.logsumexp(dim=2) - sinks[heads].repeat(1, num_rows)
+                weights.mul_(torch.sigmoid(shares)[..., None])
             highest = weights[:, :, :num_context].amax(dim=1)
             torch.maximum(peaks[heads], highest, out=peaks[heads])
     return peaks

@@ -31,7 +31,12 @@ MAX_TILE_QUERIES = 64  # so that earlier queries skip columns that only later on
 
 @by_device("window_mass_triton")
 def window_mass(
-    view: KVView, queries: Tensor, scale: float, bias: Tensor | None = None, stride: int = 1
+    view: KVView,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Mean attention of the last queries to each entry (SnapKV's observation window).
 
@@ -44,13 +49,14 @@ def window_mass(
         scale: softmax scale.
         bias: [H, n] fp32 added to the logits of the full blocks' entries; None: none.
         stride: every `stride`-th query counts, from the last one back.
+        sinks: [H, G] logits that take part in every softmax and are no entry; None: none.
 
     Returns:
         [H, n] fp32, mean over the queries that count and the group; at most 1 in sum, 0 behind the
         lengths. Zeros if w is 0.
     """
     windows = [(len(queries), stride)]
-    return twin(window_masses)(view, queries, scale, windows, bias)[0]
+    return twin(window_masses)(view, queries, scale, windows, bias, sinks)[0]
 
 
 @by_device("window_mass_triton")
@@ -60,6 +66,7 @@ def window_masses(
     scale: float,
     windows: Sequence[Window],
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes `window_mass` of several windows that end together, at once.
 
@@ -67,7 +74,7 @@ def window_masses(
     (or of one query's group, if that is more).
 
     Args:
-        view, queries, scale, bias: those of `window_mass`.
+        view, queries, scale, bias, sinks: those of `window_mass`.
         windows: size, at most w, and stride of each.
 
     Returns:
@@ -95,8 +102,11 @@ def window_masses(
         for rows, counting in tiles:
             with exact_bf16_products(exact):
                 logits = columns.logits(heads, rows, grouped[heads], head_keys, scale, room)
-            torch.softmax(logits, dim=2, out=logits)
             shares = weights[heads, :counting, rows.start * group : rows.stop * group]
+            if sinks is not None:
+                of_rows = sinks[heads].repeat(1, logits.shape[1] // group)
+                shares = shares * torch.sigmoid(logits.logsumexp(dim=2) - of_rows)[:, None]
+            torch.softmax(logits, dim=2, out=logits)
             sums[:, :counting].baddbmm_(shares, logits)
         masses[heads] = columns.fold(heads, sums)
     return masses.transpose(0, 1)

@@ -208,7 +208,12 @@ def _column_sums_kernel(
 
 
 def window_mass(
-    view: KVView, queries: Tensor, scale: float, bias: Tensor | None = None, stride: int = 1
+    view: KVView,
+    queries: Tensor,
+    scale: float,
+    bias: Tensor | None = None,
+    stride: int = 1,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Triton launcher of `window_mass`: same signature and result."""
     entries = paged(view).entries
@@ -238,6 +243,8 @@ def window_mass(
 
     launch_fitting("window_mass (sums)", most, entries.pages, launch_sums)
     lse = sums.logsumexp(dim=2)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float().repeat(1, num_queries))
 
     def launch_mass(rows: int) -> None:
         grid = (triton.cdiv(capacity, tile), num_heads)
@@ -253,11 +260,12 @@ def window_masses(
     scale: float,
     windows: Sequence[Window],
     bias: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Triton launcher of `window_masses`: one window after the other."""
     num_queries = len(queries)
     masses = [
-        window_mass(view, queries[num_queries - size :], scale, bias, stride)
+        window_mass(view, queries[num_queries - size :], scale, bias, stride, sinks)
         for size, stride in windows
     ]
     return torch.stack(masses)

@@ -62,6 +62,8 @@ class LayerView:
         output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h*G + g (None unless needed).
         output_gram: [H*G, D, D] fp32, W W^T per query head (None unless needed).
         rotary: how keys are rotated (None unless needed).
+        sinks: [H, G] logits of the model's attention sinks, which take attention without being
+            tokens (None if it has none).
         state: [H, s] fp32 policy state that the merger left at the last event (None at a first
             event).
         entries: policy state of entries.
@@ -77,6 +79,7 @@ class LayerView:
     output_weight: Tensor | None = None
     output_gram: Tensor | None = None
     rotary: Rotary | None = None
+    sinks: Tensor | None = None
     state: Tensor | None = None
     entries: EntryState = field(default_factory=EntryState)
 
@@ -149,7 +152,7 @@ class Needs:
         output_weight: the o_proj weight, by head.
         output_gram: the Gram matrix of the o_proj weight, per query head.
         values: the values; implied by the two above.
-        plain_logits: attention logits without soft-capping, as the paper's formulas assume.
+        plain_logits: attention without capped logits or sinks, as the paper's formulas assume.
         positions: the position of every key, and how keys are rotated.
         rotary: how keys and queries are rotated.
         accumulated: the attention that entries have received over all events.

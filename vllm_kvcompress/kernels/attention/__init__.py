@@ -167,6 +167,19 @@ def attention_with_lse(
     return outputs, lse
 
 
+def give_to_sinks(outputs: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    """Takes from attention outputs, in place, the share of sinks: logits without a token.
+
+    Args:
+        outputs: [S, G, m, D] attention outputs of S sequences, the H heads of one request after
+            those of another.
+        lse: [S, G, m] fp32 log-sum-exp of the logits of all tokens.
+        sinks: [H, G] logits of the sinks.
+    """
+    shares = torch.sigmoid(lse.unflatten(0, (-1, len(sinks))) - sinks[..., None])
+    outputs.mul_(shares.flatten(0, 1)[..., None])
+
+
 def _attend(
     queries: Tensor, keys: Tensor, values: Tensor, added: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:

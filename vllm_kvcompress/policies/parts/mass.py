@@ -21,7 +21,7 @@ STRIDE = parameter(2, "every stride-th query counts, from the last one back", mi
 
 def observed_mass(view: LayerView, stride: int = 1) -> Tensor:
     """[H, n] fp32 mean attention of every stride-th observed query, counted back from the last."""
-    return window_mass(view.kv, view.queries, view.scale, view.entries.bias, stride)
+    return window_mass(view.kv, view.queries, view.scale, view.entries.bias, stride, view.sinks)
 
 
 def observed_masses(view: LayerView, *windows: Window) -> Tensor:
@@ -30,7 +30,8 @@ def observed_masses(view: LayerView, *windows: Window) -> Tensor:
     A window that is larger than the number of queries has them all.
     """
     fitting = [(min(size, len(view.queries)), stride) for size, stride in windows]
-    return window_masses(view.kv, view.queries, view.scale, fitting, view.entries.bias)
+    state = (view.entries.bias, view.sinks)
+    return window_masses(view.kv, view.queries, view.scale, fitting, *state)
 
 
 def accumulated_mass(view: LayerView, window_size: int) -> Tensor:

@@ -7,8 +7,10 @@ from typing import Any
 
 from vllm.config import ModelConfig
 
+from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.vllm_plugin.startup.quantized import PLAIN_TYPES
 
 
 def caps_logits(model: ModelConfig) -> bool:
@@ -67,22 +69,46 @@ def check_groups(
             )
 
 
-def check_layer(layer: Any, own_kernels: bool, pipelines: Mapping[str, Pipeline]) -> None:
+def check_layer(
+    layer: Any, settings: Settings, own_kernels: bool, pipelines: Mapping[str, Pipeline]
+) -> None:
     """Refuses attention that cannot be computed per head, or not by the kernels in use.
 
     Raises:
         UnsupportedError: says which feature is in the way, and which choice is left.
     """
     impl, name = layer.impl, layer.layer_name
-    if impl.sinks is not None:
-        raise UnsupportedError(
-            f"{name} has learned attention sinks, which the kernels cannot use for single heads; "
-            "serve this model without --kv-policy."
-        )
     if impl.alibi_slopes is not None:
         raise UnsupportedError(
             f"{name} uses ALiBi, whose bias needs the positions of tokens, which compressed heads "
             "do not keep; serve this model without --kv-policy."
         )
-    for reason in reasons_of_caps(name, own_kernels, pipelines) if impl.logits_soft_cap else ():
+    has_sinks = impl.sinks is not None
+    for reason in _reasons_of_sinks(layer, settings, pipelines) if has_sinks else ():
         raise UnsupportedError(reason)
+    caps = (name, own_kernels or has_sinks, pipelines)
+    for reason in reasons_of_caps(*caps) if impl.logits_soft_cap else ():
+        raise UnsupportedError(reason)
+
+
+def _reasons_of_sinks(
+    layer: Any, settings: Settings, pipelines: Mapping[str, Pipeline]
+) -> Iterator[str]:
+    """Yields a refusal for everything that does not work where a layer has attention sinks."""
+    name = f"{layer.layer_name} has attention sinks"
+    if settings.read is not None:
+        yield (
+            f"{name}, which only this package's kernels take by head, while --kv-read uses vLLM's; "
+            "remove --kv-read."
+        )
+    if layer.kv_cache_dtype not in PLAIN_TYPES:
+        yield (
+            f"{name}, which only this package's kernels take by head, and those do not read a "
+            f"cache in {layer.kv_cache_dtype}; use --kv-cache-dtype auto."
+        )
+    for pipeline in pipelines.values():
+        if pipeline.needs.plain_logits:
+            yield (
+                f"{name}, which {pipeline.name} does not take into account; use another policy, "
+                "such as adakv."
+            )

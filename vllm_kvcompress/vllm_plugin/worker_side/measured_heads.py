@@ -112,7 +112,7 @@ def measure(worker: Any, prompts: HeadPrompts) -> Scores:
             "--no-kv-measure-heads."
         )
     (group,) = worker.compression.groups.values()
-    needles = NeedleAttention(group.tables.pool, group.softcap)
+    needles = NeedleAttention(group.tables.pool, group.runner.sinks, group.softcap)
     columns, began = [], time.monotonic()
     seeds = range(prompts.seed * 1_000_003, prompts.seed * 1_000_003 + prompts.num_samples)
     is_first = get_world_group().is_first_rank

@@ -69,6 +69,8 @@ class WorkerCompression:
         recent_events: results of the last events, for the status page.
         reason_for_pieces: why CUDA graphs are piecewise; None: they are of whole decode steps.
         own_kernels: whether this package's kernels attend for every compressed request.
+        has_sinks: whether layers have attention sinks, which vLLM's kernels take by head, not by
+            sequence.
         max_split_sequences: most sequences (one per KV head of each compressed request) that
             vLLM's kernels take in a step without waiting for the longest; None: any number.
         checks: block checks of the debug mode; None: it is off.
@@ -80,6 +82,7 @@ class WorkerCompression:
         self.pipelines: dict[str, Pipeline] = resolve_settings(settings)
         self.reason_for_pieces = reason_for_pieces(vllm_config, settings)
         self.own_kernels = settings.attention == "own" or self.reason_for_pieces is None
+        self.has_sinks = False
         self.groups: dict[int, GroupCompression] = {}
         self.group_of_layer: dict[str, GroupCompression] = {}
         self.heads_from = "none"
@@ -103,12 +106,12 @@ class WorkerCompression:
     def takes_own_kernels(self, num_sequences: int = 0) -> bool:
         """Whether this package's kernels attend for a step's compressed requests.
 
-        They do so always, or where a policy needs more than vLLM's kernels compute, or where
-        vLLM's would wait for the longest of `num_sequences`.
+        They do so always, or where a policy or the model needs more than vLLM's kernels compute,
+        or where vLLM's would wait for the longest of `num_sequences`.
         """
         policies_need_it = any(p.needs_biased_attention for p in self.pipelines.values())
         too_many = self.max_split_sequences is not None and num_sequences > self.max_split_sequences
-        return policies_need_it or too_many or self.own_kernels
+        return policies_need_it or too_many or self.own_kernels or self.has_sinks
 
     @property
     def num_query_heads(self) -> int:
@@ -188,7 +191,8 @@ class WorkerCompression:
     def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupCompression:
         layers = compat.attention_layers(self.vllm_config, group.layer_names)
         for layer in layers:
-            check_layer(layer, self.own_kernels, self.pipelines)
+            check_layer(layer, self.settings, self.own_kernels, self.pipelines)
+        self.has_sinks = self.has_sinks or any(layer.impl.sinks is not None for layer in layers)
         pool = layers[0].get_attn_backend().page_pool(layers, group.kv_cache_spec)
         runner = self.make_runner(layers, pool, self._model_runner.model)
         index = {name: i for i, name in enumerate(group.layer_names)}
@@ -213,8 +217,10 @@ class WorkerCompression:
             return None
         max_num_seqs = self.vllm_config.scheduler_config.max_num_seqs
         scales, observes = [layer.impl.scale for layer in layers], self.needs.window_size > 0
-        num_heads = layers[0].impl.num_heads
-        return DecodeSteps(pool, max_num_seqs, num_heads, scales, runner.pipeline, observes)
+        num_heads, by_layer = layers[0].impl.num_heads, enumerate(runner.weights)
+        sinks = {layer: each.sinks for layer, each in by_layer if each.sinks is not None}
+        pipeline = runner.pipeline
+        return DecodeSteps(pool, max_num_seqs, num_heads, scales, pipeline, observes, sinks)
 
     def make_runner(self, layers: list[Any], pool: PagePool, model: Any) -> EventRunner:
         """Makes the runner of these layers' events, for the cache that `pool` views."""
@@ -434,7 +440,9 @@ def blocks_to_write(
 
 def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
     """Reads what policies need of an attention layer's weights."""
-    rotary = gram = by_kv_head = None
+    rotary = gram = by_kv_head = sinks = None
+    if layer.impl.sinks is not None:
+        sinks = layer.impl.sinks.view(layer.impl.num_kv_heads, -1)
     if needs.positions or needs.rotary:
         rotary = compat.rotary_embedding(model, layer.layer_name)
     if needs.output_weight or needs.output_gram:
@@ -449,7 +457,7 @@ def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
             by_kv_head = weight.unflatten(0, (impl.num_kv_heads, -1)).transpose(1, 2)
             if not by_kv_head.is_cuda:  # GPU kernels read it as it lies, and memory is scarce there
                 by_kv_head = by_kv_head.contiguous()
-    return LayerWeights(output_weight=by_kv_head, output_gram=gram, rotary=rotary)
+    return LayerWeights(output_weight=by_kv_head, output_gram=gram, rotary=rotary, sinks=sinks)
 
 
 def on_any_rank(flags: list[bool]) -> list[bool]:
