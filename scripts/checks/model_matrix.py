@@ -1,0 +1,200 @@
+#!/usr/bin/env python3
+"""Which of vLLM's text models are served: one tiny model of each class, stock and compressed.
+
+    python scripts/checks/model_matrix.py [CLASS ...] [--folder DIR] [--again] [--write]
+
+Each class is started as `serve` does, with random weights, first by stock vLLM, then with this
+package: at budget 1.0 it has to give stock's tokens and log-probabilities, at 0.25 it has to free
+blocks. Results are appended to results.jsonl in the folder, and what is there is not run again.
+--write makes docs/models.md of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from model_parts import configs, engines  # noqa: E402
+
+SECONDS = 180  # for an engine
+HYBRID = "--no-enable-prefix-caching"
+
+
+def classes() -> list[str]:
+    """Returns the decoder-only text models in vLLM's registry."""
+    from vllm.model_executor.models.registry import _TEXT_GENERATION_MODELS
+
+    return list(_TEXT_GENERATION_MODELS)
+
+
+def run(kind: str, model: Path, options: Sequence[str]) -> dict[str, Any]:
+    """Runs an engine in a process of its own, and returns its report."""
+    from tests.forked import forked
+
+    report, log = model / f"{kind}.json", model / f"{kind}.log"
+    report.unlink(missing_ok=True)
+    process = forked(engines.run, kind, str(model), list(options), str(report), str(log))
+    process.join(SECONDS)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return {"error": f"not done after {SECONDS} seconds"}
+    if not report.exists():
+        return {"error": f"ended with {process.exitcode}"}
+    result: dict[str, Any] = json.loads(report.read_text())
+    return result
+
+
+def result_of(name: str, folder: Path) -> dict[str, Any]:
+    """Checks and runs a class, and returns its row: class, result, reason, layers."""
+    try:
+        model = configs.write(name, folder)
+    except Exception as error:
+        return {"class": name, "result": "no config", "reason": f"{type(error).__name__}: {error}"}
+    options: list[str] = []
+    for options in ([], [HYBRID]):
+        checked = run("check", model, options)
+        if HYBRID not in checked.get("error", ""):
+            break
+    row = {"class": name, "options": options}
+    if checked.get("kind") == "UnsupportedError":
+        return {**row, "result": "refused", "reason": checked["error"]}
+    for dtype in ("float32", "bfloat16"):
+        options = [*row["options"], "--dtype", dtype]
+        stock = run("stock", model, options)
+        if "error" not in stock:
+            break
+    else:
+        return {**row, "result": "not started", "reason": said(stock)}
+    return {**row, "dtype": dtype, **judged(stock, run("compressed", model, options))}
+
+
+def said(report: dict[str, Any]) -> str:
+    """Returns an engine's error, with its kind unless it is a refusal."""
+    kind = report.get("kind", "UnsupportedError")
+    prefix = "" if kind == "UnsupportedError" else f"{kind}: "
+    return f"{prefix}{report['error']}"
+
+
+def judged(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    """Returns result, reason and layers of a class that stock vLLM serves."""
+    if "error" in ours:
+        refused = ours.get("kind") == "UnsupportedError"
+        return {"result": "refused" if refused else "failed", "reason": said(ours)}
+    layers = ours["layers"]
+    if ours["answer"] != stock["answer"] or not ours["unchanged"]:
+        return {"result": "failed", "reason": "budget 1.0 differs from stock", "layers": layers}
+    if not any(freed > written for freed, written in ours["events"]):
+        return {"result": "failed", "reason": "no block was freed", "layers": layers}
+    if ours["compressed"][0][0] != stock["answer"][0][0]:
+        return {"result": "failed", "reason": "another first token", "layers": layers}
+    part = layers.keys() != {"CompressedAttentionSpec"}
+    return {"result": "in part" if part else "served", "reason": "", "layers": layers}
+
+
+KINDS = {
+    "DependentSlidingWindowSpec": "sliding-window layers",
+    "DependentChunkedLocalSpec": "layers that attend within chunks",
+    "MambaSpec": "Mamba or linear-attention layers",
+    "FullAttentionSpec": "other attention layers",
+}
+SUMMARY = """\
+Of the {total} decoder-only text model classes in vLLM 0.32's registry **{all_served} are
+compressed** ({share:.0f}%), {served} in all of their layers and {in_part} in part, in the
+layers that keep every token. {refused} are refused, for the reasons in the table, and {failed}
+fail. About the other {not_started} nothing is said, since stock vLLM did not start them on a
+CPU with a tiny configuration made up; of those that could be judged {of_judged:.0f}% are
+compressed.
+"""
+HEAD = """# Models
+
+{summary}
+
+A class is *served* when its tiny random model, started as `serve` starts it, gives stock vLLM's
+tokens and log-probabilities at a budget of 1.0, and at 0.25 frees blocks after stock's first token.
+`vllm-kvcompress doctor MODEL --kv-policy snapkv` checks a model's own `config.json`, without
+weights. What only loaded layers say (ALiBi, no layer that keeps every token) is refused when the
+server starts. `scripts/checks/model_matrix.py --write` makes this page.
+
+| class | result | why, or what is not compressed |
+|---|---|---|
+"""
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns docs/models.md."""
+    counts = Counter(row["result"] for row in rows)
+    judged_classes = len(rows) - counts["not started"] - counts["no config"]
+    served = counts["served"] + counts["in part"]
+    summary = SUMMARY.format(
+        total=len(rows),
+        all_served=served,
+        share=100 * served / len(rows),
+        of_judged=100 * served / max(1, judged_classes),
+        served=counts["served"],
+        in_part=counts["in part"],
+        refused=counts["refused"],
+        failed=counts["failed"],
+        not_started=len(rows) - judged_classes,
+    )
+    head = HEAD.format(summary=fill(summary, 120))
+    order = ["served", "in part", "refused", "failed", "not started", "no config"]
+    lines = [
+        f"| `{row['class']}` | {row['result']} | {why(row)} |"
+        for row in sorted(rows, key=lambda row: (order.index(row["result"]), row["class"].lower()))
+    ]
+    return head + "\n".join(lines) + "\n"
+
+
+def why(row: dict[str, Any]) -> str:
+    """Returns the last column of a class."""
+    if row["result"] in ("served", "in part"):
+        beside = [text for kind, text in KINDS.items() if kind in row["layers"]]
+        options = [f"with `{option}`" for option in row["options"]]
+        return "; ".join([*beside, *options])
+    reason = row["reason"].partition(" [type=")[0].partition("; ")[0]
+    reason = reason.rpartition("Value error, ")[2] if "Value error, " in reason else reason
+    reason = "; ".join([reason, *configs.NOTES.get(row["class"], ())])
+    return " ".join(reason.replace("|", "/").replace("<", "").split())[:160].rstrip(". ")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what has no result yet; returns 1 if a class fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("classes", nargs="*", help="default: all")
+    parser.add_argument("--folder", type=Path, help="where results and logs are kept")
+    parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--write", action="store_true", help="make docs/models.md of all results")
+    options = parser.parse_args(arguments)
+    folder = options.folder or Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "results.jsonl"
+    rows = {}
+    if path.exists():
+        rows = {row["class"]: row for row in map(json.loads, path.read_text().splitlines())}
+    from tqdm import tqdm
+
+    for name in tqdm(options.classes or classes()):
+        if name in rows and not options.again:
+            continue
+        rows[name] = result_of(name, folder)
+        with path.open("a") as file:
+            file.write(json.dumps(rows[name]) + "\n")
+        tqdm.write(f"{name}: {rows[name]['result']} {rows[name]['reason']}")
+    if options.write:
+        (ROOT / "docs" / "models.md").write_text(page(list(rows.values())))
+    return 1 if any(row["result"] == "failed" for row in rows.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
