@@ -10,6 +10,10 @@ from torch import Tensor
 from offline.quantized import CACHES
 from tests.engine.conftest import check_as_alone, each_alone, request
 from tests.engine.oracle import BLOCK, follow, kept_positions
+from tests.engine.test_context_reuse import REUSE as CONTEXTS
+from tests.engine.test_context_reuse import ask
+from tests.engine.test_conversations import REUSE as CONVERSATIONS
+from tests.engine.test_conversations import check, conversation
 from tests.engine.test_fp8_cache import Fp8Decoder
 from tests.gpu_path.conftest import Run
 from tests.tiny_models import prompt
@@ -122,3 +126,55 @@ def test_memory_pressure_compresses_requests(llama: str, run_gpu_path: Run) -> N
     assert {event["trigger"] for event in report["events"]} == {"pressure"}
     assert [len(output["tokens"]) for output in report["outputs"].values()] == [60] * 4
     assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def test_later_questions_begin_with_the_compressed_context(llama: str, run_gpu_path: Run) -> None:
+    later = [ask("second", 2, output=12), ask("third", 3, output=12, at_step=2)]
+    report = run_gpu_path(
+        llama,
+        [[ask("first", 1, output=12)], later, *each_alone(later)],
+        settings=CONTEXTS,
+        kernels="torch",
+        kv_cache_dtype=INT8,
+        **TYPES,
+        **CHECKED,
+    )
+    assert report["contexts_reused"] == 2
+    check_as_alone(report["outputs"], ["second", "third"])
+    assert report["free_at_end"] == report["num_blocks"] - 1
+
+
+def test_continued_turns_have_the_outputs_of_one_request(llama: str, run_gpu_path: Run) -> None:
+    """Of a turn's partial block the next one gets a copy, scales included."""
+    report = run_gpu_path(
+        llama,
+        conversation("turn", [20, 45, 33], 1),
+        settings=CONVERSATIONS,
+        kernels="torch",
+        kv_cache_dtype=FP8,
+        **TYPES,
+        **CHECKED,
+    )
+    check(report, ["turn1", "turn2"])
+
+
+def test_two_ranks_give_the_outputs_of_one(llama: str, run_gpu_path: Run) -> None:
+    phases = [[request("a", prompt(300, seed=1), 5), request("b", prompt(200, seed=2), 5)]]
+    how: dict[str, Any] = {
+        "settings": {"policy": "snapkv", "budget": 0.25},
+        "kernels": "torch",
+        "kv_cache_dtype": INT8,
+        **TYPES,
+    }
+    one = run_gpu_path(llama, phases, **how)
+    two = run_gpu_path(
+        llama,
+        phases,
+        environment={"VLLM_CPU_OMP_THREADS_BIND": "0|1"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        **how,
+    )
+    for name in ("a", "b"):
+        assert two["outputs"][name]["tokens"] == one["outputs"][name]["tokens"], name
+    assert two["held"] == one["held"]

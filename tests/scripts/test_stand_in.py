@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import block_by_block
+import memory_figure
 import stand_in
 from offline.masked import MaskedModel
 from tests.cli.server_process import ROOT
@@ -145,3 +146,35 @@ def test_cost_of_chunk_events_is_paired_with_prompt_events() -> None:
     means = [cell.partition(" (")[0] for cell in last.strip("| ").split(" | ")]
     assert means == ["`tova`", "0.100", "0.400", "0.500", "+0.300", "-0.200", "+0.100", "+0.200"]
     assert last.count("(") == 7
+
+
+def test_points_are_shares_of_bytes_and_losses_beside_the_full_cache() -> None:
+    """Heads of 64 take 68 bytes in int8 and 36 in int4, of 128 in 16 bits."""
+    setups = {"full": 1.0, "a@0.5": 1.1, "a:b=c@0.5 in int8_per_token_head": 1.3}
+    setups["full in int4_per_token_head"] = 1.5
+    rows = [
+        {"setup": setup, "item": item, "value": value + item * (value - 1.0)}
+        for setup, value in setups.items()
+        for item in (0, 1)
+    ]
+    found = memory_figure.points(rows, 64)
+    assert found["16 bits"][1.0] == (1.0, 0.0, 0.0)
+    share, loss, error = found["16 bits"][0.5]
+    assert (share, loss, error) == (0.5, pytest.approx(0.15), pytest.approx(0.05))
+    assert found["int8_per_token_head"][0.5][:2] == (0.5 * 68 / 128, pytest.approx(0.45))
+    assert found["int4_per_token_head"][1.0][:2] == (36 / 128, pytest.approx(0.75))
+
+
+def test_losses_in_a_quantized_cache_are_of_its_numbers() -> None:
+    """The model reads its own tokens, too, as the cache gives them back."""
+    model = stand_in.QuantizedModel(MODEL, torch.float32)
+    tokens = generate_sample("single", num_tokens=300, seed=3)
+    text = load_tokenizer(MODEL)(tokens.context, add_special_tokens=False)["input_ids"]
+    losses = {}
+    for model.cache in ("auto", "int8_per_token_head", "int4_per_token_head"):
+        found = stand_in.text_loss(model, (text[:150], text[150:180]), ["full", "keydiff@0.5"])
+        losses |= {stand_in.in_cache(setup, model.cache): loss for setup, loss in found.items()}
+    full = losses["full"]
+    eight, four = (losses[f"full in int{bits}_per_token_head"] for bits in (8, 4))
+    assert 0 < abs(eight - full) < abs(four - full)
+    assert len(set(losses.values())) == 6
