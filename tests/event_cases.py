@@ -20,7 +20,7 @@ from vllm_kvcompress.compression.runner import EventRunner
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.scheduling.plan import EventPlan, Observation
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation, Spans
 from vllm_kvcompress.scheduling.rule import CompressionRule
 
 BLOCK_SIZE = 4
@@ -93,6 +93,7 @@ class Request:
         budget: of `CompressionRule`.
         positions: of its events.
         in_place: events after the first stay in the blocks of the one before, if as many are kept.
+        protected: tokens that every head keeps.
     """
 
     pipeline: Pipeline
@@ -100,6 +101,7 @@ class Request:
     budget: str = "fraction"
     positions: tuple[int, ...] = (70, 103)
     in_place: bool = False
+    protected: Spans = ()
     runner: EventRunner = field(init=False)
     block_row: Tensor = field(init=False)
     _first_block: int = 0
@@ -159,6 +161,7 @@ class Request:
             end_block=position // BLOCK_SIZE,
             resident_blocks=self._kept_blocks,
             fresh_block_ids=tuple(fresh),
+            protected=self.protected,
         )
 
     def observe(self, plan: EventPlan) -> None:

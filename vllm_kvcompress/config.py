@@ -7,6 +7,7 @@ every process as a plain dictionary. Imports neither torch nor vLLM.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -17,6 +18,7 @@ from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, check_lim
 from vllm_kvcompress.prompts.settings import PromptSettings
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.budgets import Budget
+from vllm_kvcompress.scheduling.plan import Spans
 from vllm_kvcompress.scheduling.protocols import PAPER, common_protocol
 from vllm_kvcompress.scheduling.read_rule import DEFAULT_MIN_TOKENS as READ_MIN_TOKENS
 from vllm_kvcompress.scheduling.read_rule import ReadRule
@@ -36,6 +38,7 @@ PROFILED_POLICY, PROFILED_FROM, PROFILED_POLICY_BELOW = "attention+headkv", 0.25
 MEASURING_PART = "headkv"  # of policies that an engine measures heads for
 MEASURED_HEADS = "kv_heads.json"  # in a model's folder, a profile of the kind `headkv`
 DEFAULT_BUDGET = 0.5  # fraction of each prompt; see docs/results/spans.md
+MAX_SPANS = 64  # that a request may protect
 AUTO_MIN_ANSWER_TOKENS = 64  # with AUTO; see docs/results/conversations.md
 DEFAULT_MIN_TOKENS = 256  # shorter prompts lose most and free least: docs/results/spans.md
 
@@ -74,6 +77,28 @@ def _policy_names(value: object) -> object:
 
 def _integer(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _spans(value: object) -> Spans:
+    """Parses [[0, 12], [40, 52]], or flat, as vLLM's server takes it: [0, 12, 40, 52]."""
+    bounds: list[Any] = []
+    for item in value if isinstance(value, list | tuple) else [value]:
+        bounds += item if isinstance(item, list | tuple) else [item]
+    bounds = list(map(_integer, bounds))
+    are_numbers = all(type(bound) is int and bound >= 0 for bound in bounds)
+    are_pairs = len(bounds) % 2 == 0 and len(bounds) <= 2 * MAX_SPANS
+    if not are_numbers or not are_pairs or not _are_spans(bounds):
+        raise ValueError(
+            f"expected starts and ends of up to {MAX_SPANS} spans of tokens, ascending and "
+            f"disjoint, such as [0, 120, 400, 520], found {value!r}."
+        )
+    return tuple(zip(bounds[::2], bounds[1::2], strict=True))
+
+
+def _are_spans(bounds: list[int]) -> bool:
+    """Whether every span has a token, and none begins within the one before."""
+    pairs = enumerate(pairwise(bounds))
+    return all(one < other + index % 2 for index, (one, other) in pairs)
 
 
 def _boolean(value: object) -> object:
@@ -120,6 +145,11 @@ class Settings(Options):
         "trigger beside it only what exceeds it is compressed",
         "N",
         example=1024,
+    )
+    keep_prompt: bool = option(
+        False,
+        "keep prompts [whole](#what-is-never-evicted), so that only generated tokens are evicted; "
+        "with a ceiling or `decode:N`",
     )
     params: dict[str, Scalar] = option(
         {},
@@ -256,6 +286,7 @@ class Settings(Options):
         if self.trigger == PAPER:
             self._follow_paper()
         self._check_ceiling()
+        self._check_protection()
         check_limits("--kv-{}-request-budget", self.min_request_budget, self.max_request_budget)
         for name in ("read_min_tokens", "min_request_read"):
             if getattr(self, name) is not None and self.read is None:
@@ -289,6 +320,22 @@ class Settings(Options):
                 f"ceiling {self.ceiling}: a request with policy none holds all of its tokens; "
                 "give a policy, such as auto, and let requests choose no none; or leave the "
                 "ceiling out."
+            )
+
+    def _check_protection(self) -> None:
+        """Refuses protected tokens that could not be kept, or prompts that leave nothing else."""
+        if not self.keep_prompt:
+            return
+        if self.read is not None or self.conversations is not None:
+            other = "read" if self.read is not None else "reuse_conversations"
+            raise ValueError(
+                f"keep_prompt: with {other} parts of a prompt would not be read whole; leave one "
+                "of the two out."
+            )
+        if self.ceiling is None and "decode" not in self.trigger:
+            raise ValueError(
+                f'keep_prompt: expected a ceiling or the trigger decode:N, found "{self.trigger}", '
+                "which evicts nothing but prompts; give for example --kv-ceiling 1024."
             )
 
     def _follow_paper(self) -> None:
@@ -534,6 +581,12 @@ class RequestOptions(Options):
         ge=1,
         example=512,
     )
+    protect: Annotated[Spans, BeforeValidator(_spans)] = option(
+        (),
+        "spans of prompt tokens that [every head keeps](#what-is-never-evicted): start and end of "
+        "each",
+        example=[0, 120],
+    )
     read: Fraction | None = option(
         None,
         "decode steps [read](#reading-less) another fraction of the cache, from "
@@ -552,6 +605,11 @@ class RequestOptions(Options):
 
     @property
     def chooses(self) -> bool:
+        """Whether it asks for something that not every server can do or allows."""
+        return self.needs_permission or bool(self.protect)
+
+    @property
+    def needs_permission(self) -> bool:
         """Whether it asks for something that only an operator can allow."""
         asked = (self.policy, self.budget, self.ceiling, self.read)
         return self.prepare or any(each is not None for each in asked)

@@ -45,7 +45,7 @@ from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView
 from vllm_kvcompress.policies.registry import policies
 from vllm_kvcompress.policies.snapkv import SnapKV
-from vllm_kvcompress.scheduling.plan import EventPlan, Observation
+from vllm_kvcompress.scheduling.plan import EventPlan, Observation, Spans
 
 SHAPE = Shape(pages=(9, 9), group=GROUP, block_size=BLOCK_SIZE)
 LENGTHS = (43, 47, 44, 50)  # tails of 3, 3, none and 2
@@ -62,6 +62,7 @@ class Step:
         pool: of `BLOCKS_EACH` blocks for each.
         lengths: tokens of each at the first event.
         in_place: later events stay in the blocks of the first ones.
+        protected: tokens that requests protect, by index.
         num_batches: that the last step ran.
         at_once: layers that its first one ran together.
     """
@@ -73,6 +74,7 @@ class Step:
     blocks: list[list[int]] = field(init=False)
     kept: list[tuple[int, int]] = field(init=False)
     in_place: bool = False
+    protected: dict[int, Spans] = field(default_factory=dict)
     num_batches: int = 0
     at_once: int = 0
 
@@ -118,6 +120,7 @@ class Step:
             fresh_block_ids=()
             if self.in_place and resident
             else tuple(self.blocks[index][start : start + num_kept]),
+            protected=self.protected.get(index, ()),
         )
 
     def run(self, together: bool, later: int = 0, in_step: bool = True) -> list[Event]:
@@ -226,6 +229,22 @@ def test_batched_events_keep_what_single_events_keep(
         assert (layers.at_once, alone.at_once) == (1 if one_layer_at_a_time else NUM_LAYERS, 1)
         check_same(together, alone)
         check_same(layers, alone)
+
+
+@pytest.mark.parametrize("policy", ["attention", "adakv+criticalkv", "spans+headkv", "keydiff"])
+def test_protected_tokens_of_some_change_nothing_for_others(policy: str, tmp_path: Path) -> None:
+    together, alone, plain = (make_step(policy, tmp_path) for _ in range(3))
+    together.protected = alone.protected = {1: ((2, 7),), 3: ((0, 4), (45, 47))}
+    for later in (0, LATER):
+        assert not any(event.error for event in together.run(True, later))
+        alone.run(False, later)
+        plain.run(True, later)
+        check_same(together, alone)
+    ours, others = together.left(), plain.left()
+    for index in (0, 2):
+        for layer, expected in zip(ours[index], others[index], strict=True):
+            assert torch.equal(layer["keys"], expected["keys"])
+    assert not torch.equal(ours[1][0]["keys"], others[1][0]["keys"])
 
 
 def test_every_policy_but_expected_is_batched(tmp_path: Path) -> None:

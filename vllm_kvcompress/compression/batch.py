@@ -28,6 +28,7 @@ from vllm_kvcompress.compression.layer import Totals, protected_pages
 from vllm_kvcompress.kernels.common.transfers import upload
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.rounding import ceil_div
+from vllm_kvcompress.scheduling.plan import num_in_spans
 
 MAX_PADDING = 1.25  # longest event of a batch over its shortest
 MAX_BATCH_TOKENS = 16_384  # padded tokens of a batch; longer events gain nothing from batching
@@ -72,6 +73,8 @@ class EventBatch:
         num_body: page-table columns that full pages may occupy.
         num_tail: tokens of the longest partial block.
         tails: [R, 1] int64 tokens of each partial block where they differ; else None.
+        protected: [R, 1 + spans, 2] int64 bounds of what requests protect: of entries that earlier
+            events kept, then of logical tokens; padded with empty spans. None: nothing is.
         layers: for each layer, the layers that it is compressed with.
         queries_at: places of the observed queries, once they are looked up.
         held_queries: observed queries of layers that wait to be compressed, oldest first.
@@ -86,6 +89,7 @@ class EventBatch:
     num_body: int
     num_tail: int
     tails: Tensor | None
+    protected: Tensor | None
     layers: list[EventLayers]
     queries_at: WindowRows | None = field(default=None, init=False)
     held_queries: list[Tensor] = field(default_factory=list, init=False)
@@ -127,6 +131,7 @@ class EventBatch:
             num_body=max(event.num_body for event in events),
             num_tail=max(event.num_tail for event in events),
             tails=tails[:, None] if len({event.num_tail for event in events}) > 1 else None,
+            protected=_protected(events, pool),
             layers=list(_layers(events, pool, num_layers)),
         )
 
@@ -229,11 +234,26 @@ def _pages(events: list[Event], runs: list[range], pool: PagePool) -> Tensor:
     return pages[upload(np.concatenate(parts), pool.device)]
 
 
+def _protected(events: list[Event], pool: PagePool) -> Tensor | None:
+    """Returns the bounds of what requests protect; see `EventBatch.protected`."""
+    longest = max(len(event.plan.protected) for event in events)
+    if not longest:
+        return None
+    bounds: Numbers = np.zeros((len(events), 1 + longest, 2), dtype=np.int64)
+    for row, event in zip(bounds, events, strict=True):
+        spans = event.plan.protected
+        row[0, 1] = num_in_spans(spans, event.plan.first_block * pool.block_size)
+        row[1 : 1 + len(spans)] = np.reshape(spans, (-1, 2))
+    return upload(bounds, pool.device)
+
+
 def _totals(events: list[Event], runs: list[range], pool: PagePool) -> list[Totals]:
     """Returns the pages to keep in each run of layers."""
     pages = np.array([event.layer_pages for event in events]).T
+    size = pool.block_size
     protected = [
-        protected_pages(event.pipeline, event.num_tail, pool.block_size) for event in events
+        protected_pages(event.pipeline, event.num_tail, size, event.num_protected(size))
+        for event in events
     ]
     floors = np.minimum(protected, pages // pool.num_heads)
     uploaded = upload(np.stack((pages, floors)), pool.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from vllm_kvcompress.compression.stopwatch import Stopwatch
 from vllm_kvcompress.kernels.common.rotary import Rotary
 from vllm_kvcompress.policies import Pipeline
-from vllm_kvcompress.scheduling.plan import EventPlan
+from vllm_kvcompress.scheduling.plan import EventPlan, num_in_spans
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,10 @@ class Event:
         """Returns the [P] int64 pages that take the kept tokens of a layer."""
         start = self.layer_starts[layer]
         return self.fresh_pages[start : start + self.layer_pages[layer]]
+
+    def num_protected(self, block_size: int) -> int:
+        """Counts the tokens of full blocks that the request protects."""
+        return num_in_spans(self.plan.protected, self.plan.end_block * block_size)
 
     @property
     def num_full(self) -> int:

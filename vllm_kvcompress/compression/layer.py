@@ -47,14 +47,17 @@ def compress_layer(pipeline: Pipeline, view: LayerView, total_pages: int) -> Sel
 
 
 def compress_batch(pipeline: Pipeline, view: LayerView, totals: Totals) -> Selection:
-    """Decides what every head of a layer keeps; kept entries are in position order."""
+    """Decides what every head of a layer keeps.
+
+    Kept entries are in position order, behind those that the request protects.
+    """
     if pipeline.needs.accumulated:
         view = _observed(view, pipeline.needs.stride)
     scores = pipeline.scorer.score(view)
     page_counts = pipeline.allocator.head_pages(view, scores, totals.pages, totals.floors)
     kept = page_counts * view.block_size
     mask = pipeline.selector.select(view, scores, kept, pipeline.protection)
-    indices = _flat_indices(mask, totals.num_pages * view.block_size)
+    indices = _flat_indices(mask, totals.num_pages * view.block_size, view.protected)
     merged = Merged() if pipeline.merger is None else pipeline.merger.merge(view, scores, mask)
     changed = {name for name in _REMEMBERED if getattr(merged, name) is not None}
     unchanged = {name: getattr(view.entries, name) for name in {*_REMEMBERED} - changed}
@@ -74,15 +77,26 @@ def _observed(view: LayerView, stride: int) -> LayerView:
     return replace(view, entries=replace(former, accumulated=mass))
 
 
-def protected_pages(pipeline: Pipeline, num_tail: int, block_size: int) -> int:
-    """Returns the pages that the protected entries of a head need, at least 1."""
+def protected_pages(
+    pipeline: Pipeline, num_tail: int, block_size: int, num_protected: int = 0
+) -> int:
+    """Returns the pages that a head's protected entries need, at least 1.
+
+    `num_protected` of them are protected by the request, the others by the policy.
+    """
     protection = pipeline.protection
     recent = max(0, protection.num_recent - num_tail)
-    pages = math.ceil((protection.num_sinks + recent) / block_size)
+    pages = math.ceil((num_protected + protection.num_sinks + recent) / block_size)
     return max(1, pages)
 
 
-def _flat_indices(mask: Tensor, num_kept: int) -> Tensor:
-    """Returns the [num_kept] int64 places within the heads of the set bits of an [H, n] mask."""
+def _flat_indices(mask: Tensor, num_kept: int, protected: Tensor | None) -> Tensor:
+    """Returns the [num_kept] int64 places within the heads of the set bits of an [H, n] mask.
+
+    Those of `protected` entries come first in each head, so that the next event finds them.
+    """
     flat = torch.nonzero_static(mask.flatten(), size=num_kept)[:, 0]
+    if protected is not None:
+        heads, is_other = flat // mask.shape[1], ~protected.flatten()[flat]
+        flat = flat[(2 * heads + is_other).argsort(stable=True)]
     return flat % mask.shape[1]

@@ -35,7 +35,8 @@ from vllm_kvcompress.kernels.dispatch import reads_sizes
 from vllm_kvcompress.policies import Pipeline
 from vllm_kvcompress.policies.base import LayerView, Selection
 from vllm_kvcompress.policies.parts.allocation import Allocator, spread
-from vllm_kvcompress.scheduling.plan import EventPlan
+from vllm_kvcompress.rounding import ceil_div
+from vllm_kvcompress.scheduling.plan import EventPlan, num_in_spans
 
 
 class EventRunner:
@@ -151,8 +152,10 @@ class EventRunner:
         pages = allocator.layer_pages(
             plan.num_kept_blocks, capacity, pool.num_heads, plan.end_block
         )
-        least = pool.num_heads + reserved
-        if reserved and min(pages) < least:
+        num_protected = num_in_spans(plan.protected, plan.end_block * pool.block_size)
+        fewest = max(1, ceil_div(num_protected, pool.block_size))
+        least = fewest * pool.num_heads + reserved
+        if (reserved or num_protected) and min(pages) < least:
             shares = [float(count) for count in pages]
             pages = spread(shares, sum(pages), capacity, [least] * len(pages))
         return [count - reserved for count in pages]
@@ -219,7 +222,8 @@ class EventRunner:
         a wrong shape, before it writes anything: only then can the guard run the layer again.
         """
         pool, merged, pages, places = self.pool, selection.merged, run.pages, None
-        if batch.in_place and batch.pipeline.any_order and reads_sizes(pool.device):
+        any_order = batch.pipeline.any_order and batch.protected is None
+        if batch.in_place and any_order and reads_sizes(pool.device):
             held = self.tables.counts[run.layers.start : run.layers.stop, batch.slots]
             selection, pages, places = fill_holes(
                 selection, sources.body, held.flatten(), pool.block_size

@@ -107,6 +107,7 @@ class EventViews:
                 accumulated=self._entry_state("accumulated", batch, layers, num_entries),
                 running=self._entry_state("running", batch, layers, num_entries),
             ),
+            protected=self._protected(batch, layers, lengths, num_entries),
         )
 
     def _kv(self, batch: EventBatch, layers: range, sources: Sources, lengths: Tensor) -> KVView:
@@ -149,6 +150,24 @@ class EventViews:
         counts = self.tables.counts[_slice(layers), batch.slots].long() * self.pool.block_size
         counts, first = counts.view(-1, 1), (batch.first_tokens - counts).view(-1, 1)
         return torch.where(columns < counts, kept.long(), first + columns)
+
+    def _protected(
+        self, batch: EventBatch, layers: range, lengths: Tensor, width: int
+    ) -> Tensor | None:
+        """Returns the [H, width] bool entries that requests protect, if any request does.
+
+        Of the kept entries of a head these are the first; the tail's follow from their positions.
+        """
+        if batch.protected is None:
+            return None
+        size, device = self.pool.block_size, self.pool.device
+        counts = self.tables.counts[_slice(layers), batch.slots].long()[..., None] * size
+        columns = torch.arange(width, device=device)
+        positions = (columns - counts + batch.first_tokens[:, None])[..., None]
+        starts, ends = batch.protected[:, None, None].unbind(dim=-1)
+        in_tail = ((positions >= starts[..., 1:]) & (positions < ends[..., 1:])).any(dim=-1)
+        is_protected = torch.where(columns < counts, columns < ends[..., 0], in_tail)
+        return is_protected.flatten(0, 2) & (columns < lengths[:, None])
 
     def _entry_state(
         self, name: str, batch: EventBatch, layers: range, width: int

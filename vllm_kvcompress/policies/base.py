@@ -67,6 +67,8 @@ class LayerView:
         state: [H, s] fp32 policy state that the merger left at the last event (None at a first
             event).
         entries: policy state of entries.
+        protected: [H, n] bool, true for entries that every head keeps since the request asks for
+            it; None: it asks for none. Those that earlier events kept come first.
     """
 
     kv: KVView
@@ -82,6 +84,7 @@ class LayerView:
     sinks: Tensor | None = None
     state: Tensor | None = None
     entries: EntryState = field(default_factory=EntryState)
+    protected: Tensor | None = None
 
     @property
     def lengths(self) -> Tensor:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+import torch
 from torch import Tensor
 
 from vllm_kvcompress.policies import LayerView, ModelHeads, Policy, Protection, Stages
@@ -87,7 +88,8 @@ class DuoAttention(Policy):
     def head_pages(self, view: LayerView, scores: Tensor, total: Tensor, floor: Tensor) -> Tensor:
         """[H] int64 pages of each head: a few for all, then by gate up to everything."""
         held = pages_held(view)
-        few = (total // held.shape[1]).clamp_max(self._few)
+        even = total // held.shape[1]
+        few = torch.maximum(even.clamp_max(self._few), floor.minimum(even))
         fewest = few[:, None].minimum(held)
         order = profiles.of_layers(self.gates, view).argsort(dim=1, descending=True, stable=True)
         room = (held - fewest).gather(1, order)

@@ -115,6 +115,7 @@ class Pipeline:
             least_blocks=self.least_blocks(shape),
             blocks_on_top=self.blocks_on_top(shape),
             layer_dependent=self.layer_dependent,
+            state_share=4 * len(self.token_state) * shape.block_size / shape.page_bytes,
         )
 
     def least_blocks(self, shape: PageShape) -> int:

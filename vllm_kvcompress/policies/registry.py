@@ -175,6 +175,12 @@ def describe(policy: str) -> tuple[type[Policy], *tuple[type[Modifier], ...]]:
     return (base, *on_top)
 
 
+def merging_part(policy: str) -> str:
+    """Returns the part of a policy that merges evicted tokens; empty: it only evicts."""
+    parts = () if policy == NO_POLICY else describe(policy)
+    return next((part.name for part in parts if part.stages.merge), "")
+
+
 def _modifies_another(name: str, names: list[str]) -> bool:
     """Whether a name that is both policy and modifier is the modifier here (pyramidkv+adakv)."""
     others = [policies()[other] for other in names if other in policies()]
@@ -275,6 +281,11 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
         pipeline = resolve(policy, own.params, profile, settings.measure_heads)
         if isinstance(own.budget, int):
             pipeline.check_budget(own.budget)
+        if settings.keep_prompt and pipeline.merger is not None:
+            raise ConfigError(
+                f"keep_prompt (--kv-keep-prompt): {policy} merges evicted tokens in the order of "
+                "the prompt, which kept ones would change; give another policy, or leave it out."
+            )
         pipelines[policy] = replace(pipeline, repeats=own.repeats)
     for policy, pipeline in pipelines.items():
         others = [name for name in pipelines if name != policy]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from vllm_kvcompress.rounding import ceil_div
-from vllm_kvcompress.scheduling.plan import Observation
+from vllm_kvcompress.scheduling.plan import Observation, Spans, num_in_spans
 from vllm_kvcompress.scheduling.rule import (
     TRIGGER_CEILING,
     TRIGGER_PREPARE,
@@ -24,12 +24,14 @@ SKIP_SHORT = "shorter_than_min_tokens"
 SKIP_NOTHING_TO_FREE = "nothing_to_free"
 SKIP_ONE_TOKEN = "ends_with_first_token"
 SKIP_SHORT_ANSWER = "short_answer"
+SKIP_PROTECTED = "protected_tokens"
 SKIP_ERROR = "error"
 SKIP_REASONS = {  # why an event that a trigger called for is left out
     SKIP_SHORT: "fewer logical tokens than min_tokens",
     SKIP_NOTHING_TO_FREE: "the budget is no smaller than what the request holds",
     SKIP_ONE_TOKEN: "nothing is generated behind the first token",
     SKIP_SHORT_ANSWER: "an answer limited to fewer than min_answer_tokens, while there was room",
+    SKIP_PROTECTED: "the budget has no room for the tokens that the request protects",
     SKIP_ERROR: "the policy failed, and the request ended with an error",
 }
 
@@ -60,6 +62,7 @@ class RequestLedger:
         num_hit_tokens: logical tokens of the prefix-cache hit or kept state that the request begins
             with, which leave no queries.
         most_tokens: logical tokens that the request computes at most, its answer included.
+        protected: tokens that every event keeps.
     """
 
     compress_at: int
@@ -72,6 +75,7 @@ class RequestLedger:
     num_prompt_tokens: int = 0
     num_hit_tokens: int = 0
     most_tokens: int = 0
+    protected: Spans = ()
 
     def next_position(self, after: int) -> int | None:
         """Finds the first position > `after`, in computed tokens, at which an event may happen.
@@ -142,11 +146,14 @@ class RequestLedger:
         else:
             return None
         num_kept = self.rule.target_blocks(self.compress_at, position)
+        end = max(self.compress_at, position)
         is_full = self._full_at is not None and position >= self._full_at
         if position < self.rule.min_tokens and not is_full:
             return Decision(trigger, num_kept, SKIP_SHORT)
         if num_kept >= self.num_source_blocks(position):
             return Decision(trigger, num_kept, SKIP_NOTHING_TO_FREE)
+        if not self.rule.has_room(num_kept, num_in_spans(self.protected, end)):
+            return Decision(trigger, num_kept, SKIP_PROTECTED)
         return Decision(trigger, num_kept)
 
     def follows_first_token(self, position: int) -> bool:
@@ -328,7 +335,7 @@ class PreparationLedger(RequestLedger):
         if position != self.compress_at:
             return None
         end = self.context_tokens
-        decision = RequestLedger(end, self.rule).decide(end)
+        decision = RequestLedger(end, self.rule, protected=self.protected).decide(end)
         return None if decision is None else replace(decision, trigger=TRIGGER_PREPARE)
 
     def commit(self, position: int, num_kept_blocks: int) -> None:

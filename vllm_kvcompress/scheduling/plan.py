@@ -7,6 +7,13 @@ from dataclasses import dataclass, field
 from vllm_kvcompress.scheduling.read_rule import ReadRule
 from vllm_kvcompress.scheduling.rule import TRIGGER_PREPARE
 
+Spans = tuple[tuple[int, int], ...]  # [start, end) of logical tokens, ascending and disjoint
+
+
+def num_in_spans(spans: Spans, end: int) -> int:
+    """Counts the tokens of spans that lie before `end`."""
+    return sum(max(0, min(stop, end) - start) for start, stop in spans)
+
 
 @dataclass(frozen=True)
 class EventPlan:
@@ -27,6 +34,7 @@ class EventPlan:
         kept_as: number of the kept state that this event leaves to later requests; None: none.
         after_first_token: whether it runs before the forward pass of the request's next step, so
             that the first token does not wait for it; else behind attention or sampling.
+        protected: logical tokens that every head keeps.
     """
 
     request_id: str
@@ -41,6 +49,7 @@ class EventPlan:
     fresh_block_ids: tuple[int, ...]
     kept_as: int | None = None
     after_first_token: bool = False
+    protected: Spans = ()
 
     @property
     def done_at(self) -> int:

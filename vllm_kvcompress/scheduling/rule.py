@@ -30,6 +30,7 @@ class PolicyDemand:
         window_blocks: blocks that hold a request's last queries, under memory pressure.
         blocks_on_top: blocks of a policy state that does not count in the budget.
         layer_dependent: whether layers get different budgets.
+        state_share: part of kept blocks that numbers of each token take.
     """
 
     window_size: int = 0
@@ -38,6 +39,7 @@ class PolicyDemand:
     window_blocks: int = 0
     blocks_on_top: int = 0
     layer_dependent: bool = False
+    state_share: float = 0.0
 
     @property
     def needed_queries(self) -> int:
@@ -137,6 +139,13 @@ class CompressionRule(PolicyDemand):
         if self.ceiling_blocks is not None:
             wanted = min(wanted, kept_below(self.ceiling_blocks))
         return wanted
+
+    def has_room(self, num_blocks: int, num_protected: int) -> bool:
+        """Whether kept blocks hold protected tokens, and at least a block besides them."""
+        if not num_protected:
+            return True
+        room = math.floor(num_blocks * (1 - self.state_share))
+        return math.ceil(num_protected / self.block_size) < room
 
     def first_effective_position(self, num_prompt_tokens: int) -> int | None:
         """Returns the first position up to the prompt's end at which an event frees blocks."""

@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Logits
 from vllm_kvcompress.config import RequestOptions, Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.prompts.settings import REQUEST_RATE
+from vllm_kvcompress.scheduling.plan import Spans, num_in_spans
 
 _PREFIX = RequestOptions.prefix
 _VLLM_KEY = "kv_transfer_params"  # vLLM's own, with our prefix
@@ -49,8 +50,37 @@ def check_allowed(options: RequestOptions, settings: Settings) -> None:
     """
     chosen = settings.for_request(options.policy, options.budget, options.ceiling)
     settings.request_read_rule(options.read)
+    if options.protect:
+        check_protection(options.protect, chosen)
     if options.prepare:
         check_preparation(chosen)
+
+
+def check_protection(spans: Spans, settings: Settings) -> None:
+    """Checks that a request's settings can keep tokens whole, and have room for more than these.
+
+    Raises:
+        ConfigError: they cannot, or have not.
+    """
+    from vllm_kvcompress.policies.registry import merging_part
+
+    if settings.read is not None:
+        raise ConfigError(
+            "vllm_xargs kv_protect: this server's decode steps read a part of the cache "
+            f"({settings.read}), protected tokens or not; leave it out."
+        )
+    if merging := merging_part(settings.policy):
+        raise ConfigError(
+            f"vllm_xargs kv_protect: {merging} merges evicted tokens in the order of the prompt, "
+            "which protected ones would change; ask for another policy, or leave it out."
+        )
+    number = num_in_spans(spans, spans[-1][1])
+    limits = [each for each in (settings.budget, settings.ceiling) if isinstance(each, int)]
+    if limits and number >= min(limits):
+        raise ConfigError(
+            f"vllm_xargs kv_protect: expected fewer tokens than the {min(limits)} that a head "
+            f"keeps here, found {number}; protect less, or ask for a larger budget."
+        )
 
 
 def check_preparation(settings: Settings) -> None:
@@ -59,7 +89,7 @@ def check_preparation(settings: Settings) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    from vllm_kvcompress.policies import describe
+    from vllm_kvcompress.policies.registry import merging_part
 
     if not settings.reuse_contexts:
         raise ConfigError(
@@ -77,9 +107,9 @@ def check_preparation(settings: Settings) -> None:
             f"vllm_xargs kv_prepare: with policy {settings.policy}, budget {settings.budget} and "
             f"trigger {settings.trigger} no context is compressed; leave it out."
         )
-    if merging := [part.name for part in describe(settings.policy) if part.stages.merge]:
+    if merging := merging_part(settings.policy):
         raise ConfigError(
-            f"vllm_xargs kv_prepare: {merging[0]} merges evicted tokens, and preparing a "
+            f"vllm_xargs kv_prepare: {merging} merges evicted tokens, and preparing a "
             "context only evicts them; ask for another policy, or leave it out."
         )
 
@@ -113,13 +143,14 @@ class RequestCheck(LogitsProcessorV1, LogitsProcessorV2):
         options = request_options(sampling_params.extra_args)
         if not options.chooses:
             return
-        if cls.settings is None:
+        if cls.settings is None and options.needs_permission:
             keys = ", ".join(_PREFIX + name for name in options.to_dict())
             raise ConfigError(
                 f"vllm_xargs {keys}: this server lets no request choose, and keeps no contexts; "
                 "leave it out."
             )
-        check_allowed(options, cls.settings)
+        if cls.settings is not None:
+            check_allowed(options, cls.settings)
         if options.prepare and sampling_params.max_tokens != 1:
             raise ConfigError(
                 f"vllm_xargs kv_prepare: expected max_tokens 1, found {sampling_params.max_tokens};"

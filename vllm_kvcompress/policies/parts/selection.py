@@ -28,9 +28,12 @@ class Protection:
     def bounds(self, view: LayerView, kept: Tensor) -> tuple[Tensor, Tensor]:
         """[H] protected sinks and [H] recent tokens among the `kept` [H] of the full blocks.
 
-        The partial last block counts as recent and is kept anyway. Where sinks and recent tokens
-        exceed what a head keeps, recent ones are cut first, then sinks (methods: small budgets).
+        Tokens that the request protects come before both. The partial last block counts as recent
+        and is kept anyway. Where sinks and recent tokens exceed what a head keeps, recent ones are
+        cut first, then sinks (methods: small budgets).
         """
+        if view.protected is not None:
+            kept = (kept - view.protected.sum(dim=1)).clamp_min(0)
         tails, room = view.kv.tails, kept - self.num_sinks
         recent = (self.num_recent - tails).clamp_min(0)
         if self.recent_fraction:
@@ -46,7 +49,10 @@ class Protection:
         """[H, n] bool, true for protected tokens."""
         sinks, recent = self.bounds(view, kept)
         index = torch.arange(view.num_entries, device=kept.device)
-        first = index < sinks[:, None]
+        if view.protected is None:
+            first = index < sinks[:, None]
+        else:  # sinks are the first of the others
+            first = view.protected | ((~view.protected).cumsum(dim=1) <= sinks[:, None])
         last = index >= (view.lengths - recent)[:, None]
         return (first | last) & view.valid
 

@@ -16,10 +16,17 @@ from vllm_kvcompress.scheduling.ledger import (
     PreparationLedger,
     RequestLedger,
 )
-from vllm_kvcompress.scheduling.plan import EventPlan, ReadPlan, RequestPlan, StepPlan
+from vllm_kvcompress.scheduling.plan import (
+    EventPlan,
+    ReadPlan,
+    RequestPlan,
+    Spans,
+    StepPlan,
+    num_in_spans,
+)
 from vllm_kvcompress.scheduling.pressure import Candidate
 from vllm_kvcompress.scheduling.read_rule import PromptChunks, ReadRule
-from vllm_kvcompress.scheduling.rule import CompressionRule
+from vllm_kvcompress.scheduling.rule import CompressionRule, kept_below
 from vllm_kvcompress.vllm_plugin.request_options import check_allowed, request_options
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import StateUse
 
@@ -185,6 +192,7 @@ class RequestTable:
         settings = self.spec.settings.for_request(options.policy, options.budget, options.ceiling)
         rule = self.spec.rule_of(settings)
         num_tokens = compress_at = request.num_prompt_tokens
+        protected = _protected_spans(options, settings, rule, request)
         reuse = StateUse(begins_anew=begins_anew, how=self.conversations(settings))
         if options.context_tokens is not None:
             if len(self.all_managers) > len(self.managers):
@@ -197,7 +205,7 @@ class RequestTable:
                 reuse.context_hash = request.block_hashes[num_blocks - 1]
         if reuse.context_hash is not None or reuse.how is not None:
             context_end = None if compress_at == num_tokens else compress_at
-            reuse.key = (settings.policy, rule, context_end)
+            reuse.key = (settings.policy, rule, context_end, protected)
         plan = RequestPlan()
         if reuse.context_hash is not None and _prepares(options, request):
             reuse.begins_anew = True
@@ -210,6 +218,7 @@ class RequestTable:
                 rule = self._leave_whole(request, settings, rule, has_room)
             ledger = RequestLedger(compress_at, rule, settings.policy, num_prompt_tokens=num_tokens)
         ledger.most_tokens = num_tokens + (request.max_tokens or 1) - 1  # the last one is not read
+        ledger.protected = protected
         read_rule = settings.request_read_rule(options.read)
         if read_rule is not None:
             plan.read = ReadPlan(read_rule, num_tokens, compress_at)
@@ -291,6 +300,28 @@ def _requested_options(request: Request, settings: Settings) -> RequestOptions:
         logger.warning("request %s: %s Ignored.", request.request_id, error)
         return RequestOptions()
     return options
+
+
+def _protected_spans(
+    options: RequestOptions, settings: Settings, rule: CompressionRule, request: Request
+) -> Spans:
+    """Returns the prompt tokens that a request's events keep.
+
+    Under a ceiling that has no room for them, which holds whatever else is asked for, it is none.
+    """
+    spans, num_tokens = options.protect, request.num_prompt_tokens
+    if settings.keep_prompt:
+        spans = ((0, num_tokens),)
+    within = tuple((start, min(end, num_tokens)) for start, end in spans if start < num_tokens)
+    why = "" if within == spans else f"expected tokens of the prompt, which has {num_tokens}"
+    if rule.ceiling_blocks is not None:
+        number, num_kept = num_in_spans(within, num_tokens), kept_below(rule.ceiling_blocks)
+        if not rule.has_room(num_kept, number):
+            within, why = (), f"the ceiling has no room for {number} tokens that are always kept"
+    if why:
+        message = "request %s: protected tokens %s: %s; only %s are."
+        logger.warning(message, request.request_id, spans, why, within or "none")
+    return within
 
 
 def _prepares(options: RequestOptions, request: Request) -> bool:

@@ -47,9 +47,13 @@ def plugin_options(settings: Settings) -> dict[str, str]:
     """The `vllm serve` options that switch compression on, for this build of vLLM."""
     from vllm.platforms import current_platform
 
+    from vllm_kvcompress.policies.registry import merging_part
+
     check = "RequestCheck"
     limits = (settings.max_request_budget, settings.min_request_read, settings.ceiling)
-    if settings.request_policies or any(limits) or settings.reuse_contexts:
+    reads = settings.read is not None or isinstance(settings.budget, int)
+    merges = any(map(merging_part, settings.policies))  # protected tokens are refused
+    if settings.request_policies or any(limits) or settings.reuse_contexts or reads or merges:
         check += f"_{json.dumps(settings.to_dict()).encode().hex()}"
     paths = {"logits_processors": f"{_PACKAGE}.request_options:{check}"}
     if current_platform.is_cpu():
