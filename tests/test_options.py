@@ -32,7 +32,7 @@ FLAGS = {
         "--kv-min-request-budget",
     ),
     "--no-kv-measure-heads",
-    *("--kv-ceiling", "--kv-min-request-ceiling"),
+    *("--kv-ceiling", "--kv-min-request-ceiling", "--kv-keep-prompt"),
     *("--kv-max-request-budget", "--kv-reuse-contexts", "--kv-reuse-conversations", "--kv-read"),
     *("--kv-read-min-tokens", "--kv-min-request-read", "--kv-attention", "--prompt-compressor"),
     *("--prompt-rate", "--prompt-target-tokens", "--prompt-role-rate", "--prompt-force-token"),
@@ -83,6 +83,7 @@ VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
     (Settings, "budget"): (0.5, [0.1, 1.0, 2, 2048], [0, 1, 1.5, -1, True, 2**53 + 1]),
     (Settings, "trigger"): ("prompt", ["chunk:9,decode:2"], ["now", "chunk,chunk", 3]),
     (Settings, "ceiling"): (None, [512, 2**53], [0, 0.5, 1.0, True, "7", 200, 2**53 + 1]),
+    (Settings, "keep_prompt"): (False, [True], ["yes", 1]),
     (Settings, "params"): ({}, [{"a": 1, "b": "x", "c": True}], [{"a": [1]}, {"a": math.inf}, 3]),
     (Settings, "profile"): (None, ["heads.json"], [3]),
     (Settings, "measure_heads"): (True, [False], ["no", 0]),
@@ -111,12 +112,14 @@ VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
     (RequestOptions, "policy"): (None, ["none"], [3]),
     (RequestOptions, "budget"): (None, [0.01, 1], [0, 1.1, "0.5", True]),
     (RequestOptions, "ceiling"): (None, [1, 512.0], [0, 0.5, "512", True]),
+    (RequestOptions, "protect"): ((), [((0, 5), (7, 9))], [5, [5], [9, 5], ["0", "5"]]),
     (RequestOptions, "read"): (None, [0.01, 1], [0, 1.1, "0.5", True]),
     (PromptRequestOptions, "rate"): (None, [0.01, 1], [0, 1.1, "half", True]),
 }
 BESIDE: dict[str, Any] = {"read": "quest:0.5"}
 BESIDE |= {"min_request_budget": 0.2, "max_request_budget": 0.5}
 BESIDE |= {"ceiling": 1024, "min_request_ceiling": 256}
+EXCLUDES = {"keep_prompt": "read"}
 BESIDE_RATES = {"min_request_rate": 0.3, "max_request_rate": 0.5}
 
 
@@ -132,6 +135,7 @@ def test_options_have_their_defaults_and_bounds(options: type[Options], name: st
     assert getattr(options.from_dict({**needed, name: None}), name) == default
     beside = dict(NEEDED[options])
     beside |= {Settings: BESIDE, PromptSettings: BESIDE_RATES}.get(options, {})
+    beside.pop(EXCLUDES.get(name, ""), None)
     for value in taken:
         assert getattr(options.from_dict({**beside, name: value}), name) == value
     for value in refused:
