@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import MAX_TOKENS, Options, check_choice, check_limits, option
+from vllm_kvcompress.prompts.roles import ROLES
 from vllm_kvcompress.prompts.settings import PromptSettings
 from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.budgets import Budget
@@ -30,6 +31,7 @@ Scalar = str | int | float | bool
 SETTINGS_KEY = "kvcompress"  # our section of --additional-config and of YAML files
 STATUS_PLUGIN = "kvcompress-status"  # adds the page at /kvcompress to the server
 PROMPTS_PLUGIN = "kvcompress-prompts"  # shortens the messages of chats
+PROTECT_PLUGIN = "kvcompress-protect"  # finds the tokens of chat roles
 NO_POLICY = "none"
 AUTO = "auto"  # stands for DEFAULT_POLICY, wherever a policy is named
 DEFAULT_POLICY = "spans"  # see "Which one" in docs/policies.md
@@ -67,8 +69,8 @@ def profile_beside(model: str | Path) -> str | None:
     return str(path) if path.is_file() else None
 
 
-def _policy_names(value: object) -> object:
-    """Splits `"snapkv,none"`; a list becomes a tuple."""
+def _names(value: object) -> object:
+    """Splits names at commas, such as `"snapkv,none"`; a list becomes a tuple."""
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         return value
@@ -146,6 +148,12 @@ class Settings(Options):
         "N",
         example=1024,
     )
+    protect: Annotated[tuple[str, ...], BeforeValidator(_names)] = option(
+        (),
+        "`system`, `tools` or both: parts of chats that [every head keeps](#what-is-never-evicted)",
+        "ROLE,...",
+        example="system,tools",
+    )
     keep_prompt: bool = option(
         False,
         "keep prompts [whole](#what-is-never-evicted), so that only generated tokens are evicted; "
@@ -186,7 +194,7 @@ class Settings(Options):
         ge=0,
         le=MAX_TOKENS,
     )
-    request_policies: Annotated[tuple[str, ...], BeforeValidator(_policy_names)] = option(
+    request_policies: Annotated[tuple[str, ...], BeforeValidator(_names)] = option(
         (),
         "policies that a request may ask for instead, with `vllm_xargs` `kv_policy`; `none`: not "
         "to be compressed",
@@ -324,6 +332,17 @@ class Settings(Options):
 
     def _check_protection(self) -> None:
         """Refuses protected tokens that could not be kept, or prompts that leave nothing else."""
+        if unknown := sorted(set(self.protect) - set(ROLES)):
+            raise ValueError(
+                f"protect (--kv-protect): expected {' or '.join(ROLES)}, found {unknown[0]!r}; "
+                "requests name other tokens with vllm_xargs kv_protect."
+            )
+        if self.protect and (self.read is not None or self.prompts is not None):
+            other = "read" if self.read is not None else "prompts"
+            raise ValueError(
+                f"protect: with {other} parts of protected messages would not be read; leave one "
+                "of the two out."
+            )
         if not self.keep_prompt:
             return
         if self.read is not None or self.conversations is not None:
@@ -379,6 +398,12 @@ class Settings(Options):
         check_choice("kv_read", read, self.min_request_read, 1.0)
         assert rule is not None, "min_request_read without read"
         return rule.reading(read)
+
+    @property
+    def plugins(self) -> tuple[str, ...]:
+        """The endpoint plugins that the API server needs for them."""
+        of_prompts = (PROMPTS_PLUGIN,) if self.prompts is not None else ()
+        return of_prompts + ((PROTECT_PLUGIN,) if self.protect else ())
 
     @property
     def policies(self) -> tuple[str, ...]:

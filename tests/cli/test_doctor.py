@@ -63,6 +63,7 @@ def test_report_names_versions_entry_points_and_classes(
         "vllm.stat_logger_plugins kvcompress": ":CompressionStatLogger",
         "vllm.endpoint_plugins kvcompress-status": ":StatusPage",
         "vllm.endpoint_plugins kvcompress-prompts": ":PromptPlugin",
+        "vllm.endpoint_plugins kvcompress-protect": ":ProtectPlugin",
     }
     for name, path in entry_points.items():
         assert report[f"entry point {name}"].endswith(path)

@@ -23,12 +23,9 @@ from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import ConfigError, UnsupportedError
 from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.prompts.shortener import PromptShortener
-from vllm_kvcompress.vllm_plugin.api_server.prompt_plugin import (
-    PATH,
-    PromptMiddleware,
-    PromptPlugin,
-)
-from vllm_kvcompress.vllm_plugin.startup.refusals import check_prompts_plugin
+from vllm_kvcompress.vllm_plugin.api_server.prompt_plugin import PromptMiddleware, PromptPlugin
+from vllm_kvcompress.vllm_plugin.api_server.request_bodies import CHATS as PATH
+from vllm_kvcompress.vllm_plugin.startup.refusals import check_plugins
 
 KEY = "a key"
 
@@ -216,11 +213,13 @@ def test_bad_prompt_options_are_refused_before_the_server_starts(
     assert "expected NAME=VALUE" in refused(reference, *option, "--prompt-role-rate", "tool")
     reuse = ["--kv-policy", "snapkv", "--kv-reuse-conversations"]
     assert "would find nothing" in refused(reference, *option, *reuse)
-    assert "--grpc starts a server that does not shorten" in refused(reference, *option, "--grpc")
+    assert "--grpc starts a server that does not change chats" in refused(
+        reference, *option, "--grpc"
+    )
     monkeypatch.setenv("VLLM_PLUGINS", SETTINGS_KEY)
     assert "add kvcompress-prompts to it" in refused(reference, *option)
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS does not name kvcompress-prompts"):
-        check_prompts_plugin(
+        check_plugins(
             Settings.from_dict({"policy": "none", "prompts": {"compressor": "llmlingua2:m"}})
         )
 

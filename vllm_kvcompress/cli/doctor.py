@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, version
 
 from vllm_kvcompress import __version__
-from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, STATUS_PLUGIN, Settings
+from vllm_kvcompress.config import (
+    PROMPTS_PLUGIN,
+    PROTECT_PLUGIN,
+    SETTINGS_KEY,
+    STATUS_PLUGIN,
+    Settings,
+)
 from vllm_kvcompress.errors import ConfigError
 
 _ENTRY_POINTS = (
@@ -20,6 +26,7 @@ _ENTRY_POINTS = (
     ("vllm.stat_logger_plugins", SETTINGS_KEY),
     ("vllm.endpoint_plugins", STATUS_PLUGIN),
     ("vllm.endpoint_plugins", PROMPTS_PLUGIN),
+    ("vllm.endpoint_plugins", PROTECT_PLUGIN),
 )
 _EPILOG = """\
 With a model, and any option of `vllm-kvcompress serve`, it also runs the checks that serve runs

@@ -26,7 +26,11 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm_kvcompress.cli.command_forms import RAY, Given, PlainCommand, native
 from vllm_kvcompress.cli.cpu_memory import take_free_memory
 from vllm_kvcompress.cli.vllm_command import ServeRequest
-from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, STATUS_PLUGIN, Settings
+from vllm_kvcompress.config import (
+    SETTINGS_KEY,
+    STATUS_PLUGIN,
+    Settings,
+)
 from vllm_kvcompress.errors import ConfigError, EngineError
 from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 from vllm_kvcompress.vllm_plugin.startup import compat, lifeline
@@ -59,10 +63,11 @@ def run(request: ServeRequest) -> int:
 
 def _print_command(command: PlainCommand, form: str, settings: Settings | None) -> None:
     """The plain command on stdout, and what its form leaves out on stderr."""
-    if form == RAY and settings is not None and settings.prompts is not None:
+    if form == RAY and settings is not None and (settings.prompts is not None or settings.protect):
+        option = "--kv-protect" if settings.protect else "--prompt-compressor"
         raise ConfigError(
-            "Ray Serve has a server of its own, in which --prompt-compressor has no place; leave "
-            "one of the two out."
+            f"Ray Serve has a server of its own, in which {option} has no place; leave one of the "
+            "two out."
         )
     print(command.form(form), end="")
     if form == RAY and command.server_options:
@@ -100,8 +105,8 @@ def environment(request: ServeRequest) -> dict[str, str]:
     """
     settings = request.settings
     plugins = {STATUS_PLUGIN} if request.status_page else set()
-    if settings is not None and settings.prompts is not None:
-        plugins.add(PROMPTS_PLUGIN)
+    if settings is not None:
+        plugins |= set(settings.plugins)
     if settings is None or not plugins or "VLLM_PLUGINS" in os.environ:
         return {}
     groups = [f"vllm.{kind}_plugins" for kind in _PLUGIN_KINDS]

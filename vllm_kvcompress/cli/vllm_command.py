@@ -19,7 +19,6 @@ import yaml
 from vllm_kvcompress.config import (
     AUTO,
     NO_POLICY,
-    PROMPTS_PLUGIN,
     SETTINGS_KEY,
     Settings,
     profile_beside,
@@ -135,7 +134,7 @@ def _checked_settings(merged: dict[str, Any], arguments: Sequence[str]) -> Setti
             f"profile {settings.profile}: no such file; make one with `vllm-kvcompress profile`."
         )
     plugins = os.environ.get("VLLM_PLUGINS")
-    for name in (SETTINGS_KEY, *([PROMPTS_PLUGIN] if settings.prompts is not None else [])):
+    for name in (SETTINGS_KEY, *settings.plugins):
         if plugins is not None and name not in plugins.split(","):
             raise ConfigError(
                 f"VLLM_PLUGINS={plugins} keeps vLLM from loading this plugin; add {name} to it, or "

@@ -281,9 +281,10 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
         pipeline = resolve(policy, own.params, profile, settings.measure_heads)
         if isinstance(own.budget, int):
             pipeline.check_budget(own.budget)
-        if settings.keep_prompt and pipeline.merger is not None:
+        if (settings.keep_prompt or settings.protect) and pipeline.merger is not None:
+            option = "keep-prompt" if settings.keep_prompt else "protect"
             raise ConfigError(
-                f"keep_prompt (--kv-keep-prompt): {policy} merges evicted tokens in the order of "
+                f"--kv-{option}: {policy} merges evicted tokens in the order of "
                 "the prompt, which kept ones would change; give another policy, or leave it out."
             )
         pipelines[policy] = replace(pipeline, repeats=own.repeats)

@@ -1,8 +1,7 @@
 """Shortens the messages of chats, after authentication and before vLLM reads them.
 
 vLLM loads it (entry point `vllm.endpoint_plugins`) where `VLLM_PLUGINS` names it, which
-`vllm-kvcompress serve` does. vLLM hands it the server's app. Its middleware is the innermost one:
-vLLM's own, such as the check of keys, and those of `--middleware` run before it.
+`vllm-kvcompress serve` does. vLLM hands it the server's app.
 """
 
 from __future__ import annotations
@@ -14,19 +13,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import FastAPI
-from starlette.datastructures import MutableHeaders, State
+from starlette.datastructures import State
 from starlette.middleware import Middleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
 from vllm.engine.protocol import EngineClient
 
 from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, Settings
-from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.metrics.prompts import PromptMetrics
 from vllm_kvcompress.prompts.shortener import PromptShortener
+from vllm_kvcompress.vllm_plugin.api_server.request_bodies import BodyMiddleware
 
-PATH = "/v1/chat/completions"
 _NUM_THREADS = 2
 
 
@@ -69,52 +65,21 @@ class PromptPlugin:
         """Does nothing: the middleware needs no engine."""
 
 
-class PromptMiddleware:
+class PromptMiddleware(BodyMiddleware):
     """Shortens the body of chat requests, in its own threads; passes on all others."""
 
     def __init__(
         self, app: ASGIApp, shortener: PromptShortener, metrics: PromptMetrics, model_name: str
     ) -> None:
-        self._app = app
+        super().__init__(app)
         self._shortener = shortener
         self._metrics = metrics
         self._model_name = model_name
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="kvcompress-prompts")
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one request."""
-        path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
-        if scope["type"] != "http" or scope["method"] != "POST" or path != PATH:
-            await self._app(scope, receive, send)
-            return
-        try:
-            body = await Request(scope, receive).body()
-        except ClientDisconnect:
-            return
+    async def rewrite(self, body: bytes, path: str, state: Any) -> bytes:
+        """Shortens the texts of a chat."""
         started, loop = time.perf_counter(), asyncio.get_running_loop()
-        try:
-            shorter, work = await loop.run_in_executor(self._threads, self._shortener.rewrite, body)
-        except ConfigError as error:
-            await _refusal(str(error))(scope, receive, send)
-            return
+        shorter, work = await loop.run_in_executor(self._threads, self._shortener.rewrite, body)
         self._metrics.observe(work, time.perf_counter() - started, self._model_name)
-        if shorter is not body:
-            scope = {**scope, "headers": list(scope["headers"])}
-            MutableHeaders(scope=scope)["content-length"] = str(len(shorter))
-        await self._app(scope, _replay(shorter, receive), send)
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """Returns a channel with this body first, then the client's further messages."""
-    first: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replayed() -> Message:
-        return first.pop() if first else await receive()
-
-    return replayed
-
-
-def _refusal(reason: str) -> JSONResponse:
-    """Makes a response 400 in vLLM's form."""
-    error: dict[str, Any] = {"message": reason, "type": "BadRequestError", "param": None}
-    return JSONResponse({"error": {**error, "code": 400}}, status_code=400)
+        return shorter

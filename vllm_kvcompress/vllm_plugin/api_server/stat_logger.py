@@ -14,7 +14,7 @@ from vllm_kvcompress.metrics.prometheus import CompressionMetrics
 from vllm_kvcompress.metrics.stats import StepStats
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import check_classes
-from vllm_kvcompress.vllm_plugin.startup.refusals import check_prompts_plugin, engine_settings
+from vllm_kvcompress.vllm_plugin.startup.refusals import check_plugins, engine_settings
 
 
 class CompressionStatLogger(AggregateStatLoggerBase):
@@ -28,7 +28,7 @@ class CompressionStatLogger(AggregateStatLoggerBase):
         self.metrics: CompressionMetrics | None = None
         settings = engine_settings(vllm_config)
         if settings is not None:
-            check_prompts_plugin(settings)
+            check_plugins(settings)
         if settings is None or not settings.acts:
             return
         check_classes(vllm_config, settings)

@@ -10,7 +10,7 @@ from itertools import chain
 from vllm import envs
 from vllm.config import ModelConfig, VllmConfig
 
-from vllm_kvcompress.config import PROMPTS_PLUGIN, SETTINGS_KEY, Settings
+from vllm_kvcompress.config import SETTINGS_KEY, Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
@@ -57,13 +57,13 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
 
 
 def check_server(settings: Settings, arguments: Namespace) -> None:
-    """Refuses servers that could not shorten prompts as the settings ask.
+    """Refuses servers that could not change chats as the settings ask.
 
     Raises:
         ConfigError: the classifier does not exist, or is not one.
-        UnsupportedError: this kind of server does not shorten prompts.
+        UnsupportedError: this kind of server does not change them.
     """
-    if settings.prompts is None:
+    if not settings.plugins:
         return
     others = {
         "--grpc": getattr(arguments, "grpc", False),
@@ -71,25 +71,27 @@ def check_server(settings: Settings, arguments: Namespace) -> None:
     }
     for name in [name for name, given in others.items() if given]:
         raise UnsupportedError(
-            f"{name} starts a server that does not shorten messages as --prompt-compressor asks; "
-            "remove one of the two."
+            f"{name} starts a server that does not change chats as --prompt-compressor and "
+            "--kv-protect ask; remove one of the two."
         )
-    check_model(settings.prompts.model)
+    if settings.prompts is not None:
+        check_model(settings.prompts.model)
 
 
-def check_prompts_plugin(settings: Settings) -> None:
-    """Refuses a server that would not load the plugin that shortens prompts.
+def check_plugins(settings: Settings) -> None:
+    """Refuses a server that would not load the plugins that shorten or protect parts of chats.
 
     Raises:
         UnsupportedError: VLLM_PLUGINS does not name it.
     """
     named = (os.environ.get("VLLM_PLUGINS") or "").split(",")
-    if settings.prompts is not None and PROMPTS_PLUGIN not in named:
-        raise UnsupportedError(
-            f"--additional-config asks for shorter prompts, but VLLM_PLUGINS does not name "
-            f"{PROMPTS_PLUGIN}, so no prompt would be shortened; start with `vllm-kvcompress "
-            "serve`, or run the command that its --print-vllm-command prints."
-        )
+    for plugin in settings.plugins:
+        if plugin not in named:
+            raise UnsupportedError(
+                f"--additional-config needs the plugin {plugin}, but VLLM_PLUGINS does not name "
+                "it, so no chat would be changed as asked; start with `vllm-kvcompress serve`, or "
+                "run the command that its --print-vllm-command prints."
+            )
 
 
 def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
