@@ -124,7 +124,10 @@ def test_a_missing_compiler_and_plugin_are_problems(monkeypatch: pytest.MonkeyPa
         ("--kv-policy snapkv --kv-budget 0.25", "would accept this"),
         ("--kv-policy auto", "would accept this"),
         ("--kv-policy snapkv --kv-budget 0", "expected a budget"),
-        ("--kv-policy snapkv --kv-budget 0.25 --kv-cache-dtype nvfp4", "one scale per layer"),
+        (
+            "--kv-policy snapkv --kv-budget 0.25 --kv-cache-dtype nvfp4",
+            "its scales lie in an order of their own",
+        ),
         ("--kv-policy snapkv --kv-budget 0.25 --pipeline-parallel-size 2", "pipeline parallelism"),
         ("--kv-policy snapkv --kv-budget 1.0 --pipeline-parallel-size 2", "would accept this"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -43,9 +44,12 @@ def answered(address: str, num_tokens: int) -> tuple[int, int]:
 
 def engine_of(server: subprocess.Popen[str]) -> psutil.Process | None:
     """Returns vLLM's engine process, which is renamed after it has imported vLLM."""
-    children = psutil.Process(server.pid).children()
     names = ("EngineCore", "spawn_main")
-    return next((c for c in children if any(name in " ".join(c.cmdline()) for name in names)), None)
+    for child in psutil.Process(server.pid).children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # ended, or a zombie
+            if any(name in " ".join(child.cmdline()) for name in names):
+                return child
+    return None
 
 
 @contextmanager

@@ -56,7 +56,8 @@ def test_counts_add_up_over_engines_and_gauges_do_not() -> None:
         **{"blocks_freed": 40, "blocks_written": 10, "event_seconds": 3},
     }
     assert document["policies"]["keydiff"]["event_seconds"] == 4
-    reasons = ("shorter_than_min_tokens", "ends_with_first_token", "short_answer", "error")
+    reasons = ("shorter_than_min_tokens", "ends_with_first_token", "short_answer")
+    reasons += ("protected_tokens", "error")
     assert document["skipped"] == {"nothing_to_free": 6, **dict.fromkeys(reasons, 0)}
     assert document["engines"] == {
         "0": {

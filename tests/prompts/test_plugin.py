@@ -218,7 +218,7 @@ def test_bad_prompt_options_are_refused_before_the_server_starts(
     )
     monkeypatch.setenv("VLLM_PLUGINS", SETTINGS_KEY)
     assert "add kvcompress-prompts to it" in refused(reference, *option)
-    with pytest.raises(UnsupportedError, match="VLLM_PLUGINS does not name kvcompress-prompts"):
+    with pytest.raises(UnsupportedError, match="needs the plugin kvcompress-prompts"):
         check_plugins(
             Settings.from_dict({"policy": "none", "prompts": {"compressor": "llmlingua2:m"}})
         )

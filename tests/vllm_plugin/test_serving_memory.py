@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.accelerator import ACCELERATOR, launched
 from tests.live_bytes import LiveBytes
@@ -295,7 +295,12 @@ def test_contexts_prepared_at_once_stay_within_the_reserve(shape: Shape) -> None
 def test_sparse_reads_stay_within_the_reserve(shape: Shape, rule: str) -> None:
     """As many long ones as the cache holds, one of which is still at its prompt."""
     read_rule = ReadRule.parse(rule)
-    spec = SimpleNamespace(block_size=BLOCK, head_size=shape.head_size, dtype=torch.bfloat16)
+    spec = FullAttentionSpec(
+        block_size=BLOCK,
+        num_kv_heads=shape.num_heads,
+        head_size=shape.head_size,
+        dtype=torch.bfloat16,
+    )
     beside = [(spec, torch.bfloat16, summary_kind(read_rule))]
     reserved = reserve(0, shape.cache_bytes, beside)
     pool = pool_of(shape, shape.cache_bytes - reserved)

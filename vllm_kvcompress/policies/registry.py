@@ -177,8 +177,8 @@ def describe(policy: str) -> tuple[type[Policy], *tuple[type[Modifier], ...]]:
 
 def merging_part(policy: str) -> str:
     """Returns the part of a policy that merges evicted tokens; empty: it only evicts."""
-    parts = () if policy == NO_POLICY else describe(policy)
-    return next((part.name for part in parts if part.stages.merge), "")
+    merging = {part.name for part in all_policies() if part.stages.merge}
+    return next((name for name in map(str.strip, policy.split("+")) if name in merging), "")
 
 
 def _modifies_another(name: str, names: list[str]) -> bool:
