@@ -126,7 +126,7 @@ tokens and log-probabilities at a budget of 1.0, and at 0.25 frees blocks after 
 weights. What only loaded layers say (ALiBi, no layer that keeps every token) is refused when the
 server starts. `scripts/checks/model_matrix.py --write` makes this page.
 
-| class | result | why, or what is not compressed |
+| result | why, or what is not compressed | classes |
 |---|---|---|
 """
 
@@ -149,9 +149,12 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
     )
     head = HEAD.format(summary=fill(summary, 120))
     order = ["served", "in part", "refused", "failed", "not started", "no config"]
+    alike: dict[tuple[int, str], list[str]] = {}
+    for row in sorted(rows, key=lambda row: row["class"].lower()):
+        alike.setdefault((order.index(row["result"]), why(row)), []).append(f"`{row['class']}`")
     lines = [
-        f"| `{row['class']}` | {row['result']} | {why(row)} |"
-        for row in sorted(rows, key=lambda row: (order.index(row["result"]), row["class"].lower()))
+        f"| {order[result]} | {reason} | {', '.join(alike[result, reason])} |"
+        for result, reason in sorted(alike)
     ]
     return head + "\n".join(lines) + "\n"
 
@@ -164,6 +167,9 @@ def why(row: dict[str, Any]) -> str:
         return "; ".join([*beside, *options])
     reason = row["reason"].partition(" [type=")[0].partition("; ")[0]
     reason = reason.rpartition("Value error, ")[2] if "Value error, " in reason else reason
+    if "failed to be inspected" in reason:
+        reason = "vLLM cannot inspect the class"
+    reason = reason.replace(row["class"], "the model")
     reason = "; ".join([reason, *configs.NOTES.get(row["class"], ())])
     return " ".join(reason.replace("|", "/").replace("<", "").split())[:160].rstrip(". ")
 
