@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
-from transformers import GemmaConfig, LlamaConfig
+from transformers import GemmaConfig
 
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.cli.plan import size
@@ -15,23 +15,6 @@ from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.tools import capacity
 
 QUARTER = Settings.from_dict({"policy": "streamingllm", "budget": 0.25})
-
-
-@pytest.fixture(scope="module")
-def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The config of Llama 3.1 8B, and nothing else of it."""
-    folder = tmp_path_factory.mktemp("llama-8b")
-    LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        dtype="bfloat16",
-    ).save_pretrained(folder)
-    return str(folder)
 
 
 def test_a_model_as_its_makers_count_it(llama_8b: str) -> None:
@@ -76,55 +59,6 @@ def test_scales_beside_the_tokens_count(llama_8b: str) -> None:
         assert shape.token_bytes == 2 * 32 * 8 * stored
     with pytest.raises(ConfigError, match=r"nvfp4: expected one of auto, .*int4_per_token_head"):
         capacity.read_shape(llama_8b, None, num_ranks=1, cache_dtype="nvfp4")
-
-
-@pytest.mark.parametrize(
-    ("num_requests", "first", "left_out"),
-    [
-        (4, "--kv-cache-dtype auto\n", None),
-        (16, "--kv-cache-dtype auto --kv-policy auto --kv-budget 0.5\n", "dtype auto\n"),
-        (
-            60,
-            "int8_per_token_head --kv-policy auto --kv-budget 0.25\n",
-            "-dtype auto --kv-policy auto --kv-budget 0.5\n",
-        ),
-    ],
-)
-def test_combinations_that_hold_so_many_requests(
-    llama_8b: str,
-    capsys: pytest.CaptureFixture[str],
-    num_requests: int,
-    first: str,
-    left_out: str | None,
-) -> None:
-    """Of 32,768 tokens, 4 GiB each in 16 bits, in 40 GiB: the best that fits comes first."""
-    memory = ["--kv-cache-memory", "40GiB", "--context", "32k"]
-    assert main(["plan", llama_8b, *memory, "--requests", str(num_requests)]) == 0
-    out = capsys.readouterr().out
-    lines = [line for line in out.splitlines(keepends=True) if line.startswith("    ")]
-    assert lines[0].endswith(first)
-    assert all(float(line.split()[2]) >= num_requests for line in lines)
-    losses = [max(map(float, line.split()[:2])) for line in lines]
-    assert losses == sorted(losses)
-    assert left_out is None or not any(line.endswith(left_out) for line in lines)
-
-
-def test_no_combination_holds_so_many(llama_8b: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """And what the command chooses cannot be given."""
-    command = [
-        "plan",
-        llama_8b,
-        "--kv-cache-memory",
-        "6GiB",
-        "--context",
-        "32k",
-        "--requests",
-        "500",
-    ]
-    assert main(command) == 0
-    assert "do with --kv-cache-dtype int4_per_token_head" in capsys.readouterr().out
-    assert main([*command, "--kv-policy", "auto", "--kv-budget", "0.5"]) == 2
-    assert "leave out --kv-policy" in capsys.readouterr().err
 
 
 def test_models_with_other_layers_are_refused(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from vllm_kvcompress.config import (
     Settings,
 )
 from vllm_kvcompress.errors import ConfigError, EngineError
+from vllm_kvcompress.tools.capacity import CPU_BLOCK_SIZE
 from vllm_kvcompress.tools.dtypes import FLOAT32, WHY_FLOAT32, fast_dtype
 from vllm_kvcompress.vllm_plugin.startup import compat, lifeline
 from vllm_kvcompress.vllm_plugin.startup.distribution import answer_for_vllm
@@ -40,7 +41,6 @@ from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine, check_ser
 
 # Groups of plugins that vLLM loads unless VLLM_PLUGINS says otherwise.
 _PLUGIN_KINDS = ("general", "io_processor", "platform", "stat_logger")
-_CPU_BLOCK_SIZE = "32"  # finer than vLLM's 128 and as fast: budgets are kept more exactly
 _Ts = TypeVarTuple("_Ts")
 
 
@@ -91,7 +91,7 @@ def vllm_command(request: ServeRequest) -> list[str]:
         paths = compat.plugin_options(settings)
         options = {name.replace("_", "-"): path for name, path in paths.items()}
         if current_platform.is_cpu():
-            options["block-size"] = _CPU_BLOCK_SIZE
+            options["block-size"] = str(CPU_BLOCK_SIZE)
     return request.command(  # users may extend our classes
         options, lambda name, path: name.endswith("-cls") and is_ours(name.replace("-", "_"), path)
     )

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from vllm_kvcompress.cli import serve
 from vllm_kvcompress.cli.vllm_command import option_values
 from vllm_kvcompress.errors import ConfigError
+from vllm_kvcompress.vllm_plugin.startup.distribution import is_cpu_build
+
+if TYPE_CHECKING:
+    from vllm_kvcompress.tools.capacity import ModelShape
 
 _READ = ("max-model-len", "block-size", "tensor-parallel-size", "gpu-memory-utilization")
 _MAX_SIZE = 2**60  # bytes of memory, or tokens
@@ -45,8 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints how many requests fit, and how that follows from the model."""
-    from vllm_kvcompress.tools import capacity
-    from vllm_kvcompress.tools.combinations import combinations, report
+    from vllm_kvcompress.tools import capacity, combinations
 
     own = argparse.ArgumentParser(prog="vllm-kvcompress plan", add_help=False, allow_abbrev=False)
     add_options(own)
@@ -70,19 +73,38 @@ def run(arguments: argparse.Namespace) -> int:
         share = _number(options, "gpu-memory-utilization", capacity.GPU_MEMORY_UTILIZATION)
         cache = int(share * namespace.gpu_memory) - shape.weight_bytes - namespace.other_memory
     length = namespace.context or int(_number(options, "max-model-len", shape.longest))
-    block_size = int(_number(options, "block-size", capacity.BLOCK_SIZE))
+    on_cpu = namespace.gpu_memory is None and is_cpu_build()
+    default = capacity.CPU_BLOCK_SIZE if on_cpu else capacity.BLOCK_SIZE
+    block_size = int(_number(options, "block-size", default))
     if namespace.requests is not None:
         if "kv-cache-dtype" in options or (request.settings and request.settings.compresses):
             raise ConfigError(
                 "--requests chooses the budget and the type of the cache: leave out --kv-policy, "
                 "--kv-budget and --kv-cache-dtype, or leave out --requests."
             )
-        found = combinations(shape, cache, length, block_size)
-        print("\n".join(report(found, namespace.requests, length)))
+        types = _served_types(shape, block_size, on_cpu)
+        rows = combinations.combinations(shape, cache, length, block_size, types)
+        print("\n".join(combinations.report(rows, namespace.requests, length)))
+        if on_cpu:
+            print(f"for this CPU, which serves {', '.join(types)}; --gpu-memory: for GPUs")
         return 0
     plan = capacity.plan(shape, request.settings, cache, length, block_size)
     print(capacity.report(model, shape, plan))
     return 0
+
+
+def _served_types(shape: ModelShape, block_size: int, on_cpu: bool) -> list[str]:
+    """Returns the types of caches that were measured and are served: all of them on GPUs."""
+    from vllm_kvcompress.tools.combinations import LOSSES
+
+    if not on_cpu:
+        return list(LOSSES)
+    import torch
+
+    from vllm_kvcompress.vllm_plugin.startup.compat import reason_against_cpu_cache
+
+    known = torch.bfloat16, block_size, shape.head_size
+    return [name for name in LOSSES if reason_against_cpu_cache(name, *known) is None]
 
 
 def _number(options: dict[str, str], name: str, default: float) -> float:

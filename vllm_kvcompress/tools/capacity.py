@@ -20,6 +20,7 @@ from vllm_kvcompress.scheduling.rule import CompressionRule
 
 GPU_MEMORY_UTILIZATION = 0.92  # vLLM's default
 BLOCK_SIZE = 16  # vLLM's default on GPUs
+CPU_BLOCK_SIZE = 32  # finer than vLLM's 128 and as fast: budgets are kept more exactly
 _BYTES = {"float32": 4, "float": 4, "float16": 2, "half": 2, "bfloat16": 2}
 _GIB = 2**30
 

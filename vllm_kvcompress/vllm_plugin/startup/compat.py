@@ -119,16 +119,17 @@ def allow_amx() -> None:
     torch.cpu._init_amx()
 
 
-def reason_against_cpu_cache(vllm_config: Any) -> str | None:
+def reason_against_cpu_cache(
+    cache_dtype: str, dtype: torch.dtype, block_size: int, head_size: int
+) -> str | None:
     """Returns vLLM's words on why this CPU's attention takes no such cache; None: it does."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
-    model, cache = vllm_config.model_config, vllm_config.cache_config
     known = CPUAttentionBackend.supported_kv_cache_dtypes
-    if cache.cache_dtype not in known:
+    if cache_dtype not in known:
         return f"attention on CPUs has no kernel for it, only for {', '.join(known)}"
     try:
-        _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
+        _get_attn_isa(dtype, block_size, head_size, cache_dtype)
     except NotImplementedError as error:
         return str(error)
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError
+from importlib.metadata import Distribution, DistributionFinder, PackageNotFoundError, version
 from importlib.metadata import distribution as find_distribution
 from typing import Any
 
@@ -52,3 +52,12 @@ def answer_for_vllm() -> None:
     """Installs the finder in this process; repeatable."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
+
+
+def is_cpu_build() -> bool:
+    """Whether the installed vLLM is one for CPUs, by its version, as vLLM itself tells."""
+    answer_for_vllm()
+    try:
+        return "cpu" in version(_NAME)
+    except PackageNotFoundError:
+        return False

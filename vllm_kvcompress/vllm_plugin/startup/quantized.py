@@ -55,7 +55,8 @@ def key_dtype(spec: AttentionSpec, vllm_config: VllmConfig) -> torch.dtype:
 
 def reasons_against(vllm_config: VllmConfig, settings: Settings) -> Iterator[str]:
     """Yields a refusal for everything about the cache's type that does not work."""
-    cache, given = vllm_config.cache_config, str(vllm_config.cache_config.cache_dtype)
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    given = str(cache.cache_dtype)
     option = f"--kv-cache-dtype {given}"
     if given in PLAIN_TYPES:
         return
@@ -63,7 +64,8 @@ def reasons_against(vllm_config: VllmConfig, settings: Settings) -> Iterator[str
     if given not in FP8_TYPES and given not in TOKEN_SCALED_TYPES:
         yield _reason_against_type(given, on_cpu)
         return
-    if on_cpu and (reason := compat.reason_against_cpu_cache(vllm_config)) is not None:
+    shape = given, model.dtype, cache.block_size, model.get_head_size()
+    if on_cpu and (reason := compat.reason_against_cpu_cache(*shape)) is not None:
         yield f"{option}: {reason.rstrip('.')}, says vLLM; use --kv-cache-dtype auto."
     if cache.kv_cache_dtype_skip_layers:
         yield (
