@@ -42,6 +42,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "query_pre_attn_scalar": 32,
     },
+    # Full layers with larger heads than the sliding-window layers beside them.
+    "gemma4": {
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 4,
+        "sliding_window": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "global_head_dim": 64,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 32,
+        "tie_word_embeddings": True,
+    },
     # The last two layers read the caches of the first two.
     "gemma3n": {
         "model_type": "gemma3n_text",

@@ -122,9 +122,8 @@ HEAD = """# Models
 
 A class is *served* when its tiny random model, started as `serve` starts it, gives stock vLLM's
 tokens and log-probabilities at a budget of 1.0, and at 0.25 frees blocks after stock's first token.
-`vllm-kvcompress doctor MODEL --kv-policy snapkv` checks a model's own `config.json`, without
-weights. What only loaded layers say (ALiBi, no layer that keeps every token) is refused when the
-server starts. `scripts/checks/model_matrix.py --write` makes this page.
+`vllm-kvcompress doctor MODEL --kv-policy snapkv` says the same of a model's own `config.json`: it
+builds the layers without weights. `scripts/checks/model_matrix.py --write` makes this page.
 
 | result | why, or what is not compressed | classes |
 |---|---|---|
@@ -170,7 +169,6 @@ def why(row: dict[str, Any]) -> str:
     if "failed to be inspected" in reason:
         reason = "vLLM cannot inspect the class"
     reason = reason.replace(row["class"], "the model")
-    reason = "; ".join([reason, *configs.NOTES.get(row["class"], ())])
     return " ".join(reason.replace("|", "/").replace("<", "").split())[:160].rstrip(". ")
 
 

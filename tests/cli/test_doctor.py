@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from importlib import metadata
@@ -15,11 +16,12 @@ from tests import tiny_models
 from tests.cli.test_status_page import declared_plugins
 from tests.forked import command
 from vllm_kvcompress import __version__
-from vllm_kvcompress.cli import doctor
+from vllm_kvcompress.cli import doctor, launch, serve
 from vllm_kvcompress.cli.main import main
 from vllm_kvcompress.vllm_plugin import request_options
 from vllm_kvcompress.vllm_plugin.startup import registration
 from vllm_kvcompress.vllm_plugin.startup.versions import VLLM_VERSIONS
+from vllm_kvcompress.vllm_plugin.worker_side import layer_check
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +142,51 @@ def test_doctor_reports_the_refusal_of_serve(arguments: str, verdict: str, tmp_p
     assert done.returncode == (0 if verdict == "would accept this" else 1)
     measures = "heads are measured when the engine starts" in done.stdout
     assert measures == ("auto" in arguments)
+
+
+ONE_WAY = "no layer in which every token attends to all tokens before it"
+SMALL = {name: size for name, size in tiny_models.COMMON.items() if name != "head_dim"}
+SLIDING = {**SMALL, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+GEMMA = {**tiny_models.COMMON, **tiny_models.FAMILIES["gemma4"]}
+GEMMA["architectures"] = ["Gemma4ForCausalLM"]
+PREFIX_LM = {**SMALL, "model_type": "hrm_text", "architectures": ["HrmTextForCausalLM"]}
+SINKS = {**tiny_models.COMMON, **tiny_models.FAMILIES["gpt_oss"]}
+SINKS["architectures"] = ["GptOssForCausalLM"]
+
+
+@pytest.mark.parametrize(
+    ("config", "policy", "verdict"),
+    [
+        ({**SLIDING, "sliding_window": 64}, "snapkv", ONE_WAY),
+        (PREFIX_LM, "snapkv", ONE_WAY),
+        (SINKS, "momentkv", "has attention sinks, which momentkv does not take into account"),
+        (SINKS, "snapkv", "would accept this"),
+        ({**GEMMA, "num_kv_shared_layers": 2}, "snapkv", "read the caches of earlier ones"),
+        (GEMMA, "snapkv", "would accept this"),
+    ],
+    ids=["sliding", "prefix-LM", "sinks", "with-sinks", "shared", "two-head-sizes"],
+)
+def test_doctor_reports_what_workers_refuse_of_layers(
+    config: dict[str, object], policy: str, verdict: str, tmp_path: Path
+) -> None:
+    """From the model's config alone: there are no weights."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["--kv-policy", policy, "--kv-budget", "0.5", "--max-model-len", "512"]
+    done = command(tmp_path, "doctor", str(tmp_path), "--skip-tokenizer-init", *options)
+    assert verdict in done.stdout, done
+    assert "not checked" not in done.stdout
+    assert done.returncode == (0 if verdict == "would accept this" else 1)
+
+
+def test_a_model_that_cannot_be_built_without_weights_is_not_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(config: object) -> None:
+        raise NotImplementedError("no such operator\nfor tensors without numbers")
+
+    model = tiny_models.build("llama", tmp_path)
+    monkeypatch.setattr(layer_check, "check_layers", fails)
+    monkeypatch.setattr(launch, "check", lambda arguments: None)
+    request = serve.parse_request([str(model), "--kv-policy", "snapkv"])
+    unchecked = launch.check_command(launch.vllm_command(request))
+    assert unchecked == "NotImplementedError: no such operator"

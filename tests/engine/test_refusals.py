@@ -72,6 +72,14 @@ MAMBA = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
 }
+ALIBI = {
+    "model_type": "bloom",
+    "architectures": ["BloomForCausalLM"],
+    "vocab_size": 256,
+    "hidden_size": 128,
+    "n_layer": 2,
+    "n_head": 4,
+}
 HYBRID = {**COMMON, **FAMILIES["qwen3_next"], "architectures": ["Qwen3NextForCausalLM"]}
 CAPPED = {
     **COMMON,
@@ -302,9 +310,10 @@ def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any
         (PREFIX_LM, "all tokens of an image see each other.*text alone with --language-model-only"),
         (MAMBA, "MambaForCausalLM has no attention layer.*serve it without --kv-policy"),
         (SHARING, "the last 2 layers of Gemma3nForCausalLM read the caches of earlier ones"),
+        (ALIBI, "BloomForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
         (HYBRID, "Mamba or linear-attention layers.*add --no-enable-prefix-caching"),
     ],
-    ids=["latent", "prefix-LM", "attention-free", "shared-caches", "hybrid-prefix-caching"],
+    ids=["latent", "prefix-LM", "attention-free", "shared-caches", "ALiBi", "hybrid-caching"],
 )
 def test_models_that_cannot_be_compressed_are_refused(
     tmp_path: Path, model: dict[str, Any], reason: str

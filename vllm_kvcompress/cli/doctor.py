@@ -29,8 +29,10 @@ _ENTRY_POINTS = (
     ("vllm.endpoint_plugins", PROTECT_PLUGIN),
 )
 _EPILOG = """\
-With a model, and any option of `vllm-kvcompress serve`, it also runs the checks that serve runs
-before it starts:  vllm-kvcompress doctor MODEL --kv-policy snapkv --kv-budget 0.25
+With a model, and any option of `vllm-kvcompress serve`, it also runs the checks that serve and its
+workers run; of the model it reads the config alone:
+
+    vllm-kvcompress doctor MODEL --kv-policy snapkv --kv-budget 0.25
 """
 
 
@@ -174,10 +176,12 @@ def _served(arguments: list[str]) -> Iterator[Finding]:
 
     try:
         request = serve.parse_request(arguments)
-        launch.check_command(launch.vllm_command(request))
+        unchecked = launch.check_command(launch.vllm_command(request))
     except ConfigError as error:
         yield Finding("serve", "would refuse this", str(error))
         return
     yield Finding("serve", "would accept this")
+    if unchecked:
+        yield Finding("layers", f"not checked: without weights building fails ({unchecked})")
     text = "" if request.settings is None else request.settings.heads_text
     yield Finding("measured heads", text or "none")

@@ -175,8 +175,11 @@ def _run_one_server(arguments: argparse.Namespace) -> None:
         )
 
 
-def check_command(command: list[str]) -> None:
-    """Checks what `serve` checks before it starts the engine.
+def check_command(command: list[str]) -> str:
+    """Checks what `serve` checks before it starts the engine, and what its workers check.
+
+    Returns:
+        Why the model's layers could not be checked without weights; empty: they were.
 
     Raises:
         UnsupportedError: the model or an option of vLLM does not work with the settings.
@@ -185,6 +188,18 @@ def check_command(command: list[str]) -> None:
     subcommand, arguments = parse(command)
     subcommand.validate(arguments)
     check(arguments)
+    if SETTINGS_KEY not in (arguments.additional_config or {}):
+        return ""
+    arguments.tensor_parallel_size = arguments.data_parallel_size = 1  # ranks have equal layers
+    try:
+        from vllm_kvcompress.vllm_plugin.worker_side.layer_check import check_layers
+
+        check_layers(AsyncEngineArgs.from_cli_args(arguments).create_engine_config())
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever building a model raises, the rest of the report stands
+        return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    return ""
 
 
 def check(arguments: argparse.Namespace) -> None:

@@ -13,7 +13,9 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from vllm_kvcompress.config import Settings
@@ -146,6 +148,18 @@ def page_bytes_of(spec: AttentionSpec) -> int:
     """Returns bytes of one head's K and V for a block's tokens, scales beside them included."""
     num_bytes: int = spec.real_page_size_bytes // spec.num_kv_heads
     return num_bytes
+
+
+def compressed_specs(spec: KVCacheSpec) -> list[CompressedAttentionSpec]:
+    """Returns the different specs of a cache group's compressed layers: none, or usually one.
+
+    vLLM wraps those of a group's layers where layers of the model have pages of several sizes.
+    """
+    layers = [spec]
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        layers = list(spec.kv_cache_specs.values())
+    compressed = [each for each in layers if isinstance(each, CompressedAttentionSpec)]
+    return [each for number, each in enumerate(compressed) if each not in compressed[:number]]
 
 
 def is_compressible(spec: AttentionSpec) -> bool:

@@ -179,11 +179,6 @@ MORE: dict[str, dict[str, Any]] = {
     },
 }
 
-# What the page says beside a result.
-NOTES: dict[str, list[str]] = {
-    "Gemma4ForCausalLM": ["its full layers have larger heads than the others"],
-}
-
 # Classes that transformers does not know: what their code reads, over Llama's configuration.
 FOREIGN: dict[str, dict[str, Any]] = {
     "BailingMoeForCausalLM": {**_BAILING},

@@ -10,6 +10,7 @@ from vllm.config import ModelConfig
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import Pipeline
+from vllm_kvcompress.vllm_plugin.spec import CompressedAttentionSpec
 from vllm_kvcompress.vllm_plugin.startup.quantized import PLAIN_TYPES
 
 
@@ -35,6 +36,20 @@ def reasons_of_caps(
             )
 
 
+def check_page_sizes(specs: list[CompressedAttentionSpec]) -> None:
+    """Refuses a cache group whose compressed layers, of these specs, have unequal pages.
+
+    Raises:
+        UnsupportedError: says how many heads of which size the layers have.
+    """
+    if len(specs) > 1:
+        kinds = ", ".join(f"{spec.num_kv_heads} of {spec.head_size}" for spec in specs)
+        raise UnsupportedError(
+            f"this model's full-attention layers differ in their heads ({kinds} elements), but any "
+            "head must be able to own any page of a block; serve this model without --kv-policy."
+        )
+
+
 def check_groups(
     groups: list[list[str]], pipelines: Mapping[str, Pipeline], shared: Mapping[str, str]
 ) -> None:
@@ -51,8 +66,8 @@ def check_groups(
     """
     if not groups:
         raise UnsupportedError(
-            "this model has no full-attention layer whose cache could be compressed; "
-            "serve it without --kv-policy."
+            "this model has no layer in which every token attends to all tokens before it and to "
+            "no later one, so there is no cache to compress; serve it without --kv-policy."
         )
     dependent = [pipeline.name for pipeline in pipelines.values() if pipeline.layer_dependent]
     if len(groups) > 1 and dependent:

@@ -125,6 +125,11 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
             "over a compressed cache cannot do; serve text alone with --language-model-only "
             f"{_OFF}."
         )
+    if model.uses_alibi:
+        yield (
+            f"{model.architecture} uses ALiBi, whose bias needs the positions of tokens, which "
+            "compressed heads do not keep; serve this model without --kv-policy."
+        )
     num_shared = getattr(model.hf_text_config, "num_kv_shared_layers", 0)
     if num_shared:
         yield (

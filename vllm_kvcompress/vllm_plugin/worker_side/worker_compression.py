@@ -41,11 +41,16 @@ from vllm_kvcompress.vllm_plugin.spec import (
     MIN_BUFFERS,
     CompressedAttentionSpec,
     QueryBuffers,
+    compressed_specs,
     page_bytes_of,
 )
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.graphs import reason_for_pieces
-from vllm_kvcompress.vllm_plugin.startup.layer_refusals import check_groups, check_layer
+from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
+    check_groups,
+    check_layer,
+    check_page_sizes,
+)
 from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype
 from vllm_kvcompress.vllm_plugin.worker_side.access_checks import WorkerChecks
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
@@ -151,19 +156,31 @@ class WorkerCompression:
     def bind(self, model_runner: Any, kv_cache_config: KVCacheConfig) -> None:
         """Lays page views over the allocated cache."""
         self._model_runner = model_runner
-        groups = {
-            number: group
-            for number, group in enumerate(kv_cache_config.kv_cache_groups)
-            if isinstance(group.kv_cache_spec, CompressedAttentionSpec)
-        }
-        check_groups(
-            [group.layer_names for group in groups.values()],
-            self.pipelines,
-            compat.shared_caches(self.vllm_config),
-        )
-        for number, group in groups.items():
-            self.groups[number] = bound = self._bind_group(number, group)
-            self.group_of_layer |= dict.fromkeys(group.layer_names, bound)
+        for number, layers, spec in self.compressed_groups(kv_cache_config.kv_cache_groups):
+            self.groups[number] = bound = self._bind_group(number, layers, spec)
+            self.group_of_layer |= dict.fromkeys(bound.layer_index, bound)
+
+    def compressed_groups(
+        self, groups: list[KVCacheGroupSpec]
+    ) -> list[tuple[int, list[Any], CompressedAttentionSpec]]:
+        """Returns number, layers and spec of the cache groups that are compressed.
+
+        Raises:
+            UnsupportedError: layers do not work with compression.
+        """
+        names, compressed = [], []
+        for number, group in enumerate(groups):
+            specs = compressed_specs(group.kv_cache_spec)
+            check_page_sizes(specs)
+            if specs:
+                layers = compat.attention_layers(self.vllm_config, group.layer_names)
+                names.append(group.layer_names)
+                compressed.append((number, layers, specs[0]))
+        check_groups(names, self.pipelines, compat.shared_caches(self.vllm_config))
+        for _, layers, _ in compressed:
+            for layer in layers:
+                check_layer(layer, self.settings, self.own_kernels, self.pipelines)
+        return compressed
 
     @contextmanager
     def profiling(self, model_runner: Any) -> Iterator[None]:
@@ -188,14 +205,13 @@ class WorkerCompression:
         runner, self._profiled_runner = self._profiled_runner, None
         self.bind(runner, runner.kv_cache_config)
 
-    def _bind_group(self, number: int, group: KVCacheGroupSpec) -> GroupCompression:
-        layers = compat.attention_layers(self.vllm_config, group.layer_names)
-        for layer in layers:
-            check_layer(layer, self.settings, self.own_kernels, self.pipelines)
+    def _bind_group(
+        self, number: int, layers: list[Any], spec: CompressedAttentionSpec
+    ) -> GroupCompression:
         self.has_sinks = self.has_sinks or any(layer.impl.sinks is not None for layer in layers)
-        pool = layers[0].get_attn_backend().page_pool(layers, group.kv_cache_spec)
+        pool = layers[0].get_attn_backend().page_pool(layers, spec)
         runner = self.make_runner(layers, pool, self._model_runner.model)
-        index = {name: i for i, name in enumerate(group.layer_names)}
+        index = {layer.layer_name: i for i, layer in enumerate(layers)}
         scales = [layer.impl.scale for layer in layers]
         softcap = layers[0].impl.logits_soft_cap or 0.0
         readers, steps = self._make_readers(runner), self._decode_steps(layers, pool, runner)
