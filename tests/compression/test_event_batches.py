@@ -227,6 +227,8 @@ def test_batched_events_keep_what_single_events_keep(
             # Later requests may hold too different numbers of tokens.
             assert together.num_batches <= (3 if later else 1)
         assert (layers.at_once, alone.at_once) == (1 if one_layer_at_a_time else NUM_LAYERS, 1)
+        grams = pipeline.needs.output_gram
+        assert together.at_once == (1 if one_layer_at_a_time or grams else NUM_LAYERS)
         check_same(together, alone)
         check_same(layers, alone)
 

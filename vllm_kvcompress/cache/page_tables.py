@@ -119,7 +119,7 @@ class PageTables:
         page_ids: Tensor,
         max_kept: int | None = None,
     ) -> None:
-        """Sets the kept pages of several requests in one layer, or of one request in several.
+        """Sets the kept pages of one request or several in one layer or several.
 
         Args:
             layers: layers of the group.
@@ -140,14 +140,17 @@ class PageTables:
         columns = self._arange[:total] - starts[rows]
         num_heads, heads = self.pool.num_heads, rows
         page_layers: int | Tensor = layers.start
-        page_slots = slots
+        page_slots, page_requests = slots, rows
+        if len(layers) > 1 or isinstance(slots, Tensor):
+            heads, page_requests = rows % num_heads, rows // num_heads
+        if isinstance(slots, Tensor):
+            page_slots = slots[page_requests % len(slots)]
+            page_requests = page_requests // len(slots)
         if len(layers) > 1:
-            heads, page_layers = rows % num_heads, rows // num_heads + layers.start
-        elif isinstance(slots, Tensor):
-            heads, page_slots = rows % num_heads, slots[rows // num_heads]
+            page_layers = page_requests + layers.start
         self.rows.write(page_layers, page_slots, heads, columns, page_ids)
-        counts = page_counts.to(torch.int32).view(-1, num_heads)
-        self.counts[layers.start : layers.stop, slots] = counts
+        counts = self.counts[layers.start : layers.stop, slots]
+        self.counts[layers.start : layers.stop, slots] = page_counts.view_as(counts).to(torch.int32)
 
     def replace_state(
         self,

@@ -36,7 +36,7 @@ MAX_BATCH_TOKENS = 16_384  # padded tokens of a batch; longer events gain nothin
 # small ones (twice as slow for `keydiff` on layers of Llama-3.1-8B's shape, 16 MiB).
 MAX_BATCH_BYTES = 8 * 2**20
 MAX_BATCH_LAYERS = 8  # more layers save little
-MAX_HELD_WINDOWS = 32  # layers of a step's events whose observed queries are held
+MAX_HELD_WINDOWS = 32  # windows of a step's events, one per layer, whose queries are held
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -144,14 +144,17 @@ def max_batch_tokens(pool: PagePool) -> int:
     return min(MAX_BATCH_TOKENS, MAX_BATCH_BYTES // token_bytes)
 
 
-def layers_per_batch(pipeline: Pipeline, num_tokens: int, max_tokens: int) -> int:
-    """Returns in how many layers at once a single event of `num_tokens` tokens may run.
+def layers_per_batch(pipeline: Pipeline, num_tokens: int, num_events: int, max_tokens: int) -> int:
+    """Returns in how many layers at once `num_events` events of `num_tokens` tokens may run.
 
     It is 1 for policies that do not declare `batches`, and where mergers or weights of the output
-    projection would multiply memory by the number of layers.
+    projection would multiply memory by the number of layers, or of layers and requests.
     """
-    alone = not pipeline.batches or pipeline.merger is not None or pipeline.needs.output_weight
-    return 1 if alone else max(1, min(MAX_BATCH_LAYERS, max_tokens // max(1, num_tokens)))
+    needs = pipeline.needs
+    alone = not pipeline.batches or pipeline.merger is not None or needs.output_weight
+    if alone or (needs.output_gram and num_events > 1):
+        return 1
+    return max(1, min(MAX_BATCH_LAYERS, max_tokens // max(1, num_tokens * num_events)))
 
 
 def group_events(

@@ -13,6 +13,7 @@ engine ends.
 from __future__ import annotations
 
 import logging
+from itertools import zip_longest
 
 from torch import Tensor
 
@@ -60,19 +61,19 @@ def _run_one_by_one(
 ) -> list[EventBatch]:
     """Runs the events of a failed batch alone, layer by layer, to find the one that fails."""
     waiting = range(failed.layers[layer].layers.start, layer + 1)
-    held: dict[int, Tensor] = {}
-    if len(failed.events) == len(waiting) == 1:
+    num_events = len(failed.events)
+    if num_events == len(waiting) == 1:
         return [_fall_back(runner, failed.events[0], layer, scale, error)]
-    if len(failed.events) == 1:
-        held = dict(zip(waiting, failed.held_queries, strict=False))
+    held = [queries.chunk(num_events, dim=1) for queries in failed.held_queries]
     message = "%s failed for a batch of %d requests and %d layers; running them one by one"
-    logger.warning(message, failed.pipeline.name, len(failed.events), len(waiting))
+    logger.warning(message, failed.pipeline.name, num_events, len(waiting))
     batches = []
-    for event in failed.events:
+    for number, event in enumerate(failed.events):
         batch = EventBatch.of([event], runner.pool)
-        for waiting_layer in waiting:
+        for waiting_layer, queries in zip_longest(waiting, held):
             try:
-                runner.run_layer(batch, waiting_layer, scale, held.get(waiting_layer))
+                own = None if queries is None else queries[number]
+                runner.run_layer(batch, waiting_layer, scale, own)
             except Exception as event_error:
                 batch = _fall_back(runner, event, waiting_layer, scale, event_error)
         batches.append(batch)

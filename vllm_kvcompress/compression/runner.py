@@ -170,20 +170,20 @@ class EventRunner:
         max_tokens = self.max_tokens if self.observer is None else 0
         room, batches = MAX_HELD_WINDOWS, []
         for group in group_events(events, windows_in_step, max_tokens):
-            first, num_layers = group[0], 1
-            if len(group) == 1 and self.observer is None:
-                num_layers = self.layers_at_once(first.pipeline, first.num_tokens)
-            if first.plan.window_size:
-                num_layers = max(1, min(num_layers, room))
-                room -= num_layers
+            num_events, longest, num_layers = len(group), group[-1], 1
+            if self.observer is None:
+                num_layers = self.layers_at_once(longest.pipeline, longest.num_tokens, num_events)
+            if longest.plan.window_size:
+                num_layers = max(1, min(num_layers, room // num_events))
+                room -= num_layers * num_events
             batches.append(EventBatch.of(group, self.pool, num_layers))
         return batches
 
-    def layers_at_once(self, pipeline: Pipeline, num_tokens: int) -> int:
-        """Returns in how many layers at once an event runs that is alone in its step."""
+    def layers_at_once(self, pipeline: Pipeline, num_tokens: int, num_events: int = 1) -> int:
+        """Returns in how many layers at once a batch of events of `num_tokens` tokens runs."""
         if not self.layers_alike:
             return 1
-        most = layers_per_batch(pipeline, num_tokens, self.max_tokens)
+        most = layers_per_batch(pipeline, num_tokens, num_events, self.max_tokens)
         return min(self.pool.num_layers, most)
 
     def run_layer(

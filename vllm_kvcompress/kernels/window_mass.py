@@ -97,7 +97,7 @@ def window_masses(
     exact = keys.dtype if keys.dtype == queries.dtype else torch.float32
     tiles = counted.tiles(at_once)
     for heads in slices:
-        head_keys = columns.seen(heads, view.clean(0, heads), tail_keys[heads])
+        head_keys = columns.seen(heads, keys[heads], tail_keys[heads])
         sums = masses.new_zeros(len(head_keys), len(windows), columns.num_columns)
         for rows, counting in tiles:
             with exact_bf16_products(exact):
@@ -162,9 +162,11 @@ class WindowColumns:
 
     Attributes:
         num_columns: C, of the longest head, and no less than w - 1.
-        places: [H, C] index into entries and tail together; None: column c is entry c.
+        places: [H, C] index into entries and tail together, in hidden columns that of the head's
+            last token; None: column c is entry c.
         bias: [H, C] added to logits, hides columns without a token; None: nothing is added.
         seeing: [H, w] fp32, 0 for a query that sees nothing.
+        empty: [H, 1] bool, heads without a token; None: there are none.
         behind: positions from each query to the last one.
         later: [w, behind[0]] added to the window's own columns, hides later tokens from a query.
         num_entries: n.
@@ -174,6 +176,7 @@ class WindowColumns:
     places: Tensor | None
     bias: Tensor | None
     seeing: Tensor
+    empty: Tensor | None
     behind: Sequence[int]
     later: Tensor
     num_entries: int
@@ -194,18 +197,21 @@ class WindowColumns:
         away = upload(list(behind), device)
         seeing = (total > away).float()
         later = upload(_later(tuple(behind)), device)
-        places, bias = None, None
+        places = bias = empty = None
         if entry_bias is not None:
             bias = functional.pad(entry_bias, (0, view.num_tail))
         # Only the CPU can look without waiting for a device.
         if device.type != "cpu" or bool((total < num_columns).any()):
             tokens = total + torch.arange(-num_columns, 0, device=device)
-            in_tail = tokens - lengths + num_entries
-            places = torch.where(tokens < lengths, tokens, in_tail).clamp_min_(0)
+            shown = torch.where(tokens < 0, total - 1, tokens)
+            in_tail = shown - lengths + num_entries
+            places = torch.where(shown < lengths, shown, in_tail).clamp_min_(0)
+            empty = total == 0
+            empty = empty if device.type != "cpu" or bool(empty.any()) else None
             zeros = torch.zeros_like(tokens, dtype=torch.float32)
             bias = zeros if bias is None else bias.gather(1, places)
             bias = bias.masked_fill_(tokens < 0, HIDDEN)
-        return cls(num_columns, places, bias, seeing, behind, later, num_entries)
+        return cls(num_columns, places, bias, seeing, empty, behind, later, num_entries)
 
     def tiling(self, num_heads: int, num_queries: int, group: int) -> tuple[list[slice], int]:
         """Returns heads that are gone through at once, and the most queries of a tile of theirs."""
@@ -216,11 +222,19 @@ class WindowColumns:
         return slices, ceil_div(num_queries, ceil_div(num_queries, most))  # tiles of one size
 
     def seen(self, heads: slice, entries: Tensor, tail: Tensor) -> Tensor:
-        """[heads, C, D] fp32 keys or values of the columns, from the entries' and the tail's."""
+        """[heads, C, D] fp32 keys or values of the columns, from the entries' and the tail's.
+
+        Entries behind a head's length may hold anything.
+        """
         if self.places is not None:
             rows = torch.cat([entries, tail], dim=1) if tail.shape[1] else entries
-            places = self.places[heads, :, None].expand(-1, -1, rows.shape[2])
-            return rows.gather(1, places).float()
+            places = self.places[heads]
+            firsts = torch.arange(len(rows), device=rows.device)[:, None] * rows.shape[1]
+            rows = rows.flatten(0, 1).index_select(0, (places + firsts).flatten())
+            rows = rows.unflatten(0, places.shape).float()
+            if self.empty is not None:
+                rows.masked_fill_(self.empty[heads, None], 0.0)
+            return rows
         if not tail.shape[1]:
             return entries.float()
         num_rows = entries.shape[1] + tail.shape[1]

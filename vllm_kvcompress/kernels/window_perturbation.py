@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.common.kv_view import KVView
-from vllm_kvcompress.kernels.common.tiles import exact_bf16_products, finite
+from vllm_kvcompress.kernels.common.tiles import exact_bf16_products
 from vllm_kvcompress.kernels.window_mass import WindowColumns, by_head
 
 
@@ -43,9 +43,8 @@ def window_perturbation(
     tail_keys, tail_values = view.tail_keys(), view.tail_values()
     room = result.new_empty(slices[0].stop * at_once * group * columns.num_columns)
     for heads in slices:
-        valid = view.valid[heads]
-        seen_keys = columns.seen(heads, finite(keys[heads], valid), tail_keys[heads])
-        seen_values = columns.seen(heads, finite(values[heads], valid), tail_values[heads])
+        seen_keys = columns.seen(heads, keys[heads], tail_keys[heads])
+        seen_values = columns.seen(heads, values[heads], tail_values[heads])
         sums = _Sums.zeros(seen_values)
         for start in range(0, num_queries, at_once):
             rows = slice(start, min(start + at_once, num_queries))

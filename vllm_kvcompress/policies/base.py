@@ -53,11 +53,11 @@ class LayerView:
         queries: [w, H*G, D] rotated queries of the last w tokens, oldest first; w may be
             smaller than the policy asked for (a short prompt or chunk), and 0.
         scale: softmax scale of the model's attention.
-        layers: index of the layer among the compressed ones; several layers of one request only
-            for policies that set `batches`.
+        layers: index of the layer among the compressed ones; several layers only for policies
+            that set `batches`.
         block_size: tokens of a page.
-        num_requests: R requests whose heads follow one another. Of several layers each counts as a
-            request, since it has its own budget.
+        num_requests: R requests whose heads follow one another. In several layers a request counts
+            once for each, since every layer has its own budget: first all requests of one layer.
         ends: logical tokens that each of the R requests has read.
         output_weight: [H, D, G, M] o_proj, [h, :, g] of query head h*G + g (None unless needed).
         output_gram: [H*G, D, D] fp32, W W^T per query head (None unless needed).
@@ -123,6 +123,11 @@ class LayerView:
     def by_request(self, of_heads: Tensor) -> Tensor:
         """Splits heads by request: [H, ...] -> [R, heads per request, ...] (a view)."""
         return of_heads.unflatten(0, (self.num_requests, -1))
+
+    def for_requests(self, of_layers: Tensor) -> Tensor:
+        """Repeats each layer's rows for each of its requests: [layers, ...] -> [R, ...]."""
+        repeats = self.num_requests // len(self.layers)
+        return of_layers if repeats == 1 else of_layers.repeat_interleave(repeats, dim=0)
 
     def for_heads(self, of_requests: Tensor) -> Tensor:
         """Repeats each request's number for each of its heads: [R] -> [H]."""

@@ -81,7 +81,7 @@ class RKV(Policy):
         queries = by_head(view.queries, view.num_heads) * view.scale
         scores = torch.empty(view.num_heads, view.num_entries, device=view.device)
         for some in view.kv.head_slices():
-            keys = columns.seen(some, view.kv.clean(0, some), view.kv.tail_keys()[some])
+            keys = columns.seen(some, view.kv.keys()[some], view.kv.tail_keys()[some])
             score = (self.mix_lambda - 1) * self._redundancy(keys, compared[some], first[some])
             if window:
                 importance = self._importance(queries[some], keys, before[some], window)

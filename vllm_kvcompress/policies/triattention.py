@@ -114,7 +114,7 @@ class TriAttention(Policy):
     def _of_heads(self, view: LayerView, rotary: Rotary) -> tuple[Tensor, Tensor]:
         """[H, G, D] mean queries, turned by the mean over distances, and [H, G, D/2] spreads."""
         own = upload(self.statistics[view.layers.start : view.layers.stop], view.device)
-        own = own.expand(view.num_requests, -1, -1, -1)
+        own = view.for_requests(own)
         real, imaginary, magnitude = own.unflatten(1, (view.heads_per_request, -1)).unbind(dim=3)
         ends = upload(torch.tensor(view.ends, dtype=torch.float32), view.device)
         distances = 2.0 ** torch.arange(math.floor(math.log2(self.max_distance)) + 1)

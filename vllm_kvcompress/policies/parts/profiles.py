@@ -95,5 +95,4 @@ def _on_device(values: tuple[float, ...], device: torch.device) -> Tensor:
 def of_layers(table: Table | dict[int, tuple[float, ...]], view: LayerView) -> Tensor:
     """[R, heads] fp64 numbers of the view's heads, from a table by layer and head."""
     numbers = tuple(number for layer in view.layers for number in table[layer])
-    rows = _on_device(numbers, view.device).view(len(view.layers), -1)
-    return rows.expand(view.num_requests, -1)
+    return view.for_requests(_on_device(numbers, view.device).view(len(view.layers), -1))
