@@ -24,6 +24,7 @@ EXIT_INTERRUPTED, EXIT_TERMINATED = 130, 143  # as shells have it: 128 and the s
 _COMMANDS = {
     "serve": "serve a model with vLLM and a compressed KV cache",
     "policies": "list policies and their parameters, or explain one",
+    "explain-request": "show which tokens of one request every head keeps",
     "eval": "measure what policies cost in quality, on a model, at budgets",
     "bench": "measure serving with and without compression",
     "recommend": "find the cheapest setting whose loss of quality is small enough",

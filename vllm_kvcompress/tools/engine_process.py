@@ -35,8 +35,8 @@ class EngineProcess:
         options: further keyword arguments of `vllm.LLM`.
         log: takes the engine's output.
         handle: a module's function, called in the child with `vllm.LLM` and the argument of `call`;
-            its `ValueError` is raised in `call` as EngineError, any other exception ends the
-            engine.
+            its `ValueError`, and vLLM's refusal of a request, is raised in `call` as EngineError;
+            any other exception ends the engine.
     """
 
     def __init__(
@@ -137,7 +137,9 @@ def _serve_calls(
             return
         try:
             pipe.send(("reply", handle(llm, argument)))
-        except ValueError as error:
+        except Exception as error:
+            if not compat.refuses_request(error):
+                raise
             pipe.send(("error", str(error)))
 
 

@@ -279,6 +279,12 @@ def greedy(**options: Any) -> Any:
     return SamplingParams(temperature=0, **options)
 
 
+def refuses_request(error: Exception) -> bool:
+    """Whether vLLM raised an error because of the request, after which the engine is as before."""
+    names = {each.__name__ for each in type(error).__mro__}
+    return bool(names & {"ValueError", "VLLMClientError"})  # by version
+
+
 def cache_bytes_per_token(vllm_config: Any) -> int:
     """Returns KV cache bytes per token on all ranks, as if no layer had a sliding window."""
     from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
@@ -287,6 +293,11 @@ def cache_bytes_per_token(vllm_config: Any) -> int:
     dtype = kv_cache_dtype_str_to_dtype(vllm_config.cache_config.cache_dtype, model)
     numbers = 2 * model.get_total_num_kv_heads() * model.get_head_size()
     return int(model.get_total_num_hidden_layers() * numbers * dtype.itemsize)
+
+
+def engine_scheduler(llm_engine: Any) -> Any:
+    """Returns the scheduler of an engine that runs in this process."""
+    return llm_engine.engine_core.engine_core.scheduler
 
 
 def engine_parts(llm_engine: Any) -> tuple[Any, Any]:

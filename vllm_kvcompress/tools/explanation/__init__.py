@@ -1,0 +1,1 @@
+"""Shows which tokens of one request every head keeps."""
