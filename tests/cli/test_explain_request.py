@@ -170,6 +170,36 @@ def test_a_chat_that_stays_whole_says_why(
     assert "max_tokens5" in text
 
 
+def test_protected_roles_are_those_of_the_server(tmp_path: Path) -> None:
+    """A chat's system message, and the tokens that the request names itself, are with all heads."""
+    words = [f"n{number % 16}" for number in range(3, 43)]
+    body = {
+        "messages": [
+            {"role": "system", "content": " ".join(words)},
+            {"role": "user", "content": f"{SAMPLE.context} {SAMPLE.question}"},
+        ],
+        "vllm_xargs": {"kv_protect": [100, 110]},
+    }
+    file, document = tmp_path / "chat.json", tmp_path / "out.json"
+    file.write_text(json.dumps(body))
+    arguments = ["explain-request", str(file), MODEL, "--kv-policy", "snapkv", *ENGINE]
+    arguments += ["--kv-budget", "0.25", "--kv-protect", "system", "--json", str(document)]
+    assert main([*arguments, "--out", str(tmp_path / "chat.html")]) == 0
+    said = json.loads(document.read_text())
+    # The template puts <bos> before the first message.
+    assert "".join(text for _, text in said["pieces"]["prompt"][1:41]).split() == words
+    (event,) = said["events"]
+    assert event["protected"] == [[1, 41], [100, 110]]
+    heads = [head for layer in said["held"] for head in layer["heads"]]
+    assert len(heads) == LAYERS * HEADS
+    for head in heads:
+        assert {*range(1, 41), *range(100, 110)} <= set(head)
+        assert len(set(head)) == len(head) < event["source_tokens"]
+    classes = re.findall(r'<span class="([^"]*)" title', (tmp_path / "chat.html").read_text())
+    marked = [place for place, names in enumerate(classes) if "protected" in names]
+    assert marked == [*range(1, 41), *range(100, 110)]
+
+
 BODIES: dict[str, tuple[str, str]] = {
     "cut off": ('{"prompt": ', "found no JSON"),
     "list": ('["a"]', "found list"),
@@ -207,12 +237,10 @@ def test_prompts_may_be_lists(body: str, prompt: str | list[int], tmp_path: Path
     assert read_body(file)["prompt"] == prompt
 
 
-CHAT = '{"messages": [{"role": "user", "content": "a"}]}'
 REFUSED: dict[str, tuple[str, str | bytes, list[str], str]] = {
     "nothing": ("p.txt", "", [], "found an empty file"),
     "bytes": ("p.txt", b"\xff\xfe", [], "expected text in UTF-8"),
     "merges": ("p.txt", "a", ["--kv-policy", "kvmerger"], "kvmerger merges evicted tokens"),
-    "roles": ("c.json", CHAT, ["--kv-protect", "system"], "--kv-protect system: roles"),
     "policy": ("p.txt", "a", ["--kv-policy", "nothing"], "nothing"),
     "option": (
         "p.json",

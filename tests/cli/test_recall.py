@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import sys
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+import urllib3
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cli.server_process import OUR_SERVE, ROOT, serving
 from training.evaluate import HELD_OUT_SEED
@@ -62,6 +67,38 @@ def ask(address: str, samples: list[Sample], more: dict[str, object]) -> dict[st
         for family in FAMILIES
     }
     return means | {"mean": sum(means.values()) / len(FAMILIES)}
+
+
+def counters(address: str) -> dict[str, float]:
+    """Returns the server's counters by name, over all labels."""
+    text = urllib3.request("GET", f"{address}/metrics").data.decode()
+    counts: Counter[str] = Counter()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            counts[sample.name] += sample.value
+    return counts
+
+
+def test_the_tour_shows_what_a_server_replies(
+    address: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The code in docs/get-started.md prints the line below it, and moves counters as shown."""
+    tour = (ROOT / "docs" / "get-started.md").read_text()
+    found = re.search(r"```python\n(.*?)```\n\n    (.*?)\n", tour, re.DOTALL)
+    assert found is not None
+    code, printed = found.groups()
+    shown = re.findall(r"^    ((?:kvcompress|vllm:)\w+)\{.*\} ([0-9.]+)$", tour, re.MULTILINE)
+    assert len(shown) == 6
+    assert "http://127.0.0.1:8000" in code
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    before = counters(address)
+    for _ in range(2):
+        exec(code.replace("http://127.0.0.1:8000", address), {})
+    assert capsys.readouterr().out == f"{printed}\n" * 2
+    after = counters(address)
+    gained = {name: after[name] - before[name] for name, _ in shown}
+    assert gained == {name: float(value) for name, value in shown}
 
 
 def test_quarter_of_the_cache_recalls_nearly_as_much(address: str, samples: list[Sample]) -> None:

@@ -67,6 +67,8 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_kvcompress.tools.explanation.page import html_page, why_whole
 
     section = None if settings is None else settings.to_dict()
+    if settings is not None and "messages" in body:
+        body["roles"] = settings.protect
     log = arguments.out.with_suffix(".log")
     with EngineProcess(arguments.model, section, dict(arguments.engine), log, explain) as engine:
         explanation = engine.call(body)
@@ -144,7 +146,7 @@ def _check_prompt(path: Path, body: dict[str, Any]) -> None:
 
 
 def _check(settings: Settings | None, body: dict[str, Any]) -> None:
-    """Refuses policies whose entries are no tokens, and what only a server finds out.
+    """Refuses policies whose entries are no tokens, and options that a server would refuse.
 
     Raises:
         ConfigError: says what to do instead.
@@ -161,8 +163,3 @@ def _check(settings: Settings | None, body: dict[str, Any]) -> None:
                 f"{policy} merges evicted tokens into those that it keeps, so what a head holds is "
                 "no part of the text; give a policy that only evicts."
             )
-    if settings.protect and "messages" in body:
-        raise ConfigError(
-            f"--kv-protect {','.join(settings.protect)}: roles are found by servers only; name "
-            "their tokens in the request instead, with vllm_xargs kv_protect."
-        )

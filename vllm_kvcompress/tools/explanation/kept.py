@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from vllm_kvcompress.compression.event import Event
 from vllm_kvcompress.policies.base import LayerView, Selection
+from vllm_kvcompress.prompts.roles import find_role_tokens, joined
 from vllm_kvcompress.vllm_plugin.startup import compat
 
 TEMPLATE_KEYS = (
@@ -92,7 +94,7 @@ def explain(llm: Any, body: dict[str, Any]) -> dict[str, Any]:
     Args:
         llm: a `vllm.LLM` of this package's settings.
         body: `prompt`, or `messages` and `TEMPLATE_KEYS`; `max_tokens`, `ignore_eos` and
-            `vllm_xargs`; everything else is ignored.
+            `vllm_xargs`; `roles` of a chat, whose tokens are protected. All else is ignored.
 
     Returns:
         `pieces`, the prompt's and the answer's text as (number of tokens, text); `held`, by layer
@@ -100,8 +102,10 @@ def explain(llm: Any, body: dict[str, Any]) -> dict[str, Any]:
         being held by every head; `events`; `skipped`, reasons why events were left out.
 
     Raises:
-        ValueError: the policy failed.
+        ValueError: the policy failed, or roles cannot be found.
     """
+    if body.get("roles"):
+        body = _protecting(llm, body)
     skipped: Counter[str] = Counter()
     _count_skipped(compat.engine_scheduler(llm.llm_engine), skipped)
     llm.collective_rpc(watch)
@@ -164,6 +168,28 @@ def _answer(llm: Any, body: dict[str, Any]) -> Any:
         prompt = {"prompt" if isinstance(text, str) else "prompt_token_ids": text}
         outputs = llm.generate([prompt], params, use_tqdm=False)
     return outputs[0]
+
+
+def _protecting(llm: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Returns a chat that also protects the tokens of its `roles`, as a server's middleware does.
+
+    A rendering is the prompt of a request for one token, which leaves nothing in the prefix cache.
+    """
+    from vllm_kvcompress.vllm_plugin.request_options import request_options
+
+    given = body.get("vllm_xargs") or {}
+
+    async def render(request: dict[str, Any]) -> list[int]:
+        output = _answer(llm, {**request, "max_tokens": 1, "vllm_xargs": None})
+        return list(output.prompt_token_ids)
+
+    found = asyncio.run(find_role_tokens(body, body["roles"], render))
+    llm.reset_prefix_cache()
+    if found is None or not found.spans:
+        return body
+    spans = joined([*found.spans, *request_options(given).protect])
+    flat = [bound for span in spans for bound in span]
+    return {**body, "vllm_xargs": {**given, "kv_protect": flat}}
 
 
 def text_pieces(
