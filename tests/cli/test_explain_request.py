@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from tests import tiny_models
 from tests.cli.server_process import ROOT
 from training.tasks import generate_sample
 from vllm_kvcompress.cli.explain_request import read_body
@@ -129,6 +131,26 @@ def test_it_says_what_lies_in_the_pages(
         expected = counts[int(place)] if int(place) < end else LAYERS * HEADS
         assert (int(number), int(most)) == (expected, LAYERS * HEADS)
     assert len(titles) == len(tokens) + len(answer)
+
+
+def test_any_text_is_shown_exactly(tmp_path: Path) -> None:
+    """In a model whose tokens are bytes, and in which every other layer is compressed."""
+    text = "<p>é€ , n't . 😀\r\n" * 20 + "&amp;"
+    model = tiny_models.build("gemma3", tmp_path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(model)
+    file, page, document = tmp_path / "p.txt", tmp_path / "p.html", tmp_path / "p.out.json"
+    file.write_bytes(text.encode())
+    arguments = ["explain-request", str(file), str(model), "--kv-policy", "snapkv", *ENGINE]
+    assert main([*arguments, "--out", str(page), "--json", str(document)]) == 0
+    said = json.loads(document.read_text())
+    assert len(said["prompt_tokens"]) == len(text.encode())
+    assert "".join(piece for _, piece in said["pieces"]["prompt"]) == text
+    assert [each["layer"] for each in said["held"]] == [1, 3]
+    assert text in Text(page.read_text()).text
 
 
 class Text(HTMLParser):
