@@ -33,6 +33,7 @@ FLAGS = {
     ),
     "--no-kv-measure-heads",
     *("--kv-ceiling", "--kv-min-request-ceiling", "--kv-protect", "--kv-keep-prompt"),
+    "--kv-after-reasoning",
     *("--kv-max-request-budget", "--kv-reuse-contexts", "--kv-reuse-conversations", "--kv-read"),
     *("--kv-read-min-tokens", "--kv-min-request-read", "--kv-attention", "--prompt-compressor"),
     *("--prompt-rate", "--prompt-target-tokens", "--prompt-role-rate", "--prompt-force-token"),
@@ -85,6 +86,7 @@ VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
     (Settings, "ceiling"): (None, [512, 2**53], [0, 0.5, 1.0, True, "7", 200, 2**53 + 1]),
     (Settings, "protect"): ((), [("system", "tools")], [5, ["user"]]),
     (Settings, "keep_prompt"): (False, [True], ["yes", 1]),
+    (Settings, "after_reasoning"): (None, [0, 0.25], [-0.1, 1, True, "7"]),
     (Settings, "params"): ({}, [{"a": 1, "b": "x", "c": True}], [{"a": [1]}, {"a": math.inf}, 3]),
     (Settings, "profile"): (None, ["heads.json"], [3]),
     (Settings, "measure_heads"): (True, [False], ["no", 0]),
@@ -120,7 +122,7 @@ VALUES: dict[tuple[type[Options], str], tuple[Any, list[Any], list[Any]]] = {
 BESIDE: dict[str, Any] = {"read": "quest:0.5"}
 BESIDE |= {"min_request_budget": 0.2, "max_request_budget": 0.5}
 BESIDE |= {"ceiling": 1024, "min_request_ceiling": 256}
-EXCLUDES = {"keep_prompt": "read", "protect": "read"}
+EXCLUDES = {"keep_prompt": "read", "protect": "read", "after_reasoning": "read"}
 BESIDE_RATES = {"min_request_rate": 0.3, "max_request_rate": 0.5}
 
 

@@ -157,7 +157,15 @@ class Settings(Options):
     keep_prompt: bool = option(
         False,
         "keep prompts [whole](#what-is-never-evicted), so that only generated tokens are evicted; "
-        "with a ceiling or `decode:N`",
+        "with a ceiling, `decode:N` or --kv-after-reasoning",
+    )
+    after_reasoning: Annotated[float, Field(ge=0, lt=1)] | None = option(
+        None,
+        "compress what a request holds [when its reasoning ends](#reasoning): keep this part of "
+        "the prompt and the reasoning, such as `0.25`, and all protected tokens; `0`: only these; "
+        "needs vLLM's --reasoning-config",
+        "F",
+        example=0.25,
     )
     params: dict[str, Scalar] = option(
         {},
@@ -285,7 +293,7 @@ class Settings(Options):
     def _check_together(self) -> Self:
         if self.policy == AUTO and "min_answer_tokens" not in self.model_fields_set:
             object.__setattr__(self, "min_answer_tokens", AUTO_MIN_ANSWER_TOKENS)
-        if self.ceiling is not None and not {"budget", "trigger"} & self.model_fields_set:
+        if self.has_own_events and not {"budget", "trigger"} & self.model_fields_set:
             object.__setattr__(self, "budget", 1.0)
         policy = named_policy(self.policy, self.has_heads, self.ceiling or self.budget)
         object.__setattr__(self, "policy", policy)
@@ -316,12 +324,18 @@ class Settings(Options):
         return self
 
     def _check_ceiling(self) -> None:
-        """Refuses a ceiling that some requests would not have, and limits out of order."""
+        """Refuses what some requests could not hold to, and limits out of order."""
         smallest = self.min_request_ceiling
         if smallest is not None and smallest > (self.ceiling or 0):
             raise ValueError(
                 f"min_request_ceiling {smallest}: expected a ceiling of at least as many tokens "
                 f"beside it, found {self.ceiling}; give --kv-ceiling, or leave it out."
+            )
+        if self.after_reasoning is not None and (self.policy == NO_POLICY or self.read):
+            other = "policy none" if self.policy == NO_POLICY else f"read {self.read}"
+            raise ValueError(
+                f"after_reasoning: expected a policy that evicts, and answers that read all of "
+                f"what is kept, found {other}; give a policy, such as auto, without --kv-read."
             )
         if self.ceiling is not None and NO_POLICY in (self.policy, *self.request_policies):
             raise ValueError(
@@ -351,7 +365,7 @@ class Settings(Options):
                 f"keep_prompt: with {other} parts of a prompt would not be read whole; leave one "
                 "of the two out."
             )
-        if self.ceiling is None and "decode" not in self.trigger:
+        if not self.has_own_events and "decode" not in self.trigger:
             raise ValueError(
                 f'keep_prompt: expected a ceiling or the trigger decode:N, found "{self.trigger}", '
                 "which evicts nothing but prompts; give for example --kv-ceiling 1024."
@@ -495,10 +509,15 @@ class Settings(Options):
         return "heads are measured when the engine starts, unless an earlier start has"
 
     @property
+    def has_own_events(self) -> bool:
+        """Whether requests have events that depend on neither budget nor trigger."""
+        return self.ceiling is not None or self.after_reasoning is not None
+
+    @property
     def repeats(self) -> bool:
         """Whether a request may be compressed more than once."""
         later = any(trigger.kind != "prompt" for trigger in self.triggers)
-        later = later or self.ceiling is not None
+        later = later or self.has_own_events
         return later or self.conversations is not None or self.continues_unasked
 
     @property
@@ -520,18 +539,18 @@ class Settings(Options):
     def compresses_while_generating(self) -> bool:
         """Whether many requests may come near an event at once, one token at a time."""
         by_interval = any(trigger.kind in ("chunk", "decode") for trigger in self.triggers)
-        return by_interval or self.ceiling is not None
+        return by_interval or self.has_own_events
 
     @property
     def compresses(self) -> bool:
         """Whether requests that ask for nothing are compressed."""
-        return self.policy != NO_POLICY and (self.budget != 1.0 or self.ceiling is not None)
+        return self.policy != NO_POLICY and (self.budget != 1.0 or self.has_own_events)
 
     @property
     def may_compress(self) -> bool:
         """Whether any request can be compressed, whatever it asks for."""
         keeps_all = self.budget == 1.0 and self.min_request_budget in (None, 1.0)
-        return bool(self.policies) and (self.ceiling is not None or not keeps_all)
+        return bool(self.policies) and (self.has_own_events or not keeps_all)
 
     @property
     def acts(self) -> bool:
@@ -554,7 +573,7 @@ class Settings(Options):
             return CompressionRule(block_size, fraction=1.0, at_prompt_end=False)
         intervals = {trigger.kind: trigger.every for trigger in self.triggers}
         if self.budget == 1.0:
-            intervals = {}  # only the ceiling compresses
+            intervals = {}  # only events of other settings compress
         chunk_tokens = intervals.get("chunk")
         if chunk_tokens is not None:
             chunk_tokens = ceil_div(chunk_tokens, block_size) * block_size
@@ -569,6 +588,7 @@ class Settings(Options):
             pressure_mark=self.pressure_mark,
             min_tokens=self.min_tokens,
             ceiling_blocks=None if self.ceiling is None else self.ceiling // block_size,
+            after_reasoning=self.after_reasoning,
             **vars(demand),
         )
 

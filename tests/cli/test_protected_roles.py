@@ -1,10 +1,11 @@
-"""A real server that never evicts system messages and tools."""
+"""A real server that never evicts system messages and tools, and sheds reasoning."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
@@ -20,6 +21,7 @@ TEMPLATE = (
     "{% endfor %}"
 )
 NUM_FACTS, NUM_NOISE, SEED = 96, 600, 400
+GATHER = 6  # the word's token
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,6 +35,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments += ["--max-model-len", "1024", "--dtype", "float32", "--enforce-eager"]
     arguments += ["--chat-template", str(template), "--kv-policy", "streamingllm"]
     arguments += ["--kv-budget", "0.25", "--kv-protect", "system,tools"]
+    arguments += ["--kv-after-reasoning", "0.1", "--reasoning-config"]
+    arguments += ['{"reasoning_start_str": "trace", "reasoning_end_str": "gather"}']
     packages = declared_plugins(folder / "packages")
     with serving(OUR_SERVE, arguments, folder / "server.log", packages=packages) as address:
         yield address
@@ -110,3 +114,21 @@ def test_what_cannot_be_protected_is_a_400_with_the_reason(client: openai.OpenAI
     with pytest.raises(openai.BadRequestError, match="roles are found in /v1/chat/completions"):
         client.responses.create(model="reference", input="find k3", max_output_tokens=4)
     assert ask(client, system, "find k3")
+
+
+def test_the_end_of_reasoning_that_the_server_names_is_an_event(
+    client: openai.OpenAI, address: str
+) -> None:
+    """The model is made to write nothing else, in front of too few tokens and of enough."""
+    for max_tokens, events in ((4, 0), (120, 1)):
+        client.completions.create(
+            model="reference",
+            prompt=noise(NUM_NOISE),
+            max_tokens=max_tokens,
+            temperature=0,
+            logit_bias={str(GATHER): 100},
+        )
+        text = httpx.get(f"{address}/metrics", timeout=30).text
+        lines = [line for line in text.splitlines() if 'trigger="reasoning"' in line]
+        counts = [float(line.split()[-1]) for line in lines if "events_total" in line]
+        assert counts == [events]

@@ -38,6 +38,7 @@ SHORT_PROMPTS = {"min_tokens": 64}  # are compressed, unless a scenario says oth
 def build_engine(scenario: dict[str, Any]) -> Any:
     """Builds a vLLM engine in this process, stock or with compression."""
     from vllm import LLM, EngineArgs
+    from vllm.config.reasoning import ReasoningConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
     arguments = {
@@ -48,6 +49,11 @@ def build_engine(scenario: dict[str, Any]) -> Any:
         "disable_log_stats": False,
         **scenario["engine"],
     }
+    if "reasoning_end" in arguments:  # tokens, which vLLM else takes from texts
+        end = arguments.pop("reasoning_end")
+        arguments["reasoning_config"] = reasoning = ReasoningConfig()
+        reasoning._reasoning_start_token_ids = reasoning._reasoning_end_token_ids = end
+        reasoning._natural_reasoning_end_token_ids = end
     if scenario.get("settings"):
         arguments = {
             "additional_config": {"kvcompress": {**SHORT_PROMPTS, **scenario["settings"]}},

@@ -32,7 +32,7 @@ from vllm_kvcompress.metrics.stats import (
     counters_of,
 )
 from vllm_kvcompress.scheduling.ledger import SKIP_REASONS
-from vllm_kvcompress.scheduling.rule import TRIGGER_CEILING
+from vllm_kvcompress.scheduling.rule import TRIGGER_CEILING, TRIGGER_REASONING
 
 _LABELS = ("model_name", "engine")  # of every metric, as of vLLM's
 _FRACTION_BUCKETS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0]
@@ -71,8 +71,8 @@ _GAUGES = {  # with the labels that follow the text
 _COUNTERS = {  # with the labels that follow the text
     "events": (
         "Number of compression events: one request compressed once, in all layers, by policy "
-        "and by what triggered it (prompt, chunk, decode, pressure, ceiling, or a request to "
-        "prepare).",
+        "and by what triggered it (prompt, chunk, decode, pressure, ceiling, reasoning, or a "
+        "request to prepare).",
         *("policy", "trigger"),
     ),
     "skipped": (
@@ -154,8 +154,12 @@ class CompressionMetrics:
         for timing in (AFTER_FIRST_TOKEN, AT_ONCE_FOR_ROOM, AT_ONCE_FOR_BUFFERS):
             self.counters["event_timing"].labels(*labels, timing)
         for policy in settings.policies:
-            kinds = [trigger.kind for trigger in settings.triggers if settings.budget != 1.0]
-            for kind in (*kinds, *([TRIGGER_CEILING] if settings.ceiling else ())):
+            kinds: list[str] = []
+            if settings.budget != 1.0:
+                kinds += [trigger.kind for trigger in settings.triggers]
+            kinds += [TRIGGER_CEILING] * (settings.ceiling is not None)
+            kinds += [TRIGGER_REASONING] * (settings.after_reasoning is not None)
+            for kind in kinds:
                 self.counters["events"].labels(*labels, policy, kind)
             for reason in SKIP_REASONS:
                 self.counters["skipped"].labels(*labels, policy, reason)

@@ -34,7 +34,7 @@ class EventRecord:
 
     Attributes:
         policy: the policy's name, as the user gave it.
-        trigger: prompt, chunk, decode, pressure, ceiling or prepare.
+        trigger: prompt, chunk, decode, pressure, ceiling, reasoning or prepare.
     """
 
     policy: str

@@ -281,8 +281,13 @@ def resolve_settings(settings: Settings) -> dict[str, Pipeline]:
         pipeline = resolve(policy, own.params, profile, settings.measure_heads)
         if isinstance(own.budget, int):
             pipeline.check_budget(own.budget)
-        if (settings.keep_prompt or settings.protect) and pipeline.merger is not None:
-            option = "keep-prompt" if settings.keep_prompt else "protect"
+        keeping = {
+            "keep-prompt": settings.keep_prompt,
+            "protect": settings.protect,
+            "after-reasoning": settings.after_reasoning is not None,
+        }
+        option = next((name for name, given in keeping.items() if given), None)
+        if option is not None and pipeline.merger is not None:
             raise ConfigError(
                 f"--kv-{option}: {policy} merges evicted tokens in the order of "
                 "the prompt, which kept ones would change; give another policy, or leave it out."

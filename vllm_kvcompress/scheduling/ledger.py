@@ -17,8 +17,13 @@ from vllm_kvcompress.scheduling.rule import (
     TRIGGER_CEILING,
     TRIGGER_PREPARE,
     TRIGGER_PRESSURE,
+    TRIGGER_REASONING,
     CompressionRule,
 )
+
+# Steps that may be under way when the token that ends the reasoning becomes known: queries of their
+# tokens may not have been recorded for an event behind it.
+STEPS_UNTIL_KNOWN = 4
 
 SKIP_SHORT = "shorter_than_min_tokens"
 SKIP_NOTHING_TO_FREE = "nothing_to_free"
@@ -63,6 +68,8 @@ class RequestLedger:
             with, which leave no queries.
         most_tokens: logical tokens that the request computes at most, its answer included.
         protected: tokens that every event keeps.
+        reasoning_end: logical tokens up to the one that ends the model's reasoning; None: it has
+            not ended, or nothing depends on it.
     """
 
     compress_at: int
@@ -76,12 +83,14 @@ class RequestLedger:
     num_hit_tokens: int = 0
     most_tokens: int = 0
     protected: Spans = ()
+    reasoning_end: int | None = None
 
     def next_position(self, after: int) -> int | None:
         """Finds the first position > `after`, in computed tokens, at which an event may happen.
 
         A ceiling adds the positions at which the request holds as much as it may, and the end of a
-        prompt that has exceeded it, whose last queries say best what to keep.
+        prompt that has exceeded it, whose last queries say best what to keep. The end of reasoning
+        adds one soon behind it.
         """
         positions = [self.rule.next_position(self.compress_at, after)]
         if after < self.last_position:
@@ -90,6 +99,8 @@ class RequestLedger:
             positions.append(max(full, after + 1))
             if self.compressed_blocks and after < self.compress_at:
                 positions.append(self.compress_at)
+        if (answer := self._answer_at) is not None and after < answer:
+            positions.append(answer)
         return min((each for each in positions if each is not None), default=None)
 
     @property
@@ -99,6 +110,25 @@ class RequestLedger:
             return None
         room = self.rule.ceiling_blocks - self.resident_blocks
         return (self.compressed_blocks + room) * self.rule.block_size
+
+    @property
+    def _answer_at(self) -> int | None:
+        """Position of the event that follows the end of reasoning; None: there is none.
+
+        It follows from the position of that end alone, with as many queries behind it as the policy
+        needs.
+        """
+        if self.reasoning_end is None or self.rule.after_reasoning is None:
+            return None
+        first = self.reasoning_end + STEPS_UNTIL_KNOWN + max(1, self.rule.needed_queries)
+        return ceil_div(first, self.rule.block_size) * self.rule.block_size
+
+    def protected_at(self, position: int) -> Spans:
+        """Returns the tokens that an event keeps: behind the end of reasoning also the answer's."""
+        if position != self._answer_at or self.reasoning_end is None:
+            return self.protected
+        first = max(self.reasoning_end, self.compressed_blocks * self.rule.block_size)
+        return (*self.protected, (first, position))
 
     def usable_tokens(self, position: int, num_kept_blocks: int, num_tokens: int) -> int:
         """Counts the tokens of a kept state that this request can begin with; 0: none.
@@ -137,7 +167,10 @@ class RequestLedger:
 
         Memory pressure fires where the request was selected because of it (`under_pressure`).
         """
-        if self.rule.is_position(self.compress_at, position):
+        protected, at_answer = self.protected_at(position), position == self._answer_at
+        if at_answer:
+            trigger = TRIGGER_REASONING
+        elif self.rule.is_position(self.compress_at, position):
             trigger = self.rule.trigger_at(self.compress_at, position)
         elif self.next_position(position - 1) == position:
             trigger = TRIGGER_CEILING
@@ -145,14 +178,17 @@ class RequestLedger:
             trigger = TRIGGER_PRESSURE
         else:
             return None
-        num_kept = self.rule.target_blocks(self.compress_at, position)
         end = max(self.compress_at, position)
+        num_protected = num_in_spans(protected, end)
+        num_kept = self.rule.target_blocks(self.compress_at, position)
+        if at_answer:
+            num_kept = self.rule.blocks_after_reasoning(num_protected, position - num_protected)
         is_full = self._full_at is not None and position >= self._full_at
         if position < self.rule.min_tokens and not is_full:
             return Decision(trigger, num_kept, SKIP_SHORT)
         if num_kept >= self.num_source_blocks(position):
             return Decision(trigger, num_kept, SKIP_NOTHING_TO_FREE)
-        if not self.rule.has_room(num_kept, num_in_spans(self.protected, end)):
+        if not self.rule.has_room(num_kept, num_protected):
             return Decision(trigger, num_kept, SKIP_PROTECTED)
         return Decision(trigger, num_kept)
 
@@ -185,6 +221,8 @@ class RequestLedger:
         tokens, except under the pressure trigger and a ceiling.
         """
         oldest = max(self.last_position, self.num_hit_tokens)
+        if position == self._answer_at and self.reasoning_end is not None:
+            oldest = max(oldest, self.reasoning_end + STEPS_UNTIL_KNOWN)
         sees_prompt = self.rule.pressure_mark is not None or self._full_at is not None
         if position > self.compress_at and not sees_prompt:
             oldest = max(oldest, self.compress_at)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from vllm_kvcompress.rounding import ceil_div
+
 TRIGGER_PROMPT = "prompt"
 TRIGGER_CHUNK = "chunk"
 TRIGGER_DECODE = "decode"
 TRIGGER_PRESSURE = "pressure"
 TRIGGER_PREPARE = "prepare"  # no setting: a request asks for it
 TRIGGER_CEILING = "ceiling"  # a setting of its own
+TRIGGER_REASONING = "reasoning"  # likewise
 CEILING_SHARE = 8  # an event at the ceiling makes room for an eighth of it
 
 
@@ -68,6 +71,8 @@ class CompressionRule(PolicyDemand):
         min_tokens: logical tokens below which a request is not compressed.
         ceiling_blocks: most blocks that a request holds after a step, whatever the triggers say;
             None: as many as these leave.
+        after_reasoning: part of what is not protected that is kept once a model has ended its
+            reasoning; None: the end of reasoning is no event.
     """
 
     block_size: int
@@ -79,11 +84,14 @@ class CompressionRule(PolicyDemand):
     pressure_mark: float | None = None
     min_tokens: int = 0
     ceiling_blocks: int | None = None
+    after_reasoning: float | None = None
 
     @property
     def keeps_all(self) -> bool:
         """Whether requests of any length stay uncompressed."""
-        return self.ceiling_blocks is None and self.fraction is not None and self.fraction >= 1.0
+        if self.ceiling_blocks is not None or self.after_reasoning is not None:
+            return False
+        return self.fraction is not None and self.fraction >= 1.0
 
     @property
     def reserves_growth(self) -> bool:
@@ -135,7 +143,19 @@ class CompressionRule(PolicyDemand):
         else:
             assert self.tokens is not None
             wanted = math.ceil(self.tokens / self.block_size)
-        wanted = max(self.least_blocks, wanted + self.blocks_on_top)
+        return self._kept(wanted + self.blocks_on_top)
+
+    def blocks_after_reasoning(self, num_protected: int, num_others: int) -> int:
+        """Counts the blocks that protected tokens and a part of the others are compressed to."""
+        assert self.after_reasoning is not None
+        num_kept = num_protected + math.ceil(round(self.after_reasoning * num_others, 6))
+        fewest = ceil_div(num_protected, self.block_size) + 1  # the policy chooses a block at least
+        num_blocks = max(fewest, ceil_div(num_kept, self.block_size))
+        return self._kept(math.ceil(num_blocks / (1 - self.state_share)) + self.blocks_on_top)
+
+    def _kept(self, num_blocks: int) -> int:
+        """Limits the blocks that an event keeps, by what the policy needs and by the ceiling."""
+        wanted = max(self.least_blocks, num_blocks)
         if self.ceiling_blocks is not None:
             wanted = min(wanted, kept_below(self.ceiling_blocks))
         return wanted

@@ -402,7 +402,7 @@ class CompressedBlockManager(LimitedCaching, FullAttentionManager):
             fresh_block_ids=block_ids(held.fresh),
             kept_as=self.states.number_of_context(record, position),
             after_first_token=ledger.follows_first_token(position),
-            protected=ledger.protected,
+            protected=ledger.protected_at(position),
         )
         return held.event
 

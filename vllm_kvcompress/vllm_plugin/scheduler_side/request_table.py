@@ -29,6 +29,7 @@ from vllm_kvcompress.scheduling.read_rule import PromptChunks, ReadRule
 from vllm_kvcompress.scheduling.rule import CompressionRule, kept_below
 from vllm_kvcompress.vllm_plugin.request_options import check_allowed, request_options
 from vllm_kvcompress.vllm_plugin.scheduler_side.kept_states import StateUse
+from vllm_kvcompress.vllm_plugin.scheduler_side.reasoning import ReasoningEnd
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -156,6 +157,7 @@ class RequestTable:
         awaiting_event: requests whose prompt's event waits for the first token, in their order.
         skipped: counts of events that a trigger called for and that were left out, by policy and
             reason.
+        reasoning: finds where reasoning ends; None: nothing depends on it.
     """
 
     def __init__(
@@ -171,6 +173,7 @@ class RequestTable:
         self.selected: set[str] = set()
         self.awaiting_event: dict[str, None] = {}
         self.skipped: Counter[tuple[str, str]] = Counter()
+        self.reasoning: ReasoningEnd | None = None
 
     def __getitem__(self, request_id: str) -> RequestCompression:
         return self.records[request_id]
@@ -219,6 +222,8 @@ class RequestTable:
             ledger = RequestLedger(compress_at, rule, settings.policy, num_prompt_tokens=num_tokens)
         ledger.most_tokens = num_tokens + (request.max_tokens or 1) - 1  # the last one is not read
         ledger.protected = protected
+        if self.reasoning is not None:
+            ledger.reasoning_end = self.reasoning.find(request)
         read_rule = settings.request_read_rule(options.read)
         if read_rule is not None:
             plan.read = ReadPlan(read_rule, num_tokens, compress_at)
@@ -227,6 +232,15 @@ class RequestTable:
         if plan:
             record.unsent.requests[request.request_id] = plan
         self.records[request.request_id] = record
+
+    def note_reasoning(self, requests: Iterable[Request]) -> None:
+        """Notes the requests whose last step has generated the end of their reasoning."""
+        if self.reasoning is None:
+            return
+        for request in requests:
+            ledger = self.records[request.request_id].ledger
+            if ledger.reasoning_end is None:
+                ledger.reasoning_end = self.reasoning.find_new(request)
 
     def conversations(self, settings: Settings) -> str | None:
         """Returns how conversations of requests with some settings go on; None: they do not.

@@ -34,6 +34,7 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
     LimitedCaching,
 )
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
+from vllm_kvcompress.vllm_plugin.scheduler_side.reasoning import ReasoningEnd
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
 from vllm_kvcompress.vllm_plugin.scheduler_side.state_reuse import SAFE_HISTORY, StateReuse
 from vllm_kvcompress.vllm_plugin.spec import QueryBuffers
@@ -89,6 +90,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             return
         self.table = RequestTable(managers, self.compressed)
         self.spec = self.table.spec
+        self.table.reasoning = ReasoningEnd.of(self.vllm_config, self.spec.settings)
         self.states = StateReuse(self.spec, self.kv_cache_manager.block_pool)
         self.states.kept.stats = self._step_stats
         self._buffers = QueryBuffers.of(self.vllm_config, self.spec.settings).for_prompt_events
@@ -317,6 +319,9 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
+        if self.table is not None:
+            ran = map(self.requests.get, scheduler_output.num_scheduled_tokens)
+            self.table.note_reasoning(each for each in ran if each is not None)
         if report.failed:
             errors += self._end_with_errors(report.failed)
         for client_index, output in errors:

@@ -21,6 +21,7 @@ from vllm_kvcompress.vllm_plugin.startup.versions import vllm_version
 
 if TYPE_CHECKING:
     import torch
+    from vllm.config import VllmConfig
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
@@ -97,6 +98,15 @@ def option_loaders(name: str) -> dict[str, Callable[[str], object]]:
             SamplingParams()
         ),
     }
+
+
+def reasoning_end_ids(config: VllmConfig) -> tuple[int, ...]:
+    """Returns the tokens that end a model's reasoning, as --reasoning-config names them."""
+    reasoning = config.reasoning_config
+    if reasoning is None:
+        return ()
+    natural = getattr(reasoning, "natural_reasoning_end_token_ids", None)  # since 0.32
+    return tuple(natural or reasoning.reasoning_end_token_ids or ())
 
 
 def prepare_environment() -> None:

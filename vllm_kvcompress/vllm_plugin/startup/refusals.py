@@ -15,7 +15,7 @@ from vllm_kvcompress.errors import UnsupportedError
 from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
-from vllm_kvcompress.vllm_plugin.startup import quantized
+from vllm_kvcompress.vllm_plugin.startup import compat, quantized
 from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits, reasons_of_caps
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import missing_classes
 
@@ -45,6 +45,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         _reasons_of_model(model),
         reasons_of_caps(*caps) if caps_logits(model) else (),
         _reasons_of_reading(settings),
+        _reasons_of_reasoning(vllm_config, settings),
         _reasons_of_chunks(vllm_config, settings),
         _reasons_of_caching(vllm_config, settings),
         _reasons_of_options(vllm_config),
@@ -153,6 +154,16 @@ def _reasons_of_reading(settings: Settings) -> Iterator[str]:
                 f"{pipeline.name} corrects attention over all kept tokens, while --kv-read leaves "
                 "some of them out; use another policy, such as adakv, or remove --kv-read."
             )
+
+
+def _reasons_of_reasoning(config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a refusal where it is not known how the model ends its reasoning."""
+    if settings.after_reasoning is not None and not compat.reasoning_end_ids(config):
+        yield (
+            "--kv-after-reasoning: expected vLLM to know which tokens end the model's reasoning, "
+            "found none; add for example --reasoning-config "
+            '\'{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}\'.'
+        )
 
 
 def _reasons_of_chunks(config: VllmConfig, settings: Settings) -> Iterator[str]:
