@@ -265,6 +265,15 @@ class Settings(Options):
         "`auto`: own where it gives such graphs, else vLLM's",
         "K",
     )
+    shadow: float = option(
+        0.0,
+        "[score](promises.md) this fraction of answers again with the full cache, while nothing "
+        "waits, such as `0.01`; the loss is in `/metrics`",
+        "F",
+        ge=0,
+        le=1,
+        example=0.01,
+    )
     prompts: PromptSettings | None = option(
         None, "a section with the settings of [shorter prompts](#shorter-prompts)"
     )
@@ -303,6 +312,7 @@ class Settings(Options):
             self._follow_paper()
         self._check_ceiling()
         self._check_protection()
+        self._check_shadow()
         check_limits("--kv-{}-request-budget", self.min_request_budget, self.max_request_budget)
         for name in ("read_min_tokens", "min_request_read"):
             if getattr(self, name) is not None and self.read is None:
@@ -369,6 +379,21 @@ class Settings(Options):
             raise ValueError(
                 f'keep_prompt: expected a ceiling or the trigger decode:N, found "{self.trigger}", '
                 "which evicts nothing but prompts; give for example --kv-ceiling 1024."
+            )
+
+    def _check_shadow(self) -> None:
+        """Refuses to score answers where nothing is compressed, or no prompt is read in full."""
+        if not self.shadow:
+            return
+        if not self.acts:
+            raise ValueError(
+                f"shadow {self.shadow}: nothing is compressed, so every answer has the full cache; "
+                "give a policy, such as auto, or leave it out."
+            )
+        if self.read is not None and ReadRule.parse(self.read).prefill_tokens:
+            raise ValueError(
+                f'shadow: with read "{self.read}" prompts are read in part, and the prefix cache '
+                "holds what follows from that; leave out shadow, or prefill."
             )
 
     def _follow_paper(self) -> None:

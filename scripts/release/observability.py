@@ -62,6 +62,12 @@ PREEMPTIONS = "vllm:num_preemptions_total"
 USAGE = "vllm:kv_cache_usage_perc"
 # Not the gauge of the ratio, which is 1 while nothing runs.
 RATIO = ("kvcompress_step_logical_tokens_total", "kvcompress_step_resident_tokens_total")
+SHADOWS = ("kvcompress_shadow_changed_tokens_total", "kvcompress_shadow_tokens_total")
+LOSS = (
+    f"({rate('kvcompress_shadow_lost_nats_total', 'instance', 'engine')} - "
+    f"{rate('kvcompress_shadow_gained_nats_total', 'instance', 'engine')}) / "
+    f"({rate(SHADOWS[1], 'instance', 'engine')} > 0)"
+)
 GAINED = (
     f"{rate('kvcompress_blocks_freed_total', 'policy')} - "
     f"{rate('kvcompress_blocks_written_total', 'policy')}"
@@ -223,6 +229,24 @@ IN_TIME = [
         "How long a chat waits until it is shortened, other requests' turns included.",
         "s",
         {f"p{q}": quantile(q / 100, f"{PROMPT}seconds") for q in (50, 99)},
+    ),
+    Shown(
+        "Loss against the full cache",
+        "Nats per token of answers that --kv-shadow scored again.",
+        "none",
+        {ENGINE: LOSS},
+    ),
+    Shown(
+        "Best candidates changed",
+        "Share of the tokens of these answers at whose position the full cache prefers another.",
+        "percentunit",
+        {ENGINE: share(*SHADOWS, "instance", "engine")},
+    ),
+    Shown(
+        "Answers scored again",
+        "By what became of them, per second. Many dropped: the server has no room for them.",
+        "none",
+        {"{{outcome}}": rate("kvcompress_shadow_answers_total", "outcome")},
     ),
     Shown(
         "Prefix cache hit rate",

@@ -8,7 +8,7 @@ compared after every step. A scenario is a dictionary:
     asynchronous: schedule the next step while one runs
     phases: list of lists of requests {id, prompt, max_tokens, at_step?, abort_at_step?, xargs?,
         n? (choices, drawn at random; the second one is "ID/1"), lora? (an adapter's directory),
-        prompt_logprobs?, salt? (of the prefix cache), follows?
+        logprobs? (of every token; 5), prompt_logprobs?, salt? (of the prefix cache), follows?
         (a request of a former phase whose prompt and reply come before the prompt), taking?
         (so many tokens of that reply)}
     record_kept: report the kept indices of every event
@@ -241,6 +241,9 @@ def run_phase(
         report["held"].append(held)
         step += 1
         assert step < 5000, "the engine does not come to an end"
+    while books.scheduler.has_unfinished_requests():  # those that score answers
+        assert not engine.step()
+        books.check()
 
 
 def add_request(engine: Any, request: dict[str, Any], report: dict[str, Any]) -> None:
@@ -253,7 +256,7 @@ def add_request(engine: Any, request: dict[str, Any], report: dict[str, Any]) ->
     params = SamplingParams(
         max_tokens=request["max_tokens"],
         ignore_eos=True,
-        logprobs=5,
+        logprobs=request.get("logprobs", 5),
         extra_args=request.get("xargs"),
         prompt_logprobs=request.get("prompt_logprobs"),
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -276,7 +279,8 @@ def record_output(output: Any, report: dict[str, Any]) -> None:
         report["outputs"][name] = {
             "tokens": list(choice.token_ids),
             "logprobs": [
-                {str(t): lp.logprob for t, lp in position.items()} for position in choice.logprobs
+                {str(t): lp.logprob for t, lp in position.items()}
+                for position in choice.logprobs or ()
             ],
             "cached": output.num_cached_tokens,
             "finish_reason": choice.finish_reason,
@@ -322,6 +326,8 @@ def record_stats(books: Bookkeeping, report: dict[str, Any]) -> None:
             report["conversations_continued"] += ours["conversations_continued"]
             report["forgotten"].update(ours["forgotten"])
             report["prompt_events"].update(ours["prompt_events"])
+            report["shadows"] += ours["shadows"]
+            report["shadow_outcomes"].update(ours["shadow_outcomes"])
             gains = [event["blocks_freed"] - event["blocks_written"] for event in ours["events"]]
             report["reclaimable"].append([ours["reclaimable_blocks"], sum(gains)])
         return stats
@@ -347,6 +353,7 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     report["contexts_reused"], report["reclaimable"], report["skipped"] = 0, [], {}
     report["pages"], report["prompt_events"] = [], Counter()
     report["at_once"] = 0
+    report["shadows"], report["shadow_outcomes"] = [], Counter()
     report["conversations_continued"], report["forgotten"], report["prompts"] = 0, Counter(), {}
     if scenario.get("record_kept"):
         record_kept(report)

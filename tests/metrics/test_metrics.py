@@ -16,11 +16,12 @@ from vllm_kvcompress.metrics.stats import (
     FORGOTTEN_BECAUSE,
     DurationRecord,
     EventRecord,
+    ShadowRecord,
     SkippedRecord,
     StepStats,
 )
 
-SETTINGS = Settings(policy="adakv+criticalkv", budget=0.25, trigger="prompt,decode:64")
+SETTINGS = Settings(policy="adakv+criticalkv", budget=0.25, trigger="prompt,decode:64", shadow=0.5)
 LABELS = {"model_name": "m", "engine": "0"}
 OWN = {**LABELS, "policy": "adakv+criticalkv"}
 STEP = StepStats(
@@ -44,6 +45,10 @@ STEP = StepStats(
     held_pages=40,
     read_pages=10,
 )
+STEP.add_shadow(ShadowRecord(40, 10.0, 4))
+STEP.add_shadow(ShadowRecord(10, -1.0, 0))
+STEP.count_shadow("scored")
+STEP.count_shadow("scored")
 
 
 @pytest.fixture
@@ -67,6 +72,10 @@ def test_every_series_is_there_before_the_first_event(registry: CollectorRegistr
         assert value("kvcompress_skipped_total", {**OWN, "reason": reason}) == 0
     for reason in FORGOTTEN_BECAUSE:
         assert value("kvcompress_states_forgotten_total", {**LABELS, "reason": reason}) == 0
+    for outcome in ("scored", "uncompressed", "dropped", "failed"):
+        assert value("kvcompress_shadow_answers_total", {**LABELS, "outcome": outcome}) == 0
+    for name in ("shadow_loss", "shadow_changed_fraction"):
+        assert value(f"kvcompress_{name}_count", LABELS) == 0
     for name in ("source_tokens", "kept_tokens", "blocks_freed", "blocks_written"):
         assert value(f"kvcompress_{name}_total", OWN) == 0
     for name in ("kept_fraction", "event_seconds"):
@@ -102,6 +111,15 @@ def test_steps_add_up_and_the_gauge_follows_the_last(registry: CollectorRegistry
     assert value("kvcompress_read_pages_total", LABELS) == 2 * 10
     assert value("kvcompress_read_fraction_sum", LABELS) == 2 * 0.25
     assert value("kvcompress_read_fraction_count", LABELS) == 2
+    assert value("kvcompress_shadow_answers_total", {**LABELS, "outcome": "scored"}) == 2 * 2
+    assert value("kvcompress_shadow_tokens_total", LABELS) == 2 * 50
+    assert value("kvcompress_shadow_changed_tokens_total", LABELS) == 2 * 4
+    assert value("kvcompress_shadow_lost_nats_total", LABELS) == 2 * 10
+    assert value("kvcompress_shadow_gained_nats_total", LABELS) == 2 * 1
+    assert value("kvcompress_shadow_loss_sum", LABELS) == 2 * 0.25
+    assert value("kvcompress_shadow_loss_bucket", {**LABELS, "le": "0.0"}) == 2
+    assert value("kvcompress_shadow_loss_count", LABELS) == 2 * 2
+    assert value("kvcompress_shadow_changed_fraction_sum", LABELS) == 2 * 0.1
     assert value("kvcompress_kept_fraction_sum", OWN) == 2 * (0.25 + 0.5)
     assert value("kvcompress_kept_fraction_bucket", {**OWN, "le": "0.25"}) == 2
     assert value("kvcompress_event_seconds_sum", OWN) == 2 * (0.125 + 0.5)
@@ -127,7 +145,7 @@ def test_every_metric_has_our_prefix_and_a_unit(registry: CollectorRegistry) -> 
         assert family.name.startswith("kvcompress_")
         if not family.name.endswith("_created"):
             assert any(unit in family.documentation.lower() for unit in units), family.name
-    assert len([f for f in families if not f.name.endswith("_created")]) == 23
+    assert len([f for f in families if not f.name.endswith("_created")]) == 30
 
 
 WRITER = """

@@ -8,6 +8,8 @@ Useful PromQL, besides vLLM's own `vllm:` metrics:
     rate(kvcompress_blocks_freed_total[5m]) - rate(kvcompress_blocks_written_total[5m])
     histogram_quantile(0.99, sum by (le) (rate(kvcompress_event_seconds_bucket[5m])))
     sum by (reason) (rate(kvcompress_skipped_total[5m]))
+    (rate(kvcompress_shadow_lost_nats_total[1h]) - rate(kvcompress_shadow_gained_nats_total[1h]))
+        / rate(kvcompress_shadow_tokens_total[1h])
 """
 
 from __future__ import annotations
@@ -26,6 +28,11 @@ from vllm_kvcompress.metrics.stats import (
     EVICTED,
     EXTENDED,
     FORGOTTEN_BECAUSE,
+    SHADOW_DROPPED,
+    SHADOW_FAILED,
+    SHADOW_OUTCOMES,
+    SHADOW_SCORED,
+    SHADOW_UNCOMPRESSED,
     UNFINISHED,
     EventRecord,
     StepStats,
@@ -36,6 +43,8 @@ from vllm_kvcompress.scheduling.rule import TRIGGER_CEILING, TRIGGER_REASONING
 
 _LABELS = ("model_name", "engine")  # of every metric, as of vLLM's
 _FRACTION_BUCKETS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0]
+_NATS_BUCKETS = [0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5]
+_CHANGED_BUCKETS = [0, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1]
 _SECONDS_BUCKETS = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10]
 
 T = TypeVar("T", Counter, Gauge, Histogram)
@@ -94,6 +103,13 @@ _COUNTERS = {  # with the labels that follow the text
         "compression event, and nothing was kept.",
         "reason",
     ),
+    "shadow_answers": (
+        "Number of answers that --kv-shadow sampled, by what became of them: "
+        f"{SHADOW_SCORED} = scored again with the full cache; {SHADOW_UNCOMPRESSED} = not scored, "
+        f"since nothing had been compressed; {SHADOW_DROPPED} = not scored, since too many waited "
+        f"or the pool is too small; {SHADOW_FAILED} = scores were missing.",
+        "outcome",
+    ),
 }
 _HISTOGRAMS: dict[str, tuple[str, list[float], *tuple[str, ...]]] = {  # with buckets and labels
     "kept_fraction": (
@@ -104,6 +120,16 @@ _HISTOGRAMS: dict[str, tuple[str, list[float], *tuple[str, ...]]] = {  # with bu
         "Seconds that a compression event took in the worker: scoring, selecting and writing, "
         "summed over layers, on the first rank.",
         *(_SECONDS_BUCKETS, "policy"),
+    ),
+    "shadow_loss": (
+        "Loss of answers scored again with the full cache, in nats per token, per answer: the mean "
+        "of log p_compressed - log p_full of their tokens; a gain counts as 0.",
+        _NATS_BUCKETS,
+    ),
+    "shadow_changed_fraction": (
+        "Fraction of the tokens of answers scored again at whose position the full cache has "
+        "another best candidate, per answer.",
+        _CHANGED_BUCKETS,
     ),
     "read_fraction": (
         "Fraction of the held pages that a decode step read, per step; between 0 and 1.",
@@ -153,6 +179,11 @@ class CompressionMetrics:
             self.counters["states_forgotten"].labels(*labels, reason)
         for timing in (AFTER_FIRST_TOKEN, AT_ONCE_FOR_ROOM, AT_ONCE_FOR_BUFFERS):
             self.counters["event_timing"].labels(*labels, timing)
+        if settings.shadow:
+            for name in ("shadow_loss", "shadow_changed_fraction"):
+                self.histograms[name].labels(*labels)
+            for outcome in SHADOW_OUTCOMES:
+                self.counters["shadow_answers"].labels(*labels, outcome)
         for policy in settings.policies:
             kinds: list[str] = []
             if settings.budget != 1.0:
@@ -187,6 +218,13 @@ class CompressionMetrics:
             self.counters["skipped"].labels(*labels, *why).inc(left_out.count)
         for event in stats.events:
             self._observe_event(event, labels)
+        for outcome, count in stats.shadow_outcomes.items():
+            self.counters["shadow_answers"].labels(*labels, outcome).inc(count)
+        for answer in stats.shadows:
+            loss = max(0.0, answer.lost_nats / answer.num_tokens)
+            self.histograms["shadow_loss"].labels(*labels).observe(loss)
+            changed = answer.num_changed / answer.num_tokens
+            self.histograms["shadow_changed_fraction"].labels(*labels).observe(changed)
         seconds, read_fraction = self.histograms["event_seconds"], self.histograms["read_fraction"]
         for duration in stats.durations:
             seconds.labels(*labels, duration.policy).observe(duration.seconds)

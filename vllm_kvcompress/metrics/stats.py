@@ -15,6 +15,9 @@ from typing import Any, Self
 EVICTED, EXTENDED, UNFINISHED = "evicted", "extended", "unfinished_event"
 AFTER_FIRST_TOKEN = "after_first_token"
 AT_ONCE_FOR_ROOM, AT_ONCE_FOR_BUFFERS = "at_once_for_room", "at_once_for_buffers"
+SHADOW_SCORED, SHADOW_UNCOMPRESSED = "scored", "uncompressed"
+SHADOW_DROPPED, SHADOW_FAILED = "dropped", "failed"
+SHADOW_OUTCOMES = (SHADOW_SCORED, SHADOW_UNCOMPRESSED, SHADOW_DROPPED, SHADOW_FAILED)
 FORGOTTEN_BECAUSE = (EVICTED, EXTENDED, UNFINISHED)  # reasons why kept states are forgotten
 
 
@@ -78,6 +81,21 @@ class SkippedRecord:
 
 
 @dataclass
+class ShadowRecord:
+    """Answer that was scored again with the full cache.
+
+    Attributes:
+        num_tokens: tokens of the answer.
+        lost_nats: sum over them of log p_compressed - log p_full.
+        num_changed: positions at which the most likely token differs.
+    """
+
+    num_tokens: int
+    lost_nats: float
+    num_changed: int
+
+
+@dataclass
 class StepStats:
     """Events of one scheduler step, and what the running requests hold after it.
 
@@ -92,6 +110,8 @@ class StepStats:
             running requests now.
         most_held_tokens: tokens per KV head (mean over heads and layers) that the largest request
             has held after a step, since the start.
+        shadows: answers that were scored again (`--kv-shadow`).
+        shadow_outcomes: ends of sampled answers by outcome.
     """
 
     events: list[EventRecord] = field(default_factory=list)
@@ -99,6 +119,8 @@ class StepStats:
     skipped: list[SkippedRecord] = field(default_factory=list)
     forgotten: dict[str, int] = field(default_factory=dict)
     prompt_events: dict[str, int] = field(default_factory=dict)
+    shadows: list[ShadowRecord] = field(default_factory=list)
+    shadow_outcomes: dict[str, int] = field(default_factory=dict)
     reclaimable_blocks: int = 0
     most_held_tokens: int = 0
     logical_tokens: int = counted(
@@ -137,6 +159,26 @@ class StepStats:
         "continued.",
     )
 
+    shadow_tokens: int = counted(
+        "shadow_tokens", "Tokens of the answers that were scored again with the full cache."
+    )
+    shadow_changed_tokens: int = counted(
+        "shadow_changed_tokens",
+        "Tokens, out of kvcompress_shadow_tokens_total, at whose position the full cache has "
+        "another best candidate.",
+    )
+    shadow_lost_nats: float = counted(
+        "shadow_lost_nats",
+        "Log-probability that the full cache takes from the tokens of scored answers, in nats. "
+        "Less kvcompress_shadow_gained_nats_total, over kvcompress_shadow_tokens_total = the mean "
+        "loss per token.",
+    )
+    shadow_gained_nats: float = counted(
+        "shadow_gained_nats",
+        "Log-probability that the full cache adds to the tokens of answers that it finds more "
+        "likely, in nats.",
+    )
+
     @property
     def compression_ratio(self) -> float:
         """Logical over resident tokens; 1.0 when nothing runs or nothing was compressed."""
@@ -150,6 +192,18 @@ class StepStats:
         """Counts a prompt's event by when it runs."""
         self.prompt_events[timing] = self.prompt_events.get(timing, 0) + 1
 
+    def count_shadow(self, outcome: str) -> None:
+        """Counts a sampled answer by what became of it."""
+        self.shadow_outcomes[outcome] = self.shadow_outcomes.get(outcome, 0) + 1
+
+    def add_shadow(self, answer: ShadowRecord) -> None:
+        """Adds a scored answer; counters only grow, so losses and gains have one each."""
+        self.shadows.append(answer)
+        self.shadow_tokens += answer.num_tokens
+        self.shadow_changed_tokens += answer.num_changed
+        self.shadow_lost_nats += max(0.0, answer.lost_nats)
+        self.shadow_gained_nats += max(0.0, -answer.lost_nats)
+
     def to_dict(self) -> dict[str, Any]:
         """Converts to plain containers, which JSON and msgpack can carry."""
         return asdict(self)
@@ -157,6 +211,11 @@ class StepStats:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """Converts back from the result of `to_dict`."""
-        kinds = {"events": EventRecord, "durations": DurationRecord, "skipped": SkippedRecord}
+        kinds = {
+            "events": EventRecord,
+            "durations": DurationRecord,
+            "skipped": SkippedRecord,
+            "shadows": ShadowRecord,
+        }
         lists = {name: [kind(**each) for each in values[name]] for name, kind in kinds.items()}
         return cls(**{**values, **lists})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from vllm_kvcompress.config import RequestOptions, Settings
+from vllm_kvcompress.config import NO_POLICY, RequestOptions, Settings
 from vllm_kvcompress.scheduling.ledger import (
     SKIP_ONE_TOKEN,
     SKIP_SHORT_ANSWER,
@@ -155,6 +155,8 @@ class RequestTable:
         records: records by request id.
         selected: requests that this step compresses because of memory pressure.
         awaiting_event: requests whose prompt's event waits for the first token, in their order.
+        shadows: requests that score an answer with the full cache, and how many of their tokens may
+            be read from the prefix cache, and put there.
         skipped: counts of events that a trigger called for and that were left out, by policy and
             reason.
         reasoning: finds where reasoning ends; None: nothing depends on it.
@@ -172,6 +174,7 @@ class RequestTable:
         self.records: dict[str, RequestCompression] = {}
         self.selected: set[str] = set()
         self.awaiting_event: dict[str, None] = {}
+        self.shadows: dict[str, int] = {}
         self.skipped: Counter[tuple[str, str]] = Counter()
         self.reasoning: ReasoningEnd | None = None
 
@@ -191,6 +194,9 @@ class RequestTable:
             begins_anew: whether it must not begin with a kept state.
             has_room: whether no request waits, and at least half of the pool is free.
         """
+        if request.request_id in self.shadows:
+            self._open_shadow(request)
+            return
         options = _requested_options(request, self.spec.settings)
         settings = self.spec.settings.for_request(options.policy, options.budget, options.ceiling)
         rule = self.spec.rule_of(settings)
@@ -241,6 +247,16 @@ class RequestTable:
             ledger = self.records[request.request_id].ledger
             if ledger.reasoning_end is None:
                 ledger.reasoning_end = self.reasoning.find_new(request)
+
+    def _open_shadow(self, request: Request) -> None:
+        """Opens the record of a request that is neither compressed nor read in part."""
+        settings = self.spec.settings.model_copy(update={"policy": NO_POLICY})
+        number = request.num_prompt_tokens
+        ledger = RequestLedger(number, self.spec.rule_of(settings), num_prompt_tokens=number)
+        ledger.most_tokens = number
+        ledger.first_event_position = self.shadows[request.request_id]
+        groups = {manager.kv_cache_group_id: GroupBlocks() for manager in self.managers}
+        self.records[request.request_id] = RequestCompression(ledger, groups)
 
     def conversations(self, settings: Settings) -> str | None:
         """Returns how conversations of requests with some settings go on; None: they do not.

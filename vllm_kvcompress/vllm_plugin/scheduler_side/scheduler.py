@@ -33,6 +33,7 @@ from vllm_kvcompress.vllm_plugin.scheduler_side.block_manager import (
     CompressedBlockManager,
     LimitedCaching,
 )
+from vllm_kvcompress.vllm_plugin.scheduler_side.canary import CHUNK_TOKENS, Canary
 from vllm_kvcompress.vllm_plugin.scheduler_side.integrity import SchedulerChecks
 from vllm_kvcompress.vllm_plugin.scheduler_side.reasoning import ReasoningEnd
 from vllm_kvcompress.vllm_plugin.scheduler_side.request_table import RequestTable
@@ -75,6 +76,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         states: kept states, for later requests.
         spec: cache spec of the compressed layers.
         checks: checks of the debug mode; None: it is off.
+        canary: scores answers with the full cache; None: it is off.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -84,6 +86,7 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         self.compressed = [each for each in managers if isinstance(each, CompressedBlockManager)]
         self.table: RequestTable | None = None
         self.checks: SchedulerChecks | None = None
+        self.canary: Canary | None = None
         self._step_stats = StepStats()
         self._most_held_tokens = 0
         if not self.compressed:
@@ -95,6 +98,9 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         self.states.kept.stats = self._step_stats
         self._buffers = QueryBuffers.of(self.vllm_config, self.spec.settings).for_prompt_events
         self._check_reuse()
+        if self.spec.settings.shadow:
+            self.canary = Canary(self.spec.settings.shadow, self.table, self.max_model_len)
+            self.canary.stats = self._step_stats
         if switched_on():
             self.checks = SchedulerChecks(self.table, self.states.kept)
         compat.enable_chunk_ends(self)
@@ -168,6 +174,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         if self.table is None:
             return super().schedule(*args, **kwargs)
         self.table.selected.clear()
+        if self.canary is not None:
+            self._give_way(self.canary)
         if self.spec.pressure_mark is not None and self.running:
             self._select_under_pressure(self.table, self.spec.pressure_mark)
         output = super().schedule(*args, **kwargs)
@@ -178,6 +186,28 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         if plan:
             compat.attach_plan(output, plan)
         return output
+
+    def _give_way(self, canary: Canary) -> None:
+        """Aborts the shadow if another request waits; it is sent again later."""
+        if canary.shadow_id is None:
+            return
+        shadow = self.requests[canary.shadow_id]
+        _, num_waiting = self.get_request_counts()
+        if num_waiting > (shadow.status != RequestStatus.RUNNING) or shadow.num_preemptions:
+            self.finish_requests(canary.take_back(), RequestStatus.FINISHED_ABORTED)
+
+    def _send_shadow(self, canary: Canary) -> None:
+        """Queues the next shadow while nothing waits, if twice its blocks are free."""
+        num_running, num_waiting = self.get_request_counts()
+        if num_waiting or num_running >= self.scheduler_config.max_num_seqs:
+            return
+        assert self.table is not None
+        pool, mark = self.kv_cache_manager.block_pool, self.spec.pressure_mark or 1.0
+        num_free = pool.get_num_free_blocks() - int((1 - mark) * pool.num_gpu_blocks)
+        room = num_free // (2 * len(self.table.all_managers)) * self.spec.block_size
+        shadow = canary.next_shadow(room, is_idle=not num_running)
+        if shadow is not None:
+            self.add_request(shadow)
 
     def _select_under_pressure(self, table: RequestTable, mark: float) -> None:
         """Selects the requests that this step compresses because of memory pressure."""
@@ -215,6 +245,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         """
         if self.table is None:
             return None
+        if request.request_id in self.table.shadows:
+            return min(num_new_tokens, CHUNK_TOKENS)
         ledger, chunks = self.table[request.request_id].ledger, self.spec.chunks
         if isinstance(ledger, PreparationLedger):
             if start >= ledger.scored_from and not self.table.may_score(ledger, self.max_model_len):
@@ -270,6 +302,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         if self.table is not None and request.request_id not in self.requests:
             usage = self.kv_cache_manager.block_pool.get_usage()
             self.table.open(request, has_room=not self.waiting and usage <= MAX_USAGE_OF_ROOM)
+            if self.canary is not None and request.request_id not in self.table.shadows:
+                self.canary.watch(request)
         super().add_request(request)
 
     def preempt(self, request: Request, *args: Any, **kwargs: Any) -> None:
@@ -294,6 +328,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
         if self.table is not None:
             record = self.table[request.request_id]
             self.states.end(request, record, self.compressed[0])
+            if self.canary is not None:
+                self.canary.end(request, record)
         return super().free_request(request, *args, **kwargs)
 
     def update_from_output(
@@ -316,6 +352,8 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             for request_id in known:
                 records[request_id].reuse.key = None  # it leaves no state
             errors += self._end_with_errors(each for each in known if records[each].prepares)
+        if self.canary is not None:
+            self.canary.score(model_runner_output.prompt_logprobs_dict)
         outputs: dict[int, EngineCoreOutputs] = super().update_from_output(
             scheduler_output, model_runner_output
         )
@@ -326,6 +364,9 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             errors += self._end_with_errors(report.failed)
         for client_index, output in errors:
             outputs.setdefault(client_index, EngineCoreOutputs()).outputs.append(output)
+        if self.canary is not None:
+            self.canary.collect(outputs)
+            self._send_shadow(self.canary)
         if self.checks is not None:
             self.checks.after_step(self.requests)
         return outputs
@@ -378,11 +419,15 @@ class CompressionMixin(CompressingScheduler, compat.SchedulerHooks):
             return stats
         step, self._step_stats = self._step_stats, StepStats()
         self.states.kept.stats = self._step_stats
+        if self.canary is not None:
+            self.canary.stats = self._step_stats
         step.skipped = [SkippedRecord(*names, n) for names, n in self.table.skipped.items()]
         self.table.skipped.clear()
         if not self.running:
             step.reclaimable_blocks = 0  # the step had been planned before the last one ended
         for request in self.running:
+            if request.request_id in self.table.shadows:
+                continue
             ledger = self.table[request.request_id].ledger
             num_resident = ledger.resident_tokens(request.num_computed_tokens)
             step.logical_tokens += request.num_computed_tokens

@@ -224,6 +224,33 @@ def blocks_to_admit(scheduler: Any) -> int:
     return num_blocks + int(manager.watermark_blocks)
 
 
+def with_best_candidate(params: Any) -> Any:
+    """Copies `SamplingParams`, so that they ask for the best candidate's log-probability, too."""
+    changed = params.clone()
+    if not changed.logprobs:
+        changed.logprobs = 1
+    return changed
+
+
+def scoring_request(request: Request, request_id: str, tokens: list[int]) -> Request:
+    """Makes a request for the log-probabilities of `tokens`, which begin with another's prompt."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=0, max_tokens=1, prompt_logprobs=1, skip_reading_prefix_cache=False
+    )
+    return type(request)(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling_params=params,
+        pooling_params=None,
+        client_index=request.client_index,
+        lora_request=request.lora_request,
+        cache_salt=request.cache_salt,
+        block_hasher=request._block_hasher,
+    )
+
+
 def attach_plan(scheduler_output: Any, plan: StepPlan) -> None:
     """Sends a plan along with the scheduler's output; it survives pickling to workers."""
     setattr(scheduler_output, _PLAN_ATTRIBUTE, plan)

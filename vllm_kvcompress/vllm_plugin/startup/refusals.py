@@ -49,6 +49,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         _reasons_of_chunks(vllm_config, settings),
         _reasons_of_caching(vllm_config, settings),
         _reasons_of_options(vllm_config),
+        _reasons_of_shadow(vllm_config, settings),
         quantized.reasons_against(vllm_config, settings),
         _reasons_of_speculation(vllm_config, settings),
     )
@@ -258,6 +259,16 @@ def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
         yield (
             "--disable-hybrid-kv-cache-manager treats sliding-window layers as full attention, "
             f"so they cannot be told from the layers to compress; remove it {_OFF}."
+        )
+
+
+def _reasons_of_shadow(config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a refusal for scores of answers that could not be compared."""
+    mode = config.model_config.logprobs_mode
+    if settings.shadow and mode != "raw_logprobs":
+        yield (
+            "--kv-shadow compares log-probabilities before temperature and penalties: expected "
+            f"--logprobs-mode raw_logprobs, found {mode}; remove one of the two."
         )
 
 
