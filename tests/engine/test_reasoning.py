@@ -21,6 +21,17 @@ BLOCK, LAYERS, HEADS = 32, 3, 2
 CHECKED = {"KVCOMPRESS_CHECK": "1"}
 
 
+SERVERS: dict[str, dict[str, Any]] = {
+    "alone": {"policy": "snapkv", "after_reasoning": 0.25},
+    "prompts stay": {"policy": "auto", "after_reasoning": 0.1, "keep_prompt": True},
+    "in any order": {"policy": "keydiff", "budget": 352, "trigger": "decode:64"}
+    | {"after_reasoning": 0.25},
+    "ceiling": {"policy": "adakv", "ceiling": 384, "after_reasoning": 0.25},
+}
+
+LENGTHS = {"ceiling": 1}  # of the end, where the answer is not stock's
+
+
 @pytest.fixture(scope="module")
 def thinking(llama: str, run_engine: Run) -> dict[str, Any]:
     """What stock vLLM answers, and a hundred tokens that first stand together at its token 120."""
@@ -71,8 +82,9 @@ def test_reasoning_is_dropped_and_the_prompt_and_the_answer_stay(
     assert tokens[: position - 300] == thinking["stock"][: position - 300]
 
 
+@pytest.mark.parametrize("name", SERVERS)
 def test_preempted_requests_have_their_events_where_they_had_them(
-    thinking: dict[str, Any], llama: str, run_engine: Run
+    thinking: dict[str, Any], llama: str, run_engine: Run, name: str
 ) -> None:
     """A small pool preempts; answers are those that the requests have alone."""
     requests = [thinking["request"]]
@@ -80,13 +92,13 @@ def test_preempted_requests_have_their_events_where_they_had_them(
     report = run_engine(
         llama,
         [requests, *([alone(each)] for each in requests)],
-        settings={"policy": "snapkv", "after_reasoning": 0.25},
+        settings=SERVERS[name],
         environment=CHECKED,
-        reasoning_end=thinking["tokens"],
+        reasoning_end=thinking["tokens"][-LENGTHS.get(name, 100) :],
         num_gpu_blocks_override=34,
-        max_model_len=640,
+        max_model_len=512,
     )
-    assert report["preemptions"]
+    assert bool(report["preemptions"]) == (name != "ceiling")  # where growth is reserved
     check_as_alone(report["outputs"], [each["id"] for each in requests])
     assert any(event["trigger"] == TRIGGER_REASONING for event in report["events"])
 
