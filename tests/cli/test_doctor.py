@@ -161,7 +161,7 @@ SINKS["architectures"] = ["GptOssForCausalLM"]
         (PREFIX_LM, "snapkv", ONE_WAY),
         (SINKS, "momentkv", "has attention sinks, which momentkv does not take into account"),
         (SINKS, "snapkv", "would accept this"),
-        ({**GEMMA, "num_kv_shared_layers": 2}, "snapkv", "read the caches of earlier ones"),
+        ({**GEMMA, "num_kv_shared_layers": 2}, "snapkv", "would accept this"),
         (GEMMA, "snapkv", "would accept this"),
     ],
     ids=["sliding", "prefix-LM", "sinks", "with-sinks", "shared", "two-head-sizes"],

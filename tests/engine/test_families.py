@@ -55,6 +55,59 @@ def test_family_is_compressed_and_identical_at_budget_one(
     assert quarter["free_at_end"] == quarter["num_blocks"] - 1
 
 
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4"])
+@pytest.mark.parametrize("policy", ["adakv+criticalkv", "streamingllm"])
+def test_layers_that_read_other_layers_caches_follow_what_is_kept(
+    tmp_path: Path, run_engine: Run, family: str, policy: str
+) -> None:
+    """The last two of four layers read the caches of the first two; prompts come in two chunks."""
+    model = str(tiny_models.build(family, tmp_path, num_kv_shared_layers=2))
+    options = {"max_num_batched_tokens": 512}
+    stock = run_engine(model, phases(), **options)
+    settings = {"policy": policy, "budget": 0.25, "trigger": "chunk:512"}
+    settings |= {"min_request_budget": 0.25, "max_request_budget": 1.0}
+    asked = [*phases(), *whole()]
+    quarter = run_engine(model, asked, settings=settings, record_kept=True, **options)
+    outputs = quarter["outputs"]
+    for name, output in stock["outputs"].items():
+        assert outputs[f"whole {name}"]["tokens"] == output["tokens"], name
+        for ours, theirs in zip(
+            outputs[f"whole {name}"]["logprobs"], output["logprobs"], strict=True
+        ):
+            assert ours == pytest.approx(theirs, abs=1e-4), name
+    assert outputs["long"]["logprobs"] != stock["outputs"]["long"]["logprobs"]
+    assert {record["layer"] for record in quarter["kept"]} == {0}
+    assert quarter["free_at_end"] == quarter["num_blocks"] - 1
+
+
+def test_policies_see_the_queries_of_all_layers_that_read_a_cache(
+    tmp_path: Path, run_engine: Run
+) -> None:
+    """Of four layers the fourth reads the cache of the second, whose event sees both."""
+    model = str(tiny_models.build("gemma3n", tmp_path))
+    report = run_engine(
+        model,
+        [[request("a", prompt(300, seed=1), 2)]],
+        settings={"policy": "snapkv", "budget": 0.25},
+        max_num_batched_tokens=512,
+        probes=["tests.engine.shared_queries:recorded"],
+    )
+    (seen,) = report["views"]
+    by_layer = [
+        next(rows for name, rows in report["queries"].items() if f"layers.{number}." in name)
+        for number in (1, 3)
+    ]
+    num_heads, group = 2, 2
+    for number, heads in enumerate(seen):
+        expected = []
+        for head in range(num_heads):
+            for rows in by_layer:
+                row = rows[300 - len(seen) + number]
+                expected += row[head * group : (head + 1) * group]
+        assert heads == expected, number
+    assert by_layer[0] != by_layer[1]
+
+
 def test_bfloat16_pages_are_read_in_the_kernels_packing(llama: str, run_engine: Run) -> None:
     """A budget of all but one block changes next to nothing, whatever the kernel's packing.
 

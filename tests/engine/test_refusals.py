@@ -21,7 +21,11 @@ from vllm_kvcompress.vllm_plugin.startup.compat import (
     shared_caches,
     view_scales,
 )
-from vllm_kvcompress.vllm_plugin.startup.layer_refusals import check_groups, check_layer
+from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
+    check_groups,
+    check_layer,
+    check_page_sizes,
+)
 from vllm_kvcompress.vllm_plugin.startup.quantized import reasons_against
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
 
@@ -309,11 +313,10 @@ def test_nothing_is_refused_when_nothing_is_compressed(llama: str, settings: Any
         (MLA, "MLA models keep one latent vector per token.*use a model with grouped-query"),
         (PREFIX_LM, "all tokens of an image see each other.*text alone with --language-model-only"),
         (MAMBA, "MambaForCausalLM has no attention layer.*serve it without --kv-policy"),
-        (SHARING, "the last 2 layers of Gemma3nForCausalLM read the caches of earlier ones"),
         (ALIBI, "BloomForCausalLM uses ALiBi, whose bias needs.*serve this model without"),
         (HYBRID, "Mamba or linear-attention layers.*add --no-enable-prefix-caching"),
     ],
-    ids=["latent", "prefix-LM", "attention-free", "shared-caches", "ALiBi", "hybrid-caching"],
+    ids=["latent", "prefix-LM", "attention-free", "ALiBi", "hybrid-caching"],
 )
 def test_models_that_cannot_be_compressed_are_refused(
     tmp_path: Path, model: dict[str, Any], reason: str
@@ -323,6 +326,59 @@ def test_models_that_cannot_be_compressed_are_refused(
     config = engine_config(str(tmp_path), SETTINGS, skip_tokenizer_init=True)
     with pytest.raises(UnsupportedError, match=reason):
         check_engine(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "reason"),
+    [
+        ({}, {}, None),
+        ({"trigger": "pressure:0.9"}, {}, "--kv-trigger pressure records no queries.*chunk:N"),
+        ({"read": "quest:0.5"}, {}, "--kv-read chooses pages.*remove --kv-read"),
+        ({"policy": "keydiff", "attention": "own"}, {}, "remove --kv-attention own"),
+        ({}, {"cache_config.kv_sharing_fast_prefill": True}, "leaves out the queries.*remove it"),
+    ],
+    ids=["nothing", "pressure", "read", "own", "fast-prefill"],
+)
+def test_what_does_not_work_where_layers_read_others_caches_is_refused(
+    tmp_path: Path, settings: dict[str, Any], changes: dict[str, Any], reason: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHARING))
+    given = {**SETTINGS, **settings}
+    config = engine_config(str(tmp_path), given, skip_tokenizer_init=True)
+    for path, value in changes.items():
+        part, name = path.split(".")
+        setattr(getattr(config, part), name, value)
+    if reason is None:
+        check_engine(config)
+        return
+    with pytest.raises(UnsupportedError, match=f"Gemma3nForCausalLM has layers.*{reason}"):
+        check_engine(config)
+
+
+def test_shared_caches_beside_pages_of_another_size_are_refused_in_cuda_graphs(
+    tmp_path: Path,
+) -> None:
+    """vLLM wraps the specs of such groups, and looks for those of layers that have none."""
+    gemma4 = {**COMMON, **FAMILIES["gemma4"], "architectures": ["Gemma4ForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps({**gemma4, "num_kv_shared_layers": 2}))
+    for eager, device in ((False, "cpu"), (True, "cuda"), (False, "cuda")):
+        options = {"skip_tokenizer_init": True, "enforce_eager": eager}
+        config = engine_config(str(tmp_path), SETTINGS, **options)
+        config.device_config.device_type = device
+        if eager or device == "cpu":
+            check_engine(config)
+            continue
+        with pytest.raises(UnsupportedError, match=r"pages have several sizes.*--enforce-eager"):
+            check_engine(config)
+
+
+def test_full_layers_with_other_heads_in_one_cache_group_are_refused() -> None:
+    """Any head must be able to own any page of the group's blocks."""
+    specs = [SimpleNamespace(num_kv_heads=2, head_size=64)]
+    check_page_sizes(specs)
+    specs.append(SimpleNamespace(num_kv_heads=4, head_size=32))
+    with pytest.raises(UnsupportedError, match=r"heads \(2 of 64, 4 of 32 elements\).*serve this"):
+        check_page_sizes(specs)
 
 
 @pytest.mark.parametrize(
@@ -406,7 +462,7 @@ def test_layers_that_share_a_compressed_cache_are_refused(llama: str) -> None:
 
 def test_unknown_settings_are_refused(llama: str) -> None:
     config = engine_config(llama, {**SETTINGS, "bugdet": 0.5})
-    with pytest.raises(ConfigError, match="bugdet is not known; valid are attention"):
+    with pytest.raises(ConfigError, match="bugdet is not known; valid are after_reasoning"):
         check_engine(config)
 
 

@@ -30,6 +30,26 @@ class LayerWeights:
     rotary: Rotary | None = None
     sinks: Tensor | None = None
 
+    def joined(self, other: LayerWeights, num_kv_heads: int) -> LayerWeights:
+        """Returns the weights of a layer whose KV heads serve another's query heads as well.
+
+        The group of each of its `num_kv_heads` becomes longer by the other layer's.
+        """
+        layers = self, other
+        weights = [each.output_weight for each in layers if each.output_weight is not None]
+        grams = [
+            each.output_gram.unflatten(0, (num_kv_heads, -1))
+            for each in layers
+            if each.output_gram is not None
+        ]
+        sinks = [each.sinks for each in layers if each.sinks is not None]
+        return replace(
+            self,
+            output_weight=torch.cat(weights, dim=2) if weights else None,
+            output_gram=torch.cat(grams, dim=1).flatten(0, 1) if grams else None,
+            sinks=torch.cat(sinks, dim=1) if sinks else None,
+        )
+
     def rotates_like(self, other: LayerWeights) -> bool:
         """Returns whether both layers rotate keys alike."""
         a, b = self.rotary, other.rotary

@@ -50,6 +50,7 @@ class EventRunner:
             GPUs, which compute them faster than they have memory for them.
         observer: a measuring tool; None while requests are served.
         max_tokens: padded tokens of a batch.
+        sharing: by number of a layer whose cache others read, the numbers of their ring buffers.
         layers_alike: whether layers share the softmax scale, the rotation of keys and the cache's
             scales, so that a batch may hold several.
     """
@@ -62,6 +63,7 @@ class EventRunner:
         weights: Sequence[LayerWeights],
         max_tokens: int = MAX_BATCH_TOKENS,
         layers_alike: bool = True,
+        sharing: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self.max_tokens = min(max_tokens, max_batch_tokens(tables.pool))
         self.layers_alike = layers_alike and not isinstance(tables.pool.quantization, LayerScaled)
@@ -77,7 +79,7 @@ class EventRunner:
         reads_norms = any(pipeline.needs.output_gram for pipeline in pipelines.values())
         if reads_norms and self.pool.device.type == "cpu":
             self.norms = PageNorms(len(self.pool.pages), self.pool.block_size)
-        self._views = EventViews(self.policy_state, windows, self.weights, self.norms)
+        self._views = EventViews(self.policy_state, windows, self.weights, self.norms, sharing)
 
     @property
     def pipeline(self) -> Pipeline:

@@ -5,7 +5,7 @@ H counts KV heads over all layers of the batch and, within a layer, over all of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,9 @@ class EventViews:
         windows: Windows,
         weights: Sequence[LayerWeights],
         norms: PageNorms | None = None,
+        sharing: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
+        self.sharing = sharing or {}
         self.policy_state = policy_state
         self.tables = policy_state.tables
         self.pool = policy_state.pool
@@ -186,12 +188,20 @@ class EventViews:
         return _joined(batch.held_queries, dim=1)
 
     def queries(self, batch: EventBatch, layer: int) -> Tensor:
-        """Returns a copy of the [window, heads * G, D] observed queries of a layer."""
+        """Returns a copy of the [window, heads * G, D] observed queries of a layer.
+
+        The group of a KV head includes the query heads of layers that read this one's cache.
+        """
         if batch.queries_at is None:
             plans = [event.plan for event in batch.events]
             ends = [(plan.request_id, plan.position) for plan in plans]
             batch.queries_at = self.windows.find(ends, batch.window_size)
-        return self.windows.read(layer, batch.queries_at).flatten(1, 2)
+        numbers = (layer, *self.sharing.get(layer, ()))
+        queries = [self.windows.read(number, batch.queries_at) for number in numbers]
+        if len(queries) == 1:
+            return queries[0].flatten(1, 2)
+        groups = [each.unflatten(2, (self.pool.num_heads, -1)) for each in queries]
+        return torch.cat(groups, dim=3).flatten(1, 3)
 
 
 def _slice(layers: range) -> slice:

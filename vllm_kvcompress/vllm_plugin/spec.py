@@ -13,6 +13,7 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
+    KVCacheGroupSpec,
     KVCacheSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -160,6 +161,19 @@ def compressed_specs(spec: KVCacheSpec) -> list[CompressedAttentionSpec]:
         layers = list(spec.kv_cache_specs.values())
     compressed = [each for each in layers if isinstance(each, CompressedAttentionSpec)]
     return [each for number, each in enumerate(compressed) if each not in compressed[:number]]
+
+
+def unwrap_equal_specs(groups: list[KVCacheGroupSpec]) -> None:
+    """Replaces each cache group's wrapped specs by one of them where all are equal.
+
+    vLLM wraps them where layers of the model have pages of several sizes, and then looks for the
+    specs of layers that read other layers' caches, which have none.
+    """
+    for group in groups:
+        if isinstance(group.kv_cache_spec, UniformTypeKVCacheSpecs):
+            first, *others = group.kv_cache_spec.kv_cache_specs.values()
+            if all(each == first for each in others):
+                group.kv_cache_spec = first
 
 
 def is_compressible(spec: AttentionSpec) -> bool:

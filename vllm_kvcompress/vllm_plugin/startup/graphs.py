@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.config import VllmConfig
 
 from vllm_kvcompress.config import Settings
-from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits
+from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits, num_sharing_layers
 from vllm_kvcompress.vllm_plugin.startup.quantized import is_quantized
 
 
@@ -32,6 +32,8 @@ def _reason_against_own(vllm_config: VllmConfig, settings: Settings) -> str | No
         return "with --kv-read every step chooses other pages"
     if is_quantized(vllm_config):
         return "this package's kernels do not read quantized caches"
+    if num_sharing_layers(vllm_config.model_config):
+        return "graphs do not record queries of layers that read other layers' caches"
     if caps_logits(vllm_config.model_config):
         return "this package's kernels do not cap attention logits, as the model does"
     return None

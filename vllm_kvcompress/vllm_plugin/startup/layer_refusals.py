@@ -19,6 +19,11 @@ def caps_logits(model: ModelConfig) -> bool:
     return bool(getattr(model.hf_text_config, "attn_logit_softcapping", None))
 
 
+def num_sharing_layers(model: ModelConfig) -> int:
+    """Returns how many layers read other layers' caches, by a model's configuration."""
+    return int(getattr(model.hf_text_config, "num_kv_shared_layers", 0))
+
+
 def reasons_of_caps(
     name: str, own_kernels: bool, pipelines: Mapping[str, Pipeline]
 ) -> Iterator[str]:
@@ -58,7 +63,8 @@ def check_groups(
     Args:
         groups: layers of each compressed cache group.
         pipelines: the policies.
-        shared: names of layers that read other layers' caches, and of those.
+        shared: names of layers that read other layers' caches, and of those, where the model's
+            configuration does not say that there are any.
 
     Raises:
         UnsupportedError: no layer can be compressed; a policy would have to move blocks between

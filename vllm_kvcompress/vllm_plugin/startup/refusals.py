@@ -16,7 +16,11 @@ from vllm_kvcompress.policies import resolve_settings
 from vllm_kvcompress.prompts.llmlingua2 import check_model
 from vllm_kvcompress.scheduling.read_rule import PromptChunks
 from vllm_kvcompress.vllm_plugin.startup import compat, quantized
-from vllm_kvcompress.vllm_plugin.startup.layer_refusals import caps_logits, reasons_of_caps
+from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
+    caps_logits,
+    num_sharing_layers,
+    reasons_of_caps,
+)
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import missing_classes
 
 _OFF = "or serve without --kv-policy"
@@ -44,6 +48,7 @@ def check_engine(vllm_config: VllmConfig) -> Settings | None:
         missing_classes(vllm_config, settings),
         _reasons_of_model(model),
         reasons_of_caps(*caps) if caps_logits(model) else (),
+        _reasons_of_sharing(vllm_config, settings),
         _reasons_of_reading(settings),
         _reasons_of_reasoning(vllm_config, settings),
         _reasons_of_chunks(vllm_config, settings),
@@ -132,11 +137,36 @@ def _reasons_of_model(model: ModelConfig) -> Iterator[str]:
             f"{model.architecture} uses ALiBi, whose bias needs the positions of tokens, which "
             "compressed heads do not keep; serve this model without --kv-policy."
         )
-    num_shared = getattr(model.hf_text_config, "num_kv_shared_layers", 0)
-    if num_shared:
+
+
+def _reasons_of_sharing(config: VllmConfig, settings: Settings) -> Iterator[str]:
+    """Yields a refusal for everything that does not work where layers read others' caches."""
+    if not num_sharing_layers(config.model_config):
+        return
+    name = f"{config.model_config.architecture} has layers that read the caches of earlier ones"
+    if settings.pressure_mark is not None:
         yield (
-            f"the last {num_shared} layers of {model.architecture} read the caches of earlier "
-            "ones, and a cache that layers share is not compressed; serve it without --kv-policy."
+            f"{name}, and --kv-trigger pressure records no queries of such layers; use the "
+            "triggers prompt, chunk:N or decode:N."
+        )
+    if settings.read is not None:
+        yield f"{name}, and --kv-read chooses pages for the queries of one layer; remove --kv-read."
+    if settings.attention == "own":
+        yield (
+            f"{name}, whose queries whole CUDA graphs do not record; remove --kv-attention own, or "
+            "use vLLM's kernels with --kv-attention triton."
+        )
+    sizes_differ = bool(getattr(config.model_config.hf_text_config, "per_layer_config", None))
+    on_cpu = config.device_config.device_type == "cpu"
+    if sizes_differ and not (on_cpu or config.model_config.enforce_eager):
+        yield (
+            f"{name}, and layers whose pages have several sizes, of which vLLM cannot measure CUDA "
+            "graphs; add --enforce-eager."
+        )
+    if config.cache_config.kv_sharing_fast_prefill:
+        yield (
+            f"{name}, and --kv-sharing-fast-prefill leaves out the queries with which they score "
+            "tokens; remove it."
         )
 
 

@@ -92,6 +92,8 @@ def reason_against(worker: Any) -> str:
         return "weights are random (--load-format dummy)"
     if len(worker.compression.groups) > 1:
         return "the full-attention layers lie in cache groups that cannot share blocks"
+    if any(group.sharing for group in worker.compression.groups.values()):
+        return "layers read the caches of others, so a KV head has query heads in several layers"
     if _length(worker, MIN_LENGTH) < MIN_LENGTH:
         return f"no request can be as long as {MIN_LENGTH} tokens"
     return ""

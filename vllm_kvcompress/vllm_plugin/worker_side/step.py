@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -67,6 +68,8 @@ class GroupCompression:
         group: vLLM's number of the group.
         runner: runs its events.
         layer_index: numbers of the layers in the group, by vLLM's names of layers.
+        sharing: by name of a layer that reads another's cache, that layer's number, and the number
+            of its own ring buffers.
         scales: softmax scale of every layer.
         softcap: cap of the attention logits; 0: none.
         readers: sparse-read state; None: decode steps read everything.
@@ -82,6 +85,7 @@ class GroupCompression:
         softcap: float,
         readers: SparseReads | None = None,
         decode_steps: DecodeSteps | None = None,
+        sharing: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.group = group
         self.runner = runner
@@ -90,12 +94,18 @@ class GroupCompression:
         self.softcap = softcap
         self.readers = readers
         self.decode_steps = decode_steps
+        self.sharing = dict(sharing or {})
         self.batches = ResidentBatches(runner.tables, runner.read_by_attention)
 
     @property
     def tables(self) -> PageTables:
         """The page tables of the group's compressed requests."""
         return self.runner.tables
+
+    def numbers_of(self, name: str) -> tuple[int, int]:
+        """Returns the numbers of the layer whose pages a layer reads, and of its ring buffers."""
+        index = self.layer_index.get(name)
+        return self.sharing[name] if index is None else (index, index)
 
     def forget(self, request_id: str, state: int | None = None) -> None:
         """Drops a request, which may leave its pages as saved state; ignores unknown ones."""
@@ -167,7 +177,8 @@ class GroupCompression:
         if work.decodes:
             self._fill(common, compressed, observed)
         elif observed:
-            events = [event.plan for event in work.events]
+            # Events that read queries of several layers wait for the last of these.
+            events = [] if self.sharing else [event.plan for event in work.events]
             work.observed = self.runner.windows.locate(observed, events)
         in_step = () if work.observed is None else work.observed.in_step
         for batch in self.runner.batches(work.events, in_step):
@@ -265,6 +276,7 @@ class GroupCompression:
         metadata: Any,
         queries: Tensor,
         outputs: Tensor,
+        window: int | None = None,
     ) -> None:
         """Records queries after a layer's attention, and runs the events that read them.
 
@@ -273,12 +285,14 @@ class GroupCompression:
             layer: number in the group.
             metadata: vLLM's, of all requests.
             queries, outputs: [tokens, num_query_heads, head_size] of all requests.
+            window: number of the ring buffers for the queries; None: the layer's.
         """
         scale = self.scales[layer]
         if work.decodes:
             return
         if work.observed is not None:
-            self.runner.windows.record(layer, queries, work.observed)
+            number = layer if window is None else window
+            self.runner.windows.record(number, queries, work.observed)
         for repetition in work.repetitions:
             self.runner.repetitions.observe(layer, repetition, queries, scale)
         work.batches = guard.run_layer(self.runner, work.batches, layer, scale)

@@ -9,6 +9,7 @@ from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu_worker import Worker
 
+from vllm_kvcompress.vllm_plugin.spec import unwrap_equal_specs
 from vllm_kvcompress.vllm_plugin.startup import compat
 from vllm_kvcompress.vllm_plugin.startup.needed_classes import CompressingWorker
 from vllm_kvcompress.vllm_plugin.startup.refusals import check_engine
@@ -46,6 +47,8 @@ class CompressionWorker(CompressingWorker, Worker):
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         """Allocates the cache, then lays our page view over it."""
+        if self.compression is not None:
+            unwrap_equal_specs(kv_cache_config.kv_cache_groups)
         super().initialize_from_config(kv_cache_config)
         if self.compression is not None:
             self.compression.bind(self.model_runner, kv_cache_config)

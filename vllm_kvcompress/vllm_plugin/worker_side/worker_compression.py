@@ -50,6 +50,7 @@ from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
     check_groups,
     check_layer,
     check_page_sizes,
+    num_sharing_layers,
 )
 from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype
 from vllm_kvcompress.vllm_plugin.worker_side.access_checks import WorkerChecks
@@ -158,7 +159,7 @@ class WorkerCompression:
         self._model_runner = model_runner
         for number, layers, spec in self.compressed_groups(kv_cache_config.kv_cache_groups):
             self.groups[number] = bound = self._bind_group(number, layers, spec)
-            self.group_of_layer |= dict.fromkeys(bound.layer_index, bound)
+            self.group_of_layer |= dict.fromkeys((*bound.layer_index, *bound.sharing), bound)
 
     def compressed_groups(
         self, groups: list[KVCacheGroupSpec]
@@ -176,7 +177,9 @@ class WorkerCompression:
                 layers = compat.attention_layers(self.vllm_config, group.layer_names)
                 names.append(group.layer_names)
                 compressed.append((number, layers, specs[0]))
-        check_groups(names, self.pipelines, compat.shared_caches(self.vllm_config))
+        is_known = num_sharing_layers(self.vllm_config.model_config) > 0
+        shared = {} if is_known else compat.shared_caches(self.vllm_config)
+        check_groups(names, self.pipelines, shared)
         for _, layers, _ in compressed:
             for layer in layers:
                 check_layer(layer, self.settings, self.own_kernels, self.pipelines)
@@ -215,7 +218,25 @@ class WorkerCompression:
         scales = [layer.impl.scale for layer in layers]
         softcap = layers[0].impl.logits_soft_cap or 0.0
         readers, steps = self._make_readers(runner), self._decode_steps(layers, pool, runner)
-        return GroupCompression(number, runner, index, scales, softcap, readers, steps)
+        sharing = {
+            layer.layer_name: (shared, window) for layer, shared, window in self._sharing(layers)
+        }
+        return GroupCompression(number, runner, index, scales, softcap, readers, steps, sharing)
+
+    def _sharing(self, layers: list[Any]) -> list[tuple[Any, int, int]]:
+        """Returns the layers that read the caches of these.
+
+        Each comes with the number of the layer whose cache it reads, and that of its ring buffers,
+        which lie behind those of `layers`.
+        """
+        names = [layer.layer_name for layer in layers]
+        shared = compat.shared_caches(self.vllm_config)
+        sharing = [name for name, owner in shared.items() if owner in names]
+        readers = compat.attention_layers(self.vllm_config, sharing)
+        return [
+            (layer, names.index(shared[layer.layer_name]), number)
+            for number, layer in enumerate(readers, start=len(layers))
+        ]
 
     def _make_readers(self, runner: EventRunner) -> SparseReads | None:
         """Makes the sparse-read state of a cache group, if --kv-read is given."""
@@ -241,19 +262,36 @@ class WorkerCompression:
     def make_runner(self, layers: list[Any], pool: PagePool, model: Any) -> EventRunner:
         """Makes the runner of these layers' events, for the cache that `pool` views."""
         windows: Windows
+        sharing = self._sharing(layers)
         if self.settings.pressure_mark is None:
             buffers = QueryBuffers.of(self.vllm_config, self.settings)
             number = buffers.number if pool.device.type == "cuda" else MIN_BUFFERS
-            windows = QueryWindows(len(layers), self.needs.window_size, pool.device, number)
+            num_layers = len(layers) + len(sharing)
+            windows = QueryWindows(num_layers, self.needs.window_size, pool.device, number)
         else:
             windows = PagedWindows(pool, self.needs.window_size, layers[0].impl.num_heads)
-        weights = [layer_weights(layer, model, self.needs) for layer in layers]
+        weights = self._weights(layers, model, pool.num_heads)
+        windows_of: dict[int, list[int]] = {}
+        for _, shared, window in sharing:
+            windows_of.setdefault(shared, []).append(window)
         longest = self.vllm_config.model_config.max_model_len
         most_tokens = min(MAX_BATCH_TOKENS, MAX_BATCH_LAYERS * longest)
         scales = {layer.impl.scale for layer in layers}
         alike = len(scales) == 1 and all(each.rotates_like(weights[0]) for each in weights)
+        alike = alike and not sharing  # the others' groups of query heads are longer
         pipelines = self._bind_pipelines(layers, pool)
-        return EventRunner(PageTables(pool), windows, pipelines, weights, most_tokens, alike)
+        tables = PageTables(pool)
+        return EventRunner(tables, windows, pipelines, weights, most_tokens, alike, windows_of)
+
+    def _weights(self, layers: list[Any], model: Any, num_kv_heads: int) -> list[LayerWeights]:
+        """Returns what policies need of the weights of these layers and those that read their
+        caches.
+        """
+        weights = [layer_weights(layer, model, self.needs) for layer in layers]
+        for layer, shared, _ in self._sharing(layers):
+            more = layer_weights(layer, model, self.needs)
+            weights[shared] = weights[shared].joined(more, num_kv_heads)
+        return weights
 
     def _bind_pipelines(self, layers: list[Any], pool: PagePool) -> dict[str, Pipeline]:
         """Binds every policy to the layers and to this rank's heads."""
@@ -311,13 +349,12 @@ class WorkerCompression:
 
     def refresh_weights(self) -> None:
         """Reads what policies need of the model's weights from the weights again."""
-        model, needs = self._model_runner.model, self.needs
         for group in self.groups.values():
             layers = compat.attention_layers(self.vllm_config, list(group.layer_index))
             if isinstance(quantization := group.tables.pool.quantization, LayerScaled):
                 quantization.set_scales(compat.cache_scales(layers))
-            for number, layer in enumerate(layers):
-                group.runner.weights[number] = layer_weights(layer, model, needs)
+            model, num_kv_heads = self._model_runner.model, group.tables.pool.num_heads
+            group.runner.weights[:] = self._weights(layers, model, num_kv_heads)
             if group.runner.norms is not None:
                 group.runner.norms.forget_all()
 

@@ -353,7 +353,7 @@ class CompressedImpl(AttentionImpl[Any]):
             return output
         work = compressed.work
         group = CompressedBackend.compression.group_of_layer[layer.layer_name]
-        index = group.layer_index[layer.layer_name]
+        index, window = group.numbers_of(layer.layer_name)
         rows, out_rows, number = query, output, compressed.num_tokens
         if len(rows) != number:  # the rest is padding
             rows, out_rows = rows[:number], out_rows[:number]
@@ -371,7 +371,7 @@ class CompressedImpl(AttentionImpl[Any]):
                 super().forward(
                     layer, queries, queries, queries, kv_cache, subset.metadata, outputs
                 )
-        group.finish_layer(work, index, attn_metadata, rows, out_rows)
+        group.finish_layer(work, index, attn_metadata, rows, out_rows, window)
         return output
 
     def attend_per_head(
