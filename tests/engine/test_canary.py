@@ -112,14 +112,18 @@ def test_an_answer_without_room_is_dropped(llama: str, run_engine: Run) -> None:
 TRIGGERS: dict[str, dict[str, Any]] = {
     "while generating": {"policy": "adakv", "budget": 0.4, "trigger": "chunk:96,decode:24"},
     "ceiling": {"policy": "h2o", "ceiling": 200},
+    "drafts": SETTINGS,
 }
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}
 
 
 @pytest.mark.parametrize("name", TRIGGERS)
 def test_answers_are_the_same_under_any_trigger(llama: str, run_engine: Run, name: str) -> None:
-    """Also in a pool so small that requests are preempted."""
+    """Also in a pool so small that requests are preempted, and with drafts."""
     phases = [[request(str(seed), prompt(420, seed), 60) for seed in range(4)]]
     options: dict[str, Any] = {"num_gpu_blocks_override": 46, "max_model_len": 800}
+    if name == "drafts":
+        options["speculative_config"] = DRAFTS
     watched, plain = (
         run_engine(llama, phases, settings=settings, environment=CHECKED, **options)
         for settings in ({**TRIGGERS[name], "shadow": 1.0}, TRIGGERS[name])

@@ -132,7 +132,10 @@ class Canary:
             for output in each.outputs:
                 if (answer := self._sampled.get(output.request_id)) is not None:
                     answer.take(output)
-            each.outputs = [one for one in each.outputs if one.request_id != self._shadow_id]
+            if self._shadow_id:
+                each.outputs = [one for one in each.outputs if one.request_id != self._shadow_id]
+        if self._scored is None:
+            self._shadow_id = ""
         for request_id in [name for name, answer in self._sampled.items() if answer.ended]:
             self._queue(self._sampled.pop(request_id))
 
