@@ -124,7 +124,8 @@ def test_what_is_kept_holds_the_part_and_all_protected_tokens(
     ledger = RequestLedger(prompt_tokens, rule, num_prompt_tokens=prompt_tokens)
     ledger.protected = ((0, protected),) if protected else ()
     assert ledger.next_position(prompt_tokens) is None
-    ledger.reasoning_end = end = prompt_tokens + reasoning
+    end = prompt_tokens + reasoning
+    ledger.end_reasoning(end)
     position = ledger.next_position(prompt_tokens)
     assert position == expected_position(end, max(1, window))
     assert all(ledger.decide(other) is None for other in (position - 1, position + BLOCK))

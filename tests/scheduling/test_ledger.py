@@ -417,3 +417,21 @@ def test_scoring_chunks_have_at_least_two_tokens(
         if starts[-1] == end:
             break
     assert ledger.scored_from in starts
+
+
+@given(
+    rule=rules,
+    prompt=st.integers(1, 200),
+    asked=st.lists(st.tuples(st.integers(0, 600), st.sampled_from([0, 1, 5])), max_size=20),
+)
+def test_positions_do_not_depend_on_what_was_asked_before(
+    rule: CompressionRule, prompt: int, asked: list[tuple[int, int]]
+) -> None:
+    """Between events, at every one of which something is kept, and behind the end of reasoning."""
+    ledger = RequestLedger(prompt, replace(rule, after_reasoning=0.5), num_prompt_tokens=prompt)
+    for number, (after, kept) in enumerate(asked):
+        if kept:
+            ledger.commit(max(after, ledger.last_position), kept)
+        if number == 10:
+            ledger.end_reasoning(prompt + 30)
+        assert ledger.next_position(after) == replace(ledger).next_position(after)

@@ -8,7 +8,7 @@ hit of h tokens  0 .. h were computed by others: e observes the queries of h .. 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from vllm_kvcompress.rounding import ceil_div
@@ -84,6 +84,8 @@ class RequestLedger:
     most_tokens: int = 0
     protected: Spans = ()
     reasoning_end: int | None = None
+    # The last answer of `next_position` and what it was for; it is asked several times in a step.
+    _known: tuple[int, int | None] | None = field(default=None, init=False, compare=False)
 
     def next_position(self, after: int) -> int | None:
         """Finds the first position > `after`, in computed tokens, at which an event may happen.
@@ -92,6 +94,15 @@ class RequestLedger:
         prompt that has exceeded it, whose last queries say best what to keep. The end of reasoning
         adds one soon behind it.
         """
+        if self._known is not None:
+            asked, position = self._known
+            if asked <= after and (position is None or after < position):
+                return position
+        position = self._next_position(after)
+        self._known = (after, position)
+        return position
+
+    def _next_position(self, after: int) -> int | None:
         positions = [self.rule.next_position(self.compress_at, after)]
         if after < self.last_position:
             positions.append(self.last_position)
@@ -110,6 +121,10 @@ class RequestLedger:
             return None
         room = self.rule.ceiling_blocks - self.resident_blocks
         return (self.compressed_blocks + room) * self.rule.block_size
+
+    def end_reasoning(self, end: int | None) -> None:
+        """Records up to which logical token the model has reasoned; None: it has not ended."""
+        self.reasoning_end, self._known = end, None
 
     @property
     def _answer_at(self) -> int | None:
@@ -233,6 +248,7 @@ class RequestLedger:
         self.compressed_blocks = position // self.rule.block_size
         self.resident_blocks = num_kept_blocks
         self.last_position = position
+        self._known = None
         if self.first_event_position is None:
             self.first_event_position = position
 

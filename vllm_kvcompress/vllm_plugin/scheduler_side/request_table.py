@@ -229,7 +229,7 @@ class RequestTable:
         ledger.most_tokens = num_tokens + (request.max_tokens or 1) - 1  # the last one is not read
         ledger.protected = protected
         if self.reasoning is not None:
-            ledger.reasoning_end = self.reasoning.find(request)
+            ledger.end_reasoning(self.reasoning.find(request))
         read_rule = settings.request_read_rule(options.read)
         if read_rule is not None:
             plan.read = ReadPlan(read_rule, num_tokens, compress_at)
@@ -246,7 +246,7 @@ class RequestTable:
         for request in requests:
             ledger = self.records[request.request_id].ledger
             if ledger.reasoning_end is None:
-                ledger.reasoning_end = self.reasoning.find_new(request)
+                ledger.end_reasoning(self.reasoning.find_new(request))
 
     def _open_shadow(self, request: Request) -> None:
         """Opens the record of a request that is neither compressed nor read in part."""
