@@ -215,7 +215,10 @@ def test_triggers_that_mean_nothing_are_refused(value: object) -> None:
         ({"policy": None, "budget": 0.5}, "policy (--kv-policy) is missing"),
         ({}, "policy (--kv-policy) is missing"),
         ("snapkv", "kvcompress: expected names with values, found 'snapkv'."),
-        ({"policy": "snapkv", "bugdet": 1}, "kvcompress: bugdet is not known; valid are attention"),
+        (
+            {"policy": "snapkv", "bugdet": 1},
+            "kvcompress: bugdet is not known; valid are after",
+        ),
         ({"policy": ""}, "policy (--kv-policy) should have at least 1 character, found ''"),
         ({"policy": 3}, "policy (--kv-policy) should be a valid string, found 3"),
         ({"policy": "snapkv", "params": {"a": [1]}}, "params (--kv-param) should be"),

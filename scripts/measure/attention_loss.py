@@ -66,14 +66,14 @@ class Watch:
         self.loss.compress(event.plan, layer, event.slot, view, values, selection, moments)
 
     def finish_layer(
-        self, work: Any, layer: int, metadata: Any, queries: Tensor, outputs: Tensor
+        self, work: Any, layer: int, metadata: Any, queries: Tensor, outputs: Tensor, *window: Any
     ) -> None:
         """Compares outputs of compressed requests, before the layer's events run."""
         scale = self._group.scales[layer]
         for batch in work.compressed:
             starts, lengths = metadata.query_start_loc, metadata.seq_lens
             self.loss.observe(layer, batch, starts, lengths, queries, outputs, scale)
-        self._finish_layer(self._group, work, layer, metadata, queries, outputs)
+        self._finish_layer(self._group, work, layer, metadata, queries, outputs, *window)
 
 
 def watch(worker: Any) -> None:
