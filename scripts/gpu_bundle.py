@@ -72,6 +72,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="of what is left out: deep_gemm, fa2, fmha_sm100, mla, moe, rust, or a package",
     )
     packing.add_argument(
+        "--without",
+        nargs="+",
+        default=[],
+        metavar="PACKAGE",
+        help="of what the machine lacks, to leave it out all the same",
+    )
+    packing.add_argument(
         "--originals", action="store_true", help="leave device code of all architectures"
     )
     packing.add_argument(
@@ -113,7 +120,7 @@ def pack(options: argparse.Namespace) -> None:
         kept = packages.keys() & set(wheels.KEPT_PACKAGES)
         without = kept | (set(wheels.OPTIONAL_PACKAGES) - set(options.wanted))
         missing = machine.missing([wheels.stand_in(vllm, folder, without), own])
-        machine.download(missing, carried)
+        machine.download(wheels.pins_without(missing, options.without), carried)
         if options.model:
             copy_model(options.model, carried.parent / "model")
         description = {

@@ -211,6 +211,22 @@ def read_packages(text: str) -> dict[str, str]:
     return packages
 
 
+def pins_without(pins: Sequence[str], names: Collection[str]) -> list[str]:
+    """Returns the pins (NAME==VERSION) of all packages but these.
+
+    Raises:
+        ValueError: for a name that no pin has.
+    """
+    left_out = {canonicalize_name(name) for name in names}
+    by_name = {canonicalize_name(pin.split("==")[0]): pin for pin in pins}
+    if unknown := sorted(left_out - by_name.keys()):
+        raise ValueError(
+            f"--without: expected packages that the machine lacks, got {', '.join(unknown)}; "
+            f"it lacks {', '.join(sorted(by_name))}"
+        )
+    return [pin for name, pin in by_name.items() if name not in left_out]
+
+
 class Machine:
     """Python as the machine has it: its version, and the packages noted as installed.
 

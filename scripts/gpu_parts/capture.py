@@ -407,7 +407,8 @@ def measure_capture(
         written.unlink(missing_ok=True)
         command = [sys.executable, "-m", "gpu_parts.capture", "--mode", mode, "--out", str(written)]
         command += ["--plan", json.dumps(asdict(plan)), "--policies", *policies]
-        environment = dict(os.environ, PYTHONPATH=f"{SCRIPTS}:{SCRIPTS.parent}")
+        paths = [str(SCRIPTS), str(SCRIPTS.parent), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         if mode == "eager":
             environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
         with log.open("w") as output:

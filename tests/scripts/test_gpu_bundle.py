@@ -352,6 +352,14 @@ def test_package_lists_of_pip_list_and_pip_freeze_are_read(text: str) -> None:
     assert wheels.read_packages(text) == {"torch": "2.11.0+cu130", "py-yaml": "6.0"}
 
 
+def test_missing_packages_are_left_out_by_name() -> None:
+    pins = ["numpy==2.4", "py-yaml==6.0", "torchx==1"]
+    assert wheels.pins_without(pins, []) == pins
+    assert wheels.pins_without(pins, ["Py_YAML", "torchx"]) == ["numpy==2.4"]
+    with pytest.raises(ValueError, match="lacks, got numba; it lacks numpy, py-yaml, torchx"):
+        wheels.pins_without(pins, ["numba"])
+
+
 def test_a_list_without_versions_is_refused() -> None:
     with pytest.raises(ValueError, match=r"NAME==VERSION, found 'torch'.*pip list"):
         wheels.read_packages("torch\n")

@@ -65,7 +65,7 @@ def test_engines_batch_events_like_a_server(llama: str, tmp_path: Path) -> None:
     engines = run["engines"]
     assert list(engines) == ["compressed", "stock", "off"]
     seen = [list(json.loads(text)["engines"]) for text in saved]
-    assert seen.count(["compressed"]) == 4  # after the load, both cases, and at the end
+    assert seen.count(["compressed"]) == 5  # after both loads, both cases, and at the end
     ours, stock = engines["compressed"], engines["stock"]
     assert [engines[name]["load"]["events"] for name in engines] == [{"prompt": 2}, {}, {}]
     together = ours["path"]["together"]

@@ -106,8 +106,9 @@ def sequence_numbers(
     `numbers` are the tensors and the stride of a `NumbersArguments`; the constants are its others.
     """
     pages, table, starts, lengths, table_stride = numbers
-    row, start, count = table, 0, 0
+    first, row, start, count = 0, 0, 0, 0  # not None: Triton 3.6 returns no tuple that holds it
     if PAGE > 0:
+        first = pages
         request = sequence // HEADS
         if ADDRESSED:
             row = tl.cast(tl.load(table + request * 2), tl.pointer_type(tl.int32))
@@ -115,7 +116,7 @@ def sequence_numbers(
         else:
             row = table + request * table_stride
         start, count = tl.load(starts + sequence), tl.load(lengths + sequence)
-    return SequenceNumbers(pages, row, start, count)
+    return SequenceNumbers(first, row, start, count)
 
 
 @triton.jit
