@@ -98,6 +98,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="name or directory; 8b has Llama-3.1-8B's shape and random weights (%(default)s)",
     )
     group.add_argument(
+        "--layers", type=int, default=32, help="of the shape 8b; fewer start sooner (%(default)s)"
+    )
+    group.add_argument(
         "--engine",
         type=engine_option,
         action="append",
@@ -348,7 +351,8 @@ def engine_plan(options: argparse.Namespace) -> Any:
 
     model, engine = options.model, dict(options.engine)
     if model == SHAPE_8B:
-        model = str(write_8b_shape(options.out / SHAPE_8B))
+        folder = options.out / f"{SHAPE_8B}-{options.layers}-layers"
+        model = str(write_8b_shape(folder, options.layers))
         engine = {"load_format": "dummy", "dtype": "bfloat16", **engine}
     settings = {name: getattr(options, f"kv_{name}") for name in ("policy", "budget", "trigger")}
     decodes = "decode-only" in options.part

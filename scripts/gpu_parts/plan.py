@@ -8,6 +8,7 @@ from dataclasses import dataclass
 # All of them quick, since parts of one report are.
 CHECK = "python scripts/gpu_check.py --quick --out results"
 ENGINE = "--prompt 4096"
+FEW_GRAPHS = "--engine compilation_config='{\"cudagraph_capture_sizes\": [1, 2, 4, 8, 16, 32]}'"
 VLLM = "vLLM for CUDA; no model, since weights are random"
 
 
@@ -30,20 +31,21 @@ class Step:
 
 PLAN = (
     Step(
+        f"{CHECK} --checked --layers 2 {FEW_GRAPHS} {ENGINE} --part engine --engines compressed "
+        "--kv-trigger prompt,decode:64 --output 160 --limit 170",
+        3,
+        VLLM,
+        "with two layers, which start soon, whether the engine starts with CUDA graphs of whole "
+        "steps, and serves without waiting for the GPU (VLLM_GPU_SYNC_CHECK=error) or compiling "
+        "(--jit-monitor-mode error), with events behind prompts and, by `decode:64`, between "
+        "replayed steps. If not, stop here and mend it",
+    ),
+    Step(
         f"{CHECK} --part capture tests --limit 230",
         4,
         "torch, triton, pytest and pytest-xdist; no vLLM",
         "whether captured decode steps compute, when they are replayed, what they are to, and "
         "whether kernels do on this GPU what they do on a CPU. If not, stop here and mend it",
-    ),
-    Step(
-        f"{CHECK} --checked {ENGINE} --part engine --engines compressed "
-        "--kv-trigger prompt,decode:64 --output 160 --limit 170",
-        3,
-        VLLM,
-        "whether the engine starts with CUDA graphs of whole steps, and serves without waiting "
-        "for the GPU (VLLM_GPU_SYNC_CHECK=error) or compiling (--jit-monitor-mode error), with "
-        "events behind prompts and, by `decode:64`, between replayed steps",
     ),
     Step(
         f"{CHECK} {ENGINE} --part engine decode-only --engines compressed stock off --limit 520",
@@ -76,8 +78,7 @@ PLAN = (
         "goes on where it was stopped",
     ),
     Step(
-        "vllm-kvcompress bench --scenario all --repeats 1 --out results/bench "
-        "--engine compilation_config='{\"cudagraph_capture_sizes\": [1, 2, 4, 8, 16, 32]}'",
+        f"vllm-kvcompress bench --scenario all --repeats 1 --out results/bench {FEW_GRAPHS}",
         5,
         "vLLM for CUDA; no model",
         "all loads against stock vLLM, on a small shape, with few graphs so that engines start "

@@ -11,7 +11,7 @@ from gpu_parts import shapes
 SERVED_BY_DEFAULT = ("max_num_batched_tokens", "max_num_seqs")
 
 
-def write_8b_shape(folder: Path) -> Path:
+def write_8b_shape(folder: Path, num_layers: int = shapes.NUM_LAYERS) -> Path:
     """Writes the configuration of a model of Llama-3.1-8B's shape, without weights and tokenizer.
 
     With its whole vocabulary, since every step reads the matrix of the logits.
@@ -24,7 +24,7 @@ def write_8b_shape(folder: Path) -> Path:
         max_position_embeddings=131072,
         hidden_size=shapes.HIDDEN_SIZE,
         intermediate_size=shapes.INTERMEDIATE_SIZE,
-        num_hidden_layers=shapes.NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=shapes.NUM_HEADS * shapes.GROUP,
         num_key_value_heads=shapes.NUM_HEADS,
         head_dim=shapes.HEAD_SIZE,

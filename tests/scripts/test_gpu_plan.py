@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import shlex
 from pathlib import Path
@@ -46,7 +47,7 @@ def test_the_plan_takes_half_an_hour_in_calls_of_ten_minutes() -> None:
 def test_the_plan_is_in_order() -> None:
     text = as_text()
     order = (
-        *("capture", "--jit-monitor-mode error", "decode:64", "decode-only"),
+        *("--jit-monitor-mode error", "--layers 2", "--part capture", "decode-only"),
         *("eval", "bench --scenario all"),
     )
     places = [text.index(word) for word in order]
@@ -63,6 +64,8 @@ def test_runs_of_the_plan_have_different_labels(tmp_path: Path) -> None:
             options.out = tmp_path
             plan = script["engine_plan"](options)
             labels.append(plan.label)
+            config = json.loads((Path(plan.model) / "config.json").read_text())
+            assert config["num_hidden_layers"] == (2 if plan.checked else 32)
             if "decode-only" in command:
                 assert (plan.batches, plan.steps) == ((1, 8, 64), 128)
                 assert plan.names[:2] == ("compressed", "stock")
