@@ -17,6 +17,7 @@ import json
 import math
 import random
 import re
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -137,13 +138,16 @@ def filler_of(text: str, num_words: int, seed: int) -> str:
 
 
 def ask(url: str, tokens: Sequence[int], xargs: dict[str, Any], max_tokens: int) -> str:
-    """Returns the server's greedy reply."""
+    """Returns the server's greedy reply; ends with the server's reason where it refuses."""
     body = {"prompt": list(tokens), "max_tokens": max_tokens, "temperature": 0}
     data = json.dumps(body | {"vllm_xargs": xargs}).encode()
     header = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/completions", data, header)
-    with urllib.request.urlopen(request) as response:
-        text: str = json.load(response)["choices"][0]["text"]
+    try:
+        with urllib.request.urlopen(request) as response:
+            text: str = json.load(response)["choices"][0]["text"]
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"{xargs}: {error.code} {error.read().decode()}") from None
     return text
 
 
