@@ -321,6 +321,7 @@ def follow(
     decoder: KeptTokensDecoder,
     output: dict[str, Any],
     events: dict[int, list[list[list[int]]]] | None = None,
+    within: float = 2e-3,
 ) -> None:
     """Asserts that decoder and engine agree on the logprobs of every token.
 
@@ -328,12 +329,13 @@ def follow(
         decoder: behind the prompt.
         output: tokens, and the logprobs of some candidates for each.
         events: what those keep that happen while it answers, by how many tokens there are then.
+        within: by how much logprobs may differ.
     """
     logits = decoder.first_logits
     for token, logprobs in zip(output["tokens"], output["logprobs"], strict=True):
         expected = torch.log_softmax(logits, 0)
         for candidate, logprob in logprobs.items():
-            assert abs(float(expected[int(candidate)]) - logprob) < 2e-3, (token, candidate)
+            assert abs(float(expected[int(candidate)]) - logprob) < within, (token, candidate)
         logits = decoder.step(token)
         if events is not None and decoder.num_tokens in events:
             decoder.forget(events[decoder.num_tokens])

@@ -61,7 +61,9 @@ def test_decoding_matches_dense_attention_over_the_kept_numbers(
     )
     output, kept = report["outputs"]["a"], kept_positions(report["kept"], len(report["kept"]))
     full = len(tokens) // BLOCK * BLOCK
-    follow(TokenScaledDecoder(llama, tokens, kept, full, name=name, scales=[]), output)
+    decoder = TokenScaledDecoder(llama, tokens, kept, full, name=name, scales=[])
+    # Processors round differently: a number that fp8 stores a step higher moves logprobs by 1e-3.
+    follow(decoder, output, within=5e-3 if name == FP8 else 2e-3)
 
 
 @pytest.mark.parametrize(
