@@ -198,7 +198,7 @@ def check_same(one: Step, other: Step) -> None:
             assert torch.equal(layer["pages"], expected["pages"])
             for name in ("keys", "values", "carried"):
                 torch.testing.assert_close(
-                    layer[name], expected[name], rtol=1e-5, atol=1e-6, equal_nan=True
+                    layer[name], expected[name], rtol=1e-4, atol=1e-5, equal_nan=True
                 )
 
 
