@@ -21,7 +21,7 @@ from vllm_kvcompress.tools.engine_process import EngineProcess
 
 Figures = dict[str, Any]
 SHORT_TOKENS = 48  # shorter than what is compressed
-COMPILED = "during inference"  # vLLM's word for kernels that were compiled while requests waited
+COMPILED = "during inference:"  # in vLLM's warning of a kernel that was compiled while requests waited
 NOTHING_KEPT_OFF = {"policy": "none", "budget": 1.0}  # our classes, which compress nobody
 CHECKED = {"jit_monitor_mode": "error"}  # ends an engine that compiles while it serves
 SECONDS_TO_START = 110  # an engine that has less is not started; ours took 100 on an H100
