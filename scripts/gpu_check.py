@@ -125,6 +125,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="end engines where a step waits for the GPU (VLLM_GPU_SYNC_CHECK=error) or a kernel "
         "is compiled while serving (--jit-monitor-mode error); times are not compared then",
     )
+    group.add_argument(
+        "--profile",
+        action="store_true",
+        help="serve the requests of engine once more under torch's profiler: kernels by time, and "
+        "a timeline beside the log",
+    )
     group.add_argument("--requests", type=int, default=20, help="of engine (%(default)s)")
     group.add_argument("--prompt", type=int, help="tokens of a long prompt (4096; quick: 1024)")
     group.add_argument("--output", type=int, default=64, help="tokens to generate (%(default)s)")
@@ -324,7 +330,7 @@ def measure_capture(options: argparse.Namespace, _: Callable[[Results], None]) -
         plan = replace(plan, rounds=12)
     if options.rehearse:
         plan = replace(plan, num_layers=2, small=True, device="cpu", rounds=12, longest=120)
-    limit = seconds_left(options) / 2  # the rest is pytest's
+    limit = seconds_left(options) / (2 if "tests" in options.part else 1)  # the rest is pytest's
     return {"capture": capture.measure_capture(plan, capture.POLICIES, options.out, limit)}
 
 
@@ -369,6 +375,7 @@ def engine_plan(options: argparse.Namespace) -> Any:
         lengths=tuple(options.lengths) if decodes else (),
         steps=options.steps,
         checked=options.checked,
+        profiled=options.profile,
     )
 
 

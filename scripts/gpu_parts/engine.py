@@ -13,6 +13,7 @@ from typing import Any
 from gpu_parts.decode_only import DecodeCase, time_decode_steps
 from gpu_parts.goals import COMPRESSED, OFF, PIECEWISE, STOCK
 from gpu_parts.measure import progress
+from gpu_parts.profiled import profile
 from gpu_parts.report import file_name
 from gpu_parts.served import allocated, counter_of, path_of, serve_options
 from vllm_kvcompress.errors import EngineError
@@ -21,10 +22,10 @@ from vllm_kvcompress.tools.engine_process import EngineProcess
 
 Figures = dict[str, Any]
 SHORT_TOKENS = 48  # shorter than what is compressed
-COMPILED = "during inference:"  # in vLLM's warning of a kernel that was compiled while requests waited
+COMPILED = "during inference:"  # vLLM's warning of a kernel compiled while requests wait
 NOTHING_KEPT_OFF = {"policy": "none", "budget": 1.0}  # our classes, which compress nobody
 CHECKED = {"jit_monitor_mode": "error"}  # ends an engine that compiles while it serves
-SECONDS_TO_START = 110  # an engine that has less is not started; ours took 100 on an H100
+SECONDS_TO_START = 90  # an engine that has less is not started; ours took 83 to 98 on an H100
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class EnginePlan:
             be empty.
         steps: that are timed of each.
         checked: engines end where a step waits for the GPU or compiles; then times are others'.
+        profiled: one more round of the requests is served under torch's profiler.
     """
 
     model: str
@@ -61,6 +63,7 @@ class EnginePlan:
     lengths: tuple[int, ...] = ()
     steps: int = 128
     checked: bool = False
+    profiled: bool = False
 
     @property
     def label(self) -> str:
@@ -154,7 +157,8 @@ def measure_engines(
     Returns:
         `facts` of the plan, and by name of the engine what it did: how long its start took,
         kernels compiled while serving, the `path` of its steps, what `serve` says of the second
-        round, and `decode_only` rows; or `refused` with its last words.
+        round, `decode_only` rows, and the `profile` of a third round; or `refused` with its last
+        words.
     """
     folder.mkdir(parents=True, exist_ok=True)
     engines: Figures = {}
@@ -193,6 +197,9 @@ def _measure_engine(
             for case in plan.cases(options["max_num_batched_tokens"]):
                 rows.append(engine.call(("decode", case, deadline)))
                 save()
+            if plan.profiled and plan.requests:
+                trace = log.with_suffix(".trace.json.gz")
+                figures["profile"] = engine.call(("profile", plan.prompts(3), plan.output, trace))
             figures["path"] = engine.call(("path",))
     except (EngineError, ValueError) as error:  # of vLLM, where it takes no such options
         figures["refused"] = str(error).splitlines()[-1]
@@ -205,11 +212,15 @@ def serve_call(llm: Any, call: tuple[Any, ...]) -> Any:
 
     Args:
         llm: the engine.
-        call: `load` with prompts and tokens to generate; `decode` with a case; or `path`.
+        call: `load` with prompts and tokens to generate; `profile` with these and a file for the
+            timeline; `decode` with a case; or `path`.
     """
     kind, *given = call
     if kind == "path":
         return llm.collective_rpc(path_of)[0]
+    if kind == "profile":
+        prompts, max_tokens, trace = given
+        return profile(lambda: serve_load(llm, prompts, max_tokens), trace)
     return {"load": serve_load, "decode": time_decode_steps}[kind](llm, *given)
 
 

@@ -11,7 +11,7 @@ Results = dict[str, Any]
 # between piecewise CUDA graphs.
 COMPRESSED, STOCK, OFF, PIECEWISE = "compressed", "stock", "off", "piecewise"
 LONG, REQUESTS, SHORTEST = 32768, 8, 1024
-MOST_AT_A_QUARTER, MOST_ANYWHERE = 0.45, 1.0
+MOST_AT_A_QUARTER, MOST_ANYWHERE = 0.55, 1.0  # 0.50x is what an H100 could do
 LEAST_REQUESTS_PER_SECOND = 1.5
 OFF_WITHIN = 0.02
 HIDDEN_POLICY = "adakv+criticalkv"

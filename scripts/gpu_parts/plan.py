@@ -48,12 +48,13 @@ PLAN = (
         "whether kernels do on this GPU what they do on a CPU. If not, stop here and mend it",
     ),
     Step(
-        f"{CHECK} {ENGINE} --part engine decode-only --engines compressed stock off --limit 520",
+        f"{CHECK} {ENGINE} --part engine decode-only --engines compressed stock off --profile "
+        "--limit 530",
         9,
         VLLM,
         "ms per step when all requests generate, against stock vLLM at 1, 8 and 64 requests; "
-        "tokens/s, time to the first token and memory under load; what our classes cost when they "
-        "compress nobody",
+        "tokens/s, time to the first token and memory under load; where the GPU's time goes; what "
+        "our classes cost when they compress nobody",
     ),
     Step(
         f"{CHECK} {ENGINE} --part engine --engines compressed stock --pool 4 --requests 32 "

@@ -15,6 +15,7 @@ Results = dict[str, Any]
 # What parts that are measured one after the other must have in common to be one report.
 SETTINGS = ("device", "versions", "quick", "block_size", "sources")
 MIB = 2**20
+PROFILED_KERNELS = 40  # of a profile, in the table
 # Of attention, as parts name them.
 KERNELS = {
     "paged": "this package's",
@@ -238,7 +239,43 @@ def _engine_run(label: str, run: Results) -> str:
         text += "\n\n" + _loads(loads)
     if rows := _decode_only_rows(run):
         text += "\n\nSteps in which all requests generate, in ms:\n\n" + _decode_only(run, rows)
+    profiles = {name: row["profile"] for name, row in started.items() if "profile" in row}
+    if profiles:
+        text += "\n\n" + _profiles(profiles)
     return text
+
+
+def _profiles(profiles: Results) -> str:
+    """Returns what kernels took, those first that take the first engine longer than the last."""
+    names = list(profiles)
+    kernels = {
+        name: {row["name"]: row for row in profile["kernels"]} for name, profile in profiles.items()
+    }
+    nothing = {"seconds": 0.0, "calls": 0}
+
+    def of(name: str, kernel: str) -> Results:
+        return kernels[name].get(kernel, nothing)
+
+    def more(kernel: str) -> float:
+        first, last = (float(of(name, kernel)["seconds"]) for name in (names[0], names[-1]))
+        return first if len(names) == 1 else first - last
+
+    every = sorted(set().union(*kernels.values()), key=more, reverse=True)[:PROFILED_KERNELS]
+    cells = [
+        (
+            f"`{kernel}`",
+            *(f"{1e3 * of(name, kernel)['seconds']:.2f}" for name in names),
+            *(of(name, kernel)["calls"] for name in names),
+        )
+        for kernel in every
+    ]
+    header = ("kernel", *(f"{name}, ms" for name in names), *(f"{name}, calls" for name in names))
+    sums = "; ".join(
+        f"{name} {1e3 * profile['seconds']:.0f} ms, of which kernels "
+        f"{1e3 * profile['device_seconds']:.0f} ({profile['launches']:,} launches)"
+        for name, profile in profiles.items()
+    )
+    return f"The same requests under torch's profiler: {sums}.\n\n" + table(header, cells)
 
 
 def _loads(engines: Results) -> str:

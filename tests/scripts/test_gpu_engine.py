@@ -173,7 +173,7 @@ def test_engine_parts_can_be_rehearsed_on_a_cpu(llama: str, tmp_path: Path) -> N
     script = ROOT / "scripts" / "gpu_check.py"
     command = f"--rehearse --part capture engine decode-only --model {llama} --out {tmp_path}"
     command += " --requests 2 --prompt 300 --output 40 --kv-trigger prompt,decode:16"
-    command += " --batches 2 --lengths 300 --steps 4"
+    command += " --batches 2 --lengths 300 --steps 4 --profile"
     command += " --engines compressed stock"
     for name, value in ENGINE.items():
         command += f" --engine {name}={json.dumps(value)}"
@@ -203,6 +203,8 @@ def test_engine_parts_can_be_rehearsed_on_a_cpu(llama: str, tmp_path: Path) -> N
     assert "## Whole engines, events by prompt,decode:16" in text
     assert "| 1 prompt, 1 decode |" in text
     assert "| 300 | 2 |" in text
+    assert "The same requests under torch's profiler: compressed " in text
+    assert (tmp_path / "engine-prompt-decode-16-stock.trace.json.gz").stat().st_size
     assert "| eager | momentkv |" in text  # of the earlier call
     assert "steps never take longer" not in done.stdout  # too short for a goal
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+", path.name) for path in tmp_path.rglob("*"))

@@ -96,7 +96,7 @@ STOCK = {(512, 1): 1.0, (1024, 1): 1.0, (32768, 8): 2.0}
 
 @pytest.mark.parametrize(
     ("long", "short", "holds"),
-    [(0.9, 1.0, (True, True)), (0.92, 0.9, (False, True)), (0.9, 1.01, (True, False))],
+    [(0.9, 1.0, (True, True)), (1.12, 0.9, (False, True)), (0.9, 1.01, (True, False))],
 )
 def test_decode_steps_are_compared_with_stock(
     long: float, short: float, holds: tuple[bool, bool]
