@@ -227,8 +227,7 @@ def test_batched_events_keep_what_single_events_keep(
             # Later requests may hold too different numbers of tokens.
             assert together.num_batches <= (3 if later else 1)
         assert (layers.at_once, alone.at_once) == (1 if one_layer_at_a_time else NUM_LAYERS, 1)
-        grams = pipeline.needs.output_gram
-        assert together.at_once == (1 if one_layer_at_a_time or grams else NUM_LAYERS)
+        assert together.at_once == (1 if one_layer_at_a_time else NUM_LAYERS)
         check_same(together, alone)
         check_same(layers, alone)
 
@@ -432,17 +431,19 @@ def test_layers_are_divided_evenly(tmp_path: Path) -> None:
 
 
 def test_held_queries_are_limited(tmp_path: Path) -> None:
-    """The limit includes batches that hold no queries until later."""
+    """Events whose queries are gone after each layer share the limit; ring buffers keep others."""
     step = make_step("snapkv", tmp_path, lengths=(43,) * 14)
     events = [
         step.runner.begin(step.plan(index, 43 + 14 * index), torch.zeros(80, dtype=torch.int32))
         for index in range(14)
     ]
+    names = [event.plan.request_id for event in events]
     with mock.patch("vllm_kvcompress.compression.batch.MAX_PADDING", 1.0):
-        batches = step.runner.batches(events)
-    num_layers = [most_at_once(batch) for batch in batches]
-    assert num_layers == [3] * 10 + [2] + [1] * 3
-    assert sum(number for number in num_layers if number > 1) == MAX_HELD_WINDOWS
+        held, kept = step.runner.batches(events, names), step.runner.batches(events)
+    num_layers = [most_at_once(batch) for batch in held]
+    assert num_layers == [2] * 10 + [3] * 4
+    assert sum(num_layers) == MAX_HELD_WINDOWS
+    assert [most_at_once(batch) for batch in kept] == [NUM_LAYERS] * 14
 
 
 def test_batches_on_cpus_are_limited_in_bytes(tmp_path: Path) -> None:

@@ -86,6 +86,19 @@ def test_heads_of_several_requests_share_weights(backend: Backend) -> None:
         assert_close(backend.call(name, view, *given), expected, backend.dtype)
 
 
+def test_requests_of_several_layers_share_each_layer_s_matrices(backend: Backend) -> None:
+    """Two layers of three requests with two heads: layer by layer, there request by request."""
+    lengths = [30, 0, 5, 17, 40, 2, 21, 16, 3, 9, 0, 33]
+    view = PagedKV.of(make_entries(lengths, 16, 64, backend.dtype))
+    gram = gram_of(o_proj(4, 64, 2, 48, torch.float32))
+    by_head = torch.stack(
+        [gram[2 * layer + head] for layer in (0, 1) for _ in range(3) for head in (0, 1)]
+    )
+    expected = backend.twin(twin(value_norms_l2), view, by_head)
+    assert_close(backend.twin(twin(value_norms_l2), view, gram, 2), expected, torch.float32)
+    assert_close(backend.call(L2, view, gram, 2), expected, torch.float32)
+
+
 def test_launchers_refuse_wrong_shapes(interpreter: Child) -> None:
     view = PagedKV.of(make_entries([5, 3]))
     weight = o_proj(2, 64, 4, 96, torch.float32)

@@ -5,7 +5,7 @@
 
 The event of a short prompt is little work in many operators, so a batch costs hardly more than one
 event. Each request keeps its own budget, lengths and pages. A batch of layers runs when its last
-layer has been computed; the observed queries of the earlier layers are held until then.
+layer has been computed; queries of this step are held until then.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import num_in_spans
 
 MAX_PADDING = 1.25  # longest event of a batch over its shortest
-MAX_BATCH_TOKENS = 16_384  # padded tokens of a batch; longer events gain nothing from batching
+# Padded tokens of a batch. The host of an H100 took 11 us to queue an operator, whatever its size.
+MAX_BATCH_TOKENS = 65_536
 # Key bytes of a batch on CPUs, where operators gather keys: one large tensor is slower than several
 # small ones (twice as slow for `keydiff` on layers of Llama-3.1-8B's shape, 16 MiB).
 MAX_BATCH_BYTES = 8 * 2**20
-MAX_BATCH_LAYERS = 8  # more layers save little
-MAX_HELD_WINDOWS = 32  # windows of a step's events, one per layer, whose queries are held
+MAX_BATCH_LAYERS = 16  # more layers save little
+MAX_HELD_WINDOWS = 32  # windows, one per layer and event, whose queries are copied at a time
 Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
@@ -76,8 +77,9 @@ class EventBatch:
         protected: [R, 1 + spans, 2] int64 bounds of what requests protect: of entries that earlier
             events kept, then of logical tokens; padded with empty spans. None: nothing is.
         layers: for each layer, the layers that it is compressed with.
+        holds: whether queries are gone after their layer, so that they are held.
         queries_at: places of the observed queries, once they are looked up.
-        held_queries: observed queries of layers that wait to be compressed, oldest first.
+        held_queries: observed queries of the layers that are compressed next, oldest first.
     """
 
     events: list[Event]
@@ -91,6 +93,7 @@ class EventBatch:
     tails: Tensor | None
     protected: Tensor | None
     layers: list[EventLayers]
+    holds: bool = True
     queries_at: WindowRows | None = field(default=None, init=False)
     held_queries: list[Tensor] = field(default_factory=list, init=False)
 
@@ -110,7 +113,9 @@ class EventBatch:
         return self.events[0].plan.in_place
 
     @classmethod
-    def of(cls, events: list[Event], pool: PagePool, num_layers: int = 1) -> EventBatch:
+    def of(
+        cls, events: list[Event], pool: PagePool, num_layers: int = 1, holds: bool = True
+    ) -> EventBatch:
         """Builds the batch of a group of `group_events`, in `num_layers` layers at once."""
         first, device = events[0], pool.device
         numbers = [
@@ -133,6 +138,7 @@ class EventBatch:
             tails=tails[:, None] if len({event.num_tail for event in events}) > 1 else None,
             protected=_protected(events, pool),
             layers=list(_layers(events, pool, num_layers)),
+            holds=holds,
         )
 
 
@@ -148,11 +154,9 @@ def layers_per_batch(pipeline: Pipeline, num_tokens: int, num_events: int, max_t
     """Returns in how many layers at once `num_events` events of `num_tokens` tokens may run.
 
     It is 1 for policies that do not declare `batches`, and where mergers or weights of the output
-    projection would multiply memory by the number of layers, or of layers and requests.
+    projection would multiply memory by the number of layers.
     """
-    needs = pipeline.needs
-    alone = not pipeline.batches or pipeline.merger is not None or needs.output_weight
-    if alone or (needs.output_gram and num_events > 1):
+    if not pipeline.batches or pipeline.merger is not None or pipeline.needs.output_weight:
         return 1
     return max(1, min(MAX_BATCH_LAYERS, max_tokens // max(1, num_tokens * num_events)))
 

@@ -18,7 +18,7 @@ from vllm_kvcompress.rounding import ceil_div
 from vllm_kvcompress.scheduling.plan import EventPlan, Observation
 
 _REQUEST, _PREPARED = "dummy", "dummy context"
-SHORT = 64  # tokens of the shortest prompts in a batch
+SHORT = 256  # tokens of the shortest prompts in a batch: shorter ones are not compressed
 SCORING = 512  # queries of a chunk that scores a context; more take no more memory
 CHUNK = 32  # queries that select the larger of a kernel's two sizes for every group size
 

@@ -167,18 +167,24 @@ class EventRunner:
     ) -> list[EventBatch]:
         """Returns the batches of a step; with an observer each is one event in one layer.
 
-        `windows_in_step` names requests whose whole window is among the step's queries.
+        `windows_in_step` names requests whose whole window is among the step's queries, where only
+        one layer's are at hand; those of others lie in ring buffers until the event ends.
         """
         max_tokens = self.max_tokens if self.observer is None else 0
-        room, batches = MAX_HELD_WINDOWS, []
-        for group in group_events(events, windows_in_step, max_tokens):
+        in_step, batches = set(windows_in_step), []
+        left = sum(event.plan.request_id in in_step for event in events)
+        room = MAX_HELD_WINDOWS  # that those left share
+        for group in group_events(events, in_step, max_tokens):
             num_events, longest, num_layers = len(group), group[-1], 1
             if self.observer is None:
                 num_layers = self.layers_at_once(longest.pipeline, longest.num_tokens, num_events)
+            holds = longest.plan.request_id in in_step
             if longest.plan.window_size:
-                num_layers = max(1, min(num_layers, room // num_events))
-                room -= num_layers * num_events
-            batches.append(EventBatch.of(group, self.pool, num_layers))
+                most = room // left if holds else MAX_HELD_WINDOWS // num_events
+                num_layers = max(1, min(num_layers, most))
+            if holds:
+                room, left = room - num_layers * num_events, left - num_events
+            batches.append(EventBatch.of(group, self.pool, num_layers, holds))
         return batches
 
     def layers_at_once(self, pipeline: Pipeline, num_tokens: int, num_events: int = 1) -> int:
@@ -198,12 +204,13 @@ class EventRunner:
         """
         run = batch.layers[layer]
         with running([event.stopwatch for event in batch.events]):
-            if batch.window_size:
-                if queries is None:
-                    queries = self._views.queries(batch, layer)
-                batch.held_queries.append(queries)
+            if queries is not None or (batch.window_size and batch.holds):
+                held = self._views.queries(batch, layer) if queries is None else queries
+                batch.held_queries.append(held)
             if layer != run.layers[-1]:
                 return
+            if batch.window_size and not batch.held_queries:
+                batch.held_queries += [self._views.queries(batch, each) for each in run.layers]
             sources = self._views.sources(batch, run.layers)
             view = self._views.view(batch, run.layers, scale, sources)
             selection = compress_batch(batch.pipeline, view, run.totals)

@@ -63,14 +63,16 @@ def _some_entries(wanted: Tensor) -> Tensor:
 
 
 @by_device("value_norms_triton")
-def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
+def value_norms_l2(view: KVView, output_gram: Tensor, num_layers: int = 1) -> Tensor:
     """Mean over the group of ||v W_O||_2 = sqrt(v Q v^T) per entry, with Q = W W^T.
 
     Values of bf16 caches are multiplied in their own type with a root of Q, which is as exact as
     they are.
 
     Args:
-        output_gram: [H or a divisor of it, G, D, D] fp32; repeated for several requests.
+        output_gram: [H or a divisor of it, G, D, D] fp32; each layer's are repeated for the heads
+            of several requests.
+        num_layers: layers that the heads are of, as many in each, one layer behind the other.
 
     Returns:
         [H, n] fp32; anything behind the lengths.
@@ -79,37 +81,39 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     num_heads, num_entries, head_size = values.shape
     group = output_gram.shape[1]
     if values.dtype == torch.bfloat16 and multiplies_bf16(values.device):
-        return _norms_by_roots(values, _roots(output_gram).to(values.dtype))
-    gram = _repeated(output_gram, num_heads)
+        return _norms_by_roots(values, _roots(output_gram).to(values.dtype), num_layers)
+    gram_of = _matrix_of_heads(num_heads, output_gram, num_layers)
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
     # A tile of values and of their products stay in a core's cache.
     row_bytes = 2 * 4 * head_size
     slices = head_slices(num_heads, num_entries * row_bytes, values.device)
     rows = max(1, cached_bytes(values.device) // max(1, row_bytes * slices[0].stop))
     for heads in slices:
+        grams = output_gram[gram_of[heads]]
         for start in range(0, num_entries, rows):
             tile = values[heads, start : start + rows].float()
             for member in range(group):
-                squares = (tile @ gram[heads, member]).mul_(tile).sum(dim=2)
+                squares = (tile @ grams[:, member]).mul_(tile).sum(dim=2)
                 norms[heads, start : start + rows] += squares.clamp_min_(0).sqrt_()
     return norms / group
 
 
-def _norms_by_roots(values: Tensor, roots: Tensor) -> Tensor:
+def _norms_by_roots(values: Tensor, roots: Tensor, num_layers: int) -> Tensor:
     """Returns the [H, n] fp32 mean over the group of ||v L||_2, with roots L of Gram matrices."""
     num_heads, num_entries, _ = values.shape
-    group, roots = roots.shape[1], _repeated(roots, num_heads)
+    group, root_of = roots.shape[1], _matrix_of_heads(num_heads, roots, num_layers)
     norms = torch.zeros(num_heads, num_entries, dtype=torch.float32, device=values.device)
     for heads in head_slices(num_heads, 2 * values[:1].nbytes, values.device):
         for member in range(group):
-            products = values[heads] @ roots[heads, member]
+            products = values[heads] @ roots[root_of[heads], member]
             norms[heads] += torch.linalg.vector_norm(products, dim=2, dtype=torch.float32)
     return norms / group
 
 
-def _repeated(of_heads: Tensor, num_heads: int) -> Tensor:
-    """Repeats the matrices of a layer's heads for several requests."""
-    return of_heads.repeat(num_heads // len(of_heads), 1, 1, 1)
+def _matrix_of_heads(num_heads: int, matrices: Tensor, num_layers: int) -> Tensor:
+    """Returns the [num_heads] int64 number of each head's matrix: each layer's, repeated."""
+    numbers = torch.arange(len(matrices), device=matrices.device).view(num_layers, -1)
+    return numbers.repeat(1, num_heads // len(matrices)).flatten()
 
 
 def _roots(grams: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def _l1_kernel(
     tl.store(norms + head * capacity + entry, total, mask=entry < capacity)
 
 
-@kernel("table_stride", "capacity", "num_weights")
+@kernel("table_stride", "capacity", "num_weights", "heads_per_layer")
 def _l2_kernel(
     pages,
     page_table,
@@ -82,6 +82,7 @@ def _l2_kernel(
     page_stride,
     table_stride,
     num_weights,
+    heads_per_layer,
     GROUP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
@@ -89,7 +90,9 @@ def _l2_kernel(
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Writes norms [S, capacity]: mean sqrt(v Q v^T) of the group, with Q in stripes of columns."""
+    """Writes norms [S, capacity]: mean sqrt(v Q v^T) of the group, with Q in stripes of columns.
+
+    `num_weights` are the matrices of a layer."""
     start = tl.program_id(0) * TILE
     head = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + head).to(tl.int32)
@@ -102,8 +105,9 @@ def _l2_kernel(
         values = load_columns(rows, start, length, 0, BLOCK_SIZE, HEAD_SIZE, TILE, DIMS).to(
             tl.float32
         )
+        matrix = head // heads_per_layer * num_weights + head % num_weights
         for member in range(GROUP):
-            row = head % num_weights * GROUP + member
+            row = matrix * GROUP + member
             from_dims = gram + row * HEAD_SIZE * HEAD_SIZE + dims * HEAD_SIZE
             squares = tl.zeros([TILE], tl.float32)
             for first in range(0, HEAD_SIZE, COLUMNS):
@@ -143,18 +147,18 @@ def value_norms_l1(view: KVView, output_weight: Tensor, wanted: Tensor) -> Tenso
     )
     flags = per_entry(entries, "wanted", wanted, torch.bool).view(torch.uint8)
     tile, columns = _l1_tile(entries)
-    extra = (flags, output_weight.shape[3], output_weight.stride())
+    extra = (len(output_weight), flags, output_weight.shape[3], output_weight.stride())
     sizes = dict(GROUP=output_weight.shape[2], COLUMNS=columns, num_warps=8, num_stages=3)
     return _launch("value_norms_l1", _l1_kernel, entries, output_weight, extra, tile, sizes)
 
 
-def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
+def value_norms_l2(view: KVView, output_gram: Tensor, num_layers: int = 1) -> Tensor:
     """Triton launcher of `value_norms_l2`: same signature and result."""
     entries = paged(view).body
     num_heads, dims = entries.num_sequences, entries.head_size
     expect(
         output_gram.dim() == 4
-        and num_heads % len(output_gram) == 0
+        and num_heads % len(output_gram) == len(output_gram) % num_layers == 0
         and tuple(output_gram.shape[2:]) == (dims, dims)
         and output_gram.dtype == torch.float32
         and output_gram.is_contiguous(),
@@ -164,7 +168,8 @@ def value_norms_l2(view: KVView, output_gram: Tensor) -> Tensor:
     )
     columns = 32 if dims <= 128 else 16
     sizes = dict(GROUP=output_gram.shape[1], COLUMNS=columns, num_warps=4, num_stages=2)
-    return _launch("value_norms_l2", _l2_kernel, entries, output_gram, (), L2_TILE, sizes)
+    each = (len(output_gram) // num_layers, num_heads // num_layers)
+    return _launch("value_norms_l2", _l2_kernel, entries, output_gram, each, L2_TILE, sizes)
 
 
 def _launch(
@@ -182,7 +187,7 @@ def _launch(
     pages, strides, page_sizes = entries_arguments(entries)
 
     def launch(tile: int) -> None:
-        arguments = (*pages, weight, norms, capacity, *strides, len(weight), *extra)
+        arguments = (*pages, weight, norms, capacity, *strides, *extra)
         grid = (triton.cdiv(capacity, tile), num_heads)
         norms_kernel[grid](*arguments, TILE=tile, **sizes, **page_sizes)
 

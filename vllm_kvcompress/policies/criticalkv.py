@@ -73,5 +73,7 @@ class CriticalKV(Modifier, Selector):
             assert view.output_weight is not None
             return value_norms_l1(view.kv, view.output_weight, wanted)
         assert view.output_gram is not None
-        gram = view.output_gram.unflatten(0, (len(view.layers) * view.heads_per_request, -1))
-        return view.kv.projected_norms(partial(value_norms_l2, output_gram=gram))
+        layers = len(view.layers)
+        gram = view.output_gram.unflatten(0, (layers * view.heads_per_request, -1))
+        compute = partial(value_norms_l2, output_gram=gram, num_layers=layers)
+        return view.kv.projected_norms(compute)
