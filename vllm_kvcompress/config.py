@@ -129,7 +129,9 @@ class Settings(Options):
     budget: Budget = option(
         DEFAULT_BUDGET,
         "how much to keep, rounded up to whole blocks: a fraction of the prompt such as `0.25` "
-        "(`1.0`: all), or tokens per KV head such as `2048`, in the mean over heads and layers",
+        "(`1.0`: all), or tokens per KV head such as `2048`, in the mean over heads and layers; or "
+        "`loss:0.02`, the smallest fraction that loses [no more nats per "
+        "token](promises.md#a-budget-by-loss)",
         "B",
     )
     trigger: str = option(
@@ -273,6 +275,19 @@ class Settings(Options):
         ge=0,
         le=1,
         example=0.01,
+    )
+    calibration: str | None = option(
+        None,
+        "the file that `loss:` budgets follow from (default: where `vllm-kvcompress calibrate` "
+        "writes it)",
+        "FILE",
+    )
+    promised_loss: Annotated[float, Field(gt=0)] | None = option(
+        None,
+        "nats per token that answers are [promised](promises.md#a-budget-by-loss) to lose at most, "
+        "for `/metrics` and an alert; `loss:` budgets set it",
+        "F",
+        example=0.02,
     )
     prompts: PromptSettings | None = option(
         None, "a section with the settings of [shorter prompts](#shorter-prompts)"
@@ -489,10 +504,13 @@ class Settings(Options):
         text = f"{self.budget:g} of each prompt"
         if not isinstance(self.budget, float):
             text = f"{self.budget} tokens per KV head"
-        elif self.budget == DEFAULT_BUDGET:
+        elif self.budget == DEFAULT_BUDGET and self.promised_loss is None:
             text += f" (the default; --kv-budget, or budget under {SETTINGS_KEY}, changes it)"
         if self.ceiling is not None:
             text += f" and never more than {self.ceiling} tokens per KV head"
+        if self.promised_loss is not None:
+            text += f" (promised to lose at most {self.promised_loss:g} nats per token"
+            text += f", by {self.calibration})" if self.calibration else ")"
         return text
 
     def start_lines(self) -> list[str]:
@@ -503,6 +521,12 @@ class Settings(Options):
             text += f"; decode steps{prompts} read {self.read}"
         if self.prompts is not None:
             text += f"; {self.prompts}"
+        if self.promised_loss is not None and self.budget == 1.0:
+            warning = (
+                f"WARNING: no budget below 1.0 is sure to lose at most {self.promised_loss:g} nats "
+                f"per token by {self.calibration}; allow more, or calibrate with more texts"
+            )
+            return [text, warning]
         if not self.compresses or self.policy != DEFAULT_POLICY:
             return [text]
         advice = (

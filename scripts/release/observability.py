@@ -63,6 +63,7 @@ USAGE = "vllm:kv_cache_usage_perc"
 # Not the gauge of the ratio, which is 1 while nothing runs.
 RATIO = ("kvcompress_step_logical_tokens_total", "kvcompress_step_resident_tokens_total")
 SHADOWS = ("kvcompress_shadow_changed_tokens_total", "kvcompress_shadow_tokens_total")
+PROMISED = "kvcompress_promised_loss"
 LOSS = (
     f"({rate('kvcompress_shadow_lost_nats_total', 'instance', 'engine')} - "
     f"{rate('kvcompress_shadow_gained_nats_total', 'instance', 'engine')}) / "
@@ -232,9 +233,12 @@ IN_TIME = [
     ),
     Shown(
         "Loss against the full cache",
-        "Nats per token of answers that --kv-shadow scored again.",
+        "Nats per token of answers that --kv-shadow scored again, and what --kv-budget promises.",
         "none",
-        {ENGINE: LOSS},
+        {
+            ENGINE: LOSS,
+            f"{ENGINE}, promised": f"max by (instance, engine) ({chosen(PROMISED)})",
+        },
     ),
     Shown(
         "Best candidates changed",

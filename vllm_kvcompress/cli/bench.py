@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_kvcompress.cli.eval import add_engine_option
+from vllm_kvcompress.cli.loss_budget import resolve_budget
 from vllm_kvcompress.config import Settings
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags
@@ -17,7 +18,7 @@ from vllm_kvcompress.tools.benchmark.shapes import ModelShape
 from vllm_kvcompress.tools.dtypes import dtype_text
 from vllm_kvcompress.tools.files import make_folder
 
-_SETTINGS = ("policy", "budget", "trigger", "reuse_conversations", "read", "params")
+_SETTINGS = ("policy", "budget", "calibration", "trigger", "reuse_conversations", "read", "params")
 _DESCRIPTION = """\
 Drives a load through stock vLLM and through compressed serving, in turns, on a model with random
 weights, and writes the figures of both and the ratios between them:
@@ -113,7 +114,7 @@ def benchmark_of(scenario: str, arguments: argparse.Namespace) -> Benchmark:
     sizes = {key: value for key, value in sizes.items() if value is not None}
     if any(value < 1 for value in (*sizes.values(), arguments.repeats)):
         raise ConfigError("--requests, --prompt, --output, --repeats: expected at least 1.")
-    settings = Settings.from_dict({"policy": "adakv"} | arguments.settings)
+    settings = Settings.from_dict(resolve_budget({"policy": "adakv"} | arguments.settings, ""))
     return Benchmark(
         scenario=scenario,
         size=replace(SIZES.get(scenario, Size()), **sizes),

@@ -183,5 +183,7 @@ def _served(arguments: list[str]) -> Iterator[Finding]:
     yield Finding("serve", "would accept this")
     if unchecked:
         yield Finding("layers", f"not checked: without weights building fails ({unchecked})")
+    if request.settings is not None and request.settings.promised_loss is not None:
+        yield Finding("budget", request.settings.budget_text)
     text = "" if request.settings is None else request.settings.heads_text
     yield Finding("measured heads", text or "none")

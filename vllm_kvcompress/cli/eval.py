@@ -6,14 +6,15 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from vllm_kvcompress.cli.loss_budget import resolve_budget
 from vllm_kvcompress.config import AUTO, DEFAULT_BUDGET, Settings, profile_beside
 from vllm_kvcompress.errors import ConfigError
 from vllm_kvcompress.options import add_flags, json_or_text
-from vllm_kvcompress.scheduling.budgets import parse_budget
+from vllm_kvcompress.scheduling.budgets import parse_budget, parse_loss
 from vllm_kvcompress.tools.evaluation import items, runner
 from vllm_kvcompress.tools.evaluation.metrics import check_metric
 from vllm_kvcompress.tools.evaluation.prompts import load_tokenizer
@@ -23,7 +24,7 @@ from vllm_kvcompress.tools.evaluation.summary import markdown_table, summarize, 
 from vllm_kvcompress.tools.files import write_whole
 
 # Settings of all policies.
-_SHARED = ("trigger", "params", "profile", "measure_heads", "min_tokens")
+_SHARED = ("trigger", "params", "profile", "measure_heads", "min_tokens", "calibration")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -161,11 +162,17 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         profile = profile_beside(arguments.model)
     params: dict[str, Any] = {"trigger": None, "params": {}, **arguments.settings}
     params["profile"] = profile
+    calibration = params.pop("calibration", None)
     if arguments.mode == "prepared":
         params["reuse_contexts"] = True
         _check_prepared(arguments)
-    budgets = [parse_budget(text) for text in arguments.budgets]
-    setups = setups_of(arguments.policies, budgets, params, arguments.kv_read)
+    setups = setups_of(
+        arguments.policies,
+        [text if parse_loss(text) else parse_budget(text) for text in arguments.budgets],
+        params,
+        arguments.kv_read,
+        partial(_budget_by_loss, arguments.model, params | {"calibration": calibration}),
+    )
     if arguments.base_url:
         setups = [Setup(SERVER)]
     return Plan(
@@ -179,6 +186,12 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         served_name=arguments.served_name or arguments.model,
         concurrency=arguments.concurrency,
     )
+
+
+def _budget_by_loss(model: str, params: dict[str, Any], policy: str, text: str) -> float:
+    """The fraction that a budget such as loss:0.02 stands for, by the policy's calibration."""
+    chosen = {**params, "policy": policy, "budget": text}
+    return float(resolve_budget(chosen, model)["budget"])
 
 
 def _check_prepared(arguments: argparse.Namespace) -> None:

@@ -28,6 +28,7 @@ _COMMANDS = {
     "eval": "measure what policies cost in quality, on a model, at budgets",
     "bench": "measure serving with and without compression",
     "recommend": "find the cheapest setting whose loss of quality is small enough",
+    "calibrate": "measure the loss at a ladder of budgets, for --kv-budget loss:0.02",
     "plan": "say how many requests fit at a time, from a model's config",
     "profile": "measure a model's heads for headkv, duoattention and triattention",
     "fetch-model": "fetch a small real language model, ready to be served",

@@ -59,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
             command = ["vllm-kvcompress", "serve", plan.model, "--kv-policy", policy]
             command += ["--kv-budget", budget]
             for name, value in arguments.settings.items():
+                if name == "calibration":  # the budget has followed from it
+                    continue
                 texts = [f"{k}={v}" for k, v in value.items()] if name == "params" else [str(value)]
                 command += [part for text in texts for part in (Settings.flag(name), text)]
             print(f"{best} loses at most {_bounds(arguments)}; serve it with")

@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from vllm_kvcompress.cli.loss_budget import resolve_budget
 from vllm_kvcompress.config import (
     AUTO,
     NO_POLICY,
@@ -124,11 +125,11 @@ def _checked_settings(merged: dict[str, Any], arguments: Sequence[str]) -> Setti
         merged.setdefault("policy", NO_POLICY)
     elif not merged or (merged.get("policy") == NO_POLICY and not merged.get("request_policies")):
         return None
+    is_first = arguments and not arguments[0].startswith("-")
+    model = "".join(arguments[:1] if is_first else option_values(arguments, "--model")[-1:])
     if merged.get("policy") == AUTO and merged.get("profile") is None:
-        is_first = arguments and not arguments[0].startswith("-")
-        model = arguments[:1] if is_first else option_values(arguments, "--model")[-1:]
-        merged["profile"] = profile_beside("".join(model))
-    settings = Settings.from_dict(merged)
+        merged["profile"] = profile_beside(model)
+    settings = Settings.from_dict(resolve_budget(merged, model))
     if settings.profile is not None and not os.path.isfile(settings.profile):
         raise ConfigError(
             f"profile {settings.profile}: no such file; make one with `vllm-kvcompress profile`."

@@ -63,6 +63,10 @@ _GAUGES = {  # with the labels that follow the text
         "status page have it.",
         "source",
     ),
+    "promised_loss": (
+        "Nats per token that answers are promised to lose at most in the mean, by --kv-budget "
+        "loss:F or --kv-promised-loss; without these there is no such series.",
+    ),
     "compression_ratio": (
         "Logical tokens of the running requests divided by the tokens per KV head (mean over heads "
         "and layers) that are resident in the KV cache for them. 1 = nothing is compressed or "
@@ -172,6 +176,8 @@ class CompressionMetrics:
         labels = (model_name, engine)
         about = (settings.policy, str(settings.budget), settings.trigger, __version__)
         self.gauges["info"].labels(*labels, *about).set(1)
+        if settings.promised_loss is not None:
+            self.gauges["promised_loss"].labels(*labels).set(settings.promised_loss)
         self._set_gauges(StepStats(), labels)
         for collector in (*self.step_counters.values(), self.histograms["read_fraction"]):
             collector.labels(*labels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,9 +137,10 @@ def shared_engines(setups: Sequence[Setup], params: dict[str, Any]) -> list[Shar
 
 def setups_of(
     policies: Sequence[str],
-    budgets: Sequence[float | int],
+    budgets: Sequence[float | int | str],
     params: dict[str, Any],
     reads: Sequence[str] = (),
+    by_loss: Callable[[str, str], float] | None = None,
 ) -> list[Setup]:
     """Lists the setups: the full cache, every policy at every budget, and sparse reads.
 
@@ -147,6 +148,7 @@ def setups_of(
         policies, budgets: combined with each other.
         params: those of `Setup.settings`.
         reads: values of `--kv-read`; POLICY@BUDGET before one compresses as well.
+        by_loss: the fraction of a policy for a budget that is a text, such as loss:0.02.
 
     Raises:
         ConfigError: no policy, one given twice, or settings that cannot work.
@@ -154,7 +156,11 @@ def setups_of(
     has_heads = bool(params.get("profile")) or params.get("measure_heads", True)
     setups = [Setup(FULL)]
     for policy in policies:
-        setups += [Setup(named_policy(policy, has_heads, b), b) for b in budgets if policy != FULL]
+        for budget in budgets if policy != FULL else ():
+            if isinstance(budget, str):
+                assert by_loss is not None, "a budget by loss without a calibration"
+                budget = by_loss(policy, budget)
+            setups.append(Setup(named_policy(policy, has_heads, budget), budget))
     if len(set(setups)) < len(setups) or len(set(policies)) < len(policies):
         raise ConfigError("--policies and --budgets: expected every one once; remove the doubles.")
     setups += [_reading(text, has_heads) for text in dict.fromkeys(reads)]

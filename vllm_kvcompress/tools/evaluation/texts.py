@@ -35,17 +35,25 @@ def _source() -> Iterator[str]:
 
 def _prose() -> Iterator[str]:
     """The standard library's docstrings, one after the other."""
-    docstrings = [text.strip() for code in _modules() for text in _DOCSTRING.findall(code)]
-    yield "\n\n".join(re.sub(r"\n +", "\n", text) for text in docstrings if len(text) > 200)
+    yield _prose_of(*_modules())
+
+
+def _prose_of(*codes: str) -> str:
+    """The docstrings of modules, other than short ones."""
+    docstrings = [text.strip() for code in codes for text in _DOCSTRING.findall(code)]
+    return "\n\n".join(re.sub(r"\n +", "\n", text) for text in docstrings if len(text) > 200)
 
 
 def _tables() -> Iterator[str]:
     """Code pages: a line per character, with its number and its name; without ASCII's."""
-    lines = []
-    for path in sorted((_LIBRARY / "encodings").glob("*.py")):
-        table = path.read_text().partition("decoding_table = (\n")[2].partition("\n)")[0]
-        lines += table.splitlines()[128:]
-    yield "\n".join(lines)
+    pages = map(_code_page, sorted((_LIBRARY / "encodings").glob("*.py")))
+    yield "\n".join(page for page in pages if page)
+
+
+def _code_page(path: Path) -> str:
+    """The table of one module of encodings; empty where it has none."""
+    table = path.read_text().partition("decoding_table = (\n")[2].partition("\n)")[0]
+    return "\n".join(table.splitlines()[128:])
 
 
 def _modules() -> Iterator[str]:
@@ -86,6 +94,42 @@ def pieces(kind: str, num_tokens: int, first: int, count: int) -> list[str]:
         )
     random.Random(kind).shuffle(texts)
     return [texts[(first + number) % len(texts)] for number in range(count)]
+
+
+def documents(kind: str, num_tokens: int) -> list[str]:
+    """Beginnings of different texts of one kind, no two of one module, page or topic.
+
+    `prose` and `source` are of other modules than each other, of the whole standard library. Every
+    second piece of the manual is left out, since neighbours tell of the same things.
+
+    Args:
+        kind: a name in KINDS.
+        num_tokens: each has at least as many, by a generous estimate.
+    """
+    size = CHARACTERS_PER_TOKEN * num_tokens
+    if kind == "manual":
+        (text,) = _manual()
+        return cut(text, num_tokens)[::2]
+    if kind == "tables":
+        tables = map(_code_page, sorted((_LIBRARY / "encodings").glob("*.py")))
+        return [table[:size] for table in tables if table]
+    codes = [path.read_text(errors="replace") for path in _library_modules()]
+    proses = [_prose_of(code) for code in codes]
+    if kind == "prose":
+        return [prose[:size] for prose in proses if len(prose) >= size]
+    sources = [
+        _DOCSTRING.sub("", code)
+        for code, prose in zip(codes, proses, strict=True)
+        if len(prose) < size
+    ]
+    return [source[:size] for source in sources if len(source) >= size]
+
+
+def _library_modules() -> list[Path]:
+    """The standard library's modules, without tests, tables and what is installed beside it."""
+    other = {"site-packages", "test", "tests", "encodings", "pydoc_data", "idle_test"}
+    paths = sorted(_LIBRARY.rglob("*.py"))
+    return [path for path in paths if not other & set(path.relative_to(_LIBRARY).parts)]
 
 
 def cut(text: str, num_tokens: int) -> list[str]:
