@@ -6,6 +6,9 @@
 Draws texts from distributions whose mean is known: losses as simulations have them, and those of
 calibrations, drawn again. Bounds are 95% ones: the betting bound that `vllm-kvcompress calibrate`
 takes, Hoeffding and Bentkus (arXiv 2110.01052), Student's t, and the bootstrap of t.
+
+Of calibrations it also says how often promises are kept: on halves of their texts drawn at random,
+and on a kind of text that was left out, by the bound, and by the mean loss alone.
 """
 
 from __future__ import annotations
@@ -13,17 +16,20 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from vllm_kvcompress.tools.calibration.bounds import upper_bound
-from vllm_kvcompress.tools.calibration.record import Calibration
+from vllm_kvcompress.tools.calibration.record import Calibration, TextLosses, smallest_budget
 
 ERROR = 0.05
 COUNTS = (40, 150, 300)  # texts
 RESAMPLES = 400
+LIMITS = (0.04, 0.05, 0.06, 0.07, 0.08, 0.1, 0.12, 0.15, 0.2)  # promised, in nats per token
+NUM_HALVES = 200
 QUANTILE = 1.645  # of the normal distribution
 
 Draw = Callable[[int], np.ndarray]
@@ -120,6 +126,45 @@ def compared(draw: Draw, num_trials: int) -> dict[str, dict[str, float]]:
     return figures
 
 
+def promises(calibration: Calibration) -> dict[str, dict[str, float]]:
+    """How many promises below budget 1.0 there were, and how many of them were kept."""
+    texts, rng = list(calibration.texts), random.Random(0)
+    halves = []
+    for _ in range(NUM_HALVES):
+        rng.shuffle(texts)
+        halves.append((texts[: len(texts) // 2], texts[len(texts) // 2 :]))
+    kinds = [
+        ([t for t in texts if t.kind != kind], [t for t in texts if t.kind == kind])
+        for kind in dict.fromkeys(text.kind for text in texts)
+    ]
+    return {
+        f"{name}, by {way}": kept(calibration, pairs, way == "bound")
+        for name, pairs in (("halves", halves), ("kinds left out", kinds))
+        for way in ("bound", "mean")
+    }
+
+
+def kept(
+    calibration: Calibration,
+    pairs: list[tuple[list[TextLosses], list[TextLosses]]],
+    by_bound: bool,
+) -> dict[str, float]:
+    """Chooses budgets by the first texts of each pair, and looks whether the others keep to it."""
+    promised = num_kept = 0
+    for calibrating, checking in pairs:
+        figures, means = [], {}
+        for place, budget in enumerate(calibration.budgets):
+            losses = [text.losses[place] for text in calibrating]
+            bound = upper_bound(losses, calibration.cap) if by_bound else float(np.mean(losses))
+            figures.append((budget, bound))
+            means[budget] = float(np.mean([text.losses[place] for text in checking]))
+        for limit in LIMITS:
+            budget = smallest_budget(figures, limit)
+            promised += budget < 1
+            num_kept += budget < 1 and means[budget] <= limit
+    return {"promised": promised, "kept": num_kept}
+
+
 def main() -> None:
     """Compares the bounds, prints a table and writes the figures."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
@@ -131,7 +176,11 @@ def main() -> None:
     draws = simulated(rng)
     for path in arguments.losses:
         draws |= measured(path, rng)
-    figures = {}
+    figures: dict[str, dict[str, dict[str, float]]] = {}
+    for path in arguments.losses:
+        calibration = Calibration.read(path)
+        figures[f"promises of {calibration.policy}"] = promises(calibration)
+        print(f"promises of {calibration.policy}:", figures[f"promises of {calibration.policy}"])
     for name, draw in draws.items():
         figures[name] = compared(draw, arguments.trials)
         cells = [f"{v['wrong']:.3f} {v['bound']:.3f}" for v in list(figures[name].values())[1:]]
