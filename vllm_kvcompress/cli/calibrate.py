@@ -58,10 +58,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cap",
         type=float,
-        default=1.0,
+        default=0.5,
         metavar="NATS",
         help="a text that loses more per token counts as this much; with a lower one fewer texts "
-        "suffice (1)",
+        "suffice (0.5)",
     )
     parser.add_argument("--concurrency", type=int, default=8, help="texts at once (8)")
     parser.add_argument(
