@@ -345,10 +345,11 @@ def run(scenario_path: str, report_path: str, log_path: str, environment: dict[s
     gc.freeze()  # vLLM collects garbage again and again, and all that it has imported is none
     import torch._dynamo
 
-    # vLLM compiles the ranks of logprobs even in eager mode, in every process anew.
-    torch._dynamo.config.disable = True
-    os.environ["TORCH_COMPILE_DISABLE"] = "1"  # in the processes of several ranks, too
     scenario = json.loads(Path(scenario_path).read_text())
+    if scenario["engine"].get("enforce_eager", True):
+        # vLLM compiles the ranks of logprobs even in eager mode, in every process anew.
+        torch._dynamo.config.disable = True
+        os.environ["TORCH_COMPILE_DISABLE"] = "1"  # in the processes of several ranks, too
     report: dict[str, Any] = {"outputs": {}, "usage": [], "held": [], "kept": [], "events": []}
     report["contexts_reused"], report["reclaimable"], report["skipped"] = 0, [], {}
     report["pages"], report["prompt_events"] = [], Counter()

@@ -110,14 +110,13 @@ def engine_config(model: str, settings: dict[str, Any] | None, **options: Any) -
     ("options", "reason"),
     [
         ({"runner": "pooling"}, "pooling model finishes with its prompt.*serve it without"),
-        ({"pipeline_parallel_size": 2}, "pipeline parallelism.*use --tensor-parallel-size"),
         (
             {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
             "KV connectors transfer whole blocks.*remove --kv-transfer-config",
         ),
         ({"disable_hybrid_kv_cache_manager": True}, "--disable-hybrid-kv-cache-manager.*remove it"),
     ],
-    ids=["pooling", "pipeline", "connector", "no-hybrid"],
+    ids=["pooling", "connector", "no-hybrid"],
 )
 def test_vllm_options_that_exclude_compression_are_refused(
     llama: str, options: dict[str, Any], reason: str

@@ -11,11 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.policies.cases import POLICIES, Shape, make_pipeline, make_view
+from vllm_kvcompress.policies import resolve
 from vllm_kvcompress.policies.adakv import Ada
 from vllm_kvcompress.policies.base import LayerView, ModelHeads
 from vllm_kvcompress.policies.duoattention import DuoAttention
 from vllm_kvcompress.policies.headkv import ByImportance, HeadKV
 from vllm_kvcompress.policies.knorm import KNorm
+from vllm_kvcompress.policies.merging.d2o import D2O
 from vllm_kvcompress.policies.parts.allocation import UNIFORM, Allocator
 from vllm_kvcompress.policies.parts.selection import Protection
 from vllm_kvcompress.policies.pyramidkv import PyramidKV
@@ -129,6 +131,23 @@ def test_pyramid_stops_at_the_prompt() -> None:
 def test_pyramid_without_slope_is_uniform(num_blocks: int) -> None:
     pyramid = PyramidKV(window_size=8, beta=1.0, block_size=4)
     assert pyramid.layer_pages(num_blocks, [90] * 5, 2) == [2 * num_blocks] * 5
+
+
+def test_a_pipeline_stage_has_its_part_of_the_pyramid() -> None:
+    """Of 54, 42, 30, 18, 6 the last three, scaled to the stage's own 90 pages of a head."""
+    pyramid = PyramidKV(window_size=8, beta=7.0).bind(ModelHeads(3, 1, 1, 4, first_layer=2))
+    assert pyramid.layer_pages(30, [200] * 3, 1) == [50, 30, 10]
+    first = PyramidKV(window_size=8, beta=7.0).bind(ModelHeads(2, 1, 1, 4, later_layers=3))
+    assert sum(first.layer_pages(30, [200] * 2, 1)) == 60
+    assert first.layer_pages(30, [200] * 2, 1) == [34, 26]  # 54 to 42, scaled to 60
+
+
+def test_a_pipeline_stage_skips_the_model_s_first_layers_alone() -> None:
+    model = ModelHeads(3, 1, 1, 4, first_layer=1)
+    assert (KNorm(skip_layers=2).bind(model).skip_layers, KNorm().bind(model).skip_layers) == (1, 1)
+    d2o = resolve("d2o", {"skip_layers": 3}).bind(3, 1, 1, 4, first_layer=2).merger
+    assert isinstance(d2o, D2O)
+    assert d2o.skip_layers == 1
 
 
 def test_pyramid_of_one_layer_gets_the_budget() -> None:

@@ -73,6 +73,22 @@ def test_each_rank_takes_its_own_heads(tmp_path: Path) -> None:
     assert both[0] + both[1] == duo.gates[0]
 
 
+def test_each_pipeline_stage_takes_its_own_layers(tmp_path: Path) -> None:
+    """Importance is relative to the stage's sum, since it divides its own budget."""
+    path = write(tmp_path / "p.json", {f"{layer}-0": [2**layer] for layer in range(3)})
+    first = ModelHeads(1, 1, 1, 16, later_layers=2)
+    second = ModelHeads(2, 1, 1, 16, first_layer=1)
+    assert importance(path, first) == ((1.0,),)
+    assert importance(path, second) == ((pytest.approx(1 / 3),), (pytest.approx(2 / 3),))
+    duo = DuoAttention().with_profile(duoattention_file(tmp_path, 3, 1))
+    assert duo.bind(first).gates + duo.bind(second).gates == duo.gates
+    table = triattention_statistics(3, 1)
+    statistics = TriAttention().with_profile(triattention_file(tmp_path, 3, 1))
+    assert torch.equal(statistics.bind(second).statistics, table[1:])
+    with pytest.raises(ConfigError, match="expected 4 layers of 1 query heads"):
+        importance(path, ModelHeads(2, 1, 1, 16, first_layer=2))
+
+
 def test_duoattention_reads_a_directory_and_clips_gates(tmp_path: Path) -> None:
     write(tmp_path / "full_attention_heads.tsv", "1.2\t-0.5\n\n0.25\t0.5\n")
     write(tmp_path / "config.json", {"sink_size": 64, "recent_size": 128, "more": 1})

@@ -61,6 +61,16 @@ def test_scales_beside_the_tokens_count(llama_8b: str) -> None:
         capacity.read_shape(llama_8b, None, num_ranks=1, cache_dtype="nvfp4")
 
 
+def test_the_largest_pipeline_stage_decides(llama_8b: str) -> None:
+    """Of 32 layers over three stages one has 11."""
+    shape = capacity.read_shape(llama_8b, None, num_ranks=2).largest_stage(3)
+    assert (shape.num_layers, shape.num_ranks) == (11, 6)
+    assert shape.token_bytes == 11 * 2 * 4 * 128 * 2
+    assert shape.with_weights(60).weight_bytes == 10
+    with pytest.raises(ConfigError, match="at most one stage for each of the model's 32 layers"):
+        shape = capacity.read_shape(llama_8b, None, num_ranks=1).largest_stage(33)
+
+
 def test_models_with_other_layers_are_refused(tmp_path: Path) -> None:
     config = GemmaConfig(num_hidden_layers=2)
     config.layer_types = ["full_attention", "sliding_attention"]

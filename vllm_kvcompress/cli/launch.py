@@ -191,6 +191,7 @@ def check_command(command: list[str]) -> str:
     if SETTINGS_KEY not in (arguments.additional_config or {}):
         return ""
     arguments.tensor_parallel_size = arguments.data_parallel_size = 1  # ranks have equal layers
+    arguments.pipeline_parallel_size = 1
     try:
         from vllm_kvcompress.vllm_plugin.worker_side.layer_check import check_layers
 

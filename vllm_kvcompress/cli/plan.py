@@ -15,13 +15,19 @@ from vllm_kvcompress.vllm_plugin.startup.distribution import is_cpu_build
 if TYPE_CHECKING:
     from vllm_kvcompress.tools.capacity import ModelShape
 
-_READ = ("max-model-len", "block-size", "tensor-parallel-size", "gpu-memory-utilization")
+_READ = (
+    "max-model-len",
+    "block-size",
+    "tensor-parallel-size",
+    "pipeline-parallel-size",
+    "gpu-memory-utilization",
+)
 _MAX_SIZE = 2**60  # bytes of memory, or tokens
 _EPILOG = """\
 Takes the options of `vllm-kvcompress serve`, those of vLLM included; of these it reads --dtype,
---kv-cache-dtype, --max-model-len, --block-size, --tensor-parallel-size and
---gpu-memory-utilization. Weights are those of the model's config.json, which is all that is read
-of the model.
+--kv-cache-dtype, --max-model-len, --block-size, --tensor-parallel-size, --pipeline-parallel-size
+and --gpu-memory-utilization. Weights are those of the model's config.json, which is all that is
+read of the model.
 """
 
 
@@ -66,6 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     num_ranks = int(_number(options, "tensor-parallel-size", 1))
     cache_dtype = options.get("kv-cache-dtype", "auto")
     shape = capacity.read_shape(model, options.get("dtype"), num_ranks, cache_dtype)
+    shape = shape.largest_stage(int(_number(options, "pipeline-parallel-size", 1)))
     if namespace.weights_memory is not None:
         shape = shape.with_weights(namespace.weights_memory)
     cache = namespace.kv_cache_memory

@@ -295,15 +295,17 @@ class PageShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelHeads:
-    """Layers and heads of a model, and which heads this rank has.
+    """Layers and heads of a model, and which of them this rank has.
 
     Attributes:
-        num_layers: compressed layers.
+        num_layers: compressed layers of this rank.
         num_kv_heads: KV heads of this rank.
         num_query_heads: query heads of this rank.
         block_size: tokens of a page.
         tp_rank: index of this rank's part of the heads.
         tp_size: tensor-parallel size.
+        first_layer: compressed layers of earlier pipeline stages.
+        later_layers: compressed layers of later pipeline stages.
     """
 
     num_layers: int
@@ -312,3 +314,15 @@ class ModelHeads:
     block_size: int
     tp_rank: int = 0
     tp_size: int = 1
+    first_layer: int = 0
+    later_layers: int = 0
+
+    @property
+    def num_layers_of_model(self) -> int:
+        """Compressed layers of all pipeline stages."""
+        return self.first_layer + self.num_layers + self.later_layers
+
+    @property
+    def own_layers(self) -> slice:
+        """This rank's layers, in a list of those of the model."""
+        return slice(self.first_layer, self.first_layer + self.num_layers)

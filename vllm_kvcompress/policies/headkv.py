@@ -156,7 +156,8 @@ class HeadKV(MeasuredHeads, SnapKV):
 def importance_of_rank(importance: Table, model: ModelHeads, temperature: float) -> Table:
     """Mean importance of each KV head's query heads, by layer and head of this rank; in sum 1."""
     if not importance:
-        importance = ((1.0,) * (model.num_query_heads * model.tp_size),) * model.num_layers
+        heads = (1.0,) * (model.num_query_heads * model.tp_size)
+        importance = (heads,) * model.num_layers_of_model
     rows = profiles.rows_of_rank(importance, model, model.num_query_heads, "query")
     group = model.num_query_heads // model.num_kv_heads
     powered = [[max(0.0, score) ** temperature for score in row] for row in rows]

@@ -1,11 +1,12 @@
 """A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv 2406.11430."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from vllm_kvcompress.policies import LayerView, Policy, Stages, parameter
+from vllm_kvcompress.policies import LayerView, ModelHeads, Policy, Stages, parameter
 from vllm_kvcompress.policies.parts.allocation import spread
 
 
@@ -28,6 +29,10 @@ class KNorm(Policy):
     )
 
     skip_layers: int = parameter(2, "first layers that keep everything where possible", minimum=0)
+
+    def bind(self, model: ModelHeads) -> Self:
+        """Counts the skipped layers from this pipeline stage's first one."""
+        return replace(self, skip_layers=max(0, self.skip_layers - model.first_layer))
 
     def score(self, view: LayerView) -> Tensor:
         """[H, n] scores in fp32, since most norms tie in 16 bits."""

@@ -218,6 +218,10 @@ class Pipeline:
         """
         model = ModelHeads(*heads, **named)
         scorer: Any = self.scorer
+        merger: Any = self.merger
         if isinstance(scorer, Allocator):
             scorer = scorer.bind(model)
-        return replace(self, scorer=scorer, allocator=self.allocator.bind(model))
+        if isinstance(merger, Allocator):
+            merger = merger.bind(model)
+        allocator = self.allocator.bind(model)
+        return replace(self, scorer=scorer, allocator=allocator, merger=merger)

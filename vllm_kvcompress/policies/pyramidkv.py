@@ -16,8 +16,12 @@ class PyramidKV(SnapKV):
     The last layer's budget beyond the window is 1/beta of the mean, so the first one's is
     2 - 1/beta of it, or the full prompt.
 
+    A pipeline stage divides its own budget in the proportions of its layers in the model.
+
     Attributes:
         block_size: tokens of a page, once bound to a model.
+        first_layer: layers of earlier pipeline stages, once bound.
+        later_layers: layers of later pipeline stages, once bound.
     """
 
     name = "pyramidkv"
@@ -28,9 +32,16 @@ class PyramidKV(SnapKV):
 
     beta: float = parameter(20.0, "steepness of the pyramid", 1.0)
     block_size: int = 0
+    first_layer: int = 0
+    later_layers: int = 0
 
     def bind(self, model: ModelHeads) -> Self:
-        return replace(self, block_size=model.block_size)
+        return replace(
+            self,
+            block_size=model.block_size,
+            first_layer=model.first_layer,
+            later_layers=model.later_layers,
+        )
 
     def layer_pages(
         self, num_blocks: int, capacity: list[int], num_heads: int, num_logical_blocks: int = 0
@@ -49,7 +60,8 @@ class PyramidKV(SnapKV):
             room = max(per_head) - window
             if high > room:
                 high, low = room, 2 * mean - room
-            step = (high - low) / (num_layers - 1)
-            shares = [window + high - layer * step for layer in range(num_layers)]
+            step = (high - low) / (self.first_layer + num_layers + self.later_layers - 1)
+            own = range(self.first_layer, self.first_layer + num_layers)
+            shares = [window + high - layer * step for layer in own]
         units = spread(shares, num_blocks * num_layers, per_head, [1] * num_layers)
         return [pages * num_heads for pages in units]

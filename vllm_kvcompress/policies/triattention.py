@@ -75,14 +75,15 @@ class TriAttention(Policy):
 
     def bind(self, model: ModelHeads) -> Self:
         layers, heads = self.statistics.shape[:2]
-        expected = model.num_layers, model.num_query_heads * model.tp_size
+        expected = model.num_layers_of_model, model.num_query_heads * model.tp_size
         if (layers, heads) != expected:
             raise refusal(
                 "the profile",
                 f"expected {expected[0]} layers of {expected[1]} query heads, as the model has, "
                 f"found {layers} of {heads}",
             )
-        return replace(self, statistics=self.statistics.chunk(model.tp_size, dim=1)[model.tp_rank])
+        own = self.statistics[model.own_layers].chunk(model.tp_size, dim=1)[model.tp_rank]
+        return replace(self, statistics=own)
 
     @property
     def needs(self) -> Needs:

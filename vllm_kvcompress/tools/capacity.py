@@ -37,7 +37,7 @@ class ModelShape:
         row_bytes: of a key in the cache, and of a value, a scale beside it included.
         weight_bytes: of this rank.
         longest: tokens of the longest request that the model supports.
-        num_ranks: of tensor parallelism.
+        num_ranks: of tensor and pipeline parallelism.
     """
 
     num_layers: int
@@ -69,6 +69,24 @@ class ModelShape:
             names = ", ".join([*known, *FP8_TYPES, *TOKEN_SCALED_TYPES])
             raise ConfigError(f"--kv-cache-dtype {cache_dtype}: expected one of {names}.")
         return self.head_size * known[cache_dtype]
+
+    def largest_stage(self, num_stages: int) -> Self:
+        """The largest of so many pipeline stages, whose cache decides how many blocks all have.
+
+        Raises:
+            ConfigError: there are more stages than layers.
+        """
+        if num_stages > self.num_layers:
+            raise ConfigError(
+                f"--pipeline-parallel-size {num_stages}: expected at most one stage for each of "
+                f"the model's {self.num_layers} layers; give a smaller number."
+            )
+        return replace(
+            self,
+            num_layers=ceil_div(self.num_layers, num_stages),
+            weight_bytes=self.weight_bytes // num_stages,
+            num_ranks=self.num_ranks * num_stages,
+        )
 
     def with_weights(self, total_bytes: int) -> Self:
         """The same model with weights of that many bytes, over all ranks."""

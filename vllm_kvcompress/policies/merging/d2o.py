@@ -2,13 +2,22 @@
 Models, arXiv 2406.13035."""
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from vllm_kvcompress.kernels.merging.merged_entries import merge_into
 from vllm_kvcompress.kernels.merging.nearest_keys import nearest_keys
-from vllm_kvcompress.policies import LayerView, Merged, Merger, Needs, Protection, parameter
+from vllm_kvcompress.policies import (
+    LayerView,
+    Merged,
+    Merger,
+    ModelHeads,
+    Needs,
+    Protection,
+    parameter,
+)
 from vllm_kvcompress.policies.h2o import H2O
 
 
@@ -30,6 +39,10 @@ class D2O(H2O, Merger):
 
     num_sinks: int = parameter(4, "first tokens kept", minimum=0)
     skip_layers: int = parameter(2, "first layers, where nothing is merged", minimum=0)
+
+    def bind(self, model: ModelHeads) -> Self:
+        """Counts the skipped layers from this pipeline stage's first one."""
+        return replace(self, skip_layers=max(0, self.skip_layers - model.first_layer))
 
     @property
     def needs(self) -> Needs:

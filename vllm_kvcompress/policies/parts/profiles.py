@@ -71,12 +71,12 @@ def check_finite(path: Path, table: Table) -> None:
 
 
 def rows_of_rank(table: Table, model: ModelHeads, per_rank: int, kind: str) -> Table:
-    """Cuts the columns of this rank's `per_rank` heads, of a kind, out of a table of the model's.
+    """Cuts this rank's layers and `per_rank` heads, of a kind, out of a table of the model's.
 
     Raises:
         ConfigError: the table has other layers or heads than the model.
     """
-    expected = (model.num_layers, per_rank * model.tp_size)
+    expected = (model.num_layers_of_model, per_rank * model.tp_size)
     shape = (len(table), len(table[0]))
     if shape != expected:
         raise refusal(
@@ -84,7 +84,8 @@ def rows_of_rank(table: Table, model: ModelHeads, per_rank: int, kind: str) -> T
             f"expected {expected[0]} layers of {expected[1]} {kind} heads, as the model has, found "
             f"{shape[0]} of {shape[1]}",
         )
-    return tuple(row[model.tp_rank * per_rank : (model.tp_rank + 1) * per_rank] for row in table)
+    heads = slice(model.tp_rank * per_rank, (model.tp_rank + 1) * per_rank)
+    return tuple(row[heads] for row in table[model.own_layers])
 
 
 @lru_cache(maxsize=1024)

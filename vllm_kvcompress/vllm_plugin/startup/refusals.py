@@ -270,11 +270,6 @@ def _reasons_of_options(config: VllmConfig) -> Iterator[str]:
             "context parallelism splits a request's tokens over ranks while compression splits "
             f"by heads; use --tensor-parallel-size instead {_OFF}."
         )
-    if parallel.pipeline_parallel_size > 1:
-        yield (
-            "pipeline parallelism does not work with compression yet; use "
-            f"--tensor-parallel-size instead {_OFF}."
-        )
     if config.kv_transfer_config is not None:
         yield (
             "KV connectors transfer whole blocks by token position, which compressed requests no "

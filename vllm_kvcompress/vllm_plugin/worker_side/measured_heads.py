@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from vllm import envs
-from vllm.distributed.parallel_state import get_tp_group, get_world_group
+from vllm.distributed.parallel_state import get_world_group
 from vllm.logger import init_logger
 
 from vllm_kvcompress.compression.needles import (
@@ -40,6 +40,7 @@ from vllm_kvcompress.policies.headkv import (
 )
 from vllm_kvcompress.policies.parts.profiles import Table
 from vllm_kvcompress.vllm_plugin.startup import compat
+from vllm_kvcompress.vllm_plugin.worker_side.ranks import layers_around, of_all_ranks
 
 logger = init_logger(f"vllm.plugins.{__name__}")
 REVISION = 1  # of the prompts and the scores; files of other revisions are not read
@@ -74,8 +75,9 @@ def provide_heads(worker: Any) -> None:
         if is_first:
             logger.warning("Heads are not measured, so all get the same budget: %s.", reason)
         return
-    path = cached_file(worker)
-    known = get_world_group().broadcast_object(_known_heads(worker, path) if is_first else None)
+    path, shape = cached_file(worker), _shape(worker)
+    known = _known_heads(worker, path, shape) if is_first else None
+    known = get_world_group().broadcast_object(known)
     if known is None:
         scores = measure(worker, HeadPrompts())
         known = mean_importance(scores), MEASURED
@@ -124,7 +126,7 @@ def measure(worker: Any, prompts: HeadPrompts) -> Scores:
         _read(worker, prompt.tokens[:-1], needles)
         masses = [needles.masses[layer] for layer in range(len(group.layer_index))]
         columns.append(torch.stack(masses).cpu())
-    scores: Scores = torch.cat(_of_all_ranks(torch.stack(columns, dim=2)), dim=1).tolist()
+    scores: Scores = of_all_ranks(torch.stack(columns, dim=2)).tolist()
     if is_first:
         logger.info(
             "Measured %d heads of %d layers with %d prompts of %d tokens in %.1f s.",
@@ -145,7 +147,7 @@ def measure_queries(worker: Any, texts: Sequence[list[int]]) -> torch.Tensor:
     for text in tqdm(texts, desc="Measuring queries", unit="text", disable=hidden):
         means.watch(_REQUEST)
         _read(worker, text, means)
-    return torch.cat(_of_all_ranks(means.statistics()), dim=1).cpu()
+    return of_all_ranks(means.statistics())
 
 
 def _read(worker: Any, tokens: list[int], observer: Repetitions) -> None:
@@ -158,16 +160,6 @@ def _read(worker: Any, tokens: list[int], observer: Repetitions) -> None:
         group.runner.repetitions = serving
 
 
-def _of_all_ranks(part: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors of all tensor-parallel ranks, in their order; all must call this."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return [part]
-    parts = [torch.empty_like(part) for _ in range(group.world_size)]
-    torch.distributed.all_gather(parts, part.contiguous(), group.cpu_group)
-    return parts
-
-
 def _length(worker: Any, wanted: int) -> int:
     """Returns the length of prompts that this engine reads in one step, at most `wanted`."""
     config = worker.vllm_config
@@ -177,10 +169,11 @@ def _length(worker: Any, wanted: int) -> int:
 
 
 def _shape(worker: Any) -> tuple[int, int]:
-    """Returns the numbers of layers, and of query heads on all ranks."""
+    """Returns the numbers of layers, and of query heads on all ranks; every rank must call it."""
     (group,) = worker.compression.groups.values()
     num_ranks = worker.vllm_config.parallel_config.tensor_parallel_size
-    return len(group.layer_index), worker.compression.num_query_heads * num_ranks
+    num_layers = len(group.layer_index) + sum(layers_around(len(group.layer_index)))
+    return num_layers, worker.compression.num_query_heads * num_ranks
 
 
 def cached_file(worker: Any) -> Path:
@@ -199,7 +192,7 @@ def cached_file(worker: Any) -> Path:
     return Path(envs.VLLM_CACHE_ROOT) / "kvcompress" / "heads" / f"{digest.hexdigest()}.json"
 
 
-def _known_heads(worker: Any, path: Path) -> tuple[Table, str] | None:
+def _known_heads(worker: Any, path: Path, expected: tuple[int, int]) -> tuple[Table, str] | None:
     """Returns the heads of the model's folder or of an earlier start; None: there are none."""
     beside = profile_beside(worker.vllm_config.model_config.model)
     if beside is not None:
@@ -209,8 +202,8 @@ def _known_heads(worker: Any, path: Path) -> tuple[Table, str] | None:
     try:
         table = read_importance(path)
         shape = len(table), len(table[0])
-        if shape != _shape(worker):
-            raise ConfigError(f"{path}: expected layers and heads {_shape(worker)}, found {shape}.")
+        if shape != expected:
+            raise ConfigError(f"{path}: expected layers and heads {expected}, found {shape}.")
     except ConfigError as error:
         logger.warning("Heads of an earlier start cannot be read, so they are measured: %s", error)
         return None

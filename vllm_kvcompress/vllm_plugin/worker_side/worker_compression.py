@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -54,6 +53,7 @@ from vllm_kvcompress.vllm_plugin.startup.layer_refusals import (
 )
 from vllm_kvcompress.vllm_plugin.startup.quantized import key_dtype
 from vllm_kvcompress.vllm_plugin.worker_side.access_checks import WorkerChecks
+from vllm_kvcompress.vllm_plugin.worker_side.ranks import FailedEvents, layers_around
 from vllm_kvcompress.vllm_plugin.worker_side.step import GroupCompression, StepWork
 
 logger = init_logger(f"vllm.plugins.{__name__}")  # vLLM shows only loggers below its own
@@ -103,6 +103,7 @@ class WorkerCompression:
         self._ended: list[Event] = []
         self._timed: list[tuple[str, list[Stopwatch]]] = []
         self._failed: list[str] = []
+        self._failed_events = FailedEvents()
 
     @property
     def needs(self) -> Needs:
@@ -173,7 +174,7 @@ class WorkerCompression:
         for number, group in enumerate(groups):
             specs = compressed_specs(group.kv_cache_spec)
             check_page_sizes(specs)
-            if specs:
+            if specs and group.layer_names:  # a pipeline stage may have none of a group
                 layers = compat.attention_layers(self.vllm_config, group.layer_names)
                 names.append(group.layer_names)
                 compressed.append((number, layers, specs[0]))
@@ -296,6 +297,7 @@ class WorkerCompression:
     def _bind_pipelines(self, layers: list[Any], pool: PagePool) -> dict[str, Pipeline]:
         """Binds every policy to the layers and to this rank's heads."""
         parallel = self.vllm_config.parallel_config
+        first_layer, later_layers = layers_around(len(layers))
         return {
             policy: pipeline.bind(
                 num_layers=len(layers),
@@ -304,6 +306,8 @@ class WorkerCompression:
                 block_size=pool.block_size,
                 tp_rank=parallel.rank % parallel.tensor_parallel_size,
                 tp_size=parallel.tensor_parallel_size,
+                first_layer=first_layer,
+                later_layers=later_layers,
             )
             for policy, pipeline in self.pipelines.items()
         }
@@ -437,7 +441,7 @@ class WorkerCompression:
         self._plan, self._scheduler_output, self._running, self._ended = None, None, [], []
 
     def _agree_on_failed(self, by_request: dict[str, list[Event]]) -> list[str]:
-        """Returns requests whose event failed on any tensor-parallel rank, and logs why."""
+        """Returns requests whose event failed on any rank up to this stage, and logs why."""
         plans = [] if self._plan is None else self._plan.events
         request_ids = list(dict.fromkeys(plan.request_id for plan in plans))
         errors = {
@@ -448,7 +452,7 @@ class WorkerCompression:
         }
         for request_id, event in errors.items():
             logger.error(_FAILED, request_id, event.plan.policy, exc_info=event.error)
-        flags = on_any_rank([request_id in errors for request_id in request_ids])
+        flags = self._failed_events.on_any_rank([each in errors for each in request_ids])
         return [each for each, failed in zip(request_ids, flags, strict=True) if failed]
 
     def take_report(self) -> StepReport:
@@ -511,16 +515,3 @@ def layer_weights(layer: Any, model: Any, needs: Needs) -> LayerWeights:
             if not by_kv_head.is_cuda:  # GPU kernels read it as it lies, and memory is scarce there
                 by_kv_head = by_kv_head.contiguous()
     return LayerWeights(output_weight=by_kv_head, output_gram=gram, rotary=rotary, sinks=sinks)
-
-
-def on_any_rank(flags: list[bool]) -> list[bool]:
-    """Returns, for each flag, whether it is set on any tensor-parallel rank.
-
-    All ranks must call this, with equally many flags. It does not wait for a device.
-    """
-    group = get_tp_group()
-    if group.world_size == 1 or not flags:
-        return flags
-    joined = torch.tensor(flags, dtype=torch.int32, device="cpu")
-    torch.distributed.all_reduce(joined, torch.distributed.ReduceOp.MAX, group.cpu_group)
-    return [bool(flag) for flag in joined.tolist()]
