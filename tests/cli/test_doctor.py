@@ -130,8 +130,15 @@ def test_a_missing_compiler_and_plugin_are_problems(monkeypatch: pytest.MonkeyPa
             "--kv-policy snapkv --kv-budget 0.25 --kv-cache-dtype nvfp4",
             "its scales lie in an order of their own",
         ),
-        ("--kv-policy snapkv --kv-budget 0.25 --pipeline-parallel-size 2", "pipeline parallelism"),
-        ("--kv-policy snapkv --kv-budget 1.0 --pipeline-parallel-size 2", "would accept this"),
+        ("--kv-policy snapkv --kv-budget 0.25 --pipeline-parallel-size 2", "would accept this"),
+        (
+            "--kv-policy snapkv --kv-budget 0.25 --disable-hybrid-kv-cache-manager",
+            "cannot be told from the layers to compress",
+        ),
+        (
+            "--kv-policy snapkv --kv-budget 1.0 --disable-hybrid-kv-cache-manager",
+            "would accept this",
+        ),
     ],
 )
 def test_doctor_reports_the_refusal_of_serve(arguments: str, verdict: str, tmp_path: Path) -> None:
