@@ -250,9 +250,9 @@ def test_names_chosen_by_clients_add_no_metric_series(address: str) -> None:
 def test_unsupported_engine_option_is_refused_in_one_line(tmp_path: Path) -> None:
     model = tiny_models.build("llama", tmp_path)
     arguments = ["serve", str(model), "--kv-policy", "snapkv", "--kv-budget", "0.25"]
-    arguments += ["--pipeline-parallel-size", "2"]
+    arguments += ["--disable-hybrid-kv-cache-manager"]
     done = command(tmp_path, *arguments)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
     refusal = done.stderr.splitlines()[-1]
-    assert refusal.startswith("vllm-kvcompress: error: pipeline parallelism")
+    assert refusal.startswith("vllm-kvcompress: error: --disable-hybrid-kv-cache-manager")
