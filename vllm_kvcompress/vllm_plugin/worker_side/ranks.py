@@ -45,7 +45,8 @@ class FailedEvents:
     """Tells every rank which events of a step failed on any rank of its stage or of earlier ones.
 
     The last pipeline stage answers vLLM, so it has to know all. A stage sends what it knows on to
-    the next one and does not wait for it, since that would end the overlap of stages.
+    the next one. It does not wait until that one has received it, since stages would no longer
+    overlap, but only until its message before has been received.
     """
 
     def __init__(self) -> None:
