@@ -43,7 +43,7 @@ SERVER = [
     *["--served-model-name", "reference", "--enforce-eager", "--dtype", fast_dtype()],
 ]
 COMPRESSING = ["--kv-policy", "adakv+criticalkv", "--kv-budget", "0.25", "--kv-reuse-contexts"]
-COMPRESSING += ["--kv-read", "quest:0.5", "--kv-shadow", "1.0"]
+COMPRESSING += ["--kv-read", "quest:0.5", "--kv-shadow", "1.0", "--kv-promised-loss", "0.1"]
 
 
 def main() -> None:
